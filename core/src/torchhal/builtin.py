@@ -1,0 +1,73 @@
+"""Core's own manifest: the built-in parts come through the same hooks as everybody's."""
+
+from __future__ import annotations
+
+from torchhal.plugin import Component, hookimpl
+
+_DDP = "torchhal.strategies.ddp:DDPStrategy"
+
+
+@hookimpl
+def torchhal_accelerators() -> list[Component]:
+    return [Component("cpu", "torchhal.accelerators.cpu:CPUAccelerator", summary="The host's processors")]
+
+
+@hookimpl
+def torchhal_precisions() -> list[Component]:
+    full, mixed = "torchhal.precision.full:FullPrecision", "torchhal.precision.mixed:MixedPrecision"
+    return [
+        Component("32-true", full, "float32 throughout", {"dtype": "float32"}, aliases=("32",)),
+        Component("64-true", full, "float64 throughout", {"dtype": "float64"}, aliases=("64",)),
+        Component("bf16-true", full, "bfloat16 throughout", {"dtype": "bfloat16"}),
+        Component("16-true", full, "float16 throughout", {"dtype": "float16"}),
+        Component("bf16-mixed", mixed, "float32 weights, bfloat16 autocast", {"dtype": "bfloat16"}, aliases=("bf16",)),
+        Component("16-mixed", mixed, "float32 weights, float16 autocast, scaled loss", {"dtype": "float16"}, aliases=("16",)),
+    ]
+
+
+@hookimpl
+def torchhal_checkpoint_ios() -> list[Component]:
+    return [Component("torch", "torchhal.checkpoint.torch_file:TorchCheckpointIO", summary="One file, written atomically")]
+
+
+@hookimpl
+def torchhal_cluster_environments() -> list[Component]:
+    return [
+        Component("local", "torchhal.cluster.local:LocalEnvironment", summary="This machine, or hosts started by hand"),
+        Component("torchelastic", "torchhal.cluster.torchelastic:TorchElasticEnvironment", summary="Started by torchrun"),
+    ]
+
+
+@hookimpl
+def torchhal_strategies() -> list[Component]:
+    components = [
+        Component(
+            "single_device",
+            "torchhal.strategies.single_device:SingleDeviceStrategy",
+            summary="One process, one device",
+            aliases=("none",),
+        )
+    ]
+    for alias, summary, start in (
+        ("ddp", "One process per device, gradients averaged", {}),
+        ("ddp_spawn", "ddp in processes started by spawn", {"start_method": "spawn"}),
+        ("ddp_fork", "ddp in processes started by fork", {"start_method": "fork"}),
+        ("ddp_forkserver", "ddp in processes started by forkserver", {"start_method": "forkserver"}),
+        ("ddp_notebook", "ddp from a notebook: processes started by fork", {"start_method": "fork"}),
+    ):
+        components += [
+            Component(alias, _DDP, summary=summary, defaults=start),
+            Component(
+                f"{alias}_find_unused_parameters_true",
+                _DDP,
+                summary=f"{summary}; unused parameters allowed",
+                defaults={**start, "find_unused_parameters": True},
+            ),
+            Component(
+                f"{alias}_find_unused_parameters_false",
+                _DDP,
+                summary=f"{summary}; unused parameters are an error",
+                defaults={**start, "find_unused_parameters": False},
+            ),
+        ]
+    return components

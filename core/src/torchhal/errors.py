@@ -1,0 +1,134 @@
+"""Every error torchhal raises on purpose, one tree.
+
+::
+
+    TorchhalError
+    ├── PluginError                      something about a plugin or one of its components
+    │   ├── UnknownAliasError            (LookupError) nobody provides this alias
+    │   ├── AmbiguousAliasError          (LookupError) several plugins provide it
+    │   ├── BrokenPluginError            a manifest that can't be imported or gives nothing (strict mode, direct use)
+    │   ├── IncompatiblePluginError      a plugin that asks for another torchhal (strict mode)
+    │   └── ComponentError               one component can't be used: bad record, missing target, wrong class
+    ├── ConfigurationError               (ValueError) an argument, or a combination of arguments, that can't work
+    │   └── UnsupportedCombinationError  two parts that don't fit each other, both named
+    ├── ModelError                       (TypeError) the user's module or data lacks something, or returned nonsense
+    ├── AcceleratorUnavailable           (RuntimeError) the hardware was asked for by name and isn't there
+    ├── LaunchError                      (RuntimeError) the processes could not be started
+    ├── DistributedError                 (RuntimeError) processes that should act together don't
+    │   ├── RankFailedError              another rank failed first; carries its rank and traceback
+    │   └── CollectiveTimeoutError       a barrier or collective timed out; carries the missing ranks
+    ├── CheckpointError                  (RuntimeError) a checkpoint can't be written or read
+    │   ├── CheckpointCorruptError       damaged: cut off, flipped bits, not a checkpoint
+    │   └── CheckpointMismatchError      a sound checkpoint of something else: other keys, other shapes
+    └── NonFiniteLossError               (ArithmeticError) NaN or inf where the user asked to stop at one
+
+A wrong argument of one value is a plain ``TypeError`` or ``ValueError`` with the message
+``'name' must be ... (got ...)``; what stands above is for what a caller may want to catch by kind. The
+pieces of a message are attributes of the error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+
+class TorchhalError(Exception):
+    """Base of every error that torchhal raises on purpose."""
+
+
+class PluginError(TorchhalError):
+    """Something about a plugin or one of its components."""
+
+
+class UnknownAliasError(PluginError, LookupError):
+    """Nobody provides ``alias`` for ``kind``; the message says what exists and what to install."""
+
+    def __init__(self, message: str, *, kind: str, alias: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.alias = alias
+
+
+class AmbiguousAliasError(PluginError, LookupError):
+    """Several plugins provide ``alias``; ``candidates`` are the qualified names that work."""
+
+    def __init__(self, message: str, *, kind: str, alias: str, candidates: Sequence[str]) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.alias = alias
+        self.candidates = tuple(candidates)
+
+
+class BrokenPluginError(PluginError):
+    """A plugin's manifest can't be imported or gives nothing."""
+
+
+class IncompatiblePluginError(PluginError):
+    """A plugin that asks for another version of torchhal."""
+
+
+class ComponentError(PluginError):
+    """One component of a plugin can't be used."""
+
+
+class ConfigurationError(TorchhalError, ValueError):
+    """An argument, or a combination of arguments, that can't work."""
+
+
+class UnsupportedCombinationError(ConfigurationError):
+    """Two parts that don't fit each other; the message names both and what fits."""
+
+
+class ModelError(TorchhalError, TypeError):
+    """The user's module, data module or loader lacks something, or returned something unusable."""
+
+
+class AcceleratorUnavailable(TorchhalError, RuntimeError):
+    """The accelerator was asked for by name and can't be used here; ``reason`` says why."""
+
+    def __init__(self, message: str, *, alias: str, reason: str) -> None:
+        super().__init__(message)
+        self.alias = alias
+        self.reason = reason
+
+
+class LaunchError(TorchhalError, RuntimeError):
+    """The training processes could not be started."""
+
+
+class DistributedError(TorchhalError, RuntimeError):
+    """Processes that should act together don't."""
+
+
+class RankFailedError(DistributedError):
+    """Another rank failed first. ``rank`` is the one to look at, ``traceback`` its text (may be empty)."""
+
+    def __init__(self, message: str, *, rank: int, traceback: str = "") -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.traceback = traceback
+
+
+class CollectiveTimeoutError(DistributedError):
+    """A barrier or collective timed out. ``missing`` are the ranks that did not come."""
+
+    def __init__(self, message: str, *, name: str, missing: Iterable[int] = ()) -> None:
+        super().__init__(message)
+        self.name = name
+        self.missing = tuple(missing)
+
+
+class CheckpointError(TorchhalError, RuntimeError):
+    """A checkpoint can't be written or read."""
+
+
+class CheckpointCorruptError(CheckpointError):
+    """The checkpoint is damaged: cut off, changed bits, or no checkpoint at all."""
+
+
+class CheckpointMismatchError(CheckpointError):
+    """The checkpoint is sound but belongs to something else."""
+
+
+class NonFiniteLossError(TorchhalError, ArithmeticError):
+    """A loss or gradient is NaN or infinite and the user asked to stop at one."""

@@ -1,0 +1,146 @@
+"""What a plugin's manifest imports: hook markers, the five hookspecs, :class:`Component`, :class:`Availability`.
+
+Standard library and pluggy only: a manifest is imported for a mere listing of plugins, so nothing here may
+pull in torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import pluggy
+
+PROJECT: Final = "torchhal"
+"""The pluggy project name, and the entry-point group."""
+
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+
+HOOKS: Final[Mapping[str, str]] = {
+    "accelerator": "torchhal_accelerators",
+    "precision": "torchhal_precisions",
+    "checkpoint_io": "torchhal_checkpoint_ios",
+    "cluster_environment": "torchhal_cluster_environments",
+    "strategy": "torchhal_strategies",
+}
+"""Kind of part -> the hook that contributes parts of this kind."""
+
+KINDS: Final = tuple(HOOKS)
+
+ALIAS_MAX_LENGTH: Final = 64
+_ALIAS = re.compile(r"[a-z][a-z0-9]*(?:[-_][a-z0-9]+)*")
+# The field names its precisions by bit width ("32-true", "16-mixed"): this kind alone may start with a digit.
+_PRECISION_ALIAS = re.compile(r"[a-z0-9]+(?:[-_][a-z0-9]+)*")
+_TARGET = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*")
+
+
+@dataclass(frozen=True)
+class Availability:
+    """Whether a part can be used here and, if not, why.
+
+    ``reason`` is never empty when ``ok`` is false; it names the missing package, device or setting.
+    """
+
+    ok: bool
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.ok, bool):
+            raise TypeError(f"'ok' must be a bool (got {self.ok!r})")
+        if not self.ok and not self.reason.strip():
+            raise ValueError("'reason' must say why the part is unavailable (got an empty string)")
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+
+@dataclass(frozen=True)
+class Component:
+    """One part that a plugin provides, described without importing it.
+
+    Args:
+        alias: the name users write, ``[a-z][a-z0-9]*`` with single dashes or underscores inside, at most 64
+            characters, looked up without case. A precision may start with a digit. Never ``auto``.
+        target: ``"package.module:Class"``, imported on first use.
+        summary: one line for ``torchhal plugins``.
+        defaults: keyword arguments for the constructor; copied for each instance, overridden by the user's.
+        requires: top-level modules of the vendor's SDK; a missing one makes the part unavailable with its
+            name as the reason. A tuple, not a string.
+        aliases: other names for the same part, under the same rule. A tuple, not a string.
+
+    A wrong value makes this component unusable, with the reason from :meth:`problem`; it never costs the
+    plugin its other components, so nothing is raised here.
+    """
+
+    alias: str
+    target: str
+    summary: str = ""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    requires: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
+
+    def problem(self, kind: str) -> str | None:
+        """The reason why this record can't be used as a ``kind``, or None when it is sound."""
+        if reason := alias_problem(self.alias, kind):
+            return reason
+        if not isinstance(self.target, str) or not _TARGET.fullmatch(self.target):
+            return f"'target' must be 'package.module:Class' (got {self.target!r})"
+        if not isinstance(self.summary, str):
+            return f"'summary' must be a str (got {self.summary!r})"
+        if not isinstance(self.defaults, Mapping) or not all(isinstance(k, str) for k in self.defaults):
+            return f"'defaults' must be a mapping of keyword arguments (got {self.defaults!r})"
+        for name in ("requires", "aliases"):
+            value = getattr(self, name)
+            if not isinstance(value, tuple) or not all(isinstance(item, str) for item in value):
+                return f"'{name}' must be a tuple of str (got {value!r})"
+        for module in self.requires:
+            if not module.isidentifier():
+                return f"'requires' must hold names of top-level modules (got {module!r})"
+        for other in self.aliases:
+            if reason := alias_problem(other, kind):
+                return reason
+        return None
+
+
+def alias_problem(alias: object, kind: str) -> str | None:
+    """Why ``alias`` can't name a part of this ``kind``, or None."""
+    if not isinstance(alias, str):
+        return f"an alias must be a str (got {alias!r})"
+    if alias == "auto":
+        return "the alias 'auto' is reserved: it asks torchhal to choose"
+    if len(alias) > ALIAS_MAX_LENGTH:
+        return f"an alias must have at most {ALIAS_MAX_LENGTH} characters (got {len(alias)}: {alias!r})"
+    pattern = _PRECISION_ALIAS if kind == "precision" else _ALIAS
+    if not pattern.fullmatch(alias):
+        return (
+            "an alias must be lower-case letters and digits, a letter first, with single dashes or underscores "
+            f"inside (got {alias!r})"
+        )
+    return None
+
+
+class Hookspecs:
+    """The five hooks, one per kind of part. Each returns records and changes nothing."""
+
+    @hookspec
+    def torchhal_accelerators(self) -> Sequence[Component]:  # type: ignore[empty-body]
+        """Accelerators: targets are subclasses of ``torchhal.accelerators.Accelerator``."""
+
+    @hookspec
+    def torchhal_precisions(self) -> Sequence[Component]:  # type: ignore[empty-body]
+        """Precisions: targets are subclasses of ``torchhal.precision.Precision``."""
+
+    @hookspec
+    def torchhal_checkpoint_ios(self) -> Sequence[Component]:  # type: ignore[empty-body]
+        """Checkpoint IOs: targets are subclasses of ``torchhal.checkpoint.CheckpointIO``."""
+
+    @hookspec
+    def torchhal_cluster_environments(self) -> Sequence[Component]:  # type: ignore[empty-body]
+        """Cluster environments: targets are subclasses of ``torchhal.cluster.ClusterEnvironment``."""
+
+    @hookspec
+    def torchhal_strategies(self) -> Sequence[Component]:  # type: ignore[empty-body]
+        """Strategies: targets are subclasses of ``torchhal.strategies.Strategy``."""
