@@ -21,20 +21,26 @@ def torchhal_precisions() -> list[Component]:
         Component("bf16-true", full, "bfloat16 throughout", {"dtype": "bfloat16"}),
         Component("16-true", full, "float16 throughout", {"dtype": "float16"}),
         Component("bf16-mixed", mixed, "float32 weights, bfloat16 autocast", {"dtype": "bfloat16"}, aliases=("bf16",)),
-        Component("16-mixed", mixed, "float32 weights, float16 autocast, scaled loss", {"dtype": "float16"}, aliases=("16",)),
+        Component(
+            "16-mixed", mixed, "float32 weights, float16 autocast, scaled loss", {"dtype": "float16"}, aliases=("16",)
+        ),
     ]
 
 
 @hookimpl
 def torchhal_checkpoint_ios() -> list[Component]:
-    return [Component("torch", "torchhal.checkpoint.torch_file:TorchCheckpointIO", summary="One file, written atomically")]
+    return [
+        Component("torch", "torchhal.checkpoint.torch_file:TorchCheckpointIO", summary="One file, written atomically")
+    ]
 
 
 @hookimpl
 def torchhal_cluster_environments() -> list[Component]:
     return [
         Component("local", "torchhal.cluster.local:LocalEnvironment", summary="This machine, or hosts started by hand"),
-        Component("torchelastic", "torchhal.cluster.torchelastic:TorchElasticEnvironment", summary="Started by torchrun"),
+        Component(
+            "torchelastic", "torchhal.cluster.torchelastic:TorchElasticEnvironment", summary="Started by torchrun"
+        ),
     ]
 
 

@@ -1,0 +1,195 @@
+"""The accelerator contract: a declaration first, default bodies over torch's own device modules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from torchhal.accelerators.devices import parse_devices
+from torchhal.accelerators.transfer import move_to_device
+from torchhal.plugin import Availability
+
+
+class Accelerator:
+    """One kind of hardware.
+
+    Hardware that torch already speaks to, in its tree or through PrivateUse1, is a subclass that sets
+    :attr:`name`, :attr:`device_type` and perhaps :attr:`backend` and :attr:`precisions`; every torch-native
+    strategy, precision and checkpoint then works on it. Nothing is abstract. Override a method only where the
+    device differs from what ``torch.get_device_module(device_type)`` does.
+
+    Callers rely on this:
+
+    * The class attributes are data and never change. Reading them, :meth:`availability`, :meth:`device_count` and
+      :meth:`parse_devices` initialise no device: a fork after them works (GEN-02, ACC-01, ACC-04).
+    * An instance holds no device state before :meth:`setup_device`, and pickles (GEN-19).
+    * Everything from :meth:`setup_device` on is called in the process that trains, on every rank.
+    """
+
+    name: ClassVar[str]
+    """The alias users write (ACC-21)."""
+
+    device_type: ClassVar[str]
+    """torch's device type: ``torch.device(device_type)`` is valid once :meth:`load` has run."""
+
+    backend: ClassVar[str] = "gloo"
+    """The process-group backend for tensors on this device."""
+
+    precisions: ClassVar[frozenset[str]] = frozenset({"32-true", "16-true", "16-mixed", "bf16-true", "bf16-mixed"})
+    """Aliases of the precisions this device computes in; any other is refused before launch (ACC-16)."""
+
+    indexed: ClassVar[bool] = True
+    """Whether a process addresses its device by index (``sim:1``); False for hardware with one per process."""
+
+    oversubscribable: ClassVar[bool] = False
+    """Whether more processes than devices make sense (the CPU)."""
+
+    default_strategy: ClassVar[str] = "single_device"
+    """Alias of the strategy for one device when none is named."""
+
+    default_parallel_strategy: ClassVar[str] = "ddp"
+    """Alias of the strategy for several devices when none is named."""
+
+    auto_priority: ClassVar[int | None] = 50
+    """``accelerator="auto"`` takes the available one with the highest number; None: only when named."""
+
+    substitutes: ClassVar[Mapping[str, Mapping[str, str]]] = {}
+    """``{kind: {alias: alias}}``: what a general alias means on this hardware, e.g. its own launcher for
+    ``ddp_spawn``. Applied by ``resolve`` to names and defaults, never to objects."""
+
+    start_methods: ClassVar[frozenset[str]] = frozenset({"spawn", "fork", "forkserver"})
+    """Ways in which worker processes may start and still use the device."""
+
+    features: ClassVar[frozenset[str]] = frozenset()
+    """Capabilities beyond the core level; ``conformance`` names them."""
+
+    # -- before anything starts ------------------------------------------------------------------------------
+
+    @classmethod
+    def load(cls) -> None:
+        """Import whatever registers the device with torch. Idempotent; called before any probe.
+
+        torch answers some questions about a device once and for all, so a library that loads after the first
+        question is never seen. Raises ImportError or whatever the library raises; :meth:`availability` turns
+        that into a reason.
+        """
+
+    @classmethod
+    def availability(cls) -> Availability:
+        """Whether the hardware can be used here and, if not, why. Never raises, starts nothing (ACC-01, GEN-05)."""
+        try:
+            cls.load()
+            module = torch.get_device_module(cls.device_type)
+            available = bool(module.is_available())
+        except Exception as error:
+            return Availability(False, f"{type(error).__name__}: {error}")
+        if not available:
+            return Availability(False, f"torch reports no usable {cls.device_type} device on this machine")
+        return Availability(True)
+
+    def device_count(self) -> int:
+        """How many devices this process can see; 0 without hardware."""
+        if not type(self).availability():
+            return 0
+        return int(torch.get_device_module(self.device_type).device_count())
+
+    def auto_device_count(self) -> int:
+        """How many devices ``devices="auto"`` means (ACC-06)."""
+        return self.device_count()
+
+    def parse_devices(self, devices: int | str | Sequence[int]) -> tuple[int, ...]:
+        """The indices that ``devices`` asks for, in the order given (ACC-02 to ACC-05).
+
+        ``"auto"``: :meth:`auto_device_count` devices. ``n`` or ``"n"``: the first n. ``-1`` or ``"-1"``: all.
+        ``[2, 0]`` or ``"2,0"``: exactly these.
+
+        Raises:
+            ConfigurationError: (a ValueError) naming the value and what exists.
+        """
+        return parse_devices(self, devices)
+
+    def get_parallel_devices(self, indices: Sequence[int]) -> list[torch.device]:
+        """The torch device of each index, in order (ACC-05)."""
+        if not self.indexed:
+            return [torch.device(self.device_type)] * len(indices)
+        return [torch.device(self.device_type, index) for index in indices]
+
+    # -- in the training process -----------------------------------------------------------------------------
+
+    def setup_device(self, device: torch.device) -> None:
+        """Make ``device`` the current one. Idempotent; ValueError for another type of device (ACC-08)."""
+        if device.type != self.device_type:
+            raise ValueError(
+                f"'device' must be of type {self.device_type!r} for accelerator {self.name!r} (got {device})"
+            )
+        if device.index is not None and self.indexed:
+            torch.get_device_module(self.device_type).set_device(device)
+
+    def setup(self, trainer: Any = None) -> None:
+        """A hook after :meth:`setup_device`, before the model is moved. Does nothing by default."""
+
+    def teardown(self) -> None:
+        """Release what :meth:`setup_device` took. Idempotent, legal before or after a failed set-up (ACC-10)."""
+        self.empty_cache()
+
+    def batch_to_device(self, batch: Any, device: torch.device, *, non_blocking: bool = False) -> Any:
+        """``batch`` with every tensor in it on ``device``; its structure is kept (ACC-12, ACC-13)."""
+        return move_to_device(batch, device, non_blocking=non_blocking)
+
+    def synchronize(self, device: torch.device | None = None) -> None:
+        """Wait until all work on the device is done (ACC-15)."""
+        torch.get_device_module(self.device_type).synchronize(device)
+
+    def empty_cache(self) -> None:
+        """Give cached memory back to the device, where it caches."""
+        empty = getattr(self._module(), "empty_cache", None)
+        if empty is not None and self._initialised():
+            empty()
+
+    def manual_seed(self, seed: int) -> None:
+        """Seed every generator of this device type (ACC-14)."""
+        seed_all = getattr(self._module(), "manual_seed_all", None)
+        if seed_all is not None:
+            seed_all(seed)
+
+    def get_rng_state(self, device: torch.device) -> torch.Tensor:
+        """The state of the device's generator: a uint8 tensor on the CPU (ACC-14)."""
+        state: torch.Tensor = self._module().get_rng_state(device)
+        return state
+
+    def set_rng_state(self, state: torch.Tensor, device: torch.device) -> None:
+        """Put back what :meth:`get_rng_state` gave."""
+        self._module().set_rng_state(state, device)
+
+    def memory_stats(self, device: torch.device) -> dict[str, int]:
+        """Bytes on ``device``: ``allocated``, ``peak`` and, where known, ``reserved``, ``limit`` (ACC-18).
+
+        Empty where the device keeps no such count.
+        """
+        module, stats = self._module(), {}
+        for key, function in (
+            ("allocated", "memory_allocated"),
+            ("peak", "max_memory_allocated"),
+            ("reserved", "memory_reserved"),
+        ):
+            if (read := getattr(module, function, None)) is not None:
+                stats[key] = int(read(device))
+        return stats
+
+    def reset_peak_memory_stats(self, device: torch.device) -> None:
+        """Start a new peak from the current allocation."""
+        reset = getattr(self._module(), "reset_peak_memory_stats", None)
+        if reset is not None:
+            reset(device)
+
+    def _module(self) -> Any:
+        return torch.get_device_module(self.device_type)
+
+    def _initialised(self) -> bool:
+        is_initialized = getattr(self._module(), "is_initialized", None)
+        return True if is_initialized is None else bool(is_initialized())
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"

@@ -1,0 +1,63 @@
+"""The host's processors."""
+
+from __future__ import annotations
+
+import os
+from typing import ClassVar
+
+import torch
+
+from torchhal.accelerators.base import Accelerator
+from torchhal.plugin import Availability
+
+
+class CPUAccelerator(Accelerator):
+    """The CPU. ``devices=n`` means n processes; more than there are cores is allowed, if rarely wise."""
+
+    name: ClassVar[str] = "cpu"
+    device_type: ClassVar[str] = "cpu"
+    precisions: ClassVar[frozenset[str]] = frozenset(
+        {"32-true", "64-true", "16-true", "16-mixed", "bf16-true", "bf16-mixed"}
+    )
+    indexed: ClassVar[bool] = False
+    oversubscribable: ClassVar[bool] = True
+    auto_priority: ClassVar[int | None] = 0
+
+    @classmethod
+    def availability(cls) -> Availability:
+        return Availability(True)
+
+    def device_count(self) -> int:
+        """The cores this process may run on: what ``devices=-1`` means."""
+        if hasattr(os, "sched_getaffinity"):
+            return len(os.sched_getaffinity(0))
+        return os.cpu_count() or 1
+
+    def auto_device_count(self) -> int:
+        """One: a single process already uses every core."""
+        return 1
+
+    def setup_device(self, device: torch.device) -> None:
+        if device.type != "cpu":
+            raise ValueError(f"'device' must be of type 'cpu' for accelerator 'cpu' (got {device})")
+
+    def empty_cache(self) -> None:
+        pass
+
+    def synchronize(self, device: torch.device | None = None) -> None:
+        pass
+
+    def manual_seed(self, seed: int) -> None:
+        pass  # torch.manual_seed has done it
+
+    def get_rng_state(self, device: torch.device) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor, device: torch.device) -> None:
+        torch.set_rng_state(state)
+
+    def memory_stats(self, device: torch.device) -> dict[str, int]:
+        return {}
+
+    def reset_peak_memory_stats(self, device: torch.device) -> None:
+        pass

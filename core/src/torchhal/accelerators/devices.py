@@ -1,0 +1,78 @@
+"""``devices=2``, ``"0,1"``, ``[1, 0]``, ``-1``, ``"auto"``: one parser for every accelerator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torchhal.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from torchhal.accelerators.base import Accelerator
+
+_FORMS = "'auto', a count such as 2 or '2', -1 for all, or indices such as [0, 1] or '0,1'"
+
+
+def parse_devices(accelerator: Accelerator, devices: int | str | Sequence[int]) -> tuple[int, ...]:
+    """See :meth:`torchhal.accelerators.Accelerator.parse_devices`. Pure: looks, starts nothing."""
+    request: object = devices
+    if isinstance(request, str):
+        request = _parse_text(accelerator, request)
+    if request == "auto":
+        return tuple(range(accelerator.auto_device_count()))
+    if isinstance(request, bool):
+        raise _error(accelerator, devices)
+    if isinstance(request, int):
+        return _first(accelerator, request, devices)
+    if isinstance(request, Sequence) and not isinstance(request, str | bytes):
+        return _indices(accelerator, request, devices)
+    raise _error(accelerator, devices)
+
+
+def _parse_text(accelerator: Accelerator, text: str) -> int | str | list[int]:
+    stripped = text.strip()
+    if stripped == "auto":
+        return stripped
+    try:
+        numbers = [int(part) for part in stripped.rstrip(",").split(",")]
+    except ValueError:
+        raise _error(accelerator, text) from None
+    return numbers if "," in stripped else numbers[0]
+
+
+def _first(accelerator: Accelerator, count: int, asked: object) -> tuple[int, ...]:
+    existing = accelerator.device_count()
+    if count == -1:
+        return tuple(range(existing))
+    if count < 1:
+        raise _error(accelerator, asked)
+    if count > existing and not accelerator.oversubscribable:
+        raise ConfigurationError(
+            f"'devices' must be at most {existing} for accelerator {accelerator.name!r} (got {asked!r}): "
+            f"this process sees {existing} of them; ask for fewer, or 'auto' for all"
+        )
+    return tuple(range(count))
+
+
+def _indices(accelerator: Accelerator, indices: Sequence[object], asked: object) -> tuple[int, ...]:
+    chosen: list[int] = []
+    for index in indices:
+        if isinstance(index, bool) or not isinstance(index, int) or index < 0:
+            raise _error(accelerator, asked)
+        chosen.append(index)
+    if not chosen or len(set(chosen)) != len(chosen):
+        raise _error(accelerator, asked)
+    existing = accelerator.device_count()
+    if max(chosen) >= existing and not accelerator.oversubscribable:
+        raise ConfigurationError(
+            f"'devices' asks for index {max(chosen)} of accelerator {accelerator.name!r} (got {asked!r}): "
+            f"this process sees {existing}, indices 0 to {existing - 1}"
+        )
+    return tuple(chosen)
+
+
+def _error(accelerator: Accelerator, asked: object) -> ConfigurationError:
+    return ConfigurationError(
+        f"'devices' must be {_FORMS}, each index once (got {asked!r}); "
+        f"accelerator {accelerator.name!r} has {accelerator.device_count()} here"
+    )

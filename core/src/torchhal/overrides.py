@@ -1,0 +1,17 @@
+"""Which hooks does an object really implement? Asked once before a loop, so that no step calls an empty method."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def overrides(instance: Any, base: type, name: str) -> bool:
+    """Whether ``instance`` gives ``name`` a body of its own rather than the one of ``base``.
+
+    Works for subclasses, for duck-typed objects that never heard of ``base`` (they override whatever they
+    define) and for a method set on the instance itself.
+    """
+    if name in getattr(instance, "__dict__", {}):
+        return True
+    own = getattr(type(instance), name, None)
+    return own is not None and own is not getattr(base, name, None)

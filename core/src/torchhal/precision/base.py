@@ -1,0 +1,111 @@
+"""The precision contract: which dtypes the model, its inputs and its arithmetic have, and how a step survives them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from torchhal.accelerators import Accelerator
+
+
+class Precision:
+    """One precision. Every method is an identity by default, so a subclass overrides only what it changes.
+
+    A caller decides once, before its loop, which methods a subclass overrides and never calls the others. The
+    order within one optimizer step is: ``forward_context`` around the step function, ``backward`` (once per
+    micro-batch), then once per step ``unscale_gradients``, ``clip_gradients``, ``optimizer_step``.
+    """
+
+    alias: str = "32-true"
+    """The name users write (PRE-01)."""
+
+    param_dtype: torch.dtype = torch.float32
+    """dtype of the floating-point parameters after :meth:`convert_module`."""
+
+    compute_dtype: torch.dtype = torch.float32
+    """dtype of the bulk of the arithmetic."""
+
+    features: ClassVar[frozenset[str]] = frozenset()
+
+    def setup(self, accelerator: Accelerator, device: torch.device) -> None:
+        """Called once per process after the device is set up, before the model is touched."""
+
+    def connect(
+        self, model: Any = None, optimizers: Sequence[Any] = (), lr_schedulers: Sequence[Any] = ()
+    ) -> tuple[Any, Sequence[Any], Sequence[Any]]:
+        """A place for vendors whose library wants to see all three at once; gives them back. Identity here."""
+        return model, optimizers, lr_schedulers
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Raise TypeError for an optimizer that can't work in this precision (PRE-18, PRE-19)."""
+
+    # -- dtypes ----------------------------------------------------------------------------------------------
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """The module with parameters in :attr:`param_dtype`, in place; tied ones stay tied (PRE-02, PRE-03)."""
+        return module
+
+    def convert_input(self, batch: Any) -> Any:
+        """The batch with its floating-point tensors in the model's input dtype; labels untouched (PRE-07)."""
+        return batch
+
+    def convert_output(self, output: Any) -> Any:
+        """The step's output with floating-point tensors in torch's default dtype (PRE-08)."""
+        return output
+
+    def module_init_context(self) -> AbstractContextManager[Any]:
+        """Entered while the model builds its parameters; restores what it changes, errors included (PRE-04, PRE-05)."""
+        return nullcontext()
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Entered around every training, validation, test and predict step (PRE-06, PRE-23)."""
+        return nullcontext()
+
+    # -- one optimizer step ----------------------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """Accumulate gradients of ``loss``, scaled if this precision scales (PRE-09)."""
+        loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def unscale_gradients(self, optimizer: Optimizer) -> None:
+        """Bring the gradients back to true size; once per step however often it is called (PRE-12)."""
+
+    def main_params(self, optimizer: Optimizer) -> Iterator[nn.Parameter]:
+        """Each parameter of ``optimizer`` exactly once (PRE-22)."""
+        seen: set[int] = set()
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield parameter
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
+        """Run ``optimizer.step``; True if the parameters were updated, False if the step was skipped (PRE-13, PRE-14).
+
+        With a ``closure``, it runs inside ``optimizer.step(closure)``: forward, backward and clipping included.
+        """
+        if closure is None:
+            optimizer.step()
+        else:
+            optimizer.step(closure)
+        return True
+
+    # -- state -----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data that :meth:`load_state_dict` continues from, bit for bit (PRE-16, PRE-17)."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from :meth:`state_dict`'s value."""
+
+    def teardown(self) -> None:
+        """Undo every global change: default dtype, matmul precision, patches (PRE-24). Idempotent."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.alias!r})"
