@@ -75,6 +75,26 @@ class Precision:
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         """Bring the gradients back to true size; once per step however often it is called (PRE-12)."""
 
+    def clip_gradients(self, optimizer: Optimizer, clip_val: float, algorithm: str = "norm") -> torch.Tensor | None:
+        """Clip the unscaled gradients of ``optimizer`` in place (PRE-10, PRE-11).
+
+        Args:
+            optimizer: the one whose parameters are clipped.
+            clip_val: greatest global 2-norm (``"norm"``) or greatest absolute value (``"value"``).
+            algorithm: ``"norm"`` or ``"value"``.
+
+        Returns:
+            The global norm before clipping, 0-d, for ``"norm"``; None for ``"value"``. Strategies that shard
+            parameters compute it over all shards in their own ``clip_gradients``.
+        """
+        parameters = list(self.main_params(optimizer))
+        if algorithm == "norm":
+            return nn.utils.clip_grad_norm_(parameters, clip_val)
+        if algorithm == "value":
+            nn.utils.clip_grad_value_(parameters, clip_val)
+            return None
+        raise ValueError(f"'algorithm' must be 'norm' or 'value' (got {algorithm!r})")
+
     def main_params(self, optimizer: Optimizer) -> Iterator[nn.Parameter]:
         """Each parameter of ``optimizer`` exactly once (PRE-22)."""
         seen: set[int] = set()
