@@ -1,0 +1,80 @@
+"""The hardware layer for PyTorch training: write a model once, train it on any accelerator, by plugin.
+
+``import torchhal`` imports neither torch nor a plugin: a public name is imported when it is first asked for.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torchhal.module import DataModule, Module
+    from torchhal.plugin import Availability, Component, hookimpl
+    from torchhal.registry import plugins, register
+    from torchhal.seed import seed_everything
+    from torchhal.trainer import Trainer
+    from torchhal.trainer.callbacks import (
+        Callback,
+        EarlyStopping,
+        LearningRateMonitor,
+        ModelCheckpoint,
+        ProgressBar,
+    )
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Availability",
+    "Callback",
+    "Component",
+    "DataModule",
+    "EarlyStopping",
+    "LearningRateMonitor",
+    "ModelCheckpoint",
+    "Module",
+    "ProgressBar",
+    "Trainer",
+    "__version__",
+    "hookimpl",
+    "plugins",
+    "register",
+    "seed_everything",
+]
+
+_MODULES = {
+    "Availability": "plugin",
+    "Callback": "trainer.callbacks",
+    "Component": "plugin",
+    "DataModule": "module",
+    "EarlyStopping": "trainer.callbacks",
+    "LearningRateMonitor": "trainer.callbacks",
+    "ModelCheckpoint": "trainer.callbacks",
+    "Module": "module",
+    "ProgressBar": "trainer.callbacks",
+    "Trainer": "trainer",
+    "hookimpl": "plugin",
+    "plugins": "registry",
+    "register": "registry",
+    "seed_everything": "seed",
+}
+
+
+def __getattr__(name: str) -> object:
+    from importlib import import_module
+
+    if name in _MODULES:
+        value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+        globals()[name] = value
+        return value
+    if not name.startswith("_"):
+        # torchhal.registry and its like work without an import of their own.
+        try:
+            return import_module(f"{__name__}.{name}")
+        except ModuleNotFoundError as error:
+            if error.name != f"{__name__}.{name}":
+                raise
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

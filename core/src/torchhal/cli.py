@@ -1,0 +1,278 @@
+"""The ``torchhal`` command.
+
+A sub-command is a function that adds its parser and sets ``run``, a function from the parsed arguments to the exit
+code; it stands in :data:`COMMANDS`. Errors of torchhal end in one ``error:`` line and exit code 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import torchhal
+from torchhal.errors import TorchhalError
+
+if TYPE_CHECKING:
+    from torchhal.entry import Entry
+    from torchhal.scan import PluginRecord
+
+    Parsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+_T = TypeVar("_T")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one sub-command; the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="torchhal", description="Train on any hardware, by plugin.", allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=f"torchhal {torchhal.__version__}")
+    parsers = parser.add_subparsers(metavar="COMMAND", required=True)
+    for add in COMMANDS:
+        add(parsers)
+    arguments = parser.parse_args(argv)
+    try:
+        code: int = arguments.run(arguments)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # here, where a closed pipe can still be caught
+        return code
+    except TorchhalError as error:
+        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        # The reader has seen enough. Python flushes once more at exit; let that go nowhere.
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+# -- plugins -------------------------------------------------------------------------------------------------
+
+
+def _add_plugins(parsers: Parsers) -> None:
+    parser = parsers.add_parser("plugins", help="list installed plugins and what they provide")
+    parser.add_argument("--json", action="store_true", help="print JSON (schema 1)")
+    parser.add_argument("--no-import", action="store_true", help="read metadata only; run no plugin's code")
+    parser.set_defaults(run=_plugins)
+
+
+def _plugins(arguments: argparse.Namespace) -> int:
+    from torchhal import registry
+
+    with output_to_stderr():
+        records = registry.installed() if arguments.no_import else registry.plugins()
+    if arguments.json:
+        print_json({"schema": 1, "torchhal": torchhal.__version__, "plugins": [record.to_dict() for record in records]})
+    else:
+        print("\n".join(_listing(records)) or "no plugins are installed; core's own parts are always there")
+    return 0
+
+
+def _listing(records: list[PluginRecord]) -> Iterator[str]:
+    for record in records:
+        yield str(record).removeprefix("plugin ")
+        for entry in record.components:
+            part = entry.to_dict()
+            other = f" ({', '.join(part['aliases'])})" if part["aliases"] else ""
+            yield f"  {part['kind']} {part['alias']}{other}: {part['summary'] or part['target']}"
+            if not part["available"]:
+                yield f"    not available: {part['reason']}"
+
+
+# -- doctor --------------------------------------------------------------------------------------------------
+
+_ENVIRONMENT: Final = re.compile(
+    r"(TORCHHAL|TORCHELASTIC|TORCH|MASTER|SLURM|PMI|OMPI|GLOO)_\w+"
+    r"|((LOCAL|GROUP|NODE|ROLE)_)?(RANK|WORLD_SIZE)|(OMP|MKL)_NUM_THREADS"
+    r"|\w+_(VISIBLE_DEVICES|SOCKET_IFNAME)|PYTHONPATH"
+)
+_SECRET: Final = re.compile("TOKEN|JWT|SECRET|PASSWORD|CREDENTIAL|KEY", re.IGNORECASE)
+
+
+def _add_doctor(parsers: Parsers) -> None:
+    parser = parsers.add_parser("doctor", help="show versions, plugins, what hardware can be used and why not")
+    parser.add_argument("--json", action="store_true", help="print JSON (schema 1)")
+    parser.set_defaults(run=_doctor)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    with output_to_stderr():
+        found = examine(os.environ)
+    if arguments.json:
+        print_json(found)
+        return 0
+    for title in ("versions", "environment"):
+        print(f"{title}:")
+        for name, value in found[title].items():
+            print(f"  {name} {value}")
+        if not found[title]:
+            print("  none")
+    print("plugins:")
+    for plugin in found["plugins"]:
+        reason = f": {plugin['reason']}" if plugin["reason"] else ""
+        print(f"  {plugin['name']} ({plugin['distribution']} {plugin['version']}) {plugin['status']}{reason}")
+    if not found["plugins"]:
+        print("  none")
+    print("accelerators:")
+    for part in found["accelerators"]:
+        print(f"  {part['name']} {'available' if part['available'] else 'not available: ' + part['reason']}")
+    print("cluster environments:")
+    for part in found["cluster_environments"]:
+        state = "detected" if part["detected"] else "not detected"
+        print(f"  {part['name']} {state}{': ' + part['reason'] if part['reason'] else ''}")
+    return 0
+
+
+def examine(environ: Mapping[str, str]) -> dict[str, Any]:
+    """What ``torchhal doctor --json`` prints. Imports torch and every accelerator, and survives what they do."""
+    import platform
+
+    from torchhal.registry import Registry
+    from torchhal.scan import STRICT
+
+    # Who runs a doctor wants to see all that is wrong, so nothing is raised for the first of it.
+    registry = Registry(environ={**environ, STRICT: "0"})
+    return {
+        "schema": 1,
+        "versions": {
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+            "torch": _guarded(_torch_version, lambda reason: f"can't be imported: {reason}"),
+            "torchhal": torchhal.__version__,
+        },
+        "plugins": [record.to_dict() for record in registry.plugins()],
+        "accelerators": [_accelerator(entry) for entry in registry.entries("accelerator")],
+        "cluster_environments": [_environment(entry) for entry in registry.entries("cluster_environment")],
+        "environment": {
+            name: "(hidden)" if _SECRET.search(name) else value
+            for name, value in sorted(environ.items())
+            if _ENVIRONMENT.fullmatch(name)
+        },
+    }
+
+
+def _torch_version() -> str:
+    import torch
+
+    return str(torch.__version__)
+
+
+def _accelerator(entry: Entry) -> dict[str, Any]:
+    def ask() -> tuple[bool, str]:
+        state = entry.availability() and entry.load().availability()
+        return state.ok, state.reason
+
+    available, reason = _guarded(ask, lambda reason: (False, reason))
+    return {"name": entry.qualified_name, "available": available, "reason": reason}
+
+
+def _environment(entry: Entry) -> dict[str, Any]:
+    def ask() -> tuple[bool, str]:
+        state = entry.availability()
+        return state.ok and bool(entry.load().detect()), state.reason
+
+    detected, reason = _guarded(ask, lambda reason: (False, reason))
+    return {"name": entry.qualified_name, "detected": detected, "reason": reason}
+
+
+def _guarded(ask: Callable[[], _T], otherwise: Callable[[str], _T]) -> _T:
+    """``ask()``, or what ``otherwise`` makes of the reason when that fails in whatever way: a doctor must not die."""
+    from torchhal.discovery import describe
+
+    try:
+        return ask()
+    except KeyboardInterrupt:
+        raise
+    except TorchhalError as error:
+        return otherwise(str(error))
+    except BaseException as error:
+        return otherwise(describe(error))
+
+
+# -- explain -------------------------------------------------------------------------------------------------
+
+
+def _add_explain(parsers: Parsers) -> None:
+    parser = parsers.add_parser("explain", help="show which parts a Trainer with these arguments would use, and why")
+    parser.add_argument("--accelerator", default="auto", metavar="ALIAS")
+    parser.add_argument("--strategy", default="auto", metavar="ALIAS")
+    parser.add_argument("--devices", default="auto", metavar="N", help="a count, indices such as 0,2, or auto")
+    parser.add_argument("--num-nodes", type=int, default=1, metavar="N")
+    parser.add_argument("--precision", default=None, metavar="ALIAS")
+    parser.add_argument("--plugin", action="append", default=[], metavar="ALIAS", help="may be given several times")
+    parser.add_argument("--json", action="store_true", help="print JSON (schema 1)")
+    parser.set_defaults(run=_explain)
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    with output_to_stderr():
+        from torchhal.resolve import Request, resolve
+
+        plan = resolve(
+            Request(
+                accelerator=arguments.accelerator,
+                strategy=arguments.strategy,
+                devices=arguments.devices,
+                num_nodes=arguments.num_nodes,
+                precision=arguments.precision,
+                plugins=tuple(arguments.plugin),
+            )
+        )
+    if arguments.json:
+        print_json(plan.to_dict())
+    else:
+        print(plan.describe())
+    return 0
+
+
+COMMANDS: Final[tuple[Callable[[Parsers], None], ...]] = (_add_plugins, _add_doctor, _add_explain)
+
+
+# -- output --------------------------------------------------------------------------------------------------
+
+
+def print_json(value: object) -> None:
+    print(json.dumps(value, indent=2))
+
+
+@contextlib.contextmanager
+def output_to_stderr() -> Iterator[None]:
+    """While other people's code is imported, send what it prints to stderr: Python's prints and those of C code.
+
+    A command's own output, often JSON, is printed outside of this.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            sys.stdout.flush()
+            own = os.dup(1)
+            stack.callback(os.close, own)
+            stack.callback(os.dup2, own, 1)
+            os.dup2(2, 1)
+        except (AttributeError, OSError):  # no stdout, or no stderr: then there is nothing to keep apart
+            pass
+        else:
+            # What C's stdio holds back has to leave before the descriptor is put back.
+            stack.callback(_flush_c)
+        stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+        yield
+
+
+def _flush_c() -> None:
+    try:
+        import ctypes
+
+        ctypes.CDLL(None).fflush(None)
+    except (ImportError, OSError, TypeError, AttributeError):  # no such library here, so nothing to flush
+        pass
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,346 @@
+"""Which parts exist, and the look-up of a part by its alias.
+
+Built-in parts are found without looking further. The first alias that isn't built in reads the metadata of all
+installed distributions and imports the manifests of plugins among them, once; what failed then is remembered with
+its reason until :func:`refresh`. Nothing here imports torch or the module of a part.
+
+The functions of this module act on one registry for the process. :class:`Registry` is for tests and tools that
+want another: other distributions, another environment.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final, TypeVar, overload
+
+from torchhal.discovery import (
+    CORE,
+    USER,
+    Found,
+    Selection,
+    canonical,
+    contributions,
+    find_plugins,
+    metadata_fingerprint,
+)
+from torchhal.entry import Entry, class_problem
+from torchhal.errors import AmbiguousAliasError, ComponentError, ConfigurationError, PluginError, UnknownAliasError
+from torchhal.hints import DISTRIBUTIONS, nearest
+from torchhal.plugin import HOOKS, KINDS, Component
+from torchhal.scan import PluginRecord, Scan, is_strict, judge, read_plugins
+
+if TYPE_CHECKING:
+    from importlib_metadata import Distribution
+
+__all__ = [
+    "Entry",
+    "PluginRecord",
+    "Registry",
+    "aliases",
+    "entries",
+    "find",
+    "installed",
+    "plugins",
+    "refresh",
+    "register",
+]
+
+HINTED: Final = ("accelerator", "strategy")  # the kinds that the aliases of torchhal.hints are of
+
+_T = TypeVar("_T", bound=type)
+
+
+class Registry:
+    """Parts by kind and alias: built in, from plugins, registered by user code.
+
+    Args:
+        distributions: gives the distributions to look for plugins in, afresh for each scan; default: all that are
+            installed.
+        environ: where the TORCHHAL_* variables are read at each scan; default: ``os.environ``.
+    """
+
+    def __init__(
+        self,
+        *,
+        distributions: Callable[[], Iterable[Distribution]] | None = None,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        self._distributions = distributions
+        self._environ = os.environ if environ is None else environ
+        self._core: dict[tuple[str, str], Entry] = {}
+        self._user: dict[tuple[str, str], Entry] = {}
+        self._scan: Scan | None = None
+        self._metadata: frozenset[tuple[str, int]] = frozenset()  # as it was when the scan began
+        self._lock = threading.Lock()
+        self._scanner: int | None = None  # the thread that is importing manifests
+
+    # -- what exists -----------------------------------------------------------------------------------------
+
+    def plugins(self) -> list[PluginRecord]:
+        """Every installed plugin, sorted by distribution and name.
+
+        Raises:
+            PluginError: under ``TORCHHAL_STRICT_PLUGINS=1``, for the first that isn't sound.
+        """
+        self._not_from_a_manifest("plugins()")
+        return list(self._scanned().records)
+
+    def installed(self) -> list[PluginRecord]:
+        """As :meth:`plugins`, from metadata alone: imports no plugin, and knows no components."""
+        selection = Selection.read(self._environ)
+        return [judge(plugin, selection) for plugin in self._find_plugins()]
+
+    def entries(self, kind: str) -> list[Entry]:
+        """Every usable part of ``kind``: the built-in ones, then the others by qualified name."""
+        self._not_from_a_manifest(f"entries({kind!r})")
+        _check_kind(kind)
+        # One entry stands in the tables once for each of its names.
+        core = dict.fromkeys(entry for (of, _), entry in self._built_in().items() if of == kind)
+        others = {entry: entry.qualified_name for (of, _), entry in self._user.items() if of == kind}
+        for (of, _), found in self._scanned().by_name.items():
+            if of == kind:
+                others |= {entry: entry.qualified_name for entry in found if not entry.problem}
+        return [*core, *sorted(others, key=lambda entry: others[entry])]
+
+    def aliases(self, kind: str) -> list[str]:
+        """Every name that :meth:`find` resolves for ``kind``, sorted; a qualified one where the alias is contested."""
+        self._not_from_a_manifest(f"aliases({kind!r})")
+        owners: dict[str, list[Entry]] = {}
+        for entry in self.entries(kind):
+            for name in entry.names:
+                owners.setdefault(name, []).append(entry)
+        return sorted(
+            label
+            for name, entries in owners.items()
+            for label in ([name] if len(entries) == 1 else [f"{entry.distribution}/{name}" for entry in entries])
+        )
+
+    # -- look-up ---------------------------------------------------------------------------------------------
+
+    def find(self, kind: str, alias: str) -> Entry:
+        """The part of ``kind`` called ``alias``, without case; ``distribution/alias`` names its owner too.
+
+        Raises:
+            UnknownAliasError: nobody provides it. The message says what exists and what to install.
+            AmbiguousAliasError: several plugins do.
+            ComponentError: it is provided, but only by a record that can't be used.
+            PluginError: asked by a manifest while it is imported.
+        """
+        self._not_from_a_manifest(f"find({kind!r}, {alias!r})")
+        _check_kind(kind)
+        if not isinstance(alias, str):
+            raise TypeError(f"'alias' must be a str (got {alias!r})")
+        owner, slash, name = alias.rpartition("/")
+        candidates = self._candidates((kind, name.lower()), canonical(owner) if slash else None)
+        sound = [entry for entry in candidates if not entry.problem]
+        if len(sound) == 1:
+            return sound[0]
+        label = kind.replace("_", " ")
+        if sound:
+            names = [f"{entry.distribution}/{name.lower()}" for entry in sound]
+            listed = " and ".join(map(repr, names))
+            raise AmbiguousAliasError(
+                f"the {label} {alias!r} is provided by {len(sound)} plugins: write one of {listed}",
+                kind=kind,
+                alias=alias,
+                candidates=names,
+            )
+        if candidates:
+            raise ComponentError("; ".join(f"{entry} can't be used: {entry.problem}" for entry in candidates))
+        raise UnknownAliasError(self._unknown(kind, alias), kind=kind, alias=alias)
+
+    def _candidates(self, key: tuple[str, str], owner: str | None) -> list[Entry]:
+        if owner in (None, CORE) and (core := self._built_in().get(key)):
+            return [core]
+        user = [self._user[key]] if owner in (None, USER) and key in self._user else []
+        if owner in (CORE, USER):
+            return user
+        found = self._scanned().by_name.get(key, ())
+        return user + [entry for entry in found if owner in (None, canonical(entry.distribution))]
+
+    def _unknown(self, kind: str, alias: str) -> str:
+        known, scan = self.aliases(kind), self._scanned()
+        label, name = kind.replace("_", " "), alias.lower()
+        lines = [f"no {label} is called {alias!r}; there are {', '.join(map(repr, known)) or 'none'}"]
+        if alias == "auto":
+            lines.append("'auto' is no alias: it asks torchhal.resolve to choose")
+        if others := [other.replace("_", " ") for other in KINDS if other != kind and name in self.aliases(other)]:
+            lines.append(f"{alias!r} is the alias of a part of another kind: {' and '.join(others)}")
+        present = {canonical(record.distribution) for record in scan.records}
+        absent = {hint: owner for hint, owner in DISTRIBUTIONS.items() if owner not in present}
+        if name in absent:
+            lines.append(f"{alias!r} comes with {absent[name]}: pip install {absent[name]}")
+        elif not others and (near := nearest(name, {*known, *(absent if kind in HINTED else ())})):
+            where = "" if near in known else f" (pip install {absent[near]})"
+            lines.append(f"did you mean {near!r}?{where}")
+        lines += [str(record) for record in scan.records if record.status != "loaded"]
+        if self._metadata != metadata_fingerprint():
+            lines.append(
+                "distributions have been installed or removed since plugins were looked for: "
+                "torchhal.registry.refresh() looks again"
+            )
+        return "\n".join(lines)
+
+    # -- user code -------------------------------------------------------------------------------------------
+
+    @overload
+    def register(
+        self, kind: str, alias: str, cls: _T, *, summary: str = "", defaults: Mapping[str, Any] | None = None
+    ) -> _T: ...
+    @overload
+    def register(
+        self, kind: str, alias: str, cls: None = None, *, summary: str = "", defaults: Mapping[str, Any] | None = None
+    ) -> Callable[[_T], _T]: ...
+    def register(
+        self,
+        kind: str,
+        alias: str,
+        cls: Any = None,
+        *,
+        summary: str = "",
+        defaults: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Give a class of user code an alias; ``user/alias`` names it too. Returns ``cls``; without it, a decorator.
+
+        A class of the same module and name replaces the one registered before, as when a notebook cell is run
+        again.
+
+        Raises:
+            TypeError, ValueError: a wrong ``kind``, ``alias``, ``cls`` or ``defaults``.
+            ConfigurationError: (a ValueError) the alias is one of core's, or another class has it.
+            PluginError: called by a manifest, which contributes through hooks instead.
+        """
+        if self._scanner == threading.get_ident():
+            hook = HOOKS.get(kind, "torchhal_strategies")
+            raise PluginError(
+                f"a manifest can't register({kind!r}, {alias!r}): it contributes what {hook}() returns, "
+                "a function marked with torchhal.plugin.hookimpl"
+            )
+        _check_kind(kind)
+        if cls is None:
+            return lambda decorated: self.register(kind, alias, decorated, summary=summary, defaults=defaults)
+        if reason := class_problem(kind, cls):
+            raise TypeError(f"'cls' {reason}")
+        component = Component(
+            alias, f"{cls.__module__}:{cls.__qualname__}", summary, {} if defaults is None else defaults
+        )
+        # A class made in a function has no target that could be imported, but nobody is going to import it.
+        if problem := replace(component, target="user:Class").problem(kind):
+            raise ValueError(problem)
+        key = (kind, alias)
+        if key in self._built_in():
+            raise ConfigurationError(f"the {kind.replace('_', ' ')} alias {alias!r} is core's own: choose another")
+        if (before := self._user.get(key)) and before.component.target != component.target:
+            raise ConfigurationError(
+                f"the {kind.replace('_', ' ')} alias {alias!r} is registered already, for {before.component.target}"
+            )
+        self._user[key] = Entry(kind, component, USER, USER, _class=[cls])
+        return cls
+
+    def refresh(self) -> None:
+        """Forget what was found: the next look-up that needs plugins scans again.
+
+        Finds what was installed into this process's environment since. A module that Python has imported already
+        stays as it is, so an upgraded plugin needs a new process. What user code registered stays, too.
+        """
+        self._not_from_a_manifest("refresh()")
+        with self._lock:
+            importlib.invalidate_caches()
+            self._scan = None
+
+    # -- the scan --------------------------------------------------------------------------------------------
+
+    def _built_in(self) -> dict[tuple[str, str], Entry]:
+        if not self._core:
+            from torchhal import builtin
+
+            entries = [Entry(kind, component, CORE, CORE) for kind, component in contributions(builtin)]
+            self._core = {(entry.kind, name): entry for entry in entries for name in entry.names}
+        return self._core
+
+    def _not_from_a_manifest(self, call: str) -> None:
+        if self._scanner == threading.get_ident():
+            raise PluginError(
+                f"{call} was called by a plugin's manifest while plugins are being looked for: "
+                "a manifest only describes its components, it can't ask for others"
+            )
+
+    def _scanned(self) -> Scan:
+        unmatched: list[str] = []
+        with self._lock:
+            scan = self._scan
+            if scan is None:
+                self._scanner = threading.get_ident()
+                metadata = metadata_fingerprint()
+                try:
+                    found, selection = self._find_plugins(), Selection.read(self._environ)
+                    scan = read_plugins(found, selection, reserved=self._built_in(), strict=is_strict(self._environ))
+                    unmatched = selection.unmatched(found)
+                finally:
+                    self._scanner = None
+                self._scan, self._metadata = scan, metadata
+        for line in unmatched:  # only now: a filter may turn the warning into an error
+            warnings.warn(line)
+        if scan.failure is not None:
+            raise scan.failure.with_traceback(None)
+        return scan
+
+    def _find_plugins(self) -> list[Found]:
+        return find_plugins(None if self._distributions is None else self._distributions())
+
+
+def _check_kind(kind: str) -> None:
+    if kind not in KINDS:
+        raise ValueError(f"'kind' must be one of {', '.join(map(repr, KINDS))} (got {kind!r})")
+
+
+_default = Registry()
+"""The process's registry. ``torchhal.testing.isolated_registry`` puts another in its place."""
+
+
+def plugins() -> list[PluginRecord]:
+    """See :meth:`Registry.plugins`."""
+    return _default.plugins()
+
+
+def installed() -> list[PluginRecord]:
+    """See :meth:`Registry.installed`."""
+    return _default.installed()
+
+
+def entries(kind: str) -> list[Entry]:
+    """See :meth:`Registry.entries`."""
+    return _default.entries(kind)
+
+
+def aliases(kind: str) -> list[str]:
+    """See :meth:`Registry.aliases`."""
+    return _default.aliases(kind)
+
+
+def find(kind: str, alias: str) -> Entry:
+    """See :meth:`Registry.find`."""
+    return _default.find(kind, alias)
+
+
+@overload
+def register(kind: str, alias: str, cls: _T, *, summary: str = "", defaults: Mapping[str, Any] | None = None) -> _T: ...
+@overload
+def register(
+    kind: str, alias: str, cls: None = None, *, summary: str = "", defaults: Mapping[str, Any] | None = None
+) -> Callable[[_T], _T]: ...
+def register(
+    kind: str, alias: str, cls: Any = None, *, summary: str = "", defaults: Mapping[str, Any] | None = None
+) -> Any:
+    """See :meth:`Registry.register`."""
+    return _default.register(kind, alias, cls, summary=summary, defaults=defaults)
+
+
+def refresh() -> None:
+    """See :meth:`Registry.refresh`."""
+    _default.refresh()

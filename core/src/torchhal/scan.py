@@ -1,0 +1,164 @@
+"""Turn the plugins that were found into records and into a table of the names they provide.
+
+Isolation is total: whatever one plugin does while it is read, short of Ctrl-C, ends up in its own record.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torchhal
+from torchhal.discovery import Found, Selection, contributions, describe, unmet_requirement
+from torchhal.entry import Entry
+from torchhal.errors import BrokenPluginError, ComponentError, IncompatiblePluginError, PluginError
+from torchhal.plugin import Component
+
+STRICT: Final = "TORCHHAL_STRICT_PLUGINS"
+
+Names = dict[tuple[str, str], tuple[Entry, ...]]
+"""(kind, name) -> the entries of that name, the unusable ones too."""
+
+
+@dataclass(frozen=True, eq=False)
+class PluginRecord:
+    """What became of one plugin.
+
+    Attributes:
+        name: of its entry point.
+        distribution: that it came with.
+        version: of the distribution; None when its metadata can't be read.
+        status: ``"loaded"``; ``"disabled"`` by the environment; ``"incompatible"`` with this torchhal; ``"broken"``.
+            :meth:`Registry.installed`, which imports nothing, says ``"found"`` where it can't know more.
+        reason: why it isn't loaded, or an empty string.
+        file: of the manifest, where known.
+        load_ms: time its import and hooks took; None when it wasn't imported.
+        components: what it provides, the unusable ones with their :attr:`~torchhal.entry.Entry.problem`.
+    """
+
+    name: str
+    distribution: str
+    version: str | None
+    status: str
+    reason: str = ""
+    file: str | None = None
+    load_ms: float | None = None
+    components: tuple[Entry, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """As in ``torchhal plugins --json``."""
+        fields = ("name", "distribution", "version", "status", "reason", "file", "load_ms")
+        return {
+            **{name: getattr(self, name) for name in fields},
+            "components": [entry.to_dict() for entry in self.components],
+        }
+
+    def __str__(self) -> str:
+        version = f" {self.version}" if self.version else ""
+        reason = f": {self.reason}" if self.reason else ""
+        return f"plugin {self.name!r} ({self.distribution}{version}) is {self.status}{reason}"
+
+
+@dataclass(frozen=True)
+class Scan:
+    """The outcome of reading all plugins. ``failure`` is what strict mode raises."""
+
+    records: tuple[PluginRecord, ...]
+    by_name: Names
+    failure: PluginError | None
+
+
+def is_strict(environ: Mapping[str, str]) -> bool:
+    """Whether a plugin that can't be used is an error."""
+    return environ.get(STRICT, "").strip().lower() not in ("", "0", "false", "no", "off")
+
+
+def read_plugins(
+    found: Iterable[Found], selection: Selection, *, reserved: Container[tuple[str, str]], strict: bool
+) -> Scan:
+    """Read every plugin that nothing speaks against. ``reserved`` are the (kind, name) pairs of core."""
+    records: list[PluginRecord] = []
+    by_name: Names = {}
+    failure: PluginError | None = None
+    for plugin in found:
+        cause = None
+        record = judge(plugin, selection)
+        if record.status == "found":
+            record, cause = _load(plugin, record, by_name, reserved)
+        records.append(record)
+        if strict and failure is None and (failure := _failure(record)):
+            failure.__cause__ = cause
+    return Scan(tuple(records), by_name, failure)
+
+
+def judge(plugin: Found, selection: Selection) -> PluginRecord:
+    """What metadata and environment say about ``plugin``; ``"found"`` when they have nothing against it."""
+    status, reason = "found", ""
+    if refusal := selection.refusal(plugin):
+        status, reason = "disabled", refusal
+    elif plugin.problem:
+        status, reason = "broken", plugin.problem
+    else:
+        try:
+            if unmet := unmet_requirement(plugin.requires, torchhal.__version__):
+                status, reason = "incompatible", unmet
+        except Exception as error:
+            status, reason = "broken", f"its requirement on torchhal can't be read: {describe(error)}"
+    return PluginRecord(plugin.name, plugin.distribution, plugin.version, status, reason, plugin.file)
+
+
+def _load(
+    plugin: Found, record: PluginRecord, by_name: Names, reserved: Container[tuple[str, str]]
+) -> tuple[PluginRecord, BaseException | None]:
+    """Import the manifest and enter what it gives into ``by_name``."""
+    assert plugin.entry_point is not None
+    pairs: list[tuple[str, Component]] = []
+    file, reason, cause = plugin.file, "", None
+    start = time.perf_counter()
+    try:
+        manifest = plugin.entry_point.load()
+        file = getattr(manifest, "__file__", None) or file
+        pairs = contributions(manifest)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit, CancelledError and RecursionError as well
+        cause, reason = error, str(error) if type(error) is BrokenPluginError else describe(error)
+    load_ms = round((time.perf_counter() - start) * 1000, 3)
+    entries = []
+    for kind, component in pairs:
+        entry = Entry(kind, component, plugin.name, plugin.distribution)
+        entry = replace(entry, problem=_problem(entry, by_name, reserved))
+        entries.append(entry)
+        for name in entry.names:
+            by_name[kind, name] = (*by_name.get((kind, name), ()), entry)
+    status = "broken" if cause else "loaded"
+    return replace(record, status=status, reason=reason, file=file, load_ms=load_ms, components=tuple(entries)), cause
+
+
+def _problem(entry: Entry, by_name: Names, reserved: Container[tuple[str, str]]) -> str:
+    try:
+        if reason := entry.component.problem(entry.kind):
+            return reason
+    except Exception as error:
+        return f"its record can't be checked: {describe(error)}"
+    for name in entry.names:
+        if (entry.kind, name) in reserved:
+            return f"the alias {name!r} is core's own"
+        for other in by_name.get((entry.kind, name), ()):
+            if other.distribution == entry.distribution and not other.problem:
+                return f"its distribution already has another component with the alias {name!r}"
+    return ""
+
+
+def _failure(record: PluginRecord) -> PluginError | None:
+    """What strict mode raises for ``record``."""
+    if record.status == "broken":
+        return BrokenPluginError(str(record))
+    if record.status == "incompatible":
+        return IncompatiblePluginError(str(record))
+    for entry in record.components:
+        if entry.problem:
+            return ComponentError(f"{entry} can't be used: {entry.problem}")
+    return None
