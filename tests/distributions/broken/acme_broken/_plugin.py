@@ -1,0 +1,3 @@
+from no_such_vendor_sdk import driver  # at discovery, where it must not be
+
+DRIVER = driver

@@ -1,0 +1,1 @@
+raise AssertionError("imported in spite of its requirement")
