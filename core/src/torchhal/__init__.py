@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+TYPE_CHECKING = False  # type checkers know the name; importing it from typing would cost more than all the rest
 
 if TYPE_CHECKING:
     from torchhal.module import DataModule, Module

@@ -22,16 +22,20 @@ if TYPE_CHECKING:
     from torchhal.entry import Entry
     from torchhal.scan import PluginRecord
 
-    Parsers = argparse._SubParsersAction[argparse.ArgumentParser]
+    Parsers = argparse._SubParsersAction["_Parser"]
 
 _T = TypeVar("_T")
 
 
+class _Parser(argparse.ArgumentParser):
+    def __init__(self, **options: Any) -> None:
+        # An abbreviation that works today is ambiguous when a later version adds an option.
+        super().__init__(allow_abbrev=False, **options)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run one sub-command; the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="torchhal", description="Train on any hardware, by plugin.", allow_abbrev=False
-    )
+    parser = _Parser(prog="torchhal", description="Train on any hardware, by plugin.")
     parser.add_argument("--version", action="version", version=f"torchhal {torchhal.__version__}")
     parsers = parser.add_subparsers(metavar="COMMAND", required=True)
     for add in COMMANDS:
