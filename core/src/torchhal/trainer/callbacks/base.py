@@ -1,0 +1,175 @@
+"""The callback contract: code that runs beside the model at fixed points of a run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch.optim import Optimizer
+
+    from torchhal.trainer import Trainer
+
+
+class Callback:
+    """Base class of callbacks; override what you need, nothing else is called.
+
+    The Trainer looks once per run which hooks a callback overrides, on its class or on the instance, and calls
+    only those: on every rank, in the order of ``trainer.callbacks``, with checkpoint callbacks last. For each hook
+    that the model has too the callbacks come first, except at the end of an epoch: there ``EarlyStopping`` and
+    ``ModelCheckpoint`` come after the model, so that they see what it logged.
+
+    ``module`` is the user's model. What a hook communicates it must communicate on every rank.
+    """
+
+    # -- a run ---------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, module: Any, stage: str) -> None:
+        """Before everything of ``fit``, ``validate``, ``test`` or ``predict`` (``stage``), on every rank."""
+
+    def teardown(self, trainer: Trainer, module: Any, stage: str) -> None:
+        """After everything, also after an error."""
+
+    def on_fit_start(self, trainer: Trainer, module: Any) -> None:
+        """When fit begins; ranks can communicate, nothing is loaded from a checkpoint yet."""
+
+    def on_fit_end(self, trainer: Trainer, module: Any) -> None:
+        """When fit has ended without an error."""
+
+    def on_sanity_check_start(self, trainer: Trainer, module: Any) -> None:
+        """Before the few validation batches that run ahead of training."""
+
+    def on_sanity_check_end(self, trainer: Trainer, module: Any) -> None:
+        """After them; what they logged is about to be forgotten."""
+
+    def on_exception(self, trainer: Trainer, module: Any, exception: BaseException) -> None:
+        """On a rank where the run ends by ``exception``; other ranks may be gone, so don't communicate."""
+
+    # -- training --------------------------------------------------------------------------------------------------
+
+    def on_train_start(self, trainer: Trainer, module: Any) -> None:
+        """Before the first epoch, after a checkpoint was loaded."""
+
+    def on_train_end(self, trainer: Trainer, module: Any) -> None:
+        """After the last epoch."""
+
+    def on_train_epoch_start(self, trainer: Trainer, module: Any) -> None:
+        """Before each epoch."""
+
+    def on_train_epoch_end(self, trainer: Trainer, module: Any) -> None:
+        """After each epoch and its validation, with the epoch's values in ``trainer.callback_metrics``."""
+
+    def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        """Before each training batch."""
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """After each training batch; ``outputs`` is what ``training_step`` returned."""
+
+    # -- evaluation --------------------------------------------------------------------------------------------------
+
+    def on_validation_start(self, trainer: Trainer, module: Any) -> None:
+        """Before each validation, the sanity check's too (``trainer.sanity_checking``)."""
+
+    def on_validation_end(self, trainer: Trainer, module: Any) -> None:
+        """After each validation, with its values in ``trainer.callback_metrics``."""
+
+    def on_validation_epoch_start(self, trainer: Trainer, module: Any) -> None:
+        """Before the first batch of a validation."""
+
+    def on_validation_epoch_end(self, trainer: Trainer, module: Any) -> None:
+        """After the last batch of a validation; values logged here still count."""
+
+    def on_validation_batch_start(
+        self, trainer: Trainer, module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Before each validation batch."""
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """After each validation batch; ``outputs`` is what ``validation_step`` returned."""
+
+    def on_test_start(self, trainer: Trainer, module: Any) -> None:
+        """Before a test."""
+
+    def on_test_end(self, trainer: Trainer, module: Any) -> None:
+        """After a test, with its values in ``trainer.callback_metrics``."""
+
+    def on_test_epoch_start(self, trainer: Trainer, module: Any) -> None:
+        """Before the first batch of a test."""
+
+    def on_test_epoch_end(self, trainer: Trainer, module: Any) -> None:
+        """After the last batch of a test; values logged here still count."""
+
+    def on_test_batch_start(
+        self, trainer: Trainer, module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Before each test batch."""
+
+    def on_test_batch_end(
+        self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """After each test batch; ``outputs`` is what ``test_step`` returned."""
+
+    def on_predict_start(self, trainer: Trainer, module: Any) -> None:
+        """Before a prediction."""
+
+    def on_predict_end(self, trainer: Trainer, module: Any) -> None:
+        """After a prediction."""
+
+    def on_predict_epoch_start(self, trainer: Trainer, module: Any) -> None:
+        """Before the first batch of a prediction."""
+
+    def on_predict_epoch_end(self, trainer: Trainer, module: Any) -> None:
+        """After the last batch of a prediction."""
+
+    def on_predict_batch_start(
+        self, trainer: Trainer, module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Before each batch to predict."""
+
+    def on_predict_batch_end(
+        self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """After each batch; ``outputs`` is what ``predict_step`` returned."""
+
+    # -- inside a training step --------------------------------------------------------------------------------------
+
+    def on_before_backward(self, trainer: Trainer, module: Any, loss: torch.Tensor) -> None:
+        """Before each ``loss.backward()``."""
+
+    def on_after_backward(self, trainer: Trainer, module: Any) -> None:
+        """After each backward, with the gradients accumulated so far, not yet clipped."""
+
+    def on_before_optimizer_step(self, trainer: Trainer, module: Any, optimizer: Optimizer) -> None:
+        """Before each optimizer step, after unscaling and before clipping."""
+
+    def on_before_zero_grad(self, trainer: Trainer, module: Any, optimizer: Optimizer) -> None:
+        """Before gradients are set to None."""
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def on_save_checkpoint(self, trainer: Trainer, module: Any, checkpoint: dict[str, Any]) -> None:
+        """While a checkpoint is put together, on every rank; ``checkpoint`` may be added to."""
+
+    def on_load_checkpoint(self, trainer: Trainer, module: Any, checkpoint: dict[str, Any]) -> None:
+        """After a checkpoint was read for resuming, before anything of it is restored."""
+
+    @property
+    def state_key(self) -> str:
+        """The name under which :meth:`state_dict` is saved; two callbacks of one class need different ones."""
+        return type(self).__qualname__
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs, as plain data; called on every rank, rank 0's is saved."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from :meth:`state_dict`; called on every rank before training starts."""
+
+    def _generate_state_key(self, **settings: Any) -> str:
+        """A state key that tells callbacks of one class with different ``settings`` apart."""
+        return f"{type(self).__qualname__}{settings!r}"
+
+
+__all__ = ["Callback"]

@@ -1,0 +1,438 @@
+"""What ``self.log`` collects: the values of the step, the averages of the epoch, and who may see them.
+
+A value on the CPU is kept as a Python number: reading it waits for nothing and costs less than a tensor
+operation. A value on any other device stays there, as a copy, and is added up there; it reaches the host when
+somebody reads it, never in ``log``.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchhal.errors import CheckpointMismatchError, ConfigurationError
+from torchhal.trainer.log_entries import Entry, Payload, Ranks, combine, drain, fold, outcome, reduced, restore_metric
+from torchhal.trainer.log_options import HOOKS, batch_size_of, changed, check_batch_size, check_value, decide, is_metric
+
+STAGES = ("train", "sanity_check", "validate", "test", "predict")
+
+# Who has not seen the newest step value of an entry yet; each reader clears its own bit.
+_LOGGER, _CALLBACK, _BAR, _LOGGED = 1, 2, 4, 8
+_EVERYBODY = _LOGGER | _CALLBACK | _BAR | _LOGGED
+
+
+@dataclass
+class _Views:
+    """What readers are shown: the newest value of each name."""
+
+    callback: dict[str, Tensor] = field(default_factory=dict)
+    logged: dict[str, Tensor] = field(default_factory=dict)
+    bar: dict[str, Any] = field(default_factory=dict)
+    epoch_log: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Results:
+    """Everything logged in one Trainer. The loops call, on every rank alike::
+
+        clear()                        once, when a run begins
+        start_epoch(stage)             before the hooks of the epoch
+          hook, batch, dataloader_idx  plain attributes, set before user code runs; the index only with several loaders
+            log(...)                   by self.log, any number of times
+          step_metrics(stage)          for the loggers, at their interval
+        finalize_epoch(stage)          before and again after the epoch-end hooks: the only communication
+        epoch_metrics()                for the loggers, once
+        end_epoch(stage)               after everything of the epoch
+
+    An epoch of evaluation may lie inside one of training: what is logged belongs to the stage of its hook.
+
+    Reading a view (:attr:`callback_metrics`, :attr:`logged_metrics`, :attr:`progress_bar_metrics`) never
+    communicates. Values in the views are detached 0-d tensors; a Python number becomes a float64 tensor, so that
+    it is read back as it was logged.
+    """
+
+    def __init__(self, strategy: Ranks, module: Any = None) -> None:
+        """``module`` is where a rank that never logged a metric object finds it by its attribute's name."""
+        self.strategy = strategy
+        self.module = module
+        self._entries: dict[Any, Entry] = {}
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything, the values in the views and the options of the keys too."""
+        for entry in self._entries.values():
+            entry.reset()
+        self._entries.clear()
+        self._restored: dict[str, list[Payload]] = {}
+        self._evaluated: dict[str, dict[str, tuple[Any, int | None]]] = {}
+        self._views = _Views()
+        self._kept_views: _Views | None = None
+        self.hook: str | None = None
+        self.dataloader_idx: int | None = None
+        self.batch = None
+
+    @property
+    def batch(self) -> Any:
+        """The batch whose size weighs what is logged; None: a weight of 1."""
+        return self._batch
+
+    @batch.setter
+    def batch(self, batch: Any) -> None:
+        self._batch = batch
+        self._batch_size: int | None = None
+
+    # -- log ---------------------------------------------------------------------------------------------------
+
+    def log(
+        self,
+        name: str,
+        value: Any,
+        hook: str | None = None,
+        prog_bar: bool = False,
+        logger: bool | None = None,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: Any = "mean",
+        sync_dist: bool | None = None,
+        add_dataloader_idx: bool = True,
+        batch_size: int | None = None,
+        metric_attribute: str | None = None,
+        rank_zero_only: bool = False,
+    ) -> None:
+        """Keep ``value`` under ``name``. Everything is checked at a key's first call, later ones only store.
+
+        Args:
+            name: what loggers and callbacks know it by. Logged both ways it appears as ``name_step``,
+                ``name_epoch`` and ``name``; with several dataloaders as ``name/dataloader_idx_0``.
+            value: a number, a tensor with one element, or a metric object (``compute`` and ``reset``).
+            hook: the hook that is running, :attr:`hook` by default; it decides the defaults of ``on_step`` and
+                ``on_epoch``.
+            prog_bar: show it in the progress bar.
+            logger: send it to the loggers; None is True.
+            on_step, on_epoch: keep the value of the step, the value of the epoch. None: on_step in the hooks of a
+                training batch, on_epoch everywhere else.
+            reduce_fx: how values of an epoch become one: ``"mean"`` (weighted by batch size), ``"sum"``,
+                ``"min"``, ``"max"``, or torch's functions of these names.
+            sync_dist: None: the value of the epoch is that of all ranks, the value of a step this rank's. True:
+                of a step too, a collective at each call that every rank must make. False: neither.
+            add_dataloader_idx: with several dataloaders, False puts all of them into one value.
+            batch_size: the weight in a mean; None: the first dimension of the first tensor in the batch.
+            metric_attribute: where a metric object hangs in the module, for ranks that never log it.
+            rank_zero_only: other ranks' calls do nothing, and the value is never synced.
+
+        Raises:
+            TypeError, ValueError: a name, value or option that can't be logged.
+            ConfigurationError: the hook has no step or epoch to log for, an unknown reduction, or options other
+                than those of the key's first call.
+        """
+        if hook is None:
+            hook = self.hook
+        entry = self._entries.get((name, hook, self.dataloader_idx))
+        options = (prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, add_dataloader_idx, rank_zero_only)
+        if entry is None:
+            check_value(name, value)
+            check_batch_size(name, batch_size)
+            entry = self._open(name, hook, options)
+        elif entry.asked != options:
+            raise changed(name, entry.hook, entry.asked, options)
+        kind = type(value)
+        if kind is Tensor and value.is_cpu:
+            try:
+                number = value.item()  # CPU memory: nothing to wait for
+            except RuntimeError:
+                check_value(name, value)  # says what is wrong with its shape
+                raise
+            entry.dtype = value.dtype
+        elif kind is float or kind is int:
+            number = value
+            entry.dtype = torch.float64
+        else:
+            self._log_other(entry, value, batch_size, metric_attribute)
+            return
+        if entry.simple:  # only the value of the step, only of this rank
+            entry.step = number
+            entry.unseen = _EVERYBODY
+            return
+        if entry.muted:
+            return
+        if entry.options.on_step:
+            entry.step = self.strategy.reduce(number, entry.options.reduction) if entry.sync_step else number
+            entry.unseen = _EVERYBODY
+        if entry.options.on_epoch:
+            if entry.weighted:
+                entry.add(number, self._weight(entry) if batch_size is None else batch_size)
+            else:
+                entry.add(number, 1)
+
+    def _open(self, name: str, hook: str | None, asked: tuple[Any, ...]) -> Entry:
+        """A new key: everything about it is checked and decided here."""
+        options = decide(name, hook, asked)
+        assert hook is not None
+        index = self.dataloader_idx if options.add_dataloader_idx else None
+        for entry in self._entries.values():  # another dataloader's key with add_dataloader_idx=False
+            if entry.identity == (name, hook, index):
+                if entry.asked != asked:
+                    raise changed(name, hook, entry.asked, asked)
+                break
+        else:
+            entry = Entry(name, hook, index, asked, options)
+            entry.muted = options.rank_zero_only and self.strategy.global_rank != 0
+            entry.sync_step = options.sync_step and self.strategy.world_size > 1
+            entry.simple = not (options.on_epoch or entry.sync_step or entry.muted)
+            entry.weighted = options.reduction == "mean"
+            self._take_restored(entry)
+        self._entries[name, hook, self.dataloader_idx] = entry
+        return entry
+
+    def _log_other(self, entry: Entry, value: Any, batch_size: Any, metric_attribute: str | None) -> None:
+        """Values on a device, subclasses of Tensor, metric objects, numbers of other types."""
+        options = entry.options
+        if entry.muted:
+            return
+        if is_metric(value):
+            entry.take_metric(value, metric_attribute, self.module)
+            if options.on_step:
+                entry.take_forward_value()
+                entry.unseen = _EVERYBODY
+            return
+        check_value(entry.name, value)
+        if isinstance(value, Tensor):
+            kept: Any = value.detach()
+            if hasattr(kept, "full_tensor"):  # sharded: its value is that of all shards
+                kept = kept.full_tensor()
+            # A copy: what was logged must not follow when the model changes its tensor in place.
+            kept = kept.clone().reshape(())
+            entry.dtype = kept.dtype
+        else:
+            kept = float(value)
+            entry.dtype = torch.float64
+        if options.on_step:
+            entry.step = self.strategy.reduce(kept, options.reduction) if entry.sync_step else kept
+            entry.unseen = _EVERYBODY
+        if options.on_epoch:
+            weight: Any = 1
+            if entry.weighted:
+                weight = self._weight(entry) if batch_size is None else batch_size
+            entry.add(kept, weight)
+
+    def _weight(self, entry: Entry) -> int:
+        size = self._batch_size
+        if size is None:
+            if self._batch is None or not HOOKS[entry.hook].step_allowed:
+                return 1
+            found = batch_size_of(self._batch)
+            if found is None:
+                raise ConfigurationError(
+                    f"the batch size that weighs {entry.name!r} in its mean can't be read from a batch of type "
+                    f"{type(self._batch).__name__}: pass batch_size=... to self.log"
+                )
+            size = self._batch_size = found
+        return size
+
+    # -- epochs --------------------------------------------------------------------------------------------------
+
+    def start_epoch(self, stage: str, *, keep: bool = False) -> None:
+        """Begin an epoch of ``stage``; with ``keep`` go on with what was accumulated or restored.
+
+        What a sanity check logs is seen while it runs, and is gone when the next epoch of any stage begins.
+        """
+        if stage not in STAGES:
+            raise ValueError(f"'stage' must be one of {', '.join(map(repr, STAGES))} (got {stage!r})")
+        if stage == "sanity_check":
+            self._kept_views = self._kept_views or self._views
+            self._views = _Views()
+        elif self._kept_views is not None:
+            self._views, self._kept_views = self._kept_views, None
+            for entry in self._of("validate"):
+                entry.unseen = 0
+        if not keep:
+            self.end_epoch(stage)
+            self._evaluated.pop(stage, None)
+
+    def finalize_epoch(self, stage: str) -> None:
+        """Turn everything accumulated in ``stage`` into values of the epoch. Every rank must call.
+
+        With several processes exactly one collective runs, whatever each rank logged: a rank without a key, or
+        without any batch, contributes nothing to that key and sees its value. A metric object's own ``compute``
+        follows, in the same order on every rank. Safe to call again: only what came since is computed.
+        """
+        self._see(_CALLBACK)
+        self._see(_BAR)
+        self._see(_LOGGED)
+        entries = [entry for entry in self._of(stage) if entry.dirty]
+        payloads = [drain(entry) for entry in entries] + self._restored.pop(_accumulated(stage), [])
+        metrics = {entry.identity: entry.metric for entry in entries if entry.metric is not None}
+        if self.strategy.world_size > 1:
+            payloads = combine(payloads, self.strategy.all_gather_object)
+        for payload in sorted(payloads, key=_order):
+            if payload["metric"]:
+                metric = metrics.get(payload["identity"])
+                value = outcome(payload["name"], self._metric_of(payload) if metric is None else metric)
+            else:
+                value = reduced(payload)
+            self._publish(stage, payload, value)
+
+    def _metric_of(self, payload: Payload) -> Any:
+        path = payload["metric"]
+        metric: Any = None
+        if isinstance(path, str):
+            try:
+                metric = operator.attrgetter(path)(self.module)
+            except AttributeError:
+                pass
+        if metric is None:
+            raise ConfigurationError(
+                f"the metric object logged as {payload['name']!r} can't be found on this rank, which did not log it "
+                "itself but must take part in its compute(): make it an attribute of the module, or pass "
+                "metric_attribute"
+            )
+        return metric
+
+    def _publish(self, stage: str, payload: Payload, value: Tensor) -> None:
+        name, suffix, views = payload["name"], payload["suffix"], self._views
+        plain = name + suffix
+        epoch = f"{name}_epoch{suffix}" if payload["both"] else plain
+        views.callback[plain] = views.callback[epoch] = value
+        evaluated = self._evaluated.setdefault(stage, {})
+        evaluated[plain] = evaluated[epoch] = (value, payload["identity"][2])
+        if payload["logger"]:
+            views.logged[epoch] = views.epoch_log[epoch] = value
+        if payload["prog_bar"]:
+            views.bar[epoch] = value
+
+    def end_epoch(self, stage: str) -> None:
+        """Drop what was not finalized and reset the metric objects; values in the views stay."""
+        for entry in self._of(stage):
+            if entry.hook != "on_train_start":  # runs before the first epoch that it belongs to
+                entry.reset()
+        self._restored.pop(_accumulated(stage), None)
+
+    def _of(self, stage: str) -> Iterable[Entry]:
+        stage = _accumulated(stage)
+        # several dataloaders may share an entry
+        return {id(entry): entry for entry in self._entries.values() if entry.stage == stage}.values()
+
+    # -- views -----------------------------------------------------------------------------------------------------
+
+    def _see(self, reader: int, stage: str | None = None) -> dict[str, Tensor]:
+        """Bring one reader's view up to date with the step values it has not seen; returns the new ones."""
+        new: dict[str, Any] = {}
+        for entry in self._entries.values():
+            if entry.unseen & reader and (stage is None or entry.stage == stage):
+                entry.unseen &= ~reader
+                if reader == _CALLBACK:
+                    if entry.stage == "train":  # evaluation offers its epoch values only, as monitors expect
+                        new[entry.plain_name] = new[entry.step_name] = entry.step_value()
+                elif reader == _BAR:
+                    if entry.options.prog_bar:
+                        new[entry.step_name] = entry.step
+                elif entry.options.logger:
+                    new[entry.step_name] = entry.step_value()
+        if reader == _CALLBACK:
+            self._views.callback.update(new)
+        elif reader == _BAR:
+            self._views.bar.update(new)
+        elif reader == _LOGGED:
+            self._views.logged.update(new)
+        return new
+
+    @property
+    def callback_metrics(self) -> dict[str, Tensor]:
+        """Name to the newest value, of all stages of this run; the same dict each time, and it may be written to."""
+        self._see(_CALLBACK)
+        return self._views.callback
+
+    @property
+    def logged_metrics(self) -> dict[str, Tensor]:
+        """Name to the newest value that the loggers get, of steps and of epochs."""
+        self._see(_LOGGED)
+        return self._views.logged
+
+    @property
+    def progress_bar_metrics(self) -> dict[str, float]:
+        """Name to number for the progress bar. Waits for the device where values lie on one: read it seldom."""
+        self._see(_BAR)
+        return {name: float(value) for name, value in self._views.bar.items()}
+
+    def step_metrics(self, stage: str = "train") -> dict[str, Tensor]:
+        """What ``stage`` logged on steps, for the loggers, since the last call; each value is given once."""
+        return self._see(_LOGGER, _accumulated(stage))
+
+    def epoch_metrics(self) -> dict[str, Tensor]:
+        """The values of epochs, for the loggers, that were finalized since the last call."""
+        finished, self._views.epoch_log = self._views.epoch_log, {}
+        return finished
+
+    def evaluation_results(self, stage: str, num_dataloaders: int = 1) -> list[dict[str, float]]:
+        """One dict per dataloader with the finalized values of ``stage``; keys without an index are in each."""
+        finished = self._evaluated.get(stage, {})
+        return [
+            {name: float(value) for name, (value, owner) in finished.items() if owner is None or owner == index}
+            for index in range(num_dataloaders)
+        ]
+
+    # -- resume in the middle of an epoch ----------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was accumulated and is not finalized, of all ranks, as plain data. Every rank must call."""
+        stages: dict[str, list[Payload]] = {stage: list(waiting) for stage, waiting in self._restored.items()}
+        for stage in ("train", "validate", "test"):
+            dirty = [drain(entry, keep=True) for entry in self._of(stage) if entry.dirty]
+            if dirty:
+                stages.setdefault(stage, []).extend(dirty)
+        ranks = self.strategy.all_gather_object(stages) if self.strategy.world_size > 1 else [stages]
+        return {
+            "ranks": ranks,
+            "callback_metrics": {
+                name: value.detach().to("cpu") if isinstance(value, Tensor) else value
+                for name, value in self.callback_metrics.items()
+            },
+            "progress_bar_metrics": self.progress_bar_metrics,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from :meth:`state_dict`, also with another number of ranks; ``start_epoch(..., keep=True)`` follows.
+
+        Replaces everything collected so far.
+        """
+        try:
+            ranks, callback, bar = state["ranks"], state["callback_metrics"], state["progress_bar_metrics"]
+        except (KeyError, TypeError) as error:
+            raise CheckpointMismatchError(f"the logged values in the checkpoint can't be read: {error!r}") from error
+        self.clear()
+        self._views.callback.update(callback)
+        self._views.bar.update(bar)
+        # Sums of several saved ranks add up in one; a rank beyond the saved ones starts with nothing.
+        for stages in ranks[self.strategy.global_rank :: self.strategy.world_size]:
+            for stage, payloads in stages.items():
+                self._restored.setdefault(stage, []).extend(
+                    {**payload, "identity": tuple(payload["identity"])} for payload in payloads
+                )
+        for payloads in self._restored.values():
+            payloads[:] = fold(payloads)
+            for payload in payloads:
+                metric_state = payload.pop("metric_state", None)
+                if metric_state is not None:
+                    restore_metric(self._metric_of(payload), metric_state)
+
+    def _take_restored(self, entry: Entry) -> None:
+        waiting = self._restored.get(entry.stage, [])
+        for payload in waiting:
+            if payload["identity"] == entry.identity:
+                entry.total, entry.weight = payload["total"], payload["weight"]
+                waiting.remove(payload)
+                return
+
+
+def _accumulated(stage: str) -> str:
+    """The stage under which values are kept: a sanity check runs the hooks of validation."""
+    return "validate" if stage == "sanity_check" else stage
+
+
+def _order(payload: Payload) -> tuple[str, str, int]:
+    name, hook, index = payload["identity"]
+    return name, hook, -1 if index is None else index
