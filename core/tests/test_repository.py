@@ -1,0 +1,118 @@
+"""Rules about the source of core that no linter knows."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src" / "torchhal"
+FILES = sorted(SOURCE.rglob("*.py"))
+
+VENDORS = (
+    "amd|ascend|bagua|cuda|cudnn|deepspeed|gaudi|google|graphcore|habana|habana_frameworks|hccl|hivemind|horovod|hpu|"
+    "inferentia|intel|ipu|mlu|mps|musa|nccl|neuron|npu|nvidia|oneccl|poptorch|rocm|torch_xla|torchft|tpu|trainium|xla|xpu"
+)
+# "_" is a letter to \b, yet torch_xla and cuda_stream name a vendor.
+VENDOR = re.compile(rf"(?<![a-z0-9])({VENDORS})(?![a-z0-9])", re.IGNORECASE)
+
+
+def ids(file: Path) -> str:
+    return str(file.relative_to(SOURCE))
+
+
+def test_the_rules_see_the_source() -> None:
+    assert {"hints.py", "registry.py", "accelerators/base.py"} <= {ids(file) for file in FILES}
+
+
+@pytest.mark.parametrize("line", ["x.cuda()", "torch_xla", "for NCCL", "is_cuda", "'hpu'", "cuda_stream = 1"])
+def test_the_vendor_rule_catches(line: str) -> None:
+    assert VENDOR.search(line)
+
+
+@pytest.mark.parametrize("line", ["the input", "examples", "relax", "compstat", "maps", "output", "samd"])
+def test_the_vendor_rule_lets_pass(line: str) -> None:
+    assert not VENDOR.search(line)
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if file.name != "hints.py"], ids=ids)
+def test_no_vendor_word(file: Path) -> None:
+    lines = enumerate(file.read_text().splitlines(), 1)
+    assert [f"{ids(file)}:{number}: {line.strip()}" for number, line in lines if VENDOR.search(line)] == []
+
+
+def imports(source: str, module: str) -> Iterator[str]:
+    """Every module that ``source`` imports when it runs, wherever in it; not what only a type checker sees."""
+    package = module.rpartition(".")[0]
+    pending: list[ast.AST] = [ast.parse(source)]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package.rsplit(".", node.level - 1)[0] if node.level else ""
+            base = ".".join(filter(None, (base, node.module)))
+            yield from (f"{base}.{name.name}" for name in node.names)
+        elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            pending += node.orelse
+        else:
+            pending += ast.iter_child_nodes(node)
+
+
+def module_name(file: Path) -> str:
+    parts = file.relative_to(SOURCE.parent).with_suffix("").parts
+    return ".".join(parts)  # an __init__ keeps its name: relative imports then start at its own package
+
+
+def test_the_import_rule_sees_every_form() -> None:
+    source = """
+import a.b
+from c import d
+from . import e
+from ..f import g
+def inner():
+    import h
+if TYPE_CHECKING:
+    import unseen
+else:
+    import i
+"""
+    assert set(imports(source, "p.q.r")) == {"a.b", "c.d", "p.q.e", "p.f.g", "h", "i"}
+
+
+# Who may import what stands on the right: design, section 2. `trainer` is at the top, `plugin` at the bottom.
+PARTS = ("accelerators", "precision", "checkpoint", "cluster", "launchers")
+ARROWS = {
+    "trainer": {"__init__", "cli", "trainer"},
+    "cli": {"cli"},
+    "conformance": {"cli", "conformance"},
+    "resolve": {"__init__", "cli", "conformance", "resolve", "trainer"},
+    "registry": {"__init__", "cli", "conformance", "registry", "resolve", "testing", "trainer"},
+    "strategies": {"__init__", "cli", "conformance", "resolve", "strategies", "trainer"},
+}
+
+
+@pytest.mark.parametrize("file", FILES, ids=ids)
+def test_the_arrows_point_one_way(file: Path) -> None:
+    own = file.relative_to(SOURCE).with_suffix("").parts[0]
+    wrong = [
+        imported
+        for imported in imports(file.read_text(), module_name(file))
+        for target, allowed in ARROWS.items()
+        if (f"{imported}.").startswith(f"torchhal.{target}.") and own not in allowed
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    "name", ["__init__", "plugin", "errors", "hints", "discovery", "entry", "scan", "registry", "builtin", "testing"]
+)
+def test_discovery_never_names_torch(name: str) -> None:
+    imported = set(imports((SOURCE / f"{name}.py").read_text(), f"torchhal.{name}"))
+    assert not {module for module in imported if module.partition(".")[0] in ("torch", "numpy", "lightning")}
+    assert not {
+        module for module in imported if module.split(".")[1:2] and module.split(".")[1] in (*PARTS, "strategies")
+    }
