@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 
 from torchhal.accelerators.devices import parse_devices
 from torchhal.accelerators.transfer import move_to_device
+from torchhal.errors import AcceleratorUnavailable
 from torchhal.plugin import Availability
+
+_log = logging.getLogger(__name__)
 
 
 class Accelerator:
@@ -83,11 +87,25 @@ class Accelerator:
             cls.load()
             module = torch.get_device_module(cls.device_type)
             available = bool(module.is_available())
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a vendor's import may end in SystemExit
             return Availability(False, f"{type(error).__name__}: {error}")
         if not available:
             return Availability(False, f"torch reports no usable {cls.device_type} device on this machine")
         return Availability(True)
+
+    @classmethod
+    def require_available(cls) -> None:
+        """Raise AcceleratorUnavailable, with the reason, unless the hardware can be used here (ACC-19)."""
+        availability = cls.availability()
+        if not availability:
+            raise AcceleratorUnavailable(
+                f"accelerator {cls.name!r} can't be used here: {availability.reason}; "
+                "`torchhal doctor` lists what can, accelerator='auto' takes it",
+                alias=cls.name,
+                reason=availability.reason,
+            )
 
     def device_count(self) -> int:
         """How many devices this process can see; 0 without hardware."""
@@ -103,15 +121,18 @@ class Accelerator:
         """The indices that ``devices`` asks for, in the order given (ACC-02 to ACC-05).
 
         ``"auto"``: :meth:`auto_device_count` devices. ``n`` or ``"n"``: the first n. ``-1`` or ``"-1"``: all.
-        ``[2, 0]`` or ``"2,0"``: exactly these.
+        ``[2, 0]`` or ``"2,0"``: exactly these; ``"2,"``: the one with index 2.
 
         Raises:
             ConfigurationError: (a ValueError) naming the value and what exists.
+            AcceleratorUnavailable: a sound request, but this machine has no such hardware. ``"auto"`` is empty then.
         """
         return parse_devices(self, devices)
 
     def get_parallel_devices(self, indices: Sequence[int]) -> list[torch.device]:
         """The torch device of each index, in order (ACC-05)."""
+        if indices:
+            self.load()  # or torch may not know the type
         if not self.indexed:
             return [torch.device(self.device_type)] * len(indices)
         return [torch.device(self.device_type, index) for index in indices]
@@ -119,11 +140,17 @@ class Accelerator:
     # -- in the training process -----------------------------------------------------------------------------
 
     def setup_device(self, device: torch.device) -> None:
-        """Make ``device`` the current one. Idempotent; ValueError for another type of device (ACC-08)."""
+        """Make ``device`` the current one. Idempotent (ACC-08).
+
+        Raises:
+            ValueError: a device of another type.
+            AcceleratorUnavailable: the hardware can't be used here, with the reason (ACC-19).
+        """
         if device.type != self.device_type:
             raise ValueError(
                 f"'device' must be of type {self.device_type!r} for accelerator {self.name!r} (got {device})"
             )
+        self.require_available()
         if device.index is not None and self.indexed:
             torch.get_device_module(self.device_type).set_device(device)
 
@@ -132,7 +159,12 @@ class Accelerator:
 
     def teardown(self) -> None:
         """Release what :meth:`setup_device` took. Idempotent, legal before or after a failed set-up (ACC-10)."""
-        self.empty_cache()
+        if not type(self).availability():
+            return
+        try:
+            self.empty_cache()
+        except RuntimeError as error:  # a device that failed says so again here; the first error is the one to see
+            _log.warning("the cache of accelerator %r could not be emptied: %s", self.name, error)
 
     def batch_to_device(self, batch: Any, device: torch.device, *, non_blocking: bool = False) -> Any:
         """``batch`` with every tensor in it on ``device``; its structure is kept (ACC-12, ACC-13)."""
@@ -140,7 +172,7 @@ class Accelerator:
 
     def synchronize(self, device: torch.device | None = None) -> None:
         """Wait until all work on the device is done (ACC-15)."""
-        torch.get_device_module(self.device_type).synchronize(device)
+        _call(self._module().synchronize, device)
 
     def empty_cache(self) -> None:
         """Give cached memory back to the device, where it caches."""
@@ -150,18 +182,22 @@ class Accelerator:
 
     def manual_seed(self, seed: int) -> None:
         """Seed every generator of this device type (ACC-14)."""
-        seed_all = getattr(self._module(), "manual_seed_all", None)
+        module = self._module()
+        seed_all = getattr(module, "manual_seed_all", None) or getattr(module, "manual_seed", None)
         if seed_all is not None:
             seed_all(seed)
 
     def get_rng_state(self, device: torch.device) -> torch.Tensor:
         """The state of the device's generator: a uint8 tensor on the CPU (ACC-14)."""
-        state: torch.Tensor = self._module().get_rng_state(device)
+        state: torch.Tensor = _call(self._module().get_rng_state, device)
         return state
 
     def set_rng_state(self, state: torch.Tensor, device: torch.device) -> None:
         """Put back what :meth:`get_rng_state` gave."""
-        self._module().set_rng_state(state, device)
+        _call(self._module().set_rng_state, device, state)
+
+    def set_benchmark(self, enabled: bool) -> None:
+        """Let the device's library try several kernels and keep the fastest, where it has such a switch."""
 
     def memory_stats(self, device: torch.device) -> dict[str, int]:
         """Bytes on ``device``: ``allocated``, ``peak`` and, where known, ``reserved``, ``limit`` (ACC-18).
@@ -175,14 +211,14 @@ class Accelerator:
             ("reserved", "memory_reserved"),
         ):
             if (read := getattr(module, function, None)) is not None:
-                stats[key] = int(read(device))
+                stats[key] = int(_call(read, device))
         return stats
 
     def reset_peak_memory_stats(self, device: torch.device) -> None:
         """Start a new peak from the current allocation."""
         reset = getattr(self._module(), "reset_peak_memory_stats", None)
         if reset is not None:
-            reset(device)
+            _call(reset, device)
 
     def _module(self) -> Any:
         return torch.get_device_module(self.device_type)
@@ -193,3 +229,11 @@ class Accelerator:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
+
+
+def _call(function: Callable[..., Any], device: torch.device | None, *args: Any) -> Any:
+    """``function(*args, device)``; without a device where it has no index: that is the current one, and the modules
+    of hardware with one device per process have no such argument."""
+    if device is None or device.index is None:
+        return function(*args)
+    return function(*args, device)

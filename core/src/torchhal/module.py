@@ -1,0 +1,456 @@
+"""The convenient base of models and data: what a Trainer calls, with empty bodies, and what a model may call back.
+
+A model needn't derive from :class:`Module`: any ``nn.Module`` with ``training_step`` and
+``configure_optimizers`` trains. Deriving gives it ``self.log``, ``self.trainer`` and the rest.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from torchhal.errors import CheckpointMismatchError, ModelError
+
+if TYPE_CHECKING:
+    from torchhal.trainer import Trainer
+
+
+class Hyperparameters(dict[str, Any]):
+    """Constructor arguments by name, readable as attributes."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"no hyperparameter {name!r}: there are {', '.join(self) or 'none'}") from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
+
+
+class _HasHyperparameters:
+    """``save_hyperparameters``, ``hparams`` and ``load_from_checkpoint`` for modules and data modules."""
+
+    _hyperparameter_key = "hyper_parameters"
+
+    @property
+    def hparams(self) -> Hyperparameters:
+        """The saved constructor arguments."""
+        found = self.__dict__.get("_hparams")
+        if found is None:
+            found = self.__dict__["_hparams"] = Hyperparameters()
+        return found  # type: ignore[no-any-return]
+
+    def save_hyperparameters(
+        self, *names: str | Mapping[str, Any], ignore: str | Iterable[str] = (), logger: bool = True
+    ) -> None:
+        """Keep the arguments of ``__init__``; they are put into checkpoints and rebuild the object from one.
+
+        Called inside ``__init__``, as its first lines.
+
+        Args:
+            names: arguments to keep, all when empty; or one mapping to keep instead.
+            ignore: arguments to leave out, such as modules.
+            logger: whether the loggers get them too.
+        """
+        self.__dict__["_log_hyperparams"] = logger
+        if len(names) == 1 and isinstance(names[0], Mapping):
+            self.hparams.update(names[0])
+            return
+        ignored = {ignore} if isinstance(ignore, str) else set(ignore)
+        frame = inspect.currentframe()
+        caller = frame.f_back if frame is not None else None
+        collected: dict[str, Any] = {}
+        while caller is not None and caller.f_code.co_name == "__init__" and self in caller.f_locals.values():
+            collected.update(_frame_arguments(caller, self))  # outer frames are the more derived classes
+            caller = caller.f_back
+        for name in names:
+            if not isinstance(name, str) or name not in collected:
+                raise ValueError(
+                    f"'names' must be arguments of {type(self).__name__}.__init__ (got {name!r}; it has {', '.join(collected)})"
+                )
+        keep = set(names) or set(collected)
+        self.hparams.update({key: value for key, value in collected.items() if key in keep and key not in ignored})
+
+    @classmethod
+    def load_from_checkpoint(
+        cls, path: Any, *, map_location: Any = "cpu", strict: bool = True, weights_only: bool = True, **arguments: Any
+    ) -> Any:
+        """A new object from a checkpoint: constructor arguments from it, overridden by ``arguments``; then its state.
+
+        Raises:
+            FileNotFoundError, CheckpointError: see ``TorchCheckpointIO.load_checkpoint``.
+            CheckpointMismatchError: the arguments or the weights don't fit the class.
+        """
+        from torchhal.checkpoint import TorchCheckpointIO
+
+        checkpoint = TorchCheckpointIO().load_checkpoint(path, map_location=map_location, weights_only=weights_only)
+        saved = dict(checkpoint.get(cls._hyperparameter_key) or {})
+        accepted = inspect.signature(cls.__init__).parameters
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values()):
+            saved = {name: value for name, value in saved.items() if name in accepted}
+        try:
+            loaded = cls(**{**saved, **arguments})
+        except TypeError as error:
+            raise CheckpointMismatchError(
+                f"{cls.__name__} can't be built from {str(path)!r}: {error}. Pass what the checkpoint lacks as "
+                "arguments, or call save_hyperparameters() in __init__"
+            ) from error
+        loaded._restore(checkpoint, strict=strict)
+        return loaded
+
+    def _restore(self, checkpoint: dict[str, Any], *, strict: bool) -> None:
+        raise NotImplementedError
+
+
+def _frame_arguments(frame: Any, owner: Any) -> dict[str, Any]:
+    info = inspect.getargvalues(frame)
+    arguments = {name: info.locals[name] for name in info.args if info.locals.get(name) is not owner}
+    if info.keywords:
+        arguments.update(info.locals[info.keywords])
+    return arguments
+
+
+class ModuleHooks:
+    """Every hook of a model, each with an empty body; the Trainer calls those that a model overrides."""
+
+    def prepare_data(self) -> None:
+        """On local rank 0 of each node, before anything else: download, unpack."""
+
+    def setup(self, stage: str) -> None:
+        """On every rank, before the model is moved; ``stage`` is fit, validate, test or predict."""
+
+    def teardown(self, stage: str) -> None:
+        """On every rank, at the very end."""
+
+    def configure_model(self) -> None:
+        """On every rank, under the strategy's ``init_context``: build large layers here."""
+
+    def configure_callbacks(self) -> Any:
+        """Callbacks of the model's own; they replace those of the same type."""
+        return []
+
+    def on_fit_start(self) -> None: ...
+    def on_fit_end(self) -> None: ...
+    def on_train_start(self) -> None: ...
+    def on_train_end(self) -> None: ...
+    def on_train_epoch_start(self) -> None: ...
+    def on_train_epoch_end(self) -> None: ...
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
+        """Before each training batch; -1 ends the epoch."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None: ...
+    def on_validation_start(self) -> None: ...
+    def on_validation_end(self) -> None: ...
+    def on_validation_epoch_start(self) -> None: ...
+    def on_validation_epoch_end(self) -> None: ...
+    def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+    def on_validation_model_eval(self) -> None:
+        """Put the model into evaluation mode."""
+        self.eval()  # type: ignore[attr-defined]
+
+    def on_validation_model_train(self) -> None:
+        """Put the model back; the default restores each submodule's mode."""
+
+    def on_test_start(self) -> None: ...
+    def on_test_end(self) -> None: ...
+    def on_test_epoch_start(self) -> None: ...
+    def on_test_epoch_end(self) -> None: ...
+    def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+    def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+    def on_test_model_eval(self) -> None:
+        """Put the model into evaluation mode."""
+        self.eval()  # type: ignore[attr-defined]
+
+    def on_test_model_train(self) -> None: ...
+    def on_predict_start(self) -> None: ...
+    def on_predict_end(self) -> None: ...
+    def on_predict_epoch_start(self) -> None: ...
+    def on_predict_epoch_end(self) -> None: ...
+    def on_predict_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+    def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+    def on_predict_model_eval(self) -> None:
+        """Put the model into evaluation mode."""
+        self.eval()  # type: ignore[attr-defined]
+
+    def on_predict_model_train(self) -> None: ...
+    def on_before_zero_grad(self, optimizer: Any) -> None: ...
+    def on_before_backward(self, loss: torch.Tensor) -> None: ...
+    def on_after_backward(self) -> None: ...
+    def on_before_optimizer_step(self, optimizer: Any) -> None: ...
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Change a batch on the host."""
+        return batch
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Move a batch of a type that only the model knows."""
+        from torchhal.accelerators.transfer import move_to_device
+
+        return move_to_device(batch, device)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Change a batch on the device."""
+        return batch
+
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """Backward of the (scaled) loss."""
+        loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        """One step; forward and backward run inside ``optimizer_closure``."""
+        optimizer.step(closure=optimizer_closure)
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        """Clear the gradients before the first backward of a step."""
+        optimizer.zero_grad()
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        """Step a scheduler; ``metric`` is the monitored value, None without one."""
+        if metric is None:
+            scheduler.step()
+        else:
+            scheduler.step(metric)
+
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+    ) -> None:
+        """Clip; override for another way, called before each optimizer step."""
+        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)  # type: ignore[attr-defined]
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add plain data to what is saved."""
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Read it back, before the weights are loaded."""
+
+
+class Module(_HasHyperparameters, ModuleHooks, nn.Module):
+    """An ``nn.Module`` that knows its Trainer.
+
+    A subclass defines ``training_step(batch, batch_idx)``, which returns the loss (a 0-d tensor), a dict with
+    the key ``loss``, or None to skip the batch; ``configure_optimizers()``, which returns an optimizer, a pair of
+    lists (optimizers, schedulers), a dict with ``optimizer`` and ``lr_scheduler``, or None; and as it needs
+    ``validation_step``, ``test_step``, ``predict_step(batch, batch_idx, dataloader_idx=0)``, the loaders'
+    functions and hooks.
+    """
+
+    automatic_optimization: bool = True
+    """False: ``training_step`` calls ``manual_backward`` and steps ``self.optimizers()`` itself."""
+
+    _trainer: Trainer | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a copy of the model is not a copy of the run: EMA copies, pickles and deepcopies leave the trainer behind
+        state = dict(self.__dict__)
+        state.pop("_trainer", None)
+        return state
+
+    @property
+    def trainer(self) -> Trainer:
+        if self._trainer is None:
+            raise RuntimeError(f"{type(self).__name__} is not attached to a Trainer: call it from a hook or a step")
+        return self._trainer
+
+    @trainer.setter
+    def trainer(self, trainer: Trainer | None) -> None:
+        self.__dict__["_trainer"] = trainer
+
+    # -- where and when --------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        tensor = next(self.parameters(), None)
+        if tensor is None:
+            tensor = next(self.buffers(), None)
+        if tensor is not None:
+            return tensor.device
+        return self._trainer.strategy.root_device if self._trainer is not None else torch.device("cpu")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        for parameter in self.parameters():
+            if parameter.is_floating_point():
+                return parameter.dtype
+        return torch.get_default_dtype()
+
+    @property
+    def current_epoch(self) -> int:
+        return 0 if self._trainer is None else self._trainer.current_epoch
+
+    @property
+    def global_step(self) -> int:
+        return 0 if self._trainer is None else self._trainer.global_step
+
+    @property
+    def global_rank(self) -> int:
+        return 0 if self._trainer is None else self._trainer.global_rank
+
+    @property
+    def local_rank(self) -> int:
+        return 0 if self._trainer is None else self._trainer.local_rank
+
+    @property
+    def logger(self) -> Any:
+        return None if self._trainer is None else self._trainer.logger
+
+    @property
+    def loggers(self) -> list[Any]:
+        return [] if self._trainer is None else self._trainer.loggers
+
+    def print(self, *values: Any, **kwargs: Any) -> None:
+        """``print`` on rank 0, beside the progress bar."""
+        if self._trainer is None:
+            print(*values, **kwargs)
+        else:
+            self._trainer.print(*values, **kwargs)
+
+    # -- logging ---------------------------------------------------------------------------------------------
+
+    def log(
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: bool | None = None,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: str | Callable[..., Any] = "mean",
+        sync_dist: bool | None = None,
+        add_dataloader_idx: bool = True,
+        batch_size: int | None = None,
+        rank_zero_only: bool = False,
+        **options: Any,
+    ) -> None:
+        """Record one number.
+
+        Args:
+            name: the key in ``callback_metrics`` and the loggers.
+            value: a tensor of one element, a number, or a metric object with ``compute`` and ``reset``.
+            prog_bar: show it in the progress bar.
+            logger: give it to the loggers (default: yes).
+            on_step: record each step's value (default: in training steps).
+            on_epoch: record the epoch's reduction (default: everywhere else).
+            reduce_fx: "mean" (weighted by batch size), "sum", "min" or "max".
+            sync_dist: None: epoch values are reduced over all ranks, step values are this rank's; True: step
+                values too, one collective each; False: neither.
+            add_dataloader_idx: append ``/dataloader_idx_N`` when there are several loaders.
+            batch_size: the weight of this value; taken from the batch when None.
+            rank_zero_only: this is only called on rank 0; nothing is reduced.
+        """
+        trainer = self._trainer
+        if trainer is None:
+            return  # a model used on its own: nowhere to record to
+        trainer.log_metric(
+            name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, add_dataloader_idx, batch_size,
+            rank_zero_only, **options,
+        )  # fmt: skip
+
+    def log_dict(self, metrics: Mapping[str, Any], *args: Any, **options: Any) -> None:
+        """:meth:`log` for each item of ``metrics``."""
+        for name, value in metrics.items():
+            self.log(name, value, *args, **options)
+
+    # -- manual optimization ---------------------------------------------------------------------------------
+
+    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        """The optimizer, or the list of several, whose ``step`` goes through precision and strategy.
+
+        Args:
+            use_pl_optimizer: False gives torch's own objects.
+        """
+        wrapped = self.trainer.wrapped_optimizers if use_pl_optimizer else self.trainer.optimizers
+        return wrapped[0] if len(wrapped) == 1 else list(wrapped)
+
+    def lr_schedulers(self) -> Any:
+        """None, the scheduler, or the list of several."""
+        schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs]
+        return None if not schedulers else schedulers[0] if len(schedulers) == 1 else schedulers
+
+    def manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """Instead of ``loss.backward()``: scaled as the precision wants, averaged over the ranks."""
+        if self.automatic_optimization:
+            raise ModelError(
+                f"{type(self).__name__}.manual_backward needs manual optimization: set self.automatic_optimization = False"
+            )
+        self.trainer.strategy.manual_backward(loss, *args, **kwargs)
+
+    def clip_gradients(
+        self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+    ) -> None:
+        """Clip in manual optimization, between ``manual_backward`` and ``step``."""
+        if gradient_clip_val is not None:
+            self.trainer.strategy.clip_gradients(
+                getattr(optimizer, "optimizer", optimizer), gradient_clip_val, gradient_clip_algorithm or "norm"
+            )
+
+    def toggle_optimizer(self, optimizer: Any) -> None:
+        """Only this optimizer's parameters require gradients, until :meth:`untoggle_optimizer`."""
+        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        toggled: dict[nn.Parameter, bool] = self.__dict__.setdefault("_toggled", {})
+        for other in self.trainer.optimizers:
+            for group in other.param_groups:
+                for parameter in group["params"]:
+                    toggled.setdefault(parameter, parameter.requires_grad)
+                    parameter.requires_grad_(id(parameter) in own and toggled[parameter])
+
+    def untoggle_optimizer(self, optimizer: Any) -> None:
+        """Undo :meth:`toggle_optimizer`."""
+        for parameter, before in self.__dict__.pop("_toggled", {}).items():
+            parameter.requires_grad_(before)
+
+    def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        """Every tensor of ``data`` gathered from all ranks, with a new first dimension of the world's size."""
+        from torchhal.accelerators.transfer import map_tensors
+
+        gather = self.trainer.strategy.all_gather
+        return map_tensors(
+            data,
+            lambda leaf: (
+                gather(torch.as_tensor(leaf), group=group, sync_grads=sync_grads)
+                if isinstance(leaf, torch.Tensor | int | float)
+                else leaf
+            ),
+        )
+
+    def _restore(self, checkpoint: dict[str, Any], *, strict: bool) -> None:
+        self.on_load_checkpoint(checkpoint)
+        try:
+            self.load_state_dict(checkpoint["state_dict"], strict=strict)
+        except (RuntimeError, KeyError) as error:
+            raise CheckpointMismatchError(f"the weights don't belong to {type(self).__name__}: {error}") from error
+
+
+class DataModule(_HasHyperparameters):
+    """Data as an object: what loads it, prepares it and hands out the loaders.
+
+    A subclass defines those of ``train_dataloader``, ``val_dataloader``, ``test_dataloader`` and
+    ``predict_dataloader`` that it has; each returns a loader or a list of them.
+    """
+
+    _hyperparameter_key = "datamodule_hyper_parameters"
+
+    trainer: Any = None
+
+    def prepare_data(self) -> None:
+        """On local rank 0 of each node: download, unpack. Sets no state."""
+
+    def setup(self, stage: str) -> None:
+        """On every rank; ``stage`` is fit, validate, test or predict."""
+
+    def teardown(self, stage: str) -> None:
+        """On every rank, at the end."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data to save with a checkpoint."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Read it back."""
+
+    def _restore(self, checkpoint: dict[str, Any], *, strict: bool) -> None:
+        self.load_state_dict(checkpoint.get(type(self).__qualname__, {}))

@@ -1,0 +1,479 @@
+"""The strategy contract: one accelerator, one precision, one checkpoint IO and perhaps a cluster environment."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from torchhal.accelerators import Accelerator
+from torchhal.checkpoint import CheckpointIO
+from torchhal.cluster import ClusterEnvironment
+from torchhal.errors import CheckpointError, CheckpointMismatchError, ConfigurationError
+from torchhal.launchers import ExternalLauncher, Launcher
+from torchhal.launchers.watch import RankWatch
+from torchhal.overrides import overrides
+from torchhal.precision import Precision
+
+STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+class Strategy(ABC):
+    """How a model is trained on the devices it was given.
+
+    A strategy owns the model, the optimizers and the schedulers, and is the only thing the loops speak to. One
+    life, on every rank, in this order::
+
+        make_launcher                           in the process that calls fit
+          setup_environment                     device current, communication up, ranks known
+          connect(module)
+          setup(trainer) -> setup_model, setup_optimizers
+          step_function / backward / clip_gradients / optimizer_step ...
+          save_checkpoint, load_checkpoint
+        teardown                                always, after errors too; then the same object may start again
+
+    A subclass overrides the few of these that differ. :meth:`setup` may be overridden without calling the
+    inherited one: what it left undone is done when it returns. Before :meth:`setup_environment` no method
+    communicates (STR-38).
+    """
+
+    alias: str = ""
+    """The name this strategy was asked for by; empty for an object the user made."""
+
+    features: ClassVar[frozenset[str]] = frozenset()
+    """What the loops must know. ``owns_accumulation``: :meth:`optimizer_step` is called for every batch and says
+    when it stepped. ``owns_clipping``, ``owns_schedulers``: the loops leave these to the strategy."""
+
+    multi_device: ClassVar[bool] = False
+    """Whether more than one device makes sense; several for a strategy of one is refused before launch."""
+
+    accelerators: ClassVar[frozenset[str] | None] = None
+    """Names of the accelerators this strategy works on; None: every one that torch speaks to (STR-37)."""
+
+    precisions: ClassVar[frozenset[str] | None] = None
+    """Aliases of the precisions this strategy works with; None: every one (STR-36, STR-37)."""
+
+    def __init__(
+        self,
+        *,
+        accelerator: Accelerator | None = None,
+        precision: Precision | None = None,
+        precision_plugin: Precision | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+    ) -> None:
+        """Parts left None are chosen by ``resolve``. ``precision_plugin`` is another word for ``precision``."""
+        if precision is not None and precision_plugin is not None and precision is not precision_plugin:
+            raise ConfigurationError("'precision' and 'precision_plugin' are one argument: give one of them (got both)")
+        for name, value, base in (
+            ("accelerator", accelerator, Accelerator),
+            ("precision", precision or precision_plugin, Precision),
+            ("checkpoint_io", checkpoint_io, CheckpointIO),
+            ("cluster_environment", cluster_environment, ClusterEnvironment),
+        ):
+            if value is not None and not isinstance(value, base):
+                raise TypeError(f"'{name}' must be an instance of {base.__name__} (got {value!r})")
+        self._accelerator = accelerator
+        self._precision = precision or precision_plugin
+        self._checkpoint_io = checkpoint_io
+        self.cluster_environment = cluster_environment
+        self.devices: list[torch.device] = []
+        self.num_nodes = 1
+        self._reset()
+
+    def _reset(self) -> None:
+        self.module: nn.Module | None = None
+        self.model: Any = None
+        self.optimizers: list[Optimizer] = []
+        self.lr_scheduler_configs: list[Any] = []
+        self._watch: RankWatch | None = None
+        self.accumulate_grad_batches = 1
+        self.gradient_clip_val: float | None = None
+        self.gradient_clip_algorithm = "norm"
+        self._model_ready = False
+        self._optimizers_ready = False
+        self._environment_ready = False
+
+    # -- composition -----------------------------------------------------------------------------------------
+
+    def configure(
+        self,
+        *,
+        accelerator: Accelerator,
+        precision: Precision,
+        checkpoint_io: CheckpointIO,
+        cluster_environment: ClusterEnvironment | None,
+        devices: Sequence[torch.device],
+        num_nodes: int,
+    ) -> None:
+        """Take the parts that ``resolve`` chose. Starts nothing; called once, before :meth:`make_launcher`."""
+        self._accelerator = accelerator
+        self._precision = precision
+        self._checkpoint_io = checkpoint_io
+        self.cluster_environment = cluster_environment
+        self.devices = list(devices)
+        self.num_nodes = num_nodes
+
+    @property
+    def accelerator(self) -> Accelerator:
+        return self._part(self._accelerator, "accelerator")
+
+    @property
+    def precision(self) -> Precision:
+        return self._part(self._precision, "precision")
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """Another word for :attr:`precision`."""
+        return self.precision
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        return self._part(self._checkpoint_io, "checkpoint_io")
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    def _part(self, part: Any, name: str) -> Any:
+        if part is None:
+            raise ConfigurationError(
+                f"{type(self).__name__} has no {name} yet: give it to the constructor, or the strategy to a Trainer"
+            )
+        return part
+
+    @property
+    def watch(self) -> RankWatch:
+        """What this process knows of the others' failures and wishes to stop; of itself alone before the set-up."""
+        if self._watch is None:
+            self._watch = RankWatch(None, 0, 1)
+        return self._watch
+
+    # -- processes and ranks ---------------------------------------------------------------------------------
+
+    def num_local_processes(self, num_devices: int) -> int:
+        """Processes per node for ``num_devices`` devices: one for each unless a process drives several."""
+        return 1
+
+    def make_launcher(self) -> Launcher:
+        """What starts this strategy's processes. The default starts none."""
+        return ExternalLauncher()
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this process (STR-27)."""
+        if not self.devices:
+            raise ConfigurationError(
+                f"{type(self).__name__} has no devices yet: give it to a Trainer, or call configure()"
+            )
+        return self.devices[0]
+
+    @property
+    def global_rank(self) -> int:
+        return 0
+
+    @property
+    def local_rank(self) -> int:
+        return 0
+
+    @property
+    def node_rank(self) -> int:
+        return 0
+
+    @property
+    def world_size(self) -> int:
+        return 1
+
+    @property
+    def is_global_zero(self) -> bool:
+        """True on exactly one process, before and after :meth:`setup_environment` (STR-12)."""
+        return self.global_rank == 0
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int] | None:
+        """``num_replicas`` and ``rank`` for a sampler, or None where every process sees all data (STR-28)."""
+        return None
+
+    # -- life cycle ------------------------------------------------------------------------------------------
+
+    def setup_environment(self) -> None:
+        """Select the device and bring up communication. Idempotent within one life."""
+        if self._environment_ready:
+            return
+        self.accelerator.setup_device(self.root_device)
+        self.precision.setup(self.accelerator, self.root_device)
+        self._environment_ready = True
+
+    def init_context(self) -> AbstractContextManager[Any]:
+        """Entered while ``configure_model`` builds parameters: the precision's dtype; sharded strategies add theirs."""
+        return self.precision.module_init_context()
+
+    def connect(self, module: nn.Module) -> None:
+        """Take the user's module: ``module`` from now on, and ``model`` until :meth:`setup_model` wraps it."""
+        self.module = module
+        self.model = module
+        self._model_ready = False
+        self._optimizers_ready = False
+
+    def prepare(self, trainer: Any) -> None:
+        """Run :meth:`setup` and finish what an override of it left out. Called by the Trainer; not for overriding."""
+        self.accelerator.setup(trainer)
+        self.setup(trainer)
+        if not self._model_ready:
+            self.setup_model(training=trainer.state.fn == "fit")
+        if trainer.state.fn == "fit" and not self._optimizers_ready:
+            self.setup_optimizers(*trainer.configure_optimizers())
+
+    def setup(self, trainer: Any) -> None:
+        """Make model and optimizers ready, in this order. An override may do more, or only some of it."""
+        self.setup_model(training=trainer.state.fn == "fit")
+        if trainer.state.fn == "fit":
+            self.setup_optimizers(*trainer.configure_optimizers())
+
+    def setup_model(self, *, training: bool = True) -> None:
+        """Convert the module to the precision, move it to the device and, for training, wrap it."""
+        assert self.module is not None, "connect() comes first"
+        self.module = self.model = self.precision.convert_module(self.module)
+        self.model_to_device()
+        self.sync_module(self.module)
+        if training:
+            self.wrap_model()
+        self._model_ready = True
+
+    def model_to_device(self) -> None:
+        """Move the module's parameters and buffers to :attr:`root_device`."""
+        assert self.module is not None
+        self.module.to(self.root_device)
+
+    def sync_module(self, module: nn.Module) -> None:
+        """Give every rank the parameters and buffers of rank 0 (STR-13, STR-47)."""
+
+    def wrap_model(self) -> None:
+        """Set ``self.model`` to whatever the training step must go through. Nothing by default."""
+
+    def setup_optimizers(self, optimizers: Sequence[Optimizer], lr_scheduler_configs: Sequence[Any] = ()) -> None:
+        """Take the optimizers over the module's parameters; a subclass may replace them (STR-16)."""
+        for optimizer in optimizers:
+            self.precision.check_optimizer(optimizer)
+        self.optimizers = list(optimizers)
+        self.lr_scheduler_configs = list(lr_scheduler_configs)
+        self._optimizers_ready = True
+
+    def teardown(self) -> None:
+        """Give everything back: model to the CPU, device, communication. Idempotent, legal at any time (STR-29, STR-30).
+
+        Each part is torn down even when another one fails; the first error is raised at the end.
+        """
+        with ExitStack() as stack:  # runs in reverse: model, IO, precision, environment, accelerator
+            if self._accelerator is not None:
+                stack.callback(self._accelerator.teardown)
+            if self.cluster_environment is not None:
+                stack.callback(self.cluster_environment.teardown)
+            if self._precision is not None:
+                stack.callback(self._precision.teardown)
+            if self._checkpoint_io is not None:
+                stack.callback(self._checkpoint_io.teardown)
+            stack.callback(self._release_model)
+
+    def _release_model(self) -> None:
+        self.model = self.module
+        self._watch = None
+        self._environment_ready = self._model_ready = False
+        if self.module is not None and self.devices and self.root_device.type != "cpu":
+            self.module.cpu()
+            for optimizer in self.optimizers:
+                _optimizer_state_to(optimizer, torch.device("cpu"))
+
+    def explain(self, error: BaseException) -> BaseException:
+        """A clearer error for one that came out of a step, or ``error`` itself; called once, when a run fails."""
+        return error
+
+    # -- steps -----------------------------------------------------------------------------------------------
+
+    def step_function(self, name: str) -> Callable[..., Any]:
+        """The callable that runs one of :data:`STEPS` with everything decided: wrapper, precision, overrides.
+
+        The loops ask once and call the result for every batch with the arguments of the module's own step. A
+        subclass that defines a method of that name (``training_step(self, *args)``) has it called instead.
+        """
+        own = getattr(self, name, None)
+        if own is not None:
+            return own  # type: ignore[no-any-return]
+        return self.with_precision(self.module_step(name))
+
+    def module_step(self, name: str) -> Callable[..., Any]:
+        """The module's step, through ``self.model`` where that wraps it."""
+        step: Callable[..., Any] = getattr(self.module, name)
+        return step
+
+    def with_precision(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """``function(batch, *rest)`` under the precision: input converted, forward context, output converted."""
+        precision = self.precision
+        forward_context = precision.forward_context if overrides(precision, Precision, "forward_context") else None
+        convert_input = precision.convert_input if overrides(precision, Precision, "convert_input") else None
+        convert_output = precision.convert_output if overrides(precision, Precision, "convert_output") else None
+        if convert_input is None and forward_context is None and convert_output is None:
+            return function
+
+        def step(batch: Any, *rest: Any) -> Any:
+            if convert_input is not None:
+                batch = convert_input(batch)
+            if forward_context is None:
+                output = function(batch, *rest)
+            else:
+                with forward_context():
+                    output = function(batch, *rest)
+            return output if convert_output is None else convert_output(output)
+
+        return step
+
+    def batch_to_device(self, batch: Any) -> Any:
+        """The batch on this process's device."""
+        return self.accelerator.batch_to_device(batch, self.root_device)
+
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """Accumulate the gradients of ``loss``, synchronised between ranks unless under :meth:`no_backward_sync`."""
+        self.precision.backward(loss, *args, **kwargs)
+
+    def manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """:meth:`backward` for a module that steps its optimizers itself (STR-19)."""
+        self.backward(loss, *args, **kwargs)
+
+    def no_backward_sync(self) -> AbstractContextManager[Any] | None:
+        """A context for forward and backward of all but the last micro-batch, or None where there is nothing to
+        switch off (STR-15). Asked once before the loop; the context is entered many times."""
+        return None
+
+    def clip_gradients(self, optimizer: Optimizer, clip_val: float, algorithm: str = "norm") -> torch.Tensor | None:
+        """Clip by the global norm, over all shards, or by value; see ``Precision.clip_gradients`` (STR-35)."""
+        self.precision.unscale_gradients(optimizer)
+        return self.precision.clip_gradients(optimizer, clip_val, algorithm)
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
+        """Step; True if parameters were updated."""
+        return self.precision.optimizer_step(optimizer, closure)
+
+    # -- communication ---------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def reduce(self, value: Any, op: str = "mean", *, group: Any = None) -> Any:
+        """``value`` combined over all ranks; the input is left as it was (STR-01 to STR-04, STR-45, STR-46).
+
+        Args:
+            value: a tensor of any dtype and layout, a number, or a nest of them with the same structure on every
+                rank. Anything else is returned as it is.
+            op: ``"mean"`` (also ``"avg"``), ``"sum"``, ``"min"``, ``"max"``, ``"product"``.
+            group: a process group; None for all ranks.
+        """
+
+    @abstractmethod
+    def broadcast(self, value: Any, src: int = 0) -> Any:
+        """Rank ``src``'s value, a tensor or any picklable object, on every rank; tensors on its device (STR-06, STR-07)."""
+
+    @abstractmethod
+    def all_gather(self, tensor: torch.Tensor, *, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        """Shape (...) on each rank to shape (world_size, ...) in rank order, on every rank (STR-09 to STR-11)."""
+
+    @abstractmethod
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Every rank's picklable value, in rank order, on every rank."""
+
+    @abstractmethod
+    def barrier(self, name: str = "") -> None:
+        """Wait for all ranks; an error naming the missing ones when the timeout is over (STR-08)."""
+
+    def reduce_boolean_decision(self, decision: bool, *, all: bool = True) -> bool:
+        """Whether all ranks (or any, with ``all=False``) decided so; the same answer on each (STR-05)."""
+        return bool(self.reduce(torch.tensor(int(decision)), "min" if all else "max"))
+
+    # -- state and checkpoints -------------------------------------------------------------------------------
+
+    def module_state_dict(self) -> dict[str, Any]:
+        """The module's state with the user's own key names, no wrapper's prefix (STR-21). Called on every rank."""
+        assert self.module is not None
+        return self.module.state_dict()
+
+    def load_module_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> Any:
+        """Load into the module, wrapped or not; CheckpointMismatchError names the keys and shapes that differ."""
+        assert self.module is not None
+        try:
+            return self.module.load_state_dict(state, strict=strict)
+        except RuntimeError as error:
+            raise CheckpointMismatchError(
+                f"the weights don't belong to {type(self.module).__name__}: {error}"
+            ) from error
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer's whole state. Called on every rank; rank 0's result is saved."""
+        return optimizer.state_dict()
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Continue from :meth:`optimizer_state`, with tensors on the parameters' device (STR-26)."""
+        try:
+            optimizer.load_state_dict(state)
+        except (ValueError, KeyError) as error:
+            raise CheckpointMismatchError(
+                f"the optimizer state doesn't belong to this {type(optimizer).__name__}: {error}"
+            ) from error
+
+    def accumulated_gradients(self) -> dict[str, torch.Tensor]:
+        """Gradients of an accumulation that has not stepped yet, by parameter name, for a checkpoint in its midst.
+        Called on every rank; afterwards all ranks hold what rank 0 saves."""
+        assert self.module is not None
+        return {
+            name: parameter.grad.detach().cpu()
+            for name, parameter in self.module.named_parameters()
+            if parameter.grad is not None
+        }
+
+    def load_accumulated_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Continue an accumulation from :meth:`accumulated_gradients`."""
+        assert self.module is not None
+        for name, parameter in self.module.named_parameters():
+            if name in gradients:
+                parameter.grad = gradients[name].to(parameter.device, copy=True)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str, *, storage_options: Mapping[str, Any] | None = None
+    ) -> None:
+        """Write through the checkpoint IO. Called on every rank; returns, or raises, on all of them alike (CIO-23).
+
+        An IO without the feature ``sharded`` runs on rank 0 only.
+        """
+        error: BaseException | None = None
+        if self.is_global_zero or "sharded" in self.checkpoint_io.features:
+            try:
+                self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
+            except Exception as raised:
+                error = raised
+        if self.world_size > 1:
+            failures = self.all_gather_object(None if error is None else f"{type(error).__name__}: {error}")
+            others = [f"rank {rank}: {text}" for rank, text in enumerate(failures) if text is not None]
+            if error is None and others:
+                raise CheckpointError(f"checkpoint {path!r} was not written: {'; '.join(others)}")
+        if error is not None:
+            raise error
+
+    def load_checkpoint(self, path: str, *, weights_only: bool = True) -> dict[str, Any]:
+        """Read through the checkpoint IO, to the CPU. Called on every rank."""
+        return self.checkpoint_io.load_checkpoint(path, map_location="cpu", weights_only=weights_only)
+
+    def remove_checkpoint(self, path: str) -> None:
+        """Remove what :meth:`save_checkpoint` wrote. Called on every rank; rank 0 acts unless the IO is sharded."""
+        if self.is_global_zero or "sharded" in self.checkpoint_io.features:
+            self.checkpoint_io.remove_checkpoint(path)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.alias!r})" if self.alias else f"{type(self).__name__}()"
+
+
+def _optimizer_state_to(optimizer: Optimizer, device: torch.device) -> None:
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                state[key] = value.to(device)

@@ -1,0 +1,110 @@
+"""Data parallel: a replica per process, gradients averaged by torch's DistributedDataParallel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+
+from torchhal.errors import DistributedError
+from torchhal.strategies.parallel import ParallelStrategy
+
+
+class DDPStrategy(ParallelStrategy):
+    """``torch.nn.parallel.DistributedDataParallel`` over one process per device.
+
+    Each rank sees its share of the data; gradients are averaged, so the loss of each rank must be a mean over a
+    batch of the same size for the result to equal one process on the joined batch.
+
+    Args:
+        find_unused_parameters: allow parameters that a step does not use (costs a walk over the graph per step).
+        static_graph: promise that every step uses the same parameters in the same order.
+        comm_hook: a DDP communication hook, called with ``comm_state``.
+        comm_state: see ``comm_hook``.
+        options: ``start_method``, ``process_group_backend``, ``timeout`` and the parts, as in
+            :class:`ParallelStrategy`; anything else goes to DistributedDataParallel (``bucket_cap_mb``, ...).
+    """
+
+    def __init__(
+        self,
+        *,
+        find_unused_parameters: bool = False,
+        static_graph: bool = False,
+        comm_hook: Callable[..., Any] | None = None,
+        comm_state: Any = None,
+        **options: Any,
+    ) -> None:
+        own = {
+            name: options.pop(name)
+            for name in (
+                "start_method", "process_group_backend", "timeout", "accelerator", "precision", "precision_plugin",
+                "checkpoint_io", "cluster_environment",
+            )
+            if name in options
+        }  # fmt: skip
+        _check_ddp_options(options)
+        super().__init__(**own)
+        self.find_unused_parameters = find_unused_parameters
+        self.static_graph = static_graph
+        self.comm_hook = comm_hook
+        self.comm_state = comm_state
+        self.ddp_options = options
+
+    def wrap_model(self) -> None:
+        assert self.module is not None
+        # torch refuses to wrap a module with nothing to train; there is nothing to average either
+        if any(parameter.requires_grad for parameter in self.module.parameters()):
+            self.configure_ddp()
+
+    def configure_ddp(self) -> None:
+        """Replace ``self.model`` by its distributed wrapper; override to use another one."""
+        self.model = DistributedDataParallel(
+            self.model,
+            device_ids=None if self.root_device.index is None else [self.root_device],
+            find_unused_parameters=self.find_unused_parameters,
+            static_graph=self.static_graph,
+            **self.ddp_options,
+        )
+        if self.comm_hook is not None:
+            self.model.register_comm_hook(self.comm_state, self.comm_hook)
+
+    def no_backward_sync(self) -> AbstractContextManager[Any] | None:
+        # static_graph asserts inside torch when its first backward is under no_sync: averaging each time is right too
+        if self.static_graph or not hasattr(self.model, "no_sync"):
+            return None
+        return _NoSync(self.model)
+
+    def explain(self, error: BaseException) -> BaseException:
+        """DDP's message for an unused parameter, with what to do about it here."""
+        if "Expected to have finished reduction in the prior iteration" in str(error):
+            return DistributedError(
+                "some parameters were not used by training_step, and their gradients are waited for: use "
+                "strategy='ddp_find_unused_parameters_true', or freeze them with requires_grad_(False)"
+            )
+        return super().explain(error)
+
+
+class _NoSync:
+    """``DistributedDataParallel.no_sync()`` that can be entered many times and costs two assignments."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def __enter__(self) -> None:
+        self.model.require_backward_grad_sync = False
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.model.require_backward_grad_sync = True
+
+
+def _check_ddp_options(options: dict[str, Any]) -> None:
+    import inspect
+
+    known = set(inspect.signature(DistributedDataParallel.__init__).parameters) - {"self", "module", "device_ids"}
+    if unknown := sorted(set(options) - known):
+        raise TypeError(
+            f"DDPStrategy takes no argument {', '.join(map(repr, unknown))}: beside its own it passes on "
+            f"{', '.join(sorted(known))}"
+        )

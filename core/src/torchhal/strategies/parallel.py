@@ -1,0 +1,288 @@
+"""Several processes that act as one: ranks, the process group, collectives with names and timeouts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from torchhal.cluster import ClusterEnvironment, LocalEnvironment
+from torchhal.errors import ConfigurationError, DistributedError
+from torchhal.launchers import ExternalLauncher, Launcher, MultiprocessingLauncher, SubprocessScriptLauncher
+from torchhal.launchers.rendezvous import generation_store
+from torchhal.launchers.watch import RankWatch
+from torchhal.strategies import collectives
+from torchhal.strategies.base import Strategy
+
+DEFAULT_TIMEOUT = timedelta(minutes=10)
+
+START_METHODS = ("subprocess", "spawn", "fork", "forkserver")
+
+
+class ParallelStrategy(Strategy):
+    """One process per device, joined in a torch process group; the base class of strategies for several devices.
+
+    Args:
+        start_method: how the processes of a node start when nobody outside has: ``"subprocess"`` runs the script
+            again for each, ``"spawn"``, ``"fork"`` and ``"forkserver"`` start workers that run only the Trainer's
+            call.
+        process_group_backend: None for the accelerator's.
+        timeout: how long a collective or barrier waits for the other ranks.
+        parts: see :class:`Strategy`.
+    """
+
+    multi_device: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        *,
+        start_method: str = "subprocess",
+        process_group_backend: str | None = None,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        **parts: Any,
+    ) -> None:
+        if start_method not in START_METHODS:
+            raise ConfigurationError(
+                f"'start_method' must be one of {', '.join(map(repr, START_METHODS))} (got {start_method!r})"
+            )
+        if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
+            raise ConfigurationError(f"'timeout' must be a positive datetime.timedelta (got {timeout!r})")
+        super().__init__(**parts)
+        self.start_method = start_method
+        self.process_group_backend = process_group_backend
+        self.timeout = timeout
+        self._owns_process_group = False
+        self._threads_before: int | None = None
+
+    # -- processes and ranks ---------------------------------------------------------------------------------
+
+    @property
+    def environment(self) -> ClusterEnvironment:
+        environment: ClusterEnvironment = self._part(self.cluster_environment, "cluster environment")
+        return environment
+
+    def num_local_processes(self, num_devices: int) -> int:
+        return num_devices
+
+    def make_launcher(self) -> Launcher:
+        environment = self.environment
+        processes = self.num_local_processes(len(self.devices))
+        if isinstance(environment, LocalEnvironment):
+            environment.configure(num_nodes=self.num_nodes, local_world_size=processes)
+        environment.validate_settings(num_devices=processes, num_nodes=self.num_nodes)
+        if environment.creates_processes_externally or processes == self.num_nodes == 1:
+            return ExternalLauncher()
+        if self.start_method == "subprocess":
+            return SubprocessScriptLauncher(environment, processes, num_nodes=self.num_nodes)
+        return MultiprocessingLauncher(environment, processes, num_nodes=self.num_nodes, start_method=self.start_method)
+
+    @property
+    def root_device(self) -> torch.device:
+        if self.devices and self.num_local_processes(len(self.devices)) > 1:
+            return self.devices[self.local_rank]
+        return super().root_device
+
+    @property
+    def global_rank(self) -> int:
+        return 0 if self.cluster_environment is None else self.cluster_environment.global_rank()
+
+    @property
+    def local_rank(self) -> int:
+        return 0 if self.cluster_environment is None else self.cluster_environment.local_rank()
+
+    @property
+    def node_rank(self) -> int:
+        return 0 if self.cluster_environment is None else self.cluster_environment.node_rank()
+
+    @property
+    def world_size(self) -> int:
+        return 1 if self.cluster_environment is None else self.cluster_environment.world_size()
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int] | None:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    # -- life cycle ------------------------------------------------------------------------------------------
+
+    def setup_environment(self) -> None:
+        if self._environment_ready:
+            return
+        self._share_cores()
+        super().setup_environment()
+        self._setup_process_group()
+
+    def _share_cores(self) -> None:
+        """Give each process of this node its share of the cores, as a launcher from outside would."""
+        local = self.environment.local_world_size()
+        if local > 1 and "OMP_NUM_THREADS" not in os.environ:
+            self._threads_before = torch.get_num_threads()
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // local))
+
+    def _setup_process_group(self) -> None:
+        environment = self.environment
+        rank, world_size = environment.global_rank(), environment.world_size()
+        if dist.is_initialized():  # the user's own: used, never destroyed
+            if dist.get_world_size() != world_size or dist.get_rank() != rank:
+                raise ConfigurationError(
+                    f"a process group of {dist.get_world_size()} processes exists already, and this process is rank "
+                    f"{dist.get_rank()} in it, but the strategy was set up as rank {rank} of {world_size}"
+                )
+            store = dist.distributed_c10d._get_default_store()
+        else:
+            store = dist.HashStore() if world_size == 1 else generation_store(environment, self.timeout)
+            dist.init_process_group(
+                self._backend(), store=store, rank=rank, world_size=world_size, timeout=self.timeout
+            )
+            self._owns_process_group = True
+        self._watch = RankWatch(store, rank, world_size).start()
+
+    def _backend(self) -> str:
+        backend = self.process_group_backend or self.accelerator.backend
+        if ":" in backend or self.root_device.type == "cpu":
+            return backend
+        # objects travel through host memory: their own gloo group keeps them off the device
+        return f"cpu:gloo,{self.root_device.type}:{backend}"
+
+    def sync_module(self, module: nn.Module) -> None:
+        if self.world_size > 1:
+            with self.guard("broadcast of the initial weights"):
+                self.check_same_module(module)
+                collectives.broadcast_tensors([*module.parameters(), *module.buffers()])
+
+    def check_same_module(self, module: nn.Module) -> None:
+        """Raise on every rank alike when the ranks built different models."""
+        shapes = [
+            (name, tuple(tensor.shape), str(tensor.dtype))
+            for name, tensor in module.state_dict(keep_vars=True).items()
+            if isinstance(tensor, torch.Tensor)
+        ]
+        everybody = collectives.all_gather_object(shapes)
+        for rank, others in enumerate(everybody[1:], start=1):
+            if others != everybody[0]:
+                first = next((pair for pair in zip(everybody[0], others, strict=False) if pair[0] != pair[1]), None)
+                detail = (
+                    f"rank 0 has {first[0]}, rank {rank} has {first[1]}"
+                    if first
+                    else f"rank 0 has {len(everybody[0])} tensors, rank {rank} has {len(others)}"
+                )
+                raise DistributedError(f"every rank must build the same model, but {detail}")
+
+    def teardown(self) -> None:
+        self.watch.stop()
+        try:
+            super().teardown()
+        finally:
+            if self._owns_process_group:
+                self._owns_process_group = False
+                if dist.is_initialized():
+                    dist.destroy_process_group()
+            if self._threads_before is not None:
+                torch.set_num_threads(self._threads_before)
+                self._threads_before = None
+
+    def explain(self, error: BaseException) -> BaseException:
+        return error if isinstance(error, DistributedError) else self.watch.explain(error)
+
+    # -- communication ---------------------------------------------------------------------------------------
+
+    @contextmanager
+    def guard(self, what: str) -> Iterator[None]:
+        """Turn a process group's bare error into one that names ``what`` and the ranks that failed or are missing."""
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, DistributedError):
+                raise
+            explained = self.watch.explain(error)
+            if explained is error:
+                raise
+            raise explained from error
+
+    def reduce(self, value: Any, op: str = "mean", *, group: Any = None) -> Any:
+        with self.guard(f"reduce(op={op!r})"):
+            return collectives.reduce(value, op, device=self.root_device, group=group)
+
+    def broadcast(self, value: Any, src: int = 0) -> Any:
+        with self.guard(f"broadcast(src={src})"):
+            return collectives.broadcast_object(value, src, device=self.root_device)
+
+    def all_gather(self, tensor: torch.Tensor, *, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        with self.guard("all_gather"):
+            return collectives.all_gather(tensor, device=self.root_device, group=group, sync_grads=sync_grads)
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        with self.guard("all_gather_object"):
+            return collectives.all_gather_object(value)
+
+    def barrier(self, name: str = "") -> None:
+        if self.world_size > 1:
+            self.watch.barrier(name or "barrier", self.timeout)
+
+    def accumulated_gradients(self) -> dict[str, torch.Tensor]:
+        # each rank holds the sum over its own micro-batches: once averaged, the rest of the accumulation adds up alike
+        assert self.module is not None
+        if self.world_size > 1:
+            with self.guard("averaging of the gradients"):
+                collectives.average_gradients(list(self.module.parameters()))
+        return super().accumulated_gradients()
+
+    # -- manual optimization and state -----------------------------------------------------------------------
+
+    def module_state_dict(self) -> dict[str, Any]:
+        # Buffers such as a batch norm's statistics follow each rank's own data: rank 0's are the model's.
+        assert self.module is not None
+        if self.world_size > 1:
+            with self.guard("broadcast of the buffers"):
+                collectives.broadcast_tensors(list(self.module.buffers()))
+        return super().module_state_dict()
+
+    def module_step(self, name: str) -> Callable[..., Any]:
+        step = super().module_step(name)
+        if name != "training_step" or self.model is self.module:
+            return step
+        if not getattr(self.module, "automatic_optimization", True):
+            return step  # each manual_backward averages by hand: its backward passes run inside the step
+        return forward_through(self.model, self.module, step)
+
+    def manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        assert self.module is not None
+        self.backward(loss, *args, **kwargs)
+        if self.world_size > 1:
+            with self.guard("averaging of the gradients"):
+                collectives.average_gradients(list(self.module.parameters()))
+
+
+def forward_through(wrapper: nn.Module, module: Any, step: Callable[..., Any]) -> Callable[..., Any]:
+    """``step`` run as the forward of ``wrapper``, which wraps ``module`` and hooks only forward.
+
+    While the wrapper calls the module, the module's forward is the step; inside the step it is its own again, so
+    that the user's ``self(x)`` means what it says.
+    """
+    attributes = module.__dict__
+    own_forward = attributes.get("forward")
+
+    def redirected(*args: Any, **kwargs: Any) -> Any:
+        if own_forward is None:
+            attributes.pop("forward", None)
+        else:
+            attributes["forward"] = own_forward
+        return step(*args, **kwargs)
+
+    def call(*args: Any) -> Any:
+        attributes["forward"] = redirected
+        try:
+            return wrapper(*args)
+        finally:
+            if attributes.get("forward") is redirected:  # the wrapper never reached the module
+                if own_forward is None:
+                    attributes.pop("forward", None)
+                else:
+                    attributes["forward"] = own_forward
+
+    return call

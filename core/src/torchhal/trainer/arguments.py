@@ -1,0 +1,105 @@
+"""Types and ranges of the Trainer's arguments, checked in one place before anything uses them."""
+
+from __future__ import annotations
+
+import math
+from datetime import timedelta
+from typing import Any
+
+from torchhal.errors import ConfigurationError
+
+
+def check_bool(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigurationError(f"'{name}' must be a bool (got {value!r})")
+    return value
+
+
+def check_count(name: str, value: Any, *, minimum: int, unlimited: bool = False) -> int:
+    """An int of at least ``minimum``; -1 too where that means without limit. ``True`` is no count."""
+    allowed = f"an int of at least {minimum}" + (", or -1 for no limit" if unlimited else "")
+    if isinstance(value, bool) or not isinstance(value, int) or (value < minimum and not (unlimited and value == -1)):
+        raise ConfigurationError(f"'{name}' must be {allowed} (got {value!r})")
+    return value
+
+
+def check_optional_count(name: str, value: Any, *, minimum: int, unlimited: bool = False) -> int | None:
+    return None if value is None else check_count(name, value, minimum=minimum, unlimited=unlimited)
+
+
+def check_limit(name: str, value: Any) -> int | float:
+    """A number of batches (int) or a share of them (float, 0.0 to 1.0); None means all."""
+    if value is None:
+        return 1.0
+    if not isinstance(value, bool):
+        if isinstance(value, int) and value >= 0:
+            return value
+        if isinstance(value, float) and 0.0 <= value <= 1.0:
+            return value
+    raise ConfigurationError(
+        f"'{name}' must be a number of batches (int of at least 0) or a share of them (float from 0.0 to 1.0) (got {value!r})"
+    )
+
+
+def check_interval(name: str, value: Any) -> int | float:
+    """Every n batches (int of at least 1) or n times an epoch as a share (float in (0, 1])."""
+    if value is None:
+        return 1.0
+    if not isinstance(value, bool):
+        if isinstance(value, int) and value >= 1:
+            return value
+        if isinstance(value, float) and 0.0 < value <= 1.0:
+            return value
+    raise ConfigurationError(
+        f"'{name}' must be a number of batches (int of at least 1) or a share of an epoch (float above 0.0, at most "
+        f"1.0) (got {value!r})"
+    )
+
+
+def check_clip(value: Any, algorithm: Any) -> tuple[float | None, str]:
+    if algorithm is None:
+        algorithm = "norm"
+    if algorithm not in ("norm", "value"):
+        raise ConfigurationError(f"'gradient_clip_algorithm' must be 'norm' or 'value' (got {algorithm!r})")
+    if value is None:
+        return None, algorithm
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        raise ConfigurationError(f"'gradient_clip_val' must be a positive number or None (got {value!r})")
+    return float(value), algorithm
+
+
+def check_max_time(value: Any) -> timedelta | None:
+    """A timedelta, its keywords as a dict, or "DD:HH:MM:SS"."""
+    if value is None:
+        return None
+    result: timedelta | None = None
+    if isinstance(value, timedelta):
+        result = value
+    elif isinstance(value, dict):
+        try:
+            result = timedelta(**value)
+        except TypeError:
+            result = None
+    elif isinstance(value, str):
+        parts = value.split(":")
+        if len(parts) == 4 and all(part.strip().isdigit() for part in parts):
+            days, hours, minutes, seconds = map(int, parts)
+            result = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
+    if result is None or result <= timedelta(0):
+        raise ConfigurationError(
+            f"'max_time' must be a positive timedelta, its keywords as a dict, or 'DD:HH:MM:SS' (got {value!r})"
+        )
+    return result
+
+
+def check_fast_dev_run(value: Any) -> int:
+    """The number of batches of a trial run; 0 for a real one."""
+    if isinstance(value, bool):
+        return int(value)
+    return check_count("fast_dev_run", value, minimum=0)
+
+
+def check_order(lower_name: str, lower: int | None, upper_name: str, upper: int | None) -> None:
+    """``lower`` may not exceed ``upper``; None and -1 mean no limit."""
+    if lower is not None and upper is not None and upper != -1 and lower > upper:
+        raise ConfigurationError(f"'{lower_name}' must be at most '{upper_name}' (got {lower} and {upper})")

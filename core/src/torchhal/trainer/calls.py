@@ -1,0 +1,108 @@
+"""Calling user code: hooks of callbacks and model, and steps with the arguments their signatures take."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torchhal.errors import ModelError
+from torchhal.module import ModuleHooks
+from torchhal.overrides import overrides
+from torchhal.trainer.callbacks import Callback
+
+
+def positional_arguments(function: Callable[..., Any]) -> int | None:
+    """How many positional arguments ``function`` takes, through ``functools.wraps``; None for ``*args``."""
+    count = 0
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            return None
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            count += 1
+    return count
+
+
+def adapt_step(
+    step: Callable[..., Any], signature_of: Callable[..., Any], *, several_loaders: bool
+) -> Callable[..., Any]:
+    """``call(batch, batch_idx, dataloader_idx)`` for a step that may take fewer arguments.
+
+    ``dataloader_idx`` is passed when there are several loaders or when the step can't do without it.
+    """
+    count = positional_arguments(signature_of)
+    if count == 0:
+        raise ModelError(f"{_name(signature_of)} must take at least the batch (it takes no argument)")
+    if count == 1:
+        return lambda batch, batch_idx, dataloader_idx: step(batch)
+    if several_loaders and (count is None or count >= 3):
+        return step
+    if count is not None and count >= 3 and _required(signature_of) >= 3:
+        return step
+    if several_loaders:
+        raise ModelError(
+            f"{_name(signature_of)} must take (batch, batch_idx, dataloader_idx): there are several loaders"
+        )
+    return lambda batch, batch_idx, dataloader_idx: step(batch, batch_idx)
+
+
+def _required(function: Callable[..., Any]) -> int:
+    return sum(
+        parameter.default is parameter.empty
+        and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        for parameter in inspect.signature(function).parameters.values()
+    )
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__qualname__", repr(function))
+
+
+def module_hook(module: Any, name: str) -> Callable[..., Any] | None:
+    """The model's own body of a hook, or None."""
+    if not hasattr(module, name) or not overrides(module, ModuleHooks, name):
+        return None
+    function: Callable[..., Any] = getattr(module, name)
+    return function
+
+
+class Hooks:
+    """Who overrides which hook: looked up once per stage, so that a loop calls nothing that is empty."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self._bound: dict[str, list[Callable[..., Any]]] = {}
+
+    def refresh(self) -> None:
+        """Forget; callbacks may have been added."""
+        self._bound.clear()
+
+    def of_callbacks(self, name: str) -> list[Callable[..., Any]]:
+        """The callbacks' bodies of ``name``, in the order of the list; called with (trainer, module, ...)."""
+        bound = self._bound.get(name)
+        if bound is None:
+            bound = self._bound[name] = [
+                getattr(callback, name)
+                for callback in self.trainer.callbacks
+                if hasattr(callback, name) and overrides(callback, Callback, name)
+            ]
+        return bound
+
+    def of_module(self, name: str) -> Callable[..., Any] | None:
+        return module_hook(self.trainer.module, name)
+
+    def call(self, name: str, *args: Any) -> None:
+        """Callbacks, then the model."""
+        trainer, module = self.trainer, self.trainer.module
+        previous, trainer.current_hook = trainer.current_hook, name
+        try:
+            for function in self.of_callbacks(name):
+                function(trainer, module, *args)
+            own = self.of_module(name)
+            if own is not None:
+                own(*args)
+        finally:
+            trainer.current_hook = previous
+
+    def has(self, name: str) -> bool:
+        return bool(self.of_callbacks(name)) or self.of_module(name) is not None

@@ -1,0 +1,214 @@
+"""A training run as one dictionary of plain data, and back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torchhal.errors import CheckpointMismatchError, ConfigurationError
+from torchhal.trainer import rng
+
+if TYPE_CHECKING:
+    from torchhal.trainer.trainer import Trainer
+
+FORMAT = 1
+
+
+def dump_checkpoint(trainer: Trainer, *, weights_only: bool = False) -> dict[str, Any]:
+    """The state between two batches. Called on every rank, since gathering it communicates; rank 0's is written.
+
+    Args:
+        trainer: a Trainer whose model is set up.
+        weights_only: only the weights and the counters, nothing to resume from.
+    """
+    from torchhal import __version__
+
+    strategy, module = trainer.strategy, trainer.module
+    checkpoint: dict[str, Any] = {
+        "torchhal_version": __version__,
+        "torchhal_format": FORMAT,
+        "epoch": trainer.current_epoch,
+        "global_step": trainer.global_step,
+        "state_dict": strategy.module_state_dict(),
+    }
+    for owner, key in ((module, "hyper_parameters"), (trainer.datamodule, "datamodule_hyper_parameters")):
+        hparams = getattr(owner, "hparams", None)
+        if isinstance(hparams, Mapping) and hparams:
+            checkpoint[key] = _plain_hparams(trainer, hparams)
+    if not weights_only:
+        checkpoint["optimizer_states"] = [strategy.optimizer_state(optimizer) for optimizer in strategy.optimizers]
+        checkpoint["lr_schedulers"] = [config.scheduler.state_dict() for config in strategy.lr_scheduler_configs]
+        checkpoint["precision"] = strategy.precision.state_dict()
+        checkpoint["callbacks"] = callback_states(trainer)
+        fit = trainer.fit_loop
+        checkpoint["loops"] = {"fit": fit.state_dict(), "results": trainer.results.state_dict()}
+        checkpoint["ranks"] = strategy.all_gather_object(
+            {
+                "rng": rng.collect(strategy.accelerator, strategy.root_device),
+                "data": fit.data.position() if fit.data is not None else None,
+            }
+        )
+        if fit.optimization is not None and fit.optimization.has_gradients:
+            checkpoint["gradients"] = strategy.accumulated_gradients()
+        datamodule = trainer.datamodule
+        if datamodule is not None and hasattr(datamodule, "state_dict"):
+            checkpoint[type(datamodule).__qualname__] = datamodule.state_dict()
+    for callback in trainer.callbacks:
+        hook = getattr(callback, "on_save_checkpoint", None)
+        if hook is not None:
+            hook(trainer, module, checkpoint)
+    if hasattr(module, "on_save_checkpoint"):
+        module.on_save_checkpoint(checkpoint)
+    return checkpoint
+
+
+def callback_states(trainer: Trainer) -> dict[str, Any]:
+    """``{state_key: state}`` of the callbacks that keep one."""
+    states = {}
+    for callback in trainer.callbacks:
+        state = callback.state_dict() if hasattr(callback, "state_dict") else None
+        if state:
+            states[_state_key(callback)] = state
+    return states
+
+
+def load_callback_states(trainer: Trainer, states: Mapping[str, Any]) -> None:
+    for callback in trainer.callbacks:
+        state = states.get(_state_key(callback))
+        if state is not None:
+            callback.load_state_dict(state)
+
+
+def _state_key(callback: Any) -> str:
+    return str(getattr(callback, "state_key", type(callback).__qualname__))
+
+
+def _plain_hparams(trainer: Trainer, hparams: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyperparameters that a ``weights_only`` load reads back; the names of others are said once."""
+    plain = {name: value for name, value in hparams.items() if _is_plain(value)}
+    if lost := [name for name in hparams if name not in plain]:
+        trainer.warn_once(
+            f"hyperparameters {', '.join(map(repr, lost))} are objects and are not saved in checkpoints: leave them out "
+            "with save_hyperparameters(ignore=[...]), and pass them to load_from_checkpoint"
+        )
+    return plain
+
+
+def _is_plain(value: Any) -> bool:
+    if value is None or isinstance(value, bool | int | float | complex | str | bytes | torch.Tensor | torch.dtype):
+        return type(value).__module__ in ("builtins", "torch") or isinstance(value, torch.Tensor)
+    if type(value) in (list, tuple, set):
+        return all(map(_is_plain, value))
+    return type(value) is dict and all(_is_plain(key) and _is_plain(item) for key, item in value.items())
+
+
+def restore_weights(trainer: Trainer, checkpoint: dict[str, Any], path: str) -> None:
+    """The module's weights, after its hooks have seen the checkpoint."""
+    module = trainer.module
+    if "state_dict" not in checkpoint:
+        raise CheckpointMismatchError(
+            f"{path!r} is no checkpoint of a Trainer: it has no 'state_dict' (it has {', '.join(map(str, list(checkpoint)[:8]))})"
+        )
+    for callback in trainer.callbacks:
+        hook = getattr(callback, "on_load_checkpoint", None)
+        if hook is not None:
+            hook(trainer, module, checkpoint)
+    if hasattr(module, "on_load_checkpoint"):
+        module.on_load_checkpoint(checkpoint)
+    strict = getattr(module, "strict_loading", True)
+    trainer.strategy.load_module_state_dict(checkpoint["state_dict"], strict=strict)
+
+
+def restore_training(trainer: Trainer, checkpoint: dict[str, Any], path: str) -> None:
+    """Everything else a fit continues from: exact when the number of processes is the same."""
+    strategy, fit = trainer.strategy, trainer.fit_loop
+    if "optimizer_states" not in checkpoint or "loops" not in checkpoint:
+        raise CheckpointMismatchError(
+            f"{path!r} holds weights only, so training can't continue from it: load them into the model "
+            "(load_from_checkpoint) and fit without ckpt_path"
+        )
+    _match(path, "optimizer", checkpoint["optimizer_states"], strategy.optimizers)
+    for optimizer, state in zip(strategy.optimizers, checkpoint["optimizer_states"], strict=True):
+        strategy.load_optimizer_state(optimizer, state)
+    _match(path, "lr_scheduler", checkpoint["lr_schedulers"], strategy.lr_scheduler_configs)
+    for config, state in zip(strategy.lr_scheduler_configs, checkpoint["lr_schedulers"], strict=True):
+        config.scheduler.load_state_dict(state)
+    strategy.precision.load_state_dict(checkpoint["precision"])
+    load_callback_states(trainer, checkpoint["callbacks"])
+    loops = checkpoint["loops"]
+    fit.load_state_dict(loops["fit"])
+    trainer.results.load_state_dict(loops["results"])
+    if checkpoint.get("gradients") is not None:
+        strategy.load_accumulated_gradients(checkpoint["gradients"])
+        fit.restored_gradients = True
+    datamodule = trainer.datamodule
+    if datamodule is not None and type(datamodule).__qualname__ in checkpoint:
+        datamodule.load_state_dict(checkpoint[type(datamodule).__qualname__])
+    _restore_rank(trainer, checkpoint["ranks"], path)
+
+
+def _match(path: str, what: str, saved: list[Any], present: list[Any]) -> None:
+    if len(saved) != len(present):
+        raise CheckpointMismatchError(
+            f"{path!r} holds the state of {len(saved)} {what}(s), but configure_optimizers returned {len(present)}"
+        )
+
+
+def _restore_rank(trainer: Trainer, ranks: list[dict[str, Any]], path: str) -> None:
+    """This rank's generators and position; with another number of ranks than before, as close as it gets."""
+    strategy, fit = trainer.strategy, trainer.fit_loop
+    if len(ranks) == strategy.world_size:
+        mine = ranks[strategy.global_rank]
+        fit.resume(mine["data"], mine["rng"])
+        return
+    done = fit.batches_done * len(ranks) // strategy.world_size
+    trainer.warn_once(
+        f"{path!r} was written by {len(ranks)} process(es) and is continued by {strategy.world_size}: weights, optimizer "
+        f"and counters are exact; the order of the data and the random numbers are not. The epoch goes on at batch {done}"
+    )
+    fit.batches_done = done
+    fit.resume(ranks[0]["data"] if strategy.global_rank == 0 else None, None)
+
+
+def last_checkpoint(trainer: Trainer) -> str | None:
+    """What ``ckpt_path="last"`` means: the newest complete checkpoint of this run's folders, or None.
+
+    The folders are those of the Trainer's ModelCheckpoint callbacks; where one follows the logger into a folder
+    per run (``version_N``), the newest earlier run that has a checkpoint.
+    """
+    io = trainer.strategy.checkpoint_io
+    found: list[tuple[float, str]] = []
+    for callback in trainer.checkpoint_callbacks:
+        for folder in callback.candidate_folders(trainer):
+            paths = io.list_checkpoints(folder)
+            if paths:
+                newest = paths[-1]
+                found.append((os.path.getmtime(newest) if os.path.exists(newest) else 0.0, newest))
+                break
+    return max(found)[1] if found else None
+
+
+def resolve_path(trainer: Trainer, ckpt_path: Any) -> str | None:
+    """The file that ``ckpt_path`` means: None, a path, "last" or "best"."""
+    if ckpt_path is None:
+        return None
+    if ckpt_path == "best":
+        callbacks = [callback for callback in trainer.checkpoint_callbacks if callback.best_model_path]
+        if not callbacks:
+            raise ConfigurationError(
+                "ckpt_path='best' needs a fit that saved a checkpoint with this Trainer; pass a path, or fit first"
+            )
+        return str(callbacks[0].best_model_path)
+    if ckpt_path == "last":
+        if not trainer.checkpoint_callbacks:
+            raise ConfigurationError("ckpt_path='last' needs a ModelCheckpoint callback, which knows the folder")
+        path = last_checkpoint(trainer)
+        path = trainer.strategy.broadcast(path)  # one answer, even if the ranks' views of the folder differ
+        if path is None:
+            trainer.warn_once("ckpt_path='last': there is no checkpoint yet, so training starts from the beginning")
+        return path
+    path = os.fspath(ckpt_path)
+    return str(path)

@@ -1,0 +1,63 @@
+"""From the Trainer's arguments to loggers, callbacks and data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchhal.errors import ConfigurationError
+from torchhal.trainer.callbacks import Callback, ModelCheckpoint, ModelSummary, ProgressBar
+from torchhal.trainer.data import EvaluationData
+from torchhal.trainer.loggers import CSVLogger
+
+
+@dataclass
+class Attachments:
+    """The loaders as given to one call, and what became of them."""
+
+    train: Any = None
+    validate: Any = None
+    test: Any = None
+    predict: Any = None
+    keep_predictions: bool = True
+    validation_data: EvaluationData = field(default_factory=EvaluationData)
+    evaluation_data: EvaluationData = field(default_factory=EvaluationData)
+
+
+def make_loggers(logger: Any, root: str) -> list[Any]:
+    """``logger=``: True, False or None, one logger, or several."""
+    if logger is True:
+        return [CSVLogger(root)]
+    if logger in (False, None):
+        return []
+    loggers = list(logger) if isinstance(logger, Sequence) else [logger]
+    for item in loggers:
+        if not hasattr(item, "log_metrics"):
+            raise ConfigurationError(f"'logger' must be True, False, a logger or several (got {item!r})")
+    return loggers
+
+
+def make_callbacks(
+    callbacks: Any,
+    *,
+    checkpointing: bool = False,
+    progress_bar: bool = False,
+    model_summary: bool = False,
+    fast_dev_run: bool = False,
+) -> list[Any]:
+    """``callbacks=`` and the default ones that are switched on and not among them; checkpoints come last."""
+    if callbacks is None:
+        chosen: list[Any] = []
+    else:
+        chosen = list(callbacks) if isinstance(callbacks, Sequence) else [callbacks]
+    for callback in chosen:
+        if isinstance(callback, type) or not (isinstance(callback, Callback) or hasattr(callback, "on_train_start")):
+            raise ConfigurationError(f"'callbacks' must be a Callback or several (got {callback!r})")
+    for wanted, kind in ((model_summary, ModelSummary), (progress_bar, ProgressBar), (checkpointing, ModelCheckpoint)):
+        if wanted and not any(isinstance(callback, kind) for callback in chosen):
+            chosen.append(kind())
+    if fast_dev_run:  # nothing is kept of a trial run
+        chosen = [callback for callback in chosen if not isinstance(callback, ModelCheckpoint)]
+    savers = [callback for callback in chosen if isinstance(callback, ModelCheckpoint)]
+    return [callback for callback in chosen if callback not in savers] + savers

@@ -1,0 +1,266 @@
+"""Loaders: found on the model, the data module or the arguments; shared out over ranks; limited; resumed."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from torchhal.errors import ConfigurationError, ModelError
+from torchhal.launchers.worker_signals import compose_worker_init
+from torchhal.seed import SEED_VARIABLE
+from torchhal.trainer import rng, samplers
+
+if TYPE_CHECKING:
+    from torchhal.trainer.trainer import Trainer
+
+LOADER_HOOKS = {
+    "train": "train_dataloader",
+    "validate": "val_dataloader",
+    "test": "test_dataloader",
+    "predict": "predict_dataloader",
+}
+
+
+def loader_length(loader: Any) -> int | None:
+    """Batches in ``loader``, or None when it doesn't know."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def limit_length(length: int | None, limit: int | float, name: str) -> int | None:
+    """How many of ``length`` batches ``limit`` allows; None for "until it ends"."""
+    if isinstance(limit, int):
+        return limit if length is None else min(limit, length)
+    if limit == 1.0:
+        return length
+    if length is None:
+        if limit == 0.0:
+            return 0
+        raise ConfigurationError(
+            f"'{name}' is a share of the batches ({limit}), but the loader doesn't know how many it has: use an int"
+        )
+    return int(length * limit)
+
+
+def as_loaders(value: Any) -> list[Any]:
+    """One loader or several: a list whose items are all loaders means several, a list of batches is one."""
+    if value is None:
+        return []
+    if isinstance(value, list | tuple) and value and all(_is_loader(item) for item in value):
+        return list(value)
+    if isinstance(value, list | tuple) and not value:
+        return []
+    return [value]
+
+
+def _is_loader(value: Any) -> bool:
+    # a batch may be a list, a tuple, a dict or a tensor; anything else that can be iterated feeds batches
+    return isinstance(value, DataLoader) or (
+        isinstance(value, Iterable) and not isinstance(value, list | tuple | dict | str) and not hasattr(value, "shape")
+    )
+
+
+def check_loader(loader: Any, what: str) -> None:
+    if not isinstance(loader, Iterable):
+        raise ModelError(f"'{what}' must be an iterable of batches, such as a DataLoader (got {loader!r})")
+
+
+def find_loaders(stage: str, given: Any, module: Any, datamodule: Any) -> Any:
+    """What feeds ``stage``: the argument if there is one, else the data module's loader, else the model's."""
+    if given is not None:
+        return given
+    hook = LOADER_HOOKS[stage]
+    for owner in (datamodule, module):
+        function = getattr(owner, hook, None)
+        if callable(function):
+            return function()
+    return None
+
+
+def prepare_loader(loader: Any, trainer: Trainer, *, training: bool) -> Any:
+    """``loader`` for this rank: the user's object is never changed."""
+    if not isinstance(loader, DataLoader):
+        return loader
+    if training and trainer.overfit_batches:
+        loader = samplers.sequential(loader)
+    share = trainer.strategy.distributed_sampler_kwargs
+    if share is not None and share["num_replicas"] > 1 and trainer.use_distributed_sampler:
+        if isinstance(loader.dataset, IterableDataset):
+            trainer.warn_once(
+                f"the IterableDataset {type(loader.dataset).__name__} is read whole by each of "
+                f"{share['num_replicas']} ranks unless it shards itself by rank"
+            )
+        else:
+            seed = int(os.environ.get(SEED_VARIABLE, "0"))
+            loader = samplers.distribute(loader, training=training, seed=seed, **share)
+    if loader.num_workers > 0:
+        loader = copy.copy(loader)
+        loader.__dict__.update(worker_init_fn=compose_worker_init(loader.worker_init_fn), _iterator=None)
+    return loader
+
+
+@dataclass
+class EvaluationData:
+    """The loaders of one evaluation and how many batches of each are used."""
+
+    loaders: list[Any] = field(default_factory=list)
+    lengths: list[int | None] = field(default_factory=list)
+
+    @classmethod
+    def build(cls, given: Any, trainer: Trainer, limit: int | float, limit_name: str, what: str) -> EvaluationData:
+        loaders = as_loaders(given)
+        for loader in loaders:
+            check_loader(loader, what)
+        prepared = [prepare_loader(loader, trainer, training=False) for loader in loaders]
+        return cls(prepared, [limit_length(loader_length(loader), limit, limit_name) for loader in prepared])
+
+    def __bool__(self) -> bool:
+        return any(length != 0 for length in self.lengths)
+
+
+class TrainingData:
+    """The training loader, one iterator per epoch, and the position in it.
+
+    The position is exact: it holds the generators' states from before the epoch's iterator was made, the number
+    of batches used, and (in the checkpoint's ``rng``) the states at that point. Continuing makes the same
+    iterator and goes to the next batch: without workers by skipping indices, with workers (whose own generators
+    have advanced with every sample) by reading the batches again, and for a loader with ``state_dict`` and
+    ``load_state_dict`` by asking it.
+    """
+
+    def __init__(self, loader: Any, trainer: Trainer) -> None:
+        check_loader(loader, "train_dataloaders")
+        if len(as_loaders(loader)) > 1 and as_loaders(loader)[0] is not loader:
+            raise ModelError(
+                f"'train_dataloaders' must be one iterable of batches (got {len(loader)} loaders): combine them in one"
+            )
+        self.trainer = trainer
+        self.loader = prepare_loader(loader, trainer, training=True)
+        self.loader_length = loader_length(self.loader)
+        self.length = limit_length(self.loader_length, trainer.limit_train_batches, "limit_train_batches")
+        self.epoch_rng: dict[str, Any] | None = None
+        self.generator_states: list[Any] = []
+        self._check_ranks_agree()
+
+    def _check_ranks_agree(self) -> None:
+        strategy = self.trainer.strategy
+        if strategy.world_size == 1:
+            return
+        lengths = strategy.all_gather_object(self.length)
+        if len(set(lengths)) > 1:
+            listing = ", ".join(f"rank {rank}: {length}" for rank, length in enumerate(lengths))
+            counts = [length for length in lengths if length is not None]
+            hint = f"limit_train_batches={min(counts)}" if len(counts) == len(lengths) else "the same kind of loader"
+            raise ModelError(
+                f"every rank must train on the same number of batches ({listing}): use {hint}, or let the Trainer "
+                "share one dataset out (use_distributed_sampler=True)"
+            )
+
+    def _generators(self) -> list[Any]:
+        """The loader's own generators, each once."""
+        found: list[Any] = []
+        for owner in (self.loader, getattr(self.loader, "sampler", None)):
+            generator = getattr(owner, "generator", None)
+            if generator is not None and hasattr(generator, "get_state") and all(generator is not g for g in found):
+                found.append(generator)
+        return found
+
+    def epoch(self, epoch: int) -> Iterator[Any]:
+        """A fresh epoch from its first batch."""
+        samplers.set_epoch(self.loader, epoch)
+        strategy = self.trainer.strategy
+        self.epoch_rng = rng.collect(strategy.accelerator, strategy.root_device)
+        self.generator_states = [generator.get_state() for generator in self._generators()]
+        return iter(self.loader)
+
+    def resume(self, epoch: int, skip: int, position: dict[str, Any], then: Callable[[], None]) -> Iterator[Any]:
+        """The epoch of ``position`` from its batch number ``skip``; ``then`` restores the generators of that point."""
+        samplers.set_epoch(self.loader, epoch)
+        strategy = self.trainer.strategy
+        loader = self.loader
+        self.epoch_rng = position["epoch_rng"]
+        self.generator_states = position["generators_at_start"]
+        if "loader" in position and hasattr(loader, "load_state_dict"):
+            loader.load_state_dict(position["loader"])
+            iterator = iter(loader)
+            then()
+            return iterator
+        if self.epoch_rng is not None:
+            rng.restore(self.epoch_rng, strategy.accelerator, strategy.root_device)
+        generators = self._generators()
+        for generator, state in zip(generators, self.generator_states, strict=False):
+            generator.set_state(state)
+
+        def arrived() -> None:
+            for generator, state in zip(generators, position["generators"], strict=False):
+                generator.set_state(state)
+            then()
+
+        indexed = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+        if indexed and loader.num_workers == 0:
+            return iter(samplers.with_skip(loader, skip, arrived))
+        iterator = iter(loader)
+        for _ in range(skip):
+            next(iterator, None)
+        arrived()
+        return iterator
+
+    def position(self) -> dict[str, Any]:
+        """This rank's part of the position, as plain data."""
+        position = {
+            "epoch_rng": self.epoch_rng,
+            "generators_at_start": self.generator_states,
+            "generators": [generator.get_state() for generator in self._generators()],
+        }
+        if hasattr(self.loader, "state_dict") and hasattr(self.loader, "load_state_dict"):
+            position["loader"] = self.loader.state_dict()
+        return position
+
+
+def batch_transfer(trainer: Trainer, module: Any) -> Callable[[Any, int], Any] | None:
+    """What brings a batch to the device, the user's hooks included; None where a batch can be used as it is."""
+    from torchhal.accelerators import Accelerator
+    from torchhal.module import ModuleHooks
+    from torchhal.overrides import overrides
+    from torchhal.strategies import Strategy
+
+    def hook(name: str) -> Callable[..., Any] | None:
+        for owner in (trainer.datamodule, module):
+            if owner is not None and hasattr(owner, name) and overrides(owner, ModuleHooks, name):
+                function: Callable[..., Any] = getattr(owner, name)
+                return function
+        return None
+
+    strategy = trainer.strategy
+    before, move, after = (
+        hook(name) for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+    )
+    identity = (
+        strategy.root_device.type == "cpu"
+        and not overrides(strategy, Strategy, "batch_to_device")
+        and not overrides(strategy.accelerator, Accelerator, "batch_to_device")
+    )
+    if before is None and move is None and after is None:
+        if identity:
+            return None
+        to_device = strategy.batch_to_device
+        return lambda batch, dataloader_idx: to_device(batch)
+    device = strategy.root_device
+
+    def transfer(batch: Any, dataloader_idx: int) -> Any:
+        if before is not None:
+            batch = before(batch, dataloader_idx)
+        if move is not None:
+            batch = move(batch, device, dataloader_idx)
+        elif not identity:
+            batch = strategy.batch_to_device(batch)
+        return batch if after is None else after(batch, dataloader_idx)
+
+    return transfer

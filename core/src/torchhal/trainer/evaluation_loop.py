@@ -1,0 +1,122 @@
+"""Validation, test and prediction: every batch of every loader once, without gradients."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from torchhal.errors import ModelError
+from torchhal.trainer.calls import adapt_step
+from torchhal.trainer.data import EvaluationData, batch_transfer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torchhal.trainer.trainer import Trainer
+
+# stage -> (the model's step, the middle of its hooks' names)
+_STAGES = {
+    "sanity_check": ("validation_step", "validation"),
+    "validate": ("validation_step", "validation"),
+    "test": ("test_step", "test"),
+    "predict": ("predict_step", "predict"),
+}
+
+
+@contextmanager
+def evaluation_mode(trainer: Trainer, word: str) -> Iterator[None]:
+    """The model in evaluation mode, no gradients recorded; afterwards each submodule is in the mode it was in."""
+    module: nn.Module = trainer.module
+    modes = {name: child.training for name, child in module.named_modules()}
+    set_eval = getattr(module, f"on_{word}_model_eval", None)
+    if set_eval is not None:
+        set_eval()
+    else:
+        module.eval()
+    no_grad = torch.inference_mode if trainer.inference_mode else torch.no_grad
+    try:
+        with no_grad():
+            yield
+    finally:
+        for name, child in module.named_modules():
+            child.training = modes.get(name, child.training)
+        set_train = trainer.hooks.of_module(f"on_{word}_model_train")
+        if set_train is not None:
+            set_train()
+
+
+class EvaluationLoop:
+    """Runs one evaluation and leaves its metrics in the trainer's results."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.batch_idx = 0
+        self.dataloader_idx = 0
+
+    def run(self, stage: str, data: EvaluationData) -> tuple[list[list[Any]], bool]:
+        """Evaluate; the outputs of ``predict_step`` per loader, and whether a signal cut it short on any rank."""
+        trainer = self.trainer
+        step_name, word = _STAGES[stage]
+        module = trainer.module
+        if not callable(getattr(module, step_name, None)):
+            raise ModelError(f"{type(module).__name__} has no {step_name}: define it, or don't ask for it")
+        results, hooks = trainer.results, trainer.hooks
+        with evaluation_mode(trainer, word):
+            results.stage = stage
+            hooks.call(f"on_{word}_start")
+            hooks.call(f"on_{word}_epoch_start")
+            outputs, cut = self._run_loaders(stage, data, step_name, word)
+            results.start_batch(None)
+            if trainer.world_size > 1:
+                cut = trainer.strategy.reduce_boolean_decision(cut, all=False)
+            if cut:  # half an evaluation is none: nobody monitors, logs or keeps it
+                results.reset()
+                return outputs, True
+            results.finalize_epoch()
+            trainer.call_epoch_end(f"on_{word}_epoch_end")
+            hooks.call(f"on_{word}_end")
+            if stage != "sanity_check":
+                trainer.log_epoch()
+            results.reset()
+        return outputs, False
+
+    def _run_loaders(self, stage: str, data: EvaluationData, step_name: str, word: str) -> tuple[list[list[Any]], bool]:
+        trainer = self.trainer
+        start_batch, hooks, watch = trainer.results.start_batch, trainer.hooks, trainer.strategy.watch
+        several = len(data.loaders) > 1
+        step = adapt_step(
+            trainer.strategy.step_function(step_name), getattr(trainer.module, step_name), several_loaders=several
+        )
+        transfer = batch_transfer(trainer, trainer.module)
+        start_hook, end_hook = f"on_{word}_batch_start", f"on_{word}_batch_end"
+        batch_start, batch_end = hooks.has(start_hook), hooks.has(end_hook)
+        keep = stage == "predict"
+        outputs: list[list[Any]] = []
+        for index, (loader, length) in enumerate(zip(data.loaders, data.lengths, strict=True)):
+            self.dataloader_idx = index
+            loader_idx = index if several else None
+            kept: list[Any] = []
+            outputs.append(kept)
+            if length == 0:
+                continue
+            for batch_idx, batch in enumerate(loader):
+                self.batch_idx = batch_idx
+                if transfer is not None:
+                    batch = transfer(batch, index)
+                start_batch(batch, loader_idx)
+                if batch_start:
+                    hooks.call(start_hook, batch, batch_idx, index)
+                trainer.current_hook = step_name
+                output = step(batch, batch_idx, index)
+                if batch_end:
+                    hooks.call(end_hook, output, batch, batch_idx, index)
+                if keep:
+                    kept.append(output)
+                if watch.flag:
+                    return outputs, True
+                if length is not None and batch_idx + 1 >= length:
+                    break
+        return outputs, False

@@ -1,0 +1,374 @@
+"""Epochs and batches: the training loop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from torchhal.errors import ConfigurationError, ModelError
+from torchhal.trainer import rng
+from torchhal.trainer.calls import module_hook
+from torchhal.trainer.data import TrainingData, batch_transfer
+from torchhal.trainer.optimization import Optimization, step_schedulers
+
+if TYPE_CHECKING:
+    from torchhal.trainer.trainer import Trainer
+
+# Reasons for a stop that ranks agree on as they do on a signal; no signal has a negative number.
+STOP_ASKED = -1
+OUT_OF_TIME = -2
+
+
+class Interrupted(Exception):
+    """All ranks stop here, at the same step boundary, on this signal."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signum)
+        self.signum = signum
+
+
+class FitLoop:
+    """Counters of a fit, and the loop that moves them.
+
+    ``epoch`` counts finished epochs, ``batches_done`` the batches used of the running one, ``global_step`` the
+    optimizer steps, ``total_batches`` the batches of all epochs. They describe the state between two batches, so a
+    checkpoint taken at any hook after a batch continues with the next one.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.epoch = 0
+        self.batches_done = 0
+        self.batch_idx = 0
+        self.global_step = 0
+        self.total_batches = 0
+        self.scheduler_steps = 0
+        self.validated_at = -1
+        self.epoch_done = False
+        self.stepped = False
+        self.restored_gradients = False
+        self.deadline: float | None = None
+        self.elapsed_before = 0.0
+        self.started = 0.0
+        self.data: TrainingData | None = None
+        self.optimization: Optimization | None = None
+        self._resume_position: dict[str, Any] | None = None
+        self._resume_rng: dict[str, Any] | None = None
+
+    @property
+    def max_epochs(self) -> int | None:
+        return self.trainer.max_epochs
+
+    @max_epochs.setter
+    def max_epochs(self, value: int | None) -> None:
+        self.trainer.max_epochs = value
+
+    def count_step(self, updated: bool = True) -> None:
+        """An optimizer step has been taken; ``updated`` is False when the precision skipped it."""
+        self.global_step += 1
+        self.stepped = updated
+
+    # -- state -----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counters: the same on every rank."""
+        return {
+            "epoch": self.epoch,
+            "batches_done": self.batches_done,
+            "global_step": self.global_step,
+            "total_batches": self.total_batches,
+            "scheduler_steps": self.scheduler_steps,
+            "validated_at": self.validated_at,
+            "epoch_done": self.epoch_done,
+            "elapsed": self.elapsed(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name in ("epoch", "batches_done", "global_step", "total_batches", "scheduler_steps", "validated_at"):
+            setattr(self, name, state[name])
+        self.epoch_done = state["epoch_done"]
+        self.elapsed_before = state["elapsed"]
+        if self.epoch_done:
+            self._next_epoch()
+
+    def resume(self, position: dict[str, Any] | None, generators: dict[str, Any] | None) -> None:
+        """Continue from this rank's data position and generator states at the next :meth:`run`."""
+        self._resume_position = position
+        self._resume_rng = generators
+
+    def elapsed(self) -> float:
+        """Seconds of training, earlier runs of a resumed one included."""
+        return self.elapsed_before + (time.monotonic() - self.started if self.started else 0.0)
+
+    # -- the loop --------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Train until a limit is reached or somebody asks to stop."""
+        trainer = self.trainer
+        assert self.data is not None
+        self.started = time.monotonic()
+        self.deadline = None
+        if trainer.max_time is not None:
+            self.deadline = self.started + trainer.max_time.total_seconds() - self.elapsed_before
+        if not self._done() and self.data.length != 0:
+            self.optimization = Optimization(trainer)
+            trainer.hooks.call("on_train_start")
+            if not self.batches_done:
+                self._restore_rng()
+            while not self._done():
+                self._run_epoch()
+            trainer.hooks.call("on_train_end")
+            signum = trainer.strategy.watch.at_end()
+            if signum is not None and signum > 0:
+                raise Interrupted(signum)
+
+    def _restore_rng(self) -> None:
+        generators, self._resume_rng = self._resume_rng, None
+        if generators is not None:
+            rng.restore(generators, self.trainer.strategy.accelerator, self.trainer.strategy.root_device)
+
+    def _steps_reached(self) -> bool:
+        return self.trainer.max_steps != -1 and self.global_step >= self.trainer.max_steps
+
+    def _done(self) -> bool:
+        """Whether training is over; the same on every rank."""
+        trainer = self.trainer
+        if self._steps_reached():
+            return True
+        if trainer.max_epochs is not None and trainer.max_epochs != -1 and self.epoch >= trainer.max_epochs:
+            return True
+        if trainer.should_stop:
+            if self._minimum_reached():
+                return True
+            trainer.should_stop = False
+        return False
+
+    def _minimum_reached(self) -> bool:
+        trainer = self.trainer
+        return self.epoch >= (trainer.min_epochs or 0) and self.global_step >= (trainer.min_steps or 0)
+
+    def _batches(self) -> Iterator[Any]:
+        """The epoch's batches that are left."""
+        assert self.data is not None
+        if not self.batches_done:
+            self._resume_position = None
+            return self.data.epoch(self.epoch)
+        position = self._resume_position or self.data.position()
+        self._resume_position = None
+        return self.data.resume(self.epoch, self.batches_done, position, self._restore_rng)
+
+    def _run_epoch(self) -> None:
+        trainer = self.trainer
+        data = self.data
+        assert data is not None
+        if trainer.reload_dataloaders_every_n_epochs and self.epoch % trainer.reload_dataloaders_every_n_epochs == 0:
+            data = trainer.reload_train_loader(first=self.total_batches == 0)
+        resuming = self.batches_done > 0
+        trainer.results.stage = "train"
+        trainer.hooks.call("on_train_epoch_start")
+        length = data.length
+        if resuming and self._validation_due(length):
+            # the run that wrote the checkpoint stopped between the batch and its validation
+            self._restore_rng()
+            self._validate()
+            self._resume_rng = rng.collect(trainer.strategy.accelerator, trainer.strategy.root_device)
+        batches = self._batches()
+        stopped = False
+        if length is None or self.batches_done < length:
+            stopped = self._run_batches(batches, length)
+        else:
+            self._exhaust(batches)
+        if self.total_batches == 0 and self.batches_done == 0:
+            raise ModelError(
+                "the training loader gave no batch: is the dataset empty, or smaller than one batch under drop_last?"
+            )
+        self._end_epoch(complete=not stopped)
+
+    def _run_batches(self, batches: Iterator[Any], length: int | None) -> bool:
+        """The hot loop. True if it stopped before the epoch's end."""
+        trainer = self.trainer
+        optimization = self.optimization
+        assert optimization is not None
+        start_batch, hooks, watch = trainer.results.start_batch, trainer.hooks, trainer.strategy.watch
+        # everything below that can be known before the first batch is looked up here and nowhere else
+        step = optimization.step
+        accumulate = optimization.accumulate
+        transfer = batch_transfer(trainer, trainer.module)
+        batch_start = hooks.has("on_train_batch_start")
+        batch_end = hooks.has("on_train_batch_end")
+        configs = trainer.lr_scheduler_configs if optimization.automatic else []
+        schedulers = any(config.interval == "step" for config in configs)
+        if "owns_schedulers" in trainer.strategy.features:
+            schedulers = False
+        max_steps = trainer.max_steps
+        log_every = trainer.log_every_n_steps if trainer.loggers else 0
+        validate_every = trainer.validation_interval(length)
+        validate_last = validate_every == -1
+        crossing = trainer.check_val_every_n_epoch is None
+        deadline = self.deadline
+        alone = trainer.world_size == 1
+        trainer.current_hook = "training_step"
+        source: Any = batches if length is not None else self._with_lookahead(batches)
+
+        for batch in source:
+            if length is None:
+                batch, last = batch
+            else:
+                last = self.batches_done + 1 >= length
+            index = self.batch_idx = self.batches_done
+            if batch_start and self._batch_start(batch, index):
+                return True
+            if transfer is not None:
+                batch = transfer(batch, 0)
+            start_batch(batch)
+            if accumulate == 1:
+                first = update = True
+            else:
+                first = index % accumulate == 0
+                update = last or (index + 1) % accumulate == 0
+            self.stepped = False
+            before = self.global_step
+            output = step(batch, index, first, update)
+            self.batches_done = index + 1
+            self.total_batches += 1
+            if schedulers and update and self.stepped:
+                self.scheduler_steps += 1
+                step_schedulers(trainer, "step", self.scheduler_steps, module_hook(trainer.module, "lr_scheduler_step"))
+            if log_every and self.global_step != before and self.global_step % log_every == 0:
+                trainer.log_step()
+            if batch_end:
+                hooks.call("on_train_batch_end", output, batch, index)
+            if validate_every and (
+                last if validate_last else (self.total_batches if crossing else index + 1) % validate_every == 0
+            ):
+                self._validate()
+                trainer.current_hook = "training_step"
+            # counted after the validation: a signal that cuts it short finds every rank still before this boundary
+            watch.position += 1
+            if max_steps != -1 and self.global_step >= max_steps:
+                if last:
+                    self._exhaust(batches)
+                return not last
+            if watch.flag or trainer.should_stop or (deadline is not None and time.monotonic() > deadline):
+                if self._stop_at_boundary(alone):
+                    return not last
+            if last and length is not None and length != self.data.loader_length:  # type: ignore[union-attr]
+                return False  # a limit, not the loader's end: what is left of the iterator stays unread
+        return False
+
+    @staticmethod
+    def _exhaust(batches: Iterator[Any]) -> None:
+        """Reach the end of an iterator whose batches are used up, as a plain for loop does: some draw a number there."""
+        for _ in batches:
+            break
+
+    def _validate(self) -> None:
+        trainer = self.trainer
+        state = rng.collect(trainer.strategy.accelerator, trainer.strategy.root_device)
+        if trainer.validate_in_fit():
+            self.validated_at = self.total_batches
+        else:  # cut short by a signal: it will run again, from the same random numbers
+            rng.restore(state, trainer.strategy.accelerator, trainer.strategy.root_device)
+
+    def _batch_start(self, batch: Any, index: int) -> bool:
+        """The hooks before a batch; True when one of them ends the epoch."""
+        trainer = self.trainer
+        trainer.current_hook = "on_train_batch_start"
+        for function in trainer.hooks.of_callbacks("on_train_batch_start"):
+            function(trainer, trainer.module, batch, index)
+        own = trainer.hooks.of_module("on_train_batch_start")
+        response = own(batch, index) if own is not None else None
+        trainer.current_hook = "training_step"
+        return bool(response == -1)
+
+    def _stop_at_boundary(self, alone: bool) -> bool:
+        """Somebody wants to stop: True when every rank does so here; raises Interrupted for a signal."""
+        trainer = self.trainer
+        watch = trainer.strategy.watch
+        if alone:
+            if watch.flag and (signum := watch.at_boundary()) is not None:
+                raise Interrupted(signum)
+            if self.deadline is not None and time.monotonic() > self.deadline:
+                trainer.should_stop = True
+            return trainer.should_stop and self._minimum_reached()
+        # one rank's clock or callback may be alone in this: agree as on a signal, without a collective per step
+        if trainer.should_stop:
+            if not self._minimum_reached():
+                return False
+            watch.request_stop(STOP_ASKED)
+        elif self.deadline is not None and time.monotonic() > self.deadline:
+            watch.request_stop(OUT_OF_TIME)
+        if watch.flag and (signum := watch.at_boundary()) is not None:
+            if signum > 0:
+                raise Interrupted(signum)
+            trainer.should_stop = True
+            return True
+        return False
+
+    def _with_lookahead(self, batches: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
+        """(batch, is it the last) for a loader without a length; ranks end together, with the first that runs out."""
+        strategy = self.trainer.strategy
+        together = strategy.world_size > 1
+        nothing = object()
+        current = next(batches, nothing)
+        if together and not strategy.reduce_boolean_decision(current is not nothing):
+            return
+        while current is not nothing:
+            following = next(batches, nothing)
+            more = following is not nothing
+            if together:
+                more = strategy.reduce_boolean_decision(more)
+            yield current, not more
+            current = following if more else nothing
+
+    def _validation_due(self, length: int | None) -> bool:
+        every = self.trainer.validation_interval(length)
+        if every <= 0 or self.validated_at == self.total_batches:
+            return False
+        count = self.total_batches if self.trainer.check_val_every_n_epoch is None else self.batches_done
+        return count % every == 0
+
+    def _end_epoch(self, *, complete: bool) -> None:
+        trainer = self.trainer
+        results = trainer.results
+        results.start_batch(None)
+        results.finalize_epoch()
+        trainer.call_epoch_end("on_train_epoch_end", before_monitors=lambda: self._epoch_schedulers(complete))
+        trainer.log_epoch()
+        results.reset()
+        if trainer.world_size > 1:
+            trainer.should_stop = trainer.strategy.reduce_boolean_decision(trainer.should_stop, all=False)
+        if complete:
+            self._next_epoch()
+        elif not self._done():
+            # the hooks asked for the next epoch (on_train_batch_start returned -1)
+            self._next_epoch()
+
+    def _epoch_schedulers(self, complete: bool) -> None:
+        self.epoch_done = complete
+        trainer = self.trainer
+        if complete and "owns_schedulers" not in trainer.strategy.features:
+            if self.optimization is not None and self.optimization.automatic:
+                hook = module_hook(trainer.module, "lr_scheduler_step")
+                step_schedulers(trainer, "epoch", self.epoch + 1, hook)
+
+    def _next_epoch(self) -> None:
+        self.epoch += 1
+        self.batches_done = 0
+        self.epoch_done = False
+
+
+def check_can_fit(trainer: Trainer, module: Any) -> None:
+    """Refuse what can't train, before a process starts."""
+    name = type(module).__name__
+    for method, what in (
+        ("training_step", "takes (batch, batch_idx) and returns the loss"),
+        ("configure_optimizers", "returns the optimizer"),
+    ):
+        if not callable(getattr(module, method, None)):
+            raise ModelError(f"{name} can't be fitted: it has no {method}. Define one that {what}")
+    if trainer.max_epochs == -1 and trainer.max_steps == -1 and trainer.max_time is None:
+        trainer.warn_once("max_epochs=-1 and no max_steps or max_time: training runs until somebody stops it")
+    if trainer.max_epochs is None and trainer.max_steps == -1 and trainer.max_time is None:
+        raise ConfigurationError("'max_epochs', 'max_steps' or 'max_time' must be given")

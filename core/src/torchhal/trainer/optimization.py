@@ -1,0 +1,406 @@
+"""Optimizers and schedulers as users return them, and the one function that turns a batch into a step."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from torchhal.errors import ConfigurationError, ModelError, NonFiniteLossError
+from torchhal.module import ModuleHooks
+from torchhal.overrides import overrides
+from torchhal.precision import Precision
+from torchhal.strategies import Strategy
+from torchhal.trainer.calls import adapt_step, module_hook
+
+if TYPE_CHECKING:
+    from torchhal.trainer.trainer import Trainer
+
+FORMS = (
+    "an optimizer, a list of them, (optimizers, schedulers), {'optimizer': ..., 'lr_scheduler': ...}, a tuple of "
+    "such dicts, or None"
+)
+
+
+@dataclass
+class SchedulerConfig:
+    """One scheduler and when it steps."""
+
+    scheduler: Any
+    interval: str = "epoch"
+    """"epoch" or "step" (an optimizer step)."""
+    frequency: int = 1
+    monitor: str | None = None
+    """The metric handed to ``step``; needed by ReduceLROnPlateau."""
+    strict: bool = True
+    """Whether a missing metric is an error or a skipped step."""
+    name: str | None = None
+    reduce_on_plateau: bool = False
+
+
+def configure_optimizers(module: Any) -> tuple[list[Optimizer], list[SchedulerConfig]]:
+    """What ``module.configure_optimizers()`` returned, in one form; ModelError for anything else."""
+    return parse_optimizers(module.configure_optimizers(), type(module).__name__, module)
+
+
+def parse_optimizers(value: Any, model: str, module: Any) -> tuple[list[Optimizer], list[SchedulerConfig]]:
+    optimizers: list[Any]
+    schedulers: list[Any] = []
+    if value is None:
+        return [], []
+    if isinstance(value, Mapping):
+        optimizers, schedulers = _from_dict(value, model)
+    elif isinstance(value, Sequence) and value and all(isinstance(item, Mapping) for item in value):
+        optimizers = []
+        for item in value:
+            own, its = _from_dict(item, model)
+            optimizers += own
+            schedulers += its
+    elif isinstance(value, Sequence) and len(value) == 2 and isinstance(value[0], Sequence):
+        optimizers = list(value[0])
+        schedulers = list(value[1]) if isinstance(value[1], Sequence) else [value[1]]
+    elif isinstance(value, Sequence):
+        optimizers = list(value)
+    else:
+        optimizers = [value]
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer) and not (
+            hasattr(optimizer, "step") and hasattr(optimizer, "param_groups")
+        ):
+            raise ModelError(f"{model}.configure_optimizers must return {FORMS} (got {value!r})")
+    _check_parameters(optimizers, module, model)
+    return optimizers, [_scheduler_config(item, model, schedulers) for item in schedulers]
+
+
+def _from_dict(value: Mapping[str, Any], model: str) -> tuple[list[Any], list[Any]]:
+    if unknown := sorted(set(value) - {"optimizer", "lr_scheduler", "monitor", "frequency"}):
+        raise ModelError(
+            f"{model}.configure_optimizers returned a dict with the keys {', '.join(map(repr, unknown))}; it may hold "
+            "'optimizer', 'lr_scheduler' and 'monitor'"
+        )
+    if "optimizer" not in value:
+        raise ModelError(f"{model}.configure_optimizers returned a dict without 'optimizer' (got {dict(value)!r})")
+    scheduler = value.get("lr_scheduler")
+    if scheduler is None:
+        return [value["optimizer"]], []
+    if not isinstance(scheduler, Mapping) and value.get("monitor") is not None:
+        scheduler = {"scheduler": scheduler, "monitor": value["monitor"]}
+    return [value["optimizer"]], [scheduler]
+
+
+def _scheduler_config(item: Any, model: str, schedulers: Sequence[Any]) -> SchedulerConfig:
+    if isinstance(item, SchedulerConfig):
+        return item
+    fields = dict(item) if isinstance(item, Mapping) else {"scheduler": item}
+    known = {"scheduler", "interval", "frequency", "monitor", "strict", "name", "reduce_on_plateau"}
+    if unknown := sorted(set(fields) - known):
+        raise ModelError(
+            f"an lr_scheduler of {model} may hold {', '.join(sorted(known))} (got {', '.join(map(repr, unknown))} too)"
+        )
+    if not hasattr(fields.get("scheduler"), "step"):
+        raise ModelError(f"an lr_scheduler of {model} must have a method step (got {fields.get('scheduler')!r})")
+    config = SchedulerConfig(**fields)
+    if isinstance(config.scheduler, ReduceLROnPlateau):
+        config.reduce_on_plateau = True
+        if config.monitor is None:
+            raise ModelError(
+                f"the ReduceLROnPlateau of {model} needs the name of a logged metric: return "
+                "{'optimizer': ..., 'lr_scheduler': ..., 'monitor': 'val_loss'}"
+            )
+    if config.interval not in ("epoch", "step"):
+        raise ModelError(f"'interval' of an lr_scheduler must be 'epoch' or 'step' (got {config.interval!r})")
+    if isinstance(config.frequency, bool) or not isinstance(config.frequency, int) or config.frequency < 1:
+        raise ModelError(f"'frequency' of an lr_scheduler must be an int of at least 1 (got {config.frequency!r})")
+    return config
+
+
+def _check_parameters(optimizers: Sequence[Any], module: Any, model: str) -> None:
+    """An optimizer over tensors that aren't this model's trains nothing: the copy made before ``.to``, another model."""
+    own = {id(parameter) for parameter in module.parameters()}
+    for optimizer in optimizers:
+        given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        foreign = sum(id(parameter) not in own for parameter in given)
+        if given and foreign == len(given):
+            raise ModelError(
+                f"the {type(optimizer).__name__} of {model} holds {foreign} parameter(s), none of which belong to the "
+                "model: build it from self.parameters() inside configure_optimizers"
+            )
+
+
+class WrappedOptimizer:
+    """An optimizer as user code sees it: ``step`` goes through precision, strategy, hooks and counters."""
+
+    def __init__(self, optimizer: Optimizer, step: Callable[[Optimizer, Callable[[], Any] | None], Any]) -> None:
+        self.optimizer = optimizer
+        self._step = step
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Run ``closure`` and update the parameters; the closure's value."""
+        return self._step(self.optimizer, closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["optimizer"], name)
+
+    def __repr__(self) -> str:
+        return f"WrappedOptimizer({self.optimizer!r})"
+
+
+def needs_closure(optimizer: Any) -> bool:
+    """Whether ``step`` can't be called without a closure (LBFGS)."""
+    parameter = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return parameter is not None and parameter.default is parameter.empty
+
+
+def extract_loss(output: Any, model: str) -> torch.Tensor | None:
+    """The loss in what ``training_step`` returned."""
+    loss = output
+    if isinstance(output, Mapping):
+        if "loss" not in output:
+            raise ModelError(
+                f"{model}.training_step must return a tensor, a dict with 'loss', or None (got a dict with "
+                f"{', '.join(map(repr, output)) or 'nothing'})"
+            )
+        loss = output["loss"]
+    if loss is None:
+        return None
+    if not isinstance(loss, torch.Tensor):
+        raise ModelError(f"{model}.training_step must return a tensor, a dict with 'loss', or None (got {output!r})")
+    if loss.numel() != 1:
+        raise ModelError(
+            f"{model}.training_step must return one number to minimise (got a tensor of shape {tuple(loss.shape)}): "
+            "take its mean"
+        )
+    if loss.grad_fn is None and not loss.requires_grad:
+        raise ModelError(
+            f"the loss that {model}.training_step returned depends on no trainable parameter: nothing requires grad"
+        )
+    return loss
+
+
+class Optimization:
+    """One training step, decided once: which hooks run, who clips, whether gradients accumulate.
+
+    :meth:`step` is called for every batch. ``update`` says whether this batch ends an accumulation.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        module, strategy = trainer.module, trainer.strategy
+        self.module = module
+        self.strategy = strategy
+        self.model_name = type(module).__name__
+        self.optimizers = strategy.optimizers
+        self.automatic = bool(getattr(module, "automatic_optimization", True))
+        self.accumulate = 1 if "owns_accumulation" in strategy.features else trainer.accumulate_grad_batches
+        self.wrap_optimizers()
+        self._check()
+        self.run = adapt_step(strategy.step_function("training_step"), module.training_step, several_loaders=False)
+        self.check_finite = trainer.detect_anomaly
+        self.no_sync = strategy.no_backward_sync() if self.accumulate > 1 else None
+        self._bind_hooks()
+        self.has_gradients = trainer.fit_loop.restored_gradients
+        """Whether a backward has run since the last optimizer step."""
+
+    def wrap_optimizers(self) -> None:
+        """Follow the strategy's list of optimizers, which a callback may change while training."""
+        self.wrapped = [WrappedOptimizer(optimizer, self.user_step) for optimizer in self.optimizers]
+
+    def _check(self) -> None:
+        trainer = self.trainer
+        if self.automatic:
+            if len(self.optimizers) > 1:
+                raise ModelError(
+                    f"{self.model_name} has {len(self.optimizers)} optimizers: which loss belongs to which is yours to "
+                    "say; set self.automatic_optimization = False and step them in training_step"
+                )
+            if self.accumulate > 1 and any(map(needs_closure, self.optimizers)):
+                raise ConfigurationError(
+                    f"'accumulate_grad_batches' must be 1 for {type(self.optimizers[0]).__name__}, which evaluates a "
+                    f"batch several times within one step (got {self.accumulate})"
+                )
+            return
+        for name, value, default in (
+            ("gradient_clip_val", trainer.gradient_clip_val, None),
+            ("accumulate_grad_batches", trainer.accumulate_grad_batches, 1),
+        ):
+            if value != default:
+                raise ConfigurationError(
+                    f"'{name}' must be {default} for a model with manual optimization (got {value!r}): "
+                    f"{self.model_name}.training_step does this itself"
+                )
+
+    def _bind_hooks(self) -> None:
+        trainer, module, strategy = self.trainer, self.module, self.strategy
+        hooks = trainer.hooks
+        self.before_backward = hooks.has("on_before_backward")
+        self.after_backward = hooks.has("on_after_backward")
+        self.before_step = hooks.has("on_before_optimizer_step")
+        self.before_zero_grad = hooks.has("on_before_zero_grad")
+        self.module_backward = module_hook(module, "backward")
+        self.module_zero_grad = module_hook(module, "optimizer_zero_grad")
+        self.module_clip = module_hook(module, "configure_gradient_clipping")
+        self.module_step = module_hook(module, "optimizer_step")
+        self.clip = trainer.gradient_clip_val is not None and "owns_clipping" not in strategy.features
+        self.closure_inside = self.module_step is not None or any(map(needs_closure, self.optimizers))
+        self.plain_backward = (
+            self.module_backward is None
+            and not overrides(strategy, Strategy, "backward")
+            and not overrides(strategy.precision, Precision, "backward")
+        )
+        self.plain_step = not overrides(strategy, Strategy, "optimizer_step") and not overrides(
+            strategy.precision, Precision, "optimizer_step"
+        )
+
+    # -- automatic -------------------------------------------------------------------------------------------
+
+    def step(self, batch: Any, batch_idx: int, first: bool, update: bool) -> Any:
+        """Train on one batch; what ``training_step`` returned."""
+        if not self.automatic:
+            return self.run(batch, batch_idx, 0)
+        if not self.optimizers:
+            output = self.run(batch, batch_idx, 0)
+            self.trainer.fit_loop.count_step()
+            return output
+        if self.no_sync is not None and not update:
+            with self.no_sync:
+                return self.forward_backward(batch, batch_idx, first)
+        if self.closure_inside and update:
+            return self._step_with_closure(batch, batch_idx, first)
+        output = self.forward_backward(batch, batch_idx, first)
+        if update and self.has_gradients:
+            optimizer = self.optimizers[0]
+            self.before_update(optimizer)
+            if self.plain_step:
+                optimizer.step()
+                stepped = True
+            else:
+                stepped = self.strategy.optimizer_step(optimizer)
+            self.has_gradients = False
+            self.trainer.fit_loop.count_step(stepped)
+        return output
+
+    def forward_backward(self, batch: Any, batch_idx: int, first: bool) -> Any:
+        output = self.run(batch, batch_idx, 0)
+        # the usual loss, a fresh scalar of the graph, passes without a call
+        if type(output) is torch.Tensor and output.dim() == 0 and output.grad_fn is not None:
+            loss: torch.Tensor | None = output
+        else:
+            loss = extract_loss(output, self.model_name)
+            if loss is None:
+                return output
+        if self.check_finite:
+            self._check_finite(loss, batch_idx)
+        if self.accumulate > 1:
+            loss = loss / self.accumulate
+        if first or not self.has_gradients:
+            self._zero_grad(batch_idx)
+        if self.before_backward:
+            self.trainer.hooks.call("on_before_backward", loss)
+        if self.plain_backward:
+            loss.backward()  # type: ignore[union-attr, no-untyped-call]
+        elif self.module_backward is not None:
+            self.module_backward(self.strategy.precision.pre_backward(loss))
+        else:
+            self.strategy.backward(loss)  # type: ignore[arg-type]
+        if self.after_backward:
+            self.trainer.hooks.call("on_after_backward")
+        self.has_gradients = True
+        return output
+
+    def _zero_grad(self, batch_idx: int) -> None:
+        optimizer = self.optimizers[0]
+        if self.before_zero_grad:
+            self.trainer.hooks.call("on_before_zero_grad", optimizer)
+        if self.module_zero_grad is not None:
+            self.module_zero_grad(self.trainer.current_epoch, batch_idx, optimizer)
+        else:
+            optimizer.zero_grad()
+
+    def before_update(self, optimizer: Optimizer) -> None:
+        """Between the last backward and the step: hooks, then clipping."""
+        if self.before_step:
+            self.strategy.precision.unscale_gradients(optimizer)
+            self.trainer.hooks.call("on_before_optimizer_step", optimizer)
+        trainer = self.trainer
+        if self.module_clip is not None:
+            self.strategy.precision.unscale_gradients(optimizer)
+            self.module_clip(optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
+        elif self.clip:
+            self.strategy.clip_gradients(optimizer, trainer.gradient_clip_val or 0.0, trainer.gradient_clip_algorithm)
+
+    def _step_with_closure(self, batch: Any, batch_idx: int, first: bool) -> Any:
+        """Forward and backward inside ``optimizer.step(closure)``: the model's own optimizer_step, or LBFGS."""
+        output: Any = None
+
+        def closure() -> Any:
+            nonlocal output, first
+            output = self.forward_backward(batch, batch_idx, first)
+            first = True  # an optimizer that evaluates again starts from clean gradients
+            return extract_loss(output, self.model_name)
+
+        wrapped = self.wrapped[0]
+        if self.module_step is not None:
+            self.module_step(self.trainer.current_epoch, batch_idx, wrapped, closure)
+        else:
+            wrapped.step(closure)
+        return output
+
+    def user_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
+        """``step`` of a :class:`WrappedOptimizer`."""
+        result: Any = None
+
+        def run_closure() -> Any:
+            nonlocal result
+            result = closure() if closure is not None else None
+            self.before_update(optimizer)
+            return result
+
+        if needs_closure(optimizer) or (closure is not None and "owns_closure" in self.strategy.features):
+            stepped = self.strategy.optimizer_step(optimizer, run_closure)
+        else:
+            run_closure()
+            stepped = self.strategy.optimizer_step(optimizer)
+        self.has_gradients = False
+        self.trainer.fit_loop.count_step(stepped)
+        return result
+
+    def _check_finite(self, loss: torch.Tensor, batch_idx: int) -> None:
+        if not bool(torch.isfinite(loss).all()):
+            trainer = self.trainer
+            raise NonFiniteLossError(
+                f"the loss is {loss.item()} at epoch {trainer.current_epoch}, batch {batch_idx}, optimizer step "
+                f"{trainer.global_step}, rank {trainer.global_rank}"
+            )
+
+
+def step_schedulers(
+    trainer: Trainer, interval: str, count: int, lr_scheduler_step: Callable[[Any, Any], Any] | None
+) -> None:
+    """Step the schedulers of this interval whose frequency divides ``count``."""
+    for config in trainer.lr_scheduler_configs:
+        if config.interval != interval or count % config.frequency:
+            continue
+        metric = None
+        if config.monitor is not None and config.reduce_on_plateau:
+            metric = trainer.callback_metrics.get(config.monitor)
+            if metric is None:
+                if config.strict:
+                    raise ConfigurationError(
+                        f"the scheduler {type(config.scheduler).__name__} monitors {config.monitor!r}, which was not "
+                        f"logged; there are {', '.join(map(repr, trainer.callback_metrics)) or 'no metrics'}"
+                    )
+                continue
+        if lr_scheduler_step is not None:
+            lr_scheduler_step(config.scheduler, metric)
+        elif metric is not None:
+            config.scheduler.step(metric)
+        else:
+            config.scheduler.step()

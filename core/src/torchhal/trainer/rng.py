@@ -1,0 +1,38 @@
+"""The state of every generator a training run draws from, as plain data."""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+import torch
+
+from torchhal.accelerators import Accelerator
+
+
+def collect(accelerator: Accelerator, device: torch.device) -> dict[str, Any]:
+    """Python's, NumPy's (where imported), torch's and the device's generators; loadable with ``weights_only``."""
+    version, internal, gauss = random.getstate()
+    state: dict[str, Any] = {"python": [version, list(internal), gauss], "torch": torch.get_rng_state()}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        name, keys, position, has_gauss, cached = numpy.random.get_state()
+        state["numpy"] = [name, [int(key) for key in keys], int(position), int(has_gauss), float(cached)]
+    if device.type != "cpu":
+        state["device"] = accelerator.get_rng_state(device)
+    return state
+
+
+def restore(state: dict[str, Any], accelerator: Accelerator, device: torch.device) -> None:
+    """Put back what :func:`collect` gave."""
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    torch.set_rng_state(state["torch"])
+    if "numpy" in state:
+        import numpy
+
+        name, keys, position, has_gauss, cached = state["numpy"]
+        numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, cached))
+    if "device" in state and device.type != "cpu":
+        accelerator.set_rng_state(state["device"], device)

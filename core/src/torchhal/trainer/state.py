@@ -1,0 +1,21 @@
+"""What a Trainer is doing right now."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+FUNCTIONS = ("fit", "validate", "test", "predict")
+
+
+@dataclass
+class TrainerState:
+    """Plain lower-case strings: equal to, and hashing like, the enums other code compares them with."""
+
+    fn: str | None = None
+    """fit, validate, test or predict; None outside."""
+
+    stage: str | None = None
+    """train, sanity_check, validate, test or predict; None outside."""
+
+    status: str = "initializing"
+    """initializing, running, finished or interrupted."""

@@ -1,0 +1,769 @@
+"""The Trainer: what the user asked for, and the life of one run."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import warnings
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from torchhal.errors import ConfigurationError, ModelError, TorchhalError
+from torchhal.launchers.signals import StopSignals
+from torchhal.resolve import Plan, Request, resolve
+from torchhal.strategies import Strategy
+from torchhal.trainer import arguments, checkpointing, rng
+from torchhal.trainer.calls import Hooks
+from torchhal.trainer.connect import Attachments, make_callbacks, make_loggers
+from torchhal.trainer.data import EvaluationData, TrainingData, find_loaders, limit_length, loader_length
+from torchhal.trainer.evaluation_loop import EvaluationLoop
+from torchhal.trainer.fit_loop import FitLoop, Interrupted, check_can_fit
+from torchhal.trainer.optimization import SchedulerConfig, WrappedOptimizer, configure_optimizers
+from torchhal.trainer.properties import TrainerProperties
+from torchhal.trainer.results import Results
+from torchhal.trainer.state import TrainerState
+
+_log = logging.getLogger("torchhal")
+
+
+class Trainer(TrainerProperties):
+    """Trains, validates, tests and predicts with a model, on the hardware its arguments name.
+
+    Args:
+        accelerator: alias, class or object of an accelerator, or "auto".
+        strategy: alias, class or object of a strategy, or "auto".
+        devices: a count, -1 for all, indices ([0, 2] or "0,2"), or "auto".
+        num_nodes: machines that take part.
+        precision: alias ("32-true", "bf16-mixed", ...) or object.
+        plugins: precision, checkpoint IO and cluster environment, as objects or aliases.
+        logger: True for CSV files, False, a logger or several.
+        callbacks: one callback or several.
+        default_root_dir: where runs are kept; the working directory when None.
+        max_epochs, min_epochs, max_steps, min_steps, max_time: when training ends; -1 is no limit. With none of them
+            given, 1000 epochs.
+        limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches: a number of batches or a
+            share of them.
+        overfit_batches: train and validate on so many batches, unshuffled.
+        fast_dev_run: run so many batches (True: one) of everything, and keep nothing.
+        val_check_interval: validate every so many batches, or after a share of the epoch.
+        check_val_every_n_epoch: validate in every n-th epoch; None: ``val_check_interval`` counts across epochs.
+        num_sanity_val_steps: validation batches before training, to find errors early; -1 for all.
+        accumulate_grad_batches: batches per optimizer step.
+        gradient_clip_val, gradient_clip_algorithm: clip to this global norm ("norm") or value ("value").
+        log_every_n_steps: how often step values go to the loggers.
+        enable_checkpointing, enable_progress_bar, enable_model_summary: the default callbacks.
+        use_distributed_sampler: share the loaders out over the ranks. Training repeats some samples so that every
+            rank has as many; evaluation sees each once.
+        reload_dataloaders_every_n_epochs: ask for a new training loader so often; 0 is never.
+        inference_mode: evaluate under ``torch.inference_mode`` rather than ``no_grad``.
+        deterministic: True: only deterministic algorithms; "warn": warn where there is none.
+        benchmark: torch's search for the fastest kernels, where the device has one.
+        detect_anomaly: stop at a loss that is not finite and trace where gradients went wrong; slow.
+
+    Raises:
+        ConfigurationError: an argument outside its domain, or parts that don't fit, before any process starts.
+    """
+
+    def __init__(
+        self,
+        *,
+        accelerator: Any = "auto",
+        strategy: Any = "auto",
+        devices: int | str | Sequence[int] = "auto",
+        num_nodes: int = 1,
+        precision: Any = None,
+        plugins: Any = None,
+        logger: Any = True,
+        callbacks: Any = None,
+        default_root_dir: str | os.PathLike[str] | None = None,
+        max_epochs: int | None = None,
+        min_epochs: int | None = None,
+        max_steps: int = -1,
+        min_steps: int | None = None,
+        max_time: str | timedelta | dict[str, int] | None = None,
+        limit_train_batches: int | float | None = None,
+        limit_val_batches: int | float | None = None,
+        limit_test_batches: int | float | None = None,
+        limit_predict_batches: int | float | None = None,
+        overfit_batches: int | float = 0.0,
+        fast_dev_run: int | bool = False,
+        val_check_interval: int | float | None = None,
+        check_val_every_n_epoch: int | None = 1,
+        num_sanity_val_steps: int | None = None,
+        accumulate_grad_batches: int = 1,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+        log_every_n_steps: int | None = None,
+        enable_checkpointing: bool = True,
+        enable_progress_bar: bool = True,
+        enable_model_summary: bool = True,
+        use_distributed_sampler: bool = True,
+        reload_dataloaders_every_n_epochs: int = 0,
+        inference_mode: bool = True,
+        deterministic: bool | str = False,
+        benchmark: bool | None = None,
+        detect_anomaly: bool = False,
+    ) -> None:
+        self.fast_dev_run = arguments.check_fast_dev_run(fast_dev_run)
+        self._set_limits(max_epochs, min_epochs, max_steps, min_steps, max_time)
+        self.limit_train_batches = arguments.check_limit("limit_train_batches", limit_train_batches)
+        self.limit_val_batches = arguments.check_limit("limit_val_batches", limit_val_batches)
+        self.limit_test_batches = arguments.check_limit("limit_test_batches", limit_test_batches)
+        self.limit_predict_batches = arguments.check_limit("limit_predict_batches", limit_predict_batches)
+        self.overfit_batches = arguments.check_limit("overfit_batches", overfit_batches)
+        self.val_check_interval = arguments.check_interval("val_check_interval", val_check_interval)
+        self.check_val_every_n_epoch = arguments.check_optional_count(
+            "check_val_every_n_epoch", check_val_every_n_epoch, minimum=1
+        )
+        if self.check_val_every_n_epoch is None and isinstance(self.val_check_interval, float):
+            raise ConfigurationError(
+                "'val_check_interval' must be a number of batches (int) when check_val_every_n_epoch=None "
+                f"(got {val_check_interval!r})"
+            )
+        sanity = 2 if num_sanity_val_steps is None else num_sanity_val_steps
+        self.num_sanity_val_steps = arguments.check_count("num_sanity_val_steps", sanity, minimum=0, unlimited=True)
+        self.accumulate_grad_batches = arguments.check_count(
+            "accumulate_grad_batches", accumulate_grad_batches, minimum=1
+        )
+        self.gradient_clip_val, self.gradient_clip_algorithm = arguments.check_clip(
+            gradient_clip_val, gradient_clip_algorithm
+        )
+        self.log_every_n_steps = arguments.check_count(
+            "log_every_n_steps", 50 if log_every_n_steps is None else log_every_n_steps, minimum=0
+        )
+        self.reload_dataloaders_every_n_epochs = arguments.check_count(
+            "reload_dataloaders_every_n_epochs", reload_dataloaders_every_n_epochs, minimum=0
+        )
+        self.use_distributed_sampler = arguments.check_bool("use_distributed_sampler", use_distributed_sampler)
+        self.inference_mode = arguments.check_bool("inference_mode", inference_mode)
+        self.detect_anomaly = arguments.check_bool("detect_anomaly", detect_anomaly)
+        if deterministic not in (True, False, "warn"):
+            raise ConfigurationError(f"'deterministic' must be True, False or 'warn' (got {deterministic!r})")
+        self.deterministic = deterministic
+        self.benchmark = None if benchmark is None else arguments.check_bool("benchmark", benchmark)
+        self.default_root_dir = os.fspath(default_root_dir) if default_root_dir is not None else os.getcwd()
+        for name, value in (
+            ("enable_checkpointing", enable_checkpointing),
+            ("enable_progress_bar", enable_progress_bar),
+            ("enable_model_summary", enable_model_summary),
+        ):
+            arguments.check_bool(name, value)
+        if self.fast_dev_run:
+            self._shorten()
+            logger = enable_checkpointing = False
+
+        self.plan: Plan = resolve(
+            Request(accelerator, strategy, devices, num_nodes, precision, () if plugins is None else plugins)
+        )
+        self.strategy: Strategy = self.plan.build()
+        self.num_nodes = num_nodes
+
+        self.state = TrainerState()
+        self.module: Any = None
+        self.datamodule: Any = None
+        self.attachments = Attachments()
+        self.should_stop = False
+        self.ckpt_path: str | None = None
+        self.log_dir: str | None = None
+        self.current_hook: str | None = None
+        self._said: set[str] = set()
+        self.fit_loop = FitLoop(self)
+        self.evaluation_loop = EvaluationLoop(self)
+        self.results = Results(self.strategy)
+        self.loggers = make_loggers(logger, self.default_root_dir)
+        self.callbacks = make_callbacks(
+            callbacks,
+            checkpointing=enable_checkpointing,
+            progress_bar=enable_progress_bar,
+            model_summary=enable_model_summary,
+            fast_dev_run=bool(self.fast_dev_run),
+        )
+        self.hooks = Hooks(self)
+        _log.debug("plan:\n%s", self.plan.describe())
+        for note in self.plan.notes:
+            self.warn_once(note)
+
+    def _set_limits(self, max_epochs: Any, min_epochs: Any, max_steps: Any, min_steps: Any, max_time: Any) -> None:
+        self.max_time = arguments.check_max_time(max_time)
+        self.max_epochs = arguments.check_optional_count("max_epochs", max_epochs, minimum=0, unlimited=True)
+        self.min_epochs = arguments.check_optional_count("min_epochs", min_epochs, minimum=0)
+        self.max_steps = arguments.check_count("max_steps", max_steps, minimum=0, unlimited=True)
+        self.min_steps = arguments.check_optional_count("min_steps", min_steps, minimum=0)
+        arguments.check_order("min_epochs", self.min_epochs, "max_epochs", self.max_epochs)
+        arguments.check_order("min_steps", self.min_steps, "max_steps", self.max_steps)
+        if self.max_epochs is None:
+            self.max_epochs = 1000 if self.max_steps == -1 and self.max_time is None else -1
+
+    def _shorten(self) -> None:
+        """``fast_dev_run``: a few batches of everything."""
+        count = self.fast_dev_run
+        self.limit_train_batches = self.limit_val_batches = count
+        self.limit_test_batches = self.limit_predict_batches = count
+        self.max_epochs, self.min_epochs = 1, None
+        self.max_steps, self.min_steps = count, None
+        self.num_sanity_val_steps = 0
+        self.val_check_interval, self.check_val_every_n_epoch = 1.0, 1
+        self.overfit_batches = 0.0
+
+    # -- entry points ----------------------------------------------------------------------------------------
+
+    def fit(
+        self,
+        model: Any,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        datamodule: Any = None,
+        ckpt_path: Any = None,
+    ) -> None:
+        """Train ``model``.
+
+        Args:
+            model: an ``nn.Module`` with ``training_step`` and ``configure_optimizers``.
+            train_dataloaders: one iterable of batches; or a data module in this place.
+            val_dataloaders: one loader or several.
+            datamodule: gives the loaders instead.
+            ckpt_path: continue from a checkpoint: a path, or "last" for the newest complete one.
+
+        Raises:
+            ModelError: the model or its data lack something.
+            RankFailedError: a process failed; the message starts with its traceback.
+        """
+        check_can_fit(self, _check_model(model))
+        if train_dataloaders is not None and hasattr(train_dataloaders, "train_dataloader"):
+            train_dataloaders, datamodule = None, train_dataloaders
+        attachments = Attachments(train=train_dataloaders, validate=val_dataloaders)
+        if find_source(model, datamodule, "train", train_dataloaders) is None:
+            raise ModelError(
+                "fit needs training data: pass train_dataloaders or a datamodule, or define train_dataloader on the model"
+            )
+        self.should_stop = False
+        self._launch("fit", model, attachments, datamodule, ckpt_path)
+
+    def validate(
+        self,
+        model: Any = None,
+        dataloaders: Any = None,
+        ckpt_path: Any = None,
+        verbose: bool = True,
+        datamodule: Any = None,
+    ) -> list[dict[str, float]]:
+        """Evaluate on the validation data; one dict of metrics per loader."""
+        attachments = Attachments(validate=dataloaders)
+        result: list[dict[str, float]] = self._evaluate("validate", model, attachments, datamodule, ckpt_path, verbose)
+        return result
+
+    def test(
+        self,
+        model: Any = None,
+        dataloaders: Any = None,
+        ckpt_path: Any = None,
+        verbose: bool = True,
+        datamodule: Any = None,
+    ) -> list[dict[str, float]]:
+        """Evaluate on the test data; one dict of metrics per loader. ``ckpt_path`` may be "best" or "last"."""
+        attachments = Attachments(test=dataloaders)
+        result: list[dict[str, float]] = self._evaluate("test", model, attachments, datamodule, ckpt_path, verbose)
+        return result
+
+    def predict(
+        self,
+        model: Any = None,
+        dataloaders: Any = None,
+        datamodule: Any = None,
+        return_predictions: bool = True,
+        ckpt_path: Any = None,
+    ) -> list[Any] | None:
+        """What ``predict_step`` returned for each batch, in the order of the dataset, from all ranks.
+
+        A list of lists with several loaders. ``return_predictions=False`` keeps nothing, for callbacks that write.
+        """
+        attachments = Attachments(predict=dataloaders, keep_predictions=return_predictions)
+        result: list[Any] | None = self._evaluate("predict", model, attachments, datamodule, ckpt_path, False)
+        return result
+
+    def _evaluate(
+        self, fn: str, model: Any, attachments: Attachments, datamodule: Any, ckpt_path: Any, verbose: bool
+    ) -> Any:
+        model = self.module if model is None else _check_model(model)
+        if model is None:
+            raise ModelError(f"{fn} needs a model: pass one, or fit one with this Trainer first")
+        given = getattr(attachments, fn)
+        if given is not None and hasattr(given, "setup") and hasattr(given, "prepare_data"):
+            setattr(attachments, fn, None)
+            given, datamodule = None, given
+        if datamodule is None and given is None and model is self.module:
+            datamodule = self.datamodule
+        if find_source(model, datamodule, fn, given) is None:
+            raise ModelError(f"{fn} needs data: pass dataloaders or a datamodule, or define the loader on the model")
+        step = {"validate": "validation_step", "test": "test_step", "predict": "predict_step"}[fn]
+        if not callable(getattr(model, step, None)):
+            raise ModelError(f"{type(model).__name__} has no {step}: define it to {fn}")
+        results = self._launch(fn, model, attachments, datamodule, ckpt_path)
+        if verbose and self.is_global_zero and results:
+            self._print_results(fn, results)
+        return results
+
+    def _print_results(self, fn: str, results: list[dict[str, float]]) -> None:
+        for index, metrics in enumerate(results):
+            head = fn if len(results) == 1 else f"{fn} (loader {index})"
+            width = max(map(len, metrics), default=0)
+            self.print("\n".join([head, *(f"  {name:<{width}}  {value:.6g}" for name, value in metrics.items())]))
+
+    # -- one run ---------------------------------------------------------------------------------------------
+
+    def _launch(self, fn: str, model: Any, attachments: Attachments, datamodule: Any, ckpt_path: Any) -> Any:
+        self.module, self.datamodule, self.attachments = model, datamodule, attachments
+        launcher = self.strategy.make_launcher()
+        if launcher.returns_to_caller:
+            return launcher.launch(self._run, fn, ckpt_path)
+        try:
+            answer = launcher.launch(_run_in_worker, self, fn, ckpt_path)
+        finally:
+            self.state.status = "finished"
+        return self._absorb(answer)
+
+    def _run(self, fn: str, ckpt_path: Any) -> Any:
+        """One call of fit, validate, test or predict, in a process that trains."""
+        strategy = self.strategy
+        self.state = TrainerState(fn, "train" if fn == "fit" else fn, "running")
+        restore_flags = self._set_flags()
+        signals = StopSignals(
+            lambda signum: strategy.watch.request_stop(signum),
+            notice="torchhal: stopping after this step; press Ctrl-C again to stop at once"
+            if self.is_global_zero
+            else None,
+        )
+        try:
+            with signals:
+                strategy.setup_environment()
+                self._attach(fn)
+                self._set_up(fn, ckpt_path)
+                result = self._fit() if fn == "fit" else self._run_evaluation(fn)
+                self._tear_down_hooks(fn)
+                self.state.status = "finished"
+                self._finalize_loggers("success")
+                return result
+        except Interrupted as interruption:
+            self.state.status = "interrupted"
+            self._save_interrupted(fn)
+            self._finalize_loggers("interrupted")
+            self._raise_signal(interruption.signum)
+        except BaseException as error:
+            self.state.status = "interrupted"
+            raised = self._report(error)
+            if raised is error:
+                raise
+            raise raised from error
+        finally:
+            restore_flags()
+            self.state.stage = None
+            try:
+                strategy.teardown()
+            finally:
+                self._detach()
+
+    def _set_flags(self) -> Callable[[], None]:
+        """torch's global switches as asked for; the returned function puts them back."""
+        before = (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+            torch.is_anomaly_enabled(),
+        )
+        if self.deterministic:
+            torch.use_deterministic_algorithms(True, warn_only=self.deterministic == "warn")
+        if self.benchmark is not None:
+            self.strategy.accelerator.set_benchmark(self.benchmark)
+        if self.detect_anomaly:
+            torch.autograd.set_detect_anomaly(True)
+
+        def restore() -> None:
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+            torch.autograd.set_detect_anomaly(before[2])
+
+        return restore
+
+    def _attach(self, fn: str) -> None:
+        module, datamodule = self.module, self.datamodule
+        if hasattr(type(module), "trainer"):
+            module.trainer = self
+        if datamodule is not None:
+            datamodule.trainer = self
+        self.results.module = module
+        self.results.clear()
+        # the folder of a new run is the next free one: decided once, by rank 0, before anybody makes it
+        self.log_dir = self.strategy.broadcast(self.logger.log_dir if self.logger is not None else None)
+        self.hooks.refresh()
+
+    def _detach(self) -> None:
+        """Let go of what belongs to the processes of this run; the model stays readable."""
+        self.hooks.refresh()
+        self.fit_loop.data = None
+        self.fit_loop.optimization = None
+        self.current_hook = None
+
+    def _set_up(self, fn: str, ckpt_path: Any) -> None:
+        """Hooks, model, weights, optimizers and state, in the order that every strategy can carry."""
+        strategy, module, datamodule = self.strategy, self.module, self.datamodule
+        for owner in (datamodule, module):
+            prepare = getattr(owner, "prepare_data", None)
+            if prepare is not None and strategy.local_rank == 0:
+                prepare()
+        strategy.barrier("prepare_data")
+        self._add_model_callbacks()
+        for callback in self.callbacks:
+            if hasattr(callback, "setup"):
+                callback.setup(self, module, fn)
+        for owner in (datamodule, module):
+            if hasattr(owner, "setup"):
+                owner.setup(fn)
+        self.hooks.refresh()
+        if hasattr(module, "configure_model"):
+            with strategy.init_context():
+                module.configure_model()
+        self.ckpt_path = checkpointing.resolve_path(self, ckpt_path)
+        checkpoint = strategy.load_checkpoint(self.ckpt_path) if self.ckpt_path is not None else None
+        strategy.accumulate_grad_batches = self.accumulate_grad_batches
+        strategy.gradient_clip_val = self.gradient_clip_val
+        strategy.gradient_clip_algorithm = self.gradient_clip_algorithm
+        if fn == "fit":
+            self._reset_counters()
+        strategy.connect(module)
+        strategy.prepare(self)
+        self.module = strategy.module
+        if checkpoint is not None:
+            assert self.ckpt_path is not None
+            checkpointing.restore_weights(self, checkpoint, self.ckpt_path)
+        self._log_hyperparams()
+        if fn == "fit":
+            self._load_fit_data()
+            if checkpoint is not None:
+                checkpointing.restore_training(self, checkpoint, self.ckpt_path or "")
+
+    def _add_model_callbacks(self) -> None:
+        configure = getattr(self.module, "configure_callbacks", None)
+        if configure is None:
+            return
+        own = configure() or []
+        own = list(own) if isinstance(own, Sequence) else [own]
+        replaced = {type(callback) for callback in own}
+        kept = [callback for callback in self.callbacks if type(callback) not in replaced]
+        self.callbacks = make_callbacks([*kept, *own])
+
+    def _reset_counters(self) -> None:
+        """A fit with a checkpoint starts from its counters, one without goes on from where this Trainer is."""
+        fit = self.fit_loop
+        if self.ckpt_path is None and fit.epoch_done:
+            fit._next_epoch()
+
+    def _log_hyperparams(self) -> None:
+        for owner in (self.module, self.datamodule):
+            hparams = getattr(owner, "hparams", None)
+            if hparams and getattr(owner, "_log_hyperparams", True) and self.is_global_zero:
+                for logger in self.loggers:
+                    logger.log_hyperparams(dict(hparams))
+
+    # -- fit -------------------------------------------------------------------------------------------------
+
+    def _load_fit_data(self) -> None:
+        if self.fit_loop.data is None:  # estimated_stepping_batches may have needed it already
+            self.reload_train_loader(first=True)
+        limit: int | float = self.overfit_batches or self.limit_val_batches
+        self.attachments.validation_data = EvaluationData()
+        if callable(getattr(self.module, "validation_step", None)):
+            given = find_loaders("validate", self.attachments.validate, self.module, self.datamodule)
+            self.attachments.validation_data = EvaluationData.build(
+                given, self, limit, "limit_val_batches", "val_dataloaders"
+            )
+        elif self.attachments.validate is not None:
+            self.warn_once(f"{type(self.module).__name__} has no validation_step, so val_dataloaders is not used")
+        self.validation_interval(self.fit_loop.data.length if self.fit_loop.data else None)
+
+    def reload_train_loader(self, *, first: bool = False) -> TrainingData:
+        """The training data, asked for again unless ``first`` has it already."""
+        if self.fit_loop.data is None or not first:
+            loader = find_loaders("train", self.attachments.train, self.module, self.datamodule)
+            if loader is None:
+                raise ModelError("fit needs training data: the model's or data module's train_dataloader returned None")
+            if self.overfit_batches:
+                self.limit_train_batches = self.overfit_batches
+            self.fit_loop.data = TrainingData(loader, self)
+            if self.fit_loop.data.length == 0 and self.limit_train_batches != 0:
+                raise ModelError(
+                    "the training loader gives no batch: is the dataset empty, or smaller than one batch under drop_last?"
+                )
+        return self.fit_loop.data
+
+    def configure_optimizers(self) -> tuple[list[Any], list[SchedulerConfig]]:
+        """The model's optimizers and schedulers; called by the strategy when its parameters are in place."""
+        optimizers, configs = configure_optimizers(self.module)
+        if not optimizers:
+            self.warn_once(f"{type(self.module).__name__}.configure_optimizers returned None: nothing is optimized")
+        return optimizers, configs
+
+    def _fit(self) -> None:
+        self.hooks.call("on_fit_start")
+        self._sanity_check()
+        self.state.stage = "train"
+        self.module.train()
+        self.fit_loop.run()
+        self.hooks.call("on_fit_end")
+
+    def _sanity_check(self) -> None:
+        data = self.attachments.validation_data
+        if not data or self.num_sanity_val_steps == 0 or self.fit_loop.total_batches:
+            return
+        steps = self.num_sanity_val_steps
+        lengths = [length if steps == -1 else limit_length(length, steps, "") for length in data.lengths]
+        strategy = self.strategy
+        before = rng.collect(strategy.accelerator, strategy.root_device)
+        self.state.stage = "sanity_check"
+        self.hooks.call("on_sanity_check_start")
+        self.evaluation_loop.run("sanity_check", EvaluationData(data.loaders, lengths))
+        self.hooks.call("on_sanity_check_end")
+        self.state.stage = self.results.stage = "train"
+        rng.restore(before, strategy.accelerator, strategy.root_device)
+
+    def validate_in_fit(self) -> bool:
+        """Validate between two training batches; False if a signal cut it short."""
+        self.state.stage = "validate"
+        hook = self.current_hook
+        try:
+            _, cut = self.evaluation_loop.run("validate", self.attachments.validation_data)
+        finally:
+            self.state.stage = self.results.stage = "train"
+            self.current_hook = hook
+        if self.world_size > 1:
+            self.should_stop = self.strategy.reduce_boolean_decision(self.should_stop, all=False)
+        return not cut
+
+    def validation_interval(self, length: int | None) -> int:
+        """Batches between two validations in the running epoch: 0 for none, -1 for only after the last batch."""
+        if not self.attachments.validation_data:
+            return 0
+        every = self.check_val_every_n_epoch
+        if every is not None and (self.fit_loop.epoch + 1) % every:
+            return 0
+        interval = self.val_check_interval
+        if isinstance(interval, int):
+            if every is not None and length is not None and interval > length:
+                raise ConfigurationError(
+                    f"'val_check_interval' must be at most the {length} training batches of an epoch (got {interval}); "
+                    "to count across epochs, set check_val_every_n_epoch=None"
+                )
+            return interval
+        if length is None:
+            if interval != 1.0:
+                raise ConfigurationError(
+                    f"'val_check_interval' is a share of the epoch ({interval}), but the training loader doesn't know "
+                    "its length: use a number of batches"
+                )
+            return -1
+        return max(1, int(length * interval))
+
+    # -- evaluation ------------------------------------------------------------------------------------------
+
+    def _run_evaluation(self, fn: str) -> Any:
+        given = find_loaders(fn, getattr(self.attachments, fn), self.module, self.datamodule)
+        limit = getattr(self, {"validate": "limit_val_batches"}.get(fn, f"limit_{fn}_batches"))
+        data = EvaluationData.build(given, self, limit, f"limit_{fn}_batches", "dataloaders")
+        self.attachments.evaluation_data = data
+        outputs, cut = self.evaluation_loop.run(fn, data)
+        if cut:
+            raise Interrupted(self.strategy.watch.stop_signal or signal.SIGTERM)
+        if fn != "predict":
+            return self.results.evaluation_results(max(1, len(data.loaders)))
+        if not self.attachments.keep_predictions:
+            return None
+        if self.world_size > 1:
+            everybody = self.strategy.all_gather_object(_to_cpu(outputs))
+            outputs = [sum((part[index] for part in everybody), []) for index in range(len(outputs))]
+        return outputs[0] if len(outputs) == 1 else outputs
+
+    # -- logging ---------------------------------------------------------------------------------------------
+
+    def log_metric(self, name: str, value: Any, *options: Any, **more: Any) -> None:
+        """``Module.log`` ends here."""
+        (prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, add_dataloader_idx, batch_size, rank_zero_only) = (
+            options
+        )
+        self.results.log(
+            name, value, self.current_hook, prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist,
+            add_dataloader_idx, batch_size, more.get("metric_attribute"), rank_zero_only,
+        )  # fmt: skip
+
+    def log_step(self) -> None:
+        """Send the newest step values to the loggers."""
+        metrics = self.results.step_metrics()
+        if metrics and self.is_global_zero:
+            self._send(metrics)
+
+    def log_epoch(self) -> None:
+        """Send the finished values of an epoch to the loggers."""
+        metrics = self.results.epoch_metrics()
+        if metrics and self.is_global_zero:
+            self._send(metrics)
+
+    def _send(self, metrics: dict[str, torch.Tensor]) -> None:
+        numbers = {name: float(value) for name, value in metrics.items()}
+        numbers.setdefault("epoch", self.current_epoch)
+        for logger in self.loggers:
+            logger.log_metrics(numbers, self.global_step)
+
+    def _finalize_loggers(self, status: str) -> None:
+        if self.is_global_zero:
+            for logger in self.loggers:
+                logger.finalize(status)
+
+    def call_epoch_end(self, name: str, before_monitors: Callable[[], None] | None = None) -> None:
+        """Epoch-end hooks: callbacks, the model, then (with all values in) the callbacks that monitor them."""
+        trainer, module = self, self.module
+        monitors = [callback for callback in self.callbacks if getattr(callback, "monitors", False)]
+        watching = {id(callback) for callback in monitors}
+        self.current_hook = name
+        functions = self.hooks.of_callbacks(name)
+        for function in functions:
+            if id(getattr(function, "__self__", None)) not in watching:
+                function(trainer, module)
+        own = self.hooks.of_module(name)
+        if own is not None:
+            own()
+        self.results.finalize_epoch()
+        if before_monitors is not None:
+            before_monitors()
+        for function in functions:
+            if id(getattr(function, "__self__", None)) in watching:
+                function(trainer, module)
+        self.current_hook = None
+
+    # -- checkpoints -----------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        filepath: str | os.PathLike[str],
+        weights_only: bool = False,
+        storage_options: dict[str, Any] | None = None,
+    ) -> None:
+        """Write the run as it is between two batches. Every rank must call.
+
+        Raises:
+            CheckpointError: on every rank, when it could not be written; an older file of that name is intact.
+        """
+        if self.module is None or self.strategy.module is None:
+            raise ModelError("save_checkpoint needs a model: fit, validate, test or predict first")
+        checkpoint = checkpointing.dump_checkpoint(self, weights_only=weights_only)
+        self.strategy.save_checkpoint(checkpoint, os.fspath(filepath), storage_options=storage_options)
+
+    def _save_interrupted(self, fn: str) -> None:
+        if fn == "fit" and not self.fast_dev_run:
+            for callback in self.checkpoint_callbacks:
+                callback.save_interrupted(self)
+
+    # -- endings ---------------------------------------------------------------------------------------------
+
+    def _report(self, error: BaseException) -> BaseException:
+        """Tell the other ranks, then the callbacks; the error to raise."""
+        strategy = self.strategy
+        raised = strategy.explain(error)
+        strategy.watch.report_failure(raised)
+        for callback in self.callbacks:
+            on_exception = getattr(callback, "on_exception", None)
+            if on_exception is None:
+                continue
+            try:
+                on_exception(self, self.module, raised)
+            except Exception:  # the first error is the one to hear of
+                _log.exception("%s.on_exception failed", type(callback).__name__)
+        try:
+            self._finalize_loggers("failed")
+        except Exception:
+            _log.exception("a logger could not be closed")
+        return raised
+
+    def _raise_signal(self, signum: int) -> None:
+        if signum == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise SystemExit(128 + signum)
+
+    def _tear_down_hooks(self, fn: str) -> None:
+        for callback in self.callbacks:
+            if hasattr(callback, "teardown"):
+                callback.teardown(self, self.module, fn)
+        for owner in (self.datamodule, self.module):
+            if hasattr(owner, "teardown"):
+                owner.teardown(fn)
+
+    # -- processes that run elsewhere ------------------------------------------------------------------------
+
+    def _answer(self, result: Any) -> dict[str, Any]:
+        """What a worker sends back to the process that called fit."""
+        return {
+            "result": result,
+            "state_dict": _to_cpu(self.module.state_dict()),
+            "loop": self.fit_loop.state_dict(),
+            "callbacks": checkpointing.callback_states(self),
+            "callback_metrics": {name: value.cpu() for name, value in self.results.callback_metrics.items()},
+            "status": self.state.status,
+        }
+
+    def _absorb(self, answer: dict[str, Any]) -> Any:
+        self.module.load_state_dict(answer["state_dict"])
+        if hasattr(type(self.module), "trainer"):
+            self.module.trainer = self
+        self.strategy.connect(self.module)
+        self.fit_loop.load_state_dict(answer["loop"])
+        checkpointing.load_callback_states(self, answer["callbacks"])
+        self.results.callback_metrics.update(answer["callback_metrics"])
+        self.state.status = answer["status"]
+        return answer["result"]
+
+    # -- messages --------------------------------------------------------------------------------------------
+
+    def print(self, *values: Any, **kwargs: Any) -> None:
+        """``print`` on rank 0, above the progress bar."""
+        if self.is_global_zero:
+            bar = self.progress_bar_callback
+            if bar is not None and hasattr(bar, "print"):
+                bar.print(*values, **kwargs)
+            else:
+                print(*values, **kwargs)
+
+    def warn_once(self, message: str) -> None:
+        """A warning on rank 0, the first time it is given."""
+        if message not in self._said and self.is_global_zero:
+            self._said.add(message)
+            warnings.warn(message, UserWarning, stacklevel=2)
+
+
+def _run_in_worker(trainer: Trainer, fn: str, ckpt_path: Any) -> dict[str, Any]:
+    return trainer._answer(trainer._run(fn, ckpt_path))
+
+
+def _check_model(model: Any) -> Any:
+    if not isinstance(model, torch.nn.Module):
+        raise ModelError(f"'model' must be a torch.nn.Module (got {model!r})")
+    return model
+
+
+def _to_cpu(value: Any) -> Any:
+    from torchhal.accelerators.transfer import move_to_device
+
+    return move_to_device(value, torch.device("cpu"))
+
+
+def find_source(model: Any, datamodule: Any, stage: str, given: Any) -> Any:
+    """Whoever would give the loaders of ``stage``, without asking for them yet."""
+    from torchhal.trainer.data import LOADER_HOOKS
+
+    if given is not None:
+        return given
+    for owner in (datamodule, model):
+        if callable(getattr(owner, LOADER_HOOKS[stage], None)):
+            return owner
+    return None
+
+
+__all__ = ["Trainer", "TorchhalError", "WrappedOptimizer", "loader_length"]
