@@ -50,7 +50,8 @@ def site(wheels: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def python(*arguments: str, path: Path | str, **environ: str) -> subprocess.CompletedProcess[str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith("TORCHHAL_")}
-    environment = {**clean, "PYTHONPATH": str(path), **environ}
+    folders = [str(path), os.environ.get("PYTHONPATH", "")]
+    environment = {**clean, "PYTHONPATH": os.pathsep.join(filter(None, folders)), **environ}
     return subprocess.run(
         [sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=120, check=False
     )

@@ -45,11 +45,16 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sys.modules.pop("loud_manifest", None)
 
 
-def torchhal_command(*arguments: str, path: Path | None = None, **environ: str) -> subprocess.CompletedProcess[str]:
+def environment(path: Path | None, **environ: str) -> dict[str, str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith("TORCHHAL_")}
+    folders = [str(path or ""), os.environ.get("PYTHONPATH", "")]
+    return {**clean, "PYTHONPATH": os.pathsep.join(filter(None, folders)), **environ}
+
+
+def torchhal_command(*arguments: str, path: Path | None = None, **environ: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "torchhal.cli", *arguments],
-        env={**clean, **({"PYTHONPATH": str(path)} if path else {}), **environ},
+        env=environment(path, **environ),
         capture_output=True,
         text=True,
         timeout=120,
@@ -124,7 +129,7 @@ def test_plugins_does_not_import_torch(site: Path) -> None:
     program = "import sys; from torchhal.cli import main; main(['plugins']); print('torch' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", program],
-        env={**os.environ, "PYTHONPATH": str(site)},
+        env=environment(site),
         capture_output=True,
         text=True,
         check=True,

@@ -30,6 +30,10 @@ class Open(Accelerator):
         self.options = options
 
 
+class Opaque(Open):
+    __signature__ = "none that can be read"
+
+
 class Picky(Accelerator):
     def __init__(self) -> None:
         raise TypeError("from inside")
@@ -147,6 +151,12 @@ def test_a_wrong_default_of_the_record() -> None:
 
 def test_any_argument_where_the_constructor_takes_any() -> None:
     assert entry("Open", defaults={"a": 1}).create(b=2).options == {"a": 1, "b": 2}
+
+
+def test_a_constructor_without_a_signature() -> None:
+    lanes = [1]
+    made = entry("Opaque", defaults={"lanes": lanes}).create(clock=2)
+    assert made.options == {"lanes": [1], "clock": 2} and made.options["lanes"] is not lanes
 
 
 def test_an_error_inside_the_constructor_is_left_alone() -> None:

@@ -134,10 +134,15 @@ def test_strict_mode_raises(plugin: dict[str, Any], error: type[Exception], word
         assert site.records(TORCHHAL_STRICT_PLUGINS=value)
     registry = site.registry(TORCHHAL_STRICT_PLUGINS="1")
     assert registry.find("accelerator", "cpu")
-    for ask in (registry.plugins, lambda: registry.find("accelerator", "x"), lambda: registry.entries("strategy")):
+    for ask in (
+        *[registry.plugins] * 10,
+        lambda: registry.find("accelerator", "x"),
+        lambda: registry.entries("strategy"),
+    ):
         with pytest.raises(error, match=words) as caught:
             ask()
         assert caught.type is error
+        assert len(caught.traceback) < 10  # an error that is kept doesn't collect where it was raised before
     if words == "libx":
         assert isinstance(caught.value.__cause__, OSError)
         assert caught.value.__cause__.__traceback__ is not None
@@ -220,6 +225,19 @@ def test_a_plugin_installed_meanwhile(site: Any) -> None:
     assert registry.find("accelerator", "board")
 
 
+def test_refresh_makes_python_look_at_its_folders_again(site: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Finder:
+        asked = 0
+
+        @classmethod
+        def invalidate_caches(cls) -> None:
+            cls.asked += 1
+
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder])
+    site.registry().refresh()
+    assert Finder.asked == 1
+
+
 def test_scans_leave_nothing_behind(site: Any) -> None:
     for name in ("acme", "beta"):
         site.add(name, site.accelerator(f"{name}_board"))
@@ -227,7 +245,7 @@ def test_scans_leave_nothing_behind(site: Any) -> None:
     registry = site.registry()
 
     def left() -> tuple[int, int, int]:
-        return len(os.listdir("/proc/self/fd")), threading.active_count(), len(sys.modules)
+        return len(os.listdir("/dev/fd")), threading.active_count(), len(sys.modules)
 
     registry.plugins()
     before = left()

@@ -132,6 +132,7 @@ def test_isolated_registry_restores_the_one_before() -> None:
     assert "board" not in registry.aliases("accelerator")
 
 
+@pytest.mark.filterwarnings("error")
 def test_isolated_registry_does_not_see_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHHAL_PLUGINS", "no-such-plugin")
     with isolated_registry() as fresh:
