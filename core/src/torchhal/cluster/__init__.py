@@ -1,5 +1,7 @@
 """Cluster environments: who started the processes and where they meet."""
 
 from torchhal.cluster.base import ClusterEnvironment
+from torchhal.cluster.local import LocalEnvironment
+from torchhal.cluster.torchelastic import TorchElasticEnvironment
 
-__all__ = ["ClusterEnvironment"]
+__all__ = ["ClusterEnvironment", "LocalEnvironment", "TorchElasticEnvironment"]

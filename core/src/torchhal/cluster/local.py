@@ -1,0 +1,140 @@
+"""This machine, or several started by hand: the environment in which torchhal starts the processes itself."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, ClassVar
+
+from torchhal.cluster.base import ClusterEnvironment
+from torchhal.cluster.variables import read_address, read_int, read_port
+from torchhal.errors import ConfigurationError
+from torchhal.launchers.process import launched_by
+
+_BY_HAND = ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+_SOMEBODY_ELSES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")
+
+
+class LocalEnvironment(ClusterEnvironment):
+    """Processes that torchhal starts.
+
+    Three places where it stands, told apart when a value is asked for:
+
+    * in a process that a torchhal launcher started: the launcher's variables, known by TORCHHAL_LAUNCH_ID;
+    * in the process that launches and is local rank 0 itself: what :meth:`configure` said, from
+      :meth:`set_rendezvous` on;
+    * before a launch: rank 0 of 1.
+
+    Several nodes by hand: start the script on each with NODE_RANK, MASTER_ADDR and MASTER_PORT set, and say
+    ``num_nodes``. Other variables (RANK, WORLD_SIZE) that lie around in a shell mean nothing here.
+    """
+
+    name: ClassVar[str] = "local"
+    priority: ClassVar[int] = 0
+
+    def __init__(self) -> None:
+        self._num_nodes = 1
+        self._local_world_size = 1
+        self._rendezvous: tuple[str, int] | None = None
+
+    @classmethod
+    def detect(cls) -> bool:
+        if launched_by() is not None:
+            return True
+        # With RANK or WORLD_SIZE beside them they are somebody else's complete set (env://, a cloud's).
+        return all(os.environ.get(name) for name in _BY_HAND) and not any(os.environ.get(n) for n in _SOMEBODY_ELSES)
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return False
+
+    def configure(self, num_nodes: int, local_world_size: int) -> None:
+        """Say what the strategy was asked for, before the launch. The same on every node.
+
+        Raises:
+            ConfigurationError: in a process that was launched with other numbers, showing both; or for several
+                nodes without NODE_RANK, MASTER_ADDR, MASTER_PORT.
+        """
+        for name, value in (("num_nodes", num_nodes), ("local_world_size", local_world_size)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigurationError(f"'{name}' must be an int of at least 1 (got {value!r})")
+        self.validate_settings(num_devices=local_world_size, num_nodes=num_nodes)
+        self._num_nodes = num_nodes
+        self._local_world_size = local_world_size
+        if num_nodes > 1:
+            self._by_hand_node_rank()
+            read_address("MASTER_ADDR")
+            read_port("MASTER_PORT")
+
+    def set_rendezvous(self, address: str, port: int) -> None:
+        """Called by the launcher in its own process when that is a rank: from now on the job exists."""
+        self._rendezvous = (address, port)
+
+    def world_size(self) -> int:
+        if self._launched():
+            return read_int("WORLD_SIZE", 1)
+        # On several nodes the other processes exist, launched here or not; on one node there is nobody else yet.
+        if self._rendezvous is not None or self._num_nodes > 1:
+            return self._num_nodes * self._local_world_size
+        return 1
+
+    def global_rank(self) -> int:
+        if self._launched():
+            return read_int("RANK", 0)
+        return self.node_rank() * self._local_world_size
+
+    def local_rank(self) -> int:
+        return read_int("LOCAL_RANK", 0) if self._launched() else 0
+
+    def node_rank(self) -> int:
+        if self._launched():
+            return read_int("NODE_RANK", 0)
+        return self._by_hand_node_rank() if self._num_nodes > 1 else 0
+
+    def local_world_size(self) -> int:
+        if self._launched():
+            return read_int("LOCAL_WORLD_SIZE", 1)
+        return self._local_world_size if self.world_size() > 1 else 1
+
+    @property
+    def main_address(self) -> str:
+        if self._launched():
+            return read_address("MASTER_ADDR")
+        if self._rendezvous is not None:
+            return self._rendezvous[0]
+        return read_address("MASTER_ADDR") if self._num_nodes > 1 else "127.0.0.1"
+
+    @property
+    def main_port(self) -> int:
+        if self._launched() or (self._rendezvous is None and self._num_nodes > 1):
+            return read_port("MASTER_PORT")
+        if self._rendezvous is None:
+            # Nobody has to find this process yet; a port nobody listens on would only look like an answer.
+            raise ConfigurationError("'main_port' is known after the launch: the system chooses a free one")
+        return self._rendezvous[1]
+
+    def validate_settings(self, *, num_devices: int, num_nodes: int) -> None:
+        if not self._launched():
+            return
+        local, world = read_int("LOCAL_WORLD_SIZE", 1), read_int("WORLD_SIZE", 1)
+        if local != num_devices or world != num_devices * num_nodes:
+            raise ConfigurationError(
+                f"this process was launched as one of {local} on its node and {world} in all, but {num_devices} "
+                f"device(s) on {num_nodes} node(s) are asked for ({num_devices * num_nodes} processes). Every process "
+                "must ask for the same number; a job keeps the number of processes it was launched with."
+            )
+
+    def teardown(self) -> None:
+        self._rendezvous = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Where this object stands is this process's affair: a copy elsewhere reads its own variables.
+        return {**self.__dict__, "_rendezvous": None}
+
+    def _launched(self) -> bool:
+        return launched_by() is not None
+
+    def _by_hand_node_rank(self) -> int:
+        node_rank = read_int("NODE_RANK", 0, hint="with 'num_nodes' above 1 start the script on every node with it set")
+        if node_rank >= self._num_nodes:
+            raise ConfigurationError(f"NODE_RANK must be below 'num_nodes' ({self._num_nodes}) (got {node_rank})")
+        return node_rank

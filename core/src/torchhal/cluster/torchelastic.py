@@ -1,0 +1,70 @@
+"""torchrun (torch's elastic launcher): the processes exist, and their variables say everything."""
+
+from __future__ import annotations
+
+import os
+from typing import ClassVar
+
+from torchhal.cluster.base import ClusterEnvironment
+from torchhal.cluster.variables import read_address, read_int, read_port
+from torchhal.errors import ConfigurationError
+
+
+class TorchElasticEnvironment(ClusterEnvironment):
+    """A process started by ``torchrun`` or ``python -m torch.distributed.run``.
+
+    Nodes may differ in size, so every number is taken as torchrun gives it and none is computed from another.
+    """
+
+    name: ClassVar[str] = "torchelastic"
+    priority: ClassVar[int] = 80
+
+    @classmethod
+    def detect(cls) -> bool:
+        return bool(os.environ.get("TORCHELASTIC_RUN_ID"))
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    def world_size(self) -> int:
+        return read_int("WORLD_SIZE", 1)
+
+    def global_rank(self) -> int:
+        return read_int("RANK", 0)
+
+    def local_rank(self) -> int:
+        return read_int("LOCAL_RANK", 0)
+
+    def node_rank(self) -> int:
+        return read_int("GROUP_RANK", 0)
+
+    def local_world_size(self) -> int:
+        return read_int("LOCAL_WORLD_SIZE", 1)
+
+    @property
+    def main_address(self) -> str:
+        return read_address("MASTER_ADDR")
+
+    @property
+    def main_port(self) -> int:
+        return read_port("MASTER_PORT")
+
+    def validate_settings(self, *, num_devices: int, num_nodes: int) -> None:
+        local, nodes, world = self.local_world_size(), read_int("GROUP_WORLD_SIZE", 1), self.world_size()
+        rank, local_rank = self.global_rank(), self.local_rank()
+        if rank >= world or local_rank >= local:
+            raise ConfigurationError(
+                f"torchrun's variables contradict each other: RANK={rank} of WORLD_SIZE={world}, "
+                f"LOCAL_RANK={local_rank} of LOCAL_WORLD_SIZE={local}"
+            )
+        if local != num_devices:
+            raise ConfigurationError(
+                f"torchrun started {local} process(es) on this node (--nproc-per-node), but {num_devices} device(s) "
+                "are asked for: make both the same, or say devices='auto'"
+            )
+        if nodes != num_nodes:
+            raise ConfigurationError(
+                f"torchrun started {nodes} node(s) (--nnodes), but {num_nodes} node(s) are asked for (num_nodes): "
+                "make both the same"
+            )

@@ -1,0 +1,21 @@
+"""The processes exist already: torchrun, a scheduler, or a single process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from torchhal.launchers.base import Launcher
+
+
+class ExternalLauncher(Launcher):
+    """Starts nothing: the function runs in this process, which somebody else started as a rank."""
+
+    name: ClassVar[str] = "none"
+    interactive: ClassVar[bool] = True
+
+    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return "ExternalLauncher()"

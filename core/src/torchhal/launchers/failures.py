@@ -1,0 +1,222 @@
+"""Failures of ranks as data: what travels between processes, and what the user sees of it. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import runpy
+import sys
+import traceback as _traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from types import TracebackType
+
+from torchhal.errors import RankFailedError, TorchhalError
+from torchhal.launchers.process import REPORT_FD, exit_status, write_stderr
+
+_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+
+MAX_TEXT = 20_000
+"""Longest traceback that travels: as JSON it must fit a pipe's 64 KiB, and nobody reads more."""
+
+STILL_HERE = "is still here"
+"""How the message of a rank begins that hung after another had failed."""
+
+# What process groups, stores and sockets say when a peer is gone. Kept generic: every backend words it its way.
+_CLOSED = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted)|closed by peer|broken pipe|enforce(notmet| fail)|connectfullmesh"
+    r"|remote process exited|communicator (was )?(aborted|failed)|failed to (recv|send)|recvvalue failed"
+    r"|remote (peer|rank).*(exited|gone)|process group.*(aborted|destroyed)",
+    re.IGNORECASE,
+)
+_TIMEOUT = re.compile(
+    r"timed out waiting \d+ ?ms|wait timeout|socket timeout|(collective|watchdog|barrier|store|operation|socket)"
+    r".{0,80}(timed out|timeout)|failed to pass monitoredbarrier",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a rank failed. ``secondary``: it only stopped because another had failed before."""
+
+    rank: int
+    message: str
+    traceback: str = ""
+    printed: bool = False
+    secondary: bool = False
+    exit_code: int | None = None
+    """What ``sys.exit`` was called with, as a process status."""
+    signal: int = 0
+    """The signal that ended the process."""
+    transport: bool = False
+    """A peer was gone or silent: a consequence."""
+
+    def to_json(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Failure:
+        return cls(**json.loads(data))
+
+    @classmethod
+    def from_exception(cls, rank: int, error: BaseException, *, printed: bool = False) -> Failure:
+        text = "".join(_traceback.format_exception(type(error), error, user_frames(error.__traceback__)))
+        return cls(
+            rank=rank,
+            message=summary(error),
+            traceback=text[-MAX_TEXT:],
+            printed=printed or was_printed(error),
+            secondary=isinstance(error, RankFailedError),
+            exit_code=_exit_code(error),
+            transport=is_transport_error(error),
+        )
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the process ended because a signal asked it to."""
+        return self.signal in (2, 15) or (self.exit_code is not None and self.exit_code > 128)
+
+    @property
+    def weight(self) -> int:
+        """Of several failures the one with the lowest weight is the cause; of equals the first."""
+        if self.secondary:
+            return 4
+        if self.transport:
+            return 3
+        return 2 if self.stopped else 1
+
+    def text(self) -> str:
+        """The message and, below it, the rank's own traceback."""
+        head = f"rank {self.rank} {self.message}"
+        return f"{head}\n\n{self.traceback.rstrip()}\n" if self.traceback else head
+
+    def error(self) -> RankFailedError:
+        """The error for the other ranks and for the launching process."""
+        error = RankFailedError(self.text(), rank=self.rank, traceback=self.traceback)
+        if self.printed:
+            mark_printed(error)
+        return error
+
+
+def summary(error: BaseException) -> str:
+    """One line that follows "rank 1 "."""
+    if isinstance(error, SystemExit):
+        return f"called sys.exit({'' if error.code is None else repr(error.code)})"
+    if isinstance(error, KeyboardInterrupt):
+        return "was interrupted (KeyboardInterrupt)"
+    text = str(error).strip().splitlines()
+    return f"failed: {type(error).__name__}{': ' + text[0] if text else ''}"
+
+
+def user_frames(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback without the frames that lead from a process's start to the user's code."""
+    first = trace
+    while first is not None:
+        name = first.tb_frame.f_code.co_filename
+        if not (name.startswith(_HERE) or name in ("<frozen runpy>", runpy.__file__)):
+            return first
+        first = first.tb_next
+    return trace
+
+
+def _exit_code(error: BaseException) -> int | None:
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    return exit_status(error.code) if isinstance(error, SystemExit) else None
+
+
+def is_timeout(error: BaseException) -> bool:
+    """Whether ``error`` is a process group's or a store's time-out."""
+    return _is_runtime(error) and _TIMEOUT.search(str(error)) is not None
+
+
+def is_transport_error(error: BaseException) -> bool:
+    """Whether ``error`` says that a peer is gone or silent: a consequence, whose cause is on another rank."""
+    return _is_runtime(error) and (_CLOSED.search(str(error)) is not None or is_timeout(error))
+
+
+def _is_runtime(error: BaseException) -> bool:
+    # torch's distributed errors are all RuntimeErrors; a user's ConnectionError from a data source is not, and a
+    # loader's time-out is a RuntimeError that has nothing to do with ranks.
+    if isinstance(error, TorchhalError) or not isinstance(error, RuntimeError):
+        return False
+    return not str(error).startswith("DataLoader")
+
+
+def mark_printed(error: BaseException) -> None:
+    """Note that the user has seen the traceback of ``error``."""
+    try:
+        error._torchhal_printed = True  # type: ignore[attr-defined]
+    except AttributeError:  # slots
+        pass
+
+
+def was_printed(error: BaseException) -> bool:
+    """Whether :func:`mark_printed` was called for ``error``."""
+    return bool(getattr(error, "_torchhal_printed", False))
+
+
+def print_failure(failure: Failure) -> None:
+    """The failing rank's report on stderr."""
+    write_stderr(f"torchhal: {failure.text().rstrip()}\n")
+
+
+def install_excepthook() -> None:
+    """Print each rank's failure once: not on every rank, and not below the peer errors it caused. Idempotent."""
+    previous = sys.excepthook
+    if getattr(previous, "_torchhal", False):
+        return
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, RankFailedError):
+            if was_printed(error):
+                write_stderr(f"torchhal: stopped because rank {error.rank} failed (see above).\n")
+            else:
+                write_stderr(f"torchhal: {str(error).rstrip()}\n")
+        elif not was_printed(error):
+            previous(kind, error, trace)
+
+    hook._torchhal = True  # type: ignore[attr-defined]
+    sys.excepthook = hook
+
+
+supervised = False
+"""Set in workers whose launching process is no rank: it tells the user what failed, and they are quiet."""
+
+sender: Callable[[Failure], None] | None = None
+"""How this process tells its launching process of a failure, where that is not through a pipe's descriptor."""
+
+_reported = False
+
+
+def send_report(failure: Failure) -> None:
+    """Tell the launching process why this one ends, the first time this is called; nothing where nobody listens."""
+    global _reported
+    if _reported:
+        return
+    _reported = True
+    descriptor = os.environ.get(REPORT_FD, "")
+    try:
+        if sender is not None:
+            sender(failure)
+        elif descriptor.isdigit():
+            os.write(int(descriptor), failure.to_json())
+    except OSError:
+        pass
+
+
+def read_report(descriptor: int) -> Failure | None:
+    """What :func:`send_report` wrote on the other end, once that process has ended. Never waits."""
+    data = b""
+    try:
+        os.set_blocking(descriptor, False)
+        while chunk := os.read(descriptor, 65536):
+            data += chunk
+    except OSError:  # a process that the child started may hold the pipe open
+        pass
+    try:
+        return Failure.from_json(data) if data else None
+    except (ValueError, TypeError):  # killed while writing
+        return None

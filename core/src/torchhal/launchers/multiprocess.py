@@ -1,0 +1,356 @@
+"""The launcher for functions: workers by spawn, fork or forkserver run it as ranks, the caller supervises."""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import multiprocessing.process
+import os
+import pickle
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from types import FrameType, TracebackType
+from typing import Any, ClassVar
+
+import torch
+
+from torchhal.cluster.base import ClusterEnvironment
+from torchhal.errors import ConfigurationError, LaunchError
+from torchhal.launchers import failures, process, rendezvous
+from torchhal.launchers.base import Launcher
+from torchhal.launchers.failures import STILL_HERE, Failure
+from torchhal.launchers.payload import NamelessFile, collect_settings, pack_function
+from torchhal.launchers.worker import Assignment, run
+
+START_METHODS = ("spawn", "fork", "forkserver")
+GRACE = 5.0
+KILL_AFTER = 3.0
+
+
+class MultiprocessingLauncher(Launcher):
+    """Starts worker processes that run the function as ranks; the caller waits for them and is no rank.
+
+    Rank 0's result comes back as a copy; what the workers changed in their copies of the arguments does not. With
+    ``"spawn"`` and ``"forkserver"`` the function and its arguments travel by pickle, and so do this process's random
+    states, default dtype, determinism, matmul precision and thread count. With ``"fork"`` the workers inherit
+    everything; the caller sees to it that no device is initialised.
+
+    SIGINT and SIGTERM to this process are passed on to the workers, as SIGTERM, and they get ``stop_timeout`` seconds
+    to save; then KeyboardInterrupt or ``SystemExit(128 + signal)`` is raised here.
+
+    Args:
+        environment: tells the node's rank and, on several nodes, where to meet.
+        num_processes: workers on this node.
+        num_nodes: nodes, each with ``num_processes``.
+        start_method: ``"spawn"``, ``"fork"`` or ``"forkserver"``.
+        stop_timeout: seconds between a signal and the workers' forced end.
+    """
+
+    interactive: ClassVar[bool] = True
+    returns_to_caller: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        environment: ClusterEnvironment,
+        num_processes: int,
+        num_nodes: int = 1,
+        *,
+        start_method: str = "spawn",
+        stop_timeout: float = 60.0,
+    ) -> None:
+        if start_method not in START_METHODS:
+            raise ConfigurationError(
+                f"'start_method' must be one of {', '.join(map(repr, START_METHODS))} (got {start_method!r})"
+            )
+        if start_method not in multiprocessing.get_all_start_methods():
+            raise ConfigurationError(f"'start_method' {start_method!r} does not exist on this system: use 'spawn'")
+        self.environment = environment
+        self.num_processes = num_processes
+        self.num_nodes = num_nodes
+        self.start_method = start_method
+        self.stop_timeout = stop_timeout
+        self.name = start_method  # type: ignore[misc]  # one class, three names
+
+    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if getattr(multiprocessing.process.current_process(), "_inheriting", False):
+            raise LaunchError(
+                "a worker imports the main script again before it starts, and got here: put what the script does under "
+                "'if __name__ == \"__main__\":'"
+            )
+        payload = None if self.start_method == "fork" else pack_function(function, args, kwargs)
+        result = NamelessFile()
+        try:
+            crew = _Crew(self, payload, result, (function, args, kwargs))
+            with _Signals() as signals:
+                try:
+                    crew.start()
+                    crew.supervise(signals)
+                finally:
+                    crew.end()
+            crew.raise_outcome(signals)
+            if self._node_rank() != 0:
+                return None
+            return result.read(map_location="cpu")
+        finally:
+            result.close()
+            if payload is not None:
+                payload.close()
+
+    def _node_rank(self) -> int:
+        return self.environment.node_rank() if self.num_nodes > 1 else 0
+
+    def __repr__(self) -> str:
+        return (
+            f"MultiprocessingLauncher(num_processes={self.num_processes}, num_nodes={self.num_nodes}, "
+            f"start_method={self.start_method!r})"
+        )
+
+
+class _Signals:
+    """While entered, SIGINT and SIGTERM are noted; only in the main thread, where they arrive."""
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> _Signals:
+        if threading.current_thread() is threading.main_thread():
+            for signum in (signal.SIGINT, signal.SIGTERM):
+                previous = signal.getsignal(signum)
+                if previous is None or (signum == signal.SIGINT and previous is signal.SIG_IGN):
+                    continue
+                self._previous[signum] = previous
+                signal.signal(signum, self._note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for signum, previous in self._previous.items():
+            signal.signal(signum, previous)
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        self.received.append(signum)
+
+
+class _Worker:
+    def __init__(self, rank: int, worker: Any, connection: Connection) -> None:
+        self.rank = rank
+        self.process = worker
+        self.connection = connection
+        self.ready = False
+        self.done = False
+        self.ended = False
+        self.failure: Failure | None = None
+        self.error: bytes | None = None
+
+
+class _Crew:
+    """The workers of one launch."""
+
+    def __init__(
+        self,
+        launcher: MultiprocessingLauncher,
+        payload: NamelessFile | None,
+        result: NamelessFile,
+        call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]],
+    ) -> None:
+        self._launcher, self._payload, self._result, self._call = launcher, payload, result, call
+        self._workers: list[_Worker] = []
+        self._served: tuple[str, int] | None = None
+        self._problem: LaunchError | None = None
+        self._failures: list[tuple[Failure, bytes | None]] = []
+        self._end_at: float | None = None  # when who is left gets SIGTERM
+        self._terminated_at: float | None = None
+
+    def start(self) -> None:
+        launcher = self._launcher
+        local, nodes, method = launcher.num_processes, launcher.num_nodes, launcher.start_method
+        node_rank = launcher._node_rank()
+        address = launcher.environment.main_address if nodes > 1 else "127.0.0.1"
+        context: Any = multiprocessing.get_context(method)
+        launch_id = uuid.uuid4().hex
+        share = process.threads_per_process(local)
+        threads = min(torch.get_num_threads(), share or torch.get_num_threads())
+        pipes = [context.Pipe() for _ in range(local)]
+        ends = [end for pair in pipes for end in pair]
+        settings = None if method == "fork" else collect_settings()
+        for local_rank, (mine, theirs) in enumerate(pipes):
+            rank = node_rank * local + local_rank
+            variables = process.rank_variables(
+                launch_id=launch_id,
+                kind=launcher.name,
+                rank=rank,
+                local_rank=local_rank,
+                node_rank=node_rank,
+                world_size=local * nodes,
+                local_world_size=local,
+                address=address,
+                port=0,
+                threads=share,
+            )
+            assignment = Assignment(
+                rank=rank,
+                is_result_rank=rank == 0,
+                variables=variables,
+                start_method=method,
+                supervisor_pid=os.getpid(),
+                supervisor_is_main=threading.current_thread() is threading.main_thread(),
+                settings=settings,
+                threads=threads,
+                payload=self._payload,
+                result=self._result,
+                call=self._call if method == "fork" else None,
+                others=[end for end in ends if end is not theirs] if method == "fork" else [],
+            )
+            worker = context.Process(target=run, args=(assignment, theirs), name=f"torchhal-rank-{rank}")
+            try:
+                worker.start()
+            except OSError as error:
+                raise LaunchError(f"worker {local_rank + 1} of {local} could not be started: {error}") from error
+            self._workers.append(_Worker(rank, worker, mine))
+        for _, theirs in pipes:
+            theirs.close()
+        # Served only now: a fork must not inherit the server's thread in whatever state it is.
+        port = launcher.environment.main_port if nodes > 1 else 0
+        if node_rank == 0:
+            port = rendezvous.host(address, port)
+            self._served = (address, port)
+        for one in self._workers:
+            try:
+                one.connection.send(port)
+            except OSError:  # it has ended already, which supervise() notices
+                pass
+
+    def supervise(self, signals: _Signals) -> None:
+        """Return when all workers have ended, well or not."""
+        passed_on = 0
+        pass_on_at: float | None = None
+        while not all(worker.ended for worker in self._workers):
+            listening: list[Any] = [worker.connection for worker in self._workers if not worker.ended]
+            multiprocessing.connection.wait(listening, timeout=0.1)
+            for worker in self._workers:
+                self._read(worker)
+            now = time.monotonic()
+            if len(signals.received) > passed_on:
+                # A terminal's Ctrl-C has reached the workers too, and a second one means "at once" to them.
+                first = passed_on == 0
+                pass_on_at = now + (1.0 if signals.received[-1] == signal.SIGINT and first else 0.0)
+                self._end_soon(self._launcher.stop_timeout if first else 0.0)
+                passed_on = len(signals.received)
+            if pass_on_at is not None and now >= pass_on_at:
+                pass_on_at = None
+                self._signal(signal.SIGTERM)
+            if self._end_at is not None and now > self._end_at and self._terminated_at is None:
+                self._terminated_at = now
+                self._signal(signal.SIGTERM)
+            if self._terminated_at is not None and now > self._terminated_at + KILL_AFTER:
+                self._signal(signal.SIGKILL)
+
+    def end(self) -> None:
+        """Nobody stays behind, whatever ended the supervision."""
+        for worker in self._workers:
+            if worker.process.is_alive():
+                worker.process.kill()
+            worker.process.join()
+            worker.connection.close()
+            worker.process.close()
+        if self._served is not None:
+            rendezvous.unhost(*self._served)
+
+    def raise_outcome(self, signals: _Signals) -> None:
+        """Raise what the caller has to know; return when the function has run on all ranks."""
+        if self._problem is not None:
+            raise self._problem
+        codes = {failure.exit_code for failure, _ in self._failures}
+        if signals.received and all(failure.stopped for failure, _ in self._failures):
+            if signals.received[0] == signal.SIGINT:
+                raise KeyboardInterrupt
+            raise SystemExit(128 + signals.received[0])
+        if not self._failures:
+            return
+        if len(codes) == 1 and len(self._failures) == len(self._workers) and None not in codes:
+            raise SystemExit(codes.pop())  # every rank has called sys.exit with it: it speaks for the job
+        failure, data = min(self._failures, key=lambda pair: pair[0].weight)
+        failures.install_excepthook()
+        error = failure.error()
+        for other, _ in self._failures:
+            if other is not failure and other.secondary and other.message.startswith(STILL_HERE):
+                error.args = (f"{error.args[0]}\n{other.text()}",)
+        error.__cause__ = _unpickled(data)
+        raise error
+
+    def _read(self, worker: _Worker) -> None:
+        if worker.ended:
+            return
+        alive = worker.process.is_alive()  # asked first: what it wrote before it ended is in the pipe then
+        try:
+            while worker.connection.poll():
+                self._take(worker, worker.connection.recv())
+        except (EOFError, OSError):
+            pass
+        if alive:
+            return
+        worker.ended = True
+        code = worker.process.exitcode
+        if worker.done or worker.failure is not None or self._problem is not None:
+            return
+        if not worker.ready and self._terminated_at is None:
+            self._problem = LaunchError(
+                f"the worker for rank {worker.rank} {process.describe_exit(code)} before it could begin; its own "
+                "message stands above. Does the script start its work only under 'if __name__ == \"__main__\":'?"
+            )
+            self._end_soon(0.0)
+        elif self._terminated_at is None:
+            self._failed(worker, Failure(worker.rank, process.describe_exit(code), signal=-min(code, 0)), None)
+
+    def _take(self, worker: _Worker, message: tuple[Any, ...]) -> None:
+        kind = message[0]
+        if kind == "ready":
+            worker.ready = True
+        elif kind == "done":
+            worker.done = True
+        elif kind == "failed":
+            if worker.failure is None:
+                self._failed(worker, Failure.from_json(message[1]), message[2])
+        elif kind == "unreadable":
+            self._problem = LaunchError(
+                f"the function or its arguments can't be loaded in a worker ({message[1]}): define their classes at "
+                "the top level of an importable module, or use strategy='ddp_fork' or 'ddp_notebook'"
+            )
+            self._end_soon(0.0)
+        elif kind == "unsendable":
+            self._problem = LaunchError(
+                f"the function has run, but its result can't be sent back from rank {worker.rank} ({message[1]}): "
+                "return numbers, strings, tensors and containers of them"
+            )
+            self._end_soon(0.0)
+
+    def _failed(self, worker: _Worker, failure: Failure, error: bytes | None) -> None:
+        worker.failure = failure
+        self._failures.append((failure, error))
+        # One that stops on a signal is followed by the others, which may still be saving.
+        self._end_soon(self._launcher.stop_timeout if failure.stopped else GRACE)
+
+    def _end_soon(self, seconds: float) -> None:
+        at = time.monotonic() + seconds
+        self._end_at = at if self._end_at is None else min(self._end_at, at)
+
+    def _signal(self, signum: int) -> None:
+        for worker in self._workers:
+            if not worker.ended and worker.process.pid is not None and worker.process.is_alive():
+                os.kill(worker.process.pid, signum)
+
+
+def _unpickled(data: bytes | None) -> BaseException | None:
+    if data is None:
+        return None
+    try:
+        error = pickle.loads(data)
+    except Exception:
+        return None
+    return error if isinstance(error, BaseException) else None

@@ -1,0 +1,202 @@
+"""What the launchers know about processes: variables, signals, leaving for good. Imports no torch.
+
+A child's entry point imports this before the user's script runs, and a script may still want to set variables
+that torch reads when it is imported.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Mapping, MutableMapping
+
+LAUNCH_ID = "TORCHHAL_LAUNCH_ID"
+"""Set in every process that a torchhal launcher starts, and nowhere else: RANK and its like may be left over in a
+shell, this can't be."""
+
+LAUNCH_KIND = "TORCHHAL_LAUNCH_KIND"
+"""The launcher's name, beside :data:`LAUNCH_ID`."""
+
+PARENT_PID = "TORCHHAL_PARENT_PID"
+"""The process whose end means the end of this one."""
+
+PARENT_IS_MAIN = "TORCHHAL_PARENT_IS_MAIN"
+"""``"1"`` when the parent's main thread started this process."""
+
+REPORT_FD = "TORCHHAL_REPORT_FD"
+"""File descriptor on which a child tells its parent why it failed."""
+
+_EXTERNAL = ("TORCHELASTIC_", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME")
+"""An outer torchrun's own variables: in a process that *we* start they would say something wrong."""
+
+_exit_hooks: list[Callable[[], None]] = []
+
+
+def rank_variables(
+    *,
+    launch_id: str,
+    kind: str,
+    rank: int,
+    local_rank: int,
+    node_rank: int,
+    world_size: int,
+    local_world_size: int,
+    address: str,
+    port: int,
+    threads: int | None = None,
+) -> dict[str, str]:
+    """The variables of one started process."""
+    variables = {
+        LAUNCH_ID: launch_id,
+        LAUNCH_KIND: kind,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local_rank),
+        "NODE_RANK": str(node_rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(local_world_size),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+    }
+    if threads is not None:
+        variables["OMP_NUM_THREADS"] = str(threads)
+    return variables
+
+
+def without_external(environ: MutableMapping[str, str]) -> None:
+    """Drop what an outer launcher said about the process that starts ours."""
+    for name in [name for name in environ if name.startswith(_EXTERNAL)]:
+        del environ[name]
+
+
+def launched_by(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Name of the torchhal launcher that started this process; None if none did."""
+    if not environ.get(LAUNCH_ID):
+        return None
+    return environ.get(LAUNCH_KIND, "")
+
+
+def threads_per_process(num_processes: int) -> int | None:
+    """The CPU threads each of ``num_processes`` should use; None when the user decided (OMP_NUM_THREADS)."""
+    if os.environ.get("OMP_NUM_THREADS"):
+        return None
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except AttributeError:  # macOS has no affinity
+        cores = os.cpu_count() or 1
+    return max(1, cores // max(1, num_processes))
+
+
+def describe_exit(code: int) -> str:
+    """A return code of ``subprocess``/``multiprocessing`` in words: negative is a signal."""
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = "unknown"
+    hint = " (often the kernel's answer to too little memory)" if -code == getattr(signal, "SIGKILL", 9) else ""
+    return f"was ended by signal {-code} ({name}){hint}"
+
+
+def exit_status(code: object) -> int:
+    """The process status that ``SystemExit(code)`` means."""
+    if code is None:
+        return 0
+    if isinstance(code, int):
+        return code & 0xFF
+    return 1
+
+
+def die_with_parent(parent_pid: int, *, by_kernel: bool = True) -> None:
+    """Ask the kernel (Linux) to kill this process when its parent dies, whatever this process is doing then.
+
+    The kernel means the parent's *thread* that started us, so callers only ask when that was the main thread; in
+    other cases :func:`watch_parent` looks. A parent that died before is noticed here.
+    """
+    if by_kernel and sys.platform == "linux":
+        try:
+            ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL, 0, 0, 0)  # 1: PR_SET_PDEATHSIG
+        except (OSError, AttributeError):
+            pass
+    if os.getppid() != parent_pid:
+        leave(1)
+
+
+def watch_parent(parent_pid: int, what: str, interval: float = 0.5) -> None:
+    """Leave when the parent is gone: the way that needs no kernel support. Starts a daemon thread."""
+
+    def poll() -> None:
+        never = threading.Event()
+        while os.getppid() == parent_pid:
+            never.wait(interval)
+        write_stderr(f"torchhal: {what} (pid {parent_pid}) is gone; process {os.getpid()} leaves.\n")
+        leave(1)
+
+    threading.Thread(target=poll, name="torchhal-parent", daemon=True).start()
+
+
+def write_stderr(text: str) -> None:
+    """Write to stderr whatever state ``sys.stderr`` is in, in one piece."""
+    try:
+        sys.stderr.flush()
+        stream = sys.__stderr__ if sys.stderr is None else sys.stderr
+        if stream is not None:
+            stream.write(text)
+            stream.flush()
+    except Exception:
+        try:
+            os.write(2, text.encode(errors="replace"))
+        except OSError:
+            pass
+
+
+def flush() -> None:
+    """Flush what would be lost by ``os._exit``."""
+    for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+        try:
+            if stream is not None:
+                stream.flush()
+        except Exception:  # a closed pipe must not keep the process alive
+            pass
+
+
+def on_leave(hook: Callable[[], None]) -> None:
+    """Call ``hook`` before :func:`leave` ends this process: it must be quick and may not raise."""
+    if hook not in _exit_hooks:
+        _exit_hooks.append(hook)
+
+
+def leave(code: int) -> None:
+    """End this process now, from any thread, without the interpreter's finalization."""
+    for hook in list(_exit_hooks):
+        try:
+            hook()
+        except BaseException:
+            pass
+    flush()
+    os._exit(code)
+
+
+def finish(code: int) -> None:
+    """End a process that a launcher owns, after its work: everything the interpreter does, but finalization.
+
+    A worker thread of gloo may drop the last reference to a tensor while Python finalizes, and aborts the process
+    then (``terminate called without an active exception``) although its work is done. Threads are joined, exit
+    handlers run and streams are flushed as usual; only then the process leaves by ``os._exit``.
+    """
+    try:
+        shutdown = getattr(threading, "_shutdown", None)
+        if shutdown is not None:
+            shutdown()
+        run = getattr(atexit, "_run_exitfuncs", None)
+        if run is not None:
+            run()
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        flush()
+        os._exit(code)

@@ -1,0 +1,196 @@
+"""The launcher for scripts: the caller is a rank, the others are started by running the same command again."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import subprocess
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from torchhal.cluster.base import ClusterEnvironment
+from torchhal.errors import ConfigurationError, LaunchError, RankFailedError
+from torchhal.launchers import failures, process, rendezvous
+from torchhal.launchers.base import Launcher
+from torchhal.launchers.children import GRACE, Children
+from torchhal.launchers.command import script_command
+
+NAME = "subprocess_script"
+
+
+@dataclass
+class _Launched:
+    """What this process has started; at most once in its life."""
+
+    children: Children
+    num_processes: int
+    num_nodes: int
+    address: str
+    port: int
+
+
+_launched: _Launched | None = None
+
+
+class SubprocessScriptLauncher(Launcher):
+    """Runs the user's command again for each further process of the node.
+
+    The calling process is local rank 0. The others are started by the first :meth:`launch` of the process, run the
+    script from its beginning, and join at their own ``launch``; a later one finds them running. Everything the script
+    does before and after runs in every process.
+
+    Args:
+        environment: tells the node's rank and, on several nodes, where to meet.
+        num_processes: processes on this node, the caller included.
+        num_nodes: nodes, each with ``num_processes``.
+    """
+
+    name: ClassVar[str] = NAME
+
+    def __init__(self, environment: ClusterEnvironment, num_processes: int, num_nodes: int = 1) -> None:
+        self.environment = environment
+        self.num_processes = num_processes
+        self.num_nodes = num_nodes
+
+    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if process.launched_by() is not None:
+            self.environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+            return function(*args, **kwargs)
+        launched = self._start_or_find()
+        children = launched.children
+        children.check()
+        set_rendezvous = getattr(self.environment, "set_rendezvous", None)
+        if set_rendezvous is not None:
+            set_rendezvous(launched.address, launched.port)
+        try:
+            with children.inside():
+                result = function(*args, **kwargs)
+        except BaseException as error:
+            cause = None
+            if isinstance(error, RankFailedError) or failures.is_transport_error(error):
+                cause = children.wait_for_failure(1.0)
+            elif children.failure is not None:
+                cause = children.failure
+            children.raised = True
+            # An exit that all agreed on may still have something to write; a failure's others are hung or leaving.
+            children.end(GRACE if isinstance(error, Exception) else 2 * GRACE)
+            if cause is None or isinstance(error, RankFailedError) or cause.rank == self.environment.global_rank():
+                raise
+            raise cause.error() from error
+        children.check()
+        return result
+
+    def _start_or_find(self) -> _Launched:
+        global _launched
+        if _launched is not None and _launched.children.is_mine:
+            if _launched.children.raised:
+                _refuse_after_failure(_launched.children)
+            if (_launched.num_processes, _launched.num_nodes) != (self.num_processes, self.num_nodes):
+                raise ConfigurationError(
+                    f"this script runs as {_launched.num_processes} process(es) on {_launched.num_nodes} node(s) since "
+                    f"its first launch, and can't go on as {self.num_processes} on {self.num_nodes}: ask for the same "
+                    "number everywhere in a script, or use a second script"
+                )
+            return _launched
+        _launched = self._start()
+        return _launched
+
+    def _start(self) -> _Launched:
+        environment, local = self.environment, self.num_processes
+        command = script_command() if local > 1 else []
+        node_rank = environment.node_rank() if self.num_nodes > 1 else 0
+        address = environment.main_address if self.num_nodes > 1 else "127.0.0.1"
+        if self.num_nodes == 1:
+            port = rendezvous.host(address)
+        else:
+            port = environment.main_port
+            if node_rank == 0:
+                rendezvous.host(address, port)
+        launch_id = uuid.uuid4().hex
+        started: dict[int, subprocess.Popen[bytes]] = {}
+        reports: dict[int, int] = {}
+        try:
+            for local_rank in range(1, local):
+                rank = node_rank * local + local_rank
+                variables = process.rank_variables(
+                    launch_id=launch_id,
+                    kind=self.name,
+                    rank=rank,
+                    local_rank=local_rank,
+                    node_rank=node_rank,
+                    world_size=local * self.num_nodes,
+                    local_world_size=local,
+                    address=address,
+                    port=port,
+                    threads=process.threads_per_process(local),
+                )
+                reports[rank], started[rank] = _start_child(command, variables)
+        except OSError as error:
+            for child in started.values():
+                child.kill()
+                child.wait()
+            raise LaunchError(f"process {len(started) + 1} of {local} could not be started: {error}") from error
+        children = Children(started, reports)
+        rendezvous.health_checks.append(children.check)
+        failures.install_excepthook()
+        atexit.register(_at_exit, children)
+        return _Launched(children, local, self.num_nodes, address, port)
+
+    def __repr__(self) -> str:
+        return f"SubprocessScriptLauncher(num_processes={self.num_processes}, num_nodes={self.num_nodes})"
+
+
+def _start_child(command: list[str], variables: dict[str, str]) -> tuple[int, subprocess.Popen[bytes]]:
+    """A child, and the descriptor from which to read why it failed."""
+    reader, writer = os.pipe()
+    environ = dict(os.environ)
+    process.without_external(environ)
+    environ.pop("PYTHONINSPECT", None)
+    environ.update(variables)
+    environ[process.PARENT_PID] = str(os.getpid())
+    environ[process.PARENT_IS_MAIN] = str(int(threading.current_thread() is threading.main_thread()))
+    environ[process.REPORT_FD] = str(writer)
+    try:
+        # No stdin: one keyboard can't serve several processes. The same process group: a terminal's or a
+        # scheduler's signal reaches every rank.
+        child = subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, pass_fds=(writer,))
+    except BaseException:
+        os.close(reader)
+        raise
+    finally:
+        os.close(writer)
+    return reader, child
+
+
+def _refuse_after_failure(children: Children) -> None:
+    failure = children.failure
+    why = f"rank {failure.rank} {failure.message}" if failure is not None else "the function failed on rank 0"
+    raise LaunchError(f"the other processes of this script have ended after an earlier failure ({why}): start it again")
+
+
+def _at_exit(children: Children) -> None:
+    if children.is_mine:
+        rendezvous.say_goodbye()  # else a rank that is on its way to a second launch waits for this one
+        children.at_exit()
+
+
+@contextmanager
+def shared_threads(num_processes: int) -> Iterator[None]:
+    """Limit torch's CPU threads in this process to its share of the cores, as the started ones are; then restore.
+
+    Nothing happens when the user set OMP_NUM_THREADS.
+    """
+    share = process.threads_per_process(num_processes)
+    before = torch.get_num_threads()
+    if share is not None and share < before:
+        torch.set_num_threads(share)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

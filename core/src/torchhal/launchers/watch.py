@@ -1,0 +1,487 @@
+"""One thread per rank that knows what the others know: who failed, who asks for a stop, who is missing."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from torchhal.errors import CollectiveTimeoutError, DistributedError, RankFailedError, TorchhalError
+from torchhal.launchers import failures, rendezvous
+from torchhal.launchers.barrier import NamedBarriers
+from torchhal.launchers.failures import Failure
+from torchhal.launchers.process import leave, write_stderr
+from torchhal.launchers.rendezvous import DEFAULT_TIMEOUT, store_host
+from torchhal.launchers.signals import StopSignals
+from torchhal.launchers.stores import EventLog, Store, first_line, own_connection, ranks_text
+
+__all__ = ["RankWatch", "StopSignals", "active_watches"]
+
+_active: weakref.WeakSet[RankWatch] = weakref.WeakSet()
+
+
+def active_watches() -> list[RankWatch]:
+    """The watches of this process that are started: a launcher tells them of processes that died."""
+    return list(_active)
+
+
+class _Agreement:
+    """One signal on which the ranks agree where to stop."""
+
+    def __init__(self, signum: int) -> None:
+        self.signum = signum
+        self.started = time.monotonic()
+        self.looked = self.started
+        self.stop_at: int | None = None
+
+
+class RankWatch:
+    """What the ranks tell each other beside their collectives.
+
+    Started after the process group is set up, stopped before it is destroyed. The thread has its own connection to
+    the store and looks every ``interval`` seconds at one counter: a round trip per look, whatever the world's size.
+    In a world of one there is no thread and no store, and everything still works.
+
+    **Failure.** :meth:`report_failure` posts a rank's traceback before it tears anything down; :meth:`explain` turns
+    the "connection closed" that the others get into RankFailedError with that traceback. A rank whose main thread
+    doesn't come back within ``grace`` seconds of a failure elsewhere - it hangs in a collective, in a sleep, in C -
+    is ended by its thread. None outlives ``limit`` seconds.
+
+    **Stop.** A signal reaches one rank or some, at different points of a step; all must stop after the same step, and
+    none may run a collective to find out. :meth:`request_stop` sets an attribute. The thread posts it, and every
+    rank's thread, when it reads of it, raises :attr:`flag` and *then* posts :attr:`position`. When all positions are
+    posted, all ranks stop at their highest plus one. The training loop does at each step boundary::
+
+        watch.position += 1
+        if watch.flag and (signum := watch.at_boundary()) is not None:
+            ...  # every rank is here at the same position
+
+    Why nobody passes the stop: say a thread posted p. If the main thread counted up after that, it sees the flag,
+    raised earlier, at boundary p + 1 and waits there for the agreement. If it counted up to p just before, it may
+    have looked at the flag too early, runs one more step and waits at boundary p + 1. The agreed step is at least
+    p + 1, so no rank is beyond it. Why nobody waits for ever: positions are posted by the threads, whatever the main
+    threads do. A rank that waits at its boundary while another sits in a collective that needs it is released as
+    soon as all threads have posted, and runs on to the agreed step; so does the other. Ranks take as many steps as
+    each other, so all get there, or all reach the end of training first, where :meth:`at_end` tells them.
+
+    **Barrier.** :meth:`barrier` names who is missing and where it is instead.
+
+    Args:
+        store: the process group's store, as ``next_generation`` gave it.
+        prefix: put before all keys, so that a store may carry something else too.
+        announce: print this rank's own failure to stderr when it is reported; None: unless a supervisor prints it.
+    """
+
+    def __init__(
+        self,
+        store: Store | None,
+        rank: int,
+        world_size: int,
+        *,
+        prefix: str = "watch",
+        interval: float = 0.25,
+        grace: float = 5.0,
+        limit: float = 12.0,
+        announce: bool | None = None,
+    ) -> None:
+        if world_size > 1 and store is None:
+            raise ValueError(f"'store' must be a store for a world of {world_size} (got None)")
+        self.rank = rank
+        self.world_size = world_size
+        self.position = 0
+        """Step boundaries passed; the training loop counts it up."""
+        self.flag = False
+        """Whether :meth:`at_boundary` has something to say."""
+        self.interval, self.grace, self.limit = interval, grace, limit
+        self._announce = not failures.supervised if announce is None else announce
+        self._prefix = prefix
+        self._store = store if world_size > 1 else None
+        self._thread_store: Store | None = None
+        self._thread: threading.Thread | None = None
+        self._wake = threading.Event()
+        self._stopping = False
+        self._lock = threading.Lock()
+        self._outbox: list[dict[str, Any]] = []
+        self._seen = 0  # events read
+        self._failure: Failure | None = None  # the earliest of another rank
+        self._own: Failure | None = None
+        self._lost: str | None = None  # why the store is gone
+        self._discovered: float | None = None
+        self._back = False  # the main thread knows of the failure
+        self._requested: int | None = None  # written by signal handlers
+        self._posted: set[int] = set()
+        self._agreements: list[_Agreement] = []
+        self._timeouts: set[int] = set()
+        self._events = EventLog(f"{prefix}/event")
+        self._barriers: NamedBarriers | None = None
+        if self._store is not None:
+            self._barriers = NamedBarriers(
+                self._store,
+                rank,
+                world_size,
+                prefix=f"{prefix}/barrier",
+                gone=lambda other: self._key(f"bye/{other}"),
+                check=self._raise_failure,
+            )
+
+    # -- life ------------------------------------------------------------------------------------------------
+
+    def start(self) -> RankWatch:
+        """Start the thread; idempotent."""
+        if self._store is not None and self._thread is None:
+            failures.install_excepthook()
+            self._thread_store = own_connection(self._store)
+            self._thread = threading.Thread(target=self._run, name="torchhal-watch", daemon=True)
+            self._thread.start()
+            _active.add(self)
+        return self
+
+    def stop(self) -> None:
+        """End the thread and say goodbye: from now on nobody expects this rank. Idempotent, never raises."""
+        _active.discard(self)
+        thread, self._thread = self._thread, None
+        self._stopping = True
+        if thread is None or self._store is None:
+            return
+        self._wake.set()
+        if thread is not threading.current_thread():
+            thread.join(timeout=5.0)
+        if self._lost is None:
+            try:
+                self._store.set(self._key(f"bye/{self.rank}"), "1")
+            except RuntimeError:  # the host is gone: nobody left to tell
+                pass
+
+    def __enter__(self) -> RankWatch:
+        return self.start()
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+    # -- failure ---------------------------------------------------------------------------------------------
+
+    def report_failure(self, error: BaseException) -> None:
+        """Post this rank's failure. Call it as soon as ``error`` is caught, before any tear-down. Never raises.
+
+        Nothing is posted for an error that another rank's failure caused (RankFailedError), for an exit on an agreed
+        signal, or twice.
+        """
+        self._back = True
+        if self._own is not None or self._store is None or isinstance(error, RankFailedError):
+            return
+        if isinstance(error, (SystemExit, KeyboardInterrupt)) and self.stop_signal is not None:
+            return
+        announce = self._announce and not failures.was_printed(error)
+        failure = Failure.from_exception(self.rank, error, printed=announce)
+        self._own = failure
+        self._discover()
+        try:
+            self._events.post(self._store, {"kind": "failure", "failure": failure.to_json().decode()})
+        except RuntimeError:
+            pass  # no store, no listeners
+        if announce:
+            failures.print_failure(failure)
+            failures.mark_printed(error)
+
+    def report_for(self, failure: Failure) -> None:
+        """Report another rank's failure: for the launcher that saw its process die. Any thread may call it."""
+        if failure.rank == self.rank or self._failure is not None:
+            return
+        self._outbox.append({"kind": "failure", "failure": failure.to_json().decode()})
+        self._learn(failure)
+        self._wake.set()
+
+    def root_cause(self, timeout: float = 3.0) -> Failure | None:
+        """The earliest failure that another rank reported, waiting up to ``timeout`` seconds for one."""
+        deadline = time.monotonic() + timeout
+        while self._failure is None and self._lost is None and self._thread is not None:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.02)
+        return self._failure
+
+    def explain(self, error: BaseException, timeout: float = 3.0, *, name: str = "collective") -> BaseException:
+        """What to raise for ``error``: itself, or the failure of another rank that is behind it.
+
+        A "connection closed" or time-out of the process group is a consequence. For one of these, wait up to
+        ``timeout`` seconds for another rank's report: RankFailedError with its traceback. After a time-out that
+        nobody explains: CollectiveTimeoutError with the ranks that did not run into one themselves - those hang. A
+        rank that answers nothing any more is named as gone. The result's ``__cause__`` is ``error``; ``name`` is what
+        the rank was doing.
+        """
+        if self._store is None or isinstance(error, TorchhalError) or not failures.is_transport_error(error):
+            return error
+        self._back = True
+        timed_out = failures.is_timeout(error)
+        token = f"{self.rank}/{time.monotonic_ns()}"
+        try:
+            if timed_out:
+                self._events.post(self._store, {"kind": "timeout", "rank": self.rank})
+            self._events.post(self._store, {"kind": "ping", "token": token})
+        except RuntimeError:
+            self._lost = self._lost or "no answer"
+        result = self._explanation(error, timed_out, token, timeout, name)
+        if result is not error:
+            result.__cause__ = error
+        return result
+
+    def _explanation(
+        self, error: BaseException, timed_out: bool, token: str, timeout: float, name: str
+    ) -> BaseException:
+        failure = self.root_cause(timeout)
+        if failure is not None:
+            return failure.error()
+        if self._lost is not None:
+            return self._store_lost_error()
+        silent = self._silent(token)
+        if silent:
+            return RankFailedError(
+                f"{ranks_text(silent)} is gone without a word: killed (too little memory?), or its process or machine "
+                "is stopped. No other rank reported a failure.",
+                rank=silent[0],
+            )
+        if timed_out:
+            missing = sorted(set(range(self.world_size)) - self._timeouts - {self.rank})
+            who = f"{ranks_text(missing)} did not take part" if missing else "every rank waited for another collective"
+            return CollectiveTimeoutError(
+                f"{name} timed out on rank {self.rank}: {who}. Do all ranks call the same collectives in the same "
+                "order (no logging, saving or barrier under 'if rank == 0'), and is none of them stuck?",
+                name=name,
+                missing=missing,
+            )
+        return error
+
+    def _silent(self, token: str) -> list[int]:
+        """Ranks whose thread did not answer the ping and did not say goodbye."""
+        assert self._store is not None
+        try:
+            others = [rank for rank in range(self.world_size) if rank != self.rank]
+            return [
+                rank
+                for rank in others
+                if not self._store.check([self._key(f"pong/{token}/{rank}")])
+                and not self._store.check([self._key(f"bye/{rank}")])
+            ]
+        except RuntimeError:
+            return []
+
+    def _store_lost_error(self) -> DistributedError:
+        return DistributedError(
+            f"rank {self.rank} lost its connection to {store_host()} ({self._lost}): that process has died or its "
+            "machine can't be reached any more"
+        )
+
+    # -- stop ------------------------------------------------------------------------------------------------
+
+    def request_stop(self, signum: int) -> None:
+        """Ask all ranks to stop together at a step boundary. Safe in a signal handler: only sets attributes.
+
+        Each signal is agreed on once in a watch's life.
+        """
+        self._requested = signum
+        if self._store is None:
+            self.flag = True
+
+    @property
+    def stop_signal(self) -> int | None:
+        """The signal on which all ranks have agreed to stop, perhaps at a boundary still to come."""
+        if self._store is None:
+            return self._requested
+        return next((a.signum for a in self._agreements if a.stop_at is not None), None)
+
+    def at_boundary(self, timeout: float = 60.0) -> int | None:
+        """The signal to stop on at this :attr:`position`, or None to go on. Waits while an agreement is being made.
+
+        Raises:
+            RankFailedError: another rank has failed.
+            CollectiveTimeoutError: the agreement is not made within ``timeout`` seconds; names the silent ranks.
+        """
+        if self._store is None:
+            return self._requested
+        start = time.monotonic()
+        while True:
+            self._raise_failure()
+            with self._lock:
+                pending = next((a for a in self._agreements if a.stop_at is None), None)
+                agreed = [a for a in self._agreements if a.stop_at is not None and a.stop_at >= 0]
+                if pending is None and not agreed:
+                    self.flag = False  # a stop that came too late on some rank
+                    return None
+            if pending is None:
+                first = min(agreed, key=lambda agreement: agreement.stop_at or 0)
+                assert first.stop_at is not None
+                return first.signum if self.position >= first.stop_at else None
+            if time.monotonic() - start > timeout:
+                missing = self._without_position(pending)
+                raise CollectiveTimeoutError(
+                    f"signal {pending.signum} asks for a stop, but {ranks_text(missing)} did not say within "
+                    f"{timeout:g} s where it is: is the process stopped, or stuck in code that holds Python's lock?",
+                    name="stop",
+                    missing=missing,
+                )
+            time.sleep(0.002)
+
+    def at_end(self, timeout: timedelta = DEFAULT_TIMEOUT) -> int | None:
+        """The signal on which the job shall end though training ended first; the same answer on all ranks.
+
+        Every rank calls it once after its last boundary, while signals still call :meth:`request_stop`. A barrier.
+        """
+        if self._store is None:
+            return self._requested
+        if self._requested is not None and self._requested not in self._posted:
+            self._events.post(self._store, {"kind": "stop", "signum": self._requested})
+        # Events are numbered for all ranks alike, and the last rank to arrive says up to which one counts.
+        store = self._store
+        count = int(self._meet("end of training", timeout, last_word=lambda: str(self._events.count(store))))
+        for index in range(1, count + 1):
+            event = self._events.read(self._store, index)
+            if event.get("kind") == "stop":
+                return int(event["signum"])
+        return None
+
+    # -- barrier ---------------------------------------------------------------------------------------------
+
+    def barrier(self, name: str, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
+        """Return when all ranks have come to their barrier of this name, each counting its own calls.
+
+        Raises:
+            CollectiveTimeoutError: ``missing`` did not come; the message says in which barrier they are instead.
+            RankFailedError: another rank failed meanwhile.
+        """
+        if self._store is not None:
+            self._meet(name, timeout)
+
+    def _meet(self, name: str, timeout: timedelta, last_word: Callable[[], str] | None = None) -> str:
+        assert self._barriers is not None
+        try:
+            return self._barriers.meet(name, timeout, last_word)
+        except RuntimeError as error:
+            if isinstance(error, TorchhalError):
+                raise
+            self._lost = self._lost or first_line(error)
+            raise (self._failure.error() if self._failure else self._store_lost_error()) from error
+
+    # -- the thread ------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._stopping:
+            if self._lost is None:
+                try:
+                    self._look()
+                except RuntimeError as error:
+                    if not self._stopping:
+                        self._lost = first_line(error)
+                        self._discover()
+            self._end_if_overdue()
+            self._wake.wait(0.02 if self._pending() else self.interval)
+            self._wake.clear()
+
+    def _look(self) -> None:
+        store = self._thread_store
+        assert store is not None
+        while self._outbox:
+            self._events.post(store, self._outbox[0])
+            self._outbox.pop(0)
+        requested = self._requested
+        if requested is not None and requested not in self._posted:
+            self._posted.add(requested)
+            self._events.post(store, {"kind": "stop", "signum": requested})
+        count = self._events.count(store)
+        while self._seen < count and not self._stopping:
+            self._take(store, self._events.read(store, self._seen + 1))
+            self._seen += 1
+        if (pending := self._pending()) is not None:
+            self._advance(store, pending)
+
+    def _take(self, store: Store, event: dict[str, Any]) -> None:
+        kind = event.get("kind")
+        if kind == "failure":
+            failure = Failure.from_json(event["failure"].encode())
+            if failure.rank != self.rank:
+                self._learn(failure)
+        elif kind == "timeout":
+            self._timeouts.add(int(event["rank"]))
+        elif kind == "ping":
+            store.set(self._key(f"pong/{event['token']}/{self.rank}"), "1")
+        elif kind == "stop" and all(a.signum != event["signum"] for a in self._agreements):
+            agreement = _Agreement(int(event["signum"]))
+            with self._lock:
+                self._agreements.append(agreement)
+                self.flag = True  # first the flag, then the position: see the class's docstring
+            position = self.position
+            store.set(self._key(f"stop/{agreement.signum}/{self.rank}"), str(position))
+            store.add(self._key(f"stop/{agreement.signum}/count"), 1)
+
+    def _advance(self, store: Store, agreement: _Agreement) -> None:
+        """Finish the agreement if all positions are in, or if a rank has ended its work without posting one."""
+        base = self._key(f"stop/{agreement.signum}")
+        if store.add(f"{base}/count", 0) >= self.world_size:
+            positions = store.multi_get([f"{base}/{rank}" for rank in range(self.world_size)])
+            agreement.stop_at = max(int(position) for position in positions) + 1
+            return
+        now = time.monotonic()
+        if now - agreement.looked > 0.5:
+            agreement.looked = now
+            # A rank posts before it says goodbye or never: all others draw the same conclusion.
+            ended = [rank for rank in range(self.world_size) if store.check([self._key(f"bye/{rank}")])]
+            if any(not store.check([f"{base}/{rank}"]) for rank in ended):
+                agreement.stop_at = -1
+
+    def _pending(self) -> _Agreement | None:
+        return next((a for a in self._agreements if a.stop_at is None), None)
+
+    def _without_position(self, agreement: _Agreement) -> list[int]:
+        assert self._store is not None
+        base = self._key(f"stop/{agreement.signum}")
+        return [rank for rank in range(self.world_size) if not self._store.check([f"{base}/{rank}"])]
+
+    def _learn(self, failure: Failure) -> None:
+        if self._failure is None:
+            self._failure = failure
+        self._discover()
+
+    def _discover(self) -> None:
+        rendezvous.no_linger()
+        if self._discovered is None:
+            self._discovered = time.monotonic()
+        self.flag = True
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            self._back = True
+            raise self._failure.error()
+        if self._lost is not None:
+            self._back = True
+            raise self._store_lost_error()
+
+    def _end_if_overdue(self) -> None:
+        if self._discovered is None or self._stopping:
+            return
+        passed = time.monotonic() - self._discovered
+        if passed < (self.limit if self._back else self.grace):
+            return
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        stack = "".join(traceback.format_stack(frame)[-4:]) if frame is not None else ""
+        cause = self._failure
+        if cause is not None and not cause.printed and self._announce:
+            failures.print_failure(cause)
+        if cause is not None:
+            why = f"rank {cause.rank} failed"
+        elif self._own is not None:
+            why = "it failed itself"
+        else:
+            why = str(self._store_lost_error())
+        write_stderr(
+            f"torchhal: rank {self.rank} is still here {passed:.0f} s after {why}, and leaves. It was at:\n{stack}"
+        )
+        leave(1)
+
+    # -- the store -------------------------------------------------------------------------------------------
+
+    def _key(self, name: str) -> str:
+        return f"{self._prefix}/{name}"

@@ -1,0 +1,139 @@
+"""What runs in a worker of ``MultiprocessingLauncher``. Imports torch only when the variables are set."""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import multiprocessing.util
+import os
+import pickle
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+from torchhal.launchers import failures, process
+from torchhal.launchers.failures import Failure
+
+if TYPE_CHECKING:
+    from torchhal.launchers.payload import NamelessFile
+
+MAX_ERROR = 1 << 20
+"""Largest pickled exception that travels beside its text."""
+
+
+@dataclass
+class Assignment:
+    """What a worker is told when it is started. ``call`` is None after a fork: it has the function."""
+
+    rank: int
+    is_result_rank: bool
+    variables: dict[str, str]
+    start_method: str
+    supervisor_pid: int
+    supervisor_is_main: bool
+    settings: dict[str, Any] | None
+    threads: int
+    payload: NamelessFile | None
+    result: NamelessFile
+    call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None
+    others: list[Connection]
+    """Ends of pipes that a fork inherits and must not keep open."""
+
+
+def run(assignment: Assignment, connection: Connection) -> None:
+    """Be rank ``assignment.rank`` and leave; never returns."""
+    rank = assignment.rank
+    code = 1
+    try:
+        _prepare(assignment, connection)
+        code = _work(assignment, connection)
+    except BaseException as error:
+        _tell(connection, rank, error)
+        if isinstance(error, SystemExit):
+            code = process.exit_status(error.code)
+        elif isinstance(error, KeyboardInterrupt):
+            code = 130
+    # The message is in the pipe; the process ends like every process that a launcher owns.
+    process.finish(code)
+
+
+def _prepare(assignment: Assignment, connection: Connection) -> None:
+    faulthandler.enable()
+    for other in assignment.others:
+        other.close()
+    # The supervisor's handlers are not a worker's: after a fork they would answer for it.
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+    if assignment.start_method != "spawn":
+        # A fork has its parent's exit handlers: their files and connections are not a worker's to close.
+        getattr(atexit, "_clear", lambda: None)()
+        atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]
+    failures.supervised = True
+    failures.sender = lambda failure: connection.send(("failed", failure.to_json(), None))
+    if assignment.start_method != "forkserver":
+        process.die_with_parent(assignment.supervisor_pid, by_kernel=assignment.supervisor_is_main)
+    connection.send(("ready",))
+    port = connection.recv()
+    process.without_external(os.environ)
+    os.environ.update(assignment.variables)
+    os.environ["MASTER_PORT"] = str(port)
+    threading.Thread(target=_watch_supervisor, args=(connection,), name="torchhal-supervisor", daemon=True).start()
+
+
+def _watch_supervisor(connection: Connection) -> None:
+    """Leave when the supervisor's end of the pipe closes: it is gone."""
+    try:
+        while True:
+            connection.recv()
+    except (EOFError, OSError):
+        process.leave(1)
+
+
+def _work(assignment: Assignment, connection: Connection) -> int:
+    import torch
+
+    if assignment.settings is not None:
+        from torchhal.launchers.payload import apply_settings
+
+        apply_settings(assignment.settings)
+    torch.set_num_threads(assignment.threads)
+    if assignment.call is not None:
+        function, args, kwargs = assignment.call
+    else:
+        assert assignment.payload is not None
+        try:
+            function, args, kwargs = assignment.payload.read()
+        except BaseException as error:
+            connection.send(("unreadable", f"{type(error).__name__}: {error}"))
+            return 1
+        assignment.payload.close()
+    value = function(*args, **kwargs)
+    if assignment.is_result_rank:
+        try:
+            assignment.result.write(value)
+        except BaseException as error:
+            connection.send(("unsendable", f"{type(value).__qualname__}: {type(error).__name__}: {error}"))
+            return 1
+    connection.send(("done",))
+    return 0
+
+
+def _tell(connection: Connection, rank: int, error: BaseException) -> None:
+    failure = Failure.from_exception(rank, error)
+    data: bytes | None
+    try:
+        data = pickle.dumps(error)
+        pickle.loads(data)  # not every exception comes back
+        data = data if len(data) <= MAX_ERROR else None
+    except Exception:
+        data = None
+    try:
+        connection.send(("failed", failure.to_json(), data))
+    except OSError:
+        sys.stderr.write(failure.text())

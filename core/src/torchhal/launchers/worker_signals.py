@@ -1,0 +1,52 @@
+"""Data-loading workers that outlive a SIGTERM to the whole process group."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+
+
+def ignore_sigterm_unless_from_parent(worker_id: int) -> None:
+    """A ``worker_init_fn`` for ``torch.utils.data.DataLoader``: live as long as the parent wants.
+
+    Schedulers and terminals signal the whole process group; a worker that dies of it takes the step down before
+    the ranks reach the boundary at which they save. The parent itself ends its workers with the same SIGTERM
+    (``DataLoader`` at shutdown, ``multiprocessing`` at exit), and only the kernel knows who sent one: SIGTERM is
+    blocked, and a thread takes it together with its sender. SIGINT is ignored: the parent decides what it means.
+
+    A process that the worker starts inherits the blocked signal, as POSIX has it.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    wait = getattr(signal, "sigtimedwait", None)
+    if wait is None:  # macOS and Windows can't tell who sent a signal: keep torch's behaviour
+        return
+    parent = os.getppid()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def take() -> None:
+        while True:
+            info = wait({signal.SIGTERM}, 1.0)
+            # An orphan leaves too: torch's own check runs only between two batches.
+            if os.getppid() != parent or (info is not None and info.si_pid == parent):
+                os._exit(0)
+
+    threading.Thread(target=take, name="torchhal-sigterm", daemon=True).start()
+
+
+class WorkerInit:
+    """The above and then the user's ``worker_init_fn``; pickles when that does (spawned workers)."""
+
+    def __init__(self, function: Callable[[int], object] | None = None) -> None:
+        self.function = function
+
+    def __call__(self, worker_id: int) -> None:
+        ignore_sigterm_unless_from_parent(worker_id)
+        if self.function is not None:
+            self.function(worker_id)
+
+
+def compose_worker_init(function: Callable[[int], object] | None) -> WorkerInit:
+    """``function`` with the signal handling in front of it; twice is once."""
+    return function if isinstance(function, WorkerInit) else WorkerInit(function)

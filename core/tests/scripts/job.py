@@ -1,0 +1,161 @@
+"""One job of real processes for the launcher tests: ``job.py SCENARIO [--launcher script] [-n 2] [--out DIR]``.
+
+What a strategy does around a training loop, in its shortest form, and one thing that goes wrong.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from torchhal.cluster import LocalEnvironment, TorchElasticEnvironment
+from torchhal.launchers import ExternalLauncher, MultiprocessingLauncher, SubprocessScriptLauncher
+from torchhal.launchers.rendezvous import generation_store
+from torchhal.launchers.watch import RankWatch, StopSignals
+
+TIMEOUT = timedelta(seconds=float(os.environ.get("JOB_TIMEOUT", "60")))
+
+
+@contextlib.contextmanager
+def group(environment, *, watched=True):
+    """A process group with its watch, failures reported and explained."""
+    rank, world = environment.global_rank(), environment.world_size()
+    store = generation_store(environment, TIMEOUT)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=TIMEOUT)
+    watch = RankWatch(store, rank, world)
+    if watched:
+        watch.start()
+    try:
+        yield watch
+    except BaseException as error:
+        explained = watch.explain(error)
+        watch.report_failure(explained)
+        if explained is error:
+            raise
+        raise explained from error
+    finally:
+        watch.stop()
+        dist.destroy_process_group()
+
+
+def reduce_sum(value):
+    tensor = torch.full((8,), float(value))
+    dist.all_reduce(tensor)
+    return tensor[0].item()
+
+
+def note(args, rank, **what):
+    if args.out:
+        with open(os.path.join(args.out, f"rank{rank}.json"), "w") as file:
+            json.dump(what, file)
+
+
+def work(args, environment):
+    scenario, rank, world = args.scenario, environment.global_rank(), environment.world_size()
+    bad = min(args.bad, world - 1)
+    if scenario == "raise_before" and rank == bad:
+        raise ValueError(f"boom on {rank}")
+    with group(environment, watched=not scenario.endswith("_unwatched")) as watch:
+        scenario = scenario.removesuffix("_unwatched")
+        total = reduce_sum(rank + 1)
+        assert total == world * (world + 1) / 2
+        if scenario == "ok":
+            for _ in range(3):
+                reduce_sum(1)
+            watch.barrier("end", timedelta(seconds=20))
+            return {"rank": rank, "total": total}
+        if scenario == "raise":
+            if rank == bad:
+                raise ValueError(f"boom on {rank}")
+            reduce_sum(1)
+        if scenario == "raise_while_others_sleep":
+            if rank == bad:
+                raise ValueError(f"boom on {rank}")
+            time.sleep(600)
+        if scenario == "sys_exit":
+            if rank == bad:
+                sys.exit(3)
+            reduce_sum(1)
+        if scenario in ("killed", "killed_others_sleep"):
+            if rank == bad:
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(600) if scenario.endswith("sleep") else reduce_sum(1)
+        if scenario == "wait_forever":
+            note(args, rank, pid=os.getpid())
+            time.sleep(600)
+        if scenario == "hang_in_collective":
+            note(args, rank, pid=os.getpid())
+            if rank == bad:
+                time.sleep(600)
+            reduce_sum(1)
+        if scenario == "barrier_absent":
+            if rank == bad:
+                watch.barrier("other", timedelta(seconds=30))
+            watch.barrier("first", timedelta(seconds=30))
+        if scenario == "barrier_late":
+            if rank == bad:
+                time.sleep(600)
+            watch.barrier("meeting", timedelta(seconds=2))
+        if scenario == "signal":
+            train_until_signal(args, watch, rank)
+        if scenario == "late_failure":
+            watch.barrier("end", timedelta(seconds=20))
+    return {"rank": rank, "total": total}
+
+
+def train_until_signal(args, watch, rank):
+    previous = signal.getsignal(signal.SIGTERM)
+    with StopSignals(watch.request_stop):
+        note(args, rank, pid=os.getpid())
+        stopped = None
+        while stopped is None:
+            reduce_sum(1)
+            time.sleep(0.005 * (rank + 1))
+            if rank == 0 and watch.position == 3:
+                time.sleep(0.5)  # the others wait for it in a collective
+            watch.position += 1
+            if watch.flag:
+                stopped = watch.at_boundary()
+    assert signal.getsignal(signal.SIGTERM) is previous
+    note(args, rank, pid=os.getpid(), position=watch.position, signum=stopped)
+    reduce_sum(1)
+    raise SystemExit(128 + stopped)
+
+
+def make(args):
+    if args.launcher == "none":
+        environment = TorchElasticEnvironment()
+        return environment, ExternalLauncher()
+    environment = LocalEnvironment()
+    environment.configure(1, args.n)
+    if args.launcher == "script":
+        return environment, SubprocessScriptLauncher(environment, args.n)
+    return environment, MultiprocessingLauncher(environment, args.n, start_method=args.launcher)
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("scenario")
+    parser.add_argument("--launcher", default="script")
+    parser.add_argument("-n", type=int, default=2)
+    parser.add_argument("--bad", type=int, default=1)
+    parser.add_argument("--out", default="")
+    args = parser.parse_args()
+    environment, launcher = make(args)
+    result = launcher.launch(work, args, environment)
+    if args.scenario == "twice":
+        assert launcher.launch(work, args, environment) == result
+    if args.scenario == "late_failure" and environment.global_rank() == args.bad and args.launcher == "script":
+        raise ValueError("boom after the end")
+    print("result", json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()
