@@ -48,7 +48,7 @@ class CPUAccelerator(Accelerator):
         pass
 
     def manual_seed(self, seed: int) -> None:
-        pass  # torch.manual_seed has done it
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed every other device too
 
     def get_rng_state(self, device: torch.device) -> torch.Tensor:
         return torch.get_rng_state()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ from torchhal.errors import ConfigurationError
 if TYPE_CHECKING:
     from torchhal.accelerators.base import Accelerator
 
+_TEXT = re.compile(r"\s*-?[0-9]+\s*(?:,\s*-?[0-9]+\s*)*,?\s*")
 _FORMS = "'auto', a count such as 2 or '2', -1 for all, or indices such as [0, 1] or '0,1'"
 
 
@@ -18,13 +20,13 @@ def parse_devices(accelerator: Accelerator, devices: int | str | Sequence[int]) 
     request: object = devices
     if isinstance(request, str):
         request = _parse_text(accelerator, request)
-    if request == "auto":
+    if isinstance(request, str):  # "auto"
         return tuple(range(accelerator.auto_device_count()))
     if isinstance(request, bool):
         raise _error(accelerator, devices)
     if isinstance(request, int):
         return _first(accelerator, request, devices)
-    if isinstance(request, Sequence) and not isinstance(request, str | bytes):
+    if isinstance(request, Sequence) and not isinstance(request, bytes):
         return _indices(accelerator, request, devices)
     raise _error(accelerator, devices)
 
@@ -33,19 +35,20 @@ def _parse_text(accelerator: Accelerator, text: str) -> int | str | list[int]:
     stripped = text.strip()
     if stripped == "auto":
         return stripped
-    try:
-        numbers = [int(part) for part in stripped.rstrip(",").split(",")]
-    except ValueError:
-        raise _error(accelerator, text) from None
+    if not _TEXT.fullmatch(text):  # int() would take '1_0', '+1' and other alphabets' digits
+        raise _error(accelerator, text)
+    numbers = [int(part) for part in stripped.removesuffix(",").split(",")]
     return numbers if "," in stripped else numbers[0]
 
 
 def _first(accelerator: Accelerator, count: int, asked: object) -> tuple[int, ...]:
     existing = accelerator.device_count()
+    if count < 1 and count != -1:
+        raise _error(accelerator, asked)
+    if not existing:
+        accelerator.require_available()
     if count == -1:
         return tuple(range(existing))
-    if count < 1:
-        raise _error(accelerator, asked)
     if count > existing and not accelerator.oversubscribable:
         raise ConfigurationError(
             f"'devices' must be at most {existing} for accelerator {accelerator.name!r} (got {asked!r}): "
@@ -63,10 +66,12 @@ def _indices(accelerator: Accelerator, indices: Sequence[object], asked: object)
     if not chosen or len(set(chosen)) != len(chosen):
         raise _error(accelerator, asked)
     existing = accelerator.device_count()
+    if not existing:
+        accelerator.require_available()
     if max(chosen) >= existing and not accelerator.oversubscribable:
         raise ConfigurationError(
             f"'devices' asks for index {max(chosen)} of accelerator {accelerator.name!r} (got {asked!r}): "
-            f"this process sees {existing}, indices 0 to {existing - 1}"
+            f"this process sees {existing}" + (f", indices 0 to {existing - 1}" if existing else "")
         )
     return tuple(chosen)
 
