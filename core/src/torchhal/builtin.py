@@ -15,8 +15,9 @@ def torchhal_accelerators() -> list[Component]:
 @hookimpl
 def torchhal_precisions() -> list[Component]:
     full, mixed = "torchhal.precision.full:FullPrecision", "torchhal.precision.mixed:MixedPrecision"
+    single = "torchhal.precision.full:SinglePrecision"
     return [
-        Component("32-true", full, "float32 throughout", {"dtype": "float32"}, aliases=("32",)),
+        Component("32-true", single, "torch's default: nothing is converted", aliases=("32",)),
         Component("64-true", full, "float64 throughout", {"dtype": "float64"}, aliases=("64",)),
         Component("bf16-true", full, "bfloat16 throughout", {"dtype": "bfloat16"}),
         Component("16-true", full, "float16 throughout", {"dtype": "float16"}),

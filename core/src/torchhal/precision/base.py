@@ -25,7 +25,7 @@ class Precision:
     """The name users write (PRE-01)."""
 
     param_dtype: torch.dtype = torch.float32
-    """dtype of the floating-point parameters after :meth:`convert_module`."""
+    """dtype in which the weights are trained; 32-true, the default, leaves to the user to make them so."""
 
     compute_dtype: torch.dtype = torch.float32
     """dtype of the bulk of the arithmetic."""
