@@ -48,6 +48,7 @@ class FitLoop:
         self.epoch_done = False
         self.stepped = False
         self.restored_gradients = False
+        self.step_schedulers = False
         self.deadline: float | None = None
         self.elapsed_before = 0.0
         self.started = 0.0
@@ -197,10 +198,7 @@ class FitLoop:
         transfer = batch_transfer(trainer, trainer.module)
         batch_start = hooks.has("on_train_batch_start")
         batch_end = hooks.has("on_train_batch_end")
-        configs = trainer.lr_scheduler_configs if optimization.automatic else []
-        schedulers = any(config.interval == "step" for config in configs)
-        if "owns_schedulers" in trainer.strategy.features:
-            schedulers = False
+        schedulers = self.step_schedulers = self._has_step_schedulers()
         max_steps = trainer.max_steps
         log_every = trainer.log_every_n_steps if trainer.loggers else 0
         validate_every = trainer.validation_interval(length)
@@ -209,13 +207,11 @@ class FitLoop:
         deadline = self.deadline
         alone = trainer.world_size == 1
         trainer.current_hook = "training_step"
-        source: Any = batches if length is not None else self._with_lookahead(batches)
+        source = batches if length is not None or alone else self._together(batches)
 
         for batch in source:
-            if length is None:
-                batch, last = batch
-            else:
-                last = self.batches_done + 1 >= length
+            # nobody looks ahead for the last one of a loader without a length: that would draw random numbers early
+            last = length is not None and self.batches_done + 1 >= length
             index = self.batch_idx = self.batches_done
             if batch_start and self._batch_start(batch, index):
                 return True
@@ -233,8 +229,7 @@ class FitLoop:
             self.batches_done = index + 1
             self.total_batches += 1
             if schedulers and update and self.stepped:
-                self.scheduler_steps += 1
-                step_schedulers(trainer, "step", self.scheduler_steps, module_hook(trainer.module, "lr_scheduler_step"))
+                self._after_update()
             if log_every and self.global_step != before and self.global_step % log_every == 0:
                 trainer.log_step()
             if batch_end:
@@ -255,7 +250,32 @@ class FitLoop:
                     return not last
             if last and length is not None and length != self.data.loader_length:  # type: ignore[union-attr]
                 return False  # a limit, not the loader's end: what is left of the iterator stays unread
+        if length is None:
+            self._finish_unsized(validate_last)
         return False
+
+    def _finish_unsized(self, validate_last: bool) -> None:
+        """The end of a loader that didn't say it was near: step with what has accumulated, validate."""
+        assert self.optimization is not None
+        if self.optimization.finish():
+            self._after_update()
+        if validate_last and self.validated_at != self.total_batches:
+            self._validate()
+
+    def _has_step_schedulers(self) -> bool:
+        trainer = self.trainer
+        if "owns_schedulers" in trainer.strategy.features or not getattr(
+            trainer.module, "automatic_optimization", True
+        ):
+            return False
+        return any(config.interval == "step" for config in trainer.lr_scheduler_configs)
+
+    def _after_update(self) -> None:
+        """Schedulers that follow optimizer steps."""
+        if self.step_schedulers and self.stepped:
+            self.scheduler_steps += 1
+            hook = module_hook(self.trainer.module, "lr_scheduler_step")
+            step_schedulers(self.trainer, "step", self.scheduler_steps, hook)
 
     @staticmethod
     def _exhaust(batches: Iterator[Any]) -> None:
@@ -266,9 +286,7 @@ class FitLoop:
     def _validate(self) -> None:
         trainer = self.trainer
         state = rng.collect(trainer.strategy.accelerator, trainer.strategy.root_device)
-        if trainer.validate_in_fit():
-            self.validated_at = self.total_batches
-        else:  # cut short by a signal: it will run again, from the same random numbers
+        if not trainer.validate_in_fit():  # cut short by a signal: it will run again, from the same random numbers
             rng.restore(state, trainer.strategy.accelerator, trainer.strategy.root_device)
 
     def _batch_start(self, batch: Any, index: int) -> bool:
@@ -306,21 +324,15 @@ class FitLoop:
             return True
         return False
 
-    def _with_lookahead(self, batches: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
-        """(batch, is it the last) for a loader without a length; ranks end together, with the first that runs out."""
-        strategy = self.trainer.strategy
-        together = strategy.world_size > 1
+    def _together(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """A loader without a length over several ranks: all end together, with the first that runs out."""
+        decide = self.trainer.strategy.reduce_boolean_decision
         nothing = object()
-        current = next(batches, nothing)
-        if together and not strategy.reduce_boolean_decision(current is not nothing):
-            return
-        while current is not nothing:
-            following = next(batches, nothing)
-            more = following is not nothing
-            if together:
-                more = strategy.reduce_boolean_decision(more)
-            yield current, not more
-            current = following if more else nothing
+        while True:
+            batch = next(batches, nothing)
+            if not decide(batch is not nothing):
+                return
+            yield batch
 
     def _validation_due(self, length: int | None) -> bool:
         every = self.trainer.validation_interval(length)

@@ -276,16 +276,27 @@ class Optimization:
             return self._step_with_closure(batch, batch_idx, first)
         output = self.forward_backward(batch, batch_idx, first)
         if update and self.has_gradients:
-            optimizer = self.optimizers[0]
-            self.before_update(optimizer)
-            if self.plain_step:
-                optimizer.step()
-                stepped = True
-            else:
-                stepped = self.strategy.optimizer_step(optimizer)
-            self.has_gradients = False
-            self.trainer.fit_loop.count_step(stepped)
+            self._update()
         return output
+
+    def finish(self) -> bool:
+        """Step with an accumulation that the end of the data cut short; whether there was one."""
+        if not (self.automatic and self.has_gradients and self.accumulate > 1):
+            return False
+        self.strategy.sync_gradients()  # its last backward ran as if more were to come
+        self._update()
+        return True
+
+    def _update(self) -> None:
+        optimizer = self.optimizers[0]
+        self.before_update(optimizer)
+        if self.plain_step:
+            optimizer.step()
+            stepped = True
+        else:
+            stepped = self.strategy.optimizer_step(optimizer)
+        self.has_gradients = False
+        self.trainer.fit_loop.count_step(stepped)
 
     def forward_backward(self, batch: Any, batch_idx: int, first: bool) -> Any:
         output = self.run(batch, batch_idx, 0)

@@ -394,6 +394,9 @@ class Trainer(TrainerProperties):
             datamodule.trainer = self
         self.results.module = module
         self.results.clear()
+        self.fit_loop.optimization = None
+        if fn == "fit":
+            self.fit_loop.data = None
         # the folder of a new run is the next free one: decided once, by rank 0, before anybody makes it
         self.log_dir = self.strategy.broadcast(self.logger.log_dir if self.logger is not None else None)
         self.hooks.refresh()
@@ -401,8 +404,6 @@ class Trainer(TrainerProperties):
     def _detach(self) -> None:
         """Let go of what belongs to the processes of this run; the model stays readable."""
         self.hooks.refresh()
-        self.fit_loop.data = None
-        self.fit_loop.optimization = None
         self.current_hook = None
 
     def _set_up(self, fn: str, ckpt_path: Any) -> None:
@@ -654,8 +655,16 @@ class Trainer(TrainerProperties):
         """
         if self.module is None or self.strategy.module is None:
             raise ModelError("save_checkpoint needs a model: fit, validate, test or predict first")
-        checkpoint = checkpointing.dump_checkpoint(self, weights_only=weights_only)
-        self.strategy.save_checkpoint(checkpoint, os.fspath(filepath), storage_options=storage_options)
+        strategy = self.strategy
+        after_the_run = not strategy.is_set_up
+        if after_the_run:  # the ranks have parted: they meet once more, to gather what is saved
+            strategy.setup_environment()
+        try:
+            checkpoint = checkpointing.dump_checkpoint(self, weights_only=weights_only)
+            strategy.save_checkpoint(checkpoint, os.fspath(filepath), storage_options=storage_options)
+        finally:
+            if after_the_run:
+                strategy.teardown()
 
     def _save_interrupted(self, fn: str) -> None:
         if fn == "fit" and not self.fast_dev_run:

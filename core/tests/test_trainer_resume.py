@@ -1,0 +1,287 @@
+"""A run that was interrupted anywhere and continued equals one that was left alone, bit for bit."""
+
+import random
+
+import numpy
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
+
+from torchhal import Callback, Module, Trainer
+from torchhal.errors import CheckpointMismatchError
+
+
+class Noisy(Dataset):
+    """Augments each sample with every generator there is, in the main process or in a worker."""
+
+    def __len__(self):
+        return 22
+
+    def __getitem__(self, index):
+        noise = torch.rand(4) + random.random() + numpy.random.rand()
+        return torch.full((4,), float(index)) / 22 + 0.1 * noise.float(), index % 3
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        for index in range(22):
+            yield torch.full((4,), float(index)) / 22 + 0.1 * torch.rand(4), index % 3
+
+
+class Net(Module):
+    def __init__(self, accumulate=1):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.4), nn.Linear(8, 3))
+        self.losses = []
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = F.cross_entropy(self.body(x), y)
+        self.losses.append(loss.item())
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        self.log("val_loss", F.cross_entropy(self.body(x), y))
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.02)
+        step = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 12)
+        epoch = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.7)
+        return [optimizer], [
+            {"scheduler": step, "interval": "step"},
+            {"scheduler": epoch, "monitor": "val_loss"},
+        ]
+
+
+class Stop(Exception):
+    pass
+
+
+class SaveAndStop(Callback):
+    """Writes a checkpoint the ``count``-th time that ``hook`` is called, then ends the run as a crash would."""
+
+    def __init__(self, hook, count, path):
+        self.left = count
+        self.path = path
+        setattr(self, hook, self.act)
+
+    def act(self, trainer, *args):
+        if trainer.sanity_checking:
+            return
+        self.left -= 1
+        if self.left == 0:
+            trainer.save_checkpoint(self.path)
+            raise Stop
+
+
+class Record(Callback):
+    def __init__(self):
+        self.epoch_losses = []
+
+    def on_train_epoch_end(self, trainer, module):
+        self.epoch_losses.append(trainer.callback_metrics["train_loss_epoch"].item())
+
+
+def loader(kind):
+    if kind == "shuffled":
+        return DataLoader(Noisy(), 4, shuffle=True)
+    if kind == "generator":
+        return DataLoader(Noisy(), 4, shuffle=True, generator=torch.Generator().manual_seed(9))
+    if kind == "weighted":
+        return DataLoader(Noisy(), 4, sampler=WeightedRandomSampler(torch.arange(22) + 1.0, 22))
+    if kind == "workers":
+        return DataLoader(Noisy(), 4, shuffle=True, num_workers=2)
+    if kind == "stream":
+        return DataLoader(Stream(), 4)
+    if kind == "unbatched":
+        return DataLoader(
+            [(torch.rand(4, 4), torch.tensor([0, 1, 2, 0])) for _ in range(6)], batch_size=None, shuffle=True
+        )
+    raise AssertionError(kind)
+
+
+def fit(kind, callbacks, *, ckpt_path=None, **options):
+    random.seed(3)
+    numpy.random.seed(3)
+    torch.manual_seed(3)
+    model = Net()
+    data = loader(kind)
+    defaults = {
+        "accelerator": "cpu", "max_epochs": 3, "logger": False, "enable_checkpointing": False,
+        "enable_progress_bar": False, "enable_model_summary": False,
+    }  # fmt: skip
+    trainer = Trainer(callbacks=callbacks, **{**defaults, **options})
+    try:
+        trainer.fit(model, data, DataLoader(Noisy(), 8), ckpt_path=ckpt_path)
+    except Stop:
+        pass
+    return trainer, model
+
+
+def check(tmp_path, kind, hook, count, **options):
+    path = tmp_path / "here.ckpt"
+    alone, whole = Record(), None
+    whole_trainer, whole = fit(kind, [alone], **options)
+    _, first = fit(kind, [SaveAndStop(hook, count, path)], **options)
+    assert path.exists(), "the run ended before it was interrupted"
+    torch.rand(7)  # whatever happened in between
+    again = Record()
+    second_trainer, second = fit(kind, [again], ckpt_path=path, **options)
+    saved = torch.load(path, weights_only=True)
+    done = saved["loops"]["fit"]["total_batches"]
+    assert 0 < done < len(whole.losses)
+    assert first.losses[:done] + second.losses == whole.losses
+    for (name, a), (_, b) in zip(whole.state_dict().items(), second.state_dict().items(), strict=True):
+        assert torch.equal(a, b), name
+    assert (second_trainer.global_step, second_trainer.current_epoch) == (
+        whole_trainer.global_step,
+        whole_trainer.current_epoch,
+    )
+    assert again.epoch_losses == pytest.approx(alone.epoch_losses[-len(again.epoch_losses) :], abs=0, rel=1e-12)
+    schedulers = [
+        [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
+        for trainer in (whole_trainer, second_trainer)
+    ]
+    assert schedulers[0] == schedulers[1]
+
+
+PLACES = [
+    ("on_train_batch_end", 1),
+    ("on_train_batch_end", 4),
+    ("on_train_batch_end", 6),  # the last of an epoch, before its validation
+    ("on_train_batch_end", 7),
+    ("on_train_batch_end", 14),
+    ("on_validation_end", 1),
+    ("on_validation_end", 2),
+    ("on_train_epoch_end", 1),
+    ("on_train_epoch_end", 2),
+]
+
+
+@pytest.mark.parametrize(("hook", "count"), PLACES)
+@pytest.mark.parametrize("kind", ["shuffled", "generator", "weighted", "unbatched", "stream"])
+def test_everywhere(tmp_path, kind, hook, count):
+    check(tmp_path, kind, hook, count)
+
+
+@pytest.mark.parametrize(
+    ("hook", "count"), [("on_train_batch_end", 3), ("on_train_batch_end", 8), ("on_validation_end", 1)]
+)
+def test_with_workers_whose_generators_have_advanced(tmp_path, hook, count):
+    check(tmp_path, "workers", hook, count)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 8])
+def test_in_the_midst_of_an_accumulation(tmp_path, count):
+    check(tmp_path, "shuffled", "on_train_batch_end", count, accumulate_grad_batches=4, gradient_clip_val=0.1)
+
+
+@pytest.mark.parametrize(
+    ("hook", "count"), [("on_validation_end", 1), ("on_validation_end", 2), ("on_train_batch_end", 4)]
+)
+def test_with_validation_inside_the_epoch(tmp_path, hook, count):
+    check(tmp_path, "shuffled", hook, count, val_check_interval=2)
+
+
+def test_with_validation_counted_across_epochs(tmp_path):
+    check(tmp_path, "shuffled", "on_train_batch_end", 8, val_check_interval=4, check_val_every_n_epoch=None)
+
+
+def test_with_limits(tmp_path):
+    check(tmp_path, "shuffled", "on_train_batch_end", 5, limit_train_batches=4, limit_val_batches=1)
+
+
+@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed", "bf16-true"])
+def test_in_other_precisions(tmp_path, precision):
+    check(tmp_path, "shuffled", "on_train_batch_end", 4, precision=precision)
+
+
+def test_a_finished_run_goes_on_with_more_epochs(tmp_path):
+    whole_trainer, whole = fit("shuffled", [], max_epochs=3)
+    trainer, first = fit("shuffled", [], max_epochs=2)
+    trainer.save_checkpoint(tmp_path / "two.ckpt")
+    _, second = fit("shuffled", [], max_epochs=3, ckpt_path=tmp_path / "two.ckpt")
+    assert len(first.losses) + len(second.losses) == len(whole.losses)
+    assert first.losses + second.losses == whole.losses
+
+
+def test_max_steps_in_the_midst_of_an_epoch_goes_on_there(tmp_path):
+    _, whole = fit("shuffled", [], max_steps=11)
+    trainer, first = fit("shuffled", [], max_steps=8)
+    trainer.save_checkpoint(tmp_path / "eight.ckpt")
+    _, second = fit("shuffled", [], max_steps=11, ckpt_path=tmp_path / "eight.ckpt")
+    assert first.losses + second.losses == whole.losses
+
+
+class Stateful:
+    """A loader that keeps its own position."""
+
+    def __init__(self):
+        self.position = 0
+
+    def __len__(self):
+        return 6
+
+    def __iter__(self):
+        while self.position < 6:
+            self.position += 1
+            yield torch.full((4, 4), float(self.position)), torch.tensor([0, 1, 2, 0])
+        self.position = 0
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.position = state["position"]
+
+
+def test_a_loader_that_keeps_its_own_position_is_asked(tmp_path):
+    seen = []
+
+    class Spy(Net):
+        def training_step(self, batch, batch_idx):
+            seen.append(int(batch[0][0, 0]))
+            return super().training_step(batch, batch_idx)
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    path = tmp_path / "x.ckpt"
+    quiet = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    with pytest.raises(Stop):
+        Trainer(max_epochs=1, callbacks=[SaveAndStop("on_train_batch_end", 2, path)], **quiet).fit(Spy(), Stateful())
+    Trainer(max_epochs=1, callbacks=[Callback()], **quiet).fit(Spy(), Stateful(), ckpt_path=path)
+    assert seen == [1, 2, 3, 4, 5, 6]
+
+
+def test_weights_alone_are_refused_by_name(tmp_path):
+    trainer, _ = fit("shuffled", [], max_epochs=1)
+    path = tmp_path / "weights.ckpt"
+    trainer.save_checkpoint(path, weights_only=True)
+    with pytest.raises(CheckpointMismatchError, match="holds weights only"):
+        fit("shuffled", [], ckpt_path=path)
+
+
+def test_another_models_checkpoint_is_refused_by_name(tmp_path):
+    trainer, _ = fit("shuffled", [], max_epochs=1)
+    path = tmp_path / "net.ckpt"
+    trainer.save_checkpoint(path)
+
+    class Other(Net):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(4, 9), nn.Linear(9, 3))
+
+    with pytest.raises(CheckpointMismatchError, match=r"(?s)don't belong to Other.*body\.0\.weight"):
+        Trainer(
+            accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False
+        ).fit(Other(), loader("shuffled"), ckpt_path=path)
+
+
+def test_a_missing_file_is_named():
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.ckpt"):
+        fit("shuffled", [], ckpt_path="nowhere.ckpt")
