@@ -39,14 +39,14 @@ class _Views:
 class Results:
     """Everything logged in one Trainer. The loops call, on every rank alike::
 
-        clear()                        once, when a run begins
-        start_epoch(stage)             before the hooks of the epoch
-          hook, batch, dataloader_idx  plain attributes, set before user code runs; the index only with several loaders
-            log(...)                   by self.log, any number of times
-          step_metrics(stage)          for the loggers, at their interval
-        finalize_epoch(stage)          before and again after the epoch-end hooks: the only communication
-        epoch_metrics()                for the loggers, once
-        end_epoch(stage)               after everything of the epoch
+        clear()                          once, when a run begins
+        stage = "train" | "validate" ... when a loop takes over, and again when it takes over back
+          start_batch(batch, index)      before each batch; the index only with several dataloaders
+            log(...)                     by self.log, any number of times
+          step_metrics()                 for the loggers, at their interval
+          finalize_epoch()               before and again after the epoch-end hooks: the only communication
+          epoch_metrics()                for the loggers, once
+          reset()                        after everything of the epoch
 
     An epoch of evaluation may lie inside one of training: what is logged belongs to the stage of its hook.
 
@@ -71,18 +71,36 @@ class Results:
         self._evaluated: dict[str, dict[str, tuple[Any, int | None]]] = {}
         self._views = _Views()
         self._kept_views: _Views | None = None
-        self.hook: str | None = None
-        self.dataloader_idx: int | None = None
-        self.batch = None
+        self._ended: set[str] = set()
+        self._stage = "train"
+        self.start_batch(None)
 
     @property
-    def batch(self) -> Any:
-        """The batch whose size weighs what is logged; None: a weight of 1."""
-        return self._batch
+    def stage(self) -> str:
+        """The loop that runs now, one of :data:`STAGES`.
 
-    @batch.setter
-    def batch(self, batch: Any) -> None:
-        self._batch = batch
+        What ``"sanity_check"`` logs is seen while it runs, and is gone with the next stage.
+        """
+        return self._stage
+
+    @stage.setter
+    def stage(self, stage: str) -> None:
+        if stage not in STAGES:
+            raise ValueError(f"'stage' must be one of {', '.join(map(repr, STAGES))} (got {stage!r})")
+        if stage == "sanity_check":
+            self._kept_views = self._kept_views or self._views
+            self._views = _Views()
+        elif self._kept_views is not None:
+            self._views, self._kept_views = self._kept_views, None
+            for entry in self._of("validate"):
+                entry.unseen = 0
+        self._stage = stage
+        self.start_batch(None)
+
+    def start_batch(self, batch: Any, dataloader_idx: int | None = None) -> None:
+        """The batch whose size weighs what is logged until the next call; None: no batch, a weight of 1."""
+        self.batch = batch
+        self.dataloader_idx = dataloader_idx
         self._batch_size: int | None = None
 
     # -- log ---------------------------------------------------------------------------------------------------
@@ -91,7 +109,7 @@ class Results:
         self,
         name: str,
         value: Any,
-        hook: str | None = None,
+        hook: str | None,
         prog_bar: bool = False,
         logger: bool | None = None,
         on_step: bool | None = None,
@@ -109,8 +127,7 @@ class Results:
             name: what loggers and callbacks know it by. Logged both ways it appears as ``name_step``,
                 ``name_epoch`` and ``name``; with several dataloaders as ``name/dataloader_idx_0``.
             value: a number, a tensor with one element, or a metric object (``compute`` and ``reset``).
-            hook: the hook that is running, :attr:`hook` by default; it decides the defaults of ``on_step`` and
-                ``on_epoch``.
+            hook: the hook that is running; it decides the stage, and the defaults of ``on_step`` and ``on_epoch``.
             prog_bar: show it in the progress bar.
             logger: send it to the loggers; None is True.
             on_step, on_epoch: keep the value of the step, the value of the epoch. None: on_step in the hooks of a
@@ -129,8 +146,6 @@ class Results:
             ConfigurationError: the hook has no step or epoch to log for, an unknown reduction, or options other
                 than those of the key's first call.
         """
-        if hook is None:
-            hook = self.hook
         entry = self._entries.get((name, hook, self.dataloader_idx))
         options = (prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, add_dataloader_idx, rank_zero_only)
         if entry is None:
@@ -222,47 +237,33 @@ class Results:
     def _weight(self, entry: Entry) -> int:
         size = self._batch_size
         if size is None:
-            if self._batch is None or not HOOKS[entry.hook].step_allowed:
+            if self.batch is None or not HOOKS[entry.hook].step_allowed:
                 return 1
-            found = batch_size_of(self._batch)
+            found = batch_size_of(self.batch)
             if found is None:
                 raise ConfigurationError(
                     f"the batch size that weighs {entry.name!r} in its mean can't be read from a batch of type "
-                    f"{type(self._batch).__name__}: pass batch_size=... to self.log"
+                    f"{type(self.batch).__name__}: pass batch_size=... to self.log"
                 )
             size = self._batch_size = found
         return size
 
     # -- epochs --------------------------------------------------------------------------------------------------
 
-    def start_epoch(self, stage: str, *, keep: bool = False) -> None:
-        """Begin an epoch of ``stage``; with ``keep`` go on with what was accumulated or restored.
-
-        What a sanity check logs is seen while it runs, and is gone when the next epoch of any stage begins.
-        """
-        if stage not in STAGES:
-            raise ValueError(f"'stage' must be one of {', '.join(map(repr, STAGES))} (got {stage!r})")
-        if stage == "sanity_check":
-            self._kept_views = self._kept_views or self._views
-            self._views = _Views()
-        elif self._kept_views is not None:
-            self._views, self._kept_views = self._kept_views, None
-            for entry in self._of("validate"):
-                entry.unseen = 0
-        if not keep:
-            self.end_epoch(stage)
-            self._evaluated.pop(stage, None)
-
-    def finalize_epoch(self, stage: str) -> None:
-        """Turn everything accumulated in ``stage`` into values of the epoch. Every rank must call.
+    def finalize_epoch(self) -> None:
+        """Turn everything accumulated in this stage into values of the epoch. Every rank must call.
 
         With several processes exactly one collective runs, whatever each rank logged: a rank without a key, or
         without any batch, contributes nothing to that key and sees its value. A metric object's own ``compute``
         follows, in the same order on every rank. Safe to call again: only what came since is computed.
         """
+        stage = self._stage
         self._see(_CALLBACK)
         self._see(_BAR)
         self._see(_LOGGED)
+        if stage in self._ended:
+            self._ended.remove(stage)
+            self._evaluated.pop(stage, None)
         entries = [entry for entry in self._of(stage) if entry.dirty]
         payloads = [drain(entry) for entry in entries] + self._restored.pop(_accumulated(stage), [])
         metrics = {entry.identity: entry.metric for entry in entries if entry.metric is not None}
@@ -274,7 +275,7 @@ class Results:
                 value = outcome(payload["name"], self._metric_of(payload) if metric is None else metric)
             else:
                 value = reduced(payload)
-            self._publish(stage, payload, value)
+            self._publish(payload, value)
 
     def _metric_of(self, payload: Payload) -> Any:
         path = payload["metric"]
@@ -292,24 +293,26 @@ class Results:
             )
         return metric
 
-    def _publish(self, stage: str, payload: Payload, value: Tensor) -> None:
+    def _publish(self, payload: Payload, value: Tensor) -> None:
         name, suffix, views = payload["name"], payload["suffix"], self._views
         plain = name + suffix
         epoch = f"{name}_epoch{suffix}" if payload["both"] else plain
         views.callback[plain] = views.callback[epoch] = value
-        evaluated = self._evaluated.setdefault(stage, {})
+        evaluated = self._evaluated.setdefault(self._stage, {})
         evaluated[plain] = evaluated[epoch] = (value, payload["identity"][2])
         if payload["logger"]:
             views.logged[epoch] = views.epoch_log[epoch] = value
         if payload["prog_bar"]:
             views.bar[epoch] = value
 
-    def end_epoch(self, stage: str) -> None:
-        """Drop what was not finalized and reset the metric objects; values in the views stay."""
-        for entry in self._of(stage):
+    def reset(self) -> None:
+        """End the epoch of this stage: drop what was not finalized, reset the metric objects. The views stay."""
+        for entry in self._of(self._stage):
             if entry.hook != "on_train_start":  # runs before the first epoch that it belongs to
                 entry.reset()
-        self._restored.pop(_accumulated(stage), None)
+        self._restored.pop(_accumulated(self._stage), None)
+        self._ended.add(self._stage)
+        self.start_batch(None)
 
     def _of(self, stage: str) -> Iterable[Entry]:
         stage = _accumulated(stage)
@@ -358,18 +361,18 @@ class Results:
         self._see(_BAR)
         return {name: float(value) for name, value in self._views.bar.items()}
 
-    def step_metrics(self, stage: str = "train") -> dict[str, Tensor]:
-        """What ``stage`` logged on steps, for the loggers, since the last call; each value is given once."""
-        return self._see(_LOGGER, _accumulated(stage))
+    def step_metrics(self) -> dict[str, Tensor]:
+        """What this stage logged on steps, for the loggers, since the last call; each value is given once."""
+        return self._see(_LOGGER, _accumulated(self._stage))
 
     def epoch_metrics(self) -> dict[str, Tensor]:
         """The values of epochs, for the loggers, that were finalized since the last call."""
         finished, self._views.epoch_log = self._views.epoch_log, {}
         return finished
 
-    def evaluation_results(self, stage: str, num_dataloaders: int = 1) -> list[dict[str, float]]:
-        """One dict per dataloader with the finalized values of ``stage``; keys without an index are in each."""
-        finished = self._evaluated.get(stage, {})
+    def evaluation_results(self, num_dataloaders: int = 1) -> list[dict[str, float]]:
+        """One dict per dataloader with this stage's values of its last epoch; keys without an index are in each."""
+        finished = self._evaluated.get(self._stage, {})
         return [
             {name: float(value) for name, (value, owner) in finished.items() if owner is None or owner == index}
             for index in range(num_dataloaders)
@@ -395,10 +398,7 @@ class Results:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from :meth:`state_dict`, also with another number of ranks; ``start_epoch(..., keep=True)`` follows.
-
-        Replaces everything collected so far.
-        """
+        """Continue from :meth:`state_dict`, also with another number of ranks. Replaces everything so far."""
         try:
             ranks, callback, bar = state["ranks"], state["callback_metrics"], state["progress_bar_metrics"]
         except (KeyError, TypeError) as error:

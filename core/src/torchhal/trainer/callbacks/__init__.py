@@ -1,5 +1,10 @@
 """Callbacks: what runs beside the model at fixed points of a run, and the ready-made ones."""
 
 from torchhal.trainer.callbacks.base import Callback
+from torchhal.trainer.callbacks.checkpoint import ModelCheckpoint
+from torchhal.trainer.callbacks.early_stopping import EarlyStopping
+from torchhal.trainer.callbacks.lr_monitor import LearningRateMonitor
+from torchhal.trainer.callbacks.progress import ProgressBar
+from torchhal.trainer.callbacks.summary import ModelSummary
 
-__all__ = ["Callback"]
+__all__ = ["Callback", "EarlyStopping", "LearningRateMonitor", "ModelCheckpoint", "ModelSummary", "ProgressBar"]

@@ -1,0 +1,222 @@
+"""ProgressBar: where a run is, drawn by tqdm, seldom enough to cost nothing."""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+import time
+import warnings
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from torchhal.trainer.arguments import check_bool, check_count
+from torchhal.trainer.callbacks.base import Callback
+
+if TYPE_CHECKING:
+    from torchhal.trainer import Trainer
+
+_INTERVAL_S = 0.1
+_INTERVAL_IN_FILE_S = 5.0  # each refresh is a line there
+
+
+class ProgressBar(Callback):
+    """A bar for training with the values logged with ``prog_bar=True``, and one for each evaluation. Rank 0 only.
+
+    A batch costs one look at the clock: the bar is drawn, and values are fetched from the device, at most ten times
+    a second on a terminal and every five seconds into a file, and when an epoch ends.
+
+    Args:
+        refresh_rate: draw at most every so many batches; 0 draws nothing.
+        leave: leave each epoch's bar standing, rather than only the last one.
+    """
+
+    def __init__(self, refresh_rate: int = 1, leave: bool = False) -> None:
+        self.refresh_rate = check_count("refresh_rate", refresh_rate, minimum=0)
+        self.leave = check_bool("leave", leave)
+        self._enabled = True
+        self._train: Any = None
+        self._evaluation: Any = None
+        self._evaluated = 0
+        self._next_draw = 0.0
+        self._interval = _INTERVAL_S
+
+    def disable(self) -> None:
+        """Draw nothing from now on."""
+        self._enabled = False
+
+    def enable(self) -> None:
+        """Draw again from the next bar on."""
+        self._enabled = True
+
+    @property
+    def is_enabled(self) -> bool:
+        return self._enabled and self.refresh_rate > 0
+
+    def print(self, *values: Any, sep: str = " ", end: str = "\n", file: Any = None) -> None:
+        """``print``, above the bars."""
+        if self._train is None and self._evaluation is None:
+            print(*values, sep=sep, end=end, file=file)
+        else:
+            _tqdm().write(sep.join(map(str, values)), end=end, file=file or sys.stdout)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Bars are open files: a copy in another process begins without."""
+        return {**self.__dict__, "_train": None, "_evaluation": None}
+
+    # -- training ----------------------------------------------------------------------------------------------------
+
+    def on_train_epoch_start(self, trainer: Trainer, module: Any) -> None:
+        if self._train is not None and self.leave:
+            self._train.close()
+            self._train = None
+        done = trainer.fit_loop.batches_done
+        if self._train is None:
+            self._train = self._open(trainer, "", leave=True)
+            if self._train is None:
+                return
+        self._train.reset(_total(trainer.num_training_batches))
+        self._train.initial = self._train.n = self._train.last_print_n = done
+        self._train.set_description_str(f"Epoch {trainer.current_epoch}", refresh=False)
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self._train is None or time.monotonic() < self._next_draw or (batch_idx + 1) % self.refresh_rate:
+            return
+        self._draw_training(trainer, batch_idx + 1)
+
+    def on_train_epoch_end(self, trainer: Trainer, module: Any) -> None:
+        if self._train is not None:
+            self._draw_training(trainer, trainer.fit_loop.batches_done)
+
+    def on_train_end(self, trainer: Trainer, module: Any) -> None:
+        self._close()
+
+    def _draw_training(self, trainer: Trainer, done: int) -> None:
+        bar = self._train
+        bar.n = done
+        values = trainer.progress_bar_metrics
+        bar.set_postfix_str(", ".join(f"{name}={value:.4g}" for name, value in values.items()), refresh=False)
+        bar.refresh()
+        self._next_draw = time.monotonic() + self._interval
+
+    # -- evaluation --------------------------------------------------------------------------------------------------
+
+    def _start(self, trainer: Trainer, title: str, batches: Any) -> None:
+        self._close_evaluation()
+        self._evaluation = self._open(trainer, title, leave=trainer.state.fn != "fit", total=_total(batches))
+        self._evaluated = 0
+
+    def _advance(self) -> None:
+        self._evaluated += 1
+        if self._evaluation is None or time.monotonic() < self._next_draw or self._evaluated % self.refresh_rate:
+            return
+        self._evaluation.n = self._evaluated
+        self._evaluation.refresh()
+        self._next_draw = time.monotonic() + self._interval
+
+    def _finish(self, trainer: Trainer) -> None:
+        bar = self._evaluation
+        if bar is not None:
+            bar.n = self._evaluated
+            values = trainer.progress_bar_metrics
+            bar.set_postfix_str(", ".join(f"{name}={value:.4g}" for name, value in values.items()), refresh=False)
+            bar.refresh()
+        self._close_evaluation()
+
+    def on_validation_start(self, trainer: Trainer, module: Any) -> None:
+        if trainer.sanity_checking:
+            self._start(trainer, "Sanity check", trainer.num_sanity_val_batches)
+        else:
+            self._start(trainer, "Validating", trainer.num_val_batches)
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._advance()
+
+    def on_validation_end(self, trainer: Trainer, module: Any) -> None:
+        self._finish(trainer)
+
+    def on_test_start(self, trainer: Trainer, module: Any) -> None:
+        self._start(trainer, "Testing", trainer.num_test_batches)
+
+    def on_test_batch_end(
+        self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._advance()
+
+    def on_test_end(self, trainer: Trainer, module: Any) -> None:
+        self._finish(trainer)
+
+    def on_predict_start(self, trainer: Trainer, module: Any) -> None:
+        self._start(trainer, "Predicting", trainer.num_predict_batches)
+
+    def on_predict_batch_end(
+        self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._advance()
+
+    def on_predict_end(self, trainer: Trainer, module: Any) -> None:
+        self._finish(trainer)
+
+    # -- bars --------------------------------------------------------------------------------------------------------
+
+    def on_exception(self, trainer: Trainer, module: Any, exception: BaseException) -> None:
+        self._close()
+
+    def teardown(self, trainer: Trainer, module: Any, stage: str) -> None:
+        self._close()
+
+    def _open(self, trainer: Trainer, title: str, *, leave: bool, total: int | None = None) -> Any:
+        if not self.is_enabled or not trainer.is_global_zero:
+            return None
+        kind = _tqdm()
+        self._interval = _INTERVAL_S if _is_live(kind) else _INTERVAL_IN_FILE_S
+        self._next_draw = time.monotonic() + self._interval
+        return kind(
+            desc=title,
+            total=total,
+            leave=leave,
+            position=1 if self._train is not None else 0,
+            dynamic_ncols=True,
+            file=sys.stderr,
+            mininterval=0,
+            smoothing=0,
+        )
+
+    def _close(self) -> None:
+        self._close_evaluation()
+        if self._train is not None:
+            self._train.close()
+            self._train = None
+
+    def _close_evaluation(self) -> None:
+        if self._evaluation is not None:
+            self._evaluation.close()
+            self._evaluation = None
+
+
+def _total(batches: Any) -> int | None:
+    """The number of batches of all loaders; None when one doesn't know."""
+    total = sum(batches) if isinstance(batches, list | tuple) else batches
+    return None if math.isinf(total) or not total else int(total)
+
+
+def _is_live(kind: Any) -> bool:
+    """Whether a refresh draws over the last one."""
+    return "notebook" in kind.__mro__[1].__module__ or bool(getattr(sys.stderr, "isatty", lambda: False)())
+
+
+@lru_cache(maxsize=1)
+def _tqdm() -> Any:
+    """tqdm's bar for a terminal or a notebook, without its helper thread and its lock between processes.
+
+    Neither is needed for bars of one thread, and both are in the way of a process that forks.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about widgets that are not installed
+        from tqdm.autonotebook import tqdm
+
+    bar: Any = type("Bar", (tqdm,), {"monitor_interval": 0})
+    bar.set_lock(threading.RLock())
+    return bar

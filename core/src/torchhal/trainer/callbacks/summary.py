@@ -1,0 +1,73 @@
+"""ModelSummary: what the model is made of, in one small table."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from torchhal.trainer.arguments import check_count
+from torchhal.trainer.callbacks.base import Callback
+
+if TYPE_CHECKING:
+    from torchhal.trainer import Trainer
+
+
+class ModelSummary(Callback):
+    """Prints the model's parts and their parameter counts once, on rank 0, when fit begins.
+
+    Args:
+        max_depth: how deep to list: 1 for the model's children, 2 for theirs too, -1 for all, 0 for no table.
+    """
+
+    def __init__(self, max_depth: int = 1) -> None:
+        self.max_depth = check_count("max_depth", max_depth, minimum=0, unlimited=True)
+
+    def on_fit_start(self, trainer: Trainer, module: Any) -> None:
+        if self.max_depth and trainer.is_global_zero:
+            trainer.print(summarize(module, self.max_depth))
+
+
+def summarize(module: nn.Module, max_depth: int = 1) -> str:
+    """The table: name, class and parameters of each part, then what is trained and what is frozen."""
+    rows = [("name", "type", "parameters")]
+    for path, child in module.named_modules():
+        if path and (max_depth == -1 or path.count(".") < max_depth):
+            rows.append((path, type(child).__name__, _count(child)))
+    own = [parameter for _, parameter in module.named_parameters(recurse=False)]
+    if own and len(rows) > 1:
+        rows.append(("(own)", "Parameter", _grouped(sum(map(_numel, own)))))
+    trainable = frozen = size = 0
+    lazy = False
+    for parameter in module.parameters():
+        count = _numel(parameter)
+        lazy = lazy or nn.parameter.is_lazy(parameter)
+        size += count * parameter.element_size()
+        if parameter.requires_grad:
+            trainable += count
+        else:
+            frozen += count
+    lines = []
+    if len(rows) > 1:
+        widths = [max(len(row[column]) for row in rows) for column in range(3)]
+        for row in rows:
+            lines.append(f"{row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]:>{widths[2]}}".rstrip())
+        lines.insert(1, "-" * max(map(len, lines)))
+    total = f"{_grouped(trainable)} trainable parameters, {_grouped(frozen)} frozen, {size / 1e6:.3g} MB"
+    lines.append(total + (" (without those that the first batch will shape)" if lazy else ""))
+    return "\n".join(lines)
+
+
+def _count(module: nn.Module) -> str:
+    parameters = list(module.parameters())
+    if any(nn.parameter.is_lazy(parameter) for parameter in parameters):
+        return "?"
+    return _grouped(sum(map(_numel, parameters)))
+
+
+def _numel(parameter: nn.Parameter) -> int:
+    return 0 if nn.parameter.is_lazy(parameter) else parameter.numel()
+
+
+def _grouped(count: int) -> str:
+    return f"{count:,}"

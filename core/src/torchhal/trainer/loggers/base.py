@@ -1,0 +1,144 @@
+"""The logger contract, and the base of loggers that write into a folder per run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from torchhal.trainer.callbacks import ModelCheckpoint
+
+
+def is_rank_zero() -> bool:
+    """Whether this process is the one that writes: rank 0 of the running job, or the only process."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank() == 0
+    return os.environ.get("RANK", "0") == "0"
+
+
+class Logger:
+    """Takes the metrics and hyperparameters of a run to where they are looked at.
+
+    The Trainer calls the methods on rank 0 only, and reads the properties on every rank. What a logger can't write
+    it must raise: a run whose record is lost should not look like one that is kept.
+    """
+
+    @property
+    def name(self) -> str | None:
+        """The experiment; None if it has no name."""
+        return None
+
+    @property
+    def version(self) -> int | str | None:
+        """The run within the experiment."""
+        return None
+
+    @property
+    def save_dir(self) -> str | None:
+        """The folder of all experiments; None for a logger that writes elsewhere."""
+        return None
+
+    @property
+    def root_dir(self) -> str | None:
+        """The folder of the experiment."""
+        return self.save_dir
+
+    @property
+    def log_dir(self) -> str | None:
+        """The folder of the run; checkpoints go below it by default."""
+        return self.root_dir
+
+    @property
+    def experiment(self) -> Any:
+        """What the user may write to directly."""
+        return self
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Record numbers of one step, or of an epoch that ended at this step."""
+        raise NotImplementedError(f"{type(self).__name__} must define log_metrics(metrics, step)")
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        """Record the hyperparameters, a dict or a namespace; called before the first metrics."""
+
+    def save(self) -> None:
+        """Write what is buffered."""
+
+    def finalize(self, status: str) -> None:
+        """One call of the Trainer has ended, by ``"success"``, ``"failed"`` or ``"interrupted"``; more may follow."""
+        self.save()
+
+    def after_save_checkpoint(self, checkpoint_callback: ModelCheckpoint) -> None:
+        """A ModelCheckpoint has written something."""
+
+
+def as_dict(params: Any) -> dict[str, Any]:
+    """Hyperparameters given as a dict or as a namespace."""
+    if isinstance(params, Mapping):
+        return dict(params)
+    if hasattr(params, "__dict__"):
+        return dict(vars(params))
+    raise TypeError(f"'params' must be a dict or a namespace (got {params!r})")
+
+
+class FolderLogger(Logger):
+    """A logger that writes to ``save_dir/name/version_N``; nothing is created before there is something to write.
+
+    Args:
+        save_dir: the folder of all experiments.
+        name: the experiment; "" for none.
+        version: the run: a number, which becomes ``version_N``, or a name. None: one more than the highest there.
+    """
+
+    def __init__(
+        self, save_dir: str | os.PathLike[str], name: str | None = "logs", version: int | str | None = None
+    ) -> None:
+        if not isinstance(save_dir, str | os.PathLike):
+            raise TypeError(f"'save_dir' must be a path (got {save_dir!r})")
+        if name is not None and not isinstance(name, str):
+            raise TypeError(f"'name' must be a str or None (got {name!r})")
+        if isinstance(version, bool) or not isinstance(version, int | str | None):
+            raise TypeError(f"'version' must be an int, a str or None (got {version!r})")
+        if isinstance(version, int) and version < 0:
+            raise ValueError(f"'version' must be 0 or more (got {version})")
+        self._save_dir = os.path.abspath(os.path.expanduser(os.fspath(save_dir)))
+        self._name = name or ""
+        self._version = version
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def save_dir(self) -> str:
+        return self._save_dir
+
+    @property
+    def root_dir(self) -> str:
+        return os.path.join(self._save_dir, self._name) if self._name else self._save_dir
+
+    @property
+    def version(self) -> int | str:
+        if self._version is None:
+            self._version = self._next_version()
+        return self._version
+
+    @property
+    def log_dir(self) -> str:
+        version = self.version
+        return os.path.join(self.root_dir, f"version_{version}" if isinstance(version, int) else version)
+
+    def _next_version(self) -> int:
+        try:
+            names = os.listdir(self.root_dir)
+        except FileNotFoundError:
+            return 0
+        used = [int(name[8:]) for name in names if name.startswith("version_") and name[8:].isdigit()]
+        return max(used, default=-1) + 1
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies in other processes write to the same run."""
+        _ = self.version
+        return dict(self.__dict__)

@@ -1,0 +1,114 @@
+"""TensorBoardLogger: metrics as event files for TensorBoard."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from torchhal.trainer.loggers.base import FolderLogger, as_dict, is_rank_zero
+
+
+class TensorBoardLogger(FolderLogger):
+    """Writes event files to ``save_dir/name/version_N``; needs the package ``tensorboard``.
+
+    Args:
+        save_dir: the folder of all experiments.
+        name: the experiment; "" for none.
+        version: the run, a number or a name; None for a new one.
+        prefix: put before every metric's name, with a dash.
+        **writer_options: for ``torch.utils.tensorboard.SummaryWriter``, e.g. ``flush_secs``.
+
+    Raises:
+        ModuleNotFoundError: ``tensorboard`` is not installed.
+    """
+
+    def __init__(
+        self,
+        save_dir: str | os.PathLike[str],
+        name: str | None = "logs",
+        version: int | str | None = None,
+        prefix: str = "",
+        **writer_options: Any,
+    ) -> None:
+        super().__init__(save_dir, name, version)
+        self._prefix = f"{prefix}-" if prefix else ""
+        self._options = writer_options
+        self._writer: Any = None
+        self._hparams: dict[str, Any] = {}
+        self._writer_class()  # a missing package shows here, not after the first epoch
+
+    @staticmethod
+    def _writer_class() -> Any:
+        try:
+            import tensorboard  # noqa: F401
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                "TensorBoardLogger needs the package tensorboard, which is not installed: "
+                "pip install torchhal[tensorboard]",
+                name="tensorboard",
+            ) from error
+        from torch.utils.tensorboard import SummaryWriter
+
+        return SummaryWriter
+
+    @property
+    def experiment(self) -> Any:
+        """The ``SummaryWriter``, made when first asked for; on other ranks than 0 one that takes everything and
+        writes nothing."""
+        if not is_rank_zero():
+            return _Silent()
+        if self._writer is None:
+            self._writer = self._writer_class()(log_dir=self.log_dir, **self._options)
+        return self._writer
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        if not is_rank_zero():
+            return
+        writer = self.experiment
+        for name, value in metrics.items():
+            writer.add_scalar(self._prefix + name, float(value), step)
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        if not is_rank_zero():
+            return
+        self._hparams.update(as_dict(params))
+        if not self._hparams:
+            return
+        from torch.utils.tensorboard.summary import hparams
+
+        plain = {
+            name: value if isinstance(value, bool | int | float | str) else str(value)
+            for name, value in self._hparams.items()
+        }
+        file_writer = self.experiment._get_file_writer()
+        for summary in hparams(plain, {}):  # type: ignore[no-untyped-call]
+            file_writer.add_summary(summary)
+
+    def save(self) -> None:
+        """Hand everything to the file.
+
+        Raises:
+            OSError: it could not be written, at once or by the writer's thread before.
+        """
+        if self._writer is not None:
+            self._writer.flush()
+
+    def finalize(self, status: str) -> None:
+        if self._writer is not None:
+            writer, self._writer = self._writer, None
+            writer.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A writer is an open file and a thread: a copy in another process makes its own."""
+        return {**super().__getstate__(), "_writer": None}
+
+
+class _Silent:
+    """Whatever is asked of it, it does nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self
