@@ -43,7 +43,7 @@ class _HasHyperparameters:
         found = self.__dict__.get("_hparams")
         if found is None:
             found = self.__dict__["_hparams"] = Hyperparameters()
-        return found  # type: ignore[no-any-return]
+        return found
 
     def save_hyperparameters(
         self, *names: str | Mapping[str, Any], ignore: str | Iterable[str] = (), logger: bool = True
@@ -71,7 +71,8 @@ class _HasHyperparameters:
         for name in names:
             if not isinstance(name, str) or name not in collected:
                 raise ValueError(
-                    f"'names' must be arguments of {type(self).__name__}.__init__ (got {name!r}; it has {', '.join(collected)})"
+                    f"'names' must be arguments of {type(self).__name__}.__init__, which has "
+                    f"{', '.join(collected) or 'none'} (got {name!r})"
                 )
         keep = set(names) or set(collected)
         self.hparams.update({key: value for key, value in collected.items() if key in keep and key not in ignored})
@@ -264,7 +265,7 @@ class Module(_HasHyperparameters, ModuleHooks, nn.Module):
 
     @property
     def device(self) -> torch.device:
-        tensor = next(self.parameters(), None)
+        tensor: torch.Tensor | None = next(self.parameters(), None)
         if tensor is None:
             tensor = next(self.buffers(), None)
         if tensor is not None:
@@ -375,7 +376,8 @@ class Module(_HasHyperparameters, ModuleHooks, nn.Module):
         """Instead of ``loss.backward()``: scaled as the precision wants, averaged over the ranks."""
         if self.automatic_optimization:
             raise ModelError(
-                f"{type(self).__name__}.manual_backward needs manual optimization: set self.automatic_optimization = False"
+                f"{type(self).__name__}.manual_backward needs manual optimization: set "
+                "self.automatic_optimization = False"
             )
         self.trainer.strategy.manual_backward(loss, *args, **kwargs)
 

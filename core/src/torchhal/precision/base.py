@@ -68,9 +68,18 @@ class Precision:
 
     # -- one optimizer step ----------------------------------------------------------------------------------
 
-    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """Accumulate gradients of ``loss``, scaled if this precision scales (PRE-09)."""
-        loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
+    def backward(
+        self, loss: torch.Tensor, *args: Any, through: Callable[..., Any] | None = None, **kwargs: Any
+    ) -> None:
+        """Accumulate gradients of ``loss``, scaled if this precision scales (PRE-09).
+
+        ``through`` is called with the (scaled) loss and the other arguments in place of ``loss.backward``: a model's
+        own ``backward``.
+        """
+        if through is not None:
+            through(loss, *args, **kwargs)
+        else:
+            loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         """Bring the gradients back to true size; once per step however often it is called (PRE-12)."""

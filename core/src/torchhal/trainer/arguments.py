@@ -37,7 +37,8 @@ def check_limit(name: str, value: Any) -> int | float:
         if isinstance(value, float) and 0.0 <= value <= 1.0:
             return value
     raise ConfigurationError(
-        f"'{name}' must be a number of batches (int of at least 0) or a share of them (float from 0.0 to 1.0) (got {value!r})"
+        f"'{name}' must be a number of batches (int of at least 0) or a share of them (float from 0.0 to 1.0) "
+        f"(got {value!r})"
     )
 
 

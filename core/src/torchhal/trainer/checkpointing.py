@@ -91,8 +91,8 @@ def _plain_hparams(trainer: Trainer, hparams: Mapping[str, Any]) -> dict[str, An
     plain = {name: value for name, value in hparams.items() if _is_plain(value)}
     if lost := [name for name in hparams if name not in plain]:
         trainer.warn_once(
-            f"hyperparameters {', '.join(map(repr, lost))} are objects and are not saved in checkpoints: leave them out "
-            "with save_hyperparameters(ignore=[...]), and pass them to load_from_checkpoint"
+            f"hyperparameters {', '.join(map(repr, lost))} are objects and are not saved in checkpoints: leave them "
+            "out with save_hyperparameters(ignore=[...]), and pass them to load_from_checkpoint"
         )
     return plain
 
@@ -110,7 +110,8 @@ def restore_weights(trainer: Trainer, checkpoint: dict[str, Any], path: str) -> 
     module = trainer.module
     if "state_dict" not in checkpoint:
         raise CheckpointMismatchError(
-            f"{path!r} is no checkpoint of a Trainer: it has no 'state_dict' (it has {', '.join(map(str, list(checkpoint)[:8]))})"
+            f"{path!r} is no checkpoint of a Trainer: it has no 'state_dict' (it has "
+            f"{', '.join(map(str, list(checkpoint)[:8]))})"
         )
     for callback in trainer.callbacks:
         hook = getattr(callback, "on_load_checkpoint", None)
@@ -166,8 +167,9 @@ def _restore_rank(trainer: Trainer, ranks: list[dict[str, Any]], path: str) -> N
         return
     done = fit.batches_done * len(ranks) // strategy.world_size
     trainer.warn_once(
-        f"{path!r} was written by {len(ranks)} process(es) and is continued by {strategy.world_size}: weights, optimizer "
-        f"and counters are exact; the order of the data and the random numbers are not. The epoch goes on at batch {done}"
+        f"{path!r} was written by {len(ranks)} process(es) and is continued by {strategy.world_size}: weights, "
+        "optimizer and counters are exact; the order of the data and the random numbers are not. The epoch goes on at "
+        f"batch {done}"
     )
     fit.batches_done = done
     fit.resume(ranks[0]["data"] if strategy.global_rank == 0 else None, None)
@@ -205,10 +207,9 @@ def resolve_path(trainer: Trainer, ckpt_path: Any) -> str | None:
     if ckpt_path == "last":
         if not trainer.checkpoint_callbacks:
             raise ConfigurationError("ckpt_path='last' needs a ModelCheckpoint callback, which knows the folder")
-        path = last_checkpoint(trainer)
-        path = trainer.strategy.broadcast(path)  # one answer, even if the ranks' views of the folder differ
+        # one answer, even if the ranks' views of the folder differ
+        path: str | None = trainer.strategy.broadcast(last_checkpoint(trainer))
         if path is None:
             trainer.warn_once("ckpt_path='last': there is no checkpoint yet, so training starts from the beginning")
         return path
-    path = os.fspath(ckpt_path)
-    return str(path)
+    return str(os.fspath(ckpt_path))

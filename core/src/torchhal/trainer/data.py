@@ -178,7 +178,8 @@ class TrainingData:
         strategy = self.trainer.strategy
         self.epoch_rng = rng.collect(strategy.accelerator, strategy.root_device)
         self.generator_states = [generator.get_state() for generator in self._generators()]
-        return iter(self.loader)
+        iterator: Iterator[Any] = iter(self.loader)
+        return iterator
 
     def resume(self, epoch: int, skip: int, position: dict[str, Any], then: Callable[[], None]) -> Iterator[Any]:
         """The epoch of ``position`` from its batch number ``skip``; ``then`` restores the generators of that point."""
@@ -189,7 +190,7 @@ class TrainingData:
         self.generator_states = position["generators_at_start"]
         if "loader" in position and hasattr(loader, "load_state_dict"):
             loader.load_state_dict(position["loader"])
-            iterator = iter(loader)
+            iterator: Iterator[Any] = iter(loader)
             then()
             return iterator
         if self.epoch_rng is not None:

@@ -77,7 +77,9 @@ class EvaluationLoop:
                 return outputs, True
             results.finalize_epoch()
             trainer.call_epoch_end(f"on_{word}_epoch_end")
-            if stage == "validate" and trainer.state.fn == "fit":  # a checkpoint of the next hook doesn't validate again
+            if (
+                stage == "validate" and trainer.state.fn == "fit"
+            ):  # a checkpoint of the next hook doesn't validate again
                 trainer.fit_loop.validated_at = trainer.fit_loop.total_batches
             hooks.call(f"on_{word}_end")
             if stage != "sanity_check":

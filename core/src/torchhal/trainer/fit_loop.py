@@ -245,9 +245,9 @@ class FitLoop:
                 if last:
                     self._exhaust(batches)
                 return not last
-            if watch.flag or trainer.should_stop or (deadline is not None and time.monotonic() > deadline):
-                if self._stop_at_boundary(alone):
-                    return not last
+            late = deadline is not None and time.monotonic() > deadline
+            if (watch.flag or trainer.should_stop or late) and self._stop_at_boundary(alone):
+                return not last
             if last and length is not None and length != self.data.loader_length:  # type: ignore[union-attr]
                 return False  # a limit, not the loader's end: what is left of the iterator stays unread
         if length is None:
@@ -279,7 +279,7 @@ class FitLoop:
 
     @staticmethod
     def _exhaust(batches: Iterator[Any]) -> None:
-        """Reach the end of an iterator whose batches are used up, as a plain for loop does: some draw a number there."""
+        """Reach the end of an iterator whose batches are used up, as a for loop does: some draw a number there."""
         for _ in batches:
             break
 
@@ -360,10 +360,9 @@ class FitLoop:
     def _epoch_schedulers(self, complete: bool) -> None:
         self.epoch_done = complete
         trainer = self.trainer
-        if complete and "owns_schedulers" not in trainer.strategy.features:
-            if self.optimization is not None and self.optimization.automatic:
-                hook = module_hook(trainer.module, "lr_scheduler_step")
-                step_schedulers(trainer, "epoch", self.epoch + 1, hook)
+        automatic = self.optimization is not None and self.optimization.automatic
+        if complete and automatic and "owns_schedulers" not in trainer.strategy.features:
+            step_schedulers(trainer, "epoch", self.epoch + 1, module_hook(trainer.module, "lr_scheduler_step"))
 
     def _next_epoch(self) -> None:
         self.epoch += 1

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from torchhal.errors import ConfigurationError, ModelError, NonFiniteLossError
-from torchhal.module import ModuleHooks
 from torchhal.overrides import overrides
 from torchhal.precision import Precision
 from torchhal.strategies import Strategy
@@ -120,7 +119,7 @@ def _scheduler_config(item: Any, model: str, schedulers: Sequence[Any]) -> Sched
 
 
 def _check_parameters(optimizers: Sequence[Any], module: Any, model: str) -> None:
-    """An optimizer over tensors that aren't this model's trains nothing: the copy made before ``.to``, another model."""
+    """An optimizer over tensors that aren't this model's trains nothing: another model's, a copy's."""
     own = {id(parameter) for parameter in module.parameters()}
     for optimizer in optimizers:
         given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -302,11 +301,12 @@ class Optimization:
         output = self.run(batch, batch_idx, 0)
         # the usual loss, a fresh scalar of the graph, passes without a call
         if type(output) is torch.Tensor and output.dim() == 0 and output.grad_fn is not None:
-            loss: torch.Tensor | None = output
+            loss: torch.Tensor = output
         else:
-            loss = extract_loss(output, self.model_name)
-            if loss is None:
+            found = extract_loss(output, self.model_name)
+            if found is None:
                 return output
+            loss = found
         if self.check_finite:
             self._check_finite(loss, batch_idx)
         if self.accumulate > 1:
@@ -316,11 +316,11 @@ class Optimization:
         if self.before_backward:
             self.trainer.hooks.call("on_before_backward", loss)
         if self.plain_backward:
-            loss.backward()  # type: ignore[union-attr, no-untyped-call]
+            loss.backward()  # type: ignore[no-untyped-call]
         elif self.module_backward is not None:
-            self.module_backward(self.strategy.precision.pre_backward(loss))
+            self.strategy.backward(loss, through=self.module_backward)
         else:
-            self.strategy.backward(loss)  # type: ignore[arg-type]
+            self.strategy.backward(loss)
         if self.after_backward:
             self.trainer.hooks.call("on_after_backward")
         self.has_gradients = True

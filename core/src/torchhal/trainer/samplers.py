@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -62,7 +63,7 @@ class DistributedSamplerWrapper(Sampler[Any]):
     def __len__(self) -> int:
         total = len(self.sampler)  # type: ignore[arg-type]
         if self.pad:
-            return -(-total // self.num_replicas)
+            return math.ceil(total / self.num_replicas)
         return len(range(self.rank, total, self.num_replicas))
 
 
@@ -94,7 +95,7 @@ def with_sampler(loader: DataLoader[Any], sampler: Any) -> DataLoader[Any]:
             batch_sampler = BatchSampler(sampler, batch_sampler.batch_size, batch_sampler.drop_last)
         else:
             batch_sampler = copy.copy(batch_sampler)
-            batch_sampler.sampler = sampler
+            vars(batch_sampler)["sampler"] = sampler
     # DataLoader refuses these assignments after construction; in a copy that nobody iterates yet they are safe
     new.__dict__.update(sampler=sampler, batch_sampler=batch_sampler, _iterator=None)
     return new

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -12,19 +11,19 @@ from typing import Any
 
 import torch
 
-from torchhal.errors import ConfigurationError, ModelError, TorchhalError
-from torchhal.launchers.signals import StopSignals
+from torchhal.errors import ConfigurationError, ModelError
 from torchhal.resolve import Plan, Request, resolve
 from torchhal.strategies import Strategy
-from torchhal.trainer import arguments, checkpointing, rng
+from torchhal.trainer import arguments, checkpointing
 from torchhal.trainer.calls import Hooks
 from torchhal.trainer.connect import Attachments, make_callbacks, make_loggers
-from torchhal.trainer.data import EvaluationData, TrainingData, find_loaders, limit_length, loader_length
+from torchhal.trainer.data import LOADER_HOOKS, TrainingData, find_loaders
 from torchhal.trainer.evaluation_loop import EvaluationLoop
-from torchhal.trainer.fit_loop import FitLoop, Interrupted, check_can_fit
-from torchhal.trainer.optimization import SchedulerConfig, WrappedOptimizer, configure_optimizers
+from torchhal.trainer.fit_loop import FitLoop, check_can_fit
+from torchhal.trainer.optimization import SchedulerConfig, configure_optimizers
 from torchhal.trainer.properties import TrainerProperties
 from torchhal.trainer.results import Results
+from torchhal.trainer.run import launch
 from torchhal.trainer.state import TrainerState
 
 _log = logging.getLogger("torchhal")
@@ -238,7 +237,8 @@ class Trainer(TrainerProperties):
         attachments = Attachments(train=train_dataloaders, validate=val_dataloaders)
         if find_source(model, datamodule, "train", train_dataloaders) is None:
             raise ModelError(
-                "fit needs training data: pass train_dataloaders or a datamodule, or define train_dataloader on the model"
+                "fit needs training data: pass train_dataloaders or a datamodule, or define train_dataloader on the "
+                "model"
             )
         self.should_stop = False
         self._launch("fit", model, attachments, datamodule, ckpt_path)
@@ -313,175 +313,11 @@ class Trainer(TrainerProperties):
             width = max(map(len, metrics), default=0)
             self.print("\n".join([head, *(f"  {name:<{width}}  {value:.6g}" for name, value in metrics.items())]))
 
-    # -- one run ---------------------------------------------------------------------------------------------
-
     def _launch(self, fn: str, model: Any, attachments: Attachments, datamodule: Any, ckpt_path: Any) -> Any:
         self.module, self.datamodule, self.attachments = model, datamodule, attachments
-        launcher = self.strategy.make_launcher()
-        if launcher.returns_to_caller:
-            return launcher.launch(self._run, fn, ckpt_path)
-        try:
-            answer = launcher.launch(_run_in_worker, self, fn, ckpt_path)
-        finally:
-            self.state.status = "finished"
-        return self._absorb(answer)
+        return launch(self, fn, ckpt_path)
 
-    def _run(self, fn: str, ckpt_path: Any) -> Any:
-        """One call of fit, validate, test or predict, in a process that trains."""
-        strategy = self.strategy
-        self.state = TrainerState(fn, "train" if fn == "fit" else fn, "running")
-        restore_flags = self._set_flags()
-        signals = StopSignals(
-            lambda signum: strategy.watch.request_stop(signum),
-            notice="torchhal: stopping after this step; press Ctrl-C again to stop at once"
-            if self.is_global_zero
-            else None,
-        )
-        try:
-            with signals:
-                strategy.setup_environment()
-                self._attach(fn)
-                self._set_up(fn, ckpt_path)
-                result = self._fit() if fn == "fit" else self._run_evaluation(fn)
-                self._tear_down_hooks(fn)
-                self.state.status = "finished"
-                self._finalize_loggers("success")
-                return result
-        except Interrupted as interruption:
-            self.state.status = "interrupted"
-            self._save_interrupted(fn)
-            self._finalize_loggers("interrupted")
-            self._raise_signal(interruption.signum)
-        except BaseException as error:
-            self.state.status = "interrupted"
-            raised = self._report(error)
-            if raised is error:
-                raise
-            raise raised from error
-        finally:
-            restore_flags()
-            self.state.stage = None
-            try:
-                strategy.teardown()
-            finally:
-                self._detach()
-
-    def _set_flags(self) -> Callable[[], None]:
-        """torch's global switches as asked for; the returned function puts them back."""
-        before = (
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_deterministic_algorithms_warn_only_enabled(),
-            torch.is_anomaly_enabled(),
-        )
-        if self.deterministic:
-            torch.use_deterministic_algorithms(True, warn_only=self.deterministic == "warn")
-        if self.benchmark is not None:
-            self.strategy.accelerator.set_benchmark(self.benchmark)
-        if self.detect_anomaly:
-            torch.autograd.set_detect_anomaly(True)
-
-        def restore() -> None:
-            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-            torch.autograd.set_detect_anomaly(before[2])
-
-        return restore
-
-    def _attach(self, fn: str) -> None:
-        module, datamodule = self.module, self.datamodule
-        if hasattr(type(module), "trainer"):
-            module.trainer = self
-        if datamodule is not None:
-            datamodule.trainer = self
-        self.results.module = module
-        self.results.clear()
-        self.fit_loop.optimization = None
-        if fn == "fit":
-            self.fit_loop.data = None
-        # the folder of a new run is the next free one: decided once, by rank 0, before anybody makes it
-        self.log_dir = self.strategy.broadcast(self.logger.log_dir if self.logger is not None else None)
-        self.hooks.refresh()
-
-    def _detach(self) -> None:
-        """Let go of what belongs to the processes of this run; the model stays readable."""
-        self.hooks.refresh()
-        self.current_hook = None
-
-    def _set_up(self, fn: str, ckpt_path: Any) -> None:
-        """Hooks, model, weights, optimizers and state, in the order that every strategy can carry."""
-        strategy, module, datamodule = self.strategy, self.module, self.datamodule
-        for owner in (datamodule, module):
-            prepare = getattr(owner, "prepare_data", None)
-            if prepare is not None and strategy.local_rank == 0:
-                prepare()
-        strategy.barrier("prepare_data")
-        self._add_model_callbacks()
-        for callback in self.callbacks:
-            if hasattr(callback, "setup"):
-                callback.setup(self, module, fn)
-        for owner in (datamodule, module):
-            if hasattr(owner, "setup"):
-                owner.setup(fn)
-        self.hooks.refresh()
-        if hasattr(module, "configure_model"):
-            with strategy.init_context():
-                module.configure_model()
-        self.ckpt_path = checkpointing.resolve_path(self, ckpt_path)
-        checkpoint = strategy.load_checkpoint(self.ckpt_path) if self.ckpt_path is not None else None
-        strategy.accumulate_grad_batches = self.accumulate_grad_batches
-        strategy.gradient_clip_val = self.gradient_clip_val
-        strategy.gradient_clip_algorithm = self.gradient_clip_algorithm
-        if fn == "fit":
-            self._reset_counters()
-        strategy.connect(module)
-        strategy.prepare(self)
-        self.module = strategy.module
-        if checkpoint is not None:
-            assert self.ckpt_path is not None
-            checkpointing.restore_weights(self, checkpoint, self.ckpt_path)
-        self._log_hyperparams()
-        if fn == "fit":
-            self._load_fit_data()
-            if checkpoint is not None:
-                checkpointing.restore_training(self, checkpoint, self.ckpt_path or "")
-
-    def _add_model_callbacks(self) -> None:
-        configure = getattr(self.module, "configure_callbacks", None)
-        if configure is None:
-            return
-        own = configure() or []
-        own = list(own) if isinstance(own, Sequence) else [own]
-        replaced = {type(callback) for callback in own}
-        kept = [callback for callback in self.callbacks if type(callback) not in replaced]
-        self.callbacks = make_callbacks([*kept, *own])
-
-    def _reset_counters(self) -> None:
-        """A fit with a checkpoint starts from its counters, one without goes on from where this Trainer is."""
-        fit = self.fit_loop
-        if self.ckpt_path is None and fit.epoch_done:
-            fit._next_epoch()
-
-    def _log_hyperparams(self) -> None:
-        for owner in (self.module, self.datamodule):
-            hparams = getattr(owner, "hparams", None)
-            if hparams and getattr(owner, "_log_hyperparams", True) and self.is_global_zero:
-                for logger in self.loggers:
-                    logger.log_hyperparams(dict(hparams))
-
-    # -- fit -------------------------------------------------------------------------------------------------
-
-    def _load_fit_data(self) -> None:
-        if self.fit_loop.data is None:  # estimated_stepping_batches may have needed it already
-            self.reload_train_loader(first=True)
-        limit: int | float = self.overfit_batches or self.limit_val_batches
-        self.attachments.validation_data = EvaluationData()
-        if callable(getattr(self.module, "validation_step", None)):
-            given = find_loaders("validate", self.attachments.validate, self.module, self.datamodule)
-            self.attachments.validation_data = EvaluationData.build(
-                given, self, limit, "limit_val_batches", "val_dataloaders"
-            )
-        elif self.attachments.validate is not None:
-            self.warn_once(f"{type(self.module).__name__} has no validation_step, so val_dataloaders is not used")
-        self.validation_interval(self.fit_loop.data.length if self.fit_loop.data else None)
+    # -- what the loops ask ------------------------------------------------------------------------------------
 
     def reload_train_loader(self, *, first: bool = False) -> TrainingData:
         """The training data, asked for again unless ``first`` has it already."""
@@ -494,7 +330,8 @@ class Trainer(TrainerProperties):
             self.fit_loop.data = TrainingData(loader, self)
             if self.fit_loop.data.length == 0 and self.limit_train_batches != 0:
                 raise ModelError(
-                    "the training loader gives no batch: is the dataset empty, or smaller than one batch under drop_last?"
+                    "the training loader gives no batch: is the dataset empty, or smaller than one batch under "
+                    "drop_last?"
                 )
         return self.fit_loop.data
 
@@ -504,29 +341,6 @@ class Trainer(TrainerProperties):
         if not optimizers:
             self.warn_once(f"{type(self.module).__name__}.configure_optimizers returned None: nothing is optimized")
         return optimizers, configs
-
-    def _fit(self) -> None:
-        self.hooks.call("on_fit_start")
-        self._sanity_check()
-        self.state.stage = "train"
-        self.module.train()
-        self.fit_loop.run()
-        self.hooks.call("on_fit_end")
-
-    def _sanity_check(self) -> None:
-        data = self.attachments.validation_data
-        if not data or self.num_sanity_val_steps == 0 or self.fit_loop.total_batches:
-            return
-        steps = self.num_sanity_val_steps
-        lengths = [length if steps == -1 else limit_length(length, steps, "") for length in data.lengths]
-        strategy = self.strategy
-        before = rng.collect(strategy.accelerator, strategy.root_device)
-        self.state.stage = "sanity_check"
-        self.hooks.call("on_sanity_check_start")
-        self.evaluation_loop.run("sanity_check", EvaluationData(data.loaders, lengths))
-        self.hooks.call("on_sanity_check_end")
-        self.state.stage = self.results.stage = "train"
-        rng.restore(before, strategy.accelerator, strategy.root_device)
 
     def validate_in_fit(self) -> bool:
         """Validate between two training batches; False if a signal cut it short."""
@@ -565,25 +379,6 @@ class Trainer(TrainerProperties):
             return -1
         return max(1, int(length * interval))
 
-    # -- evaluation ------------------------------------------------------------------------------------------
-
-    def _run_evaluation(self, fn: str) -> Any:
-        given = find_loaders(fn, getattr(self.attachments, fn), self.module, self.datamodule)
-        limit = getattr(self, {"validate": "limit_val_batches"}.get(fn, f"limit_{fn}_batches"))
-        data = EvaluationData.build(given, self, limit, f"limit_{fn}_batches", "dataloaders")
-        self.attachments.evaluation_data = data
-        outputs, cut = self.evaluation_loop.run(fn, data)
-        if cut:
-            raise Interrupted(self.strategy.watch.stop_signal or signal.SIGTERM)
-        if fn != "predict":
-            return self.results.evaluation_results(max(1, len(data.loaders)))
-        if not self.attachments.keep_predictions:
-            return None
-        if self.world_size > 1:
-            everybody = self.strategy.all_gather_object(_to_cpu(outputs))
-            outputs = [sum((part[index] for part in everybody), []) for index in range(len(outputs))]
-        return outputs[0] if len(outputs) == 1 else outputs
-
     # -- logging ---------------------------------------------------------------------------------------------
 
     def log_metric(self, name: str, value: Any, *options: Any, **more: Any) -> None:
@@ -614,7 +409,7 @@ class Trainer(TrainerProperties):
         for logger in self.loggers:
             logger.log_metrics(numbers, self.global_step)
 
-    def _finalize_loggers(self, status: str) -> None:
+    def finalize_loggers(self, status: str) -> None:
         if self.is_global_zero:
             for logger in self.loggers:
                 logger.finalize(status)
@@ -666,69 +461,6 @@ class Trainer(TrainerProperties):
             if after_the_run:
                 strategy.teardown()
 
-    def _save_interrupted(self, fn: str) -> None:
-        if fn == "fit" and not self.fast_dev_run:
-            for callback in self.checkpoint_callbacks:
-                callback.save_interrupted(self)
-
-    # -- endings ---------------------------------------------------------------------------------------------
-
-    def _report(self, error: BaseException) -> BaseException:
-        """Tell the other ranks, then the callbacks; the error to raise."""
-        strategy = self.strategy
-        raised = strategy.explain(error)
-        strategy.watch.report_failure(raised)
-        for callback in self.callbacks:
-            on_exception = getattr(callback, "on_exception", None)
-            if on_exception is None:
-                continue
-            try:
-                on_exception(self, self.module, raised)
-            except Exception:  # the first error is the one to hear of
-                _log.exception("%s.on_exception failed", type(callback).__name__)
-        try:
-            self._finalize_loggers("failed")
-        except Exception:
-            _log.exception("a logger could not be closed")
-        return raised
-
-    def _raise_signal(self, signum: int) -> None:
-        if signum == signal.SIGINT:
-            raise KeyboardInterrupt
-        raise SystemExit(128 + signum)
-
-    def _tear_down_hooks(self, fn: str) -> None:
-        for callback in self.callbacks:
-            if hasattr(callback, "teardown"):
-                callback.teardown(self, self.module, fn)
-        for owner in (self.datamodule, self.module):
-            if hasattr(owner, "teardown"):
-                owner.teardown(fn)
-
-    # -- processes that run elsewhere ------------------------------------------------------------------------
-
-    def _answer(self, result: Any) -> dict[str, Any]:
-        """What a worker sends back to the process that called fit."""
-        return {
-            "result": result,
-            "state_dict": _to_cpu(self.module.state_dict()),
-            "loop": self.fit_loop.state_dict(),
-            "callbacks": checkpointing.callback_states(self),
-            "callback_metrics": {name: value.cpu() for name, value in self.results.callback_metrics.items()},
-            "status": self.state.status,
-        }
-
-    def _absorb(self, answer: dict[str, Any]) -> Any:
-        self.module.load_state_dict(answer["state_dict"])
-        if hasattr(type(self.module), "trainer"):
-            self.module.trainer = self
-        self.strategy.connect(self.module)
-        self.fit_loop.load_state_dict(answer["loop"])
-        checkpointing.load_callback_states(self, answer["callbacks"])
-        self.results.callback_metrics.update(answer["callback_metrics"])
-        self.state.status = answer["status"]
-        return answer["result"]
-
     # -- messages --------------------------------------------------------------------------------------------
 
     def print(self, *values: Any, **kwargs: Any) -> None:
@@ -747,32 +479,17 @@ class Trainer(TrainerProperties):
             warnings.warn(message, UserWarning, stacklevel=2)
 
 
-def _run_in_worker(trainer: Trainer, fn: str, ckpt_path: Any) -> dict[str, Any]:
-    return trainer._answer(trainer._run(fn, ckpt_path))
-
-
 def _check_model(model: Any) -> Any:
     if not isinstance(model, torch.nn.Module):
         raise ModelError(f"'model' must be a torch.nn.Module (got {model!r})")
     return model
 
 
-def _to_cpu(value: Any) -> Any:
-    from torchhal.accelerators.transfer import move_to_device
-
-    return move_to_device(value, torch.device("cpu"))
-
-
 def find_source(model: Any, datamodule: Any, stage: str, given: Any) -> Any:
     """Whoever would give the loaders of ``stage``, without asking for them yet."""
-    from torchhal.trainer.data import LOADER_HOOKS
-
     if given is not None:
         return given
     for owner in (datamodule, model):
         if callable(getattr(owner, LOADER_HOOKS[stage], None)):
             return owner
     return None
-
-
-__all__ = ["Trainer", "TorchhalError", "WrappedOptimizer", "loader_length"]

@@ -1,0 +1,323 @@
+"""The life of one call of fit, validate, test or predict, in each process that takes part."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import signal
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torchhal.accelerators.transfer import move_to_device
+from torchhal.launchers.signals import StopSignals
+from torchhal.trainer import checkpointing, rng
+from torchhal.trainer.connect import make_callbacks
+from torchhal.trainer.data import EvaluationData, find_loaders, limit_length
+from torchhal.trainer.fit_loop import Interrupted
+from torchhal.trainer.state import TrainerState
+
+if TYPE_CHECKING:
+    from torchhal.trainer.trainer import Trainer
+
+_log = logging.getLogger("torchhal")
+
+_STOPPING = "torchhal: stopping after this step; press Ctrl-C again to stop at once"
+
+
+def launch(trainer: Trainer, fn: str, ckpt_path: Any) -> Any:
+    """Start the strategy's processes and :func:`run` in each; the result of rank 0, or of this rank."""
+    launcher = trainer.strategy.make_launcher()
+    if launcher.returns_to_caller:
+        return launcher.launch(run, trainer, fn, ckpt_path)
+    try:
+        message = launcher.launch(run_in_worker, trainer, fn, ckpt_path)
+    except BaseException:
+        trainer.state.status = "interrupted"
+        raise
+    return absorb(trainer, message)
+
+
+def run(trainer: Trainer, fn: str, ckpt_path: Any) -> Any:
+    """One call, in a process that trains: set up, work, tear down, whatever happens in between."""
+    trainer.state = TrainerState(fn, "train" if fn == "fit" else fn, "running")
+    restore_flags = set_flags(trainer)
+    failed = True
+    try:
+        result = work(trainer, fn, ckpt_path)
+        failed = False
+        return result
+    except BaseException as error:
+        trainer.state.status = "interrupted"
+        raised = report(trainer, error)
+        if raised is error:
+            raise
+        raise raised from error
+    finally:
+        restore_flags()
+        trainer.state.stage = None
+        trainer.hooks.refresh()
+        trainer.current_hook = None
+        try:
+            trainer.strategy.teardown()
+        except Exception:
+            if not failed:
+                raise
+            _log.exception("the tear-down failed too")  # the first error is the one to hear of
+
+
+def work(trainer: Trainer, fn: str, ckpt_path: Any) -> Any:
+    """Everything between the start of the processes and the tear-down. Signals ask for an orderly stop here."""
+    strategy = trainer.strategy
+
+    def ask(signum: int) -> None:
+        strategy.watch.request_stop(signum)
+
+    with StopSignals(ask, notice=_STOPPING if trainer.is_global_zero else None):
+        try:
+            strategy.setup_environment()
+            attach(trainer, fn)
+            set_up(trainer, fn, ckpt_path)
+            result = None
+            if fn == "fit":
+                fit(trainer)
+            else:
+                result = evaluate(trainer, fn)
+            tear_down_hooks(trainer, fn)
+            trainer.state.status = "finished"
+            trainer.finalize_loggers("success")
+            return result
+        except Interrupted as interruption:
+            # every rank is here, after the same step: what follows may communicate
+            if fn == "fit" and not trainer.fast_dev_run:
+                for callback in trainer.checkpoint_callbacks:
+                    callback.save_interrupted(trainer)
+            signum = interruption.signum
+    if signum == signal.SIGINT:
+        raise KeyboardInterrupt
+    raise SystemExit(128 + signum)
+
+
+def set_flags(trainer: Trainer) -> Callable[[], None]:
+    """torch's global switches as asked for; the returned function puts them back."""
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.is_anomaly_enabled(),
+    )
+    if trainer.deterministic:
+        torch.use_deterministic_algorithms(True, warn_only=trainer.deterministic == "warn")
+    if trainer.benchmark is not None:
+        trainer.strategy.accelerator.set_benchmark(trainer.benchmark)
+    if trainer.detect_anomaly:
+        torch.autograd.set_detect_anomaly(True)
+
+    def restore() -> None:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.autograd.set_detect_anomaly(before[2])
+
+    return restore
+
+
+def attach(trainer: Trainer, fn: str) -> None:
+    module, datamodule = trainer.module, trainer.datamodule
+    if hasattr(type(module), "trainer"):
+        module.trainer = trainer
+    if datamodule is not None:
+        datamodule.trainer = trainer
+    trainer.results.module = module
+    trainer.results.clear()
+    trainer.fit_loop.optimization = None
+    if fn == "fit":
+        trainer.fit_loop.data = None
+    # the folder of a new run is the next free one: decided once, by rank 0, before anybody makes it
+    trainer.log_dir = trainer.strategy.broadcast(trainer.logger.log_dir if trainer.logger is not None else None)
+    trainer.hooks.refresh()
+
+
+def set_up(trainer: Trainer, fn: str, ckpt_path: Any) -> None:
+    """Hooks, model, weights, optimizers and state, in the order that every strategy can carry."""
+    strategy, module, datamodule = trainer.strategy, trainer.module, trainer.datamodule
+    for owner in (datamodule, module):
+        prepare = getattr(owner, "prepare_data", None)
+        if prepare is not None and strategy.local_rank == 0:
+            prepare()
+    strategy.barrier("prepare_data")
+    add_model_callbacks(trainer)
+    for callback in trainer.callbacks:
+        if hasattr(callback, "setup"):
+            callback.setup(trainer, module, fn)
+    for owner in (datamodule, module):
+        if hasattr(owner, "setup"):
+            owner.setup(fn)
+    trainer.hooks.refresh()
+    if hasattr(module, "configure_model"):
+        with strategy.init_context():
+            module.configure_model()
+    trainer.ckpt_path = checkpointing.resolve_path(trainer, ckpt_path)
+    checkpoint = strategy.load_checkpoint(trainer.ckpt_path) if trainer.ckpt_path is not None else None
+    strategy.accumulate_grad_batches = trainer.accumulate_grad_batches
+    strategy.gradient_clip_val = trainer.gradient_clip_val
+    strategy.gradient_clip_algorithm = trainer.gradient_clip_algorithm
+    if fn == "fit":
+        reset_counters(trainer)
+    strategy.connect(module)
+    strategy.prepare(trainer)
+    trainer.module = strategy.module
+    if checkpoint is not None:
+        assert trainer.ckpt_path is not None
+        checkpointing.restore_weights(trainer, checkpoint, trainer.ckpt_path)
+    log_hyperparams(trainer)
+    if fn == "fit":
+        load_fit_data(trainer)
+        if checkpoint is not None:
+            checkpointing.restore_training(trainer, checkpoint, trainer.ckpt_path or "")
+
+
+def add_model_callbacks(trainer: Trainer) -> None:
+    configure = getattr(trainer.module, "configure_callbacks", None)
+    if configure is None:
+        return
+    own = configure() or []
+    own = list(own) if isinstance(own, Sequence) else [own]
+    replaced = {type(callback) for callback in own}
+    kept = [callback for callback in trainer.callbacks if type(callback) not in replaced]
+    trainer.callbacks = make_callbacks([*kept, *own])
+
+
+def reset_counters(trainer: Trainer) -> None:
+    """A fit with a checkpoint starts from its counters, one without goes on from where this Trainer is."""
+    fit = trainer.fit_loop
+    if trainer.ckpt_path is None and fit.epoch_done:
+        fit._next_epoch()
+
+
+def log_hyperparams(trainer: Trainer) -> None:
+    for owner in (trainer.module, trainer.datamodule):
+        hparams = getattr(owner, "hparams", None)
+        if hparams and getattr(owner, "_log_hyperparams", True) and trainer.is_global_zero:
+            for logger in trainer.loggers:
+                logger.log_hyperparams(dict(hparams))
+
+
+def load_fit_data(trainer: Trainer) -> None:
+    if trainer.fit_loop.data is None:  # estimated_stepping_batches may have needed it already
+        trainer.reload_train_loader(first=True)
+    limit: int | float = trainer.overfit_batches or trainer.limit_val_batches
+    trainer.attachments.validation_data = EvaluationData()
+    if callable(getattr(trainer.module, "validation_step", None)):
+        given = find_loaders("validate", trainer.attachments.validate, trainer.module, trainer.datamodule)
+        trainer.attachments.validation_data = EvaluationData.build(
+            given, trainer, limit, "limit_val_batches", "val_dataloaders"
+        )
+    elif trainer.attachments.validate is not None:
+        trainer.warn_once(f"{type(trainer.module).__name__} has no validation_step, so val_dataloaders is not used")
+    trainer.validation_interval(trainer.fit_loop.data.length if trainer.fit_loop.data else None)
+
+
+def fit(trainer: Trainer) -> None:
+    trainer.hooks.call("on_fit_start")
+    sanity_check(trainer)
+    trainer.state.stage = "train"
+    trainer.module.train()
+    trainer.fit_loop.run()
+    trainer.hooks.call("on_fit_end")
+
+
+def sanity_check(trainer: Trainer) -> None:
+    data = trainer.attachments.validation_data
+    if not data or trainer.num_sanity_val_steps == 0 or trainer.fit_loop.total_batches:
+        return
+    steps = trainer.num_sanity_val_steps
+    lengths = [length if steps == -1 else limit_length(length, steps, "") for length in data.lengths]
+    strategy = trainer.strategy
+    before = rng.collect(strategy.accelerator, strategy.root_device)
+    trainer.state.stage = "sanity_check"
+    trainer.hooks.call("on_sanity_check_start")
+    trainer.evaluation_loop.run("sanity_check", EvaluationData(data.loaders, lengths))
+    trainer.hooks.call("on_sanity_check_end")
+    trainer.state.stage = trainer.results.stage = "train"
+    rng.restore(before, strategy.accelerator, strategy.root_device)
+
+
+def evaluate(trainer: Trainer, fn: str) -> Any:
+    given = find_loaders(fn, getattr(trainer.attachments, fn), trainer.module, trainer.datamodule)
+    limit = getattr(trainer, {"validate": "limit_val_batches"}.get(fn, f"limit_{fn}_batches"))
+    data = EvaluationData.build(given, trainer, limit, f"limit_{fn}_batches", "dataloaders")
+    trainer.attachments.evaluation_data = data
+    outputs, cut = trainer.evaluation_loop.run(fn, data)
+    if cut:
+        raise Interrupted(trainer.strategy.watch.stop_signal or signal.SIGTERM)
+    if fn != "predict":
+        return trainer.results.evaluation_results(max(1, len(data.loaders)))
+    if not trainer.attachments.keep_predictions:
+        return None
+    if trainer.world_size > 1:
+        everybody = trainer.strategy.all_gather_object(to_cpu(outputs))
+        outputs = [
+            list(itertools.chain.from_iterable(part[index] for part in everybody)) for index in range(len(outputs))
+        ]
+    return outputs[0] if len(outputs) == 1 else outputs
+
+
+def report(trainer: Trainer, error: BaseException) -> BaseException:
+    """Tell the other ranks, then the callbacks; the error to raise."""
+    strategy = trainer.strategy
+    raised = strategy.explain(error)
+    strategy.watch.report_failure(raised)
+    for callback in trainer.callbacks:
+        on_exception = getattr(callback, "on_exception", None)
+        if on_exception is None:
+            continue
+        try:
+            on_exception(trainer, trainer.module, raised)
+        except Exception:  # the first error is the one to hear of
+            _log.exception("%s.on_exception failed", type(callback).__name__)
+    try:
+        trainer.finalize_loggers("failed")
+    except Exception:
+        _log.exception("a logger could not be closed")
+    return raised
+
+
+def tear_down_hooks(trainer: Trainer, fn: str) -> None:
+    for callback in trainer.callbacks:
+        if hasattr(callback, "teardown"):
+            callback.teardown(trainer, trainer.module, fn)
+    for owner in (trainer.datamodule, trainer.module):
+        if hasattr(owner, "teardown"):
+            owner.teardown(fn)
+
+
+def answer(trainer: Trainer, result: Any) -> dict[str, Any]:
+    """What a worker sends back to the process that called fit."""
+    return {
+        "result": result,
+        "state_dict": to_cpu(trainer.module.state_dict()),
+        "loop": trainer.fit_loop.state_dict(),
+        "callbacks": checkpointing.callback_states(trainer),
+        "callback_metrics": {name: value.cpu() for name, value in trainer.results.callback_metrics.items()},
+        "status": trainer.state.status,
+    }
+
+
+def absorb(trainer: Trainer, answer: dict[str, Any]) -> Any:
+    trainer.module.load_state_dict(answer["state_dict"])
+    if hasattr(type(trainer.module), "trainer"):
+        trainer.module.trainer = trainer
+    trainer.strategy.connect(trainer.module)
+    trainer.fit_loop.load_state_dict(answer["loop"])
+    checkpointing.load_callback_states(trainer, answer["callbacks"])
+    trainer.results.callback_metrics.update(answer["callback_metrics"])
+    trainer.state.status = answer["status"]
+    return answer["result"]
+
+
+def run_in_worker(trainer: Trainer, fn: str, ckpt_path: Any) -> dict[str, Any]:
+    """:func:`run` in a process that was started for it; what the calling process must hear of it."""
+    return answer(trainer, run(trainer, fn, ckpt_path))
+
+
+def to_cpu(value: Any) -> Any:
+    return move_to_device(value, torch.device("cpu"))
