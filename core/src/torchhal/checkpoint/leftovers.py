@@ -1,0 +1,84 @@
+"""The names of temporary files, and which of them nobody is writing any more."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import re
+import secrets
+import socket
+from contextlib import suppress
+from pathlib import Path
+
+_PREFIX = ".torchhal-tmp-"
+_NAME = re.compile(re.escape(_PREFIX) + r"([0-9a-f]{8})-([0-9]+)-[0-9a-f]{8}")
+FOREIGN_AGE_S = 24 * 3600
+"""A live save writes all the time: a temporary file of another machine untouched for this long is abandoned."""
+
+
+def new_temporary_name() -> str:
+    """A name no other save has. Short and apart from the target's, which may be as long as the system allows."""
+    return f"{_PREFIX}{machine()}-{os.getpid()}-{secrets.token_hex(4)}"
+
+
+def is_temporary_name(name: str) -> bool:
+    return _NAME.fullmatch(name) is not None
+
+
+@functools.lru_cache(maxsize=1)
+def machine() -> str:
+    """Eight digits for the set of processes whose numbers mean the same: one boot of one host, one pid namespace."""
+    parts = [socket.gethostname()]
+    with suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text())
+    with suppress(OSError):
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:8]
+
+
+def writer_is_dead(name: str) -> bool:
+    """Whether the process in ``name`` ran here and runs no more. False when that can't be known."""
+    match = _NAME.fullmatch(name)
+    if match is None or match[1] != machine() or os.name != "posix":
+        return False
+    try:
+        os.kill(int(match[2]), 0)
+    except ProcessLookupError:
+        return True
+    except (OSError, OverflowError):
+        return False
+    return False
+
+
+def lock(fd: int) -> bool | None:
+    """Take the file for this descriptor until it is closed: True, False if another has it, None without locks.
+
+    The kernel drops the lock with the process that held it, however it died, so a temporary file without one has
+    no writer. A process number can't say that: containers reuse them.
+    """
+    try:
+        import fcntl
+    except ImportError:  # not a POSIX system
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def is_abandoned(name: str, fd: int, age_s: float) -> bool:
+    """Whether no save writes the temporary file ``name``, open as ``fd``, any more.
+
+    Not every network file system carries locks from machine to machine, so a file of another one has to be old too.
+    """
+    match = _NAME.fullmatch(name)
+    if match is None:
+        return False
+    locked = lock(fd)
+    if locked is None:
+        return writer_is_dead(name)
+    return locked and (match[1] == machine() or age_s > FOREIGN_AGE_S)

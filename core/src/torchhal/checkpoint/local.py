@@ -1,0 +1,190 @@
+"""Checkpoints in local files: a new one takes the old one's place in one step, and only once it is on the disk."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import BinaryIO, cast
+
+from torchhal.checkpoint.leftovers import is_abandoned, is_temporary_name, lock, new_temporary_name
+from torchhal.checkpoint.place import Place
+from torchhal.errors import CheckpointError
+
+_BUFFER = 1 << 20
+_SEND_EVERY = 32 << 20
+_CANT_SYNC_FOLDERS = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EACCES, errno.EPERM}
+
+
+class LocalPlace(Place):
+    """A path on a mounted file system."""
+
+    def __init__(self, path: str, shown: str) -> None:
+        self.path = path
+        self.shown = shown
+
+    @contextmanager
+    def reading(self) -> Iterator[BinaryIO]:
+        try:
+            mode = os.stat(self.path).st_mode  # before the open, which would wait for ever on a pipe
+            if not stat.S_ISREG(mode):
+                kind = "a folder" if stat.S_ISDIR(mode) else "no regular file"
+                raise CheckpointError(f"{self.shown!r} is {kind}, so it can't be loaded as a checkpoint file")
+            file = open(self.path, "rb")  # noqa: SIM115
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise FileNotFoundError(errno.ENOENT, "no checkpoint at this path", self.shown) from error
+        except OSError as error:
+            raise CheckpointError(f"{self.shown!r} can't be opened: {error}") from error
+        with file:
+            yield file
+
+    @contextmanager
+    def replacing(self) -> Iterator[BinaryIO]:
+        folder = os.path.dirname(self.path) or "."
+        if os.path.isdir(self.path) and not os.path.islink(self.path):
+            raise CheckpointError(f"{self.shown!r} is a folder, so no checkpoint file can be saved there")
+        _make_folders(folder)
+        _sweep(folder)
+        fd, temporary = _create(folder)
+        file = _FlowingFile(fd)
+        try:
+            yield cast(BinaryIO, file)
+            file.finish()
+            os.replace(temporary, self.path)  # the lock still held: no sweep takes the file before
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(temporary)
+            with suppress(OSError):  # it tries once more to write what is buffered
+                file.close()
+            raise
+        file.close()
+        _sync_folder(folder)
+
+    def ends(self, head: int, tail: int) -> tuple[bytes, bytes]:
+        try:
+            with self.reading() as file:
+                size = os.fstat(file.fileno()).st_size
+                first = file.read(head)
+                file.seek(max(0, size - tail))
+                return first, file.read(tail)
+        except (OSError, CheckpointError):
+            return b"", b""
+
+    def is_checkpoint_file(self) -> bool:
+        return os.path.isfile(self.path) and not is_temporary_name(os.path.basename(self.path))
+
+    def remove(self) -> None:
+        try:
+            if os.path.isdir(self.path) and not os.path.islink(self.path):
+                raise CheckpointError(f"{self.shown!r} is a folder, which no save to one file has written: not removed")
+            os.unlink(self.path)
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except OSError as error:
+            raise CheckpointError(f"{self.shown!r} can't be removed: {error}") from error
+
+    def children(self) -> list[Place]:
+        try:
+            names = os.listdir(self.path)
+        except FileNotFoundError:
+            return []
+        places = (LocalPlace(os.path.join(self.path, name), os.path.join(self.shown, name)) for name in names)
+        return [place for place in places if place.is_checkpoint_file()]
+
+    def modified_ns(self) -> int:
+        try:
+            return os.stat(self.path).st_mtime_ns
+        except OSError:
+            return 0
+
+
+class _FlowingFile:
+    """A file whose bytes start for the disk while more are written, so that less is left to wait for at the end."""
+
+    def __init__(self, fd: int) -> None:
+        self._file = open(fd, "wb", buffering=_BUFFER)  # noqa: SIM115
+        self._written = 0
+        self._sent = 0
+
+    def write(self, data: bytes | memoryview) -> int:
+        count = self._file.write(data)
+        self._written += count
+        if self._written - self._sent >= _SEND_EVERY and hasattr(os, "posix_fadvise"):
+            # Not a sync in a thread, which commits the file system's journal each time. Linux takes this advice to
+            # start writing what isn't on the disk, and to let go of what is: nothing else is pushed out of memory
+            # for a checkpoint, which is seldom read again soon.
+            with suppress(OSError):
+                os.posix_fadvise(self._file.fileno(), self._sent, self._written - self._sent, os.POSIX_FADV_DONTNEED)
+            self._sent = self._written
+        return count
+
+    def finish(self) -> None:
+        """Everything is on the disk when this returns."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _make_folders(folder: str) -> None:
+    """Make ``folder`` and what it stands in, durably: a file is lost with a folder that is."""
+    missing = []
+    above = folder
+    while above and not os.path.isdir(above):
+        missing.append(above)
+        above = os.path.dirname(above)
+    os.makedirs(folder, exist_ok=True)
+    for made in reversed(missing):
+        _sync_folder(os.path.dirname(made) or ".")
+
+
+def _create(folder: str) -> tuple[int, str]:
+    """A new, locked temporary file: beside the target, as a rename is atomic only within one file system."""
+    while True:
+        path = os.path.join(folder, new_temporary_name())
+        # Not tempfile.mkstemp, whose files only their owner may read: here the umask decides.
+        flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+        fd = os.open(path, flags, 0o666)
+        # Between the two calls a sweep of another process may have taken it for abandoned.
+        if lock(fd) is not False and (os.name != "posix" or os.fstat(fd).st_nlink):
+            return fd, path
+        os.close(fd)
+
+
+def _sweep(folder: str) -> None:
+    """Delete the temporary files of saves that were killed. Never a reason for a save to fail."""
+    if os.name != "posix":
+        return  # no locks there
+    try:
+        names = [name for name in os.listdir(folder) if is_temporary_name(name)]
+    except OSError:
+        return
+    for name in names:
+        path = os.path.join(folder, name)
+        with suppress(OSError):
+            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                about = os.fstat(fd)
+                if stat.S_ISREG(about.st_mode) and is_abandoned(name, fd, time.time() - about.st_mtime):
+                    os.unlink(path)
+            finally:
+                os.close(fd)
+
+
+def _sync_folder(folder: str) -> None:
+    """Make a rename in ``folder`` durable, where the system can."""
+    try:
+        fd = os.open(folder, os.O_RDONLY)
+    except PermissionError:  # folders can't be opened on some systems
+        return
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in _CANT_SYNC_FOLDERS:
+            raise
+    finally:
+        os.close(fd)

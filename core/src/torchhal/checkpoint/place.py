@@ -1,0 +1,88 @@
+"""Where a checkpoint lives: a local file or one behind an fsspec URL, with the same few operations."""
+
+from __future__ import annotations
+
+import os
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any, BinaryIO
+
+from torchhal.checkpoint.leftovers import is_temporary_name
+
+_FLATTENED_URL = re.compile(r"[a-z][a-z0-9+.-]+:/(?!/)")
+
+
+class Place(ABC):
+    """One path. ``shown`` is how messages and listings write it."""
+
+    shown: str
+
+    @abstractmethod
+    def reading(self) -> AbstractContextManager[BinaryIO]:
+        """The file, open for reading, seekable and local.
+
+        Raises FileNotFoundError or, for what isn't a file, CheckpointError.
+        """
+
+    @abstractmethod
+    def replacing(self) -> AbstractContextManager[BinaryIO]:
+        """A new file that takes this path when the block ends and leaves no trace when it raises."""
+
+    @abstractmethod
+    def ends(self, head: int, tail: int) -> tuple[bytes, bytes]:
+        """The first ``head`` and the last ``tail`` bytes; two empty ones where no readable file is."""
+
+    @abstractmethod
+    def is_checkpoint_file(self) -> bool:
+        """Whether a file is here that isn't the leftover of a save."""
+
+    @abstractmethod
+    def remove(self) -> None:
+        """Delete the file or link; nothing if there is none, CheckpointError for a folder."""
+
+    @abstractmethod
+    def children(self) -> list[Place]:
+        """The files in this folder, leftovers apart; empty without the folder."""
+
+    @abstractmethod
+    def modified_ns(self) -> int:
+        """When the file was last written, in ns since the epoch; 0 where that isn't known."""
+
+
+def place_of(
+    path: str | os.PathLike[str],
+    options: Mapping[str, Any],
+    call_options: Mapping[str, Any] | None = None,
+    *,
+    folder: bool = False,
+) -> Place:
+    """The place ``path`` names.
+
+    ``options`` are an IO's own, for its URLs; ``call_options`` belong to this one path, so that a name among them
+    that means nothing there is a TypeError.
+    """
+    from torchhal.checkpoint.local import LocalPlace
+
+    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
+    if not isinstance(text, str):
+        raise TypeError(f"'path' must be a str or os.PathLike[str] (got {path!r})")
+    if not text or "\0" in text:
+        raise ValueError(f"'path' must name a {'folder' if folder else 'file'} (got {text!r})")
+    if not isinstance(path, str) and _FLATTENED_URL.match(text):
+        raise ValueError(f"'path' must be a str when it is a URL: pathlib makes one slash of two (got {path!r})")
+    name = re.split(r"[/\\]" if os.name == "nt" else "/", text)[-1]
+    if not folder and name in ("", ".", ".."):
+        raise ValueError(f"'path' must name a file (got {text!r}, which is a folder's name)")
+    if not folder and is_temporary_name(name):
+        raise ValueError(f"'path' must not look like the temporary file of a save (got {text!r})")
+    if "://" in text:
+        from torchhal.checkpoint.remote import remote_place
+
+        return remote_place(text, options, call_options)
+    if call_options:
+        raise TypeError(
+            f"'storage_options' must be empty for the local path {text!r} (got {', '.join(map(repr, call_options))})"
+        )
+    return LocalPlace(text, text)

@@ -1,0 +1,144 @@
+"""Checkpoints as torch.save writes them: one file, made atomic and sealed with a checksum."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+from collections.abc import Mapping
+from typing import IO, Any, ClassVar, cast
+
+import torch
+
+from torchhal.checkpoint.base import CheckpointIO
+from torchhal.checkpoint.contents import inspect_contents
+from torchhal.checkpoint.place import place_of
+from torchhal.checkpoint.seal import HEAD, TAIL, SealingFile, read_ending, verify
+from torchhal.checkpoint.views import pickle_module
+from torchhal.errors import CheckpointCorruptError, CheckpointError
+
+
+class TorchCheckpointIO(CheckpointIO):
+    """One zip file per checkpoint, which plain ``torch.load(path, weights_only=True)`` reads too.
+
+    A save writes a temporary file in the target's folder, brings it to the disk, and renames it: the path holds
+    the old checkpoint or the new one, whatever happens. A checksum over the whole file is verified before anything
+    in it is used. Files that plain torch.save wrote load as well, by the zip's own checksums.
+
+    Args:
+        storage_options: given to fsspec with every URL (``"s3://..."``); local paths need none.
+    """
+
+    features: ClassVar[frozenset[str]] = frozenset({"atomic", "checksum", "fsspec", "streaming"})
+
+    def __init__(self, storage_options: Mapping[str, Any] | None = None) -> None:
+        if storage_options is not None and not isinstance(storage_options, Mapping):
+            raise TypeError(f"'storage_options' must be a mapping or None (got {storage_options!r})")
+        self.storage_options = dict(storage_options or {})
+
+    def save_checkpoint(
+        self,
+        checkpoint: dict[str, Any],
+        path: str | os.PathLike[str],
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Write ``checkpoint`` to ``path``; see :meth:`CheckpointIO.save_checkpoint`.
+
+        A value that a ``weights_only`` load would refuse is an error here, with its key. A tensor that shows a
+        small part of its memory is saved as that part. ``storage_options`` go to fsspec; they have no meaning for
+        a local path.
+        """
+        if not isinstance(checkpoint, dict):
+            raise TypeError(f"'checkpoint' must be a dict (got {type(checkpoint).__name__})")
+        place = place_of(path, self.storage_options, storage_options)
+        replaced = inspect_contents(checkpoint)
+        pickler = pickle_module(replaced) if replaced else pickle
+        try:
+            with place.replacing() as file:
+                sealing = SealingFile(file)
+                try:
+                    # Not a name: torch refuses some that start with a dot. It needs no more of a file than this.
+                    torch.save(checkpoint, cast(IO[bytes], sealing), pickle_module=pickler)
+                except BaseException:
+                    if sealing.error is None:
+                        raise
+                if sealing.error is not None:  # the cause, not what torch made of it
+                    raise sealing.error
+                sealing.seal(time.time_ns())
+        except CheckpointError:
+            raise
+        except Exception as error:
+            raise CheckpointError(f"{place.shown!r} could not be saved ({type(error).__name__}: {error})") from error
+
+    def load_checkpoint(
+        self, path: str | os.PathLike[str], *, map_location: Any = "cpu", weights_only: bool = True
+    ) -> dict[str, Any]:
+        """Read the checkpoint at ``path``; see :meth:`CheckpointIO.load_checkpoint`.
+
+        ``weights_only=False`` lets the file run any code, wherever it came from: for files of your own only.
+        """
+        if not isinstance(weights_only, bool):
+            raise TypeError(f"'weights_only' must be a bool (got {weights_only!r})")
+        if not (map_location is None or isinstance(map_location, (str, torch.device, dict)) or callable(map_location)):
+            raise TypeError(
+                f"'map_location' must be a device, its name, a callable, a dict or None (got {map_location!r})"
+            )
+        place = place_of(path, self.storage_options)
+        with place.reading() as file:
+            try:
+                verify(file, place.shown)
+                loaded = torch.load(file, map_location=map_location, weights_only=weights_only)
+            except CheckpointError:
+                raise
+            except Exception as error:
+                raise _load_error(place.shown, file, error) from error
+        if not isinstance(loaded, dict):
+            raise CheckpointError(f"{place.shown!r} must hold a dict to be a checkpoint (got {type(loaded).__name__})")
+        return loaded
+
+    def exists(self, path: str | os.PathLike[str]) -> bool:
+        """Whether a completed checkpoint is at ``path``: a file with the start and the end of one (CIO-16).
+
+        Its checksum is verified only by a load. False for a dangling link.
+        """
+        place = place_of(path, self.storage_options)
+        return read_ending(*place.ends(len(HEAD), TAIL)) is not None
+
+    def list_checkpoints(self, folder: str | os.PathLike[str]) -> list[str]:
+        """The completed checkpoints in ``folder``, ordered by when they were saved, then by name (CIO-16).
+
+        The time stands in the file, so that a copied folder keeps its order; for one that plain torch.save wrote
+        it is the file's modification time.
+        """
+        found = []
+        for place in place_of(folder, self.storage_options, folder=True).children():
+            ending = read_ending(*place.ends(len(HEAD), TAIL))
+            if ending is not None:
+                found.append((ending.saved_ns if ending.sealed else place.modified_ns(), place.shown))
+        return [shown for _, shown in sorted(found)]
+
+
+def _load_error(shown: str, file: Any, error: Exception) -> CheckpointError:
+    """What to say when a file whose checksums hold didn't load."""
+    if isinstance(error, pickle.UnpicklingError):
+        try:
+            file.seek(0)
+            names = ", ".join(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file)))
+        except Exception:
+            names = ""
+        if names:
+            return CheckpointError(
+                f"{shown!r} was not loaded: it wants to call {names}, which weights_only=True refuses, as a pickle "
+                f"can run any code. If these are harmless classes of yours, allow them with "
+                f"torch.serialization.add_safe_globals([...]). Use weights_only=False only for a file whose "
+                f"origin you trust"
+            )
+        return CheckpointCorruptError(
+            f"{shown!r} is no checkpoint that weights_only=True can load ({_first_line(error)})"
+        )
+    return CheckpointError(f"{shown!r} could not be loaded ({type(error).__name__}: {_first_line(error)})")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).split("WeightsUnpickler error:")[-1].strip().splitlines() or [""])[0]
