@@ -352,7 +352,8 @@ class ModelCheckpoint(Callback):
             try:
                 trainer.strategy.remove_checkpoint(path)
             except (CheckpointError, OSError) as error:
-                trainer.warn_once(f"an old checkpoint can't be removed and stays: {error}")
+                self._doomed.append(path)
+                trainer.warn_once(f"an old checkpoint can't be removed, which will be tried again: {error}")
 
     def _link(self, trainer: Trainer, path: str, last: str) -> bool:
         """Make ``last`` a second name of the file just saved; False when a second save must do. Agreed by all."""

@@ -70,14 +70,14 @@ class ProgressBar(Callback):
         if self._train is not None and self.leave:
             self._train.close()
             self._train = None
-        done = trainer.fit_loop.batches_done
+        title, total = f"Epoch {trainer.current_epoch}", _total(trainer.num_training_batches)
         if self._train is None:
-            self._train = self._open(trainer, "", leave=True)
-            if self._train is None:
-                return
-        self._train.reset(_total(trainer.num_training_batches))
-        self._train.initial = self._train.n = self._train.last_print_n = done
-        self._train.set_description_str(f"Epoch {trainer.current_epoch}", refresh=False)
+            self._train = self._open(trainer, title, leave=True, total=total)
+        else:
+            self._train.set_description_str(title, refresh=False)
+            self._train.reset(total)
+        if self._train is not None:  # an epoch that is continued starts in the middle, and its speed from there
+            self._train.initial = self._train.n = self._train.last_print_n = trainer.fit_loop.batches_done
 
     def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self._train is None or time.monotonic() < self._next_draw or (batch_idx + 1) % self.refresh_rate:
@@ -103,6 +103,8 @@ class ProgressBar(Callback):
 
     def _start(self, trainer: Trainer, title: str, batches: Any) -> None:
         self._close_evaluation()
+        if self._train is not None:  # it stands still for a while: at the right place
+            self._draw_training(trainer, trainer.fit_loop.batches_done)
         self._evaluation = self._open(trainer, title, leave=trainer.state.fn != "fit", total=_total(batches))
         self._evaluated = 0
 

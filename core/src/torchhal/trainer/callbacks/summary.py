@@ -42,7 +42,7 @@ def summarize(module: nn.Module, max_depth: int = 1) -> str:
     for parameter in module.parameters():
         count = _numel(parameter)
         lazy = lazy or nn.parameter.is_lazy(parameter)
-        size += count * parameter.element_size()
+        size += count * parameter.dtype.itemsize
         if parameter.requires_grad:
             trainable += count
         else:
