@@ -1,0 +1,293 @@
+"""Loggers: what is in the files, and what happens when writing them goes wrong."""
+
+import argparse
+import builtins
+import csv
+import json
+import os
+import pickle
+import resource
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchhal import Module, Trainer
+from torchhal.trainer.loggers import CSVLogger, Logger, TensorBoardLogger
+from torchhal.trainer.loggers.base import is_rank_zero
+
+
+def table(logger):
+    with open(logger.metrics_path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def numbers(rows):
+    return [{name: float(value) for name, value in row.items() if value != ""} for row in rows]
+
+
+class TestFolders:
+    def test_nothing_is_made_before_there_is_something_to_write(self, tmp_path):
+        logger = CSVLogger(tmp_path / "a")
+        assert logger.log_dir == str(tmp_path / "a" / "logs" / "version_0") and logger.version == 0
+        logger.save()
+        logger.finalize("success")
+        assert os.listdir(tmp_path) == []
+
+    def test_versions(self, tmp_path):
+        for name in ("version_0", "version_10", "version_x", "other"):
+            (tmp_path / "logs" / name).mkdir(parents=True)
+        logger = CSVLogger(tmp_path)
+        assert logger.version == 11
+        (tmp_path / "logs" / "version_30").mkdir()
+        assert logger.version == 11, "decided once"
+        assert CSVLogger(tmp_path, version="mine").log_dir == str(tmp_path / "logs" / "mine")
+        assert CSVLogger(tmp_path, name="").log_dir == str(tmp_path / "version_0")
+
+    def test_a_copy_in_another_process_writes_to_the_same_run(self, tmp_path):
+        logger = CSVLogger(tmp_path)
+        copy = pickle.loads(pickle.dumps(logger))
+        copy.log_metrics({"a": 1.0}, 0)
+        copy.save()
+        assert logger.log_dir == copy.log_dir
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"save_dir": 1}, "'save_dir' must be a path"),
+            ({"save_dir": "x", "name": 1}, "'name' must be a str or None"),
+            ({"save_dir": "x", "version": True}, "'version' must be"),
+            ({"save_dir": "x", "version": -1}, "'version' must be 0 or more"),
+            ({"save_dir": "x", "flush_logs_every_n_steps": 0}, "'flush_logs_every_n_steps' must be"),
+        ],
+    )
+    def test_wrong_arguments(self, options, message):
+        with pytest.raises((TypeError, ValueError), match=message):
+            CSVLogger(**options)
+
+    def test_only_rank_zero_writes(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("RANK", "1")
+        assert not is_rank_zero()
+        logger = CSVLogger(tmp_path, flush_logs_every_n_steps=1)
+        logger.log_metrics({"a": 1.0})
+        logger.log_hyperparams({"b": 1})
+        logger.finalize("success")
+        board = TensorBoardLogger(tmp_path)
+        board.log_metrics({"a": 1.0})
+        board.experiment.add_histogram("x", torch.ones(3))
+        board.finalize("success")
+        assert os.listdir(tmp_path) == []
+
+
+rows = st.lists(
+    st.dictionaries(
+        st.text("abc,\"'\n é", min_size=1, max_size=3), st.floats(allow_nan=False, allow_infinity=False), max_size=4
+    ),
+    max_size=12,
+)
+
+
+class TestCSV:
+    @settings(deadline=None, max_examples=60)
+    @given(rows, st.integers(1, 5), st.integers(0, 12))
+    def test_the_table_holds_what_was_logged(self, tmp_path_factory, logged, flush, cut):
+        """With columns that appear later, any buffering, and a second run that goes on in the same file."""
+        folder = tmp_path_factory.mktemp("csv")
+        for part, first in ((logged[:cut], 0), (logged[cut:], cut)):
+            logger = CSVLogger(folder, version=0, flush_logs_every_n_steps=flush)
+            for step, metrics in enumerate(part, start=first):
+                logger.log_metrics(metrics, step)
+            logger.finalize("success")
+        got = numbers(table(logger)) if logged else []
+        assert got == [{"step": float(step), **metrics} for step, metrics in enumerate(logged)]
+
+    def test_text(self, tmp_path):
+        logger = CSVLogger(tmp_path)
+        logger.log_metrics({"loss": 0.1, "epoch": 0}, 10)
+        logger.log_metrics({"acc": float("nan")}, None)
+        logger.save()
+        with open(logger.metrics_path) as file:
+            assert file.read() == "step,loss,epoch,acc\n10,0.1,0,\n,,,nan\n"
+
+    def test_rows_wait_in_memory(self, tmp_path):
+        logger = CSVLogger(tmp_path, flush_logs_every_n_steps=3)
+        for step in range(4):
+            logger.log_metrics({"a": step}, step)
+        assert len(table(logger)) == 3
+        logger.finalize("failed")
+        assert len(table(logger)) == 4
+
+    def test_what_a_killed_run_was_writing_is_cut_off(self, tmp_path):
+        logger = CSVLogger(tmp_path, version=0)
+        logger.log_metrics({"a": 1.0, "b": 2.0}, 0)
+        logger.save()
+        with open(logger.metrics_path, "a") as file:
+            file.write("1,3.")
+        again = CSVLogger(tmp_path, version=0)
+        again.log_metrics({"a": 5.0}, 1)
+        again.log_metrics({"c": 6.0}, 2)
+        again.save()
+        assert numbers(table(again)) == [{"step": 0, "a": 1, "b": 2}, {"step": 1, "a": 5}, {"step": 2, "c": 6}]
+
+    def test_a_kill_at_any_moment_leaves_whole_rows(self, tmp_path):
+        script = textwrap.dedent(
+            """
+            import sys
+            from torchhal.trainer.loggers import CSVLogger
+            logger = CSVLogger(sys.argv[1], version=0, flush_logs_every_n_steps=1)
+            for step in range(10**6):
+                logger.log_metrics({"a": 1.0, f"c{step // 50}": float(step)}, step)
+                if step == 20:
+                    print("running", flush=True)
+            """
+        )
+        process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        assert process.stdout.readline() == "running\n"
+        for _ in range(20):  # a reader never sees half a header
+            with open(tmp_path / "logs" / "version_0" / "metrics.csv") as file:
+                assert file.readline().startswith("step,a,c0")
+        process.kill()
+        process.wait()
+        logger = CSVLogger(tmp_path, version=0)
+        logger.log_metrics({"a": 2.0}, -1)
+        logger.save()
+        got = numbers(table(logger))
+        assert [row["step"] for row in got[:-1]] == list(range(len(got) - 1)) and len(got) > 20
+        assert all(row[f"c{int(row['step']) // 50}"] == row["step"] for row in got[:-1])
+
+    def test_hyperparameters(self, tmp_path):
+        logger = CSVLogger(tmp_path)
+        logger.log_hyperparams({"lr": 1e-05, "act": torch.nn.ReLU})
+        logger.log_hyperparams(argparse.Namespace(depth=3))
+        with open(os.path.join(logger.log_dir, "hparams.json")) as file:
+            assert json.load(file) == {"lr": 1e-05, "act": str(torch.nn.ReLU), "depth": 3}
+        with pytest.raises(TypeError, match="'params' must be"):
+            logger.log_hyperparams(3)
+
+    def test_a_full_disk_is_named_and_loses_nothing_that_was_written(self, tmp_path):
+        """A limit on the size of files stands for the disk."""
+        script = textwrap.dedent(
+            """
+            import errno, resource, signal, sys
+            from torchhal.trainer.loggers import CSVLogger
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            logger = CSVLogger(sys.argv[1], version=0)
+            logger.log_metrics({"a": 1.0}, 0)
+            logger.save()
+            resource.setrlimit(resource.RLIMIT_FSIZE, (40, resource.RLIM_INFINITY))
+            for new in ({"a": 2.0}, {"b": 3.0}):
+                for step in range(30):
+                    logger.log_metrics(new, step)
+                try:
+                    logger.save()
+                except OSError as error:
+                    assert error.errno == errno.EFBIG and "metrics.csv" in str(error), error
+                else:
+                    raise AssertionError("no error")
+            """
+        )
+        assert resource.RLIMIT_FSIZE is not None
+        subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True)
+        folder = tmp_path / "logs" / "version_0"
+        assert os.listdir(folder) == ["metrics.csv"]
+        assert (folder / "metrics.csv").read_text() == "step,a\n0,1.0\n"
+
+
+class TestTensorBoard:
+    @staticmethod
+    def scalars(folder):
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        events = EventAccumulator(folder)
+        events.Reload()
+        return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+    def test_values(self, tmp_path):
+        logger = TensorBoardLogger(tmp_path, prefix="p")
+        logger.log_hyperparams({"lr": 0.5, "layers": [1, 2]})
+        for step in (0, 5):
+            logger.log_metrics({"a": 1.0 + step}, step)
+        logger.finalize("success")
+        logger.log_metrics({"a": 9.0}, 9)  # a call after fit, such as test, goes on
+        logger.finalize("success")
+        assert self.scalars(logger.log_dir) == {"p-a": [(0, 1.0), (5, 6.0), (9, 9.0)]}
+
+    def test_nothing_is_made_before_there_is_something_to_write(self, tmp_path):
+        logger = TensorBoardLogger(tmp_path)
+        logger.save()
+        logger.finalize("success")
+        assert pickle.loads(pickle.dumps(logger)).log_dir == logger.log_dir
+        assert os.listdir(tmp_path) == []
+
+    def test_a_missing_package_says_what_to_install(self, tmp_path, monkeypatch):
+        real = builtins.__import__
+
+        def without(name, *args, **kwargs):
+            if name.startswith("tensorboard"):
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+            return real(name, *args, **kwargs)
+
+        monkeypatch.setattr(builtins, "__import__", without)
+        with pytest.raises(ModuleNotFoundError, match=r"pip install torchhal\[tensorboard\]"):
+            TensorBoardLogger(tmp_path)
+
+
+def test_a_logger_needs_only_log_metrics():
+    with pytest.raises(NotImplementedError, match="must define log_metrics"):
+        Logger().log_metrics({})
+    logger = Logger()
+    logger.log_hyperparams({})
+    logger.finalize("success")
+    assert logger.log_dir is None and logger.name is None and logger.experiment is logger
+
+
+class Net(Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.layer(batch).pow(2).mean()
+        self.log("loss", loss, on_epoch=True)
+        self.log("rate", 0.1)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.layer(batch).pow(2).mean())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_in_a_run(tmp_path):
+    loggers = [CSVLogger(tmp_path, name="csv"), TensorBoardLogger(tmp_path, name="board")]
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=2,
+        logger=loggers,
+        log_every_n_steps=2,
+        default_root_dir=tmp_path,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    data = [torch.ones(3, 2)] * 4
+    trainer.fit(Net(), data, data[:1])
+    rows = numbers(table(loggers[0]))
+    assert [row["step"] for row in rows if "loss_step" in row] == [2, 4, 6, 8]
+    assert [row["rate"] for row in rows if "rate" in row] == [0.1] * 4
+    assert (
+        [row["epoch"] for row in rows if "val_loss" in row]
+        == [0, 1]
+        == [row["epoch"] for row in rows if "loss_epoch" in row]
+    )
+    assert "val_loss" not in rows[0], "the sanity check is not logged"
+    scalars = TestTensorBoard.scalars(loggers[1].log_dir)
+    assert [step for step, _ in scalars["loss_step"]] == [2, 4, 6, 8] and len(scalars["val_loss"]) == 2
+    trainer.validate(dataloaders=data, verbose=False)
+    assert len(table(loggers[0])) == len(rows) + 1
