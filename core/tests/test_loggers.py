@@ -223,6 +223,26 @@ class TestTensorBoard:
         assert pickle.loads(pickle.dumps(logger)).log_dir == logger.log_dir
         assert os.listdir(tmp_path) == []
 
+    def test_a_full_disk_is_an_error(self, tmp_path):
+        script = textwrap.dedent(
+            """
+            import errno, resource, signal, sys
+            from torchhal.trainer.loggers import TensorBoardLogger
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            logger = TensorBoardLogger(sys.argv[1])
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+            try:
+                for step in range(200):
+                    logger.log_metrics({"a": 1.0}, step)
+                logger.finalize("success")
+            except OSError as error:
+                assert error.errno == errno.EFBIG, error
+            else:
+                raise AssertionError("no error")
+            """
+        )
+        subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True)
+
     def test_a_missing_package_says_what_to_install(self, tmp_path, monkeypatch):
         real = builtins.__import__
 

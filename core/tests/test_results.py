@@ -106,11 +106,17 @@ class TestValues:
 
     def test_values_under_inference_mode_go_on_outside(self, results):
         with torch.inference_mode():
+            log_batches(results, [(torch.tensor(1.0), 1)], "cpu", on_epoch=True)
             log_batches(results, [(nn.Parameter(torch.tensor(1.0)), 1)], on_epoch=True)
         log_batches(results, [(nn.Parameter(torch.tensor(3.0)), 1)], on_epoch=True)
-        results.finalize_epoch()
-        (results.callback_metrics["loss_epoch"] * nn.Parameter(torch.ones(()))).backward()  # no inference tensor
+        with torch.inference_mode():
+            metric = Mean()
+            metric(2.0)
+            results.log("metric", metric, "training_step", on_epoch=True)
+            results.finalize_epoch()
         assert results.callback_metrics["loss_epoch"] == 2.0
+        for value in results.callback_metrics.values():
+            (value * nn.Parameter(torch.ones(()))).backward()  # an inference tensor would refuse
 
     def test_given_batch_size_wins_and_epoch_hooks_have_none(self, results):
         results.start_batch(torch.zeros(100))

@@ -182,9 +182,18 @@ class Entry:
     def step_value(self) -> Tensor:
         """The value of the last step as a 0-d tensor."""
         if isinstance(self.step, Tensor):
-            return self.step
+            return ordinary(self.step)
         floating = self.dtype.is_floating_point or isinstance(self.step, bool | int)
-        return torch.tensor(self.step, dtype=self.dtype if floating else torch.float64)
+        with torch.inference_mode(False):
+            return torch.tensor(self.step, dtype=self.dtype if floating else torch.float64)
+
+
+def ordinary(value: Tensor) -> Tensor:
+    """``value`` as a tensor that may be used anywhere, also when it was made under inference mode."""
+    if not value.is_inference():
+        return value
+    with torch.inference_mode(False):
+        return value.clone()
 
 
 def _together(reduction: str, left: Any, right: Any) -> Any:
@@ -346,19 +355,21 @@ def reduced(payload: Payload) -> Tensor:
         else:
             total = total / weight if weight else float("nan")
     dtype = torch.float64 if payload["wide"] else torch.float32
-    if isinstance(total, Tensor):
-        return total.clone() if payload["wide"] else total.to(dtype)
-    return torch.tensor(total, dtype=dtype)
+    with torch.inference_mode(False):
+        if not isinstance(total, Tensor):
+            return torch.tensor(total, dtype=dtype)
+        return total.clone() if payload["wide"] else total.to(dtype, copy=True)
 
 
 def outcome(name: str, metric: Any) -> Tensor:
     """A metric object's value of the epoch; between ranks it is the object that communicates."""
     with torch.no_grad():
         value = metric.compute()
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return value.detach().clone().reshape(())
-    if isinstance(value, bool | int | float):
-        return torch.tensor(float(value), dtype=torch.float64)
+    with torch.inference_mode(False):
+        if isinstance(value, Tensor) and value.numel() == 1:
+            return value.detach().clone().reshape(())
+        if isinstance(value, bool | int | float):
+            return torch.tensor(float(value), dtype=torch.float64)
     raise ConfigurationError(
         f"the metric object logged as {name!r} must compute one number (got {value!r}); log what it computes "
         "with self.log_dict instead"

@@ -97,7 +97,10 @@ class TensorBoardLogger(FolderLogger):
     def finalize(self, status: str) -> None:
         if self._writer is not None:
             writer, self._writer = self._writer, None
-            writer.close()
+            try:
+                writer.flush()  # which, unlike close, raises what the writer's thread met
+            finally:
+                writer.close()
 
     def __getstate__(self) -> dict[str, Any]:
         """A writer is an open file and a thread: a copy in another process makes its own."""
