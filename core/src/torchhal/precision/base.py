@@ -30,6 +30,10 @@ class Precision:
     compute_dtype: torch.dtype = torch.float32
     """dtype of the bulk of the arithmetic."""
 
+    accelerators: ClassVar[frozenset[str] | None] = None
+    """Names of the accelerators it works on, whatever these list themselves; None: those that list its alias. One
+    that is published under no alias, a user's own class, is not refused by any (STR-37)."""
+
     features: ClassVar[frozenset[str]] = frozenset()
 
     def setup(self, accelerator: Accelerator, device: torch.device) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
@@ -14,11 +14,13 @@ from torch.optim import Optimizer
 from torchhal.accelerators import Accelerator
 from torchhal.checkpoint import CheckpointIO
 from torchhal.cluster import ClusterEnvironment
-from torchhal.errors import CheckpointError, CheckpointMismatchError, ConfigurationError
+from torchhal.errors import CheckpointError, CheckpointMismatchError, ConfigurationError, ModelError
 from torchhal.launchers import ExternalLauncher, Launcher
 from torchhal.launchers.watch import RankWatch
 from torchhal.overrides import overrides
 from torchhal.precision import Precision
+
+_Part = TypeVar("_Part")
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -78,6 +80,13 @@ class Strategy(ABC):
         ):
             if value is not None and not isinstance(value, base):
                 raise TypeError(f"'{name}' must be an instance of {base.__name__} (got {value!r})")
+        self.given: dict[str, Any] = {
+            "accelerator": accelerator,
+            "precision": precision or precision_plugin,
+            "checkpoint_io": checkpoint_io,
+            "cluster_environment": cluster_environment,
+        }
+        """The parts that the user chose, by kind; what ``resolve`` chose for one run is not among them."""
         self._accelerator = accelerator
         self._precision = precision or precision_plugin
         self._checkpoint_io = checkpoint_io
@@ -120,6 +129,11 @@ class Strategy(ABC):
         self.num_nodes = num_nodes
 
     @property
+    def is_set_up(self) -> bool:
+        """Whether this process is between :meth:`setup_environment` and :meth:`teardown`."""
+        return self._environment_ready
+
+    @property
     def accelerator(self) -> Accelerator:
         return self._part(self._accelerator, "accelerator")
 
@@ -138,9 +152,9 @@ class Strategy(ABC):
 
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO) -> None:
-        self._checkpoint_io = io
+        self._checkpoint_io = self.given["checkpoint_io"] = io
 
-    def _part(self, part: Any, name: str) -> Any:
+    def _part(self, part: _Part | None, name: str) -> _Part:
         if part is None:
             raise ConfigurationError(
                 f"{type(self).__name__} has no {name} yet: give it to the constructor, or the strategy to a Trainer"
@@ -248,6 +262,13 @@ class Strategy(ABC):
     def model_to_device(self) -> None:
         """Move the module's parameters and buffers to :attr:`root_device`."""
         assert self.module is not None
+        tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
+        if self.root_device.type != "meta" and (empty := [name for name, tensor in tensors if tensor.is_meta]):
+            raise ModelError(
+                f"{', '.join(map(repr, empty[:3]))}{' and others' if len(empty) > 3 else ''} of "
+                f"{type(self.module).__name__} lie on the meta device and have no values that {type(self).__name__} "
+                "could move: build them in configure_model, or without torch.device('meta')"
+            )
         self.module.to(self.root_device)
 
     def sync_module(self, module: nn.Module) -> None:
@@ -265,7 +286,7 @@ class Strategy(ABC):
         self._optimizers_ready = True
 
     def teardown(self) -> None:
-        """Give everything back: model to the CPU, device, communication. Idempotent, legal at any time (STR-29, STR-30).
+        """Give back model, device and communication. Idempotent, legal at any time (STR-29, STR-30).
 
         Each part is torn down even when another one fails; the first error is raised at the end.
         """
@@ -365,19 +386,33 @@ class Strategy(ABC):
         """``value`` combined over all ranks; the input is left as it was (STR-01 to STR-04, STR-45, STR-46).
 
         Args:
-            value: a tensor of any dtype and layout, a number, or a nest of them with the same structure on every
-                rank. Anything else is returned as it is.
+            value: a dense tensor of any dtype and strides, a number, or a nest of them with the same structure on
+                every rank; the keys of a mapping may come in any order. Anything else is returned as it is.
             op: ``"mean"`` (also ``"avg"``), ``"sum"``, ``"min"``, ``"max"``, ``"product"``.
             group: a process group; None for all ranks.
+
+        Returns:
+            New tensors on :attr:`root_device`, in their own dtype but for two: a mean of integers or booleans is of
+            the default dtype, a sum or product of them int64. A number stays a number of its type, its mean a float.
+
+        Raises:
+            DistributedError: on every rank alike, when they brought different structures, types, dtypes or shapes.
         """
 
     @abstractmethod
     def broadcast(self, value: Any, src: int = 0) -> Any:
-        """Rank ``src``'s value, a tensor or any picklable object, on every rank; tensors on its device (STR-06, STR-07)."""
+        """Rank ``src``'s value, a tensor or any picklable object, on every rank (STR-06, STR-07).
+
+        A tensor that lay on rank ``src``'s device arrives on this rank's, one on its CPU on this one's.
+        """
 
     @abstractmethod
     def all_gather(self, tensor: torch.Tensor, *, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
-        """Shape (...) on each rank to shape (world_size, ...) in rank order, on every rank (STR-09 to STR-11)."""
+        """Shape (...) on each rank to shape (world_size, ...) in rank order, on every rank (STR-09 to STR-11).
+
+        With ``sync_grads``, backward adds up what the losses of all ranks say about this rank's tensor. Different
+        shapes or dtypes raise DistributedError on every rank alike.
+        """
 
     @abstractmethod
     def all_gather_object(self, value: Any) -> list[Any]:
@@ -421,10 +456,14 @@ class Strategy(ABC):
                 f"the optimizer state doesn't belong to this {type(optimizer).__name__}: {error}"
             ) from error
 
+    def sync_gradients(self) -> None:
+        """Average over the ranks what was accumulated under :meth:`no_backward_sync`."""
+
     def accumulated_gradients(self) -> dict[str, torch.Tensor]:
         """Gradients of an accumulation that has not stepped yet, by parameter name, for a checkpoint in its midst.
         Called on every rank; afterwards all ranks hold what rank 0 saves."""
         assert self.module is not None
+        self.sync_gradients()  # averaged now, the rest of the accumulation adds up to the same on every rank
         return {
             name: parameter.grad.detach().cpu()
             for name, parameter in self.module.named_parameters()

@@ -1,17 +1,22 @@
 """Collectives that are right where the backends are silently wrong.
 
 gloo's all_reduce and broadcast of a strided view work on other elements than the view's, ranks with different
-dtypes or shapes get garbage without an error, and half-precision sums overflow. So every tensor here is made
-dense first, what the ranks bring is compared before anything is sent, and sums run in a wider dtype.
+dtypes or shapes get garbage without an error, and narrow dtypes overflow in a sum. So every tensor here is made
+dense first, sums run in a wider dtype, and before anything is sent the ranks compare what they are about to do:
+what would be a wrong number or a hang is the same error on all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import io
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from torchhal.accelerators.transfer import map_tensors
 from torchhal.errors import DistributedError
@@ -24,6 +29,8 @@ _OPS = {
     "max": dist.ReduceOp.MAX,
     "product": dist.ReduceOp.PRODUCT,
 }
+_MEANS = ("mean", "avg")
+_BUCKET_BYTES = 64 << 20  # of weights sent as one message: many small ones are slow, one of the whole doubles memory
 
 
 def check_op(op: str) -> None:
@@ -31,168 +38,311 @@ def check_op(op: str) -> None:
         raise ValueError(f"'op' must be one of {', '.join(map(repr, _OPS))} (got {op!r})")
 
 
-def all_gather_object(value: Any, group: Any = None) -> list[Any]:
-    """Every rank's picklable ``value`` in rank order."""
-    gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, value, group=group)
-    return gathered
+# -- what the ranks must have in common ----------------------------------------------------------------------
 
 
-def _agree(description: Any, what: str, group: Any) -> None:
-    """Raise on every rank alike unless all ranks brought the same ``description``."""
-    everybody = all_gather_object(description, group)
-    if any(other != everybody[0] for other in everybody[1:]):
-        listing = "; ".join(f"rank {rank}: {entry}" for rank, entry in enumerate(everybody))
+def agree(what: str, description: Any, group: Any = None) -> None:
+    """Raise DistributedError on every rank alike unless all came for the same, with the same ``description``."""
+    everybody = all_gather_object((what, description), group)
+    if all(other == everybody[0] for other in everybody[1:]):
+        return
+    same_call = all(other[0] == what for other in everybody)
+    listing = "; ".join(
+        f"rank {rank}: {_shorten(brought if same_call else call)}" for rank, (call, brought) in enumerate(everybody)
+    )
+    if same_call:
         raise DistributedError(f"{what} needs the same on every rank, but the ranks brought {listing}")
+    raise DistributedError(f"all ranks must call the same collective, but they called {listing}")
 
 
-def _describe(value: Any) -> Any:
-    """Structure, dtype and shape of a nest, comparable and picklable; mappings sorted by key."""
+def _shorten(description: Any) -> str:
+    text = description if isinstance(description, str) else repr(description)
+    return text if len(text) <= 300 else f"{text[:300]}..."
+
+
+def _describe(leaf: Any) -> Any:
+    """What must be the same on all ranks for this leaf: a tensor's kind, a number's type, else only the type."""
+    if isinstance(leaf, torch.Tensor):
+        kind = str(leaf.dtype).removeprefix("torch.")
+        return (kind if leaf.layout is torch.strided else f"{kind}, {leaf.layout}", tuple(leaf.shape))
+    if isinstance(leaf, int) and not -(2**63) <= leaf < 2**63:
+        return "an int of more than 64 bits"
+    return type(leaf).__name__
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """(path, leaf) of a nest, in the order and over the containers of ``map_tensors``."""
     if isinstance(value, torch.Tensor):
-        return (str(value.dtype), tuple(value.shape))
-    if isinstance(value, Mapping):
-        return {str(key): _describe(value[key]) for key in sorted(value, key=str)}
-    if isinstance(value, list | tuple):
-        return [_describe(item) for item in value]
-    return type(value).__name__
+        yield path, value
+    elif isinstance(value, tuple | list):
+        for index, item in enumerate(value):
+            yield from _leaves(item, f"{path}[{index}]")
+    elif isinstance(value, Mapping):
+        for key in value:
+            yield from _leaves(value[key], f"{path}[{key!r}]")
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            if hasattr(value, field.name):
+                yield from _leaves(getattr(value, field.name), f"{path}.{field.name}")
+    else:
+        yield path, value
 
 
-def reduce(value: Any, op: str, *, device: torch.device, group: Any = None) -> Any:
-    """See ``Strategy.reduce``."""
+# -- reduce --------------------------------------------------------------------------------------------------
+
+
+def reduce(value: Any, op: str, *, device: torch.device, group: Any = None, alone: bool = False) -> Any:
+    """See ``Strategy.reduce``. ``alone``: a world of one without a process group; the same types come back."""
     check_op(op)
-    _agree(_describe(value), f"reduce(op={op!r})", group)
-    return _reduce_nest(value, op, device, group)
+    leaves = list(_leaves(value))
+    # ranks may have inserted their keys in another order: by path, all reduce the same things together
+    order = sorted(range(len(leaves)), key=lambda index: leaves[index][0])
+    if not alone:
+        agree(f"reduce(op={op!r})", {leaves[index][0]: _describe(leaves[index][1]) for index in order}, group)
+    for path, leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided:
+            raise TypeError(f"'value' must hold dense tensors, but value{path} is {leaf.layout}: use .to_dense()")
+    results: list[Any] = [None] * len(leaves)
+    for index in order:
+        results[index] = _reduce_leaf(leaves[index][1], op, device, group, alone)
+    remaining = iter(results)
+    return map_tensors(value, lambda _: next(remaining))
 
 
-def _reduce_nest(value: Any, op: str, device: torch.device, group: Any) -> Any:
-    if isinstance(value, Mapping):
-        reduced = {key: _reduce_nest(value[key], op, device, group) for key in sorted(value, key=str)}
-        return map_items(value, reduced)
-    if isinstance(value, list | tuple):
-        items = [_reduce_nest(item, op, device, group) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, torch.Tensor):
-        return reduce_tensor(value, op, device=device, group=group)
-    if isinstance(value, bool | int | float):
-        return reduce_tensor(torch.tensor(value, dtype=torch.float64), op, device=device, group=group).item()
-    return value
+def _reduce_leaf(leaf: Any, op: str, device: torch.device, group: Any, alone: bool) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return reduce_tensor(leaf, op, device=device, group=group, alone=alone)
+    if isinstance(leaf, bool | int | float):
+        dtype = torch.float64 if isinstance(leaf, float) or op in _MEANS else torch.int64
+        reduced = reduce_tensor(torch.tensor(leaf, dtype=dtype), op, device=device, group=group, alone=alone).item()
+        return bool(reduced) if isinstance(leaf, bool) and op in ("min", "max", "product") else reduced
+    return leaf
 
 
-def map_items(original: Mapping[Any, Any], values: Mapping[Any, Any]) -> Any:
-    """``values`` in the order and type of ``original``."""
-    ordered = {key: values[key] for key in original}
-    return ordered if type(original) is dict else type(original)(ordered)  # type: ignore[call-arg]
+def reduce_tensor(
+    tensor: torch.Tensor, op: str, *, device: torch.device, group: Any = None, alone: bool = False
+) -> torch.Tensor:
+    """One tensor, the same shape and dtype on every rank (unchecked), into a new one on ``device``.
 
-
-def reduce_tensor(tensor: torch.Tensor, op: str, *, device: torch.device, group: Any = None) -> torch.Tensor:
-    """One tensor, the same shape and dtype on every rank (unchecked), into a new one of its dtype.
-
-    A mean of integers is a float; a sum of booleans counts.
+    The result has the tensor's dtype, with torch's own exceptions: a mean of integers or booleans has the default
+    dtype, a sum or product of them is int64.
     """
-    mean = op in ("mean", "avg")
     work = tensor.detach().to(device)
-    if work.dtype is torch.bool and op in ("sum", "mean", "avg"):
-        work = work.to(torch.int64)
     result_dtype = work.dtype
     if not work.is_floating_point() and not work.is_complex():
-        if mean:
-            work, result_dtype = work.to(torch.float32), torch.float32
-        elif work.dtype is torch.bool:
-            work = work.to(torch.uint8)
-    elif work.dtype in (torch.float16, torch.bfloat16):
+        if op in _MEANS:
+            result_dtype = torch.get_default_dtype()
+        elif op in ("sum", "product"):
+            result_dtype = torch.int64
+        work = work.to(torch.int64)
+    elif work.is_floating_point() and work.element_size() < 4:
         work = work.to(torch.float32)
     # a private dense copy: the input is never written, and strides mean nothing to the backend
-    buffer = work.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(buffer, _OPS[op], group=group)
-    if mean:
-        buffer = buffer / dist.get_world_size(group)
+    buffer = _dense(work)
+    if not alone:
+        dist.all_reduce(buffer, _OPS[op], group=group)
+        if op in _MEANS:
+            buffer = buffer / dist.get_world_size(group)
     return buffer.to(result_dtype)
 
 
-def broadcast_object(value: Any, src: int, *, device: torch.device) -> Any:
-    """Rank ``src``'s value; tensors that lay on its device arrive on ``device``, those on its CPU on the CPU."""
-    world_size = dist.get_world_size()
-    if isinstance(src, bool) or not isinstance(src, int) or not 0 <= src < world_size:
-        raise ValueError(f"'src' must be a rank from 0 to {world_size - 1} (got {src!r})")
-    if dist.get_rank() == src:
-        box = [map_tensors(value, lambda leaf: _Shipped(leaf) if isinstance(leaf, torch.Tensor) else leaf)]
-    else:
-        box = [None]
-    dist.broadcast_object_list(box, src=src)
-    if dist.get_rank() == src:
-        return value
-    return map_tensors(box[0], lambda leaf: leaf.unpack(device) if isinstance(leaf, _Shipped) else leaf)
+# -- gather --------------------------------------------------------------------------------------------------
 
 
-class _Shipped:
-    """A tensor on its way through pickle: dense, on the CPU, remembering whether it came from a device."""
+def all_gather_object(value: Any, group: Any = None) -> list[Any]:
+    """Every rank's picklable ``value`` in rank order; what can't be pickled is an error on every rank alike."""
+    data, problem = _pickled(value)
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, data if problem is None else str(problem), group=group)
+    if problem is not None:
+        raise problem
+    for rank, received in enumerate(gathered):
+        if isinstance(received, str):
+            raise DistributedError(f"rank {rank} could not send its value: {received}")
+    return [pickle.loads(received) for received in gathered]
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor.detach().to("cpu").clone(memory_format=torch.contiguous_format)
-        self.on_device = tensor.device.type != "cpu"
 
-    def unpack(self, device: torch.device) -> torch.Tensor:
-        return self.tensor.to(device) if self.on_device else self.tensor
+def _pickled(value: Any) -> tuple[bytes, Exception | None]:
+    """The error is given back rather than raised: the other ranks, which wait, must hear of it first."""
+    buffer = io.BytesIO()
+    try:
+        pickle.Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
+    except Exception as error:
+        problem = TypeError(f"'value' must be picklable (got a {type(value).__name__}: {error})")
+        problem.__cause__ = error
+        return b"", problem
+    return buffer.getvalue(), None
 
 
 def all_gather(
     tensor: torch.Tensor, *, device: torch.device, group: Any = None, sync_grads: bool = False
 ) -> torch.Tensor:
     """See ``Strategy.all_gather``. Different shapes or dtypes raise on every rank."""
-    _agree((str(tensor.dtype), tuple(tensor.shape)), "all_gather", group)
+    agree(f"all_gather(sync_grads={sync_grads})", _describe(tensor), group)
+    check_gatherable(tensor)
     world_size = dist.get_world_size(group)
-    dense = tensor.to(device).contiguous()
+    dense = tensor.to(device)
     if sync_grads:
         # torch.distributed.nn.functional.all_gather has a wrong backward for some layouts; this one is right
         from torch.distributed._functional_collectives import all_gather_tensor_autograd
 
-        flat = all_gather_tensor_autograd(dense.reshape(-1), 0, group or dist.group.WORLD)
-        return flat.reshape(world_size, *tensor.shape)
-    parts = [torch.empty_like(dense) for _ in range(world_size)]
-    dist.all_gather(parts, dense.detach(), group=group)
-    return torch.stack(parts)
+        everyone: Any = group or dist.group.WORLD
+        flat = dense.resolve_conj().resolve_neg().contiguous().reshape(-1)
+        gathered: torch.Tensor = all_gather_tensor_autograd(flat, 0, everyone)
+        return gathered.reshape(world_size, *tensor.shape)
+    data = _bytes(dense)
+    parts = [torch.empty_like(data) for _ in range(world_size)]
+    dist.all_gather(parts, data, group=group)
+    return torch.cat(parts).view(dense.dtype).reshape(world_size, *dense.shape)
 
 
-def broadcast_tensors(tensors: list[torch.Tensor], *, src: int = 0, group: Any = None) -> None:
-    """Overwrite ``tensors``, the same list on every rank, with rank ``src``'s values: one message per dtype."""
-    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+def check_gatherable(tensor: Any) -> None:
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+        raise TypeError(f"'tensor' must be a dense torch.Tensor (got {tensor!r}); for anything else: all_gather_object")
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy whose memory is what the tensor says: no strides, no conjugation or sign still to be applied."""
+    return tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor, flat and as bytes: a backend knows some dtypes, but any of them is bytes."""
+    flat = tensor.detach().reshape(-1)
+    if flat.stride(0) != 1 or flat.is_conj() or flat.is_neg():
+        flat = _dense(flat)
+    return flat.view(torch.uint8)
+
+
+def _split(flat: torch.Tensor, sizes: list[int]) -> Sequence[torch.Tensor]:
+    parts: Sequence[torch.Tensor] = flat.split(sizes)  # type: ignore[no-untyped-call]
+    return parts
+
+
+# -- broadcast -----------------------------------------------------------------------------------------------
+
+
+def check_src(src: int, world_size: int) -> None:
+    if isinstance(src, bool) or not isinstance(src, int) or not 0 <= src < world_size:
+        raise ValueError(f"'src' must be a rank, from 0 to {world_size - 1} (got {src!r})")
+
+
+def broadcast_object(value: Any, src: int, *, device: torch.device) -> Any:
+    """Rank ``src``'s value; tensors that lay on its device arrive on ``device``, those on its CPU on the CPU."""
+    check_src(src, dist.get_world_size())
+    agree("broadcast", f"src={src}")
+    is_source = dist.get_rank() == src
+    box: list[Any] = [None]
+    problem: Exception | None = None
+    if is_source:
+        shipped = map_tensors(value, lambda leaf: _Shipped(leaf) if isinstance(leaf, torch.Tensor) else leaf)
+        data, problem = _pickled(shipped)
+        box = [data if problem is None else str(problem)]
+    dist.broadcast_object_list(box, src=src)
+    if problem is not None:
+        raise problem
+    if is_source:
+        return value
+    if isinstance(box[0], str):
+        raise DistributedError(f"rank {src} could not send its value: {box[0]}")
+    received = pickle.loads(box[0])
+    return map_tensors(received, lambda leaf: leaf.unpack(device) if isinstance(leaf, _Shipped) else leaf)
+
+
+class _Shipped:
+    """A tensor on its way through pickle: dense, on the CPU, remembering whether it came from a device."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        on_cpu = tensor.detach().to("cpu")
+        # a view would take its whole storage along
+        self.tensor = _dense(on_cpu) if on_cpu.layout is torch.strided else on_cpu
+        self.on_device = tensor.device.type != "cpu"
+
+    def unpack(self, device: torch.device) -> torch.Tensor:
+        return self.tensor.to(device) if self.on_device else self.tensor
+
+
+def broadcast_tensors(tensors: Sequence[torch.Tensor], *, src: int = 0, group: Any = None) -> None:
+    """Overwrite dense ``tensors``, on every rank the same list of shapes and dtypes, with rank ``src``'s values."""
+    bucket: list[torch.Tensor] = []
+    size = 0
     for tensor in tensors:
-        if tensor.numel() and not tensor.is_sparse:
-            by_dtype.setdefault(tensor.dtype, []).append(tensor)
+        if not tensor.numel():
+            continue
+        if bucket and (size + tensor.nbytes > _BUCKET_BYTES or tensor.device != bucket[0].device):
+            _broadcast_bucket(bucket, src, group)
+            bucket, size = [], 0
+        bucket.append(tensor)
+        size += tensor.nbytes
+    if bucket:
+        _broadcast_bucket(bucket, src, group)
+
+
+def _broadcast_bucket(bucket: list[torch.Tensor], src: int, group: Any) -> None:
     with torch.no_grad():
-        for dtype, members in by_dtype.items():
-            flat = torch.cat([member.detach().reshape(-1) for member in members])
-            payload = flat.view(torch.uint8) if dtype is torch.bool else flat
-            dist.broadcast(payload, src=src, group=group)
-            for member, part in zip(members, flat.split([member.numel() for member in members]), strict=True):
-                member.detach().copy_(part.view_as(member))
+        payload = torch.cat([_bytes(tensor) for tensor in bucket])
+        dist.broadcast(payload, src=src, group=group)
+        if dist.get_rank() == src:
+            return
+        for tensor, part in zip(bucket, _split(payload, [tensor.nbytes for tensor in bucket]), strict=True):
+            # cloned: the part may begin where its dtype must not
+            tensor.detach().copy_(part.clone().view(tensor.dtype).view(tensor.shape))
 
 
-def average_gradients(parameters: list[torch.nn.Parameter], group: Any = None) -> None:
+def broadcast_copies(
+    tensors: Mapping[str, torch.Tensor], *, src: int = 0, group: Any = None
+) -> dict[str, torch.Tensor]:
+    """Rank ``src``'s values of ``tensors``, in copies. What has another shape on some rank stays each rank's own."""
+    everybody = all_gather_object({name: _describe(tensor) for name, tensor in tensors.items()}, group)
+    shared = [
+        name
+        for name, tensor in tensors.items()
+        if tensor.layout is torch.strided and all(other.get(name) == everybody[0].get(name) for other in everybody)
+    ]
+    copies = {name: tensors[name].detach().clone(memory_format=torch.contiguous_format) for name in shared}
+    broadcast_tensors(list(copies.values()), src=src, group=group)
+    return {**tensors, **copies}
+
+
+# -- gradients -----------------------------------------------------------------------------------------------
+
+
+def average_gradients(parameters: Sequence[nn.Parameter], group: Any = None) -> None:
     """Replace each ``.grad`` by its mean over the ranks; one that exists on some rank only counts as zero elsewhere.
 
-    Averaging again what is already equal changes nothing, so this may follow every backward of an accumulation.
+    What is equal on all ranks already stays so, up to the last bit, so this may follow every backward of an
+    accumulation. Sparse gradients stay sparse unless another rank has a dense one for the same parameter.
     """
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     if not trainable:
         return
-    device = trainable[0].device
-    present = torch.tensor([parameter.grad is not None for parameter in trainable], dtype=torch.uint8, device=device)
-    dist.all_reduce(present, dist.ReduceOp.MAX, group=group)
+    kinds = torch.zeros(2, len(trainable), dtype=torch.uint8, device=trainable[0].device)
+    kinds[0] = torch.tensor([parameter.grad is not None and not parameter.grad.is_sparse for parameter in trainable])
+    kinds[1] = torch.tensor([parameter.grad is not None and parameter.grad.is_sparse for parameter in trainable])
+    dist.all_reduce(kinds, dist.ReduceOp.MAX, group=group)
     world_size = dist.get_world_size(group)
-    by_dtype: dict[torch.dtype, list[torch.nn.Parameter]] = {}
-    for parameter, used in zip(trainable, present.tolist(), strict=True):
-        if not used:
-            continue
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        elif parameter.grad.is_sparse:
-            parameter.grad = parameter.grad.to_dense()
-        by_dtype.setdefault(parameter.grad.dtype, []).append(parameter)
-    for members in by_dtype.values():
-        gradients = [member.grad for member in members if member.grad is not None]
+    dense: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for parameter, is_dense, is_sparse in zip(trainable, *kinds.tolist(), strict=True):
+        if is_dense:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            elif parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.to_dense()
+            dense.setdefault((parameter.grad.dtype, parameter.grad.device), []).append(parameter.grad)
+        elif is_sparse:
+            gradient = _empty_sparse(parameter) if parameter.grad is None else parameter.grad.coalesce()
+            dist.all_reduce(gradient, group=group)
+            parameter.grad = gradient / world_size
+    for gradients in dense.values():
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         dist.all_reduce(flat, group=group)
         flat /= world_size
-        for gradient, part in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
+        for gradient, part in zip(gradients, _split(flat, [gradient.numel() for gradient in gradients]), strict=True):
             gradient.copy_(part.view_as(gradient))
+
+
+def _empty_sparse(parameter: nn.Parameter) -> torch.Tensor:
+    """No rows at all, as an embedding's gradient has them: indices over the first dimension."""
+    rows = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
+    values = torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device)
+    return torch.sparse_coo_tensor(rows, values, parameter.shape, check_invariants=True).coalesce()

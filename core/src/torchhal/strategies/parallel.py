@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import zip_longest
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from torchhal.cluster import ClusterEnvironment, LocalEnvironment
-from torchhal.errors import ConfigurationError, DistributedError
+from torchhal.errors import ConfigurationError, DistributedError, ModelError
 from torchhal.launchers import ExternalLauncher, Launcher, MultiprocessingLauncher, SubprocessScriptLauncher
 from torchhal.launchers.rendezvous import generation_store
+from torchhal.launchers.stores import HashStore, PrefixedStore, Store
 from torchhal.launchers.watch import RankWatch
 from torchhal.strategies import collectives
 from torchhal.strategies.base import Strategy
@@ -115,7 +119,9 @@ class ParallelStrategy(Strategy):
             return
         self._share_cores()
         super().setup_environment()
+        self._environment_ready = False  # until the ranks have found each other: a second try must try again
         self._setup_process_group()
+        self._environment_ready = True
 
     def _share_cores(self) -> None:
         """Give each process of this node its share of the cores, as a launcher from outside would."""
@@ -127,15 +133,18 @@ class ParallelStrategy(Strategy):
     def _setup_process_group(self) -> None:
         environment = self.environment
         rank, world_size = environment.global_rank(), environment.world_size()
+        store: Store
         if dist.is_initialized():  # the user's own: used, never destroyed
             if dist.get_world_size() != world_size or dist.get_rank() != rank:
                 raise ConfigurationError(
                     f"a process group of {dist.get_world_size()} processes exists already, and this process is rank "
                     f"{dist.get_rank()} in it, but the strategy was set up as rank {rank} of {world_size}"
                 )
-            store = dist.distributed_c10d._get_default_store()
+            # its store may hold what an earlier life of ours left: this life's name keeps them apart
+            name = collectives.all_gather_object(uuid.uuid4().hex)[0]
+            store = PrefixedStore(f"torchhal/{name}", dist.distributed_c10d._get_default_store())
         else:
-            store = dist.HashStore() if world_size == 1 else generation_store(environment, self.timeout)
+            store = HashStore() if world_size == 1 else generation_store(environment, self.timeout)
             dist.init_process_group(
                 self._backend(), store=store, rank=rank, world_size=world_size, timeout=self.timeout
             )
@@ -153,25 +162,31 @@ class ParallelStrategy(Strategy):
         if self.world_size > 1:
             with self.guard("broadcast of the initial weights"):
                 self.check_same_module(module)
+                _own_buffer_memory(module)
                 collectives.broadcast_tensors([*module.parameters(), *module.buffers()])
 
     def check_same_module(self, module: nn.Module) -> None:
         """Raise on every rank alike when the ranks built different models."""
-        shapes = [
-            (name, tuple(tensor.shape), str(tensor.dtype))
-            for name, tensor in module.state_dict(keep_vars=True).items()
-            if isinstance(tensor, torch.Tensor)
+        tensors = [*module.named_parameters(), *module.named_buffers()]
+        lazy = [name for name, tensor in tensors if is_lazy(tensor)]
+        described = [
+            (name, "lazy" if is_lazy(tensor) else tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad)
+            for name, tensor in tensors
         ]
-        everybody = collectives.all_gather_object(shapes)
+        everybody = collectives.all_gather_object(described)
         for rank, others in enumerate(everybody[1:], start=1):
             if others != everybody[0]:
-                first = next((pair for pair in zip(everybody[0], others, strict=False) if pair[0] != pair[1]), None)
-                detail = (
-                    f"rank 0 has {first[0]}, rank {rank} has {first[1]}"
-                    if first
-                    else f"rank 0 has {len(everybody[0])} tensors, rank {rank} has {len(others)}"
+                pairs = zip_longest(everybody[0], others, fillvalue="nothing in its place")
+                first = next(pair for pair in pairs if pair[0] != pair[1])
+                raise DistributedError(
+                    "every rank must build the same model (names, shapes, dtypes, what is trained, in one order), but "
+                    f"where rank 0 has {first[0]}, rank {rank} has {first[1]}"
                 )
-                raise DistributedError(f"every rank must build the same model, but {detail}")
+        if lazy:
+            raise ModelError(
+                f"{', '.join(map(repr, lazy[:3]))} of {type(module).__name__} have no shape yet, and ranks can't share "
+                "them: run a dummy batch through the model in __init__ or configure_model"
+            )
 
     def teardown(self) -> None:
         self.watch.stop()
@@ -224,23 +239,24 @@ class ParallelStrategy(Strategy):
         if self.world_size > 1:
             self.watch.barrier(name or "barrier", self.timeout)
 
-    def accumulated_gradients(self) -> dict[str, torch.Tensor]:
-        # each rank holds the sum over its own micro-batches: once averaged, the rest of the accumulation adds up alike
+    def sync_gradients(self) -> None:
         assert self.module is not None
         if self.world_size > 1:
             with self.guard("averaging of the gradients"):
                 collectives.average_gradients(list(self.module.parameters()))
-        return super().accumulated_gradients()
 
     # -- manual optimization and state -----------------------------------------------------------------------
 
     def module_state_dict(self) -> dict[str, Any]:
-        # Buffers such as a batch norm's statistics follow each rank's own data: rank 0's are the model's.
+        # Buffers such as a batch norm's statistics follow each rank's own data: rank 0's are the model's. They go into
+        # copies, for saving must not change a run.
         assert self.module is not None
+        state = super().module_state_dict()
         if self.world_size > 1:
+            names = sorted(name for name, _ in self.module.named_buffers(remove_duplicate=False) if name in state)
             with self.guard("broadcast of the buffers"):
-                collectives.broadcast_tensors(list(self.module.buffers()))
-        return super().module_state_dict()
+                state.update(collectives.broadcast_copies({name: state[name] for name in names}))
+        return state
 
     def module_step(self, name: str) -> Callable[..., Any]:
         step = super().module_step(name)
@@ -251,11 +267,18 @@ class ParallelStrategy(Strategy):
         return forward_through(self.model, self.module, step)
 
     def manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        assert self.module is not None
         self.backward(loss, *args, **kwargs)
-        if self.world_size > 1:
-            with self.guard("averaging of the gradients"):
-                collectives.average_gradients(list(self.module.parameters()))
+        self.sync_gradients()
+
+
+def _own_buffer_memory(module: nn.Module) -> None:
+    """Give every buffer that repeats one element, as ``expand`` makes them, memory of its own: a broadcast writes."""
+    for owner in module.modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is not None and any(
+                stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True)
+            ):
+                owner._buffers[name] = buffer.clone(memory_format=torch.contiguous_format)
 
 
 def forward_through(wrapper: nn.Module, module: Any, step: Callable[..., Any]) -> Callable[..., Any]:

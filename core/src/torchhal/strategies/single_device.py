@@ -6,24 +6,22 @@ from typing import Any
 
 import torch
 
-from torchhal.accelerators.transfer import map_tensors
+from torchhal.strategies import collectives
 from torchhal.strategies.base import Strategy
-from torchhal.strategies.collectives import check_op
 
 
 class SingleDeviceStrategy(Strategy):
     """Training on one device, and the base class of strategies for one."""
 
     def reduce(self, value: Any, op: str = "mean", *, group: Any = None) -> Any:
-        check_op(op)
-        return map_tensors(value, lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf)
+        return collectives.reduce(value, op, device=self.root_device, alone=True)
 
     def broadcast(self, value: Any, src: int = 0) -> Any:
-        if src != 0:
-            raise ValueError(f"'src' must be a rank, 0 for a world of one process (got {src!r})")
+        collectives.check_src(src, 1)
         return value
 
     def all_gather(self, tensor: torch.Tensor, *, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        collectives.check_gatherable(tensor)
         tensor = tensor.to(self.root_device)
         return tensor.unsqueeze(0) if sync_grads else tensor.detach().clone().unsqueeze(0)
 

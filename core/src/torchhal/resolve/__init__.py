@@ -1,0 +1,121 @@
+"""From what the user asked for to a Plan: a pure function over names, objects, environment and availabilities.
+
+Nothing is started, no device is touched, nothing is written: the same request in the same place gives the same Plan.
+"""
+
+from __future__ import annotations
+
+from torchhal.accelerators import Accelerator
+from torchhal.errors import ConfigurationError
+from torchhal.resolve.fit import check_fit
+from torchhal.resolve.given import choose, from_alias, from_object, sort_plugins, substitute
+from torchhal.resolve.hardware import choose_accelerator
+from torchhal.resolve.launching import choose_environment, launcher
+from torchhal.resolve.plan import Part, Plan, Request
+from torchhal.strategies import Strategy
+
+__all__ = ["Part", "Plan", "Request", "resolve"]
+
+
+def resolve(request: Request) -> Plan:
+    """Choose five parts, devices and a launcher, or raise before anything starts.
+
+    Raises:
+        ConfigurationError: an argument outside its domain, of a wrong type too, or a conflict between two.
+        UnsupportedCombinationError: two parts that don't fit each other.
+        AcceleratorUnavailable: an accelerator asked for by name that can't be used here.
+        UnknownAliasError, AmbiguousAliasError, ComponentError: from the registry.
+    """
+    num_nodes = request.num_nodes
+    if isinstance(num_nodes, bool) or not isinstance(num_nodes, int) or num_nodes < 1:
+        raise ConfigurationError(f"'num_nodes' must be an int of at least 1 (got {num_nodes!r})")
+    notes: list[str] = []
+    plugins = sort_plugins(request.plugins)
+    given: Part | None = None
+    if not isinstance(request.strategy, str):
+        given = from_object("strategy", request.strategy, "given as an object")
+
+    accelerator = choose_accelerator(request, None if given is None else given.value, notes)
+    hardware: Accelerator = accelerator.value
+
+    def sources(kind: str) -> dict[str, object]:
+        inside = {} if given is None else {f"inside {given.value!r}": given.value.given[kind]}
+        return {"plugins=": plugins.get(kind), **inside}
+
+    environment = choose_environment(sources("cluster_environment"), hardware, notes)
+    is_given = any(value is not None for value in sources("cluster_environment").values())
+    external = bool(environment.value.creates_processes_externally)
+    started = environment.value.world_size() if external else 1
+
+    indices = hardware.parse_devices(request.devices)
+    if not indices:
+        raise ConfigurationError(
+            f"'devices' must ask for at least one device (got {request.devices!r}, of which accelerator "
+            f"{accelerator.alias!r} has none here)"
+        )
+    several = len(indices) > 1 or num_nodes > 1 or started > 1
+    strategy = _strategy(request, given, hardware, several, f"{len(indices)} device(s) on {num_nodes} node(s)")
+    chosen: Strategy = strategy.value
+    devices_reason = f"devices={request.devices!r}"
+    if _is_auto(request.devices) and external and chosen.multi_device:
+        indices, devices_reason = _devices_of_processes(chosen, accelerator, environment, indices)
+
+    asked = request.precision
+    if isinstance(asked, int) and not isinstance(asked, bool):
+        asked = str(asked)
+    precision = choose("precision", "32-true", {"precision=": asked, **sources("precision")}, hardware)
+    checkpoint_io = choose("checkpoint_io", "torch", sources("checkpoint_io"), hardware)
+
+    check_fit(accelerator, strategy, precision, environment, len(indices), num_nodes)
+    devices = tuple(hardware.get_parallel_devices(indices))
+    local = chosen.num_local_processes(len(indices))
+    if external and chosen.multi_device:
+        environment.value.validate_settings(num_devices=local, num_nodes=num_nodes)
+    launcher_name, launcher_reason = launcher(strategy, environment, accelerator, local, num_nodes)
+    return Plan(
+        accelerator=accelerator,
+        precision=precision,
+        checkpoint_io=checkpoint_io,
+        cluster_environment=environment if chosen.multi_device or is_given else None,
+        strategy=strategy,
+        device_indices=tuple(indices),
+        devices=devices,
+        devices_reason=devices_reason,
+        num_nodes=num_nodes,
+        world_size=started if external else local * num_nodes,
+        launcher=launcher_name,
+        launcher_reason=launcher_reason,
+        notes=tuple(notes),
+    )
+
+
+def _is_auto(value: object) -> bool:
+    return isinstance(value, str) and value.strip().lower() == "auto"
+
+
+def _strategy(request: Request, given: Part | None, hardware: Accelerator, several: bool, count: str) -> Part:
+    if given is not None:
+        return given
+    asked = str(request.strategy)
+    if _is_auto(asked):
+        alias = hardware.default_parallel_strategy if several else hardware.default_strategy
+        return from_alias("strategy", alias, f"{count} and no strategy named: {hardware.name}'s default")
+    alias = substitute("strategy", asked, hardware)
+    means = "" if alias == asked else f", which on {hardware.name} means {alias}"
+    return from_alias("strategy", alias, f"strategy={asked!r}{means}")
+
+
+def _devices_of_processes(
+    strategy: Strategy, accelerator: Part, environment: Part, indices: tuple[int, ...]
+) -> tuple[tuple[int, ...], str]:
+    """devices="auto" where somebody else has started the processes: one for each, if that is how the strategy works."""
+    local = environment.value.local_world_size()
+    reason = f"devices='auto': {environment.alias} started {local} process(es) on this node"
+    if strategy.num_local_processes(len(indices)) == local or strategy.num_local_processes(local) != local:
+        return indices, reason
+    try:
+        return accelerator.value.parse_devices(local), reason
+    except ConfigurationError as error:
+        raise ConfigurationError(
+            f"{environment.alias} started {local} process(es) on this node, each of which needs a device: {error}"
+        ) from error

@@ -1,0 +1,73 @@
+"""Do the chosen parts fit each other? Every refusal names both sides."""
+
+from __future__ import annotations
+
+from torchhal import registry
+from torchhal.accelerators import Accelerator
+from torchhal.discovery import USER
+from torchhal.errors import ComponentError, UnsupportedCombinationError
+from torchhal.precision import Precision
+from torchhal.resolve.plan import Part
+from torchhal.strategies import Strategy
+
+
+def check_fit(accelerator: Part, strategy: Part, precision: Part, environment: Part, devices: int, nodes: int) -> None:
+    """Raise UnsupportedCombinationError unless the parts can work together."""
+    hardware: Accelerator = accelerator.value
+    chosen: Strategy = strategy.value
+    if not chosen.multi_device and (devices > 1 or nodes > 1):
+        raise UnsupportedCombinationError(
+            f"strategy {strategy.alias!r} uses one device, but {devices} device(s) on {nodes} node(s) were asked for: "
+            f"use devices=1, or a strategy for several such as {hardware.default_parallel_strategy!r}"
+        )
+    if not chosen.multi_device and environment.value.creates_processes_externally:
+        started = environment.value.world_size()
+        if started > 1:
+            raise UnsupportedCombinationError(
+                f"strategy {strategy.alias!r} uses one process, but {environment.alias} started {started}, each of "
+                f"which would train by itself: use a strategy for several such as "
+                f"{hardware.default_parallel_strategy!r}, or, for runs that have nothing to do with each other, "
+                "plugins='local'"
+            )
+    if chosen.accelerators is not None and not chosen.accelerators & {accelerator.alias, hardware.name}:
+        raise UnsupportedCombinationError(
+            f"strategy {strategy.alias!r} works on accelerator {_listed(chosen.accelerators)} "
+            f"(got {accelerator.alias!r})"
+        )
+    _check_precision(accelerator, strategy, precision)
+
+
+def _check_precision(accelerator: Part, strategy: Part, precision: Part) -> None:
+    hardware: Accelerator = accelerator.value
+    value: Precision = precision.value
+    names = {precision.alias, value.alias}
+    if value.accelerators is not None:
+        # it knows better than the accelerator's list, which can't know of precisions that others write
+        if not value.accelerators & {accelerator.alias, hardware.name}:
+            raise UnsupportedCombinationError(
+                f"precision {precision.alias!r} works on accelerator {_listed(value.accelerators)} "
+                f"(got {accelerator.alias!r})"
+            )
+    elif not hardware.precisions & names and any(map(_is_published, names)):
+        raise UnsupportedCombinationError(
+            f"accelerator {accelerator.alias!r} does not compute in precision {precision.alias!r}: it knows "
+            f"{_listed(hardware.precisions)}"
+        )
+    allowed = strategy.value.precisions
+    if allowed is not None and not allowed & names:
+        raise UnsupportedCombinationError(
+            f"strategy {strategy.alias!r} does not compute in precision {precision.alias!r}: it knows "
+            f"{_listed(allowed)}"
+        )
+
+
+def _is_published(alias: str) -> bool:
+    """Whether core or a plugin gives a precision this name; one of the user's own is the user's business."""
+    try:
+        return registry.find("precision", alias).distribution != USER
+    except (LookupError, ComponentError):
+        return False
+
+
+def _listed(names: frozenset[str]) -> str:
+    return ", ".join(map(repr, sorted(names)))

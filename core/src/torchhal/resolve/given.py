@@ -1,0 +1,154 @@
+"""Parts as users give them: aliases, classes and objects, in arguments of their own or in ``plugins=[...]``.
+
+Whatever is wrong with one, its type too, is a ConfigurationError: the Trainer's arguments have one kind of error.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torchhal import registry
+from torchhal.accelerators import Accelerator
+from torchhal.checkpoint import CheckpointIO
+from torchhal.cluster import ClusterEnvironment
+from torchhal.errors import AcceleratorUnavailable, ConfigurationError
+from torchhal.precision import Precision
+from torchhal.resolve.plan import Part
+from torchhal.strategies import Strategy
+
+BASES: Mapping[str, type] = {
+    "accelerator": Accelerator,
+    "precision": Precision,
+    "checkpoint_io": CheckpointIO,
+    "cluster_environment": ClusterEnvironment,
+    "strategy": Strategy,
+}
+
+# What plugins=[...] may hold: parts that have no Trainer argument of their own, or that users put there by habit.
+PLUGIN_KINDS = ("precision", "checkpoint_io", "cluster_environment")
+
+
+def from_object(kind: str, value: Any, reason: str) -> Part:
+    """A part from an instance, or from a class that needs no arguments."""
+    base = BASES[kind]
+    instance = value
+    if isinstance(value, type) and issubclass(value, base):
+        if inspect.isabstract(value):
+            missing = ", ".join(sorted(getattr(value, "__abstractmethods__", ())))
+            raise ConfigurationError(f"'{kind}' can't be {value.__name__} yet: it does not implement {missing}")
+        try:
+            inspect.signature(value).bind()
+        except TypeError as error:
+            raise ConfigurationError(
+                f"'{kind}' must be an instance where the class needs arguments (got {value.__name__}: {error})"
+            ) from None
+        instance = value()
+    if not isinstance(instance, base):
+        raise ConfigurationError(f"'{kind}' must be an alias, a {base.__name__} or a class of one (got {value!r})")
+    return Part(kind, _own_alias(instance), instance, reason)
+
+
+def _own_alias(value: Any) -> str:
+    """The name of an object that nobody asked for by alias."""
+    return str(getattr(value, "alias", "") or getattr(value, "name", "") or type(value).__name__)
+
+
+def from_alias(kind: str, alias: str, reason: str) -> Part:
+    """The part that the registry knows by ``alias``."""
+    entry = registry.find(kind, alias)
+    availability = entry.availability()
+    if not availability:
+        message = f"{kind.replace('_', ' ')} {alias!r} can't be used here: {availability.reason}"
+        if kind == "accelerator":
+            raise AcceleratorUnavailable(message, alias=alias, reason=availability.reason)
+        raise ConfigurationError(message)
+    value = entry.create()
+    if isinstance(value, Strategy) and not value.alias:
+        value.alias = entry.component.alias
+    return Part(kind, entry.component.alias, value, reason)
+
+
+def substitute(kind: str, alias: str, accelerator: Accelerator) -> str:
+    """What a general alias means on this hardware."""
+    return accelerator.substitutes.get(kind, {}).get(alias.lower(), alias)
+
+
+def sort_plugins(plugins: Any) -> dict[str, Any]:
+    """``plugins=`` by kind: objects by their class, names by whoever provides them."""
+    if plugins is None:
+        return {}
+    if isinstance(plugins, str) or not isinstance(plugins, Sequence):
+        plugins = [plugins]
+    given: dict[str, Any] = {}
+    for plugin in plugins:
+        kind = _plugin_kind(plugin)
+        if kind in given:
+            raise ConfigurationError(
+                f"'plugins' must hold one {kind.replace('_', ' ')} at most (got {given[kind]!r} and {plugin!r})"
+            )
+        given[kind] = plugin
+    return given
+
+
+def _plugin_kind(plugin: Any) -> str:
+    kinds = _kinds_of_name(plugin) if isinstance(plugin, str) else _kinds_of_object(plugin)
+    mine = [kind for kind in kinds if kind in PLUGIN_KINDS]
+    if len(mine) == 1:
+        return mine[0]
+    rule = "'plugins' must hold precisions, checkpoint IOs or cluster environments, as objects or aliases"
+    if len(mine) > 1:
+        raise ConfigurationError(f"{rule} (got {plugin!r}, which is a {' and a '.join(mine)}: give an object)")
+    if kinds:
+        raise ConfigurationError(f"{rule} (got {plugin!r}, a {kinds[0]}): give it as {kinds[0]}=")
+    if isinstance(plugin, str):
+        known = sorted(alias for kind in PLUGIN_KINDS for alias in registry.aliases(kind))
+        raise ConfigurationError(f"{rule} (got {plugin!r}; known: {', '.join(map(repr, known))})")
+    raise ConfigurationError(f"{rule} (got {plugin!r})")
+
+
+def _kinds_of_name(name: str) -> list[str]:
+    kinds = []
+    for kind in BASES:
+        try:
+            registry.find(kind, name)
+        except LookupError:
+            continue
+        kinds.append(kind)
+    return kinds
+
+
+def _kinds_of_object(plugin: Any) -> list[str]:
+    cls = plugin if isinstance(plugin, type) else type(plugin)
+    return [kind for kind, base in BASES.items() if issubclass(cls, base)]
+
+
+def one_source(kind: str, sources: Mapping[str, Any]) -> tuple[str, Any]:
+    """The one (place, value) of ``sources`` where something is given, or ("", None); an error for two that differ."""
+    named = {where: value for where, value in sources.items() if value is not None}
+    first, *others = named.values() if named else [None]
+    if any(not _same(first, other) for other in others):
+        listing = " and ".join(f"{value!r} ({where})" for where, value in named.items())
+        raise ConfigurationError(
+            f"the {kind.replace('_', ' ')} is given more than once: {listing}; give it in one place"
+        )
+    return next(iter(named.items()), ("", None))
+
+
+def _same(first: Any, second: Any) -> bool:
+    if isinstance(first, str) and isinstance(second, str):
+        return first.lower() == second.lower()
+    return first is second
+
+
+def choose(kind: str, default: str, sources: Mapping[str, Any], accelerator: Accelerator) -> Part:
+    """The part of ``kind`` that is given somewhere, or the one called ``default``."""
+    where, value = one_source(kind, sources)
+    if value is None:
+        return from_alias(kind, substitute(kind, default, accelerator), "the default")
+    if not isinstance(value, str):
+        return from_object(kind, value, f"given as an object ({where})")
+    alias = substitute(kind, value, accelerator)
+    means = "" if alias == value else f", which on {accelerator.name} means {alias}"
+    return from_alias(kind, alias, f"{where}{value!r}{means}")

@@ -1,0 +1,138 @@
+"""Which accelerator: the one that was named, or the best that can be used here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torchhal import registry
+from torchhal.entry import Entry
+from torchhal.errors import AcceleratorUnavailable, ComponentError, ConfigurationError
+from torchhal.plugin import Availability
+from torchhal.resolve.given import from_alias, from_object
+from torchhal.resolve.plan import Part, Request
+from torchhal.strategies import Strategy
+
+
+def choose_accelerator(request: Request, strategy: Strategy | None, notes: list[str]) -> Part:
+    """The accelerator; what "auto" had to leave out becomes a note."""
+    asked = request.accelerator
+    is_auto = isinstance(asked, str) and asked.lower() == "auto"
+    inside = None if strategy is None else strategy.given["accelerator"]
+    if inside is not None:
+        if not is_auto and asked is not inside:
+            raise ConfigurationError(
+                f"the accelerator is given more than once: {asked!r} (accelerator=) and {inside!r} (inside "
+                f"{strategy!r}); give it in one place"
+            )
+        part = from_object("accelerator", inside, f"given inside {strategy!r}")
+    elif is_auto:
+        return _best(strategy if strategy is not None else request.strategy, notes)
+    elif isinstance(asked, str):
+        part = from_alias("accelerator", asked, f"accelerator={asked!r}")
+    else:
+        part = from_object("accelerator", asked, "given as an object")
+    type(part.value).require_available()
+    return part
+
+
+def _class_of(strategy: Any) -> type[Strategy] | None:
+    """The class of a strategy, for what it says of accelerators; errors of one asked for by name come up later."""
+    if not isinstance(strategy, str):
+        return type(strategy)
+    if strategy.lower() == "auto":
+        return None
+    try:
+        cls: type[Strategy] = registry.find("strategy", strategy).load()
+    except ComponentError:
+        return None
+    return cls
+
+
+@dataclass
+class _Candidate:
+    name: str
+    entry: Entry
+    priority: int | None
+    """None: it could not even be asked."""
+    reason: str
+    """Why it can't be used; empty where it can."""
+
+
+def _best(strategy: Any, notes: list[str]) -> Part:
+    """The available accelerator with the highest priority that ``strategy``, an object or a name, works on."""
+    candidates = _candidates()
+    usable = [candidate for candidate in candidates if not candidate.reason]
+    unusable = [candidate for candidate in candidates if candidate.reason]
+    wanted = _class_of(strategy)
+    fitting = [candidate for candidate in usable if _suits(candidate, wanted, strategy)]
+    broken = _broken_plugins()
+    if not fitting:
+        reasons = [f"{candidate.name}: {candidate.reason}" for candidate in unusable]
+        if wanted is not None:
+            reasons += [f"{candidate.name}: {wanted.__name__} doesn't work on it" for candidate in usable]
+        reason = "; ".join([*reasons, *broken]) or "none is installed"
+        raise AcceleratorUnavailable(
+            f"accelerator='auto' finds none that can be used here: {reason}", alias="auto", reason=reason
+        )
+    best = max(candidate.priority or 0 for candidate in fitting)
+    winners = [candidate for candidate in fitting if candidate.priority == best]
+    if len(winners) > 1:
+        names = ", ".join(repr(winner.name) for winner in winners)
+        raise ConfigurationError(f"accelerator='auto' finds several equally good accelerators ({names}): name one")
+    # one that would not have been taken anyway is not missed
+    missed = [
+        f"{candidate.name}: {candidate.reason}"
+        for candidate in unusable
+        if candidate.priority is None or candidate.priority >= best
+    ]
+    if missed or broken:
+        notes.append(
+            f"accelerator='auto' takes {winners[0].name!r}; installed but unusable: {'; '.join([*missed, *broken])}"
+        )
+    reason = "accelerator='auto': the best one available here"
+    return Part("accelerator", winners[0].name, winners[0].entry.create(), reason)
+
+
+def _candidates() -> list[_Candidate]:
+    entries = registry.entries("accelerator")
+    aliases = [entry.component.alias for entry in entries]
+    candidates = []
+    for entry in entries:
+        alias = entry.component.alias
+        name = alias if aliases.count(alias) == 1 else entry.qualified_name
+        availability: Availability = entry.availability()
+        try:
+            cls = entry.load()
+        except ComponentError as error:
+            candidates.append(_Candidate(name, entry, None, availability.reason or str(error)))
+            continue
+        if cls.auto_priority is None:
+            continue
+        if availability:
+            try:
+                availability = cls.availability()
+            except Exception as error:
+                availability = Availability(False, f"{type(error).__name__}: {error}")
+        candidates.append(_Candidate(name, entry, cls.auto_priority, "" if availability else availability.reason))
+    return candidates
+
+
+def _suits(candidate: _Candidate, wanted: type[Strategy] | None, strategy: Any) -> bool:
+    if wanted is None or wanted.accelerators is None:
+        return True
+    cls = candidate.entry.load()
+    if wanted.accelerators & {candidate.entry.component.alias, cls.name}:
+        return True
+    # the name may mean another strategy on this hardware
+    return isinstance(strategy, str) and strategy.lower() in cls.substitutes.get("strategy", {})
+
+
+def _broken_plugins() -> list[str]:
+    """Plugins that might have brought an accelerator, had they loaded."""
+    lines = []
+    for record in registry.plugins():
+        if record.status in ("broken", "incompatible"):
+            lines.append(str(record))
+        lines += [f"{e}: {e.problem}" for e in record.components if e.kind == "accelerator" and e.problem]
+    return lines

@@ -1,0 +1,59 @@
+"""Who starts the processes: the cluster environment, and the launcher that follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torchhal import registry
+from torchhal.accelerators import Accelerator
+from torchhal.errors import ConfigurationError, UnsupportedCombinationError
+from torchhal.resolve.given import choose, from_alias, substitute
+from torchhal.resolve.plan import Part
+from torchhal.strategies import Strategy
+
+KIND = "cluster_environment"
+
+
+def choose_environment(sources: Mapping[str, Any], accelerator: Accelerator, notes: list[str]) -> Part:
+    """The environment that is given, else the one that says it started this process, else "local"."""
+    local = substitute(KIND, "local", accelerator)
+    if any(value is not None for value in sources.values()):
+        return choose(KIND, local, sources, accelerator)
+    found: list[tuple[int, str]] = []
+    for entry in registry.entries(KIND):
+        if not entry.availability():
+            continue
+        try:
+            cls = entry.load()
+            if cls.detect():
+                found.append((cls.priority, entry.qualified_name))
+        except Exception as error:
+            notes.append(f"{entry} could not say whether it started this process: {error}")
+    if not found:
+        return from_alias(KIND, local, "no cluster detected")
+    best = max(priority for priority, _ in found)
+    winners = [name for priority, name in found if priority == best]
+    if len(winners) > 1:
+        raise ConfigurationError(
+            f"several cluster environments say that they started this process ({', '.join(map(repr, winners))}): "
+            "choose one with plugins="
+        )
+    return from_alias(KIND, winners[0], "detected from the environment")
+
+
+def launcher(strategy: Part, environment: Part, accelerator: Part, local: int, num_nodes: int) -> tuple[str, str]:
+    """What starts the processes of a node, and why; an error where the device doesn't survive it."""
+    if environment.value.creates_processes_externally:
+        return "none", f"{environment.alias} has started the processes"
+    if local == 1 and num_nodes == 1:
+        return "none", "one process: this one"
+    chosen: Strategy = strategy.value
+    method = str(getattr(chosen, "start_method", "own"))
+    allowed = accelerator.value.start_methods
+    if method in ("spawn", "fork", "forkserver") and method not in allowed:
+        raise UnsupportedCombinationError(
+            f"strategy {strategy.alias!r} starts its processes by {method!r}, but accelerator {accelerator.alias!r} "
+            f"works in processes started by {', '.join(map(repr, sorted(allowed))) or 'nothing but the script'}"
+        )
+    return method, f"{local} process(es) on this node, started by torchhal"

@@ -1,0 +1,91 @@
+"""What is asked for and what will run: plain data, before and after the choice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from torchhal.accelerators import Accelerator
+from torchhal.precision import Precision
+from torchhal.strategies import Strategy
+
+
+@dataclass(frozen=True)
+class Request:
+    """The Trainer's hardware arguments as the user wrote them. Parts are aliases, classes or instances."""
+
+    accelerator: str | Accelerator | type[Accelerator] = "auto"
+    strategy: str | Strategy | type[Strategy] = "auto"
+    devices: int | str | Sequence[int] = "auto"
+    num_nodes: int = 1
+    precision: str | int | Precision | type[Precision] | None = None
+    plugins: Any = ()
+
+
+@dataclass(frozen=True)
+class Part:
+    """One chosen part: its alias where it has one, the instance, and why it was chosen."""
+
+    kind: str
+    alias: str
+    value: Any
+    reason: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will run, and for each choice the reason. Nothing has been started."""
+
+    accelerator: Part
+    precision: Part
+    checkpoint_io: Part
+    cluster_environment: Part | None
+    strategy: Part
+    device_indices: tuple[int, ...]
+    devices: tuple[torch.device, ...]
+    devices_reason: str
+    num_nodes: int
+    world_size: int
+    launcher: str
+    launcher_reason: str
+    notes: tuple[str, ...] = field(default=())
+    """What the user should hear once, such as an "auto" that fell back."""
+
+    def build(self) -> Strategy:
+        """The strategy with its parts put in."""
+        strategy: Strategy = self.strategy.value
+        strategy.configure(
+            accelerator=self.accelerator.value,
+            precision=self.precision.value,
+            checkpoint_io=self.checkpoint_io.value,
+            cluster_environment=None if self.cluster_environment is None else self.cluster_environment.value,
+            devices=self.devices,
+            num_nodes=self.num_nodes,
+        )
+        return strategy
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """(what, choice, reason), in reading order."""
+        parts = [self.accelerator, self.strategy, self.precision, self.checkpoint_io]
+        rows = [(part.kind, part.alias, part.reason) for part in parts]
+        rows.insert(1, ("devices", ", ".join(map(str, self.devices)), self.devices_reason))
+        if self.cluster_environment is not None:
+            rows.append(("cluster_environment", self.cluster_environment.alias, self.cluster_environment.reason))
+        rows.append(("world_size", str(self.world_size), f"{self.num_nodes} node(s)"))
+        rows.append(("launcher", self.launcher, self.launcher_reason))
+        return rows
+
+    def describe(self) -> str:
+        """The Plan as text, one line a choice."""
+        rows = self.rows()
+        widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+        lines = [f"{what:<{widths[0]}}  {choice:<{widths[1]}}  {reason}".rstrip() for what, choice, reason in rows]
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+    def to_dict(self) -> dict[str, Any]:
+        """The Plan as plain data for ``torchhal explain --json``."""
+        rows = {what: {"choice": choice, "reason": reason} for what, choice, reason in self.rows()}
+        return {"schema": 1, **rows, "notes": list(self.notes)}

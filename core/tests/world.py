@@ -1,0 +1,184 @@
+"""Worlds of real processes for tests: started once per session, each test sends them functions.
+
+``import torch`` costs a second per process, so the processes stay. Each believes that torchrun has started it, and
+this process serves the store that torchrun's agent would: a strategy with a ``TorchElasticEnvironment`` makes and
+destroys process groups in them as it would in a job. A rank that doesn't answer in time is reported as HANG, by
+name, and the whole world is replaced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+import uuid
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from types import ModuleType
+
+TIMEOUT = 30.0
+
+
+@dataclass
+class Outcome:
+    """What one rank did: returned ``value``, or raised an error of the class named ``error``."""
+
+    value: object = None
+    error: str = ""
+    message: str = ""
+    traceback: str = ""
+
+
+class World:
+    """``size`` processes, started on first use."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._processes: list[multiprocessing.Process] = []
+        self._connections: list[Connection] = []
+        self._store = None
+
+    def run(self, function, *args, timeout: float = TIMEOUT) -> list:
+        """``function(*args)`` on every rank, where RANK says which it is; the values in rank order.
+
+        ``function`` stands at the top level of a test module; arguments and values pickle without that module.
+        """
+        outcomes = self.outcomes(function, *args, timeout=timeout)
+        if failed := [f"rank {rank}:\n{o.traceback}" for rank, o in enumerate(outcomes) if o.error]:
+            raise AssertionError("\n".join(failed))
+        return [outcome.value for outcome in outcomes]
+
+    def outcomes(self, function, *args, timeout: float = TIMEOUT) -> list[Outcome]:
+        """As :meth:`run`, but errors are outcomes too."""
+        self._start()
+        home = sys.modules[function.__module__].__file__
+        for connection in self._connections:
+            connection.send((home, function.__qualname__, args))
+        outcomes: dict[int, Outcome] = {}
+        deadline = time.monotonic() + timeout
+        while len(outcomes) < self.size:
+            waiting = {c: rank for rank, c in enumerate(self._connections) if rank not in outcomes}
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                silent = ", ".join(f"rank {rank} HANG" for rank in waiting.values())
+                told = "; ".join(f"rank {rank}: {o.error or 'returned'} {o.message}" for rank, o in outcomes.items())
+                self.stop()
+                raise AssertionError(f"{function.__qualname__}: {silent} after {timeout:g} s ({told})")
+            for connection in ready:
+                rank = waiting[connection]
+                try:
+                    outcomes[rank] = connection.recv()
+                except EOFError:
+                    self._processes[rank].join(5)
+                    code = self._processes[rank].exitcode
+                    self.stop()
+                    raise AssertionError(f"{function.__qualname__}: rank {rank} DIED with exit code {code}") from None
+        return [outcomes[rank] for rank in range(self.size)]
+
+    def _start(self) -> None:
+        if self._processes:
+            return
+        import torch.distributed as dist
+
+        self._store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        context = multiprocessing.get_context("spawn")
+        for rank in range(self.size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, self.size, self._store.port, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._connections.append(ours)
+
+    def stop(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        for connection in self._connections:
+            connection.close()
+        self._processes, self._connections, self._store = [], [], None
+
+
+def _serve(rank: int, size: int, port: int, connection: Connection) -> None:
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), GROUP_RANK="0", WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size),
+        GROUP_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID=uuid.uuid4().hex,
+        TORCHELASTIC_USE_AGENT_STORE="True", OMP_NUM_THREADS="1",
+    )  # fmt: skip
+    import torch
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            home, name, args = connection.recv()
+        except (EOFError, OSError):
+            os._exit(0)  # gloo's threads may abort an orderly exit
+        try:
+            outcome = Outcome(getattr(_module(home), name)(*args))
+        except BaseException as error:
+            outcome = Outcome(error=type(error).__name__, message=str(error), traceback=traceback.format_exc())
+        connection.send(outcome)
+
+
+_modules: dict[str, ModuleType] = {}
+
+
+def _module(home: str) -> ModuleType:
+    if home not in _modules:
+        name = f"in_world_{os.path.splitext(os.path.basename(home))[0]}"
+        spec = importlib.util.spec_from_file_location(name, home)
+        assert spec is not None and spec.loader is not None
+        _modules[home] = sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(_modules[home])
+    return _modules[home]
+
+
+# -- inside a rank -------------------------------------------------------------------------------------------
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def size() -> int:
+    return int(os.environ["WORLD_SIZE"])
+
+
+def compose(strategy, precision=None):
+    """The strategy with the parts that ``resolve`` would give it, on this world's CPUs."""
+    import torch
+
+    from torchhal.accelerators import CPUAccelerator
+    from torchhal.checkpoint import TorchCheckpointIO
+    from torchhal.cluster import TorchElasticEnvironment
+    from torchhal.precision import SinglePrecision
+
+    count = size() if strategy.multi_device else 1
+    strategy.configure(
+        accelerator=CPUAccelerator(),
+        precision=precision or SinglePrecision(),
+        checkpoint_io=TorchCheckpointIO(),
+        cluster_environment=TorchElasticEnvironment() if strategy.multi_device else None,
+        devices=[torch.device("cpu")] * count,
+        num_nodes=1,
+    )
+    return strategy
+
+
+@contextlib.contextmanager
+def joined(strategy=None, **options):
+    """A strategy (ddp unless given) between its set-up and its teardown."""
+    from datetime import timedelta
+
+    from torchhal.strategies import DDPStrategy
+
+    strategy = compose(strategy or DDPStrategy(timeout=timedelta(seconds=20), **options))
+    strategy.setup_environment()
+    try:
+        yield strategy
+    finally:
+        strategy.teardown()
