@@ -38,6 +38,9 @@ def from_object(kind: str, value: Any, reason: str) -> Part:
         if inspect.isabstract(value):
             missing = ", ".join(sorted(getattr(value, "__abstractmethods__", ())))
             raise ConfigurationError(f"'{kind}' can't be {value.__name__} yet: it does not implement {missing}")
+        undeclared = [name for name in ("name", "device_type") if kind == "accelerator" and not hasattr(value, name)]
+        if undeclared:
+            raise ConfigurationError(f"'{kind}' can't be {value.__name__} yet: it sets no {', '.join(undeclared)}")
         try:
             inspect.signature(value).bind()
         except TypeError as error:
@@ -79,7 +82,7 @@ def sort_plugins(plugins: Any) -> dict[str, Any]:
     """``plugins=`` by kind: objects by their class, names by whoever provides them."""
     if plugins is None:
         return {}
-    if isinstance(plugins, str) or not isinstance(plugins, Sequence):
+    if isinstance(plugins, str | bytes) or not isinstance(plugins, Sequence):
         plugins = [plugins]
     given: dict[str, Any] = {}
     for plugin in plugins:
@@ -99,9 +102,9 @@ def _plugin_kind(plugin: Any) -> str:
         return mine[0]
     rule = "'plugins' must hold precisions, checkpoint IOs or cluster environments, as objects or aliases"
     if len(mine) > 1:
-        raise ConfigurationError(f"{rule} (got {plugin!r}, which is a {' and a '.join(mine)}: give an object)")
+        raise ConfigurationError(f"{rule} (got {plugin!r}, the name of a {' and a '.join(mine)}: give an object)")
     if kinds:
-        raise ConfigurationError(f"{rule} (got {plugin!r}, a {kinds[0]}): give it as {kinds[0]}=")
+        raise ConfigurationError(f"{rule} (got the {kinds[0]} {plugin!r}): give it as {kinds[0]}=")
     if isinstance(plugin, str):
         known = sorted(alias for kind in PLUGIN_KINDS for alias in registry.aliases(kind))
         raise ConfigurationError(f"{rule} (got {plugin!r}; known: {', '.join(map(repr, known))})")

@@ -20,7 +20,8 @@ def choose_accelerator(request: Request, strategy: Strategy | None, notes: list[
     is_auto = isinstance(asked, str) and asked.lower() == "auto"
     inside = None if strategy is None else strategy.given["accelerator"]
     if inside is not None:
-        if not is_auto and asked is not inside:
+        same = asked is inside or (isinstance(asked, str) and asked.lower() == getattr(inside, "name", None))
+        if not is_auto and not same:
             raise ConfigurationError(
                 f"the accelerator is given more than once: {asked!r} (accelerator=) and {inside!r} (inside "
                 f"{strategy!r}); give it in one place"

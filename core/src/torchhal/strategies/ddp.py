@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -61,8 +63,7 @@ class DDPStrategy(ParallelStrategy):
     def configure_ddp(self) -> None:
         """Replace ``self.model`` by its distributed wrapper; override to use another one."""
         self.model = DistributedDataParallel(
-            self.model,
-            device_ids=None if self.root_device.index is None else [self.root_device],
+            self.model,  # on its device, as is every batch: DDP has nothing to move, so it gets no device_ids
             find_unused_parameters=self.find_unused_parameters,
             static_graph=self.static_graph,
             **self.ddp_options,
@@ -74,22 +75,30 @@ class DDPStrategy(ParallelStrategy):
         # static_graph asserts inside torch when its first backward is under no_sync: averaging each time is right too
         if self.static_graph or not hasattr(self.model, "no_sync"):
             return None
-        return _NoSync(self.model)
+        return _Paused(self.model) if isinstance(self.model, DistributedDataParallel) else _NoSync(self.model)
 
     def explain(self, error: BaseException) -> BaseException:
-        """DDP's message for an unused parameter, with what to do about it here."""
+        """DDP's message for an unused parameter, with its name and what to do about it here."""
         if "Expected to have finished reduction in the prior iteration" in str(error):
             return DistributedError(
-                "some parameters were not used by training_step, and their gradients are waited for: use "
+                f"{self._unused(str(error))} not used by training_step, and their gradients are waited for: use "
                 "strategy='ddp_find_unused_parameters_true', or freeze them with requires_grad_(False)"
             )
         return super().explain(error)
 
+    def _unused(self, message: str) -> str:
+        match = re.search(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)", message)
+        if match is None or self.module is None:
+            return "some parameters were"
+        trained = [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
+        names = [repr(trained[index]) for index in map(int, match.group(1).split()) if index < len(trained)]
+        return f"the parameters {', '.join(names[:8])}{' and others' if len(names) > 8 else ''} were"
 
-class _NoSync:
+
+class _Paused:
     """``DistributedDataParallel.no_sync()`` that can be entered many times and costs two assignments."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: DistributedDataParallel) -> None:
         self.model = model
 
     def __enter__(self) -> None:
@@ -99,9 +108,21 @@ class _NoSync:
         self.model.require_backward_grad_sync = True
 
 
-def _check_ddp_options(options: dict[str, Any]) -> None:
-    import inspect
+class _NoSync:
+    """The ``no_sync()`` of another wrapper, made anew each time it is entered."""
 
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def __enter__(self) -> None:
+        self.context = self.model.no_sync()
+        self.context.__enter__()
+
+    def __exit__(self, *exc_info: Any) -> Any:
+        return self.context.__exit__(*exc_info)
+
+
+def _check_ddp_options(options: dict[str, Any]) -> None:
     known = set(inspect.signature(DistributedDataParallel.__init__).parameters) - {"self", "module", "device_ids"}
     if unknown := sorted(set(options) - known):
         raise TypeError(
