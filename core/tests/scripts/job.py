@@ -152,9 +152,15 @@ def main():
     result = launcher.launch(work, args, environment)
     if args.scenario == "twice":
         assert launcher.launch(work, args, environment) == result
+    if args.scenario == "20 times":
+        for _ in range(19):
+            assert launcher.launch(work, args, environment) == result
+    if args.scenario == "other_number":
+        other = LocalEnvironment()
+        SubprocessScriptLauncher(other, 3).launch(work, args, other)
     if args.scenario == "late_failure" and environment.global_rank() == args.bad and args.launcher == "script":
         raise ValueError("boom after the end")
-    print("result", json.dumps(result), flush=True)
+    sys.stdout.write(f"result {json.dumps(result)}\n")
 
 
 if __name__ == "__main__":

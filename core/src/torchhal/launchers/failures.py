@@ -17,7 +17,7 @@ from torchhal.launchers.process import REPORT_FD, exit_status, write_stderr
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
-MAX_TEXT = 20_000
+MAX_TEXT = 15_000
 """Longest traceback that travels: as JSON it must fit a pipe's 64 KiB, and nobody reads more."""
 
 STILL_HERE = "is still here"
@@ -54,7 +54,7 @@ class Failure:
     """A peer was gone or silent: a consequence."""
 
     def to_json(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
+        return json.dumps(asdict(self), ensure_ascii=False).encode(errors="replace")
 
     @classmethod
     def from_json(cls, data: bytes) -> Failure:
@@ -107,7 +107,7 @@ def summary(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
         return "was interrupted (KeyboardInterrupt)"
     text = str(error).strip().splitlines()
-    return f"failed: {type(error).__name__}{': ' + text[0] if text else ''}"
+    return f"failed: {type(error).__name__}{': ' + text[0][:300] if text else ''}"
 
 
 def user_frames(trace: TracebackType | None) -> TracebackType | None:

@@ -23,6 +23,7 @@ from torchhal.errors import ConfigurationError, LaunchError
 from torchhal.launchers import failures, process, rendezvous
 from torchhal.launchers.base import Launcher
 from torchhal.launchers.failures import STILL_HERE, Failure
+from torchhal.launchers.openmp import put_threads_away
 from torchhal.launchers.payload import NamelessFile, collect_settings, pack_function
 from torchhal.launchers.worker import Assignment, run
 
@@ -179,6 +180,8 @@ class _Crew:
         pipes = [context.Pipe() for _ in range(local)]
         ends = [end for pair in pipes for end in pair]
         settings = None if method == "fork" else collect_settings()
+        if method == "fork" and not put_threads_away():
+            threads = 1
         for local_rank, (mine, theirs) in enumerate(pipes):
             rank = node_rank * local + local_rank
             variables = process.rank_variables(
@@ -333,6 +336,14 @@ class _Crew:
     def _failed(self, worker: _Worker, failure: Failure, error: bytes | None) -> None:
         worker.failure = failure
         self._failures.append((failure, error))
+        if not (failure.stopped or failure.secondary):
+            # The others' watches would find out by the rank's silence, later and with less to say.
+            for other in self._workers:
+                if other.ready and not other.ended and other is not worker:
+                    try:
+                        other.connection.send(failure.to_json())
+                    except OSError:
+                        pass
         # One that stops on a signal is followed by the others, which may still be saving.
         self._end_soon(self._launcher.stop_timeout if failure.stopped else GRACE)
 

@@ -476,9 +476,10 @@ class RankWatch:
             why = "it failed itself"
         else:
             why = str(self._store_lost_error())
-        write_stderr(
-            f"torchhal: rank {self.rank} is still here {passed:.0f} s after {why}, and leaves. It was at:\n{stack}"
-        )
+        here = f"{failures.STILL_HERE} {passed:.0f} s after {why}, and leaves"
+        failures.send_report(Failure(self.rank, here, stack, secondary=cause is not None))
+        if not failures.supervised:
+            write_stderr(f"torchhal: rank {self.rank} {here}. It was at:\n{stack}")
         leave(1)
 
     # -- the store -------------------------------------------------------------------------------------------

@@ -87,10 +87,13 @@ def _prepare(assignment: Assignment, connection: Connection) -> None:
 
 
 def _watch_supervisor(connection: Connection) -> None:
-    """Leave when the supervisor's end of the pipe closes: it is gone."""
+    """Pass on what the supervisor knows of other ranks; leave when its end of the pipe closes, for it is gone."""
     try:
         while True:
-            connection.recv()
+            failure = Failure.from_json(connection.recv())
+            if "torchhal.launchers.watch" in sys.modules:
+                for watch in sys.modules["torchhal.launchers.watch"].active_watches():
+                    watch.report_for(failure)
     except (EOFError, OSError):
         process.leave(1)
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing import resource_tracker
+from typing import Any
 
 
 def ignore_sigterm_unless_from_parent(worker_id: int) -> None:
@@ -24,6 +28,7 @@ def ignore_sigterm_unless_from_parent(worker_id: int) -> None:
         return
     parent = os.getppid()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
     def take() -> None:
         while True:
@@ -33,6 +38,26 @@ def ignore_sigterm_unless_from_parent(worker_id: int) -> None:
                 os._exit(0)
 
     threading.Thread(target=take, name="torchhal-sigterm", daemon=True).start()
+
+
+@contextmanager
+def signals_blocked(loader: Any) -> Iterator[None]:
+    """Make the iterator of ``loader`` inside it: its workers are born with SIGTERM and SIGINT blocked.
+
+    A spawned worker takes seconds until its ``worker_init_fn`` runs, and would die of a signal until then. Only for
+    loaders whose workers run :class:`WorkerInit`: nobody else takes the signal again.
+    """
+    if not hasattr(signal, "sigtimedwait"):
+        yield
+        return
+    context = getattr(loader, "multiprocessing_context", None) or multiprocessing
+    if context.get_start_method() != "fork":
+        resource_tracker.ensure_running()  # starts with the first such worker, and unblocks the signals on its way
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class WorkerInit:

@@ -1,0 +1,418 @@
+"""Launchers without their failures: commands, payloads, results, what reaches the workers."""
+
+import importlib
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchhal.cluster import LocalEnvironment
+from torchhal.errors import ConfigurationError, LaunchError, RankFailedError
+from torchhal.launchers import ExternalLauncher, MultiprocessingLauncher, SubprocessScriptLauncher
+from torchhal.launchers.command import interpreter_flags, script_command
+from torchhal.launchers.process import LAUNCH_ID, exit_status, threads_per_process, without_external
+from torchhal.launchers.subprocess_script import shared_threads
+from torchhal.launchers.worker_signals import WorkerInit, compose_worker_init, signals_blocked
+
+sys.path.insert(0, str(Path(__file__).parent / "scripts"))
+from running import Job, job
+
+FAST = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
+
+
+def launcher(n=2, method=FAST):
+    environment = LocalEnvironment()
+    environment.configure(1, n)
+    return MultiprocessingLauncher(environment, n, start_method=method)
+
+
+def temporary_files():
+    return set(os.listdir(tempfile.gettempdir()))
+
+
+def open_descriptors():
+    return len(os.listdir("/proc/self/fd"))
+
+
+# -- what runs in the workers (top level: spawn imports this file) ---------------------------------------------
+
+
+def give_back(value):
+    return value
+
+
+def describe(parameter):
+    # this file's state in a worker, and then a change that must not reach the parent
+    with torch.no_grad():
+        parameter.add_(1.0)
+    return {
+        "python": random.random(),
+        "torch": torch.rand(3),
+        "dtype": torch.get_default_dtype(),
+        "deterministic": (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ),
+        "matmul": torch.get_float32_matmul_precision(),
+        "threads": torch.get_num_threads(),
+        "omp": os.environ.get("OMP_NUM_THREADS"),
+        "shared": parameter.is_shared(),
+        "sum": parameter.sum().item(),
+        "ranks": [os.environ[name] for name in ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")],
+    }
+
+
+def fail(kind):
+    if os.environ["RANK"] == "1":
+        raise kind(f"boom on {os.environ['RANK']}")
+    time.sleep(600)
+
+
+def give_back_a_lock():
+    return threading.Lock()
+
+
+def exit_with(code):
+    sys.exit(code)
+
+
+def compute():
+    """Everything that starts a parallel region: matmul, sort, convolution, an optimizer's step."""
+    torch.sort(torch.randn(500, 500))
+    (torch.randn(600, 600) @ torch.randn(600, 600)).exp().sum()
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Flatten(), torch.nn.LazyLinear(2))
+    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.randn(300_000))])
+    model(torch.randn(16, 3, 32, 32)).sum().backward()
+    optimizer.param_groups[0]["params"][0].sum().backward()
+    optimizer.step()
+    return torch.get_num_threads()
+
+
+class Odd(Exception):
+    """Does not come back from pickle."""
+
+    def __init__(self, one, two):
+        super().__init__(one)
+
+
+def fail_oddly():
+    raise Odd(1, 2)
+
+
+# -- the command -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("original", "flags", "code"),
+    [
+        (["python", "train.py", "-O"], [], None),
+        (["python", "-u", "-X", "dev", "-W", "error", "train.py"], ["-u", "-Xdev", "-Werror"], None),
+        (["python", "-uO", "-m", "pkg.mod", "-c", "x"], ["-uO"], None),
+        (["python", "-um", "pkg.mod"], ["-u"], None),
+        (["python", "-Ic", "print(1)", "a"], ["-I"], "print(1)"),
+        (["python", "-cprint(2)"], [], "print(2)"),
+        (["python", "-i", "train.py"], [], None),
+        (["python", "-ui", "train.py"], ["-u"], None),
+        (["python", "-Wdefault", "--check-hash-based-pycs", "always", "t.py"],
+         ["-Wdefault", "--check-hash-based-pycs", "always"], None),
+        (["python", "-XdevW"], ["-XdevW"], None),
+        (["python"], [], None),
+    ],
+)  # fmt: skip
+def test_interpreter_flags(original, flags, code):
+    assert interpreter_flags(original) == (flags, code)
+
+
+def test_a_test_session_is_not_run_again():
+    with pytest.raises(LaunchError, match=r"inside a test session .*'ddp_spawn' or 'ddp_fork'"):
+        script_command()
+
+
+PRINT = """
+import sys, os
+from torchhal.cluster import LocalEnvironment
+from torchhal.launchers import SubprocessScriptLauncher
+environment = LocalEnvironment()
+environment.configure(1, 2)
+class Local: pass
+def work():
+    import pickle
+    assert type(pickle.loads(pickle.dumps(Local()))) is Local  # __main__ is the script
+    return environment.global_rank()
+rank = SubprocessScriptLauncher(environment, 2).launch(work)
+sys.stdout.write(repr((rank, sys.argv, sys.flags.optimize, __name__, sys.path[0])) + "\\n")
+"""
+
+
+def test_script_module_and_code_run_again_alike(tmp_path):
+    """One command line per form, all at once: the output of rank 1 differs from rank 0's in the rank only."""
+    (tmp_path / "script.py").write_text(PRINT)
+    package = tmp_path / "pkg"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "mod.py").write_text(PRINT)
+    (package / "__main__.py").write_text(PRINT)
+    forms = {
+        "script": ["-O", "script.py", "--lr", "0.1 x", "script.py"],
+        "module": ["-O", "-m", "pkg.mod", "a"],
+        "folder": ["-O", "pkg", "b"],
+        "code": ["-O", "-c", PRINT, "c", "d"],
+    }
+    jobs = {form: Job(sys.executable, *arguments, cwd=tmp_path) for form, arguments in forms.items()}
+    for form, one in jobs.items():
+        one.finish()
+        assert one.code == 0, (form, one.err)
+        first, second = sorted(eval(line) for line in one.out.splitlines())
+        assert (first[0], second[0]) == (0, 1), form
+        assert second[2:] == first[2:] == (1, "__main__", first[4]), form
+        assert second[1][1:] == first[1][1:] == sys_argv(forms[form]), form
+        assert not one.left
+
+
+def sys_argv(arguments):
+    after = {"script.py": 2, "-m": 3, "pkg": 2, "-c": 3}  # words before the script's own arguments
+    return arguments[after[arguments[1]] :]
+
+
+def test_no_script_to_run_again(tmp_path):
+    one = Job(sys.executable, "-c", f"import sys; sys.ps1 = '>>> '; exec({PRINT!r})").finish()
+    assert one.code == 1
+    assert "notebook or an interactive interpreter: use strategy='ddp_spawn'" in one.err
+
+
+# -- the job ---------------------------------------------------------------------------------------------------
+
+
+def test_two_jobs_at_once_twice_each_and_other_numbers_refused():
+    jobs = [job("twice"), job("twice"), job("other_number")]
+    for one in jobs[:2]:
+        one.finish()
+        assert one.code == 0, one.err
+        assert one.out.count('"total": 3.0') == 2
+        assert not one.left
+        assert one.err == ""
+    refused = jobs[2].finish()
+    assert refused.code == 1
+    assert "runs as 2 process(es) on 1 node(s) since its first launch, and can't go on as 3 on 1" in refused.err
+    assert not refused.left
+
+
+def test_external_launcher_just_calls():
+    assert ExternalLauncher().launch(give_back, value=3) == 3
+
+
+def test_importing_launchers_is_light():
+    code = (
+        "import sys, torchhal.launchers.child, torchhal.launchers.worker; assert 'torch' not in sys.modules\n"
+        "import torchhal.launchers.watch, torchhal.launchers.subprocess_script, torchhal.launchers.multiprocess\n"
+        "assert 'torch._dynamo' not in sys.modules"
+    )
+    one = Job(sys.executable, "-c", code).finish()
+    assert one.code == 0, one.err
+
+
+# -- workers ---------------------------------------------------------------------------------------------------
+
+
+def test_state_reaches_spawned_workers_and_only_copies_return(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    files = temporary_files()
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
+    python, rng = random.getstate(), torch.get_rng_state()
+    try:
+        torch.set_default_dtype(torch.float64)
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.set_float32_matmul_precision("high")
+        torch.set_num_threads(1)
+        got = launcher(2, "spawn").launch(describe, parameter)
+        assert got["python"] == random.random()
+        assert torch.equal(got["torch"], torch.rand(3))
+    finally:
+        torch.set_default_dtype(dtype)
+        torch.use_deterministic_algorithms(False)
+        torch.set_float32_matmul_precision("highest")
+        torch.set_num_threads(threads)
+        random.setstate(python)
+        torch.set_rng_state(rng)
+    assert got["dtype"] == torch.float64
+    assert got["deterministic"] == (True, True)
+    assert got["matmul"] == "high"
+    assert got["threads"] == 1
+    assert got["omp"] == str(threads_per_process(2))
+    assert got["ranks"] == ["0", "0", "0", "2", "2"]
+    assert not got["shared"]
+    assert got["sum"] == 4.0
+    assert parameter.sum().item() == 0.0
+    assert temporary_files() <= files
+    assert LAUNCH_ID not in os.environ
+    assert not multiprocessing.active_children()
+
+
+def test_results_come_back_from_forks():
+    value = {"tensor": torch.arange(5), "nested": [1, ("x", None)]}
+    got = launcher(3).launch(give_back, value)
+    assert torch.equal(got["tensor"], value["tensor"])
+    assert got["nested"] == value["nested"]
+    descriptors = open_descriptors()
+    launcher(2).launch(give_back, 1)
+    assert open_descriptors() == descriptors
+
+
+@pytest.mark.skipif(FAST != "fork", reason="environment: no fork here")
+def test_forks_compute_after_their_parent_has():
+    """OpenMP threads do not survive a fork, and a runtime that believes they did waits for them for ever."""
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        compute()
+        importlib.import_module("torch._dynamo")  # a first optimizer step does
+        start = time.monotonic()
+        assert launcher(2).launch(compute) >= 1
+        assert time.monotonic() - start < 30
+        compute()
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_what_cannot_be_sent_is_named():
+    files = temporary_files()
+
+    class Local(torch.nn.Module):
+        pass
+
+    with pytest.raises(LaunchError, match=r"argument 0 .of type .*Local.*can't be sent .*Local.*'ddp_fork'"):
+        launcher(2, "spawn").launch(give_back, Local())
+    with pytest.raises(LaunchError, match=r"argument 'value'\['inner'\] \(of type lock\) can't be sent"):
+        launcher(2, "spawn").launch(give_back, value={"inner": threading.Lock()})
+    with pytest.raises(LaunchError, match=r"the function .*can't be sent"):
+        launcher(2, "spawn").launch(lambda: None)
+    with pytest.raises(LaunchError, match=r"the function has run, but its result can't be sent back .*lock"):
+        launcher(2).launch(give_back_a_lock)
+    assert temporary_files() <= files
+    assert not multiprocessing.active_children()
+
+
+def test_a_workers_error_is_raised_with_its_traceback_and_everybody_is_gone():
+    before = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
+    files, start = temporary_files(), time.monotonic()
+    with pytest.raises(RankFailedError) as info:
+        launcher(2).launch(fail, ValueError)
+    error = info.value
+    assert error.rank == 1
+    assert str(error).startswith("rank 1 failed: ValueError: boom on 1\n\nTraceback")
+    assert "raise kind(" in error.traceback
+    assert isinstance(error.__cause__, ValueError)
+    assert time.monotonic() - start < 15
+    assert not multiprocessing.active_children()
+    assert temporary_files() <= files
+    assert {signum: signal.getsignal(signum) for signum in before} == before
+
+
+def test_an_error_that_does_not_pickle_arrives_as_text():
+    with pytest.raises(RankFailedError, match=r"failed: .*Odd: 1") as info:
+        launcher(2).launch(fail_oddly)
+    assert info.value.__cause__ is None
+
+
+@pytest.mark.parametrize(("code", "status"), [(3, 3), ("bye", 1), (143, 143)])
+def test_all_ranks_exit_alike(code, status):
+    with pytest.raises(SystemExit) as info:
+        launcher(2).launch(exit_with, code)
+    assert info.value.code == status
+
+
+def test_exit_without_an_error_is_no_result():
+    with pytest.raises((RankFailedError, SystemExit)):
+        launcher(2).launch(exit_with, 0)
+
+
+def test_start_methods_are_checked():
+    with pytest.raises(ConfigurationError, match="'start_method' must be one of 'spawn', 'fork', 'forkserver'"):
+        MultiprocessingLauncher(LocalEnvironment(), 2, start_method="thread")
+    assert launcher(2, "spawn").name == "spawn"
+    assert SubprocessScriptLauncher(LocalEnvironment(), 2).name == "subprocess_script"
+
+
+def test_a_main_script_without_a_guard(tmp_path):
+    (tmp_path / "script.py").write_text(
+        PRINT.replace("SubprocessScriptLauncher", "MultiprocessingLauncher").replace("launch(work)", "launch(print)")
+    )
+    one = Job(sys.executable, "script.py", cwd=tmp_path).finish()
+    assert one.code == 1
+    assert "under 'if __name__ == \"__main__\":'" in one.err
+    assert not one.left
+
+
+# -- small parts -----------------------------------------------------------------------------------------------
+
+
+def test_threads_are_shared_and_restored(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    before = torch.get_num_threads()
+    cores = len(os.sched_getaffinity(0))
+    assert threads_per_process(2) == max(1, cores // 2)
+    assert threads_per_process(10_000) == 1
+    with shared_threads(10_000):
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == before
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert threads_per_process(2) is None
+
+
+def test_an_outer_torchruns_variables_are_dropped():
+    environ = {"TORCHELASTIC_RUN_ID": "x", "GROUP_RANK": "0", "ROLE_NAME": "d", "HOME": "/root", "PATH": "p"}
+    without_external(environ)
+    assert environ == {"HOME": "/root", "PATH": "p"}
+
+
+@pytest.mark.parametrize(("code", "status"), [(None, 0), (0, 0), (3, 3), (256 + 7, 7), ("text", 1), (True, 1)])
+def test_exit_status(code, status):
+    assert exit_status(code) == status
+
+
+class Items(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        time.sleep(0.02)
+        return index
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_loader_workers_live_through_a_signal_to_everybody(method):
+    """SIGTERM and SIGINT from outside pass them by; the loader itself ends them."""
+    seen = []
+    init = compose_worker_init(None)
+    assert compose_worker_init(init) is init
+    assert isinstance(init, WorkerInit)
+    loader = torch.utils.data.DataLoader(
+        Items(), batch_size=4, num_workers=2, worker_init_fn=init, multiprocessing_context=method
+    )
+    with signals_blocked(loader):
+        iterator = iter(loader)
+    seen.append(next(iterator))
+    pids = [worker.pid for worker in iterator._workers]
+    killer = f"import os; [os.kill(pid, signum) for pid in {pids} for signum in (15, 2, 15)]"
+    os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-S", "-c", killer])
+    seen += list(iterator)
+    assert torch.equal(torch.cat(seen), torch.arange(64))
+    if method == "spawn":
+        return
+    with signals_blocked(loader):
+        iterator = iter(loader)
+    next(iterator)
+    workers = list(iterator._workers)
+    for worker in workers:
+        worker.terminate()  # what multiprocessing does at exit
+        worker.join(5)
+    assert [worker.exitcode for worker in workers] == [0, 0]

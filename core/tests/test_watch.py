@@ -1,0 +1,417 @@
+"""What ranks tell each other: failures, stops, barriers. Ranks are threads here, over a real store."""
+
+import random
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from torchhal.errors import CollectiveTimeoutError, DistributedError, RankFailedError
+from torchhal.launchers import failures, rendezvous, stores, watch
+from torchhal.launchers.failures import Failure, is_timeout, is_transport_error
+from torchhal.launchers.watch import RankWatch, StopSignals
+
+SECOND = timedelta(seconds=1)
+
+
+@pytest.fixture
+def server():
+    port = rendezvous.host("127.0.0.1")
+    yield port
+    rendezvous.unhost("127.0.0.1", port)
+
+
+@pytest.fixture
+def left(monkeypatch):
+    """Instead of ending the test session, note the exit code."""
+    codes = []
+    monkeypatch.setattr(watch, "leave", codes.append)
+    return codes
+
+
+@pytest.fixture
+def crew(server):
+    """``crew(n)``: n started watches, each with its own connection."""
+    watches = []
+
+    def make(world_size, **options):
+        options = {"interval": 0.02, "announce": False, **options}
+        for rank in range(world_size):
+            client = dist.TCPStore("127.0.0.1", server, None, False, wait_for_workers=False)
+            store = stores.PrefixedStore("torchhal/1", client)
+            watches.append(RankWatch(store, rank, world_size, **options).start())
+        return watches
+
+    yield make
+    for one in watches:
+        one.stop()
+
+
+def on_all(watches, function):
+    """Run ``function(watch)`` for all ranks at once; results or exceptions."""
+    with ThreadPoolExecutor(len(watches)) as pool:
+        futures = [pool.submit(function, one) for one in watches]
+        return [future.exception(timeout=30) or future.result() for future in futures]
+
+
+def raised(function):
+    try:
+        function()
+    except BaseException as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+# -- failure -------------------------------------------------------------------------------------------------
+
+
+def test_a_peers_error_becomes_the_failing_ranks(crew):
+    first, second = crew(2)
+    cause = raised(lambda: 1 / 0)
+    second.report_failure(cause)
+    lost = RuntimeError("Connection closed by peer [127.0.0.1]:18847")
+    error = first.explain(lost)
+    assert isinstance(error, RankFailedError)
+    assert error.rank == 1
+    assert "ZeroDivisionError" in error.traceback
+    assert str(error).startswith("rank 1 failed: ZeroDivisionError: division by zero")
+    assert error.__cause__ is lost
+    with pytest.raises(RankFailedError):
+        first.barrier("x", SECOND)
+
+
+def test_the_earliest_failure_counts(crew):
+    watches = crew(4)
+    for rank in (2, 1, 3):
+        watches[rank].report_failure(ValueError(f"from {rank}"))
+    assert watches[0].root_cause().rank == 2
+    assert watches[1].root_cause().rank == 2
+
+
+def test_an_error_of_this_ranks_own_stays_itself(crew):
+    first, second = crew(2)
+    second.report_failure(ValueError("elsewhere"))
+    for error in (ValueError("mine"), RuntimeError("DataLoader timed out after 5 seconds"), KeyError("wait timeout")):
+        assert first.explain(error) is error
+
+
+def test_a_rank_that_only_followed_reports_nothing(crew):
+    first, second = crew(2)
+    first.report_failure(RankFailedError("rank 1 failed", rank=1))
+    assert second.root_cause(0.3) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "transport", "timeout"),
+    [
+        ("Connection closed by peer [127.0.0.1]:18847. This is typically caused by a remote worker", True, False),
+        ("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection reset by peer", True, False),
+        ("Timed out waiting 8000ms for recv operation to complete", True, True),
+        ("Wait timeout", True, True),
+        ("wait timeout after 300ms, keys: /nope", True, True),
+        ("Gloo connectFullMesh failed with ... Connection refused", True, False),
+        ("[enforce fail at pair.cc:1] op.preamble.length <= op.nbytes. 256 vs 128 gloo::EnforceNotMet", True, False),
+        ("Watchdog caught collective operation timeout: WorkHandle(SeqNum=1) timed out", True, True),
+        ("mat1 and mat2 shapes cannot be multiplied (4x8 and 4x8)", False, False),
+        ("DataLoader worker (pid 1) is killed by signal: Killed.", False, False),
+        ("request timed out", False, False),
+    ],
+)
+def test_which_messages_are_consequences(text, transport, timeout):
+    error = RuntimeError(text)
+    assert (is_transport_error(error), is_timeout(error)) == (transport, timeout)
+    assert not is_transport_error(OSError(text))
+
+
+def test_a_timeout_names_the_ranks_that_took_no_part(crew):
+    watches = crew(3)
+    lost = RuntimeError("Timed out waiting 8000ms for recv operation to complete")
+    results = on_all(watches[:2], lambda one: one.explain(lost, timeout=0.5, name="reduce"))
+    for result in results:
+        assert isinstance(result, CollectiveTimeoutError)
+        assert (result.missing, result.name) == ((2,), "reduce")
+        assert "rank 2 did not take part" in str(result)
+
+
+def test_a_rank_that_answers_nothing_is_named(crew):
+    watches = crew(3)
+    watches[1]._stopping = True  # as if killed: no goodbye
+    time.sleep(0.1)
+    error = watches[0].explain(RuntimeError("Connection closed by peer"), timeout=0.5)
+    assert isinstance(error, RankFailedError)
+    assert error.rank == 1
+    assert "gone without a word" in str(error)
+
+
+def test_a_hung_rank_is_ended_with_the_report(crew, left, capfd):
+    first, second = crew(2, grace=0.3)
+    second.report_failure(ValueError("boom"))
+    second.stop()
+    deadline = time.monotonic() + 5
+    while not left and time.monotonic() < deadline:
+        time.sleep(0.02)
+    first.stop()
+    assert left[0] == 1
+    assert "rank 0 is still here 0 s after rank 1 failed, and leaves. It was at:" in capfd.readouterr().err
+
+
+def test_a_rank_that_came_back_is_not_ended(crew, left):
+    first, second = crew(2, grace=0.2, limit=30.0)
+    second.report_failure(ValueError("boom"))
+    first.explain(RuntimeError("Connection closed by peer"))
+    time.sleep(0.6)
+    assert not left
+
+
+def test_the_report_is_printed_once_where_it_happened(server, crew, capfd):
+    first, second = crew(2, announce=True)
+    error = raised(lambda: 1 / 0)
+    second.report_failure(error)
+    second.report_failure(error)
+    explained = first.explain(RuntimeError("Connection closed by peer"))
+    assert failures.was_printed(error)
+    assert failures.was_printed(explained)
+    assert capfd.readouterr().err.count("Traceback") == 1
+
+
+def test_a_lost_store_is_named(crew, server, left):
+    first, _ = crew(2)
+    rendezvous.unhost("127.0.0.1", server)
+    deadline = time.monotonic() + 5
+    while first._lost is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert first.flag
+    with pytest.raises(DistributedError, match="rank 0 lost its connection to"):
+        first.at_boundary()
+    with pytest.raises(DistributedError, match="lost its connection"):
+        first.barrier("x", SECOND)
+
+
+def test_failures_travel_whole():
+    failure = Failure.from_exception(3, raised(lambda: {}["k"]))
+    assert Failure.from_json(failure.to_json()) == failure
+    long = Failure.from_exception(0, ValueError("\N{SNOWMAN}" * 200_000))
+    assert len(long.to_json()) < 65_000
+
+
+# -- stop ----------------------------------------------------------------------------------------------------
+
+
+def train(watch, steps, meeting, seed):
+    """A loop whose every step needs all ranks, at its own pace; where it stopped."""
+    pace = random.Random(seed * 1000 + watch.rank)
+    for _ in range(steps):
+        time.sleep(pace.random() * 0.004)
+        meeting.wait(timeout=20)
+        watch.position += 1
+        if watch.flag:
+            signum = watch.at_boundary(timeout=10)
+            if signum is not None:
+                return watch.position, signum
+    return watch.position, None
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_all_ranks_stop_after_the_same_step(crew, seed):
+    watches = crew(4)
+    meeting = threading.Barrier(4)
+    who = random.Random(seed)
+    for one in who.sample(watches, who.randint(1, 4)):
+        threading.Timer(who.random() * 0.3, one.request_stop, [signal.SIGTERM]).start()
+    results = on_all(watches, lambda one: train(one, 2000, meeting, seed))
+    assert len(set(results)) == 1, results
+    position, signum = results[0]
+    assert signum == signal.SIGTERM
+    assert position < 2000
+    assert all(one.stop_signal == signal.SIGTERM for one in watches)
+
+
+def test_two_signals_make_one_stop(crew):
+    watches = crew(3)
+    meeting = threading.Barrier(3)
+    watches[0].request_stop(signal.SIGTERM)
+    watches[2].request_stop(signal.SIGINT)
+    results = on_all(watches, lambda one: train(one, 2000, meeting, 0))
+    assert len(set(results)) == 1, results
+
+
+def test_a_rank_inside_a_collective_does_not_hold_up_the_agreement(crew):
+    first, second = crew(2)
+    first.position = 7
+    second.position = 6  # in a step that needs the first
+    first.request_stop(signal.SIGTERM)
+    deadline = time.monotonic() + 5
+    while not first.flag and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert first.at_boundary(timeout=5) is None  # step 8 is still to be taken, together
+    first.position += 1
+    assert first.at_boundary() == signal.SIGTERM
+    second.position += 1
+    assert second.at_boundary() is None
+    second.position += 1
+    assert second.at_boundary() == signal.SIGTERM
+
+
+def test_a_stop_that_comes_when_a_rank_has_ended_is_void(crew):
+    first, second = crew(2)
+    second.stop()
+    first.request_stop(signal.SIGTERM)
+    deadline = time.monotonic() + 5
+    while not first.flag and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert first.at_boundary(timeout=10) is None
+    assert not first.flag
+
+
+def test_silent_ranks_are_named_when_no_agreement_comes(crew):
+    first, second, _ = crew(3)
+    second._stopping = True
+    time.sleep(0.1)
+    first.request_stop(signal.SIGTERM)
+    while not first.flag:
+        time.sleep(0.005)
+    with pytest.raises(CollectiveTimeoutError, match="rank 1 did not say within") as info:
+        first.at_boundary(timeout=0.5)
+    assert info.value.missing == (1,)
+
+
+def test_at_end_gives_one_answer(crew):
+    watches = crew(3)
+    watches[2].request_stop(signal.SIGTERM)
+    assert on_all(watches, lambda one: one.at_end(SECOND * 10)) == [signal.SIGTERM] * 3
+
+
+def test_at_end_without_a_signal(crew):
+    assert on_all(crew(2), lambda one: one.at_end(SECOND * 10)) == [None] * 2
+
+
+def test_a_world_of_one_needs_no_store():
+    with RankWatch(None, 0, 1) as one:
+        one.barrier("x", SECOND)
+        assert one.at_boundary() is None
+        error = RuntimeError("Connection closed by peer")
+        assert one.explain(error) is error
+        one.report_failure(error)
+        one.request_stop(signal.SIGINT)
+        assert one.flag
+        assert one.at_boundary() == one.at_end() == one.stop_signal == signal.SIGINT
+        assert one._thread is None
+
+
+def test_signals_only_set_attributes_and_are_restored(monkeypatch):
+    before = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    received = []
+    with StopSignals(received.append, signals=(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)) as stop:
+        signal.raise_signal(signal.SIGUSR1)
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)
+        assert received == [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT]
+        assert stop.received == signal.SIGUSR1
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert {signum: signal.getsignal(signum) for signum in before} == before
+
+
+def test_signals_outside_the_main_thread_do_nothing():
+    before = signal.getsignal(signal.SIGTERM)
+
+    def enter():
+        with StopSignals(lambda signum: None):
+            return signal.getsignal(signal.SIGTERM)
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(enter).result() is before
+
+
+def test_an_ignored_interrupt_stays_ignored():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with StopSignals(lambda signum: None):
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+# -- barrier -------------------------------------------------------------------------------------------------
+
+
+def test_barriers_meet_and_leave_no_keys(crew):
+    watches = crew(4)
+    on_all(watches, lambda one: one.barrier("warm up", SECOND * 10))
+    keys = watches[0]._store.num_keys()
+    order = []
+
+    def meet(one):
+        for number in range(20):
+            time.sleep(random.random() * 0.003)
+            one.barrier("step", SECOND * 10)
+            order.append(number)
+
+    assert on_all(watches, meet) == [None] * 4
+    assert order == sorted(order)
+    assert watches[0]._store.num_keys() <= keys + 2
+
+
+def test_a_barriers_missing_ranks_are_named_with_their_places(crew):
+    watches = crew(4)
+    on_all(watches[:3] + watches[3:], lambda one: one.barrier("first", SECOND * 10))
+    watches[3].stop()
+    error = raised(lambda: watches[0].barrier("save", SECOND * 20))
+    assert isinstance(error, CollectiveTimeoutError)
+    assert error.missing == (1, 2, 3)
+    assert "rank 3 has ended its work" in str(error)
+    assert "rank 1 was last in barrier 'first'" in str(error)
+    assert error.name == "save"
+
+
+def test_different_barriers_end_at_once(crew):
+    watches = crew(2)
+    start = time.monotonic()
+    one, other = on_all(watches, lambda one: one.barrier(f"at {one.rank}", SECOND * 60))
+    assert time.monotonic() - start < 5
+    for error, rank in ((one, 1), (other, 0)):
+        assert isinstance(error, CollectiveTimeoutError)
+        assert f"rank {rank} is in barrier 'at {rank}' instead" in str(error)
+
+
+def test_a_barrier_ends_when_a_rank_fails(crew):
+    first, second = crew(2)
+    threading.Timer(0.2, second.report_failure, [ValueError("boom")]).start()
+    with pytest.raises(RankFailedError, match="rank 1 failed: ValueError: boom"):
+        first.barrier("x", SECOND * 20)
+
+
+# -- set-up --------------------------------------------------------------------------------------------------
+
+
+def test_roll_call_names_who_never_came(server):
+    store = dist.TCPStore("127.0.0.1", server, None, False, wait_for_workers=False)
+    with pytest.raises(CollectiveTimeoutError, match=r"start: ranks 0, 2 did not come within 0\.3 s") as info:
+        rendezvous.roll_call(store, 1, 3, timedelta(seconds=0.3), name="start")
+    assert info.value.missing == (0, 2)
+
+
+def test_a_taken_port_is_an_error(server):
+    from torchhal.errors import LaunchError
+
+    with pytest.raises(LaunchError, match=f"port {server} is already in use"):
+        rendezvous.host("127.0.0.1", server)
+
+
+def test_nobody_at_the_address():
+    with pytest.raises(DistributedError, match=r"rank 1 found nobody at 127\.0\.0\.1:1 .*refused"):
+        rendezvous._client("127.0.0.1", 1, 1, time.monotonic() + 0.3)
+
+
+def test_the_local_store_is_served_on_loopback_only(server):
+    import socket
+
+    other = socket.gethostbyname(socket.gethostname())
+    if other.startswith("127.0.0.1"):
+        pytest.skip("environment: this machine has only its loopback address")
+    with pytest.raises(OSError, match=r"refused|timed out"):
+        socket.create_connection((other, server), timeout=1).close()
