@@ -124,7 +124,7 @@ class LocalEnvironment(ClusterEnvironment):
             )
 
     def teardown(self) -> None:
-        self._rendezvous = None
+        """Forget nothing: the processes outlive a run, and the next one, or a save after it, meets them again."""
 
     def __getstate__(self) -> dict[str, Any]:
         # Where this object stands is this process's affair: a copy elsewhere reads its own variables.

@@ -59,5 +59,11 @@ def make_callbacks(
             chosen.append(kind())
     if fast_dev_run:  # nothing is kept of a trial run
         chosen = [callback for callback in chosen if not isinstance(callback, ModelCheckpoint)]
+    keys = [str(callback.state_key) for callback in chosen if isinstance(callback, ModelCheckpoint)]
+    if twice := {key for key in keys if keys.count(key) > 1}:
+        raise ConfigurationError(
+            f"'callbacks' must not hold two ModelCheckpoints that differ in nothing (got {', '.join(sorted(twice))} "
+            "twice): each would resume with the other's files"
+        )
     savers = [callback for callback in chosen if isinstance(callback, ModelCheckpoint)]
     return [callback for callback in chosen if callback not in savers] + savers

@@ -225,6 +225,18 @@ class TrainingData:
         return position
 
 
+def close_iterator(iterator: Any) -> None:
+    """End the workers of an iterator that may not have reached its end.
+
+    Left to the garbage collector they end whenever it finds them, in the midst of another run or in a forked child.
+    """
+    if getattr(iterator, "_persistent_workers", False):
+        return
+    shut_down = getattr(iterator, "_shutdown_workers", None)
+    if shut_down is not None:
+        shut_down()
+
+
 def batch_transfer(trainer: Trainer, module: Any) -> Callable[[Any, int], Any] | None:
     """What brings a batch to the device, the user's hooks included; None where a batch can be used as it is."""
     from torchhal.accelerators import Accelerator

@@ -10,7 +10,7 @@ from torch import nn
 
 from torchhal.errors import ModelError
 from torchhal.trainer.calls import adapt_step
-from torchhal.trainer.data import EvaluationData, batch_transfer
+from torchhal.trainer.data import EvaluationData, batch_transfer, close_iterator
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -106,21 +106,25 @@ class EvaluationLoop:
             outputs.append(kept)
             if length == 0:
                 continue
-            for batch_idx, batch in enumerate(loader):
-                self.batch_idx = batch_idx
-                if transfer is not None:
-                    batch = transfer(batch, index)
-                start_batch(batch, loader_idx)
-                if batch_start:
-                    hooks.call(start_hook, batch, batch_idx, index)
-                trainer.current_hook = step_name
-                output = step(batch, batch_idx, index)
-                if batch_end:
-                    hooks.call(end_hook, output, batch, batch_idx, index)
-                if keep:
-                    kept.append(output)
-                if watch.flag:
-                    return outputs, True
-                if length is not None and batch_idx + 1 >= length:
-                    break
+            iterator = iter(loader)
+            try:
+                for batch_idx, batch in enumerate(iterator):
+                    self.batch_idx = batch_idx
+                    if transfer is not None:
+                        batch = transfer(batch, index)
+                    start_batch(batch, loader_idx)
+                    if batch_start:
+                        hooks.call(start_hook, batch, batch_idx, index)
+                    trainer.current_hook = step_name
+                    output = step(batch, batch_idx, index)
+                    if batch_end:
+                        hooks.call(end_hook, output, batch, batch_idx, index)
+                    if keep:
+                        kept.append(output)
+                    if watch.flag:
+                        return outputs, True
+                    if length is not None and batch_idx + 1 >= length:
+                        break
+            finally:
+                close_iterator(iterator)
         return outputs, False

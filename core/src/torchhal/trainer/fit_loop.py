@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torchhal.errors import ConfigurationError, ModelError
 from torchhal.trainer import rng
 from torchhal.trainer.calls import module_hook
-from torchhal.trainer.data import TrainingData, batch_transfer
+from torchhal.trainer.data import TrainingData, batch_transfer, close_iterator
 from torchhal.trainer.optimization import Optimization, step_schedulers
 
 if TYPE_CHECKING:
@@ -176,10 +176,13 @@ class FitLoop:
             self._resume_rng = rng.collect(trainer.strategy.accelerator, trainer.strategy.root_device)
         batches = self._batches()
         stopped = False
-        if length is None or self.batches_done < length:
-            stopped = self._run_batches(batches, length)
-        else:
-            self._exhaust(batches)
+        try:
+            if length is None or self.batches_done < length:
+                stopped = self._run_batches(batches, length)
+            else:
+                self._exhaust(batches)
+        finally:
+            close_iterator(batches)
         if self.total_batches == 0 and self.batches_done == 0:
             raise ModelError(
                 "the training loader gave no batch: is the dataset empty, or smaller than one batch under drop_last?"

@@ -188,7 +188,8 @@ class TrainerProperties:
 
     @property
     def num_val_batches(self) -> list[int | float]:
-        return [math.inf if length is None else length for length in self.attachments.validation_data.lengths]
+        data = self.attachments.evaluation_data if self.state.fn == "validate" else self.attachments.validation_data
+        return [math.inf if length is None else length for length in data.lengths]
 
     @property
     def num_sanity_val_batches(self) -> list[int | float]:

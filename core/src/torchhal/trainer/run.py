@@ -28,6 +28,8 @@ _STOPPING = "torchhal: stopping after this step; press Ctrl-C again to stop at o
 
 def launch(trainer: Trainer, fn: str, ckpt_path: Any) -> Any:
     """Start the strategy's processes and :func:`run` in each; the result of rank 0, or of this rank."""
+    for logger in trainer.loggers:
+        _ = logger.version  # workers inherit which folder is this run's, and this process knows it too
     launcher = trainer.strategy.make_launcher()
     if launcher.returns_to_caller:
         return launcher.launch(run, trainer, fn, ckpt_path)
