@@ -201,7 +201,7 @@ def test_in_other_precisions(tmp_path, precision):
 
 
 def test_a_finished_run_goes_on_with_more_epochs(tmp_path):
-    whole_trainer, whole = fit("shuffled", [], max_epochs=3)
+    _, whole = fit("shuffled", [], max_epochs=3)
     trainer, first = fit("shuffled", [], max_epochs=2)
     trainer.save_checkpoint(tmp_path / "two.ckpt")
     _, second = fit("shuffled", [], max_epochs=3, ckpt_path=tmp_path / "two.ckpt")
