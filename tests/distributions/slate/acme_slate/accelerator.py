@@ -8,6 +8,7 @@ class SlateAccelerator(Accelerator):
     name = "slate"
     device_type = "cpu"
     indexed = False
+    oversubscribable = True
 
     def __init__(self, clock: int = 1) -> None:
         self.clock = clock
