@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib.util
 import os
+import subprocess
+import sys
 import threading
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,6 +32,7 @@ from torchhal.errors import (
     ModelError,
 )
 from torchhal.precision import FullPrecision, MixedPrecision, Precision, SinglePrecision
+from torchhal.resolve import Request, resolve
 from torchhal.strategies import DDPStrategy, ParallelStrategy, SingleDeviceStrategy, Strategy
 
 pytestmark = pytest.mark.timeout(90)
@@ -1030,3 +1035,37 @@ def gradients_in_the_midst():
 def test_accumulated_gradients_are_saved_and_continued(world):
     """STR-22"""
     world.run(gradients_in_the_midst)
+
+
+# -- without a Trainer -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "devices"), [("single_device", 1), ("ddp", 1), ("ddp", 2), ("ddp_spawn", 2)])
+def test_a_loop_without_a_trainer(tmp_path, name, devices):
+    """The documented way, in a script: resolve, launch, set up, step, tear down."""
+    script = Path(__file__).parent / "scripts" / "raw_loop.py"
+    spec = importlib.util.spec_from_file_location("raw_loop", script)
+    raw_loop = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(raw_loop)
+    model = raw_loop.Net(seed=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    expected = []
+    for batch in raw_loop.data():
+        loss = model.training_step(batch, 0)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    if devices == 1:
+        strategy = resolve(Request(accelerator="cpu", strategy=name, devices=1)).build()
+        losses = strategy.make_launcher().launch(raw_loop.train, strategy, str(tmp_path))
+        assert losses == expected and not dist.is_initialized()
+    else:
+        command = [sys.executable, str(script), str(tmp_path), name, str(devices)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=80, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+    for rank_ in range(devices):
+        result = torch.load(tmp_path / f"rank{rank_}.pt")
+        close(torch.tensor(result["losses"]), torch.tensor(expected))
+        for key, value in model.state_dict().items():
+            close(result["state"][key], value)
