@@ -88,7 +88,8 @@ class Component:
             return reason
         if not isinstance(self.target, str) or not _TARGET.fullmatch(self.target):
             return f"'target' must be 'package.module:Class' (got {self.target!r})"
-        if not isinstance(self.summary, str):
+        summary: object = self.summary  # what it is annotated as is what is being checked
+        if not isinstance(summary, str):
             return f"'summary' must be a str (got {self.summary!r})"
         if not isinstance(self.defaults, Mapping) or not all(isinstance(k, str) for k in self.defaults):
             return f"'defaults' must be a mapping of keyword arguments (got {self.defaults!r})"
