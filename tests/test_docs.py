@@ -1,0 +1,225 @@
+"""Run what the documentation shows: its Python blocks, its scripts and the torchhal commands in its consoles.
+
+How a page is read stands in docs/README.md, for those who write one:
+
+* The Python blocks of a page are one program, run from top to bottom in an empty folder.
+* A comment on the line before a block changes that: ``<!-- test: script NAME -->`` runs the block as a file of its
+  own, ``<!-- test: file NAME -->`` only writes it (any language), ``<!-- test: raises NAME -->`` expects the error,
+  ``<!-- no-run: reason -->`` leaves it out. ``exits N`` after a script's name, or before a console, expects that code.
+* In a console every ``$ torchhal ...`` runs; each line shown below it must begin as a line of the real output does.
+
+Blocks keep their line numbers, so that a traceback names the line of the page.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "core" / "README.md", ROOT / "docs" / "README.md"]
+PAGES += sorted((ROOT / "docs" / "how-to").glob("*.md"))
+PLUGIN_PAGE = ROOT / "docs" / "how-to" / "write-a-strategy.md"
+TIMEOUT = 120
+
+FENCE = re.compile(r"^```(\w*)\s*$")
+MARKER = re.compile(r"^<!-- (?:test: (?P<test>.+?)|no-run: (?P<reason>.+?)) -->$")
+
+
+@dataclass
+class Block:
+    language: str
+    line: int
+    """Of the opening fence, from 1."""
+    text: list[str]
+    marker: list[str]
+    """The words of ``test: ...``; ``["no-run"]`` for a block that is left out."""
+
+    @property
+    def verb(self) -> str:
+        return self.marker[0] if self.marker else ""
+
+    @property
+    def exit_code(self) -> int:
+        return int(self.marker[self.marker.index("exits") + 1]) if "exits" in self.marker else 0
+
+
+def blocks_of(page: Path) -> list[Block]:
+    found: list[Block] = []
+    marker: list[str] = []
+    open_block: Block | None = None
+    for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
+        if open_block is not None:
+            if line.strip() == "```":
+                found.append(open_block)
+                open_block = None
+            else:
+                open_block.text.append(line)
+        elif match := FENCE.match(line):
+            open_block = Block(match[1], number, [], marker)
+            marker = []
+        elif match := MARKER.match(line):
+            marker = ["no-run"] if match["reason"] else match["test"].split()
+        elif line.strip():
+            assert not marker, f"{page.name}:{number}: a marker must stand right before a block"
+    assert open_block is None, f"{page.name}: a block is not closed"
+    return found
+
+
+def padded(blocks: list[Block]) -> str:
+    """The blocks at the lines they have in the page; an expected error is caught by a ``with`` on the fence's line."""
+    lines: list[str] = []
+    for block in blocks:
+        lines += [""] * (block.line - 1 - len(lines))
+        if block.verb == "raises":
+            lines.append(f"with __import__('pytest').raises({block.marker[1]}):")
+            lines += [f"    {line}" if line.strip() else line for line in block.text]
+        else:
+            lines += ["", *block.text]
+    return "\n".join(lines) + "\n"
+
+
+def write_files(blocks: list[Block], folder: Path) -> None:
+    for block in blocks:
+        if block.verb in ("file", "script"):
+            target = folder / block.marker[1]
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(padded([block]) if block.language == "python" else "\n".join(block.text) + "\n")
+
+
+def run(command: list[str], folder: Path, site: Path) -> subprocess.CompletedProcess[str]:
+    dropped = re.compile(r"TORCHHAL_|TORCHELASTIC_|PYTEST_|(MASTER|LOCAL|NODE|GROUP|ROLE)_|RANK$|WORLD_SIZE$")
+    environ = {name: value for name, value in os.environ.items() if not dropped.match(name)}
+    environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH", "")]))
+    # A group of its own, so that whatever a hung example has started ends with it.
+    with subprocess.Popen(
+        command, cwd=folder, env=environ, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, start_new_session=True,
+    ) as process:  # fmt: skip
+        try:
+            out, err = process.communicate(timeout=TIMEOUT)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, 9)
+            out, err = process.communicate()
+            pytest.fail(f"{' '.join(command)} still ran after {TIMEOUT} s\n{out}\n{err}")
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the plugin that write-a-strategy.md makes, installed by pip."""
+    sources, target = tmp_path_factory.mktemp("sources"), tmp_path_factory.mktemp("site")
+    write_files([block for block in blocks_of(PLUGIN_PAGE) if block.verb == "file"], sources)
+    (project,) = (path.parent for path in sources.rglob("pyproject.toml"))
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-index"]
+    subprocess.run([*pip, "--no-build-isolation", "--no-compile", "--target", str(target), str(project)], check=True)
+    return target
+
+
+def commands_of(block: Block) -> list[tuple[list[str], list[str]]]:
+    """The torchhal commands of a console, each with the lines shown below it."""
+    commands: list[tuple[list[str], list[str]]] = []
+    mine = False
+    for row in block.text:
+        if row.startswith("$ "):
+            words = shlex.split(row[2:])
+            mine = words[0] == "torchhal"
+            if mine:
+                commands.append((words[1:], []))
+        elif mine and row.strip() and row.strip() != "...":
+            commands[-1][1].append(row)
+    return commands
+
+
+def first_word(row: str) -> str:
+    return row.split()[0] if row.split() else ""
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def examples() -> list[object]:
+    """Every program, script and console once, even if two pages show it."""
+    found: list[object] = []
+    seen: set[tuple[str, ...]] = set()
+    for page in PAGES:
+        blocks = blocks_of(page)
+        if any(block.language == "python" and block.verb in ("", "raises") for block in blocks):
+            found.append(pytest.param(page, None, id=f"{name_of(page)}-program"))
+        for block in blocks:
+            is_console = block.language == "console" and block.verb != "no-run" and commands_of(block)
+            key = (*block.marker, *block.text)
+            if (block.verb == "script" or is_console) and key not in seen:
+                seen.add(key)
+                found.append(pytest.param(page, block.line, id=f"{name_of(page)}-{block.line}"))
+    return found
+
+
+@pytest.mark.packaging
+@pytest.mark.parametrize(("page", "line"), examples())
+def test_example(page: Path, line: int | None, tmp_path: Path, site: Path) -> None:
+    blocks = blocks_of(page)
+    write_files(blocks, tmp_path)
+    if line is None:
+        program = tmp_path / page.with_suffix(".py").name
+        program.write_text(padded([b for b in blocks if b.language == "python" and b.verb in ("", "raises")]))
+        check([sys.executable, program.name], 0, tmp_path, site)
+        return
+    (block,) = (block for block in blocks if block.line == line)
+    if block.verb == "script":
+        check([sys.executable, block.marker[1]], block.exit_code, tmp_path, site)
+        return
+    for command, shown in commands_of(block):
+        done = check([sys.executable, "-m", "torchhal.cli", *command], block.exit_code, tmp_path, site)
+        real = {first_word(row) for row in (done.stdout + done.stderr).splitlines()}
+        missing = [row for row in shown if first_word(row) not in real]
+        assert not missing, f"torchhal {' '.join(command)} no longer prints:\n{missing}\nbut:\n{done.stdout}"
+
+
+def check(command: list[str], code: int, folder: Path, site: Path) -> subprocess.CompletedProcess[str]:
+    done = run(command, folder, site)
+    assert done.returncode == code, (
+        f"exit code {done.returncode}, not {code}: {' '.join(command)}\n{done.stdout}\n{done.stderr}"
+    )
+    return done
+
+
+@pytest.mark.parametrize("page", [*PAGES, *sorted((ROOT / "docs" / "explanation").glob("*.md"))], ids=name_of)
+def test_links_lead_somewhere(page: Path) -> None:
+    """Links between files of the repository, and to headings of Markdown pages."""
+    broken = []
+    prose = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose):
+        if "://" in target:
+            continue
+        name, _, heading = target.partition("#")
+        file = (page.parent / name).resolve() if name else page
+        if not file.exists() or (heading and heading not in headings(file)):
+            broken.append(target)
+    assert broken == []
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors that a Markdown renderer gives the headings of ``page``."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+def test_every_exception_has_a_reason() -> None:
+    """A block that is left out says why."""
+    comments = [
+        (name_of(page), line.strip())
+        for page in PAGES
+        for line in page.read_text(encoding="utf-8").splitlines()
+        if line.startswith("<!-- ") and ("test:" in line or "no-run" in line)
+    ]
+    assert [comment for comment in comments if not MARKER.match(comment[1])] == []
+    assert len(comments) > 5
