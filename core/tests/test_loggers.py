@@ -33,19 +33,19 @@ def numbers(rows):
 class TestFolders:
     def test_nothing_is_made_before_there_is_something_to_write(self, tmp_path):
         logger = CSVLogger(tmp_path / "a")
-        assert logger.log_dir == str(tmp_path / "a" / "logs" / "version_0") and logger.version == 0
+        assert logger.log_dir == str(tmp_path / "a" / "torchhal_logs" / "version_0") and logger.version == 0
         logger.save()
         logger.finalize("success")
         assert os.listdir(tmp_path) == []
 
     def test_versions(self, tmp_path):
         for name in ("version_0", "version_10", "version_x", "other"):
-            (tmp_path / "logs" / name).mkdir(parents=True)
+            (tmp_path / "torchhal_logs" / name).mkdir(parents=True)
         logger = CSVLogger(tmp_path)
         assert logger.version == 11
-        (tmp_path / "logs" / "version_30").mkdir()
+        (tmp_path / "torchhal_logs" / "version_30").mkdir()
         assert logger.version == 11, "decided once"
-        assert CSVLogger(tmp_path, version="mine").log_dir == str(tmp_path / "logs" / "mine")
+        assert CSVLogger(tmp_path, version="mine").log_dir == str(tmp_path / "torchhal_logs" / "mine")
         assert CSVLogger(tmp_path, name="").log_dir == str(tmp_path / "version_0")
 
     def test_a_copy_in_another_process_writes_to_the_same_run(self, tmp_path):
@@ -148,7 +148,7 @@ class TestCSV:
         process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True)
         assert process.stdout.readline() == "running\n"
         for _ in range(20):  # a reader never sees half a header
-            with open(tmp_path / "logs" / "version_0" / "metrics.csv") as file:
+            with open(tmp_path / "torchhal_logs" / "version_0" / "metrics.csv") as file:
                 assert file.readline().startswith("step,a,c0")
         process.kill()
         process.wait()
@@ -192,7 +192,7 @@ class TestCSV:
         )
         assert resource.RLIMIT_FSIZE is not None
         subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True)
-        folder = tmp_path / "logs" / "version_0"
+        folder = tmp_path / "torchhal_logs" / "version_0"
         assert os.listdir(folder) == ["metrics.csv"]
         assert (folder / "metrics.csv").read_text() == "step,a\n0,1.0\n"
 

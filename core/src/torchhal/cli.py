@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torchhal
-from torchhal.errors import TorchhalError
+from torchhal.errors import TorchhalError, UnknownAliasError
 
 if TYPE_CHECKING:
     from torchhal.entry import Entry
@@ -47,7 +47,8 @@ def main(argv: list[str] | None = None) -> int:
             sys.stdout.flush()  # here, where a closed pipe can still be caught
         return code
     except TorchhalError as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        between = "; " if isinstance(error, UnknownAliasError) else " "  # its lines are sentences of their own
+        print("error:", between.join(" ".join(line.split()) for line in str(error).splitlines()), file=sys.stderr)
         return 2
     except BrokenPipeError:
         # The reader has seen enough. Python flushes once more at exit; let that go nowhere.

@@ -39,7 +39,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     """The one among ``known`` that is close enough to ``name`` to have been meant."""
     from difflib import get_close_matches  # only ever needed on the way to an error
 
-    return next(iter(get_close_matches(name, sorted(known), n=1, cutoff=0.75)), None)
+    return next(iter(get_close_matches(name, sorted(known), n=1, cutoff=0.65)), None)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

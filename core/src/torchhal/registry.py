@@ -166,7 +166,9 @@ class Registry:
     def _unknown(self, kind: str, alias: str) -> str:
         known, scan = self.aliases(kind), self._scanned()
         label, name = kind.replace("_", " "), alias.lower()
-        lines = [f"no {label} is called {alias!r}; there are {', '.join(map(repr, known)) or 'none'}"]
+        # an alias with a suffix of its own family says nothing that the shorter one doesn't
+        shown = [one for one in known if not any(one.startswith(f"{other}_find_unused") for other in known)]
+        lines = [f"no {label} is called {alias!r}; there are {', '.join(map(repr, shown)) or 'none'}"]
         if alias == "auto":
             lines.append("'auto' is no alias: it asks torchhal.resolve to choose")
         if others := [other.replace("_", " ") for other in KINDS if other != kind and name in self.aliases(other)]:
@@ -175,9 +177,10 @@ class Registry:
         absent = {hint: owner for hint, owner in DISTRIBUTIONS.items() if owner not in present}
         if name in absent:
             lines.append(f"{alias!r} comes with {absent[name]}: pip install {absent[name]}")
-        elif not others and (near := nearest(name, {*known, *(absent if kind in HINTED else ())})):
-            where = "" if near in known else f" (pip install {absent[near]})"
-            lines.append(f"did you mean {near!r}?{where}")
+        elif not others and (near := nearest(name, known)):
+            lines.append(f"did you mean {near!r}?")
+        elif not others and kind in HINTED and (near := nearest(name, absent)):
+            lines.append(f"did you mean {near!r}? (pip install {absent[near]})")
         lines += [str(record) for record in scan.records if record.status != "loaded"]
         if self._metadata != metadata_fingerprint():
             lines.append(

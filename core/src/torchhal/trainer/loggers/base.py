@@ -93,7 +93,7 @@ class FolderLogger(Logger):
     """
 
     def __init__(
-        self, save_dir: str | os.PathLike[str], name: str | None = "logs", version: int | str | None = None
+        self, save_dir: str | os.PathLike[str], name: str | None = "torchhal_logs", version: int | str | None = None
     ) -> None:
         if not isinstance(save_dir, str | os.PathLike):
             raise TypeError(f"'save_dir' must be a path (got {save_dir!r})")

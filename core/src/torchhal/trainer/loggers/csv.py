@@ -36,7 +36,7 @@ class CSVLogger(FolderLogger):
     def __init__(
         self,
         save_dir: str | os.PathLike[str],
-        name: str | None = "logs",
+        name: str | None = "torchhal_logs",
         version: int | str | None = None,
         flush_logs_every_n_steps: int = 100,
     ) -> None:

@@ -26,7 +26,7 @@ class TensorBoardLogger(FolderLogger):
     def __init__(
         self,
         save_dir: str | os.PathLike[str],
-        name: str | None = "logs",
+        name: str | None = "torchhal_logs",
         version: int | str | None = None,
         prefix: str = "",
         **writer_options: Any,
