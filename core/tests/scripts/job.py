@@ -57,10 +57,18 @@ def note(args, rank, **what):
             json.dump(what, file)
 
 
+def mark_failure(args):
+    """When it went wrong, for the test's clock: how long a machine takes to get here is not its business."""
+    if args.out:
+        with open(os.path.join(args.out, "failed"), "w") as file:
+            file.write(str(time.time()))
+
+
 def work(args, environment):
     scenario, rank, world = args.scenario, environment.global_rank(), environment.world_size()
     bad = min(args.bad, world - 1)
     if scenario == "raise_before" and rank == bad:
+        mark_failure(args)
         raise ValueError(f"boom on {rank}")
     with group(environment, watched=not scenario.endswith("_unwatched")) as watch:
         scenario = scenario.removesuffix("_unwatched")
@@ -73,18 +81,22 @@ def work(args, environment):
             return {"rank": rank, "total": total}
         if scenario == "raise":
             if rank == bad:
+                mark_failure(args)
                 raise ValueError(f"boom on {rank}")
             reduce_sum(1)
         if scenario == "raise_while_others_sleep":
             if rank == bad:
+                mark_failure(args)
                 raise ValueError(f"boom on {rank}")
             time.sleep(600)
         if scenario == "sys_exit":
             if rank == bad:
+                mark_failure(args)
                 sys.exit(3)
             reduce_sum(1)
         if scenario in ("killed", "killed_others_sleep"):
             if rank == bad:
+                mark_failure(args)
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(600) if scenario.endswith("sleep") else reduce_sum(1)
         if scenario == "wait_forever":
@@ -102,6 +114,7 @@ def work(args, environment):
         if scenario == "barrier_late":
             if rank == bad:
                 time.sleep(600)
+            mark_failure(args)
             watch.barrier("meeting", timedelta(seconds=2))
         if scenario == "signal":
             train_until_signal(args, watch, rank)

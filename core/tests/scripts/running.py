@@ -32,7 +32,7 @@ class Job:
             start_new_session=True,
         )
 
-    def finish(self, timeout=60):
+    def finish(self, timeout=120):
         """Wait for the end, then for everything that it started; sets code, out, err, seconds."""
         try:
             self.out, self.err = self.process.communicate(timeout=timeout)
@@ -81,7 +81,7 @@ def job(scenario, launcher="script", *, n=2, bad=1, out="", **variables):
     return Job(sys.executable, JOB, scenario, "--launcher", launcher, "-n", n, "--bad", bad, "--out", out, **variables)
 
 
-def wait_for_notes(folder, ranks, timeout=40):
+def wait_for_notes(folder, ranks, timeout=90):
     """What each rank noted in its file."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:

@@ -17,7 +17,7 @@ from torchhal.launchers.process import REPORT_FD, exit_status, write_stderr
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
-MAX_TEXT = 15_000
+MAX_TEXT = 7_000
 """Longest traceback that travels: as JSON it must fit a pipe's 64 KiB, and nobody reads more."""
 
 STILL_HERE = "is still here"
@@ -52,13 +52,17 @@ class Failure:
     """The signal that ended the process."""
     transport: bool = False
     """A peer was gone or silent: a consequence."""
+    root: tuple[int, str] | None = None
+    """Of a secondary failure, the rank that failed first and what was known of it."""
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self), ensure_ascii=False).encode(errors="replace")
 
     @classmethod
     def from_json(cls, data: bytes) -> Failure:
-        return cls(**json.loads(data))
+        fields = json.loads(data)
+        root = fields.pop("root", None)
+        return cls(**fields, root=None if root is None else (int(root[0]), str(root[1])))
 
     @classmethod
     def from_exception(cls, rank: int, error: BaseException, *, printed: bool = False) -> Failure:
@@ -71,6 +75,7 @@ class Failure:
             secondary=isinstance(error, RankFailedError),
             exit_code=_exit_code(error),
             transport=is_transport_error(error),
+            root=(error.rank, str(error)[-MAX_TEXT:]) if isinstance(error, RankFailedError) else None,
         )
 
     @property
@@ -94,6 +99,8 @@ class Failure:
 
     def error(self) -> RankFailedError:
         """The error for the other ranks and for the launching process."""
+        if self.root is not None:  # it failed on another node, out of this launcher's sight
+            return RankFailedError(self.root[1], rank=self.root[0])
         error = RankFailedError(self.text(), rank=self.rank, traceback=self.traceback)
         if self.printed:
             mark_printed(error)

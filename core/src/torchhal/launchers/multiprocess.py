@@ -263,7 +263,12 @@ class _Crew:
             worker.connection.close()
             worker.process.close()
         if self._served is not None:
-            rendezvous.unhost(*self._served)
+            # Workers of other nodes may be slower; after a failure they still have to read of it.
+            others = self._launcher.num_nodes > 1
+            timeout = 0.0 if not others else 2.0 if self._failures or self._problem else 30.0
+            rendezvous.unhost(
+                *self._served, ranks=self._launcher.num_processes * self._launcher.num_nodes, timeout=timeout
+            )
 
     def raise_outcome(self, signals: _Signals) -> None:
         """Raise what the caller has to know; return when the function has run on all ranks."""

@@ -14,7 +14,7 @@ from datetime import timedelta
 
 from torchhal.cluster.base import ClusterEnvironment
 from torchhal.errors import CollectiveTimeoutError, DistributedError, LaunchError
-from torchhal.launchers.process import launched_by
+from torchhal.launchers.process import launched_by, settle_threads
 from torchhal.launchers.stores import (
     LONG,
     HashStore,
@@ -103,9 +103,12 @@ def host(address: str, port: int = 0) -> int:
     return bound
 
 
-def unhost(address: str, port: int) -> None:
-    """Stop serving: the job of that store is over."""
-    _state().hosted.pop((address, port), None)
+def unhost(address: str, port: int, *, ranks: int = 0, timeout: float = 0.0) -> None:
+    """Stop serving, when ``ranks`` have said goodbye or after ``timeout`` seconds: the job of that store is over."""
+    store = _state().hosted.pop((address, port), None)
+    deadline = time.monotonic() + timeout
+    while store is not None and store.add("left", 0) < ranks and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
 def connect(environment: ClusterEnvironment, timeout: timedelta = DEFAULT_TIMEOUT) -> Store:
@@ -151,6 +154,8 @@ def _at_exit(pid: int) -> None:
     if pid == os.getpid():
         say_goodbye()
         linger(30.0)
+        if launched_by() is None:  # a process that a launcher owns doesn't finalize
+            settle_threads()
 
 
 def no_linger() -> None:
