@@ -34,8 +34,12 @@ def launcher(n=2, method=FAST):
     return MultiprocessingLauncher(environment, n, start_method=method)
 
 
-def temporary_files():
-    return set(os.listdir(tempfile.gettempdir()))
+@pytest.fixture
+def temporary_files(tmp_path, monkeypatch):
+    """What is in a folder of temporary files that only this test uses."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    return lambda: os.listdir(tmp_path)
 
 
 def open_descriptors():
@@ -222,9 +226,8 @@ def test_importing_launchers_is_light():
 # -- workers ---------------------------------------------------------------------------------------------------
 
 
-def test_state_reaches_spawned_workers_and_only_copies_return(monkeypatch):
+def test_state_reaches_spawned_workers_and_only_copies_return(monkeypatch, temporary_files):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    files = temporary_files()
     parameter = torch.nn.Parameter(torch.zeros(4))
     threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
     python, rng = random.getstate(), torch.get_rng_state()
@@ -252,7 +255,7 @@ def test_state_reaches_spawned_workers_and_only_copies_return(monkeypatch):
     assert not got["shared"]
     assert got["sum"] == 4.0
     assert parameter.sum().item() == 0.0
-    assert temporary_files() <= files
+    assert temporary_files() == []
     assert LAUNCH_ID not in os.environ
     assert not multiprocessing.active_children()
 
@@ -283,9 +286,7 @@ def test_forks_compute_after_their_parent_has():
         torch.set_num_threads(threads)
 
 
-def test_what_cannot_be_sent_is_named():
-    files = temporary_files()
-
+def test_what_cannot_be_sent_is_named(temporary_files):
     class Local(torch.nn.Module):
         pass
 
@@ -297,13 +298,13 @@ def test_what_cannot_be_sent_is_named():
         launcher(2, "spawn").launch(lambda: None)
     with pytest.raises(LaunchError, match=r"the function has run, but its result can't be sent back .*lock"):
         launcher(2).launch(give_back_a_lock)
-    assert temporary_files() <= files
+    assert temporary_files() == []
     assert not multiprocessing.active_children()
 
 
-def test_a_workers_error_is_raised_with_its_traceback_and_everybody_is_gone():
+def test_a_workers_error_is_raised_with_its_traceback_and_everybody_is_gone(temporary_files):
     before = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
-    files, start = temporary_files(), time.monotonic()
+    start = time.monotonic()
     with pytest.raises(RankFailedError) as info:
         launcher(2).launch(fail, ValueError)
     error = info.value
@@ -313,7 +314,7 @@ def test_a_workers_error_is_raised_with_its_traceback_and_everybody_is_gone():
     assert isinstance(error.__cause__, ValueError)
     assert time.monotonic() - start < 15
     assert not multiprocessing.active_children()
-    assert temporary_files() <= files
+    assert temporary_files() == []
     assert {signum: signal.getsignal(signum) for signum in before} == before
 
 
