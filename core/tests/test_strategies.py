@@ -711,6 +711,7 @@ def test_ranks_devices_and_shares(world):
 
 
 def lives():
+    sgd([torch.ones(1, requires_grad=True)]).step()  # imports what torch imports late, and the variables that sets
     environment, threads, torch_threads = dict(os.environ), threading.active_count(), torch.get_num_threads()
     strategy = compose(DDPStrategy(timeout=timedelta(seconds=20)))
     strategy.teardown()  # before any set-up
@@ -726,12 +727,27 @@ def lives():
         strategy.teardown()
         assert not dist.is_initialized() and strategy.model is strategy.module is model
     assert threading.active_count() == threads and torch.get_num_threads() == torch_threads
-    assert dict(os.environ) == environment
+    assert set(os.environ.items()) ^ set(environment.items()) == set()
 
 
 def test_set_up_and_teardown_as_often_as_one_likes(world):
     """STR-29, STR-31"""
     world.run(lives)
+
+
+def wrapper_outlives_the_group():
+    for _ in range(15):
+        with joined() as strategy:
+            train(strategy, Regression(), sgd, batches(1, 2, size()))
+            wrapper = strategy.model
+            strategy.all_gather_object("the group's thread is still letting go of this")
+        assert isinstance(wrapper, DistributedDataParallel)
+        del wrapper, strategy
+
+
+def test_a_wrapper_may_outlive_its_process_group(world3):
+    """Freed last and under the GIL, the group would wait for a thread of its own that waits for the GIL."""
+    world3.run(wrapper_outlives_the_group, timeout=60)
 
 
 def failing_setup(where):

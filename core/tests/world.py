@@ -9,16 +9,20 @@ name, and the whole world is replaced.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import importlib.util
 import multiprocessing
 import os
+import signal
 import sys
+import tempfile
 import time
 import traceback
 import uuid
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from types import ModuleType
+from typing import IO
 
 TIMEOUT = 30.0
 
@@ -41,6 +45,7 @@ class World:
         self._processes: list[multiprocessing.Process] = []
         self._connections: list[Connection] = []
         self._store = None
+        self._stack_files: list[IO[bytes]] = []
 
     def run(self, function, *args, timeout: float = TIMEOUT) -> list:
         """``function(*args)`` on every rank, where RANK says which it is; the values in rank order.
@@ -66,8 +71,9 @@ class World:
             if not ready:
                 silent = ", ".join(f"rank {rank} HANG" for rank in waiting.values())
                 told = "; ".join(f"rank {rank}: {o.error or 'returned'} {o.message}" for rank, o in outcomes.items())
+                stacks = "\n".join(f"rank {rank}:\n{self._stacks(rank)}" for rank in waiting.values())
                 self.stop()
-                raise AssertionError(f"{function.__qualname__}: {silent} after {timeout:g} s ({told})")
+                raise AssertionError(f"{function.__qualname__}: {silent} after {timeout:g} s ({told})\n{stacks}")
             for connection in ready:
                 rank = waiting[connection]
                 try:
@@ -79,6 +85,13 @@ class World:
                     raise AssertionError(f"{function.__qualname__}: rank {rank} DIED with exit code {code}") from None
         return [outcomes[rank] for rank in range(self.size)]
 
+    def _stacks(self, rank: int) -> str:
+        """Where the threads of a rank are now."""
+        os.kill(self._processes[rank].pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        self._stack_files[rank].seek(0)
+        return self._stack_files[rank].read().decode()
+
     def _start(self) -> None:
         if self._processes:
             return
@@ -88,7 +101,9 @@ class World:
         context = multiprocessing.get_context("spawn")
         for rank in range(self.size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.size, self._store.port, theirs), daemon=True)
+            self._stack_files.append(tempfile.NamedTemporaryFile())  # noqa: SIM115
+            arguments = (rank, self.size, self._store.port, theirs, self._stack_files[-1].name)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -100,10 +115,13 @@ class World:
             process.join()
         for connection in self._connections:
             connection.close()
-        self._processes, self._connections, self._store = [], [], None
+        for file in self._stack_files:
+            file.close()
+        self._processes, self._connections, self._stack_files, self._store = [], [], [], None
 
 
-def _serve(rank: int, size: int, port: int, connection: Connection) -> None:
+def _serve(rank: int, size: int, port: int, connection: Connection, stack_file: str) -> None:
+    faulthandler.register(signal.SIGUSR1, open(stack_file, "wb"), all_threads=True)  # noqa: SIM115
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), GROUP_RANK="0", WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size),
         GROUP_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID=uuid.uuid4().hex,

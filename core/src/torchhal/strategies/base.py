@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 
 from torchhal.accelerators import Accelerator
@@ -48,8 +49,16 @@ class Strategy(ABC):
     """The name this strategy was asked for by; empty for an object the user made."""
 
     features: ClassVar[frozenset[str]] = frozenset()
-    """What the loops must know. ``owns_accumulation``: :meth:`optimizer_step` is called for every batch and says
-    when it stepped. ``owns_clipping``, ``owns_schedulers``: the loops leave these to the strategy."""
+    """What the loops leave to the strategy.
+
+    ``owns_step``: :meth:`step_function` trains on a batch completely; the loops only count.
+    ``owns_backward``: it ends with the gradients in place; the loops clear them before and step after it.
+    ``owns_accumulation``: :meth:`backward` and :meth:`optimizer_step` run for every batch, and the latter answers
+    None until it steps; the loops never clear gradients.
+    ``owns_closure``: a closure goes to :meth:`optimizer_step` unevaluated.
+    ``owns_clipping``: with :attr:`gradient_clip_val`, set before :meth:`setup`.
+    ``owns_schedulers``: their ``step`` is not called.
+    """
 
     multi_device: ClassVar[bool] = False
     """Whether more than one device makes sense; several for a strategy of one is refused before launch."""
@@ -104,8 +113,6 @@ class Strategy(ABC):
         self.accumulate_grad_batches = 1
         self.gradient_clip_val: float | None = None
         self.gradient_clip_algorithm = "norm"
-        self._model_ready = False
-        self._optimizers_ready = False
         self._environment_ready = False
 
     # -- composition -----------------------------------------------------------------------------------------
@@ -209,6 +216,14 @@ class Strategy(ABC):
         return self.global_rank == 0
 
     @property
+    def is_data_leader(self) -> bool:
+        """True on exactly one of the ranks that see the same samples: its metrics and predictions count.
+
+        Ranks that share one batch, as in tensor or pipeline parallelism, would count it several times otherwise.
+        """
+        return True
+
+    @property
     def distributed_sampler_kwargs(self) -> dict[str, int] | None:
         """``num_replicas`` and ``rank`` for a sampler, or None where every process sees all data (STR-28)."""
         return None
@@ -221,7 +236,17 @@ class Strategy(ABC):
             return
         self.accelerator.setup_device(self.root_device)
         self.precision.setup(self.accelerator, self.root_device)
+        store = self.setup_communication()
+        if store is not None:
+            self._watch = RankWatch(store, self.global_rank, self.world_size).start()
         self._environment_ready = True
+
+    def setup_communication(self) -> Store | None:
+        """Let the ranks find each other; the store through which they tell of failures and wishes to stop.
+
+        None for a world of one. A strategy with an initialisation of its own returns the store of that.
+        """
+        return None
 
     def init_context(self) -> AbstractContextManager[Any]:
         """Entered while ``configure_model`` builds parameters: the precision's dtype; sharded strategies add theirs."""
@@ -231,17 +256,38 @@ class Strategy(ABC):
         """Take the user's module: ``module`` from now on, and ``model`` until :meth:`setup_model` wraps it."""
         self.module = module
         self.model = module
-        self._model_ready = False
-        self._optimizers_ready = False
 
     def prepare(self, trainer: Any) -> None:
         """Run :meth:`setup` and finish what an override of it left out. Called by the Trainer; not for overriding."""
         self.accelerator.setup(trainer)
-        self.setup(trainer)
-        if not self._model_ready:
-            self.setup_model(training=trainer.state.fn == "fit")
-        if trainer.state.fn == "fit" and not self._optimizers_ready:
+        done: set[str] = set()
+        with self._recorded("setup_model", done), self._recorded("setup_optimizers", done):
+            self.setup(trainer)
+        training = trainer.state.fn == "fit"
+        if "setup_model" not in done:
+            self.setup_model(training=training)
+        if training and "setup_optimizers" not in done:
             self.setup_optimizers(*trainer.configure_optimizers())
+
+    @contextmanager
+    def _recorded(self, name: str, done: set[str]) -> Iterator[None]:
+        """While entered, a finished call of the method ``name``, whoever overrides it, is noted in ``done``."""
+        method = getattr(self, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = method(*args, **kwargs)
+            done.add(name)
+            return result
+
+        before = vars(self).get(name)
+        vars(self)[name] = call
+        try:
+            yield
+        finally:
+            if before is None:
+                del vars(self)[name]
+            else:
+                vars(self)[name] = before
 
     def setup(self, trainer: Any) -> None:
         """Make model and optimizers ready, in this order. An override may do more, or only some of it."""
@@ -255,9 +301,7 @@ class Strategy(ABC):
         self.module = self.model = self.precision.convert_module(self.module)
         self.model_to_device()
         self.sync_module(self.module)
-        if training:
-            self.wrap_model()
-        self._model_ready = True
+        self.wrap_model(training=training)
 
     def model_to_device(self) -> None:
         """Move the module's parameters and buffers to :attr:`root_device`."""
@@ -274,16 +318,20 @@ class Strategy(ABC):
     def sync_module(self, module: nn.Module) -> None:
         """Give every rank the parameters and buffers of rank 0 (STR-13, STR-47)."""
 
-    def wrap_model(self) -> None:
-        """Set ``self.model`` to whatever the training step must go through. Nothing by default."""
+    def wrap_model(self, *, training: bool) -> None:
+        """Set ``self.model`` to whatever the steps must go through. Nothing by default.
+
+        ``training`` is False for validate, test and predict without a fit: data parallel needs no wrapper then, a
+        model too large for one device does.
+        """
 
     def setup_optimizers(self, optimizers: Sequence[Optimizer], lr_scheduler_configs: Sequence[Any] = ()) -> None:
         """Take the optimizers over the module's parameters; a subclass may replace them (STR-16)."""
         for optimizer in optimizers:
             self.precision.check_optimizer(optimizer)
+        self.precision.connect(self.model, optimizers, lr_scheduler_configs)
         self.optimizers = list(optimizers)
         self.lr_scheduler_configs = list(lr_scheduler_configs)
-        self._optimizers_ready = True
 
     def teardown(self) -> None:
         """Give back model, device and communication. Idempotent, legal at any time (STR-29, STR-30).
@@ -304,7 +352,7 @@ class Strategy(ABC):
     def _release_model(self) -> None:
         self.model = self.module
         self._watch = None
-        self._environment_ready = self._model_ready = False
+        self._environment_ready = False
         if self.module is not None and self.devices and self.root_device.type != "cpu":
             self.module.cpu()
             for optimizer in self.optimizers:
@@ -353,9 +401,17 @@ class Strategy(ABC):
 
         return step
 
+    def process_dataloader(self, loader: Any, *, training: bool) -> Any:
+        """The loader the loops iterate: a vendor's own around the user's, say. The same loader by default."""
+        return loader
+
     def batch_to_device(self, batch: Any) -> Any:
-        """The batch on this process's device."""
-        return self.accelerator.batch_to_device(batch, self.root_device)
+        """The batch on this process's device; from pinned memory without waiting for it."""
+        return self.accelerator.batch_to_device(batch, self.root_device, non_blocking=True)
+
+    def zero_grad(self, optimizer: Optimizer) -> None:
+        """Clear the gradients before the first backward of a step. Not called under ``owns_accumulation``."""
+        optimizer.zero_grad()
 
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         """Accumulate the gradients of ``loss``, synchronised between ranks unless under :meth:`no_backward_sync`."""
@@ -370,13 +426,18 @@ class Strategy(ABC):
         switch off (STR-15). Asked once before the loop; the context is entered many times."""
         return None
 
+    def unscale_gradients(self, optimizer: Optimizer) -> None:
+        """Bring the gradients to true size, once per step; before hooks that look at them."""
+        self.precision.unscale_gradients(optimizer)
+
     def clip_gradients(self, optimizer: Optimizer, clip_val: float, algorithm: str = "norm") -> torch.Tensor | None:
         """Clip by the global norm, over all shards, or by value; see ``Precision.clip_gradients`` (STR-35)."""
-        self.precision.unscale_gradients(optimizer)
+        self.unscale_gradients(optimizer)
         return self.precision.clip_gradients(optimizer, clip_val, algorithm)
 
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
-        """Step; True if parameters were updated."""
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool | None:
+        """Step. True if parameters were updated, False if the step was skipped (an overflow: schedulers wait), None
+        if none was due yet (``owns_accumulation``: it doesn't count)."""
         return self.precision.optimizer_step(optimizer, closure)
 
     # -- communication ---------------------------------------------------------------------------------------
@@ -447,6 +508,15 @@ class Strategy(ABC):
         """The optimizer's whole state. Called on every rank; rank 0's result is saved."""
         return optimizer.state_dict()
 
+    def scheduler_state(self, config: Any) -> dict[str, Any]:
+        """The state of one scheduler; an engine that owns them gives its own."""
+        state: dict[str, Any] = config.scheduler.state_dict()
+        return state
+
+    def load_scheduler_state(self, config: Any, state: dict[str, Any]) -> None:
+        """Continue from :meth:`scheduler_state`."""
+        config.scheduler.load_state_dict(state)
+
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Continue from :meth:`optimizer_state`, with tensors on the parameters' device (STR-26)."""
         try:
@@ -485,6 +555,11 @@ class Strategy(ABC):
         An IO without the feature ``sharded`` runs on rank 0 only.
         """
         error: BaseException | None = None
+        if self.world_size > 1 and "sharded" in self.checkpoint_io.features:
+            # shards that lie in several folders look like a checkpoint in each of them
+            paths = self.all_gather_object(path)
+            if len(set(paths)) > 1:
+                raise CheckpointError(f"every rank must save to the same path (got {', '.join(map(repr, paths))})")
         if self.is_global_zero or "sharded" in self.checkpoint_io.features:
             try:
                 self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)

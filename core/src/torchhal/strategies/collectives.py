@@ -43,16 +43,10 @@ def check_op(op: str) -> None:
 
 def agree(what: str, description: Any, group: Any = None) -> None:
     """Raise DistributedError on every rank alike unless all came for the same, with the same ``description``."""
-    everybody = all_gather_object((what, description), group)
-    if all(other == everybody[0] for other in everybody[1:]):
-        return
-    same_call = all(other[0] == what for other in everybody)
-    listing = "; ".join(
-        f"rank {rank}: {_shorten(brought if same_call else call)}" for rank, (call, brought) in enumerate(everybody)
-    )
-    if same_call:
+    everybody = all_gather_object(description, group, name=what)
+    if any(other != everybody[0] for other in everybody[1:]):
+        listing = "; ".join(f"rank {rank}: {_shorten(brought)}" for rank, brought in enumerate(everybody))
         raise DistributedError(f"{what} needs the same on every rank, but the ranks brought {listing}")
-    raise DistributedError(f"all ranks must call the same collective, but they called {listing}")
 
 
 def _shorten(description: Any) -> str:
@@ -149,9 +143,12 @@ def reduce_tensor(
 # -- gather --------------------------------------------------------------------------------------------------
 
 
-def all_gather_object(value: Any, group: Any = None) -> list[Any]:
-    """Every rank's picklable ``value`` in rank order; what can't be pickled is an error on every rank alike."""
-    data, problem = _pickled(value)
+def all_gather_object(value: Any, group: Any = None, *, name: str = "all_gather_object") -> list[Any]:
+    """Every rank's picklable ``value`` in rank order; what can't be pickled is an error on every rank alike.
+
+    ``name`` travels with it: ranks that are in different calls hear so, instead of taking each other's data for theirs.
+    """
+    data, problem = _pickled((name, value))
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, data if problem is None else str(problem), group=group)
     if problem is not None:
@@ -159,7 +156,14 @@ def all_gather_object(value: Any, group: Any = None) -> list[Any]:
     for rank, received in enumerate(gathered):
         if isinstance(received, str):
             raise DistributedError(f"rank {rank} could not send its value: {received}")
-    return [pickle.loads(received) for received in gathered]
+    everybody = [pickle.loads(received) for received in gathered]
+    if any(other != name for other, _ in everybody):
+        listing = ", ".join(f"rank {rank} in {other!r}" for rank, (other, _) in enumerate(everybody))
+        raise DistributedError(
+            f"the ranks are in different collectives: {listing}. Every rank must make the same calls in the same order "
+            "(no logging, saving or barrier under 'if rank == 0')"
+        )
+    return [received for _, received in everybody]
 
 
 def _pickled(value: Any) -> tuple[bytes, Exception | None]:

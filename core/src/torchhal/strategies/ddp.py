@@ -54,11 +54,15 @@ class DDPStrategy(ParallelStrategy):
         self.comm_state = comm_state
         self.ddp_options = options
 
-    def wrap_model(self) -> None:
+    def wrap_model(self, *, training: bool) -> None:
         assert self.module is not None
+        if not training:
+            return
         # torch refuses to wrap a module with nothing to train; there is nothing to average either
         if any(parameter.requires_grad for parameter in self.module.parameters()):
             self.configure_ddp()
+            if isinstance(self.model, DistributedDataParallel):
+                _free_group_last(self.model)
 
     def configure_ddp(self) -> None:
         """Replace ``self.model`` by its distributed wrapper; override to use another one."""
@@ -75,7 +79,7 @@ class DDPStrategy(ParallelStrategy):
         # static_graph asserts inside torch when its first backward is under no_sync: averaging each time is right too
         if self.static_graph or not hasattr(self.model, "no_sync"):
             return None
-        return _Paused(self.model) if isinstance(self.model, DistributedDataParallel) else _NoSync(self.model)
+        return _Paused(self) if isinstance(self.model, DistributedDataParallel) else _NoSync(self)
 
     def explain(self, error: BaseException) -> BaseException:
         """DDP's message for an unused parameter, with its name and what to do about it here."""
@@ -95,27 +99,38 @@ class DDPStrategy(ParallelStrategy):
         return f"the parameters {', '.join(names[:8])}{' and others' if len(names) > 8 else ''} were"
 
 
+def _free_group_last(wrapper: DistributedDataParallel) -> None:
+    """Let the wrapper's reducer die before the process group does, however long the wrapper lives.
+
+    The reducer is freed under the GIL. Were it the last to hold the group, it would join the group's thread, which
+    may itself be waiting for the GIL to let go of a finished collective: the process would hang. The attributes of
+    an object are released in the order in which they were set, and the group, as a Python object, frees itself
+    without the GIL.
+    """
+    wrapper.__dict__["_torchhal_last"] = wrapper.process_group
+
+
 class _Paused:
     """``DistributedDataParallel.no_sync()`` that can be entered many times and costs two assignments."""
 
-    def __init__(self, model: DistributedDataParallel) -> None:
-        self.model = model
+    def __init__(self, strategy: DDPStrategy) -> None:
+        self.strategy = strategy
 
     def __enter__(self) -> None:
-        self.model.require_backward_grad_sync = False
+        self.strategy.model.require_backward_grad_sync = False
 
     def __exit__(self, *exc_info: object) -> None:
-        self.model.require_backward_grad_sync = True
+        self.strategy.model.require_backward_grad_sync = True
 
 
 class _NoSync:
     """The ``no_sync()`` of another wrapper, made anew each time it is entered."""
 
-    def __init__(self, model: Any) -> None:
-        self.model = model
+    def __init__(self, strategy: DDPStrategy) -> None:
+        self.strategy = strategy
 
     def __enter__(self) -> None:
-        self.context = self.model.no_sync()
+        self.context = self.strategy.model.no_sync()
         self.context.__enter__()
 
     def __exit__(self, *exc_info: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,12 +14,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from torchhal.cluster import ClusterEnvironment, LocalEnvironment
+from torchhal.cluster import ClusterEnvironment
 from torchhal.errors import ConfigurationError, DistributedError, ModelError
 from torchhal.launchers import ExternalLauncher, Launcher, MultiprocessingLauncher, SubprocessScriptLauncher
+from torchhal.launchers.process import threads_per_process
 from torchhal.launchers.rendezvous import generation_store
 from torchhal.launchers.stores import HashStore, PrefixedStore, Store
-from torchhal.launchers.watch import RankWatch
 from torchhal.strategies import collectives
 from torchhal.strategies.base import Strategy
 
@@ -61,6 +60,8 @@ class ParallelStrategy(Strategy):
         self.start_method = start_method
         self.process_group_backend = process_group_backend
         self.timeout = timeout
+        self.gradients_synced = False
+        """Whether :meth:`manual_backward` has run: without it, ranks that optimize by hand drift apart."""
         self._owns_process_group = False
         self._threads_before: int | None = None
 
@@ -77,8 +78,7 @@ class ParallelStrategy(Strategy):
     def make_launcher(self) -> Launcher:
         environment = self.environment
         processes = self.num_local_processes(len(self.devices))
-        if isinstance(environment, LocalEnvironment):
-            environment.configure(num_nodes=self.num_nodes, local_world_size=processes)
+        environment.configure(num_nodes=self.num_nodes, local_world_size=processes)
         environment.validate_settings(num_devices=processes, num_nodes=self.num_nodes)
         if environment.creates_processes_externally or processes == self.num_nodes == 1:
             return ExternalLauncher()
@@ -119,18 +119,17 @@ class ParallelStrategy(Strategy):
             return
         self._share_cores()
         super().setup_environment()
-        self._environment_ready = False  # until the ranks have found each other: a second try must try again
-        self._setup_process_group()
-        self._environment_ready = True
 
     def _share_cores(self) -> None:
         """Give each process of this node its share of the cores, as a launcher from outside would."""
         local = self.environment.local_world_size()
-        if local > 1 and "OMP_NUM_THREADS" not in os.environ:
+        threads = threads_per_process(local) if local > 1 else None
+        if threads is not None:
             self._threads_before = torch.get_num_threads()
-            torch.set_num_threads(max(1, (os.cpu_count() or 1) // local))
+            torch.set_num_threads(threads)
 
-    def _setup_process_group(self) -> None:
+    def setup_communication(self) -> Store | None:
+        """Join torch's process group, or use the one that exists."""
         environment = self.environment
         rank, world_size = environment.global_rank(), environment.world_size()
         store: Store
@@ -149,7 +148,7 @@ class ParallelStrategy(Strategy):
                 self._backend(), store=store, rank=rank, world_size=world_size, timeout=self.timeout
             )
             self._owns_process_group = True
-        self._watch = RankWatch(store, rank, world_size).start()
+        return store
 
     def _backend(self) -> str:
         backend = self.process_group_backend or self.accelerator.backend
@@ -244,6 +243,7 @@ class ParallelStrategy(Strategy):
         if self.world_size > 1:
             with self.guard("averaging of the gradients"):
                 collectives.average_gradients(list(self.module.parameters()))
+        self.gradients_synced = True
 
     # -- manual optimization and state -----------------------------------------------------------------------
 
@@ -264,7 +264,7 @@ class ParallelStrategy(Strategy):
             return step
         if not getattr(self.module, "automatic_optimization", True):
             return step  # each manual_backward averages by hand: its backward passes run inside the step
-        return forward_through(self.model, self.module, step)
+        return forward_through(self, self.module, step)
 
     def manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         self.backward(loss, *args, **kwargs)
@@ -281,14 +281,15 @@ def _own_buffer_memory(module: nn.Module) -> None:
                 owner._buffers[name] = buffer.clone(memory_format=torch.contiguous_format)
 
 
-def forward_through(wrapper: nn.Module, module: Any, step: Callable[..., Any]) -> Callable[..., Any]:
-    """``step`` run as the forward of ``wrapper``, which wraps ``module`` and hooks only forward.
+def forward_through(strategy: ParallelStrategy, module: Any, step: Callable[..., Any]) -> Callable[..., Any]:
+    """``step`` run as the forward of ``strategy.model``, which wraps ``module`` and hooks only forward.
 
     While the wrapper calls the module, the module's forward is the step; inside the step it is its own again, so
-    that the user's ``self(x)`` means what it says.
+    that the user's ``self(x)`` means what it says. The wrapper is looked up each time: whoever keeps the step does not
+    keep the wrapper, and what it holds of the process group, beyond the strategy's life.
     """
     attributes = module.__dict__
-    own_forward = attributes.get("forward")
+    own_forward: Any = None  # one that was set on the instance, perhaps in the midst of training
 
     def redirected(*args: Any, **kwargs: Any) -> Any:
         if own_forward is None:
@@ -298,9 +299,11 @@ def forward_through(wrapper: nn.Module, module: Any, step: Callable[..., Any]) -
         return step(*args, **kwargs)
 
     def call(*args: Any) -> Any:
+        nonlocal own_forward
+        own_forward = attributes.get("forward")
         attributes["forward"] = redirected
         try:
-            return wrapper(*args)
+            return strategy.model(*args)
         finally:
             if attributes.get("forward") is redirected:  # the wrapper never reached the module
                 if own_forward is None:
