@@ -36,6 +36,7 @@ class _HasHyperparameters:
     """``save_hyperparameters``, ``hparams`` and ``load_from_checkpoint`` for modules and data modules."""
 
     _hyperparameter_key = "hyper_parameters"
+    _hyperparameter_name_key = "hparams_name"
 
     @property
     def hparams(self) -> Hyperparameters:
@@ -45,27 +46,31 @@ class _HasHyperparameters:
             found = self.__dict__["_hparams"] = Hyperparameters()
         return found
 
-    def save_hyperparameters(
-        self, *names: str | Mapping[str, Any], ignore: str | Iterable[str] = (), logger: bool = True
-    ) -> None:
+    def save_hyperparameters(self, *names: Any, ignore: str | Iterable[str] = (), logger: bool = True) -> None:
         """Keep the arguments of ``__init__``; they are put into checkpoints and rebuild the object from one.
 
         Called inside ``__init__``, as its first lines.
 
         Args:
-            names: arguments to keep, all when empty; or one mapping to keep instead.
+            names: arguments to keep, all when empty; or one mapping or namespace to keep instead.
             ignore: arguments to leave out, such as modules.
             logger: whether the loggers get them too.
         """
         self.__dict__["_log_hyperparams"] = logger
-        if len(names) == 1 and isinstance(names[0], Mapping):
-            self.hparams.update(names[0])
-            return
         ignored = {ignore} if isinstance(ignore, str) else set(ignore)
         frame = inspect.currentframe()
         caller = frame.f_back if frame is not None else None
+        if len(names) == 1 and not isinstance(names[0], str):
+            whole = names[0]
+            values = whole if isinstance(whole, Mapping) else getattr(whole, "__dict__", None)
+            if values is None:
+                raise ValueError(f"'names' must be names of arguments, or one mapping or namespace (got {whole!r})")
+            self.hparams.update({key: value for key, value in values.items() if key not in ignored})
+            given = inspect.getargvalues(caller).locals if caller is not None else {}
+            self.__dict__["_hparams_name"] = next((name for name, value in given.items() if value is whole), None)
+            return
         collected: dict[str, Any] = {}
-        while caller is not None and caller.f_code.co_name == "__init__" and self in caller.f_locals.values():
+        while caller is not None and caller.f_code.co_name == "__init__" and _holds(caller, self):
             collected.update(_frame_arguments(caller, self))  # outer frames are the more derived classes
             caller = caller.f_back
         for name in names:
@@ -92,7 +97,10 @@ class _HasHyperparameters:
         checkpoint = TorchCheckpointIO().load_checkpoint(path, map_location=map_location, weights_only=weights_only)
         saved = dict(checkpoint.get(cls._hyperparameter_key) or {})
         accepted = inspect.signature(cls.__init__).parameters
-        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values()):
+        whole = checkpoint.get(cls._hyperparameter_name_key)
+        if whole in accepted:  # they were given in one argument, so they go back into it
+            saved = {whole: Hyperparameters(saved)}
+        elif not any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values()):
             saved = {name: value for name, value in saved.items() if name in accepted}
         try:
             loaded = cls(**{**saved, **arguments})
@@ -106,6 +114,10 @@ class _HasHyperparameters:
 
     def _restore(self, checkpoint: dict[str, Any], *, strict: bool) -> None:
         raise NotImplementedError
+
+
+def _holds(frame: Any, owner: Any) -> bool:
+    return any(value is owner for value in frame.f_locals.values())  # ``in`` would ask arrays whether they are equal
 
 
 def _frame_arguments(frame: Any, owner: Any) -> dict[str, Any]:
@@ -435,8 +447,15 @@ class DataModule(_HasHyperparameters):
     """
 
     _hyperparameter_key = "datamodule_hyper_parameters"
+    _hyperparameter_name_key = "datamodule_hparams_name"
 
     trainer: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a copy of the data is not a copy of the run
+        state = dict(self.__dict__)
+        state.pop("trainer", None)
+        return state
 
     def prepare_data(self) -> None:
         """On local rank 0 of each node: download, unpack. Sets no state."""

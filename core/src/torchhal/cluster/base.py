@@ -64,6 +64,13 @@ class ClusterEnvironment(ABC):
     def main_port(self) -> int:
         """Port on which rank 0 listens, 1 to 65535; the same on all ranks, another for another job (ENV-07)."""
 
+    def configure(self, num_nodes: int, local_world_size: int) -> None:
+        """Told before a launch what was asked for. An environment in which torchhal starts the processes needs it."""
+
+    def set_rendezvous(self, address: str, port: int) -> None:
+        """Told by the launcher, in the process that launches and is a rank itself, where the ranks meet: from now on
+        :meth:`world_size` counts them all."""
+
     def validate_settings(self, *, num_devices: int, num_nodes: int) -> None:
         """Raise ConfigurationError showing both numbers when the job isn't what the user asked for (ENV-11)."""
 

@@ -65,9 +65,13 @@ class SubprocessScriptLauncher(Launcher):
         launched = self._start_or_find()
         children = launched.children
         children.check()
-        set_rendezvous = getattr(self.environment, "set_rendezvous", None)
-        if set_rendezvous is not None:
-            set_rendezvous(launched.address, launched.port)
+        self.environment.set_rendezvous(launched.address, launched.port)
+        if self.environment.world_size() != self.num_processes * self.num_nodes:
+            raise LaunchError(
+                f"{self.num_processes * self.num_nodes} processes were started, but {self.environment!r} counts "
+                f"{self.environment.world_size()}: an environment in which torchhal starts the processes must follow "
+                "configure() and set_rendezvous()"
+            )
         try:
             with children.inside():
                 result = function(*args, **kwargs)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 from datetime import timedelta
+from numbers import Integral
 from typing import Any
 
 from torchhal.errors import ConfigurationError
@@ -18,24 +20,27 @@ def check_bool(name: str, value: Any) -> bool:
 def check_count(name: str, value: Any, *, minimum: int, unlimited: bool = False) -> int:
     """An int of at least ``minimum``; -1 too where that means without limit. ``True`` is no count."""
     allowed = f"an int of at least {minimum}" + (", or -1 for no limit" if unlimited else "")
-    if isinstance(value, bool) or not isinstance(value, int) or (value < minimum and not (unlimited and value == -1)):
+    if not _is_int(value) or (value < minimum and not (unlimited and value == -1)):
         raise ConfigurationError(f"'{name}' must be {allowed} (got {value!r})")
-    return value
+    return int(value)
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)  # NumPy's integers are Integral too
 
 
 def check_optional_count(name: str, value: Any, *, minimum: int, unlimited: bool = False) -> int | None:
     return None if value is None else check_count(name, value, minimum=minimum, unlimited=unlimited)
 
 
-def check_limit(name: str, value: Any) -> int | float:
-    """A number of batches (int) or a share of them (float, 0.0 to 1.0); None means all."""
-    if value is None:
+def check_limit(name: str, value: Any, *, optional: bool = True) -> int | float:
+    """A number of batches (int) or a share of them (float, 0.0 to 1.0); None, where optional, means all."""
+    if value is None and optional:
         return 1.0
-    if not isinstance(value, bool):
-        if isinstance(value, int) and value >= 0:
-            return value
-        if isinstance(value, float) and 0.0 <= value <= 1.0:
-            return value
+    if _is_int(value) and value >= 0:
+        return int(value)
+    if isinstance(value, float) and 0.0 <= value <= 1.0:
+        return value
     raise ConfigurationError(
         f"'{name}' must be a number of batches (int of at least 0) or a share of them (float from 0.0 to 1.0) "
         f"(got {value!r})"
@@ -46,11 +51,10 @@ def check_interval(name: str, value: Any) -> int | float:
     """Every n batches (int of at least 1) or n times an epoch as a share (float in (0, 1])."""
     if value is None:
         return 1.0
-    if not isinstance(value, bool):
-        if isinstance(value, int) and value >= 1:
-            return value
-        if isinstance(value, float) and 0.0 < value <= 1.0:
-            return value
+    if _is_int(value) and value >= 1:
+        return int(value)
+    if isinstance(value, float) and 0.0 < value <= 1.0:
+        return value
     raise ConfigurationError(
         f"'{name}' must be a number of batches (int of at least 1) or a share of an epoch (float above 0.0, at most "
         f"1.0) (got {value!r})"
@@ -79,7 +83,7 @@ def check_max_time(value: Any) -> timedelta | None:
     elif isinstance(value, dict):
         try:
             result = timedelta(**value)
-        except TypeError:
+        except (TypeError, ValueError, OverflowError):
             result = None
     elif isinstance(value, str):
         parts = value.split(":")
@@ -98,6 +102,28 @@ def check_fast_dev_run(value: Any) -> int:
     if isinstance(value, bool):
         return int(value)
     return check_count("fast_dev_run", value, minimum=0)
+
+
+def check_deterministic(value: Any) -> bool | str:
+    if isinstance(value, bool) or (isinstance(value, str) and value == "warn"):
+        return value
+    raise ConfigurationError(f"'deterministic' must be True, False or 'warn' (got {value!r})")
+
+
+def check_folder(name: str, value: Any) -> str:
+    """A local path or an fsspec URL as str; the working directory for None."""
+    path = os.getcwd() if value is None else os.fspath(value) if isinstance(value, os.PathLike) else value
+    if not isinstance(path, str) or not path:
+        raise ConfigurationError(f"'{name}' must be a path or None (got {value!r})")
+    return path
+
+
+def check_ckpt_path(value: Any) -> str | None:
+    """A path, an fsspec URL, "last" or "best", as str."""
+    path = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if path is None or (isinstance(path, str) and path):
+        return path
+    raise ConfigurationError(f"'ckpt_path' must be a path, 'last', 'best' or None (got {value!r})")
 
 
 def check_order(lower_name: str, lower: int | None, upper_name: str, upper: int | None) -> None:

@@ -34,13 +34,18 @@ def dump_checkpoint(trainer: Trainer, *, weights_only: bool = False) -> dict[str
         "global_step": trainer.global_step,
         "state_dict": strategy.module_state_dict(),
     }
-    for owner, key in ((module, "hyper_parameters"), (trainer.datamodule, "datamodule_hyper_parameters")):
+    for owner, key, name_key in (
+        (module, "hyper_parameters", "hparams_name"),
+        (trainer.datamodule, "datamodule_hyper_parameters", "datamodule_hparams_name"),
+    ):
         hparams = getattr(owner, "hparams", None)
         if isinstance(hparams, Mapping) and hparams:
             checkpoint[key] = _plain_hparams(trainer, hparams)
+            if getattr(owner, "_hparams_name", None) is not None:  # all of them came in this one argument
+                checkpoint[name_key] = owner._hparams_name
     if not weights_only:
         checkpoint["optimizer_states"] = [strategy.optimizer_state(optimizer) for optimizer in strategy.optimizers]
-        checkpoint["lr_schedulers"] = [config.scheduler.state_dict() for config in strategy.lr_scheduler_configs]
+        checkpoint["lr_schedulers"] = [strategy.scheduler_state(config) for config in strategy.lr_scheduler_configs]
         checkpoint["precision"] = strategy.precision.state_dict()
         checkpoint["callbacks"] = callback_states(trainer)
         fit = trainer.fit_loop
@@ -105,8 +110,8 @@ def _is_plain(value: Any) -> bool:
     return type(value) is dict and all(_is_plain(key) and _is_plain(item) for key, item in value.items())
 
 
-def restore_weights(trainer: Trainer, checkpoint: dict[str, Any], path: str) -> None:
-    """The module's weights, after its hooks have seen the checkpoint."""
+def show_checkpoint(trainer: Trainer, checkpoint: dict[str, Any], path: str) -> None:
+    """Let callbacks and module see what is about to be loaded, while the module may still change its parameters."""
     module = trainer.module
     if "state_dict" not in checkpoint:
         raise CheckpointMismatchError(
@@ -119,6 +124,11 @@ def restore_weights(trainer: Trainer, checkpoint: dict[str, Any], path: str) -> 
             hook(trainer, module, checkpoint)
     if hasattr(module, "on_load_checkpoint"):
         module.on_load_checkpoint(checkpoint)
+
+
+def restore_weights(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+    """The module's weights, through the strategy that has set it up."""
+    module = trainer.module
     strict = getattr(module, "strict_loading", True)
     trainer.strategy.load_module_state_dict(checkpoint["state_dict"], strict=strict)
 
@@ -136,7 +146,7 @@ def restore_training(trainer: Trainer, checkpoint: dict[str, Any], path: str) ->
         strategy.load_optimizer_state(optimizer, state)
     _match(path, "lr_scheduler", checkpoint["lr_schedulers"], strategy.lr_scheduler_configs)
     for config, state in zip(strategy.lr_scheduler_configs, checkpoint["lr_schedulers"], strict=True):
-        config.scheduler.load_state_dict(state)
+        strategy.load_scheduler_state(config, state)
     strategy.precision.load_state_dict(checkpoint["precision"])
     load_callback_states(trainer, checkpoint["callbacks"])
     loops = checkpoint["loops"]
@@ -193,6 +203,10 @@ def last_checkpoint(trainer: Trainer) -> str | None:
     return max(found)[1] if found else None
 
 
+def _folders(trainer: Trainer) -> str:
+    return ", ".join(repr(callback.candidate_folders(trainer)[0]) for callback in trainer.checkpoint_callbacks)
+
+
 def resolve_path(trainer: Trainer, ckpt_path: Any) -> str | None:
     """The file that ``ckpt_path`` means: None, a path, "last" or "best"."""
     if ckpt_path is None:
@@ -209,6 +223,11 @@ def resolve_path(trainer: Trainer, ckpt_path: Any) -> str | None:
             raise ConfigurationError("ckpt_path='last' needs a ModelCheckpoint callback, which knows the folder")
         # one answer, even if the ranks' views of the folder differ
         path: str | None = trainer.strategy.broadcast(last_checkpoint(trainer))
+        if path is None and trainer.state.fn != "fit":
+            raise ConfigurationError(
+                f"ckpt_path='last' needs a checkpoint, and there is none in {_folders(trainer)}: pass a path, or None "
+                f"to {trainer.state.fn} the model as it is"
+            )
         if path is None:
             trainer.warn_once("ckpt_path='last': there is no checkpoint yet, so training starts from the beginning")
         return path

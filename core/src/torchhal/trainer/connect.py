@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +20,10 @@ class Attachments:
     test: Any = None
     predict: Any = None
     keep_predictions: bool = True
+    asked_for_callbacks: Any = None
+    """The model whose ``configure_callbacks`` are among the Trainer's callbacks."""
+    ready: bool = False
+    """Whether all ``setup`` hooks have run, so that loaders may be asked for."""
     validation_data: EvaluationData = field(default_factory=EvaluationData)
     evaluation_data: EvaluationData = field(default_factory=EvaluationData)
 
@@ -31,7 +34,7 @@ def make_loggers(logger: Any, root: str) -> list[Any]:
         return [CSVLogger(root)]
     if logger in (False, None):
         return []
-    loggers = list(logger) if isinstance(logger, Sequence) else [logger]
+    loggers = list(logger) if isinstance(logger, list | tuple) else [logger]
     for item in loggers:
         if not hasattr(item, "log_metrics"):
             raise ConfigurationError(f"'logger' must be True, False, a logger or several (got {item!r})")
@@ -50,7 +53,7 @@ def make_callbacks(
     if callbacks is None:
         chosen: list[Any] = []
     else:
-        chosen = list(callbacks) if isinstance(callbacks, Sequence) else [callbacks]
+        chosen = list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
     for callback in chosen:
         if isinstance(callback, type) or not (isinstance(callback, Callback) or hasattr(callback, "on_train_start")):
             raise ConfigurationError(f"'callbacks' must be a Callback or several (got {callback!r})")

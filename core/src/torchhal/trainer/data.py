@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -38,15 +38,24 @@ def limit_length(length: int | None, limit: int | float, name: str) -> int | Non
     """How many of ``length`` batches ``limit`` allows; None for "until it ends"."""
     if isinstance(limit, int):
         return limit if length is None else min(limit, length)
-    if limit == 1.0:
-        return length
+    if limit in (0.0, 1.0):
+        return length if limit else 0
     if length is None:
-        if limit == 0.0:
-            return 0
         raise ConfigurationError(
             f"'{name}' is a share of the batches ({limit}), but the loader doesn't know how many it has: use an int"
         )
-    return int(length * limit)
+    count = share_of(length, limit)
+    if length and not count:
+        raise ConfigurationError(
+            f"'{name}' must leave at least one batch (got {limit} of {length} batches): use {1 / length:.2g} or more, "
+            "an int, or 0 to leave all out"
+        )
+    return count
+
+
+def share_of(length: int, share: float) -> int:
+    """Whole batches in this share of ``length``: 0.57 of 100 is 57, though the product is 56.99999999999999."""
+    return int(round(length * share, 6))
 
 
 def as_loaders(value: Any) -> list[Any]:
@@ -61,15 +70,39 @@ def as_loaders(value: Any) -> list[Any]:
 
 
 def _is_loader(value: Any) -> bool:
-    # a batch may be a list, a tuple, a dict or a tensor; anything else that can be iterated feeds batches
+    # a batch may be a list, a tuple, a mapping, a tensor or a graph; anything else that can be iterated feeds batches
     return isinstance(value, DataLoader) or (
-        isinstance(value, Iterable) and not isinstance(value, list | tuple | dict | str) and not hasattr(value, "shape")
+        isinstance(value, Iterable)
+        and not isinstance(value, list | tuple | Mapping | str | bytes)
+        and not hasattr(value, "shape")
+        and not hasattr(value, "to")
     )
 
 
 def check_loader(loader: Any, what: str) -> None:
-    if not isinstance(loader, Iterable):
-        raise ModelError(f"'{what}' must be an iterable of batches, such as a DataLoader (got {loader!r})")
+    if isinstance(loader, type | str | bytes | Mapping) or not isinstance(loader, Iterable):
+        hint = ": combine the loaders in one" if isinstance(loader, Mapping) else ""
+        raise ModelError(f"'{what}' must be an iterable of batches, such as a DataLoader (got {loader!r}){hint}")
+
+
+def check_training_loader(loader: Any) -> None:
+    check_loader(loader, "train_dataloaders")
+    if isinstance(loader, list | tuple) and loader and all(map(_is_loader, loader)):
+        hint = "combine them in one" if len(loader) > 1 else "pass that loader itself"
+        raise ModelError(
+            f"'train_dataloaders' must be one iterable of batches (got a {type(loader).__name__} of {len(loader)} "
+            f"loader(s)): {hint}"
+        )
+
+
+def no_batch(what: str, loader: Any) -> ModelError:
+    """The error for a loader that gave nothing."""
+    if isinstance(loader, Iterator):
+        return ModelError(
+            f"{what} gave no batch: a {type(loader).__name__} can be read only once. Pass an object that can be "
+            "iterated again, such as a DataLoader or a list"
+        )
+    return ModelError(f"{what} gave no batch: is the dataset empty, or smaller than one batch under drop_last?")
 
 
 def find_loaders(stage: str, given: Any, module: Any, datamodule: Any) -> Any:
@@ -88,7 +121,7 @@ def prepare_loader(loader: Any, trainer: Trainer, *, training: bool) -> Any:
     """``loader`` for this rank: the user's object is never changed."""
     if not isinstance(loader, DataLoader):
         return loader
-    if training and trainer.overfit_batches:
+    if trainer.overfit_batches and trainer.state.fn == "fit":
         loader = samplers.sequential(loader)
     share = trainer.strategy.distributed_sampler_kwargs
     if share is not None and share["num_replicas"] > 1 and trainer.use_distributed_sampler:
@@ -118,11 +151,28 @@ class EvaluationData:
         loaders = as_loaders(given)
         for loader in loaders:
             check_loader(loader, what)
+            if loader_length(loader) == 0 and limit:
+                raise no_batch(f"a loader of {what!r}" if len(loaders) > 1 else f"the loader of {what!r}", loader)
         prepared = [prepare_loader(loader, trainer, training=False) for loader in loaders]
         return cls(prepared, [limit_length(loader_length(loader), limit, limit_name) for loader in prepared])
 
     def __bool__(self) -> bool:
         return any(length != 0 for length in self.lengths)
+
+
+def load_validation_data(trainer: Trainer) -> EvaluationData:
+    """What a fit validates on; nothing where the model has no ``validation_step`` or no batch is wanted."""
+    limit = trainer.overfit_batches or trainer.limit_val_batches
+    module, given = trainer.module, trainer.attachments.validate
+    if not callable(getattr(module, "validation_step", None)):
+        if given is not None:
+            trainer.warn_once(f"{type(module).__name__} has no validation_step, so val_dataloaders is not used")
+        return EvaluationData()
+    if not limit:
+        return EvaluationData()
+    found = find_loaders("validate", given, module, trainer.datamodule)
+    name = "overfit_batches" if trainer.overfit_batches else "limit_val_batches"
+    return EvaluationData.build(found, trainer, limit, name, "val_dataloaders")
 
 
 class TrainingData:
@@ -136,17 +186,20 @@ class TrainingData:
     """
 
     def __init__(self, loader: Any, trainer: Trainer) -> None:
-        check_loader(loader, "train_dataloaders")
-        if len(as_loaders(loader)) > 1 and as_loaders(loader)[0] is not loader:
-            raise ModelError(
-                f"'train_dataloaders' must be one iterable of batches (got {len(loader)} loaders): combine them in one"
-            )
+        check_training_loader(loader)
         self.trainer = trainer
         self.loader = prepare_loader(loader, trainer, training=True)
         self.loader_length = loader_length(self.loader)
-        self.length = limit_length(self.loader_length, trainer.limit_train_batches, "limit_train_batches")
+        limit, name = trainer.limit_train_batches, "limit_train_batches"
+        if trainer.overfit_batches:
+            limit, name = trainer.overfit_batches, "overfit_batches"
+        if self.loader_length == 0 and limit:
+            raise no_batch("the training loader", loader)
+        self.length = limit_length(self.loader_length, limit, name)
         self.epoch_rng: dict[str, Any] | None = None
         self.generator_states: list[Any] = []
+        self.is_new = True
+        """Whether no epoch has read from it yet."""
         self._check_ranks_agree()
 
     def _check_ranks_agree(self) -> None:
@@ -174,6 +227,7 @@ class TrainingData:
 
     def epoch(self, epoch: int) -> Iterator[Any]:
         """A fresh epoch from its first batch."""
+        self.is_new = False
         samplers.set_epoch(self.loader, epoch)
         strategy = self.trainer.strategy
         self.epoch_rng = rng.collect(strategy.accelerator, strategy.root_device)
@@ -183,6 +237,7 @@ class TrainingData:
 
     def resume(self, epoch: int, skip: int, position: dict[str, Any], then: Callable[[], None]) -> Iterator[Any]:
         """The epoch of ``position`` from its batch number ``skip``; ``then`` restores the generators of that point."""
+        self.is_new = False
         samplers.set_epoch(self.loader, epoch)
         strategy = self.trainer.strategy
         loader = self.loader

@@ -10,7 +10,7 @@ from torch import nn
 
 from torchhal.errors import ModelError
 from torchhal.trainer.calls import adapt_step
-from torchhal.trainer.data import EvaluationData, batch_transfer, close_iterator
+from torchhal.trainer.data import EvaluationData, batch_transfer, close_iterator, loader_length, no_batch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -97,7 +97,8 @@ class EvaluationLoop:
         transfer = batch_transfer(trainer, trainer.module)
         start_hook, end_hook = f"on_{word}_batch_start", f"on_{word}_batch_end"
         batch_start, batch_end = hooks.has(start_hook), hooks.has(end_hook)
-        keep = stage == "predict"
+        keep = stage == "predict" and trainer.attachments.keep_predictions
+        alone = trainer.world_size == 1  # a rank may be left without a batch
         outputs: list[list[Any]] = []
         for index, (loader, length) in enumerate(zip(data.loaders, data.lengths, strict=True)):
             self.dataloader_idx = index
@@ -106,7 +107,10 @@ class EvaluationLoop:
             outputs.append(kept)
             if length == 0:
                 continue
+            size = loader_length(loader)
+            limited = length is not None and length != size  # the loader's own end is reached as a for loop does
             iterator = iter(loader)
+            batch_idx = -1
             try:
                 for batch_idx, batch in enumerate(iterator):
                     self.batch_idx = batch_idx
@@ -121,10 +125,20 @@ class EvaluationLoop:
                         hooks.call(end_hook, output, batch, batch_idx, index)
                     if keep:
                         kept.append(output)
-                    if watch.flag:
+                    del output  # or the next step would run beside all that this one returned
+                    if watch.flag and self._signalled():
                         return outputs, True
-                    if length is not None and batch_idx + 1 >= length:
+                    if limited and batch_idx + 1 == length:
                         break
             finally:
                 close_iterator(iterator)
+            if batch_idx < 0 and size is None and alone:
+                raise no_batch(f"loader {index} of {word}" if several else f"the {word} loader", loader)
         return outputs, False
+
+    def _signalled(self) -> bool:
+        """Whether a signal ends the run; any other wish to stop can wait for the end of this evaluation."""
+        watch = self.trainer.strategy.watch
+        watch.at_boundary()  # raises if another rank has failed
+        signum = watch.stop_signal
+        return signum is not None and signum > 0

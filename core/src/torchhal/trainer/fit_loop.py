@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torchhal.errors import ConfigurationError, ModelError
 from torchhal.trainer import rng
 from torchhal.trainer.calls import module_hook
-from torchhal.trainer.data import TrainingData, batch_transfer, close_iterator
+from torchhal.trainer.data import TrainingData, batch_transfer, close_iterator, load_validation_data, no_batch
 from torchhal.trainer.optimization import Optimization, step_schedulers
 
 if TYPE_CHECKING:
@@ -54,6 +54,8 @@ class FitLoop:
         self.started = 0.0
         self.data: TrainingData | None = None
         self.optimization: Optimization | None = None
+        self._got_batch = False
+        self._wish: int | None = None
         self._resume_position: dict[str, Any] | None = None
         self._resume_rng: dict[str, Any] | None = None
 
@@ -93,6 +95,18 @@ class FitLoop:
         if self.epoch_done:
             self._next_epoch()
 
+    def begin(self) -> None:
+        """A new fit: forget the data and what an earlier one, which may have failed, was about to resume."""
+        self.data = None
+        self._resume_position = self._resume_rng = None
+        self.restored_gradients = False
+
+    def go_on(self) -> None:
+        """A fit without a checkpoint: from where this Trainer is, at the beginning of an epoch."""
+        if self.epoch_done:
+            self._next_epoch()
+        self.batches_done = 0
+
     def resume(self, position: dict[str, Any] | None, generators: dict[str, Any] | None) -> None:
         """Continue from this rank's data position and generator states at the next :meth:`run`."""
         self._resume_position = position
@@ -112,17 +126,35 @@ class FitLoop:
         self.deadline = None
         if trainer.max_time is not None:
             self.deadline = self.started + trainer.max_time.total_seconds() - self.elapsed_before
-        if not self._done() and self.data.length != 0:
-            self.optimization = Optimization(trainer)
-            trainer.hooks.call("on_train_start")
-            if not self.batches_done:
-                self._restore_rng()
-            while not self._done():
-                self._run_epoch()
-            trainer.hooks.call("on_train_end")
-            signum = trainer.strategy.watch.at_end()
-            if signum is not None and signum > 0:
-                raise Interrupted(signum)
+            if self.elapsed_before >= trainer.max_time.total_seconds():
+                trainer.should_stop = True  # the same on every rank, unlike the clocks
+        self._wish = None
+        if self.data.length == 0:
+            return
+        if self._done():
+            if self.epoch or self.total_batches:  # not what was asked for, as with max_epochs=0
+                trainer.warn_once(
+                    f"fit has nothing to do: {self._reached()}. To go on, raise trainer.fit_loop.max_epochs or "
+                    "max_steps; another model wants a Trainer of its own"
+                )
+            return
+        try:
+            self._run()
+        finally:
+            self.elapsed_before, self.started = self.elapsed(), 0.0
+
+    def _run(self) -> None:
+        trainer = self.trainer
+        self.optimization = Optimization(trainer)
+        trainer.hooks.call("on_train_start")
+        if not self.batches_done:
+            self._restore_rng()
+        while not self._done():
+            self._run_epoch()
+        trainer.hooks.call("on_train_end")
+        signum = trainer.strategy.watch.at_end()
+        if signum is not None and signum > 0:
+            raise Interrupted(signum)
 
     def _restore_rng(self) -> None:
         generators, self._resume_rng = self._resume_rng, None
@@ -139,11 +171,18 @@ class FitLoop:
             return True
         if trainer.max_epochs is not None and trainer.max_epochs != -1 and self.epoch >= trainer.max_epochs:
             return True
+        return trainer.should_stop and self._minimum_reached()
+
+    def _reached(self) -> str:
+        trainer = self.trainer
+        if self._steps_reached():
+            return f"max_steps={trainer.max_steps} is reached at optimizer step {self.global_step}"
         if trainer.should_stop:
-            if self._minimum_reached():
-                return True
-            trainer.should_stop = False
-        return False
+            return "trainer.should_stop is set, or max_time is used up"
+        return f"max_epochs={trainer.max_epochs} is reached after {self.epoch} epoch(s)"
+
+    def _late(self) -> bool:
+        return self.deadline is not None and time.monotonic() > self.deadline
 
     def _minimum_reached(self) -> bool:
         trainer = self.trainer
@@ -163,8 +202,10 @@ class FitLoop:
         trainer = self.trainer
         data = self.data
         assert data is not None
-        if trainer.reload_dataloaders_every_n_epochs and self.epoch % trainer.reload_dataloaders_every_n_epochs == 0:
-            data = trainer.reload_train_loader(first=self.total_batches == 0)
+        every = trainer.reload_dataloaders_every_n_epochs
+        if every and self.epoch % every == 0 and not data.is_new:
+            data = trainer.reload_train_loader()
+            trainer.attachments.validation_data = load_validation_data(trainer)
         resuming = self.batches_done > 0
         trainer.results.stage = "train"
         trainer.hooks.call("on_train_epoch_start")
@@ -175,6 +216,7 @@ class FitLoop:
             self._validate()
             self._resume_rng = rng.collect(trainer.strategy.accelerator, trainer.strategy.root_device)
         batches = self._batches()
+        self._got_batch = False
         stopped = False
         try:
             if length is None or self.batches_done < length:
@@ -183,17 +225,15 @@ class FitLoop:
                 self._exhaust(batches)
         finally:
             close_iterator(batches)
-        if self.total_batches == 0 and self.batches_done == 0:
-            raise ModelError(
-                "the training loader gave no batch: is the dataset empty, or smaller than one batch under drop_last?"
-            )
+        if not self.batches_done and not self._got_batch:  # an exhausted generator would "train" all epochs left
+            raise no_batch(f"the training loader (in epoch {self.epoch})", data.loader)
         self._end_epoch(complete=not stopped)
 
     def _run_batches(self, batches: Iterator[Any], length: int | None) -> bool:
         """The hot loop. True if it stopped before the epoch's end."""
         trainer = self.trainer
-        optimization = self.optimization
-        assert optimization is not None
+        optimization, data = self.optimization, self.data
+        assert optimization is not None and data is not None
         start_batch, hooks, watch = trainer.results.start_batch, trainer.hooks, trainer.strategy.watch
         # everything below that can be known before the first batch is looked up here and nowhere else
         step = optimization.step
@@ -206,21 +246,23 @@ class FitLoop:
         log_every = trainer.log_every_n_steps if trainer.loggers else 0
         validate_every = trainer.validation_interval(length)
         validate_last = validate_every == -1
+        whole = length is not None and length == data.loader_length
         crossing = trainer.check_val_every_n_epoch is None
         deadline = self.deadline
         alone = trainer.world_size == 1
         trainer.current_hook = "training_step"
-        source = batches if length is not None or alone else self._together(batches)
+        source = batches if data.loader_length is not None or alone else self._together(batches)
 
         for batch in source:
             # nobody looks ahead for the last one of a loader without a length: that would draw random numbers early
             last = length is not None and self.batches_done + 1 >= length
             index = self.batch_idx = self.batches_done
-            if batch_start and self._batch_start(batch, index):
-                return True
             if transfer is not None:
                 batch = transfer(batch, 0)
             start_batch(batch)
+            if batch_start and self._batch_start(batch, index):
+                self._finish_accumulation()
+                return False
             if accumulate == 1:
                 first = update = True
             else:
@@ -233,10 +275,11 @@ class FitLoop:
             self.total_batches += 1
             if schedulers and update and self.stepped:
                 self._after_update()
-            if log_every and self.global_step != before and self.global_step % log_every == 0:
+            if log_every and self.global_step // log_every != before // log_every:
                 trainer.log_step()
             if batch_end:
                 hooks.call("on_train_batch_end", output, batch, index)
+            del output  # or the next step would run beside all that this one returned
             if validate_every and (
                 last if validate_last else (self.total_batches if crossing else index + 1) % validate_every == 0
             ):
@@ -245,25 +288,27 @@ class FitLoop:
             # counted after the validation: a signal that cuts it short finds every rank still before this boundary
             watch.position += 1
             if max_steps != -1 and self.global_step >= max_steps:
-                if last:
+                if last and whole:
                     self._exhaust(batches)
                 return not last
             late = deadline is not None and time.monotonic() > deadline
             if (watch.flag or trainer.should_stop or late) and self._stop_at_boundary(alone):
                 return not last
-            if last and length is not None and length != self.data.loader_length:  # type: ignore[union-attr]
-                return False  # a limit, not the loader's end: what is left of the iterator stays unread
-        if length is None:
-            self._finish_unsized(validate_last)
+            if last:
+                if whole:  # else it was a limit, and what is left of the iterator stays unread
+                    self._exhaust(batches)
+                return False
+        # the end of a loader that didn't say it was near
+        self._finish_accumulation()
+        if validate_every and isinstance(trainer.val_check_interval, float) and self.validated_at != self.total_batches:
+            self._validate()
         return False
 
-    def _finish_unsized(self, validate_last: bool) -> None:
-        """The end of a loader that didn't say it was near: step with what has accumulated, validate."""
+    def _finish_accumulation(self) -> None:
+        """Step with what has accumulated when the epoch ends sooner than expected."""
         assert self.optimization is not None
         if self.optimization.finish():
             self._after_update()
-        if validate_last and self.validated_at != self.total_batches:
-            self._validate()
 
     def _has_step_schedulers(self) -> bool:
         trainer = self.trainer
@@ -295,13 +340,14 @@ class FitLoop:
     def _batch_start(self, batch: Any, index: int) -> bool:
         """The hooks before a batch; True when one of them ends the epoch."""
         trainer = self.trainer
+        self._got_batch = True
         trainer.current_hook = "on_train_batch_start"
         for function in trainer.hooks.of_callbacks("on_train_batch_start"):
             function(trainer, trainer.module, batch, index)
         own = trainer.hooks.of_module("on_train_batch_start")
         response = own(batch, index) if own is not None else None
         trainer.current_hook = "training_step"
-        return bool(response == -1)
+        return isinstance(response, int) and response == -1
 
     def _stop_at_boundary(self, alone: bool) -> bool:
         """Somebody wants to stop: True when every rank does so here; raises Interrupted for a signal."""
@@ -310,21 +356,18 @@ class FitLoop:
         if alone:
             if watch.flag and (signum := watch.at_boundary()) is not None:
                 raise Interrupted(signum)
-            if self.deadline is not None and time.monotonic() > self.deadline:
-                trainer.should_stop = True
+            trainer.should_stop = trainer.should_stop or self._late()
             return trainer.should_stop and self._minimum_reached()
         # one rank's clock or callback may be alone in this: agree as on a signal, without a collective per step
-        if trainer.should_stop:
-            if not self._minimum_reached():
-                return False
-            watch.request_stop(STOP_ASKED)
-        elif self.deadline is not None and time.monotonic() > self.deadline:
-            watch.request_stop(OUT_OF_TIME)
+        wish = STOP_ASKED if trainer.should_stop else OUT_OF_TIME if self._late() else None
+        if wish is not None and wish != self._wish and self._minimum_reached():
+            self._wish = wish  # once: a signal that comes later must not be forgotten over it
+            watch.request_stop(wish)
         if watch.flag and (signum := watch.at_boundary()) is not None:
             if signum > 0:
                 raise Interrupted(signum)
             trainer.should_stop = True
-            return True
+            return self._minimum_reached()
         return False
 
     def _together(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -352,12 +395,10 @@ class FitLoop:
         trainer.call_epoch_end("on_train_epoch_end", before_monitors=lambda: self._epoch_schedulers(complete))
         trainer.log_epoch()
         results.reset()
+        trainer.should_stop = trainer.should_stop or self._late()
         if trainer.world_size > 1:
             trainer.should_stop = trainer.strategy.reduce_boolean_decision(trainer.should_stop, all=False)
         if complete:
-            self._next_epoch()
-        elif not self._done():
-            # the hooks asked for the next epoch (on_train_batch_start returned -1)
             self._next_epoch()
 
     def _epoch_schedulers(self, complete: bool) -> None:

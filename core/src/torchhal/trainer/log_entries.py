@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +25,9 @@ class Ranks(Protocol):
 
     @property
     def global_rank(self) -> int: ...
+
+    @property
+    def is_data_leader(self) -> bool: ...
 
     def all_gather_object(self, value: Any) -> list[Any]: ...
 
@@ -316,16 +318,16 @@ def fold(payloads: list[Payload]) -> list[Payload]:
     return list(folded.values())
 
 
-def combine(payloads: list[Payload], all_gather_object: Callable[[Any], list[Any]]) -> list[Payload]:
+def combine(payloads: list[Payload], ranks: Ranks) -> list[Payload]:
     """The payloads of all ranks folded key by key, the same on every rank; unsynced keys stay this rank's own.
 
     Totals travel as exact numbers together with the keys: one collective, in which a rank without a key simply
-    brings none.
+    brings none. Of ranks that see the same samples, one brings them.
     """
     shared = [payload for payload in payloads if payload["sync"]]
     for payload, total in zip(shared, _to_host([payload["total"] for payload in shared]), strict=True):
         payload["total"], payload["weight"] = total, _number(payload["weight"])
-    gathered = all_gather_object(shared)
+    gathered = ranks.all_gather_object(shared if ranks.is_data_leader else [])
     return fold([payload for rank in gathered for payload in rank]) + [
         payload for payload in payloads if not payload["sync"]
     ]

@@ -77,7 +77,7 @@ def parse_optimizers(value: Any, model: str, module: Any) -> tuple[list[Optimize
 
 
 def _from_dict(value: Mapping[str, Any], model: str) -> tuple[list[Any], list[Any]]:
-    if unknown := sorted(set(value) - {"optimizer", "lr_scheduler", "monitor", "frequency"}):
+    if unknown := sorted(set(value) - {"optimizer", "lr_scheduler", "monitor"}):
         raise ModelError(
             f"{model}.configure_optimizers returned a dict with the keys {', '.join(map(repr, unknown))}; it may hold "
             "'optimizer', 'lr_scheduler' and 'monitor'"
@@ -87,8 +87,9 @@ def _from_dict(value: Mapping[str, Any], model: str) -> tuple[list[Any], list[An
     scheduler = value.get("lr_scheduler")
     if scheduler is None:
         return [value["optimizer"]], []
-    if not isinstance(scheduler, Mapping) and value.get("monitor") is not None:
-        scheduler = {"scheduler": scheduler, "monitor": value["monitor"]}
+    if value.get("monitor") is not None and not isinstance(scheduler, SchedulerConfig):
+        own = scheduler if isinstance(scheduler, Mapping) else {"scheduler": scheduler}
+        scheduler = {"monitor": value["monitor"], **own}
     return [value["optimizer"]], [scheduler]
 
 
@@ -138,7 +139,7 @@ class WrappedOptimizer:
         self.optimizer = optimizer
         self._step = step
 
-    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Run ``closure`` and update the parameters; the closure's value."""
         return self._step(self.optimizer, closure)
 
@@ -202,15 +203,23 @@ class Optimization:
         self.wrap_optimizers()
         self._check()
         self.run = adapt_step(strategy.step_function("training_step"), module.training_step, several_loaders=False)
+        self.owns_step = "owns_step" in strategy.features
+        self.owns_backward = "owns_backward" in strategy.features
+        self.owns_accumulation = "owns_accumulation" in strategy.features
+        self.alone = trainer.world_size == 1
         self.check_finite = trainer.detect_anomaly
         self.no_sync = strategy.no_backward_sync() if self.accumulate > 1 else None
         self._bind_hooks()
         self.has_gradients = trainer.fit_loop.restored_gradients
         """Whether a backward has run since the last optimizer step."""
+        trainer.fit_loop.restored_gradients = False
+        self.skipped = False
+        """Whether the latest ``training_step`` gave no loss."""
 
     def wrap_optimizers(self) -> None:
         """Follow the strategy's list of optimizers, which a callback may change while training."""
         self.wrapped = [WrappedOptimizer(optimizer, self.user_step) for optimizer in self.optimizers]
+        self.closures = {id(optimizer): needs_closure(optimizer) for optimizer in self.optimizers}
 
     def _check(self) -> None:
         trainer = self.trainer
@@ -254,6 +263,7 @@ class Optimization:
             and not overrides(strategy, Strategy, "backward")
             and not overrides(strategy.precision, Precision, "backward")
         )
+        self.own_zero_grad = strategy.zero_grad if overrides(strategy, Strategy, "zero_grad") else None
         self.plain_step = not overrides(strategy, Strategy, "optimizer_step") and not overrides(
             strategy.precision, Precision, "optimizer_step"
         )
@@ -264,19 +274,27 @@ class Optimization:
         """Train on one batch; what ``training_step`` returned."""
         if not self.automatic:
             return self.run(batch, batch_idx, 0)
-        if not self.optimizers:
+        if self.owns_step or not self.optimizers:
             output = self.run(batch, batch_idx, 0)
             self.trainer.fit_loop.count_step()
             return output
-        if self.no_sync is not None and not update:
-            with self.no_sync:
-                return self.forward_backward(batch, batch_idx, first)
+        if self.no_sync is not None:
+            if not update:
+                with self.no_sync:
+                    return self.forward_backward(batch, batch_idx, first)
+            self.skipped = False
         if self.closure_inside and update:
             return self._step_with_closure(batch, batch_idx, first)
         output = self.forward_backward(batch, batch_idx, first)
         if update and self.has_gradients:
+            self._sync_skipped()
             self._update()
         return output
+
+    def _sync_skipped(self) -> None:
+        """The backward that was to average what accumulated before it did not run: do it by hand."""
+        if self.skipped and self.no_sync is not None:
+            self.strategy.sync_gradients()
 
     def finish(self) -> bool:
         """Step with an accumulation that the end of the data cut short; whether there was one."""
@@ -288,16 +306,26 @@ class Optimization:
 
     def _update(self) -> None:
         optimizer = self.optimizers[0]
-        self.before_update(optimizer)
+        if not self.owns_accumulation:  # its engine alone knows which of the batches ends a step
+            self.before_update(optimizer)
         if self.plain_step:
             optimizer.step()
-            stepped = True
+            stepped: bool | None = True
         else:
             stepped = self.strategy.optimizer_step(optimizer)
         self.has_gradients = False
-        self.trainer.fit_loop.count_step(stepped)
+        self._count(stepped)
+
+    def _count(self, stepped: bool | None) -> None:
+        if stepped is not None:
+            self.trainer.fit_loop.count_step(stepped)
 
     def forward_backward(self, batch: Any, batch_idx: int, first: bool) -> Any:
+        if self.owns_backward:
+            if first or not self.has_gradients:
+                self._zero_grad(batch_idx)
+            self.has_gradients = True
+            return self.run(batch, batch_idx, 0)
         output = self.run(batch, batch_idx, 0)
         # the usual loss, a fresh scalar of the graph, passes without a call
         if type(output) is torch.Tensor and output.dim() == 0 and output.grad_fn is not None:
@@ -305,6 +333,7 @@ class Optimization:
         else:
             found = extract_loss(output, self.model_name)
             if found is None:
+                self.skipped = True
                 return output
             loss = found
         if self.check_finite:
@@ -327,22 +356,26 @@ class Optimization:
         return output
 
     def _zero_grad(self, batch_idx: int) -> None:
+        if self.owns_accumulation:
+            return
         optimizer = self.optimizers[0]
         if self.before_zero_grad:
             self.trainer.hooks.call("on_before_zero_grad", optimizer)
         if self.module_zero_grad is not None:
             self.module_zero_grad(self.trainer.current_epoch, batch_idx, optimizer)
+        elif self.own_zero_grad is not None:
+            self.own_zero_grad(optimizer)
         else:
             optimizer.zero_grad()
 
     def before_update(self, optimizer: Optimizer) -> None:
         """Between the last backward and the step: hooks, then clipping."""
         if self.before_step:
-            self.strategy.precision.unscale_gradients(optimizer)
+            self.strategy.unscale_gradients(optimizer)
             self.trainer.hooks.call("on_before_optimizer_step", optimizer)
         trainer = self.trainer
-        if self.module_clip is not None:
-            self.strategy.precision.unscale_gradients(optimizer)
+        if self.module_clip is not None and self.automatic:
+            self.strategy.unscale_gradients(optimizer)
             self.module_clip(optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
         elif self.clip:
             self.strategy.clip_gradients(optimizer, trainer.gradient_clip_val or 0.0, trainer.gradient_clip_algorithm)
@@ -355,7 +388,13 @@ class Optimization:
             nonlocal output, first
             output = self.forward_backward(batch, batch_idx, first)
             first = True  # an optimizer that evaluates again starts from clean gradients
-            return extract_loss(output, self.model_name)
+            loss = extract_loss(output, self.model_name)
+            if loss is None and needs_closure(self.optimizers[0]):
+                raise ModelError(
+                    f"{self.model_name}.training_step must return a loss for {type(self.optimizers[0]).__name__}, "
+                    "which can't skip a batch (got None)"
+                )
+            return loss
 
         wrapped = self.wrapped[0]
         if self.module_step is not None:
@@ -367,21 +406,38 @@ class Optimization:
     def user_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
         """``step`` of a :class:`WrappedOptimizer`."""
         result: Any = None
+        self._check_averaged(optimizer)
 
         def run_closure() -> Any:
             nonlocal result
             result = closure() if closure is not None else None
+            if self.automatic:
+                if not self.has_gradients:
+                    return result
+                self._sync_skipped()
             self.before_update(optimizer)
             return result
 
-        if needs_closure(optimizer) or (closure is not None and "owns_closure" in self.strategy.features):
+        if self.closures.get(id(optimizer)) or (closure is not None and "owns_closure" in self.strategy.features):
             stepped = self.strategy.optimizer_step(optimizer, run_closure)
         else:
             run_closure()
+            if self.automatic and not self.has_gradients:
+                return result  # training_step returned None: there is nothing to step with
             stepped = self.strategy.optimizer_step(optimizer)
         self.has_gradients = False
-        self.trainer.fit_loop.count_step(stepped)
+        self._count(stepped)
         return result
+
+    def _check_averaged(self, optimizer: Optimizer) -> None:
+        """Ranks that call ``loss.backward()`` by hand, past the strategy, would drift apart without a word."""
+        if self.automatic or self.alone or getattr(self.strategy, "gradients_synced", True):
+            return
+        if any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]):
+            raise ModelError(
+                f"{self.model_name}.training_step steps {type(optimizer).__name__} with gradients that are not "
+                "averaged over the ranks: call self.manual_backward(loss) instead of loss.backward()"
+            )
 
     def _check_finite(self, loss: torch.Tensor, batch_idx: int) -> None:
         if not bool(torch.isfinite(loss).all()):

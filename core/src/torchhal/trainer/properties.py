@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchhal.trainer.callbacks import EarlyStopping, ModelCheckpoint, ProgressBar
-from torchhal.trainer.data import find_loaders
+from torchhal.trainer.data import TrainingData, find_loaders
 
 if TYPE_CHECKING:
     from torchhal.trainer.connect import Attachments
@@ -38,6 +38,9 @@ class TrainerProperties:
     max_steps: int
     log_dir: str | None
     """The folder of the first logger, the same on every rank; None without a logger, and before a run."""
+
+    def reload_train_loader(self, *, first: bool = False) -> TrainingData:
+        raise NotImplementedError
 
     # -- processes -------------------------------------------------------------------------------------------
 
@@ -180,8 +183,10 @@ class TrainerProperties:
 
     @property
     def num_training_batches(self) -> int | float:
-        """Batches of an epoch; inf when the loader doesn't know."""
+        """Batches of an epoch; inf when the loader doesn't know. In ``configure_optimizers`` it loads the data."""
         data = self.fit_loop.data
+        if data is None and self.state.fn == "fit" and self.attachments.ready:
+            data = self.reload_train_loader(first=True)
         if data is None:
             return 0
         return math.inf if data.length is None else data.length
@@ -212,7 +217,7 @@ class TrainerProperties:
         """Optimizer steps of the whole fit; readable in ``configure_optimizers``, where it loads the training data."""
         data = self.fit_loop.data
         if data is None:
-            data = self.reload_train_loader(first=True)  # type: ignore[attr-defined]
+            data = self.reload_train_loader(first=True)
         if data.length is None:
             return self.max_steps if self.max_steps != -1 else math.inf
         per_epoch = -(-data.length // self.accumulate_grad_batches)

@@ -268,7 +268,7 @@ class Results:
         payloads = [drain(entry) for entry in entries] + self._restored.pop(_accumulated(stage), [])
         metrics = {entry.identity: entry.metric for entry in entries if entry.metric is not None}
         if self.strategy.world_size > 1:
-            payloads = combine(payloads, self.strategy.all_gather_object)
+            payloads = combine(payloads, self.strategy)
         for payload in sorted(payloads, key=_order):
             if payload["metric"]:
                 metric = metrics.get(payload["identity"])

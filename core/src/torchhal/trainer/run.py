@@ -5,16 +5,17 @@ from __future__ import annotations
 import itertools
 import logging
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from torchhal.accelerators.transfer import move_to_device
+from torchhal.errors import ModelError
 from torchhal.launchers.signals import StopSignals
 from torchhal.trainer import checkpointing, rng
 from torchhal.trainer.connect import make_callbacks
-from torchhal.trainer.data import EvaluationData, find_loaders, limit_length
+from torchhal.trainer.data import EvaluationData, as_loaders, find_loaders, limit_length, load_validation_data
 from torchhal.trainer.fit_loop import Interrupted
 from torchhal.trainer.state import TrainerState
 
@@ -33,6 +34,7 @@ def launch(trainer: Trainer, fn: str, ckpt_path: Any) -> Any:
     launcher = trainer.strategy.make_launcher()
     if launcher.returns_to_caller:
         return launcher.launch(run, trainer, fn, ckpt_path)
+    trainer.state = TrainerState(fn, None, "running")
     try:
         message = launcher.launch(run_in_worker, trainer, fn, ckpt_path)
     except BaseException:
@@ -41,18 +43,45 @@ def launch(trainer: Trainer, fn: str, ckpt_path: Any) -> Any:
     return absorb(trainer, message)
 
 
-def run(trainer: Trainer, fn: str, ckpt_path: Any) -> Any:
-    """One call, in a process that trains: set up, work, tear down, whatever happens in between."""
+def run(trainer: Trainer, fn: str, ckpt_path: Any, *, in_worker: bool = False) -> Any:
+    """One call, in a process that trains: set up, work, tear down, whatever happens in between.
+
+    In a worker the result is what the calling process must hear of it, gathered while the ranks are still together.
+    """
     trainer.state = TrainerState(fn, "train" if fn == "fit" else fn, "running")
-    restore_flags = set_flags(trainer)
-    failed = True
+    restore_flags = keep_flags()
+
+    def ask(signum: int) -> None:
+        trainer.strategy.watch.request_stop(signum)
+
+    signals = StopSignals(ask, notice=_STOPPING if trainer.is_global_zero else None)
+    failed = hooks_left = True
     try:
-        result = work(trainer, fn, ckpt_path)
+        with signals:  # from here on they ask for an orderly stop
+            set_flags(trainer)
+            try:
+                trainer.strategy.setup_environment()
+                if signals.received is not None:
+                    ask(signals.received)  # it came before the ranks knew each other
+                result = work(trainer, fn, ckpt_path)
+            except Interrupted as interruption:
+                # every rank is here, after the same step: what follows may communicate
+                if fn == "fit" and not trainer.fast_dev_run:
+                    for callback in trainer.checkpoint_callbacks:
+                        callback.save_interrupted(trainer)
+                raise exit_on(interruption.signum) from None
+            hooks_left = False
+            tear_down_hooks(trainer, fn)
+            trainer.state.status = "finished"
+            trainer.finalize_loggers("success")
+            if in_worker:
+                result = answer(trainer, result)
         failed = False
-        return result
     except BaseException as error:
         trainer.state.status = "interrupted"
         raised = report(trainer, error)
+        if hooks_left:
+            tear_down_hooks(trainer, fn, failed=True)
         if raised is error:
             raise
         raise raised from error
@@ -67,59 +96,47 @@ def run(trainer: Trainer, fn: str, ckpt_path: Any) -> Any:
             if not failed:
                 raise
             _log.exception("the tear-down failed too")  # the first error is the one to hear of
+    if signals.received is not None:  # too late to stop anything here; whoever sent it wants more than this call ended
+        raise exit_on(signals.received)
+    return result
+
+
+def exit_on(signum: int) -> BaseException:
+    """What ends a program on ``signum`` as its sender expects."""
+    return KeyboardInterrupt() if signum == signal.SIGINT else SystemExit(128 + signum)
 
 
 def work(trainer: Trainer, fn: str, ckpt_path: Any) -> Any:
-    """Everything between the start of the processes and the tear-down. Signals ask for an orderly stop here."""
-    strategy = trainer.strategy
-
-    def ask(signum: int) -> None:
-        strategy.watch.request_stop(signum)
-
-    with StopSignals(ask, notice=_STOPPING if trainer.is_global_zero else None):
-        try:
-            strategy.setup_environment()
-            attach(trainer, fn)
-            set_up(trainer, fn, ckpt_path)
-            result = None
-            if fn == "fit":
-                fit(trainer)
-            else:
-                result = evaluate(trainer, fn)
-            tear_down_hooks(trainer, fn)
-            trainer.state.status = "finished"
-            trainer.finalize_loggers("success")
-            return result
-        except Interrupted as interruption:
-            # every rank is here, after the same step: what follows may communicate
-            if fn == "fit" and not trainer.fast_dev_run:
-                for callback in trainer.checkpoint_callbacks:
-                    callback.save_interrupted(trainer)
-            signum = interruption.signum
-    if signum == signal.SIGINT:
-        raise KeyboardInterrupt
-    raise SystemExit(128 + signum)
+    """Everything between the start of the processes and the tear-down."""
+    attach(trainer, fn)
+    set_up(trainer, fn, ckpt_path)
+    if fn != "fit":
+        return evaluate(trainer, fn)
+    fit(trainer)
+    return None
 
 
-def set_flags(trainer: Trainer) -> Callable[[], None]:
-    """torch's global switches as asked for; the returned function puts them back."""
-    before = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-        torch.is_anomaly_enabled(),
-    )
+def keep_flags() -> Callable[[], None]:
+    """What puts torch's global switches back as they are now."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    anomaly, check_nan = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+
+    def restore() -> None:
+        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        torch.autograd.set_detect_anomaly(anomaly, check_nan)
+
+    return restore
+
+
+def set_flags(trainer: Trainer) -> None:
+    """torch's global switches as asked for."""
     if trainer.deterministic:
         torch.use_deterministic_algorithms(True, warn_only=trainer.deterministic == "warn")
     if trainer.benchmark is not None:
         trainer.strategy.accelerator.set_benchmark(trainer.benchmark)
     if trainer.detect_anomaly:
         torch.autograd.set_detect_anomaly(True)
-
-    def restore() -> None:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        torch.autograd.set_detect_anomaly(before[2])
-
-    return restore
 
 
 def attach(trainer: Trainer, fn: str) -> None:
@@ -132,7 +149,9 @@ def attach(trainer: Trainer, fn: str) -> None:
     trainer.results.clear()
     trainer.fit_loop.optimization = None
     if fn == "fit":
-        trainer.fit_loop.data = None
+        trainer.fit_loop.begin()
+    if trainer.strategy.module is not module:  # what an earlier model was trained with is no state of this one
+        trainer.strategy.optimizers, trainer.strategy.lr_scheduler_configs = [], []
     # the folder of a new run is the next free one: decided once, by rank 0, before anybody makes it
     trainer.log_dir = trainer.strategy.broadcast(trainer.logger.log_dir if trainer.logger is not None else None)
     trainer.hooks.refresh()
@@ -159,17 +178,20 @@ def set_up(trainer: Trainer, fn: str, ckpt_path: Any) -> None:
             module.configure_model()
     trainer.ckpt_path = checkpointing.resolve_path(trainer, ckpt_path)
     checkpoint = strategy.load_checkpoint(trainer.ckpt_path) if trainer.ckpt_path is not None else None
+    if checkpoint is not None:
+        # before optimizers and wrappers take hold of the parameters: the hooks may replace some
+        checkpointing.show_checkpoint(trainer, checkpoint, trainer.ckpt_path or "")
     strategy.accumulate_grad_batches = trainer.accumulate_grad_batches
     strategy.gradient_clip_val = trainer.gradient_clip_val
     strategy.gradient_clip_algorithm = trainer.gradient_clip_algorithm
     if fn == "fit":
         reset_counters(trainer)
     strategy.connect(module)
+    trainer.attachments.ready = True
     strategy.prepare(trainer)
     trainer.module = strategy.module
     if checkpoint is not None:
-        assert trainer.ckpt_path is not None
-        checkpointing.restore_weights(trainer, checkpoint, trainer.ckpt_path)
+        checkpointing.restore_weights(trainer, checkpoint)
     log_hyperparams(trainer)
     if fn == "fit":
         load_fit_data(trainer)
@@ -181,18 +203,21 @@ def add_model_callbacks(trainer: Trainer) -> None:
     configure = getattr(trainer.module, "configure_callbacks", None)
     if configure is None:
         return
+    if trainer.attachments.asked_for_callbacks is trainer.module:
+        return  # those of its last call, which know the best checkpoint
     own = configure() or []
     own = list(own) if isinstance(own, Sequence) else [own]
     replaced = {type(callback) for callback in own}
     kept = [callback for callback in trainer.callbacks if type(callback) not in replaced]
     trainer.callbacks = make_callbacks([*kept, *own])
+    trainer.attachments.asked_for_callbacks = trainer.module
 
 
 def reset_counters(trainer: Trainer) -> None:
     """A fit with a checkpoint starts from its counters, one without goes on from where this Trainer is."""
     fit = trainer.fit_loop
-    if trainer.ckpt_path is None and fit.epoch_done:
-        fit._next_epoch()
+    if trainer.ckpt_path is None:
+        fit.go_on()
 
 
 def log_hyperparams(trainer: Trainer) -> None:
@@ -204,18 +229,9 @@ def log_hyperparams(trainer: Trainer) -> None:
 
 
 def load_fit_data(trainer: Trainer) -> None:
-    if trainer.fit_loop.data is None:  # estimated_stepping_batches may have needed it already
-        trainer.reload_train_loader(first=True)
-    limit: int | float = trainer.overfit_batches or trainer.limit_val_batches
-    trainer.attachments.validation_data = EvaluationData()
-    if callable(getattr(trainer.module, "validation_step", None)):
-        given = find_loaders("validate", trainer.attachments.validate, trainer.module, trainer.datamodule)
-        trainer.attachments.validation_data = EvaluationData.build(
-            given, trainer, limit, "limit_val_batches", "val_dataloaders"
-        )
-    elif trainer.attachments.validate is not None:
-        trainer.warn_once(f"{type(trainer.module).__name__} has no validation_step, so val_dataloaders is not used")
-    trainer.validation_interval(trainer.fit_loop.data.length if trainer.fit_loop.data else None)
+    data = trainer.reload_train_loader(first=True)  # estimated_stepping_batches may have needed it already
+    trainer.attachments.validation_data = load_validation_data(trainer)
+    trainer.validation_interval(data.length)  # raises now rather than in the first epoch that validates
 
 
 def fit(trainer: Trainer) -> None:
@@ -233,6 +249,10 @@ def sanity_check(trainer: Trainer) -> None:
         return
     steps = trainer.num_sanity_val_steps
     lengths = [length if steps == -1 else limit_length(length, steps, "") for length in data.lengths]
+    # what an iterator gives to the sanity check, no validation sees again
+    lengths = [0 if isinstance(loader, Iterator) else n for loader, n in zip(data.loaders, lengths, strict=True)]
+    if not any(length != 0 for length in lengths):
+        return
     strategy = trainer.strategy
     before = rng.collect(strategy.accelerator, strategy.root_device)
     trainer.state.stage = "sanity_check"
@@ -245,8 +265,10 @@ def sanity_check(trainer: Trainer) -> None:
 
 def evaluate(trainer: Trainer, fn: str) -> Any:
     given = find_loaders(fn, getattr(trainer.attachments, fn), trainer.module, trainer.datamodule)
-    limit = getattr(trainer, {"validate": "limit_val_batches"}.get(fn, f"limit_{fn}_batches"))
-    data = EvaluationData.build(given, trainer, limit, f"limit_{fn}_batches", "dataloaders")
+    if not as_loaders(given):
+        raise ModelError(f"{fn} needs data: its loader is {given!r}")
+    name = "limit_val_batches" if fn == "validate" else f"limit_{fn}_batches"
+    data = EvaluationData.build(given, trainer, getattr(trainer, name), name, "dataloaders")
     trainer.attachments.evaluation_data = data
     outputs, cut = trainer.evaluation_loop.run(fn, data)
     if cut:
@@ -256,7 +278,8 @@ def evaluate(trainer: Trainer, fn: str) -> Any:
     if not trainer.attachments.keep_predictions:
         return None
     if trainer.world_size > 1:
-        everybody = trainer.strategy.all_gather_object(to_cpu(outputs))
+        mine = to_cpu(outputs) if trainer.strategy.is_data_leader else [[] for _ in outputs]
+        everybody = trainer.strategy.all_gather_object(mine)
         outputs = [
             list(itertools.chain.from_iterable(part[index] for part in everybody)) for index in range(len(outputs))
         ]
@@ -283,20 +306,33 @@ def report(trainer: Trainer, error: BaseException) -> BaseException:
     return raised
 
 
-def tear_down_hooks(trainer: Trainer, fn: str) -> None:
-    for callback in trainer.callbacks:
-        if hasattr(callback, "teardown"):
-            callback.teardown(trainer, trainer.module, fn)
-    for owner in (trainer.datamodule, trainer.module):
-        if hasattr(owner, "teardown"):
-            owner.teardown(fn)
+def tear_down_hooks(trainer: Trainer, fn: str, *, failed: bool = False) -> None:
+    """Call every ``teardown``; the first error is raised at the end, unless the run has ``failed`` of another."""
+    module = trainer.module
+    calls: list[tuple[Any, tuple[Any, ...]]] = [
+        *((callback, (trainer, module, fn)) for callback in trainer.callbacks),
+        (trainer.datamodule, (fn,)),
+        (module, (fn,)),
+    ]
+    first: Exception | None = None
+    for owner, given in calls:
+        try:
+            if hasattr(owner, "teardown"):
+                owner.teardown(*given)
+        except Exception as error:
+            if failed or first is not None:
+                _log.exception("%s.teardown failed too", type(owner).__name__)
+            first = first or error
+    if first is not None and not failed:
+        raise first
 
 
 def answer(trainer: Trainer, result: Any) -> dict[str, Any]:
     """What a worker sends back to the process that called fit."""
     return {
         "result": result,
-        "state_dict": to_cpu(trainer.module.state_dict()),
+        "state_dict": to_cpu(trainer.strategy.module_state_dict()),
+        "log_dir": trainer.log_dir,
         "loop": trainer.fit_loop.state_dict(),
         "callbacks": checkpointing.callback_states(trainer),
         "callback_metrics": {name: value.cpu() for name, value in trainer.results.callback_metrics.items()},
@@ -310,6 +346,11 @@ def absorb(trainer: Trainer, answer: dict[str, Any]) -> Any:
         trainer.module.trainer = trainer
     trainer.strategy.connect(trainer.module)
     trainer.fit_loop.load_state_dict(answer["loop"])
+    trainer.log_dir = answer["log_dir"]
+    trainer.trained_elsewhere = trainer.state.fn == "fit" or trainer.trained_elsewhere
+    add_model_callbacks(trainer)  # the worker had them
+    for callback in trainer.checkpoint_callbacks:
+        callback.setup(trainer, trainer.module, trainer.state.fn or "fit")  # finds its folder, as in the worker
     checkpointing.load_callback_states(trainer, answer["callbacks"])
     trainer.results.callback_metrics.update(answer["callback_metrics"])
     trainer.state.status = answer["status"]
@@ -318,7 +359,8 @@ def absorb(trainer: Trainer, answer: dict[str, Any]) -> Any:
 
 def run_in_worker(trainer: Trainer, fn: str, ckpt_path: Any) -> dict[str, Any]:
     """:func:`run` in a process that was started for it; what the calling process must hear of it."""
-    return answer(trainer, run(trainer, fn, ckpt_path))
+    message: dict[str, Any] = run(trainer, fn, ckpt_path, in_worker=True)
+    return message
 
 
 def to_cpu(value: Any) -> Any:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import copy
-import math
+import itertools
+import random
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sampler, SequentialSampler
 from torch.utils.data.sampler import BatchSampler
+
+from torchhal.trainer import rng
+
+_CHUNK = 1024  # items a rank keeps when it reads ahead in a shared draw
 
 
 class EvaluationSampler(Sampler[int]):
@@ -31,10 +37,13 @@ class EvaluationSampler(Sampler[int]):
 
 
 class DistributedSamplerWrapper(Sampler[Any]):
-    """Each rank's share of what another sampler draws: every n-th item, padded from the front when ``pad``.
+    """Each rank's share of what another sampler draws.
 
-    All ranks must draw the same sequence, so the draw runs under one seed per epoch and leaves the generators
-    as they were.
+    With ``pad`` every n-th item, and at the end the first ones again until every rank has as many; the draw is read
+    a piece at a time, so it may be endless. Without, one block for each rank, which keeps the order over the ranks.
+
+    All ranks must draw the same sequence, so the draw runs under one seed per epoch, of every generator on the host,
+    and leaves the generators as they were.
     """
 
     def __init__(self, sampler: Iterable[Any], num_replicas: int, rank: int, *, seed: int, pad: bool) -> None:
@@ -52,19 +61,52 @@ class DistributedSamplerWrapper(Sampler[Any]):
             forward(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed + self.epoch)
-            items = list(self.sampler)
-        if self.pad and items:
-            missing = -len(items) % self.num_replicas
-            items += (items * (missing // len(items) + 1))[:missing]
-        return iter(items[self.rank :: self.num_replicas])
+        if self.pad:
+            return self._every_nth()
+        items = [item for piece in self._draw() for item in piece]
+        return iter([items[index] for index in self._block(len(items))])
 
     def __len__(self) -> int:
         total = len(self.sampler)  # type: ignore[arg-type]
-        if self.pad:
-            return math.ceil(total / self.num_replicas)
-        return len(range(self.rank, total, self.num_replicas))
+        return -(-total // self.num_replicas) if self.pad else len(self._block(total))
+
+    def _block(self, total: int) -> range:
+        return EvaluationSampler(total, self.num_replicas, self.rank).indices
+
+    def _every_nth(self) -> Iterator[Any]:
+        first: list[Any] = []
+        for piece in self._draw():
+            first = first or piece[: self.num_replicas]
+            missing = -len(piece) % self.num_replicas  # only the last piece is no multiple
+            padded = piece + list(itertools.islice(itertools.cycle(first), missing))
+            yield from padded[self.rank :: self.num_replicas]
+
+    def _draw(self) -> Iterator[list[Any]]:
+        """All ranks' items, in pieces; between two pieces the generators are the caller's."""
+        iterator: Iterator[Any] | None = None
+        own: dict[str, Any] = {}
+        while True:
+            callers = rng.collect_host()
+            try:
+                if iterator is None:
+                    _seed_host(self.seed + self.epoch)
+                    iterator = iter(self.sampler)
+                else:
+                    rng.restore_host(own)
+                piece = list(itertools.islice(iterator, _CHUNK * self.num_replicas))
+                own = rng.collect_host()
+            finally:
+                rng.restore_host(callers)
+            if not piece:
+                return
+            yield piece
+
+
+def _seed_host(seed: int) -> None:
+    random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
 
 
 class _Skipping:
@@ -121,17 +163,19 @@ def distribute(loader: DataLoader[Any], *, num_replicas: int, rank: int, trainin
     """A copy of a map-style ``loader`` that yields this rank's share.
 
     Training pads: the first samples are repeated until every rank has as many (torch's DistributedSampler).
-    Evaluation doesn't: each sample is seen once.
+    Evaluation doesn't: each sample is seen once. A batch sampler of the user's own is asked for all batches, of which
+    each rank gets its share: what it does with a sampler inside is its own affair.
     """
-    if isinstance(loader.sampler, DistributedSampler | DistributedSamplerWrapper | EvaluationSampler):
-        return loader  # the user has done it
-    sampler: Any = loader.sampler
     batch_sampler = loader.batch_sampler
-    if batch_sampler is not None and type(batch_sampler) is not BatchSampler and not hasattr(batch_sampler, "sampler"):
+    # a loader that was given a batch sampler has a sampler too, of torch's making, that nobody draws from
+    sampler: Any = batch_sampler.sampler if type(batch_sampler) is BatchSampler else loader.sampler
+    if any(map(_is_distributed, (sampler, batch_sampler, getattr(batch_sampler, "sampler", None)))):
+        return loader  # the user has done it
+    if batch_sampler is not None and type(batch_sampler) is not BatchSampler:
         shares = DistributedSamplerWrapper(batch_sampler, num_replicas, rank, seed=seed, pad=training)
         return with_batch_sampler(loader, shares)
     plain = type(sampler) in (RandomSampler, SequentialSampler) and not getattr(sampler, "replacement", False)
-    if not training and isinstance(sampler, SequentialSampler):
+    if not training and type(sampler) is SequentialSampler:
         return with_sampler(loader, EvaluationSampler(len(loader.dataset), num_replicas, rank))  # type: ignore[arg-type]
     if training and plain and getattr(sampler, "_num_samples", None) is None:
         shuffle = isinstance(sampler, RandomSampler)
@@ -140,9 +184,17 @@ def distribute(loader: DataLoader[Any], *, num_replicas: int, rank: int, trainin
     return with_sampler(loader, DistributedSamplerWrapper(sampler, num_replicas, rank, seed=seed, pad=training))
 
 
+def _is_distributed(sampler: Any) -> bool:
+    return isinstance(sampler, DistributedSampler | DistributedSamplerWrapper | EvaluationSampler) or (
+        hasattr(sampler, "num_replicas") and hasattr(sampler, "rank")
+    )
+
+
 def sequential(loader: DataLoader[Any]) -> DataLoader[Any]:
     """A copy of ``loader`` that doesn't shuffle, for ``overfit_batches``."""
-    if isinstance(loader.sampler, RandomSampler):
+    batch_sampler = loader.batch_sampler
+    sampler = batch_sampler.sampler if type(batch_sampler) is BatchSampler else loader.sampler
+    if isinstance(sampler, RandomSampler):
         return with_sampler(loader, SequentialSampler(loader.dataset))  # type: ignore[arg-type]
     return loader
 

@@ -12,7 +12,7 @@ class TrainerState:
     """Plain lower-case strings: equal to, and hashing like, the enums other code compares them with."""
 
     fn: str | None = None
-    """fit, validate, test or predict; None outside."""
+    """fit, validate, test or predict: the latest call's; None before the first."""
 
     stage: str | None = None
     """train, sanity_check, validate, test or predict; None outside."""

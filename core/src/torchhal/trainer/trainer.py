@@ -17,7 +17,15 @@ from torchhal.strategies import Strategy
 from torchhal.trainer import arguments, checkpointing
 from torchhal.trainer.calls import Hooks
 from torchhal.trainer.connect import Attachments, make_callbacks, make_loggers
-from torchhal.trainer.data import LOADER_HOOKS, TrainingData, find_loaders
+from torchhal.trainer.data import (
+    LOADER_HOOKS,
+    TrainingData,
+    as_loaders,
+    check_loader,
+    check_training_loader,
+    find_loaders,
+    share_of,
+)
 from torchhal.trainer.evaluation_loop import EvaluationLoop
 from torchhal.trainer.fit_loop import FitLoop, check_can_fit
 from torchhal.trainer.optimization import SchedulerConfig, configure_optimizers
@@ -113,7 +121,7 @@ class Trainer(TrainerProperties):
         self.limit_val_batches = arguments.check_limit("limit_val_batches", limit_val_batches)
         self.limit_test_batches = arguments.check_limit("limit_test_batches", limit_test_batches)
         self.limit_predict_batches = arguments.check_limit("limit_predict_batches", limit_predict_batches)
-        self.overfit_batches = arguments.check_limit("overfit_batches", overfit_batches)
+        self.overfit_batches = arguments.check_limit("overfit_batches", overfit_batches, optional=False)
         self.val_check_interval = arguments.check_interval("val_check_interval", val_check_interval)
         self.check_val_every_n_epoch = arguments.check_optional_count(
             "check_val_every_n_epoch", check_val_every_n_epoch, minimum=1
@@ -140,11 +148,9 @@ class Trainer(TrainerProperties):
         self.use_distributed_sampler = arguments.check_bool("use_distributed_sampler", use_distributed_sampler)
         self.inference_mode = arguments.check_bool("inference_mode", inference_mode)
         self.detect_anomaly = arguments.check_bool("detect_anomaly", detect_anomaly)
-        if deterministic not in (True, False, "warn"):
-            raise ConfigurationError(f"'deterministic' must be True, False or 'warn' (got {deterministic!r})")
-        self.deterministic = deterministic
+        self.deterministic = arguments.check_deterministic(deterministic)
         self.benchmark = None if benchmark is None else arguments.check_bool("benchmark", benchmark)
-        self.default_root_dir = os.fspath(default_root_dir) if default_root_dir is not None else os.getcwd()
+        self.default_root_dir = arguments.check_folder("default_root_dir", default_root_dir)
         for name, value in (
             ("enable_checkpointing", enable_checkpointing),
             ("enable_progress_bar", enable_progress_bar),
@@ -168,6 +174,8 @@ class Trainer(TrainerProperties):
         self.should_stop = False
         self.ckpt_path: str | None = None
         self.log_dir: str | None = None
+        self.trained_elsewhere = False
+        """Whether the last fit ran in workers that are gone, and their optimizers with them."""
         self.current_hook: str | None = None
         self._said: set[str] = set()
         self.fit_loop = FitLoop(self)
@@ -195,7 +203,8 @@ class Trainer(TrainerProperties):
         arguments.check_order("min_epochs", self.min_epochs, "max_epochs", self.max_epochs)
         arguments.check_order("min_steps", self.min_steps, "max_steps", self.max_steps)
         if self.max_epochs is None:
-            self.max_epochs = 1000 if self.max_steps == -1 and self.max_time is None else -1
+            unlimited = self.max_steps != -1 or self.max_time is not None
+            self.max_epochs = -1 if unlimited else max(1000, self.min_epochs or 0)
 
     def _shorten(self) -> None:
         """``fast_dev_run``: a few batches of everything."""
@@ -232,8 +241,15 @@ class Trainer(TrainerProperties):
             RankFailedError: a process failed; the message starts with its traceback.
         """
         check_can_fit(self, _check_model(model))
-        if train_dataloaders is not None and hasattr(train_dataloaders, "train_dataloader"):
+        if hasattr(train_dataloaders, "train_dataloader"):
+            _check_no_second(datamodule, "train_dataloaders", train_dataloaders)
             train_dataloaders, datamodule = None, train_dataloaders
+        _check_no_second(datamodule, "train_dataloaders", train_dataloaders)
+        _check_no_second(datamodule, "val_dataloaders", val_dataloaders)
+        if train_dataloaders is not None:
+            check_training_loader(train_dataloaders)
+        for loader in as_loaders(val_dataloaders):
+            check_loader(loader, "val_dataloaders")
         attachments = Attachments(train=train_dataloaders, validate=val_dataloaders)
         if find_source(model, datamodule, "train", train_dataloaders) is None:
             raise ModelError(
@@ -293,8 +309,12 @@ class Trainer(TrainerProperties):
             raise ModelError(f"{fn} needs a model: pass one, or fit one with this Trainer first")
         given = getattr(attachments, fn)
         if given is not None and hasattr(given, "setup") and hasattr(given, "prepare_data"):
+            _check_no_second(datamodule, "dataloaders", given)
             setattr(attachments, fn, None)
             given, datamodule = None, given
+        _check_no_second(datamodule, "dataloaders", given)
+        for loader in as_loaders(given):
+            check_loader(loader, "dataloaders")
         if datamodule is None and given is None and model is self.module:
             datamodule = self.datamodule
         if find_source(model, datamodule, fn, given) is None:
@@ -314,8 +334,11 @@ class Trainer(TrainerProperties):
             self.print("\n".join([head, *(f"  {name:<{width}}  {value:.6g}" for name, value in metrics.items())]))
 
     def _launch(self, fn: str, model: Any, attachments: Attachments, datamodule: Any, ckpt_path: Any) -> Any:
+        path = arguments.check_ckpt_path(ckpt_path)
+        if self.attachments.asked_for_callbacks is model:
+            attachments.asked_for_callbacks = model
         self.module, self.datamodule, self.attachments = model, datamodule, attachments
-        return launch(self, fn, ckpt_path)
+        return launch(self, fn, path)
 
     # -- what the loops ask ------------------------------------------------------------------------------------
 
@@ -325,14 +348,7 @@ class Trainer(TrainerProperties):
             loader = find_loaders("train", self.attachments.train, self.module, self.datamodule)
             if loader is None:
                 raise ModelError("fit needs training data: the model's or data module's train_dataloader returned None")
-            if self.overfit_batches:
-                self.limit_train_batches = self.overfit_batches
             self.fit_loop.data = TrainingData(loader, self)
-            if self.fit_loop.data.length == 0 and self.limit_train_batches != 0:
-                raise ModelError(
-                    "the training loader gives no batch: is the dataset empty, or smaller than one batch under "
-                    "drop_last?"
-                )
         return self.fit_loop.data
 
     def configure_optimizers(self) -> tuple[list[Any], list[SchedulerConfig]]:
@@ -360,24 +376,23 @@ class Trainer(TrainerProperties):
         if not self.attachments.validation_data:
             return 0
         every = self.check_val_every_n_epoch
-        if every is not None and (self.fit_loop.epoch + 1) % every:
-            return 0
+        due = every is None or (self.fit_loop.epoch + 1) % every == 0
         interval = self.val_check_interval
         if isinstance(interval, int):
-            if every is not None and length is not None and interval > length:
+            if every is not None and length and interval > length:
                 raise ConfigurationError(
                     f"'val_check_interval' must be at most the {length} training batches of an epoch (got {interval}); "
                     "to count across epochs, set check_val_every_n_epoch=None"
                 )
-            return interval
+            return interval if due else 0
         if length is None:
             if interval != 1.0:
                 raise ConfigurationError(
                     f"'val_check_interval' is a share of the epoch ({interval}), but the training loader doesn't know "
                     "its length: use a number of batches"
                 )
-            return -1
-        return max(1, int(length * interval))
+            return -1 if due else 0
+        return max(1, share_of(length, interval)) if due else 0
 
     # -- logging ---------------------------------------------------------------------------------------------
 
@@ -450,6 +465,11 @@ class Trainer(TrainerProperties):
         """
         if self.module is None or self.strategy.module is None:
             raise ModelError("save_checkpoint needs a model: fit, validate, test or predict first")
+        if self.trained_elsewhere and not weights_only and not self.strategy.is_set_up:
+            raise ModelError(
+                "this process did not train, its workers did, and their optimizers are gone: save with a "
+                "ModelCheckpoint during the fit, or with weights_only=True"
+            )
         strategy = self.strategy
         after_the_run = not strategy.is_set_up
         if after_the_run:  # the ranks have parted: they meet once more, to gather what is saved
@@ -483,6 +503,13 @@ def _check_model(model: Any) -> Any:
     if not isinstance(model, torch.nn.Module):
         raise ModelError(f"'model' must be a torch.nn.Module (got {model!r})")
     return model
+
+
+def _check_no_second(datamodule: Any, name: str, given: Any) -> None:
+    if datamodule is not None and given is not None:
+        raise ConfigurationError(
+            f"'{name}' and 'datamodule' both give data: pass one of them (got {given!r} and {datamodule!r})"
+        )
 
 
 def find_source(model: Any, datamodule: Any, stage: str, given: Any) -> Any:

@@ -168,8 +168,9 @@ class ModelCheckpoint(Callback):
             self._clock.start(trainer.global_step)
 
     def _after_step(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        step = trainer.global_step
-        if step % self.every_n_train_steps == 0 and step != self._step_seen:
+        step, every = trainer.global_step, self.every_n_train_steps
+        # several optimizers step several times a batch: what counts is that a multiple was passed
+        if step // every > max(self._step_seen, 0) // every:
             self._step_seen = step
             self._save(trainer, top_k=True)
 
