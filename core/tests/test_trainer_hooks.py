@@ -436,7 +436,10 @@ def test_accepted_forms(index):
             r"holds 2 parameter\(s\), none of which belong to the model",
         ),
         (lambda m, o, s: torch.optim.SGD(copy.deepcopy(m).parameters(), lr=0.1), r"none of which belong"),
-        (lambda m, o, s: [o, torch.optim.SGD(m.parameters(), lr=1.0)], r"has 2 optimizers: .* automatic_optimization"),
+        (
+            lambda m, o, s: [o, torch.optim.SGD(m.parameters(), lr=1.0)],
+            r"has 2 optimizers: .*automatic_optimization = False",
+        ),
     ],
 )
 def test_refused_forms(value, message):
@@ -595,7 +598,7 @@ def test_the_pieces_of_a_step_may_be_replaced():
     weight = model.layer.weight.item()
     _, model = fit(model, [torch.ones(1, 1)], gradient_clip_val=3.0)
     assert model.calls == [("zero", 0, 0), "backward", ("clip", 3.0, "norm")]
-    assert abs(model.layer.weight.item() - weight) == pytest.approx(0.1 * 0.001)
+    assert abs(model.layer.weight.item() - weight) == pytest.approx(0.1 * 0.001, rel=1e-3)
     assert abs(model.before) > 0.001  # seen before clipping
 
 
@@ -675,6 +678,10 @@ def test_manual_optimization():
             optimizers = [torch.optim.SGD([p], lr=0.1) for p in self.parameters()]
             return optimizers, [torch.optim.lr_scheduler.StepLR(optimizers[0], 1, gamma=0.5)]
 
+    class Mistaken(Net):
+        def training_step(self, batch, batch_idx):
+            self.manual_backward(self.layer(batch).mean())
+
     trainer, model = fit(Manual(), batches(3))
     assert trainer.global_step == 6
     assert model.calls.count("before step") == 6
@@ -684,8 +691,7 @@ def test_manual_optimization():
         with pytest.raises(ConfigurationError, match=rf"'{name}' must be .* manual optimization \(got {value}\)"):
             fit(Manual(), **{name: value})
     with pytest.raises(ModelError, match="manual_backward needs manual optimization"):
-        fit(type("Auto", (Manual,), {"automatic_optimization": True, "configure_optimizers": Net.configure_optimizers,
-                 "training_step": lambda self, batch, i: self.manual_backward(self.layer(batch).mean())})())  # fmt: skip
+        fit(Mistaken())
 
 
 def test_closures_by_hand():
@@ -952,7 +958,7 @@ def test_a_model_is_rebuilt_from_its_checkpoint(tmp_path, model):
 
 
 def test_what_a_checkpoint_lacks_or_does_not_fit(tmp_path):
-    trainer, model = fit(Params(3))
+    trainer, _ = fit(Params(3))
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     assert Params.load_from_checkpoint(tmp_path / "a.ckpt", width=9).hparams.width == 9
     assert type(Net.load_from_checkpoint(tmp_path / "a.ckpt")) is Net  # takes none of them
@@ -970,7 +976,7 @@ def test_what_a_checkpoint_lacks_or_does_not_fit(tmp_path):
             super().__init__()
             self.more = nn.Linear(2, 2)
 
-    with pytest.raises(CheckpointMismatchError, match=r"the weights don't belong to Bigger.*more\.weight"):
+    with pytest.raises(CheckpointMismatchError, match=r"(?s)the weights don't belong to Bigger.*more\.weight"):
         Bigger.load_from_checkpoint(tmp_path / "a.ckpt")
     assert Bigger.load_from_checkpoint(tmp_path / "a.ckpt", strict=False).more.weight.shape == (2, 2)
     with pytest.raises(FileNotFoundError, match=r"nothing\.ckpt"):
@@ -1103,7 +1109,7 @@ def test_an_error_while_tearing_down_hides_nothing(caplog):
     assert late.torn and "Bad.teardown failed too" in caplog.text and "Bad.on_exception failed" in caplog.text
     late = Late()
     trainer = make(Bad(), late)
-    with pytest.raises(ValueError, match="^teardown$"):
+    with pytest.raises(ValueError, match=r"^teardown$"):
         trainer.fit(Net(), batches())
     assert late.torn and trainer.state.status == "interrupted"
 
@@ -1316,7 +1322,7 @@ def test_what_a_step_returned_is_gone_before_the_next_one():
 def test_nothing_of_a_run_is_kept_alive_by_the_next():
     trainer, model = fit(Net(), DataLoader(TensorDataset(torch.ones(4, 1)), collate_fn=lambda rows: rows[0][0]))
     gone = weakref.ref(model)
-    trainer.fit(Net(), batches(), None) if False else trainer.validate(Net(), batches(1), verbose=False)
+    trainer.validate(Net(), batches(1), verbose=False)
     trainer.fit_loop.max_epochs = 2
     trainer.fit(Net(), batches())
     del model
