@@ -1,0 +1,551 @@
+"""What can't work is refused by name, before it costs anything; what fails leaves nothing worse than before."""
+
+import errno
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from torchhal import Callback, Module, Trainer
+from torchhal.errors import (
+    CheckpointError,
+    ConfigurationError,
+    ModelError,
+    NonFiniteLossError,
+    UnknownAliasError,
+)
+from torchhal.trainer.callbacks import ModelCheckpoint
+
+NAN, INF = float("nan"), float("inf")
+
+QUIET = {
+    "accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
+    "enable_model_summary": False, "num_sanity_val_steps": 0,
+}  # fmt: skip
+
+
+def make(*callbacks, **options):
+    return Trainer(callbacks=list(callbacks), **{**QUIET, "max_epochs": 1, **options})
+
+
+class Net(Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).pow(2).mean()
+
+    def validation_step(self, batch, batch_idx):
+        pass
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+BATCHES = [torch.ones(2, 1), torch.ones(2, 1)]
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------
+
+COUNT = (True, False, 1.5, -2, "", "3", NAN, INF, [1])
+LIMIT = (True, False, 1.5, -2, -0.5, "", NAN, INF, "all")
+BOOL = (0, 1, None, "", "yes", 1.0)
+OUT_OF_DOMAIN = {
+    "max_epochs": COUNT,
+    "min_epochs": (*COUNT, -1),
+    "max_steps": (*COUNT, None),
+    "min_steps": (*COUNT, -1),
+    "max_time": (True, 5, 1.5, -2, "", "1:2", "00:00:00:00", "0:0:0:-5", {}, {"hours": -1}, {"weeks_": 1},
+                 {"hours": "x"}, {"hours": NAN}, {"days": 1e30}, NAN),
+    "limit_train_batches": LIMIT,
+    "limit_val_batches": LIMIT,
+    "limit_test_batches": LIMIT,
+    "limit_predict_batches": LIMIT,
+    "overfit_batches": (*LIMIT, None),
+    "fast_dev_run": (1.5, -2, "", NAN, None, "yes"),
+    "val_check_interval": (*LIMIT, 0, 0.0),
+    "check_val_every_n_epoch": (*COUNT, 0, -1),
+    "num_sanity_val_steps": COUNT,
+    "accumulate_grad_batches": (*COUNT, 0, None, {0: 2}),
+    "gradient_clip_val": (True, -1, 0, NAN, INF, "", "0.5"),
+    "gradient_clip_algorithm": (True, "", "Norm", 2),
+    "log_every_n_steps": (*COUNT, -1),
+    "enable_checkpointing": BOOL,
+    "enable_progress_bar": BOOL,
+    "enable_model_summary": BOOL,
+    "use_distributed_sampler": BOOL,
+    "inference_mode": BOOL,
+    "detect_anomaly": BOOL,
+    "reload_dataloaders_every_n_epochs": (*COUNT, None, -1),
+    "deterministic": (0, 1, 1.0, None, "", "Warn"),
+    "benchmark": (0, 1, "", "yes"),
+    "default_root_dir": (True, 5, "", b"x", 1.5),
+    "logger": ("csv", "", 5, 1.5, [True], ...),
+    "callbacks": ("x", 5, [None], Callback, [Callback], ...),
+    "num_nodes": (True, 1.5, -2, 0, "", NAN, None),
+    "devices": (True, 1.5, -2, 0, "", "x", NAN, [], [-1], [0, 0], [True], None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [(name, value) for name, values in OUT_OF_DOMAIN.items() for value in values],
+    ids=lambda part: repr(part) if not isinstance(part, str) else part or "''",
+)
+def test_an_argument_out_of_its_domain(name, value):
+    with pytest.raises(ConfigurationError) as caught:
+        Trainer(**{**QUIET, name: value})
+    message = str(caught.value)
+    shown = value[0] if name in ("logger", "callbacks") and isinstance(value, list) else value
+    assert f"'{name}'" in message or f"{name}=" in message, message
+    assert repr(shown) in message, message
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"min_epochs": 3, "max_epochs": 2}, r"'min_epochs' must be at most 'max_epochs' \(got 3 and 2\)"),
+        ({"min_steps": 3, "max_steps": 2}, r"'min_steps' must be at most 'max_steps' \(got 3 and 2\)"),
+        ({"check_val_every_n_epoch": None, "val_check_interval": 0.5}, r"'val_check_interval' must be a number"),
+        ({"nonsense": 1}, r"unexpected keyword argument 'nonsense'"),
+    ],
+)
+def test_arguments_that_exclude_each_other(options, message):
+    with pytest.raises((ConfigurationError, TypeError), match=message):
+        make(**options)
+
+
+def test_numbers_of_numpy_are_numbers():
+    import numpy
+
+    trainer = make(max_epochs=numpy.int64(2), limit_train_batches=numpy.float64(0.5), max_steps=numpy.int32(9))
+    assert (trainer.max_epochs, trainer.limit_train_batches, trainer.max_steps) == (2, 0.5, 9)
+    assert type(trainer.max_epochs) is int
+    with pytest.raises(ConfigurationError, match="'max_epochs'"):
+        make(max_epochs=numpy.bool_(True))
+
+
+# -- before any process starts -----------------------------------------------------------------------------------
+
+
+def refuse_to_start(monkeypatch):
+    from torchhal.launchers import ExternalLauncher, MultiprocessingLauncher, SubprocessScriptLauncher
+
+    def launch(self, *args, **kwargs):
+        raise AssertionError("a process was started")
+
+    for launcher in (ExternalLauncher, MultiprocessingLauncher, SubprocessScriptLauncher):
+        monkeypatch.setattr(launcher, "launch", launch)
+
+
+class NoStep(Module):
+    configure_optimizers = Net.configure_optimizers
+
+
+class NoOptimizers(Module):
+    def training_step(self, batch, batch_idx):
+        pass
+
+
+class Empty(Module):
+    """No evaluation steps."""
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda t: t.fit(NoStep(), BATCHES),
+            r"NoStep can't be fitted: it has no training_step\. Define one that takes",
+        ),
+        (lambda t: t.fit(NoOptimizers(), BATCHES), r"it has no configure_optimizers\. Define one that returns"),
+        (lambda t: t.fit(nn.Linear(1, 1), BATCHES), r"Linear can't be fitted: it has no training_step"),
+        (lambda t: t.fit(Net, BATCHES), r"'model' must be a torch\.nn\.Module \(got <class .*Net'>\)"),
+        (lambda t: t.fit(None, BATCHES), r"'model' must be a torch\.nn\.Module \(got None\)"),
+        (lambda t: t.fit(lambda x: x, BATCHES), r"'model' must be a torch\.nn\.Module"),
+        (lambda t: t.fit(Net()), r"fit needs training data: pass train_dataloaders or a datamodule, or define"),
+        (lambda t: t.fit(Net(), 5), r"'train_dataloaders' must be an iterable of batches.*\(got 5\)"),
+        (lambda t: t.fit(Net(), "path"), r"'train_dataloaders' must be an iterable of batches.*\(got 'path'\)"),
+        (lambda t: t.fit(Net(), DataLoader), r"'train_dataloaders' must be an iterable of batches"),
+        (lambda t: t.fit(Net(), TensorDataset(torch.ones(3))), r"'train_dataloaders' must be an iterable of batches"),
+        (
+            lambda t: t.fit(Net(), {"a": DataLoader(torch.ones(3, 1))}),
+            r"'train_dataloaders' must be an iterable .*combine the loaders in one",
+        ),
+        (
+            lambda t: t.fit(Net(), [DataLoader(torch.ones(3, 1))] * 2),
+            r"must be one iterable of batches \(got a list of 2 loader\(s\)\): combine them in one",
+        ),
+        (
+            lambda t: t.fit(Net(), [DataLoader(torch.ones(3, 1))]),
+            r"\(got a list of 1 loader\(s\)\): pass that loader itself",
+        ),
+        (lambda t: t.fit(Net(), BATCHES, 5), r"'val_dataloaders' must be an iterable of batches.*\(got 5\)"),
+        (lambda t: t.validate(), r"validate needs a model: pass one, or fit one with this Trainer first"),
+        (lambda t: t.test(Net(), BATCHES), r"Net has no test_step: define it to test"),
+        (lambda t: t.validate(Empty(), BATCHES), r"Empty has no validation_step: define it to validate"),
+        (lambda t: t.predict(Empty(), BATCHES), r"Empty has no predict_step: define it to predict"),
+        (lambda t: t.validate(Net()), r"validate needs data: pass dataloaders or a datamodule"),
+        (lambda t: t.validate(Net(), 5), r"'dataloaders' must be an iterable of batches.*\(got 5\)"),
+        (lambda t: t.save_checkpoint("x"), r"save_checkpoint needs a model"),
+    ],
+)
+def test_a_model_or_data_that_lacks_something(monkeypatch, call, message):
+    refuse_to_start(monkeypatch)
+    with pytest.raises(ModelError, match=message):
+        call(make())
+
+
+@pytest.mark.parametrize("path", [5, True, "", b"x", 1.5])
+def test_a_ckpt_path_that_is_none(monkeypatch, path):
+    refuse_to_start(monkeypatch)
+    with pytest.raises(ConfigurationError, match=r"'ckpt_path' must be a path, 'last', 'best' or None \(got"):
+        make().fit(Net(), BATCHES, ckpt_path=path)
+
+
+def test_unknown_aliases_and_too_many_devices(monkeypatch):
+    refuse_to_start(monkeypatch)
+    with pytest.raises(UnknownAliasError, match=r"'cpuu'.*'cpu'"):
+        make(accelerator="cpuu")
+    with pytest.raises(UnknownAliasError, match=r"'dpp'.*'ddp'"):
+        make(strategy="dpp")
+    with pytest.raises(UnknownAliasError, match=r"'bf16-mixd'.*'bf16-mixed'"):
+        make(precision="bf16-mixd")
+
+    from torchhal.accelerators import CPUAccelerator
+
+    class One(CPUAccelerator):
+        name = "one"
+        oversubscribable = False
+
+        def device_count(self):
+            return 1
+
+    with pytest.raises(ConfigurationError, match=r"'devices' must be at most 1 for accelerator 'one' \(got 3\)"):
+        make(accelerator=One(), devices=3)
+
+
+# -- data that gives nothing -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [[], DataLoader(torch.ones(0, 1)), DataLoader(torch.ones(3, 1), batch_size=9, drop_last=True), iter([])],
+    ids=["list", "empty", "drop_last", "iterator"],
+)
+def test_a_loader_that_yields_nothing(loader):
+    model = Net()
+    with pytest.raises(ModelError, match=r"the training loader.* gave no batch: "):
+        make().fit(model, loader)
+    if isinstance(loader, DataLoader):
+        with pytest.raises(ModelError, match=r"the loader of 'val_dataloaders' gave no batch: is the dataset empty"):
+            make().fit(model, BATCHES, loader)
+        with pytest.raises(ModelError, match="the loader of 'dataloaders' gave no batch"):
+            make().validate(model, loader)
+        with pytest.raises(ModelError, match="a loader of 'dataloaders' gave no batch"):
+            make().validate(model, [DataLoader(torch.ones(1, 1)), loader])
+
+
+def test_a_loader_hook_that_returns_nothing():
+    class Nothing(Net):
+        def train_dataloader(self):
+            pass
+
+        val_dataloader = train_dataloader
+
+    with pytest.raises(ModelError, match=r"train_dataloader returned None"):
+        make().fit(Nothing())
+    with pytest.raises(ModelError, match=r"validate needs data: its loader is None"):
+        make().validate(Nothing())
+
+
+def test_validation_data_without_a_validation_step_is_said():
+    model = Net()
+    model.validation_step = None
+    with pytest.warns(UserWarning, match="Net has no validation_step, so val_dataloaders is not used"):
+        make().fit(model, BATCHES, BATCHES)
+
+
+# -- losses ------------------------------------------------------------------------------------------------------
+
+
+def step(function, **options):
+    model = type("Bad", (Net,), {"training_step": lambda self, batch, batch_idx: function(self, batch)})()
+    make(**options).fit(model, BATCHES)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda m, b: m.layer(b), r"Bad\.training_step must return one number.*\(2, 1\)\): take its mean"),
+        (lambda m, b: {"loss": m.layer(b)}, r"must return one number.*\(2, 1\)"),
+        (lambda m, b: torch.tensor(1.0), r"depends on no trainable parameter: nothing requires grad"),
+        (lambda m, b: m.layer(b).mean().detach(), r"depends on no trainable parameter"),
+        (lambda m, b: {"losses": 1}, r"must return a tensor, a dict with 'loss', or None \(got a dict with 'losses'\)"),
+        (lambda m, b: {}, r"\(got a dict with nothing\)"),
+        (lambda m, b: 3.5, r"must return a tensor, a dict with 'loss', or None \(got 3\.5\)"),
+        (lambda m, b: "loss", r"\(got 'loss'\)"),
+        (lambda m, b: [m.layer(b).mean()], r"must return a tensor, a dict with 'loss', or None \(got \["),
+    ],
+)
+def test_what_training_step_may_not_return(function, message):
+    with pytest.raises(ModelError, match=message):
+        step(function)
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_loss_that_is_not_finite(value, accumulate):
+    class Explodes(Net):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            return loss * value if (self.current_epoch, batch_idx) == (1, 3) else loss
+
+    options = {"max_epochs": 3, "accumulate_grad_batches": accumulate}
+    model = Explodes()
+    with pytest.raises(NonFiniteLossError) as caught:
+        make(detect_anomaly=True, **options).fit(model, BATCHES * 3)
+    found = re.search(r"the loss is (\S+) at epoch 1, batch 3, optimizer step (\d+), rank 0", str(caught.value))
+    assert found is not None and found[1] in ("nan", "inf", "-inf") and int(found[2]) == (9 if accumulate == 1 else 4)
+    assert torch.isfinite(model.layer.weight).all()  # before the step that would have spread it
+    make(**options).fit(Explodes(), BATCHES * 3)  # nobody asked
+
+
+def test_an_optimizer_with_a_closure_does_not_accumulate():
+    class Closure(Net):
+        def configure_optimizers(self):
+            return torch.optim.LBFGS(self.parameters())
+
+    with pytest.raises(ConfigurationError, match=r"'accumulate_grad_batches' must be 1 for LBFGS.*\(got 2\)"):
+        make(accumulate_grad_batches=2).fit(Closure(), BATCHES)
+
+    class Skips(Closure):
+        def training_step(self, batch, batch_idx):
+            return None
+
+    with pytest.raises(ModelError, match=r"Skips\.training_step must return a loss for LBFGS.*\(got None\)"):
+        make().fit(Skips(), BATCHES)
+
+
+# -- checkpoints that can't be written ---------------------------------------------------------------------------
+
+
+def test_a_full_disk_surfaces_and_costs_nothing(tmp_path, monkeypatch):
+    path = tmp_path / "a.ckpt"
+    trainer = make()
+    trainer.fit(Net(), BATCHES)
+    trainer.save_checkpoint(path)
+    old = path.read_bytes()
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(CheckpointError, match=r"(?i)a\.ckpt.*no space left"):
+        trainer.save_checkpoint(path)
+    assert path.read_bytes() == old and os.listdir(tmp_path) == ["a.ckpt"]
+    saver = make(ModelCheckpoint(tmp_path / "run"))
+    with pytest.raises(CheckpointError, match=r"(?i)no space left"):
+        saver.fit(Net(), BATCHES)
+    assert saver.state.status == "interrupted" and saver.checkpoint_callback.best_model_path == ""
+    monkeypatch.undo()
+    assert Net.load_from_checkpoint(path).layer.weight.shape == (1, 1)
+
+
+SCRIPT = """
+import os, signal, sys, time
+import torch
+from torch import nn
+from torchhal import Callback, Module, Trainer
+from torchhal.trainer.callbacks import ModelCheckpoint
+
+class Net(Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).pow(2).mean()
+
+    def validation_step(self, batch, batch_idx):
+        pass
+
+    predict_step = test_step = validation_step
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    def teardown(self, stage):
+        print("torn down", stage, flush=True)
+
+class At(Callback):
+    def __init__(self, hook, act):
+        setattr(self, hook, lambda trainer, *args: act(trainer))
+
+def trainer(*callbacks, **options):
+    quiet = dict(accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+                 num_sanity_val_steps=0)
+    return Trainer(callbacks=list(callbacks), **{**quiet, **options})
+
+BATCHES = [torch.ones(2, 1)] * 4
+folder = sys.argv[1]
+"""
+
+
+def script(tmp_path, body, timeout=60):
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT + textwrap.dedent(body))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, str(path), str(tmp_path / "out")],
+        capture_output=True, text=True, timeout=timeout, env=environment, cwd=tmp_path, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_read_only_folder_is_no_success(tmp_path):
+    target = tmp_path / "out"
+    target.mkdir(mode=0o500)
+    done = script(tmp_path, "trainer(ModelCheckpoint(folder), max_epochs=1).fit(Net(), BATCHES)")
+    assert done.returncode == 1 and "CheckpointError" in done.stderr and str(target) in done.stderr
+
+
+def test_a_folder_that_is_a_file_is_no_success(tmp_path):
+    (tmp_path / "out").write_text("in the way")
+    done = script(tmp_path, "trainer(ModelCheckpoint(folder), max_epochs=1).fit(Net(), BATCHES)")
+    assert done.returncode == 1 and "CheckpointError" in done.stderr and str(tmp_path / "out") in done.stderr
+    assert (tmp_path / "out").read_text() == "in the way"
+
+
+# -- signals -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("hook", "save_last"),
+    [("on_train_batch_end", False), ("on_train_batch_start", True), ("on_validation_start", False)],
+)
+def test_sigterm_leaves_a_loadable_checkpoint(tmp_path, hook, save_last):
+    done = script(
+        tmp_path,
+        f"""
+        def act(trainer):
+            if trainer.global_step >= 4:
+                os.kill(os.getpid(), signal.SIGTERM)
+        trainer(At({hook!r}, act), ModelCheckpoint(folder, save_last={save_last}), max_epochs=99).fit(
+            Net(), BATCHES, BATCHES)
+        print("not reached")
+        """,
+    )
+    assert done.returncode == 143, done.stderr
+    assert done.stdout == "torn down fit\n" and "Traceback" not in done.stderr
+    written = sorted(Path(tmp_path / "out").glob("*.ckpt"), key=os.path.getmtime)
+    steps = torch.load(written[-1], weights_only=True)["global_step"]
+    assert steps == {"on_train_batch_start": 5}.get(hook, 4)
+    resumed = make(ModelCheckpoint(tmp_path / "out"), max_epochs=2)
+    resumed.fit(Net(), BATCHES * 2, ckpt_path="last")
+    assert resumed.global_step > steps or resumed.current_epoch == 2
+
+
+@pytest.mark.parametrize("fn", ["validate", "test", "predict"])
+def test_sigterm_in_an_evaluation(tmp_path, fn):
+    word = {"validate": "validation"}.get(fn, fn)
+    done = script(
+        tmp_path,
+        f"""
+        def act(trainer):
+            print("batch", flush=True)
+            os.kill(os.getpid(), signal.SIGTERM)
+        trainer(At("on_{word}_batch_end", act)).{fn}(Net(), BATCHES)
+        print("not reached")
+        """,
+    )
+    assert done.returncode == 143, done.stderr
+    assert done.stdout == f"batch\ntorn down {fn}\n"
+
+
+@pytest.mark.parametrize("hook", ["on_train_end", "on_fit_end", "teardown", "setup", "on_fit_start"])
+def test_sigterm_outside_the_loop_is_not_forgotten(tmp_path, hook):
+    done = script(
+        tmp_path,
+        f"""
+        trainer(At({hook!r}, lambda trainer: os.kill(os.getpid(), signal.SIGTERM)), max_epochs=2).fit(Net(), BATCHES)
+        print("not reached")
+        """,
+    )
+    assert done.returncode == 143, (done.stdout, done.stderr)
+    assert done.stdout == "torn down fit\n"
+
+
+def test_ctrl_c_once_and_twice(tmp_path):
+    once = script(
+        tmp_path,
+        """
+        def act(trainer):
+            if trainer.global_step == 3:
+                os.kill(os.getpid(), signal.SIGINT)
+        t = trainer(At("on_train_batch_end", act), ModelCheckpoint(folder), max_epochs=99)
+        try:
+            t.fit(Net(), BATCHES)
+        except KeyboardInterrupt:
+            print("interrupted after", t.global_step, t.state.status)
+        t.callbacks.clear()
+        t.fit_loop.max_epochs = 1
+        t.fit(Net(), BATCHES)
+        print("and again", t.global_step)
+        """,
+    )
+    assert once.returncode == 0, once.stderr
+    assert once.stdout.splitlines() == [
+        "torn down fit", "interrupted after 3 interrupted", "torn down fit", "and again 7",
+    ]  # fmt: skip
+    assert "press Ctrl-C again" in once.stderr
+    assert [path.name for path in Path(tmp_path / "out").iterdir()] == ["interrupted-epoch=0-step=3.ckpt"]
+    twice = script(
+        tmp_path,
+        """
+        class Slow(Net):
+            def training_step(self, batch, batch_idx):
+                os.kill(os.getpid(), signal.SIGINT)
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(30)
+        trainer(max_epochs=1).fit(Slow(), BATCHES)
+        """,
+        timeout=25,
+    )
+    assert twice.returncode in (130, -signal.SIGINT) and "KeyboardInterrupt" in twice.stderr
+    assert twice.stdout == "torn down fit\n"
+
+
+def test_the_handlers_of_the_program_come_back():
+    def handler(signum, frame):
+        raise AssertionError
+
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        for model in (Net(), type("Bad", (Net,), {"training_step": lambda self, batch, i: 1 / 0})()):
+            try:
+                make().fit(model, BATCHES)
+            except ZeroDivisionError:
+                pass
+            assert signal.getsignal(signal.SIGTERM) is handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_fit_outside_the_main_thread():
+    import threading
+
+    found = []
+    thread = threading.Thread(target=lambda: found.append(make().fit(Net(), BATCHES)))
+    thread.start()
+    thread.join(60)
+    assert found == [None]
