@@ -84,9 +84,18 @@ class _HasHyperparameters:
 
     @classmethod
     def load_from_checkpoint(
-        cls, path: Any, *, map_location: Any = "cpu", strict: bool = True, weights_only: bool = True, **arguments: Any
+        cls,
+        checkpoint_path: Any,
+        *,
+        map_location: Any = "cpu",
+        strict: bool = True,
+        weights_only: bool = True,
+        checkpoint_io: Any = None,
+        **arguments: Any,
     ) -> Any:
         """A new object from a checkpoint: constructor arguments from it, overridden by ``arguments``; then its state.
+
+        ``checkpoint_io`` is the one that wrote it, where that was not a ``TorchCheckpointIO``.
 
         Raises:
             FileNotFoundError, CheckpointError: see ``TorchCheckpointIO.load_checkpoint``.
@@ -94,7 +103,8 @@ class _HasHyperparameters:
         """
         from torchhal.checkpoint import TorchCheckpointIO
 
-        checkpoint = TorchCheckpointIO().load_checkpoint(path, map_location=map_location, weights_only=weights_only)
+        io = TorchCheckpointIO() if checkpoint_io is None else checkpoint_io
+        checkpoint = io.load_checkpoint(checkpoint_path, map_location=map_location, weights_only=weights_only)
         saved = dict(checkpoint.get(cls._hyperparameter_key) or {})
         accepted = inspect.signature(cls.__init__).parameters
         whole = checkpoint.get(cls._hyperparameter_name_key)
@@ -106,8 +116,8 @@ class _HasHyperparameters:
             loaded = cls(**{**saved, **arguments})
         except TypeError as error:
             raise CheckpointMismatchError(
-                f"{cls.__name__} can't be built from {str(path)!r}: {error}. Pass what the checkpoint lacks as "
-                "arguments, or call save_hyperparameters() in __init__"
+                f"{cls.__name__} can't be built from {str(checkpoint_path)!r}: {error}. Pass what the checkpoint "
+                "lacks as arguments, or call save_hyperparameters() in __init__"
             ) from error
         loaded._restore(checkpoint, strict=strict)
         return loaded
@@ -117,7 +127,8 @@ class _HasHyperparameters:
 
 
 def _holds(frame: Any, owner: Any) -> bool:
-    return any(value is owner for value in frame.f_locals.values())  # ``in`` would ask arrays whether they are equal
+    # ``in`` would ask arrays whether they are equal
+    return any(value is owner for value in frame.f_locals.values())
 
 
 def _frame_arguments(frame: Any, owner: Any) -> dict[str, Any]:
@@ -337,7 +348,7 @@ class Module(_HasHyperparameters, ModuleHooks, nn.Module):
         add_dataloader_idx: bool = True,
         batch_size: int | None = None,
         rank_zero_only: bool = False,
-        **options: Any,
+        metric_attribute: str | None = None,
     ) -> None:
         """Record one number.
 
@@ -354,13 +365,14 @@ class Module(_HasHyperparameters, ModuleHooks, nn.Module):
             add_dataloader_idx: append ``/dataloader_idx_N`` when there are several loaders.
             batch_size: the weight of this value; taken from the batch when None.
             rank_zero_only: this is only called on rank 0; nothing is reduced.
+            metric_attribute: the attribute of the model that holds a metric object, for ranks that never log it.
         """
         trainer = self._trainer
         if trainer is None:
             return  # a model used on its own: nowhere to record to
-        trainer.log_metric(
-            name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, add_dataloader_idx, batch_size,
-            rank_zero_only, **options,
+        trainer.results.log(
+            name, value, trainer.current_hook, prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist,
+            add_dataloader_idx, batch_size, metric_attribute, rank_zero_only,
         )  # fmt: skip
 
     def log_dict(self, metrics: Mapping[str, Any], *args: Any, **options: Any) -> None:

@@ -23,6 +23,7 @@ class Gloo:
         self.world_size = dist.get_world_size(group)
         self.global_rank = dist.get_rank(group)
         self.collectives = 0
+        self.is_data_leader = True
 
     def all_gather_object(self, value):
         self.collectives += 1

@@ -100,13 +100,15 @@ class Precision:
             The global norm before clipping, 0-d, for ``"norm"``; None for ``"value"``. Strategies that shard
             parameters compute it over all shards in their own ``clip_gradients``.
         """
+        if algorithm not in ("norm", "value"):
+            raise ValueError(f"'algorithm' must be 'norm' or 'value' (got {algorithm!r})")
         parameters = list(self.main_params(optimizer))
+        if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in parameters):
+            return _clip_with_sparse(parameters, clip_val, algorithm)
         if algorithm == "norm":
             return nn.utils.clip_grad_norm_(parameters, clip_val)
-        if algorithm == "value":
-            nn.utils.clip_grad_value_(parameters, clip_val)
-            return None
-        raise ValueError(f"'algorithm' must be 'norm' or 'value' (got {algorithm!r})")
+        nn.utils.clip_grad_value_(parameters, clip_val)
+        return None
 
     def main_params(self, optimizer: Optimizer) -> Iterator[nn.Parameter]:
         """Each parameter of ``optimizer`` exactly once (PRE-22)."""
@@ -142,3 +144,23 @@ class Precision:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.alias!r})"
+
+
+def _clip_with_sparse(parameters: Sequence[nn.Parameter], clip_val: float, algorithm: str) -> torch.Tensor | None:
+    """torch's own clipping knows no sparse gradients: here the values of coalesced ones stand in for them."""
+    stand_ins = []
+    for parameter in parameters:
+        if parameter.grad is None:
+            continue
+        if parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.coalesce()
+            values = parameter.grad._values()  # shares memory with the gradient: clipping it clips that
+        else:
+            values = parameter.grad
+        stand_in = nn.Parameter(values, requires_grad=False)
+        stand_in.grad = values
+        stand_ins.append(stand_in)
+    if algorithm == "norm":
+        return nn.utils.clip_grad_norm_(stand_ins, clip_val)
+    nn.utils.clip_grad_value_(stand_ins, clip_val)
+    return None

@@ -6,6 +6,7 @@ from torchhal import registry
 from torchhal.accelerators import Accelerator
 from torchhal.discovery import USER
 from torchhal.errors import ComponentError, UnsupportedCombinationError
+from torchhal.launchers.process import launched_by
 from torchhal.precision import Precision
 from torchhal.resolve.plan import Part
 from torchhal.strategies import Strategy
@@ -29,6 +30,12 @@ def check_fit(accelerator: Part, strategy: Part, precision: Part, environment: P
                 f"{hardware.default_parallel_strategy!r}, or, for runs that have nothing to do with each other, "
                 "plugins='local'"
             )
+    if not chosen.multi_device and launched_by() is not None:
+        raise UnsupportedCombinationError(
+            f"strategy {strategy.alias!r} uses one process, but this is one of several that an earlier Trainer of this "
+            "script started, and each would run it by itself: keep to that Trainer's devices and strategy, or guard "
+            "with 'if trainer.is_global_zero:'"
+        )
     if chosen.accelerators is not None and not chosen.accelerators & {accelerator.alias, hardware.name}:
         raise UnsupportedCombinationError(
             f"strategy {strategy.alias!r} works on accelerator {_listed(chosen.accelerators)} "

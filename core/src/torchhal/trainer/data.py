@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from torchhal.errors import ConfigurationError, ModelError
-from torchhal.launchers.worker_signals import compose_worker_init
+from torchhal.launchers.worker_signals import WorkerInit, compose_worker_init, signals_blocked
 from torchhal.seed import SEED_VARIABLE
 from torchhal.trainer import rng, samplers
 
@@ -120,7 +120,7 @@ def find_loaders(stage: str, given: Any, module: Any, datamodule: Any) -> Any:
 def prepare_loader(loader: Any, trainer: Trainer, *, training: bool) -> Any:
     """``loader`` for this rank: the user's object is never changed."""
     if not isinstance(loader, DataLoader):
-        return loader
+        return trainer.strategy.process_dataloader(loader, training=training)
     if trainer.overfit_batches and trainer.state.fn == "fit":
         loader = samplers.sequential(loader)
     share = trainer.strategy.distributed_sampler_kwargs
@@ -136,7 +136,7 @@ def prepare_loader(loader: Any, trainer: Trainer, *, training: bool) -> Any:
     if loader.num_workers > 0:
         loader = copy.copy(loader)
         loader.__dict__.update(worker_init_fn=compose_worker_init(loader.worker_init_fn), _iterator=None)
-    return loader
+    return trainer.strategy.process_dataloader(loader, training=training)
 
 
 @dataclass
@@ -145,6 +145,11 @@ class EvaluationData:
 
     loaders: list[Any] = field(default_factory=list)
     lengths: list[int | None] = field(default_factory=list)
+    """This rank's; None where only the loader's end will tell."""
+    common: list[int] = field(default_factory=list)
+    """Batches that every rank has: where all of them stand at the same place."""
+    anywhere: bool = False
+    """Whether any rank has a batch: the same on every rank, as whoever evaluates must meet the others."""
 
     @classmethod
     def build(cls, given: Any, trainer: Trainer, limit: int | float, limit_name: str, what: str) -> EvaluationData:
@@ -154,10 +159,24 @@ class EvaluationData:
             if loader_length(loader) == 0 and limit:
                 raise no_batch(f"a loader of {what!r}" if len(loaders) > 1 else f"the loader of {what!r}", loader)
         prepared = [prepare_loader(loader, trainer, training=False) for loader in loaders]
-        return cls(prepared, [limit_length(loader_length(loader), limit, limit_name) for loader in prepared])
+        lengths = [limit_length(loader_length(loader), limit, limit_name) for loader in prepared]
+        everybody = trainer.strategy.all_gather_object(lengths)
+        if len({len(theirs) for theirs in everybody}) > 1:
+            listing = ", ".join(f"rank {rank}: {len(theirs)}" for rank, theirs in enumerate(everybody))
+            raise ModelError(f"every rank must evaluate on the same number of loaders ({listing})")
+        common = [min(length or 0 for length in column) for column in zip(*everybody, strict=True)]
+        return cls(prepared, lengths, common, any(length != 0 for theirs in everybody for length in theirs))
+
+    def first(self, batches: int) -> EvaluationData:
+        """The same with at most so many batches of each loader; -1 for all."""
+        lengths, common = list(self.lengths), list(self.common)
+        if batches != -1:
+            lengths = [batches if length is None else min(batches, length) for length in lengths]
+            common = [min(batches, each) for each in common]
+        return EvaluationData(self.loaders, lengths, common, self.anywhere)
 
     def __bool__(self) -> bool:
-        return any(length != 0 for length in self.lengths)
+        return self.anywhere
 
 
 def load_validation_data(trainer: Trainer) -> EvaluationData:
@@ -232,7 +251,7 @@ class TrainingData:
         strategy = self.trainer.strategy
         self.epoch_rng = rng.collect(strategy.accelerator, strategy.root_device)
         self.generator_states = [generator.get_state() for generator in self._generators()]
-        iterator: Iterator[Any] = iter(self.loader)
+        iterator = start_iterator(self.loader)
         return iterator
 
     def resume(self, epoch: int, skip: int, position: dict[str, Any], then: Callable[[], None]) -> Iterator[Any]:
@@ -245,7 +264,7 @@ class TrainingData:
         self.generator_states = position["generators_at_start"]
         if "loader" in position and hasattr(loader, "load_state_dict"):
             loader.load_state_dict(position["loader"])
-            iterator: Iterator[Any] = iter(loader)
+            iterator = start_iterator(loader)
             then()
             return iterator
         if self.epoch_rng is not None:
@@ -262,7 +281,7 @@ class TrainingData:
         indexed = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
         if indexed and loader.num_workers == 0:
             return iter(samplers.with_skip(loader, skip, arrived))
-        iterator = iter(loader)
+        iterator = start_iterator(loader)
         for _ in range(skip):
             next(iterator, None)
         arrived()
@@ -278,6 +297,25 @@ class TrainingData:
         if hasattr(self.loader, "state_dict") and hasattr(self.loader, "load_state_dict"):
             position["loader"] = self.loader.state_dict()
         return position
+
+
+def start_iterator(loader: Any) -> Iterator[Any]:
+    """``iter(loader)``, with workers that no signal to the whole group can end before they know what to make of it."""
+    iterator: Iterator[Any]
+    if isinstance(getattr(loader, "worker_init_fn", None), WorkerInit):
+        with signals_blocked(loader):
+            iterator = iter(loader)
+    else:
+        iterator = iter(loader)
+    return iterator
+
+
+def close_loader(loader: Any) -> None:
+    """End the persistent workers of a loader that was prepared for one run."""
+    iterator = getattr(loader, "_iterator", None)
+    if isinstance(getattr(loader, "worker_init_fn", None), WorkerInit) and iterator is not None:
+        iterator._shutdown_workers()
+        loader.__dict__["_iterator"] = None
 
 
 def close_iterator(iterator: Any) -> None:

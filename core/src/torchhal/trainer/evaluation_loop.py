@@ -10,7 +10,14 @@ from torch import nn
 
 from torchhal.errors import ModelError
 from torchhal.trainer.calls import adapt_step
-from torchhal.trainer.data import EvaluationData, batch_transfer, close_iterator, loader_length, no_batch
+from torchhal.trainer.data import (
+    EvaluationData,
+    batch_transfer,
+    close_iterator,
+    loader_length,
+    no_batch,
+    start_iterator,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -77,9 +84,8 @@ class EvaluationLoop:
                 return outputs, True
             results.finalize_epoch()
             trainer.call_epoch_end(f"on_{word}_epoch_end")
-            if (
-                stage == "validate" and trainer.state.fn == "fit"
-            ):  # a checkpoint of the next hook doesn't validate again
+            if stage == "validate" and trainer.state.fn == "fit":
+                # said before the next hook: a checkpoint that it writes doesn't validate again
                 trainer.fit_loop.validated_at = trainer.fit_loop.total_batches
             hooks.call(f"on_{word}_end")
             if stage != "sanity_check":
@@ -109,7 +115,8 @@ class EvaluationLoop:
                 continue
             size = loader_length(loader)
             limited = length is not None and length != size  # the loader's own end is reached as a for loop does
-            iterator = iter(loader)
+            common = data.common[index]
+            iterator = start_iterator(loader)
             batch_idx = -1
             try:
                 for batch_idx, batch in enumerate(iterator):
@@ -126,8 +133,11 @@ class EvaluationLoop:
                     if keep:
                         kept.append(output)
                     del output  # or the next step would run beside all that this one returned
-                    if watch.flag and self._signalled():
-                        return outputs, True
+                    if batch_idx < common or alone:
+                        # ranks leave at the same batch: the steps may communicate
+                        watch.position += 1
+                        if watch.flag and self._signalled():
+                            return outputs, True
                     if limited and batch_idx + 1 == length:
                         break
             finally:
@@ -138,7 +148,5 @@ class EvaluationLoop:
 
     def _signalled(self) -> bool:
         """Whether a signal ends the run; any other wish to stop can wait for the end of this evaluation."""
-        watch = self.trainer.strategy.watch
-        watch.at_boundary()  # raises if another rank has failed
-        signum = watch.stop_signal
+        signum = self.trainer.strategy.watch.at_boundary()
         return signum is not None and signum > 0

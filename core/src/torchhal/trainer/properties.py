@@ -197,6 +197,11 @@ class TrainerProperties:
         return [math.inf if length is None else length for length in data.lengths]
 
     @property
+    def has_validation(self) -> bool:
+        """Whether this fit validates; the same on every rank, even where one of them has no batch of its own."""
+        return bool(self.attachments.validation_data)
+
+    @property
     def num_sanity_val_batches(self) -> list[int | float]:
         steps = getattr(self, "num_sanity_val_steps", 0)
         return [length if steps == -1 else min(steps, length) for length in self.num_val_batches]

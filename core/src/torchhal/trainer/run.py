@@ -15,7 +15,7 @@ from torchhal.errors import ModelError
 from torchhal.launchers.signals import StopSignals
 from torchhal.trainer import checkpointing, rng
 from torchhal.trainer.connect import make_callbacks
-from torchhal.trainer.data import EvaluationData, as_loaders, find_loaders, limit_length, load_validation_data
+from torchhal.trainer.data import EvaluationData, as_loaders, close_loader, find_loaders, load_validation_data
 from torchhal.trainer.fit_loop import Interrupted
 from torchhal.trainer.state import TrainerState
 
@@ -90,6 +90,7 @@ def run(trainer: Trainer, fn: str, ckpt_path: Any, *, in_worker: bool = False) -
         trainer.state.stage = None
         trainer.hooks.refresh()
         trainer.current_hook = None
+        close_loaders(trainer)
         try:
             trainer.strategy.teardown()
         except Exception:
@@ -99,6 +100,16 @@ def run(trainer: Trainer, fn: str, ckpt_path: Any, *, in_worker: bool = False) -
     if signals.received is not None:  # too late to stop anything here; whoever sent it wants more than this call ended
         raise exit_on(signals.received)
     return result
+
+
+def close_loaders(trainer: Trainer) -> None:
+    """End the workers that outlive an epoch: they don't outlive the run."""
+    attachments = trainer.attachments
+    loaders = [*attachments.validation_data.loaders, *attachments.evaluation_data.loaders]
+    if trainer.fit_loop.data is not None:
+        loaders.append(trainer.fit_loop.data.loader)
+    for loader in loaders:
+        close_loader(loader)
 
 
 def exit_on(signum: int) -> BaseException:
@@ -247,17 +258,17 @@ def sanity_check(trainer: Trainer) -> None:
     data = trainer.attachments.validation_data
     if not data or trainer.num_sanity_val_steps == 0 or trainer.fit_loop.total_batches:
         return
-    steps = trainer.num_sanity_val_steps
-    lengths = [length if steps == -1 else limit_length(length, steps, "") for length in data.lengths]
-    # what an iterator gives to the sanity check, no validation sees again
-    lengths = [0 if isinstance(loader, Iterator) else n for loader, n in zip(data.loaders, lengths, strict=True)]
-    if not any(length != 0 for length in lengths):
+    data = data.first(trainer.num_sanity_val_steps)
+    for index, loader in enumerate(data.loaders):
+        if isinstance(loader, Iterator):  # what it gives to the sanity check, no validation sees again
+            data.lengths[index] = data.common[index] = 0
+    if all(isinstance(loader, Iterator) for loader in data.loaders):
         return
     strategy = trainer.strategy
     before = rng.collect(strategy.accelerator, strategy.root_device)
     trainer.state.stage = "sanity_check"
     trainer.hooks.call("on_sanity_check_start")
-    trainer.evaluation_loop.run("sanity_check", EvaluationData(data.loaders, lengths))
+    trainer.evaluation_loop.run("sanity_check", data)
     trainer.hooks.call("on_sanity_check_end")
     trainer.state.stage = trainer.results.stage = "train"
     rng.restore(before, strategy.accelerator, strategy.root_device)

@@ -396,16 +396,6 @@ class Trainer(TrainerProperties):
 
     # -- logging ---------------------------------------------------------------------------------------------
 
-    def log_metric(self, name: str, value: Any, *options: Any, **more: Any) -> None:
-        """``Module.log`` ends here."""
-        (prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, add_dataloader_idx, batch_size, rank_zero_only) = (
-            options
-        )
-        self.results.log(
-            name, value, self.current_hook, prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist,
-            add_dataloader_idx, batch_size, more.get("metric_attribute"), rank_zero_only,
-        )  # fmt: skip
-
     def log_step(self) -> None:
         """Send the newest step values to the loggers."""
         metrics = self.results.step_metrics()

@@ -21,7 +21,6 @@ from torchhal.trainer.callbacks.monitored import (
     check_monitor,
     is_better,
     missing_metric,
-    number_of_validation_batches,
     validates_once_per_epoch,
 )
 
@@ -269,7 +268,7 @@ class ModelCheckpoint(Callback):
         save, evicted = top_k and self.save_top_k != 0, None
         if save and self.monitor is not None:
             if self.monitor not in metrics:
-                if self._validated or number_of_validation_batches(trainer) == 0:
+                if self._validated or not trainer.has_validation:
                     raise missing_metric(self, self.monitor, trainer.callback_metrics)
                 trainer.warn_once(
                     f"ModelCheckpoint monitors {self.monitor!r}, which was not logged before the first validation: no "

@@ -47,13 +47,8 @@ def missing_metric(owner: Any, monitor: str, metrics: Mapping[str, Any]) -> Conf
     )
 
 
-def number_of_validation_batches(trainer: Any) -> float:
-    batches = trainer.num_val_batches
-    return float(sum(batches)) if isinstance(batches, list | tuple) else float(batches)
-
-
 def validates_once_per_epoch(trainer: Any) -> bool:
     """Whether each epoch ends with its only validation, or there is none: then the epoch's end is the time to look."""
-    if number_of_validation_batches(trainer) == 0:
+    if not trainer.has_validation:
         return True
     return bool(trainer.check_val_every_n_epoch == 1 and trainer.val_check_interval == 1.0)
