@@ -555,7 +555,8 @@ def broadcast_lists():
             torch.randn(()),
             torch.randn(3, 7).t(),
             torch.tensor([r, r + 1], dtype=torch.int16),
-            torch.tensor([bool(r), False, True]), torch.randn(3).to(torch.bfloat16), torch.randn(2, dtype=torch.float64),
+            torch.tensor([bool(r), False, True]), torch.randn(3).to(torch.bfloat16),
+            torch.randn(2, dtype=torch.float64),
             torch.empty(0), torch.randn(2, dtype=torch.complex64), torch.randn(4, 1).expand(4, 1),
         ]  # fmt: skip
         torch.manual_seed(0)

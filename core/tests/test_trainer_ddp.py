@@ -171,13 +171,14 @@ def test_accumulation_and_clipping_over_ranks(tmp_path):
     assert result.rank(1)["steps"] == 3
 
 
-@pytest.mark.parametrize("misdeed", ["raise", "exit", "kill", "hang"])
-@pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn"])
+# "hang" once: what a time-out does is the same code for every launcher
+@pytest.mark.parametrize(
+    ("strategy", "misdeed"),
+    [("ddp", "hang"), *((s, m) for s in ("ddp", "ddp_spawn") for m in ("raise", "exit", "kill"))],
+)
 def test_one_rank_fails_and_all_end(tmp_path, strategy, misdeed):
     config = {"trainer": {"strategy": strategy}, "misdeed": misdeed}
     if misdeed == "hang":
-        if strategy != "ddp":
-            pytest.skip("the time-out is the same code for both")
         config["collective_timeout"] = 8
     result = run(tmp_path / "run", timeout=60, **config)
     assert result.code not in (0, None)
@@ -242,6 +243,36 @@ def test_a_signal_inside_validation(tmp_path):
     resumed = run(out, ckpt_path="last", **config)
     assert resumed.code == 0, resumed.stderr
     assert torch.equal(left_alone.rank(0)["state"]["body.0.weight"], resumed.rank(0)["state"]["body.0.weight"])
+
+
+def test_a_signal_inside_a_validation_that_communicates(tmp_path):
+    out = tmp_path / "run"
+    config = {"val_sync": True, "val": 24, "trainer": {"max_epochs": 4, "enable_checkpointing": True}}
+    stopped = run(out, misdeed="sigterm", where="validation", at=3, **config)
+    assert stopped.code == 143, stopped.stderr
+    assert list((out / "ckpt").glob("*.ckpt"))
+
+
+def test_fewer_validation_samples_than_ranks(tmp_path):
+    result = run(tmp_path / "run", val=1, trainer={"enable_checkpointing": True})
+    assert result.code == 0, result.stderr
+    assert result.rank(0)["metrics"]["count"] == result.rank(1)["metrics"]["count"] == 1
+
+
+def test_gradients_by_hand(tmp_path):
+    result = run(tmp_path / "run", by_hand="manual_backward")
+    assert result.code == 0, result.stderr
+    for name, value in single_process().state_dict().items():
+        torch.testing.assert_close(result.rank(1)["state"][name], value, rtol=1e-5, atol=1e-6)
+    result = run(tmp_path / "raw", by_hand="raw")
+    assert result.code != 0
+    assert "call self.manual_backward(loss) instead of loss.backward()" in result.stderr
+
+
+def test_a_trainer_of_one_process_after_one_of_two_is_refused(tmp_path):
+    result = run(tmp_path / "run", after="one_device")
+    assert result.code != 0
+    assert "one of several that an earlier Trainer of this script started" in result.stderr
 
 
 def test_one_rank_alone_asks_to_stop(tmp_path):

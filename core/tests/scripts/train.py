@@ -35,9 +35,17 @@ class Net(Module):
             self.extra = nn.Linear(2, 2)
         self.seen = []
         self.losses = []
+        self.automatic_optimization = not config.get("by_hand")
 
     def training_step(self, batch, batch_idx):
         x, y, index = batch
+        if self.config.get("by_hand"):
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            loss = F.cross_entropy(self.body(x), y)
+            loss.backward() if self.config["by_hand"] == "raw" else self.manual_backward(loss)
+            optimizer.step()
+            return
         self.seen.append(index.tolist())
         misbehave(self.config, self, "step")
         loss = F.cross_entropy(self.body(x), y)
@@ -52,6 +60,8 @@ class Net(Module):
         misbehave(self.config, self, "validation")
         self.seen.append(("val", *index.tolist()))
         self.log("val_loss", F.cross_entropy(self.body(x), y))
+        if self.config.get("val_sync"):
+            self.log("val_step", float(len(y)), on_step=True, on_epoch=False, sync_dist=True)
         self.log("count", float(len(y)), reduce_fx="sum")
 
     test_step = validation_step
@@ -165,6 +175,8 @@ def main():
         if config.get("save_after"):
             trainer.save_checkpoint(config["save_after"])
     torch.save(outcome, os.path.join(config["out"], f"rank{trainer.global_rank}.pt"))
+    if config.get("after") == "one_device":
+        Trainer(**{**options, "devices": 1, "strategy": "auto"}).validate(model, val)
     if config.get("after") == "raise" and trainer.global_rank == 1:
         raise ZeroDivisionError("after the fit")
 
