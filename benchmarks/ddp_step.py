@@ -94,6 +94,8 @@ def main() -> None:
         f"raw DDP {step * 1e6:.0f} us a step; Trainer(strategy='ddp') ratio {statistics.median(ratios):.3f} "
         f"(min {min(ratios):.3f}, max {max(ratios):.3f}; bound 1.03)"
     )
+    if statistics.median(ratios) > 1.03:
+        raise SystemExit("the bound is missed")
 
 
 if __name__ == "__main__":

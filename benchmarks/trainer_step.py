@@ -90,13 +90,17 @@ def main() -> None:
             seconds["bare"].append(trained(batches, everything=False, root=root))
             seconds["defaults"].append(trained(batches, everything=True, root=root))
     micro = 1e6 / arguments.steps
+    missed = False
     print(f"raw loop            {statistics.median(seconds['raw']) * micro:7.1f} us a step")
     for name, bound in (("bare", 1.10), ("defaults", 1.25)):
         ratios = [mine / base for mine, base in zip(seconds[name], seconds["raw"], strict=True)]
+        missed |= statistics.median(ratios) > bound
         print(
             f"Trainer, {name:<10} {statistics.median(seconds[name]) * micro:7.1f} us a step, ratio "
             f"{statistics.median(ratios):.3f} (min {min(ratios):.3f}, max {max(ratios):.3f}; bound {bound:.2f})"
         )
+    if missed:
+        raise SystemExit("a bound is missed")
 
 
 if __name__ == "__main__":
