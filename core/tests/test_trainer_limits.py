@@ -12,6 +12,7 @@ from torch.utils.data.sampler import BatchSampler
 from torchhal import Callback, Module, Trainer
 from torchhal.errors import ConfigurationError, ModelError
 from torchhal.trainer.callbacks import EarlyStopping
+from torchhal.trainer.data import limit_length
 from torchhal.trainer.loggers import Logger
 from torchhal.trainer.samplers import distribute
 
@@ -161,6 +162,11 @@ def test_a_share_is_what_it_says(length, share, count):
 def test_a_share_of_no_batch_is_an_error(name):
     with pytest.raises(ConfigurationError, match=rf"'{name}' must leave at least one batch \(got 0\.1 of 4 batches\)"):
         fit(4, 4, max_epochs=1, **{name: 0.1})
+
+
+def test_a_share_of_a_ranks_part_is_never_nothing():
+    # of three batches two ranks have two and one: half of that would leave the second rank out
+    assert [limit_length(part, 0.5, "limit_val_batches", part=True) for part in (2, 1, 0)] == [1, 1, 0]
 
 
 def test_a_thousand_epochs_unless_something_else_is_said():

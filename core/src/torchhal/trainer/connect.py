@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchhal.errors import ConfigurationError
+from torch import nn
+
+from torchhal.errors import ConfigurationError, ModelError
 from torchhal.trainer.callbacks import Callback, ModelCheckpoint, ModelSummary, ProgressBar
-from torchhal.trainer.data import EvaluationData
+from torchhal.trainer.data import LOADER_HOOKS, EvaluationData
 from torchhal.trainer.loggers import CSVLogger
 
 
@@ -70,3 +72,26 @@ def make_callbacks(
         )
     savers = [callback for callback in chosen if isinstance(callback, ModelCheckpoint)]
     return [callback for callback in chosen if callback not in savers] + savers
+
+
+def check_model(model: Any) -> Any:
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"'model' must be a torch.nn.Module (got {model!r})")
+    return model
+
+
+def check_no_second(datamodule: Any, name: str, given: Any) -> None:
+    if datamodule is not None and given is not None:
+        raise ConfigurationError(
+            f"'{name}' and 'datamodule' both give data: pass one of them (got {given!r} and {datamodule!r})"
+        )
+
+
+def find_source(model: Any, datamodule: Any, stage: str, given: Any) -> Any:
+    """Whoever would give the loaders of ``stage``, without asking for them yet."""
+    if given is not None:
+        return given
+    for owner in (datamodule, model):
+        if callable(getattr(owner, LOADER_HOOKS[stage], None)):
+            return owner
+    return None

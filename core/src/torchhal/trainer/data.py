@@ -34,8 +34,11 @@ def loader_length(loader: Any) -> int | None:
         return None
 
 
-def limit_length(length: int | None, limit: int | float, name: str) -> int | None:
-    """How many of ``length`` batches ``limit`` allows; None for "until it ends"."""
+def limit_length(length: int | None, limit: int | float, name: str, *, part: bool = False) -> int | None:
+    """How many of ``length`` batches ``limit`` allows; None for "until it ends".
+
+    A share that leaves nothing is an error, or one batch where ``length`` is only a rank's ``part`` of the data.
+    """
     if isinstance(limit, int):
         return limit if length is None else min(limit, length)
     if limit in (0.0, 1.0):
@@ -45,6 +48,8 @@ def limit_length(length: int | None, limit: int | float, name: str) -> int | Non
             f"'{name}' is a share of the batches ({limit}), but the loader doesn't know how many it has: use an int"
         )
     count = share_of(length, limit)
+    if length and not count and part:
+        return 1
     if length and not count:
         raise ConfigurationError(
             f"'{name}' must leave at least one batch (got {limit} of {length} batches): use {1 / length:.2g} or more, "
@@ -158,8 +163,9 @@ class EvaluationData:
             check_loader(loader, what)
             if loader_length(loader) == 0 and limit:
                 raise no_batch(f"a loader of {what!r}" if len(loaders) > 1 else f"the loader of {what!r}", loader)
+            limit_length(loader_length(loader), limit, limit_name)  # of the whole, so that all ranks raise or none
         prepared = [prepare_loader(loader, trainer, training=False) for loader in loaders]
-        lengths = [limit_length(loader_length(loader), limit, limit_name) for loader in prepared]
+        lengths = [limit_length(loader_length(loader), limit, limit_name, part=True) for loader in prepared]
         everybody = trainer.strategy.all_gather_object(lengths)
         if len({len(theirs) for theirs in everybody}) > 1:
             listing = ", ".join(f"rank {rank}: {len(theirs)}" for rank, theirs in enumerate(everybody))

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import logging
 import os
-import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
-
-import torch
 
 from torchhal.errors import ConfigurationError, ModelError
 from torchhal.resolve import Plan, Request, resolve
 from torchhal.strategies import Strategy
 from torchhal.trainer import arguments, checkpointing
 from torchhal.trainer.calls import Hooks
-from torchhal.trainer.connect import Attachments, make_callbacks, make_loggers
+from torchhal.trainer.connect import (
+    Attachments,
+    check_model,
+    check_no_second,
+    find_source,
+    make_callbacks,
+    make_loggers,
+)
 from torchhal.trainer.data import (
-    LOADER_HOOKS,
     TrainingData,
     as_loaders,
     check_loader,
@@ -29,6 +32,7 @@ from torchhal.trainer.data import (
 from torchhal.trainer.evaluation_loop import EvaluationLoop
 from torchhal.trainer.fit_loop import FitLoop, check_can_fit
 from torchhal.trainer.optimization import SchedulerConfig, configure_optimizers
+from torchhal.trainer.output import TrainerOutput
 from torchhal.trainer.properties import TrainerProperties
 from torchhal.trainer.results import Results
 from torchhal.trainer.run import launch
@@ -37,7 +41,7 @@ from torchhal.trainer.state import TrainerState
 _log = logging.getLogger("torchhal")
 
 
-class Trainer(TrainerProperties):
+class Trainer(TrainerOutput, TrainerProperties):
     """Trains, validates, tests and predicts with a model, on the hardware its arguments name.
 
     Args:
@@ -177,7 +181,7 @@ class Trainer(TrainerProperties):
         self.trained_elsewhere = False
         """Whether the last fit ran in workers that are gone, and their optimizers with them."""
         self.current_hook: str | None = None
-        self._said: set[str] = set()
+        self.said: set[str] = set()
         self.fit_loop = FitLoop(self)
         self.evaluation_loop = EvaluationLoop(self)
         self.results = Results(self.strategy)
@@ -240,12 +244,12 @@ class Trainer(TrainerProperties):
             ModelError: the model or its data lack something.
             RankFailedError: a process failed; the message starts with its traceback.
         """
-        check_can_fit(self, _check_model(model))
+        check_can_fit(self, check_model(model))
         if hasattr(train_dataloaders, "train_dataloader"):
-            _check_no_second(datamodule, "train_dataloaders", train_dataloaders)
+            check_no_second(datamodule, "train_dataloaders", train_dataloaders)
             train_dataloaders, datamodule = None, train_dataloaders
-        _check_no_second(datamodule, "train_dataloaders", train_dataloaders)
-        _check_no_second(datamodule, "val_dataloaders", val_dataloaders)
+        check_no_second(datamodule, "train_dataloaders", train_dataloaders)
+        check_no_second(datamodule, "val_dataloaders", val_dataloaders)
         if train_dataloaders is not None:
             check_training_loader(train_dataloaders)
         for loader in as_loaders(val_dataloaders):
@@ -304,15 +308,15 @@ class Trainer(TrainerProperties):
     def _evaluate(
         self, fn: str, model: Any, attachments: Attachments, datamodule: Any, ckpt_path: Any, verbose: bool
     ) -> Any:
-        model = self.module if model is None else _check_model(model)
+        model = self.module if model is None else check_model(model)
         if model is None:
             raise ModelError(f"{fn} needs a model: pass one, or fit one with this Trainer first")
         given = getattr(attachments, fn)
         if given is not None and hasattr(given, "setup") and hasattr(given, "prepare_data"):
-            _check_no_second(datamodule, "dataloaders", given)
+            check_no_second(datamodule, "dataloaders", given)
             setattr(attachments, fn, None)
             given, datamodule = None, given
-        _check_no_second(datamodule, "dataloaders", given)
+        check_no_second(datamodule, "dataloaders", given)
         for loader in as_loaders(given):
             check_loader(loader, "dataloaders")
         if datamodule is None and given is None and model is self.module:
@@ -324,14 +328,8 @@ class Trainer(TrainerProperties):
             raise ModelError(f"{type(model).__name__} has no {step}: define it to {fn}")
         results = self._launch(fn, model, attachments, datamodule, ckpt_path)
         if verbose and self.is_global_zero and results:
-            self._print_results(fn, results)
+            self.print_results(fn, results)
         return results
-
-    def _print_results(self, fn: str, results: list[dict[str, float]]) -> None:
-        for index, metrics in enumerate(results):
-            head = fn if len(results) == 1 else f"{fn} (loader {index})"
-            width = max(map(len, metrics), default=0)
-            self.print("\n".join([head, *(f"  {name:<{width}}  {value:.6g}" for name, value in metrics.items())]))
 
     def _launch(self, fn: str, model: Any, attachments: Attachments, datamodule: Any, ckpt_path: Any) -> Any:
         path = arguments.check_ckpt_path(ckpt_path)
@@ -394,31 +392,6 @@ class Trainer(TrainerProperties):
             return -1 if due else 0
         return max(1, share_of(length, interval)) if due else 0
 
-    # -- logging ---------------------------------------------------------------------------------------------
-
-    def log_step(self) -> None:
-        """Send the newest step values to the loggers."""
-        metrics = self.results.step_metrics()
-        if metrics and self.is_global_zero:
-            self._send(metrics)
-
-    def log_epoch(self) -> None:
-        """Send the finished values of an epoch to the loggers."""
-        metrics = self.results.epoch_metrics()
-        if metrics and self.is_global_zero:
-            self._send(metrics)
-
-    def _send(self, metrics: dict[str, torch.Tensor]) -> None:
-        numbers = {name: float(value) for name, value in metrics.items()}
-        numbers.setdefault("epoch", self.current_epoch)
-        for logger in self.loggers:
-            logger.log_metrics(numbers, self.global_step)
-
-    def finalize_loggers(self, status: str) -> None:
-        if self.is_global_zero:
-            for logger in self.loggers:
-                logger.finalize(status)
-
     def call_epoch_end(self, name: str, before_monitors: Callable[[], None] | None = None) -> None:
         """Epoch-end hooks: callbacks, the model, then (with all values in) the callbacks that monitor them."""
         trainer, module = self, self.module
@@ -470,43 +443,3 @@ class Trainer(TrainerProperties):
         finally:
             if after_the_run:
                 strategy.teardown()
-
-    # -- messages --------------------------------------------------------------------------------------------
-
-    def print(self, *values: Any, **kwargs: Any) -> None:
-        """``print`` on rank 0, above the progress bar."""
-        if self.is_global_zero:
-            bar = self.progress_bar_callback
-            if bar is not None and hasattr(bar, "print"):
-                bar.print(*values, **kwargs)
-            else:
-                print(*values, **kwargs)
-
-    def warn_once(self, message: str) -> None:
-        """A warning on rank 0, the first time it is given."""
-        if message not in self._said and self.is_global_zero:
-            self._said.add(message)
-            warnings.warn(message, UserWarning, stacklevel=2)
-
-
-def _check_model(model: Any) -> Any:
-    if not isinstance(model, torch.nn.Module):
-        raise ModelError(f"'model' must be a torch.nn.Module (got {model!r})")
-    return model
-
-
-def _check_no_second(datamodule: Any, name: str, given: Any) -> None:
-    if datamodule is not None and given is not None:
-        raise ConfigurationError(
-            f"'{name}' and 'datamodule' both give data: pass one of them (got {given!r} and {datamodule!r})"
-        )
-
-
-def find_source(model: Any, datamodule: Any, stage: str, given: Any) -> Any:
-    """Whoever would give the loaders of ``stage``, without asking for them yet."""
-    if given is not None:
-        return given
-    for owner in (datamodule, model):
-        if callable(getattr(owner, LOADER_HOOKS[stage], None)):
-            return owner
-    return None

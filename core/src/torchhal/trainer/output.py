@@ -1,0 +1,80 @@
+"""What a Trainer tells: numbers to the loggers, text to the terminal."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from torchhal.trainer.results import Results
+
+
+class TrainerOutput:
+    """Speaks on rank 0 only, and never communicates but for what ``Results`` reduces at an epoch's end."""
+
+    results: Results
+    loggers: list[Any]
+    said: set[str]
+    """Warnings that were given."""
+
+    if TYPE_CHECKING:  # of TrainerProperties
+
+        @property
+        def is_global_zero(self) -> bool: ...
+        @property
+        def current_epoch(self) -> int: ...
+        @property
+        def global_step(self) -> int: ...
+        @property
+        def progress_bar_callback(self) -> Any: ...
+
+    # -- loggers ---------------------------------------------------------------------------------------------
+
+    def log_step(self) -> None:
+        """Send the newest step values to the loggers."""
+        metrics = self.results.step_metrics()
+        if metrics and self.is_global_zero:
+            self._send(metrics)
+
+    def log_epoch(self) -> None:
+        """Send the finished values of an epoch to the loggers."""
+        metrics = self.results.epoch_metrics()
+        if metrics and self.is_global_zero:
+            self._send(metrics)
+
+    def _send(self, metrics: dict[str, torch.Tensor]) -> None:
+        numbers = {name: float(value) for name, value in metrics.items()}
+        numbers.setdefault("epoch", self.current_epoch)
+        for logger in self.loggers:
+            logger.log_metrics(numbers, self.global_step)
+
+    def finalize_loggers(self, status: str) -> None:
+        if self.is_global_zero:
+            for logger in self.loggers:
+                logger.finalize(status)
+
+    # -- messages --------------------------------------------------------------------------------------------
+
+    def print(self, *values: Any, **kwargs: Any) -> None:
+        """``print`` on rank 0, above the progress bar."""
+        if self.is_global_zero:
+            bar = self.progress_bar_callback
+            if bar is not None and hasattr(bar, "print"):
+                bar.print(*values, **kwargs)
+            else:
+                print(*values, **kwargs)
+
+    def warn_once(self, message: str) -> None:
+        """A warning on rank 0, the first time it is given."""
+        if message not in self.said and self.is_global_zero:
+            self.said.add(message)
+            warnings.warn(message, UserWarning, stacklevel=2)
+
+    def print_results(self, fn: str, results: list[dict[str, float]]) -> None:
+        """The metrics of a validation or test, one table per loader."""
+        for index, metrics in enumerate(results):
+            head = fn if len(results) == 1 else f"{fn} (loader {index})"
+            width = max(map(len, metrics), default=0)
+            self.print("\n".join([head, *(f"  {name:<{width}}  {value:.6g}" for name, value in metrics.items())]))
