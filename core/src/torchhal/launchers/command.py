@@ -26,6 +26,8 @@ def script_command() -> list[str]:
     if hasattr(sys, "ps1") or hasattr(builtins, "__IPYTHON__"):
         raise LaunchError(f"there is no script to run again in a notebook or an interactive interpreter: {_INSTEAD}")
     file = getattr(main, "__file__", None)
+    if file == "<stdin>":
+        file = None
     spec = getattr(main, "__spec__", None)
     if spec is not None and getattr(spec, "name", None):
         # python -m pkg.mod, or a folder or archive, which also has a spec named __main__.
