@@ -285,6 +285,35 @@ def test_at_end_gives_one_answer(crew):
     assert on_all(watches, lambda one: one.at_end(SECOND * 10)) == [signal.SIGTERM] * 3
 
 
+@pytest.mark.parametrize("wishes", [(signal.SIGTERM, -1), (-1, signal.SIGTERM)])
+def test_a_signal_is_not_lost_beside_a_wish(crew, wishes):
+    watches = crew(2, interval=5.0)  # nobody looks between the two
+    time.sleep(0.1)
+    for wish in wishes:
+        watches[0].request_stop(wish)
+    assert on_all(watches, lambda one: one.at_end(SECOND * 10)) == [signal.SIGTERM] * 2
+
+
+def test_a_signal_comes_before_a_wish_at_a_boundary(crew):
+    watches = crew(2)
+    for wish in (-1, signal.SIGTERM):
+        watches[0].request_stop(wish)
+    deadline = time.monotonic() + 5
+    while any(len(one._agreements) < 2 for one in watches) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    for one in watches:
+        one.position += 1
+    assert on_all(watches, lambda one: one.at_boundary(timeout=5)) == [signal.SIGTERM] * 2
+
+
+def test_at_end_waits_as_long_as_its_caller_says(crew):
+    first, _ = crew(2)
+    start = time.monotonic()
+    with pytest.raises(CollectiveTimeoutError, match="end of training"):
+        first.at_end(SECOND * 0.5)
+    assert time.monotonic() - start < 5
+
+
 def test_at_end_without_a_signal(crew):
     assert on_all(crew(2), lambda one: one.at_end(SECOND * 10)) == [None] * 2
 

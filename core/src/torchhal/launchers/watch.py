@@ -30,6 +30,11 @@ def active_watches() -> list[RankWatch]:
     return list(_active)
 
 
+def _first_choice(signums: list[int]) -> int | None:
+    """The first signal, else the first wish of the program's own: who sent a signal won't send it again."""
+    return next((signum for signum in signums if signum > 0), next(iter(signums), None))
+
+
 class _Agreement:
     """One signal on which the ranks agree where to stop."""
 
@@ -113,8 +118,9 @@ class RankWatch:
         self._lost: str | None = None  # why the store is gone
         self._discovered: float | None = None
         self._back = False  # the main thread knows of the failure
-        self._requested: int | None = None  # written by signal handlers
+        self._wishes: list[int] = []  # appended to by signal handlers
         self._posted: set[int] = set()
+        self._posting = threading.Lock()
         self._agreements: list[_Agreement] = []
         self._timeouts: set[int] = set()
         self._events = EventLog(f"{prefix}/event")
@@ -279,11 +285,13 @@ class RankWatch:
     # -- stop ------------------------------------------------------------------------------------------------
 
     def request_stop(self, signum: int) -> None:
-        """Ask all ranks to stop together at a step boundary. Safe in a signal handler: only sets attributes.
+        """Ask all ranks to stop together at a step boundary. Safe in a signal handler: appends and sets attributes.
 
-        Each signal is agreed on once in a watch's life.
+        Each signal is agreed on once in a watch's life. Negative numbers are wishes of the program's own; where both
+        have come, the signal counts.
         """
-        self._requested = signum
+        if signum not in self._wishes:
+            self._wishes.append(signum)
         if self._store is None:
             self.flag = True
 
@@ -291,8 +299,8 @@ class RankWatch:
     def stop_signal(self) -> int | None:
         """The signal on which all ranks have agreed to stop, perhaps at a boundary still to come."""
         if self._store is None:
-            return self._requested
-        return next((a.signum for a in self._agreements if a.stop_at is not None), None)
+            return _first_choice(self._wishes)
+        return _first_choice([a.signum for a in self._agreements if a.stop_at is not None])
 
     def at_boundary(self, timeout: float = 60.0) -> int | None:
         """The signal to stop on at this :attr:`position`, or None to go on. Waits while an agreement is being made.
@@ -302,7 +310,7 @@ class RankWatch:
             CollectiveTimeoutError: the agreement is not made within ``timeout`` seconds; names the silent ranks.
         """
         if self._store is None:
-            return self._requested
+            return _first_choice(self._wishes)
         start = time.monotonic()
         while True:
             self._raise_failure()
@@ -313,9 +321,7 @@ class RankWatch:
                     self.flag = False  # a stop that came too late on some rank
                     return None
             if pending is None:
-                first = min(agreed, key=lambda agreement: agreement.stop_at or 0)
-                assert first.stop_at is not None
-                return first.signum if self.position >= first.stop_at else None
+                return _first_choice([a.signum for a in agreed if self.position >= (a.stop_at or 0)])
             if time.monotonic() - start > timeout:
                 missing = self._without_position(pending)
                 raise CollectiveTimeoutError(
@@ -332,17 +338,21 @@ class RankWatch:
         Every rank calls it once after its last boundary, while signals still call :meth:`request_stop`. A barrier.
         """
         if self._store is None:
-            return self._requested
-        if self._requested is not None and self._requested not in self._posted:
-            self._events.post(self._store, {"kind": "stop", "signum": self._requested})
+            return _first_choice(self._wishes)
+        self._post_wishes(self._store)
         # Events are numbered for all ranks alike, and the last rank to arrive says up to which one counts.
         store = self._store
         count = int(self._meet("end of training", timeout, last_word=lambda: str(self._events.count(store))))
-        for index in range(1, count + 1):
-            event = self._events.read(self._store, index)
-            if event.get("kind") == "stop":
-                return int(event["signum"])
-        return None
+        events = [self._events.read(store, index) for index in range(1, count + 1)]
+        return _first_choice([int(event["signum"]) for event in events if event.get("kind") == "stop"])
+
+    def _post_wishes(self, store: Store) -> None:
+        """Post what was not posted yet; on return it is, whichever thread did it."""
+        with self._posting:
+            for signum in list(self._wishes):
+                if signum not in self._posted:
+                    self._posted.add(signum)
+                    self._events.post(store, {"kind": "stop", "signum": signum})
 
     # -- barrier ---------------------------------------------------------------------------------------------
 
@@ -387,10 +397,7 @@ class RankWatch:
         while self._outbox:
             self._events.post(store, self._outbox[0])
             self._outbox.pop(0)
-        requested = self._requested
-        if requested is not None and requested not in self._posted:
-            self._posted.add(requested)
-            self._events.post(store, {"kind": "stop", "signum": requested})
+        self._post_wishes(store)
         count = self._events.count(store)
         while self._seen < count and not self._stopping:
             self._take(store, self._events.read(store, self._seen + 1))
