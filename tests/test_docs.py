@@ -113,10 +113,26 @@ def run(command: list[str], folder: Path, site: Path) -> subprocess.CompletedPro
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the plugin that write-a-strategy.md makes, installed by pip."""
+def sites() -> dict[Path, Path]:
+    return {}
+
+
+@pytest.fixture
+def site(page: Path, sites: dict[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the plugin that the page makes, installed by pip; write-a-strategy.md's for those without one."""
+    owner = page if any(is_project(block) for block in blocks_of(page)) else PLUGIN_PAGE
+    if owner not in sites:
+        sites[owner] = install_plugin(owner, tmp_path_factory)
+    return sites[owner]
+
+
+def is_project(block: Block) -> bool:
+    return block.verb == "file" and block.marker[1].endswith("pyproject.toml")
+
+
+def install_plugin(page: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     sources, target = tmp_path_factory.mktemp("sources"), tmp_path_factory.mktemp("site")
-    write_files([block for block in blocks_of(PLUGIN_PAGE) if block.verb == "file"], sources)
+    write_files([block for block in blocks_of(page) if block.verb == "file"], sources)
     (project,) = (path.parent for path in sources.rglob("pyproject.toml"))
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-index"]
     subprocess.run([*pip, "--no-build-isolation", "--no-compile", "--target", str(target), str(project)], check=True)
