@@ -141,6 +141,14 @@ def test_a_test_session_is_not_run_again():
         script_command()
 
 
+def test_a_script_on_stdin_is_no_file_to_run_again():
+    code = "from torchhal.launchers.command import script_command\nscript_command()\n"
+    for command in ([sys.executable, "-"], [sys.executable]):
+        ended = Job(*command, stdin=code).finish()
+        assert ended.code == 1
+        assert "LaunchError: there is no script to run again (is it read from stdin?)" in ended.err
+
+
 PRINT = """
 import sys, os
 from torchhal.cluster import LocalEnvironment

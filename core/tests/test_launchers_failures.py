@@ -80,6 +80,10 @@ def jobs(tmp_path_factory):
     plan["raise", "spawn"] = (plain, "raise", "spawn")
     plan["killed_others_sleep", "spawn"] = (plain, "killed_others_sleep", "spawn")
     plan["raise of rank 0", "script"] = (lambda: plain("raise_while_others_sleep", "script", bad=0),)
+    plan["sys_exit of rank 0", "script"] = (lambda: plain("sys_exit", "script", bad=0),)
+    plan["sys_exit_0 of rank 0", "script"] = (lambda: plain("sys_exit_0", "script", bad=0),)
+    for scenario in ("sys_exit_0", "os_exit_0", "sys_exit_0_unwatched", "os_exit_0_unwatched", "slow_rank_0"):
+        plan[scenario, "script"] = (plain, scenario, "script")
     plan["late_failure", "script"] = (plain, "late_failure", "script")
     plan["raise_unwatched", "script"] = (plain, "raise_unwatched", "script")
     plan["killed_unwatched", "fork"] = (plain, "killed_unwatched", "fork")
@@ -151,6 +155,32 @@ def test_a_rank_that_exits_is_a_failure_of_the_job(jobs, launcher):
     assert one.code == 1
     assert one.err.startswith("torchhal: rank 1 called sys.exit(3)"), one.err
     assert not one.left
+
+
+@pytest.mark.parametrize(
+    ("scenario", "code"), [("sys_exit of rank 0", 3), ("sys_exit_0 of rank 0", 0), ("sys_exit_0", 0), ("sys_exit_0_unwatched", 0)]
+)
+def test_an_exit_amid_a_call_is_a_failure_whatever_its_code(jobs, scenario, code):
+    one = read(jobs, scenario, "script")
+    rank = 0 if scenario.endswith("rank 0") else 1
+    assert one.code == 1, one.err
+    assert one.err.startswith(f"torchhal: rank {rank} called sys.exit({code})"), one.err
+    assert not one.left
+    assert one.after_failure < GONE_WITHIN
+
+
+@pytest.mark.parametrize("scenario", ["os_exit_0", "os_exit_0_unwatched"])
+def test_a_process_that_ends_with_0_amid_a_call_is_a_failure_at_once(jobs, scenario):
+    one = read(jobs, scenario, "script")
+    assert one.code == 1, one.err
+    assert "rank 1 exited with code 0 in the midst of the run" in one.err, one.err
+    assert not one.left
+    assert one.after_failure < GONE_WITHIN
+
+
+def test_a_rank_may_end_its_script_before_rank_0_is_out_of_the_call(jobs):
+    one = read(jobs, "slow_rank_0", "script")
+    assert (one.code, one.err) == (0, "")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchhal import Module, Trainer
+from torchhal import Callback, Module, Trainer
 from torchhal.trainer.loggers import CSVLogger, Logger, TensorBoardLogger
 from torchhal.trainer.loggers.base import is_rank_zero
 
@@ -311,3 +311,42 @@ def test_in_a_run(tmp_path):
     assert [step for step, _ in scalars["loss_step"]] == [2, 4, 6, 8] and len(scalars["val_loss"]) == 2
     trainer.validate(dataloaders=data, verbose=False)
     assert len(table(loggers[0])) == len(rows) + 1
+
+
+def test_jobs_started_together_take_different_folders(tmp_path):
+    loggers = [CSVLogger(tmp_path) for _ in range(3)]
+    assert {logger.version for logger in loggers[:2]} == {0}  # looked up, not taken
+    fresh = [CSVLogger(tmp_path) for _ in range(3)]
+    for logger in fresh:
+        logger._next_version = lambda: 0  # what a job sees that looked before the others made theirs
+    fresh[0].reserve()
+    del fresh[1]._next_version, fresh[2]._next_version
+    fresh[1].reserve()
+    fresh[2].reserve()
+    assert [logger.version for logger in fresh] == [0, 1, 2]
+
+
+def test_rows_of_a_finished_epoch_survive_a_kill(tmp_path):
+    class Die(Callback):
+        def on_train_epoch_start(self, trainer, module):
+            if trainer.current_epoch == 1:
+                assert (tmp_path / "torchhal_logs" / "version_0" / "metrics.csv").exists()
+                raise KeyboardInterrupt
+
+    class Net(Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(2, 1)
+
+        def training_step(self, batch, batch_idx):
+            loss = self.layer(batch).sum()
+            self.log("loss", loss, on_epoch=True)
+            return loss
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    with pytest.raises(KeyboardInterrupt):
+        Trainer(
+            accelerator="cpu", max_epochs=3, callbacks=[Die()], default_root_dir=tmp_path, enable_progress_bar=False
+        ).fit(Net(), [torch.ones(1, 2)])

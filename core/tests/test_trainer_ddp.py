@@ -334,3 +334,16 @@ def test_another_number_of_processes_continues(tmp_path):
     expected = single_process().state_dict()
     for name, value in result.rank(0)["state"].items():
         torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("built", ["configure_model", "setup"])
+def test_layers_built_in_hooks_come_back_from_workers_or_say_why(tmp_path, built):
+    result = run(tmp_path / "run", built=built, trainer={"strategy": "ddp_spawn", "enable_checkpointing": True})
+    if built == "configure_model":
+        assert result.code == 0, result.stderr
+        state, expected = result.rank(0)["state"], single_process().state_dict()
+        for name, value in expected.items():
+            torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
+    else:
+        assert result.code != 0
+        assert "The trained weights are in" in result.stderr

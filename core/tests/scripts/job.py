@@ -94,6 +94,13 @@ def work(args, environment):
                 mark_failure(args)
                 sys.exit(3)
             reduce_sum(1)
+        if scenario in ("sys_exit_0", "os_exit_0"):
+            if rank == bad:
+                mark_failure(args)
+                sys.exit(0) if scenario == "sys_exit_0" else os._exit(0)
+            time.sleep(600)
+        if scenario == "slow_rank_0" and rank == 0:
+            time.sleep(3)  # the other is done with its script by then
         if scenario in ("killed", "killed_others_sleep"):
             if rank == bad:
                 mark_failure(args)

@@ -17,7 +17,7 @@ TAG = "TORCHHAL_TEST_TAG"
 class Job:
     """A started command; every process that descends from it carries a tag in its environment."""
 
-    def __init__(self, *command, cwd=None, **variables):
+    def __init__(self, *command, cwd=None, stdin=None, **variables):
         self.tag = uuid.uuid4().hex
         environ = {key: value for key, value in os.environ.items() if not key.startswith(("TORCHHAL_", "PYTEST_"))}
         environ.update({TAG: self.tag, **{key: str(value) for key, value in variables.items()}})
@@ -26,16 +26,18 @@ class Job:
             [str(part) for part in command],
             env=environ,
             cwd=cwd,
+            stdin=None if stdin is None else subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
         )
+        self.stdin = stdin
 
     def finish(self, timeout=120):
         """Wait for the end, then for everything that it started; sets code, out, err, seconds."""
         try:
-            self.out, self.err = self.process.communicate(timeout=timeout)
+            self.out, self.err = self.process.communicate(self.stdin, timeout=timeout)
         except subprocess.TimeoutExpired:
             self.kill()
             self.out, self.err = self.process.communicate()

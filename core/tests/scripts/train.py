@@ -30,12 +30,24 @@ class Net(Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.body = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+        self.body = None if config.get("built") else self.make_body()
         if config.get("unused"):
             self.extra = nn.Linear(2, 2)
         self.seen = []
         self.losses = []
         self.automatic_optimization = not config.get("by_hand")
+
+    def make_body(self):
+        torch.manual_seed(self.config.get("seed", 0))
+        return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+
+    def configure_model(self):
+        if self.body is None and self.config["built"] == "configure_model":
+            self.body = self.make_body()
+
+    def setup(self, stage):
+        if self.body is None and self.config["built"] == "setup":
+            self.body = self.make_body()
 
     def training_step(self, batch, batch_idx):
         x, y, index = batch

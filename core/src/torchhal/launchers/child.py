@@ -37,6 +37,8 @@ def main(arguments: list[str]) -> None:
         code = process.exit_status(error.code)
         if isinstance(error.code, str):
             process.write_stderr(f"{error.code}\n")
+        if failures.amid_call:
+            code = code or 1  # the others are still in the call
         if code:
             failures.send_report(failures.Failure.from_exception(rank, error))
     except BaseException as error:

@@ -36,13 +36,14 @@ class Children:
         self.failure: Failure | None = None
         self.raised = False
         """Whether the main thread has raised :attr:`failure`."""
-        self._reports = reports
+        self._reports = {rank: failures.ReportReader(descriptor) for rank, descriptor in reports.items()}
         self._codes: dict[int, int] = {}
         self._failed_at = 0.0
         self._terminated_at = 0.0
         self._secondary: tuple[float, Failure] | None = None
         self._orderly: tuple[float, Failure] | None = None
         self._inside = 0
+        self._calls = 0
         self._ending = False
         self._pid = os.getpid()
         self._lock = threading.RLock()
@@ -58,6 +59,7 @@ class Children:
     @contextmanager
     def inside(self) -> Iterator[None]:
         """While entered, a failed child means that the main thread has to come back from here."""
+        self._calls += 1
         self._inside += 1
         try:
             yield
@@ -127,15 +129,21 @@ class Children:
     def _look(self) -> None:
         with self._lock:
             for rank, child in self.processes.items():
-                if rank in self._codes or (code := child.poll()) is None:
+                if rank in self._codes:
                     continue
-                report = failures.read_report(self._reports[rank])
-                os.close(self._reports[rank])
+                reader = self._reports[rank]
+                if (code := child.poll()) is None:
+                    reader.drain()
+                    continue
+                report = reader.finish()
                 self._codes[rank] = code
-                if code == 0 or self._ending:
+                # A rank that is done with the call in which this one still is may well have ended its script.
+                amid = reader.inside or (self._inside > 0 and reader.calls < self._calls)
+                if self._ending or (code == 0 and not amid):
                     continue
-                failure = report or Failure(rank, process.describe_exit(code))
-                if code > 128 and failure.exit_code == code:
+                where = " in the midst of the run" if code == 0 else ""
+                failure = report or Failure(rank, process.describe_exit(code) + where)
+                if process.is_signal_status(code) and failure.exit_code == code:
                     # It ends on a signal, as all ranks have agreed, and was faster than this one.
                     self._orderly = self._orderly or (time.monotonic(), failure)
                 else:

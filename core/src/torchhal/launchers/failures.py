@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from types import TracebackType
 
 from torchhal.errors import RankFailedError, TorchhalError
-from torchhal.launchers.process import REPORT_FD, exit_status, write_stderr
+from torchhal.launchers.process import REPORT_FD, exit_status, is_signal_status, write_stderr
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
@@ -81,7 +81,7 @@ class Failure:
     @property
     def stopped(self) -> bool:
         """Whether the process ended because a signal asked it to."""
-        return self.signal in (2, 15) or (self.exit_code is not None and self.exit_code > 128)
+        return self.signal in (2, 15) or is_signal_status(self.exit_code or 0)
 
     @property
     def weight(self) -> int:
@@ -197,6 +197,11 @@ sender: Callable[[Failure], None] | None = None
 
 _reported = False
 
+_ENTERED, _LEFT = b"+", b"-"
+
+amid_call = False
+"""Whether this process, which a launcher started, is in a launched call, or came out of it by an exit."""
+
 
 def send_report(failure: Failure) -> None:
     """Tell the launching process why this one ends, the first time this is called; nothing where nobody listens."""
@@ -214,15 +219,55 @@ def send_report(failure: Failure) -> None:
         pass
 
 
-def read_report(descriptor: int) -> Failure | None:
-    """What :func:`send_report` wrote on the other end, once that process has ended. Never waits."""
-    data = b""
-    try:
-        os.set_blocking(descriptor, False)
-        while chunk := os.read(descriptor, 65536):
-            data += chunk
-    except OSError:  # a process that the child started may hold the pipe open
-        pass
+def mark_call(*, entered: bool) -> None:
+    """Tell the launching process that this one is inside a launched call, or has come out of it.
+
+    An exit with status 0 says nothing of that.
+    """
+    global amid_call
+    amid_call = entered
+    descriptor = os.environ.get(REPORT_FD, "")
+    if descriptor.isdigit():
+        try:
+            os.write(int(descriptor), _ENTERED if entered else _LEFT)
+        except OSError:
+            pass
+
+
+class ReportReader:
+    """Reads what a child wrote by :func:`mark_call` and :func:`send_report`. Never waits."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._data = b""
+        self.inside = False
+        """Whether the child is in the midst of a call, or ended there."""
+        self.calls = 0
+        """Calls that the child has come out of."""
+
+    def drain(self) -> None:
+        """Read what there is: the pipe holds only so much."""
+        try:
+            os.set_blocking(self._descriptor, False)
+            while chunk := os.read(self._descriptor, 65536):
+                self._data += chunk
+        except OSError:  # nothing there yet, or a process that the child started holds the pipe open
+            pass
+        rest = self._data.lstrip(_ENTERED + _LEFT)
+        marks = self._data[: len(self._data) - len(rest)]
+        self._data = rest
+        self.calls += marks.count(_LEFT)
+        if marks:
+            self.inside = marks.endswith(_ENTERED)
+
+    def finish(self) -> Failure | None:
+        """The report of a child that has ended."""
+        self.drain()
+        os.close(self._descriptor)
+        return _parse(self._data)
+
+
+def _parse(data: bytes) -> Failure | None:
     try:
         return Failure.from_json(data) if data else None
     except (ValueError, TypeError):  # killed while writing

@@ -112,6 +112,14 @@ def exit_status(code: object) -> int:
     return 1
 
 
+def is_signal_status(status: int) -> bool:
+    """Whether a process ends with ``status`` because a signal asked it to: 128 and the signal's number."""
+    try:
+        return status > 128 and bool(signal.Signals(status - 128))
+    except ValueError:
+        return False
+
+
 def die_with_parent(parent_pid: int, *, by_kernel: bool = True) -> None:
     """Ask the kernel (Linux) to kill this process when its parent dies, whatever this process is doing then.
 

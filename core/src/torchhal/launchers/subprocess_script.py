@@ -61,7 +61,14 @@ class SubprocessScriptLauncher(Launcher):
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if process.launched_by() is not None:
             self.environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
-            return function(*args, **kwargs)
+            failures.mark_call(entered=True)
+            try:
+                result = function(*args, **kwargs)
+            except Exception:
+                failures.mark_call(entered=False)  # its report says the rest; an exit amid a call stays marked
+                raise
+            failures.mark_call(entered=False)
+            return result
         launched = self._start_or_find()
         children = launched.children
         children.check()
@@ -83,12 +90,24 @@ class SubprocessScriptLauncher(Launcher):
                 cause = children.failure
             children.raised = True
             # An exit that all agreed on may still have something to write; a failure's others are hung or leaving.
-            children.end(GRACE if isinstance(error, Exception) else 2 * GRACE)
-            if cause is None or isinstance(error, RankFailedError) or cause.rank == self.environment.global_rank():
+            children.end(GRACE if isinstance(error, Exception) or self._leaves_alone(error) else 2 * GRACE)
+            rank = self.environment.global_rank()
+            if cause is None or isinstance(error, RankFailedError) or cause.rank == rank:
+                if self._leaves_alone(error):
+                    raise failures.Failure.from_exception(rank, error).error() from error
                 raise
             raise cause.error() from error
         children.check()
         return result
+
+    def _leaves_alone(self, error: BaseException) -> bool:
+        """Whether this is an exit in the midst of a call that others are in: a failure, whatever its code.
+
+        With a signal's status all ranks stop, as they have agreed.
+        """
+        if not isinstance(error, SystemExit) or self.num_processes * self.num_nodes == 1:
+            return False
+        return not process.is_signal_status(process.exit_status(error.code))
 
     def _start_or_find(self) -> _Launched:
         global _launched

@@ -78,6 +78,13 @@ def _best(strategy: Any, notes: list[str]) -> Part:
         )
     best = max(candidate.priority or 0 for candidate in fitting)
     winners = [candidate for candidate in fitting if candidate.priority == best]
+    own = [winner for winner in winners if winner.entry.distribution == "torchhal"]
+    if len(winners) > 1 and own:
+        others = ", ".join(repr(winner.name) for winner in winners if winner not in own)
+        notes.append(
+            f"accelerator='auto' takes {own[0].name!r}; {others} claims the same auto_priority and is taken when named"
+        )
+        winners = own
     if len(winners) > 1:
         names = ", ".join(repr(winner.name) for winner in winners)
         raise ConfigurationError(f"accelerator='auto' finds several equally good accelerators ({names}): name one")

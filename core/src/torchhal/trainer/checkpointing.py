@@ -126,11 +126,14 @@ def show_checkpoint(trainer: Trainer, checkpoint: dict[str, Any], path: str) -> 
         module.on_load_checkpoint(checkpoint)
 
 
-def restore_weights(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+def restore_weights(trainer: Trainer, checkpoint: dict[str, Any], path: str) -> None:
     """The module's weights, through the strategy that has set it up."""
     module = trainer.module
     strict = getattr(module, "strict_loading", True)
-    trainer.strategy.load_module_state_dict(checkpoint["state_dict"], strict=strict)
+    try:
+        trainer.strategy.load_module_state_dict(checkpoint["state_dict"], strict=strict)
+    except CheckpointMismatchError as error:
+        raise CheckpointMismatchError(f"{path!r}: {error}") from error
 
 
 def restore_training(trainer: Trainer, checkpoint: dict[str, Any], path: str) -> None:
@@ -215,7 +218,8 @@ def resolve_path(trainer: Trainer, ckpt_path: Any) -> str | None:
         callbacks = [callback for callback in trainer.checkpoint_callbacks if callback.best_model_path]
         if not callbacks:
             raise ConfigurationError(
-                "ckpt_path='best' needs a fit that saved a checkpoint with this Trainer; pass a path, or fit first"
+                "ckpt_path='best' needs a fit with this Trainer whose ModelCheckpoint found a best one (a monitored "
+                "value that is NaN is never the best); pass a path, or fit first"
             )
         return str(callbacks[0].best_model_path)
     if ckpt_path == "last":

@@ -38,8 +38,8 @@ def make_loggers(logger: Any, root: str) -> list[Any]:
         return []
     loggers = list(logger) if isinstance(logger, list | tuple) else [logger]
     for item in loggers:
-        if not hasattr(item, "log_metrics"):
-            raise ConfigurationError(f"'logger' must be True, False, a logger or several (got {item!r})")
+        if not all(hasattr(item, name) for name in ("log_metrics", "version", "log_dir", "finalize")):
+            raise ConfigurationError(f"'logger' must be True, False, a logger or several (got {logger!r})")
     return loggers
 
 

@@ -43,6 +43,8 @@ class TrainerOutput:
         metrics = self.results.epoch_metrics()
         if metrics and self.is_global_zero:
             self._send(metrics)
+            for logger in self.loggers:
+                logger.save()  # what an epoch has cost to learn survives a kill
 
     def _send(self, metrics: dict[str, torch.Tensor]) -> None:
         numbers = {name: float(value) for name, value in metrics.items()}

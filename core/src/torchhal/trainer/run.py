@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +15,11 @@ from torchhal.accelerators.transfer import move_to_device
 from torchhal.errors import ModelError
 from torchhal.launchers.signals import StopSignals
 from torchhal.trainer import checkpointing, rng
+from torchhal.trainer.calls import module_hook
 from torchhal.trainer.connect import make_callbacks
 from torchhal.trainer.data import EvaluationData, as_loaders, close_loader, find_loaders, load_validation_data
 from torchhal.trainer.fit_loop import Interrupted
+from torchhal.trainer.loggers.base import FolderLogger
 from torchhal.trainer.state import TrainerState
 
 if TYPE_CHECKING:
@@ -29,11 +32,10 @@ _STOPPING = "torchhal: stopping after this step; press Ctrl-C again to stop at o
 
 def launch(trainer: Trainer, fn: str, ckpt_path: Any) -> Any:
     """Start the strategy's processes and :func:`run` in each; the result of rank 0, or of this rank."""
-    for logger in trainer.loggers:
-        _ = logger.version  # workers inherit which folder is this run's, and this process knows it too
     launcher = trainer.strategy.make_launcher()
     if launcher.returns_to_caller:
         return launcher.launch(run, trainer, fn, ckpt_path)
+    choose_log_folders(trainer, fn)  # workers inherit which folder is this run's, and this process knows it too
     trainer.state = TrainerState(fn, None, "running")
     try:
         message = launcher.launch(run_in_worker, trainer, fn, ckpt_path)
@@ -41,6 +43,15 @@ def launch(trainer: Trainer, fn: str, ckpt_path: Any) -> Any:
         trainer.state.status = "interrupted"
         raise
     return absorb(trainer, message)
+
+
+def choose_log_folders(trainer: Trainer, fn: str) -> None:
+    """Take the next free folder before another job does; what only evaluates may have nothing to write."""
+    for logger in trainer.loggers:
+        if fn == "fit" and isinstance(logger, FolderLogger) and not trainer.fast_dev_run:
+            logger.reserve()
+        else:
+            _ = logger.version
 
 
 def run(trainer: Trainer, fn: str, ckpt_path: Any, *, in_worker: bool = False) -> Any:
@@ -69,6 +80,7 @@ def run(trainer: Trainer, fn: str, ckpt_path: Any, *, in_worker: bool = False) -
                 if fn == "fit" and not trainer.fast_dev_run:
                     for callback in trainer.checkpoint_callbacks:
                         callback.save_interrupted(trainer)
+                say_where(trainer, fn, interruption.signum)
                 raise exit_on(interruption.signum) from None
             hooks_left = False
             tear_down_hooks(trainer, fn)
@@ -110,6 +122,16 @@ def close_loaders(trainer: Trainer) -> None:
         loaders.append(trainer.fit_loop.data.loader)
     for loader in loaders:
         close_loader(loader)
+
+
+def say_where(trainer: Trainer, fn: str, signum: int) -> None:
+    """One line for whoever reads the log of a job that was stopped."""
+    if not trainer.is_global_zero:
+        return
+    saved = [callback.last_model_path for callback in trainer.checkpoint_callbacks if callback.last_model_path]
+    where = f"; saved {saved[0]}, continue with ckpt_path='last'" if fn == "fit" and saved else ""
+    name = signal.Signals(signum).name
+    print(f"torchhal: {fn} stopped on {name} at step {trainer.global_step}{where}", file=sys.stderr, flush=True)
 
 
 def exit_on(signum: int) -> BaseException:
@@ -163,7 +185,9 @@ def attach(trainer: Trainer, fn: str) -> None:
         trainer.fit_loop.begin()
     if trainer.strategy.module is not module:  # what an earlier model was trained with is no state of this one
         trainer.strategy.optimizers, trainer.strategy.lr_scheduler_configs = [], []
-    # the folder of a new run is the next free one: decided once, by rank 0, before anybody makes it
+    # the folder of a new run is the next free one: decided once, by rank 0
+    if trainer.is_global_zero:
+        choose_log_folders(trainer, fn)
     trainer.log_dir = trainer.strategy.broadcast(trainer.logger.log_dir if trainer.logger is not None else None)
     trainer.hooks.refresh()
 
@@ -202,7 +226,7 @@ def set_up(trainer: Trainer, fn: str, ckpt_path: Any) -> None:
     strategy.prepare(trainer)
     trainer.module = strategy.module
     if checkpoint is not None:
-        checkpointing.restore_weights(trainer, checkpoint)
+        checkpointing.restore_weights(trainer, checkpoint, trainer.ckpt_path or "")
     log_hyperparams(trainer)
     if fn == "fit":
         load_fit_data(trainer)
@@ -352,7 +376,6 @@ def answer(trainer: Trainer, result: Any) -> dict[str, Any]:
 
 
 def absorb(trainer: Trainer, answer: dict[str, Any]) -> Any:
-    trainer.module.load_state_dict(answer["state_dict"])
     if hasattr(type(trainer.module), "trainer"):
         trainer.module.trainer = trainer
     trainer.strategy.connect(trainer.module)
@@ -363,9 +386,34 @@ def absorb(trainer: Trainer, answer: dict[str, Any]) -> Any:
     for callback in trainer.checkpoint_callbacks:
         callback.setup(trainer, trainer.module, trainer.state.fn or "fit")  # finds its folder, as in the worker
     checkpointing.load_callback_states(trainer, answer["callbacks"])
+    take_weights(trainer, answer["state_dict"])  # after the callbacks know where the checkpoints are
     trainer.results.callback_metrics.update(answer["callback_metrics"])
     trainer.state.status = answer["status"]
     return answer["result"]
+
+
+def take_weights(trainer: Trainer, state: dict[str, Any]) -> None:
+    """Load what the workers trained into the model of this process, which ran none of its hooks."""
+    module = trainer.module
+    configure = module_hook(module, "configure_model")
+    if configure is not None:
+        with trainer.strategy.init_context():
+            configure()
+    problem = ""
+    if missing := sorted(set(state) ^ set(module.state_dict())):
+        problem = f"{', '.join(map(repr, missing[:4]))} are in one of them only"
+    else:
+        try:
+            module.load_state_dict(state)
+        except RuntimeError as error:
+            problem = str(error)
+    if problem:
+        saved = [callback.best_model_path for callback in trainer.checkpoint_callbacks if callback.best_model_path]
+        raise ModelError(
+            f"the workers have finished, but the {type(module).__name__} of this process can't take over their weights "
+            f"({problem}): build layers in __init__ or configure_model, or use strategy='ddp'. "
+            + (f"The trained weights are in {saved[0]!r}" if saved else "No checkpoint was saved")
+        )
 
 
 def run_in_worker(trainer: Trainer, fn: str, ckpt_path: Any) -> dict[str, Any]:

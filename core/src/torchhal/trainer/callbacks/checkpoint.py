@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
+import warnings
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -313,6 +315,8 @@ class ModelCheckpoint(Callback):
             return
         assert self.current_score is not None
         self.best_k_models[path] = self.current_score
+        if math.isnan(float(self.current_score)):
+            warnings.warn(f"ModelCheckpoint: {self.monitor!r} is NaN, and a checkpoint of NaN is never the best")
         candidates = [*([self._inherited] if self._inherited else []), *self.best_k_models.items()]
         self.best_model_path, self.best_model_score = "", None
         best = float("nan")

@@ -51,4 +51,8 @@ def validates_once_per_epoch(trainer: Any) -> bool:
     """Whether each epoch ends with its only validation, or there is none: then the epoch's end is the time to look."""
     if not trainer.has_validation:
         return True
-    return bool(trainer.check_val_every_n_epoch == 1 and trainer.val_check_interval == 1.0)
+    return bool(
+        trainer.check_val_every_n_epoch == 1
+        and isinstance(trainer.val_check_interval, float)  # the int 1 is every batch
+        and trainer.val_check_interval == 1.0
+    )

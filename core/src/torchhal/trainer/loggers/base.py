@@ -130,6 +130,23 @@ class FolderLogger(Logger):
         version = self.version
         return os.path.join(self.root_dir, f"version_{version}" if isinstance(version, int) else version)
 
+    def reserve(self) -> None:
+        """Make this run's folder now, so that a job started at the same moment takes the next one.
+
+        A version that the user named is the user's: its folder may exist.
+        """
+        chosen = self._version is not None
+        while True:
+            folder = self.log_dir
+            try:
+                os.makedirs(folder, exist_ok=chosen)
+            except FileExistsError:
+                if chosen:
+                    raise
+                self._version = None  # somebody was faster
+            else:
+                return
+
     def _next_version(self) -> int:
         try:
             names = os.listdir(self.root_dir)
