@@ -158,7 +158,8 @@ def test_a_rank_that_exits_is_a_failure_of_the_job(jobs, launcher):
 
 
 @pytest.mark.parametrize(
-    ("scenario", "code"), [("sys_exit of rank 0", 3), ("sys_exit_0 of rank 0", 0), ("sys_exit_0", 0), ("sys_exit_0_unwatched", 0)]
+    ("scenario", "code"),
+    [("sys_exit of rank 0", 3), ("sys_exit_0 of rank 0", 0), ("sys_exit_0", 0), ("sys_exit_0_unwatched", 0)],
 )
 def test_an_exit_amid_a_call_is_a_failure_whatever_its_code(jobs, scenario, code):
     one = read(jobs, scenario, "script")
