@@ -206,6 +206,9 @@ def test_a_signal_ends_all_ranks_at_one_step_with_a_checkpoint(tmp_path, misdeed
     found = sorted((out / "ckpt").glob("*.ckpt"))
     assert found, result.stderr
     saved = [torch.load(path, weights_only=True) for path in found]
+    name = "SIGINT" if code == 130 else "SIGTERM"
+    assert f"torchhal: fit stopped on {name} at step" in result.stderr
+    assert f"saved {out}/ckpt/interrupted-" in result.stderr
     newest = max(saved, key=lambda checkpoint: checkpoint["global_step"])
     assert newest["global_step"] >= 4
     assert_nothing_left(out)

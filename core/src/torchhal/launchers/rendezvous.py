@@ -141,7 +141,7 @@ def connect(environment: ClusterEnvironment, timeout: timedelta = DEFAULT_TIMEOU
         store, who = state.hosted[address, port], f"this process at {where}"
     else:
         store = _client(address, port, rank, deadline)
-        who = f"torchrun's agent at {where}" if agent else f"the process that hosts the store at {where}"
+        who = f"torchrun's agent at {where}" if agent else f"{_host_name()} at {where}"
     if agent:
         store = _attempt_store(store, rank, world_size, timeout, where)
     if state.job is None:
@@ -201,6 +201,19 @@ def store_host() -> str:
     """Who serves the job's store, for messages."""
     job = _state().job
     return "this process" if job is None else job.host
+
+
+def _host_name() -> str:
+    """Who serves, where it is no agent: rank 0, unless a process that is no rank launched them all."""
+    return "rank 0, which hosts the store" if launched_by() in (None, "subprocess_script") else "the launching process"
+
+
+def abandon() -> None:
+    """The job's store answers no more: nobody may wait for it, not even to say goodbye."""
+    state = _state()
+    state.lingers = False
+    if state.job is not None:
+        state.job.left = True
 
 
 def say_goodbye() -> None:

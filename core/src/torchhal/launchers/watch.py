@@ -79,6 +79,7 @@ class RankWatch:
     Args:
         store: the process group's store, as ``next_generation`` gave it.
         prefix: put before all keys, so that a store may carry something else too.
+        silence: seconds without an answer of the store after which a rank whose wait is over gives up on it.
         announce: print this rank's own failure to stderr when it is reported; None: unless a supervisor prints it.
     """
 
@@ -92,6 +93,7 @@ class RankWatch:
         interval: float = 0.25,
         grace: float = 5.0,
         limit: float = 12.0,
+        silence: float = 3.0,
         announce: bool | None = None,
     ) -> None:
         if world_size > 1 and store is None:
@@ -102,13 +104,16 @@ class RankWatch:
         """Step boundaries passed; the training loop counts it up."""
         self.flag = False
         """Whether :meth:`at_boundary` has something to say."""
-        self.interval, self.grace, self.limit = interval, grace, limit
+        self.interval, self.grace, self.limit, self.silence = interval, grace, limit, silence
         self._announce = not failures.supervised if announce is None else announce
         self._prefix = prefix
         self._store = store if world_size > 1 else None
         self._thread_store: Store | None = None
         self._thread: threading.Thread | None = None
         self._wake = threading.Event()
+        self._looks = 0  # finished
+        self._looking = False
+        self._meet_until: float | None = None  # the main thread waits in the store, at most until then
         self._stopping = False
         self._lock = threading.Lock()
         self._outbox: list[dict[str, Any]] = []
@@ -144,6 +149,7 @@ class RankWatch:
             self._thread_store = own_connection(self._store)
             self._thread = threading.Thread(target=self._run, name="torchhal-watch", daemon=True)
             self._thread.start()
+            threading.Thread(target=self._guard, name="torchhal-watch-guard", daemon=True).start()
             _active.add(self)
         return self
 
@@ -156,7 +162,7 @@ class RankWatch:
             return
         self._wake.set()
         if thread is not threading.current_thread():
-            thread.join(timeout=5.0)
+            thread.join(timeout=5.0 if self._lost is None else 0.1)  # it may be stuck in a store that is silent
         if self._lost is None:
             try:
                 self._store.set(self._key(f"bye/{self.rank}"), "1")
@@ -186,10 +192,11 @@ class RankWatch:
         failure = Failure.from_exception(self.rank, error, printed=announce)
         self._own = failure
         self._discover()
-        try:
-            self._events.post(self._store, {"kind": "failure", "failure": failure.to_json().decode()})
-        except RuntimeError:
-            pass  # no store, no listeners
+        if self._lost is None:
+            try:
+                self._events.post(self._store, {"kind": "failure", "failure": failure.to_json().decode()})
+            except RuntimeError:
+                pass  # no store, no listeners
         if announce:
             failures.print_failure(failure)
             failures.mark_printed(error)
@@ -225,12 +232,11 @@ class RankWatch:
         self._back = True
         timed_out = failures.is_timeout(error)
         token = f"{self.rank}/{time.monotonic_ns()}"
-        try:
+        if self._thread is not None:  # that thread may hang in a silent store, this one must not
             if timed_out:
-                self._events.post(self._store, {"kind": "timeout", "rank": self.rank})
-            self._events.post(self._store, {"kind": "ping", "token": token})
-        except RuntimeError:
-            self._lost = self._lost or "no answer"
+                self._outbox.append({"kind": "timeout", "rank": self.rank})
+            self._outbox.append({"kind": "ping", "token": token})
+            self._wake.set()
         result = self._explanation(error, timed_out, token, timeout, name)
         if result is not error:
             result.__cause__ = error
@@ -240,6 +246,9 @@ class RankWatch:
         self, error: BaseException, timed_out: bool, token: str, timeout: float, name: str
     ) -> BaseException:
         failure = self.root_cause(timeout)
+        while failure is None and self._lost is None and self._thread is not None and self._is_behind():
+            time.sleep(0.02)  # the guard gives up on the store soon
+        failure = failure or self._failure
         if failure is not None:
             return failure.error()
         if self._lost is not None:
@@ -278,8 +287,8 @@ class RankWatch:
 
     def _store_lost_error(self) -> DistributedError:
         return DistributedError(
-            f"rank {self.rank} lost its connection to {store_host()} ({self._lost}): that process has died or its "
-            "machine can't be reached any more"
+            f"rank {self.rank} lost its connection to {store_host()} ({self._lost}): that process has died or is "
+            "stopped, or its machine can't be reached any more"
         )
 
     # -- stop ------------------------------------------------------------------------------------------------
@@ -368,6 +377,7 @@ class RankWatch:
 
     def _meet(self, name: str, timeout: timedelta, last_word: Callable[[], str] | None = None) -> str:
         assert self._barriers is not None
+        self._meet_until = time.monotonic() + timeout.total_seconds()
         try:
             return self._barriers.meet(name, timeout, last_word)
         except RuntimeError as error:
@@ -375,21 +385,54 @@ class RankWatch:
                 raise
             self._lost = self._lost or first_line(error)
             raise (self._failure.error() if self._failure else self._store_lost_error()) from error
+        finally:
+            self._meet_until = None
 
-    # -- the thread ------------------------------------------------------------------------------------------
+    # -- the threads ------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while not self._stopping:
             if self._lost is None:
+                self._looking = True
                 try:
                     self._look()
                 except RuntimeError as error:
                     if not self._stopping:
-                        self._lost = first_line(error)
-                        self._discover()
+                        self._lose(first_line(error))
+                self._looking = False
+                self._looks += 1
             self._end_if_overdue()
             self._wake.wait(0.02 if self._pending() else self.interval)
             self._wake.clear()
+
+    def _lose(self, why: str) -> None:
+        if self._lost is None:
+            self._lost = why
+            rendezvous.abandon()
+            self._discover()
+
+    def _is_behind(self) -> bool:
+        """Whether the thread still has to post something, or is waiting for the store."""
+        return bool(self._outbox) or self._looking
+
+    def _guard(self) -> None:
+        """Give up on a store whose host is stopped: it keeps the connection and answers nothing, without a time-out.
+
+        Only once the main thread has waited as long as it should: until then the host may come back. Silence is
+        counted in this thread's own steps, so that a process that was itself stopped blames nobody.
+        """
+        silent, step, looks = 0.0, 0.25, -1
+        while not self._stopping:
+            time.sleep(step)
+            if not self._looking or self._looks != looks:
+                silent, looks = 0.0, self._looks
+                continue
+            silent += step
+            waited = self._back or (self._meet_until is not None and time.monotonic() > self._meet_until)
+            if silent >= self.silence and waited:
+                self._lose(f"no answer for {silent:.0f} s")
+            if self._lost is not None or self._discovered is not None:
+                self._end_if_overdue()
 
     def _look(self) -> None:
         store = self._thread_store

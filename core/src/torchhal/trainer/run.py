@@ -128,7 +128,7 @@ def say_where(trainer: Trainer, fn: str, signum: int) -> None:
     """One line for whoever reads the log of a job that was stopped."""
     if not trainer.is_global_zero:
         return
-    saved = [callback.last_model_path for callback in trainer.checkpoint_callbacks if callback.last_model_path]
+    saved = [callback.interrupted_path for callback in trainer.checkpoint_callbacks if callback.interrupted_path]
     where = f"; saved {saved[0]}, continue with ckpt_path='last'" if fn == "fit" and saved else ""
     name = signal.Signals(signum).name
     print(f"torchhal: {fn} stopped on {name} at step {trainer.global_step}{where}", file=sys.stderr, flush=True)

@@ -207,6 +207,11 @@ class ModelCheckpoint(Callback):
     def on_train_end(self, trainer: Trainer, module: Any) -> None:
         self._settle(trainer)
 
+    @property
+    def interrupted_path(self) -> str:
+        """The file that a signal made this run write last; empty without one."""
+        return self._interrupted or (self.last_model_path if self.save_last else "")
+
     def save_interrupted(self, trainer: Trainer) -> None:
         """Save a state to resume from, since a signal ends the run here. Called on every rank."""
         asked = self.save_top_k != 0 or self.save_last
