@@ -94,7 +94,7 @@ def main() -> None:
         f"raw DDP {step * 1e6:.0f} us a step; Trainer(strategy='ddp') ratio {statistics.median(ratios):.3f} "
         f"(min {min(ratios):.3f}, max {max(ratios):.3f}; bound 1.03)"
     )
-    if statistics.median(ratios) > 1.03:
+    if trainer.is_global_zero and statistics.median(ratios) > 1.03:
         raise SystemExit("the bound is missed")
 
 
