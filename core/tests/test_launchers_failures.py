@@ -55,6 +55,21 @@ def kill(scenario, launcher, folder, *, who, signum=signal.SIGKILL, after=0.4, b
     return one
 
 
+def stop_rank_0(folder):
+    """SIGSTOP to rank 0, which hosts the store, while rank 1 waits for it in a collective of 4 seconds."""
+    one = job("hang_in_collective", out=folder, bad=0, JOB_TIMEOUT=4)
+    try:
+        rank_0, rank_1 = (note["pid"] for note in wait_for_notes(folder, 2))
+        os.kill(rank_0, signal.SIGSTOP)
+        stopped = time.monotonic()
+        while rank_1 in one.descendants() and time.monotonic() - stopped < 60:
+            time.sleep(0.1)
+        one.after_stop = time.monotonic() - stopped
+    finally:
+        one.kill()
+    return one.finish(timeout=30)
+
+
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory):
     """Every job of this file, started in this order, by name."""
@@ -99,6 +114,7 @@ def jobs(tmp_path_factory):
                 "SIGINT to all": {"scenario": "signal", "who": "group", "signum": interrupt},
             }.items():
                 futures[name, launcher] = pool.submit(kill, launcher=launcher, folder=folder(), **options)
+        futures["rank 0 stopped", "script"] = pool.submit(stop_rank_0, folder())
         futures["SIGTERM to the parent", "fork"] = pool.submit(
             kill, "signal", "fork", folder(), who="parent", signum=term
         )
@@ -235,6 +251,13 @@ def test_all_ranks_stop_at_one_step_and_the_exit_code_says_why(jobs, launcher, n
     positions = {note["position"] for note in one.notes}
     assert len(positions) == 1, one.notes
     assert {note["signum"] for note in one.notes} == {signum}
+
+
+def test_a_rank_0_that_is_stopped_holds_nobody_for_ever(jobs):
+    one = read(jobs, "rank 0 stopped", "script")
+    assert one.after_stop < 4 + 15, one.err
+    assert "rank 1 lost its connection to rank 0, which hosts the store" in one.err, one.err
+    assert "is stopped" in one.err
 
 
 def test_a_signal_to_the_supervisor_is_passed_on(jobs):

@@ -110,7 +110,9 @@ class RankWatch:
         self._store = store if world_size > 1 else None
         self._thread_store: Store | None = None
         self._thread: threading.Thread | None = None
+        self._guardian: threading.Thread | None = None
         self._wake = threading.Event()
+        self._ended = threading.Event()
         self._looks = 0  # finished
         self._looking = False
         self._meet_until: float | None = None  # the main thread waits in the store, at most until then
@@ -149,7 +151,8 @@ class RankWatch:
             self._thread_store = own_connection(self._store)
             self._thread = threading.Thread(target=self._run, name="torchhal-watch", daemon=True)
             self._thread.start()
-            threading.Thread(target=self._guard, name="torchhal-watch-guard", daemon=True).start()
+            self._guardian = threading.Thread(target=self._guard, name="torchhal-watch-guard", daemon=True)
+            self._guardian.start()
             _active.add(self)
         return self
 
@@ -161,6 +164,9 @@ class RankWatch:
         if thread is None or self._store is None:
             return
         self._wake.set()
+        self._ended.set()
+        if self._guardian is not None and self._guardian is not threading.current_thread():
+            self._guardian.join(timeout=1.0)
         if thread is not threading.current_thread():
             thread.join(timeout=5.0 if self._lost is None else 0.1)  # it may be stuck in a store that is silent
         if self._lost is None:
@@ -423,7 +429,7 @@ class RankWatch:
         """
         silent, step, looks = 0.0, 0.25, -1
         while not self._stopping:
-            time.sleep(step)
+            self._ended.wait(step)
             if not self._looking or self._looks != looks:
                 silent, looks = 0.0, self._looks
                 continue
