@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from datetime import timedelta
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -68,6 +69,9 @@ class Strategy(ABC):
 
     precisions: ClassVar[frozenset[str] | None] = None
     """Aliases of the precisions this strategy works with; None: every one (STR-36, STR-37)."""
+
+    timeout: timedelta = timedelta(minutes=10)
+    """How long a barrier or collective waits for the other ranks."""
 
     def __init__(
         self,

@@ -23,8 +23,6 @@ from torchhal.launchers.stores import HashStore, PrefixedStore, Store
 from torchhal.strategies import collectives
 from torchhal.strategies.base import Strategy
 
-DEFAULT_TIMEOUT = timedelta(minutes=10)
-
 START_METHODS = ("subprocess", "spawn", "fork", "forkserver")
 
 
@@ -47,7 +45,7 @@ class ParallelStrategy(Strategy):
         *,
         start_method: str = "subprocess",
         process_group_backend: str | None = None,
-        timeout: timedelta = DEFAULT_TIMEOUT,
+        timeout: timedelta = Strategy.timeout,
         **parts: Any,
     ) -> None:
         if start_method not in START_METHODS:

@@ -152,7 +152,7 @@ class FitLoop:
         while not self._done():
             self._run_epoch()
         trainer.hooks.call("on_train_end")
-        signum = trainer.strategy.watch.at_end()
+        signum = trainer.strategy.watch.at_end(trainer.strategy.timeout)
         if signum is not None and signum > 0:
             raise Interrupted(signum)
 
