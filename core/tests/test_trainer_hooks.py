@@ -1214,7 +1214,10 @@ def test_best_and_last(tmp_path):
 
 def test_best_without_a_fit():
     for trainer in (make(), make(ModelCheckpoint("x"))):
-        with pytest.raises(ConfigurationError, match="ckpt_path='best' needs a fit that saved a checkpoint"):
+        with pytest.raises(
+            ConfigurationError,
+            match="ckpt_path='best' needs a fit with this Trainer whose ModelCheckpoint found a best one",
+        ):
             trainer.test(Net(), batches(1), ckpt_path="best")
 
 
