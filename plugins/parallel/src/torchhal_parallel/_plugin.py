@@ -1,0 +1,52 @@
+"""The manifest: what this distribution provides, without importing torch."""
+
+from __future__ import annotations
+
+from torchhal.plugin import Component, hookimpl
+
+
+@hookimpl
+def torchhal_checkpoint_ios() -> list[Component]:
+    asynchronous = "torchhal_parallel.checkpoint.asynchronous:AsyncCheckpointIO"
+    return [
+        Component(
+            "dcp", "torchhal_parallel.checkpoint.dcp:DCPCheckpointIO", "A folder, to which every rank writes its part"
+        ),
+        Component("async", asynchronous, "torch's file, written while training goes on", {"inner": "torch"}),
+        Component("dcp_async", asynchronous, "dcp's folder, written while training goes on", {"inner": "dcp"}),
+    ]
+
+
+@hookimpl
+def torchhal_strategies() -> list[Component]:
+    zero1 = "torchhal_parallel.zero1:ZeRO1Strategy"
+    fsdp = "torchhal_parallel.fsdp:FSDPStrategy"
+    hybrid = "torchhal_parallel.hybrid:HybridStrategy"
+    data_parallel = "torchhal_parallel.data_parallel"
+    stage2 = {"reshard_after_forward": False}
+    return [
+        Component("dp", f"{data_parallel}:DataParallelStrategy", "one process, each batch divided among its devices"),
+        Component("ddp2", f"{data_parallel}:DDP2Strategy", "dp inside each node, ddp between the nodes"),
+        Component("zero1", zero1, "ddp with the optimizer's state divided among the ranks", aliases=("ddp_sharded",)),
+        Component("zero2", fsdp, "gradients and optimizer state sharded, parameters while they aren't used", stage2),
+        Component(
+            "ddp_sharded_spawn",
+            fsdp,
+            "zero2 in processes started by spawn",
+            {**stage2, "start_method": "spawn"},
+        ),
+        Component(
+            "zero3",
+            fsdp,
+            "parameters, gradients and optimizer state sharded",
+            aliases=("fsdp", "ddp_fully_sharded"),
+        ),
+        Component(
+            "tensor_parallel",
+            hybrid,
+            "layers shared by the ranks, by a plan of column- and row-wise layers",
+            {"tensor": None},
+        ),
+        Component("pipeline", hybrid, "stages of the model over the ranks", {"pipeline": None}),
+        Component("hybrid", hybrid, "data x shard x pipeline x tensor on one device mesh", {"data": None}),
+    ]

@@ -1,0 +1,177 @@
+"""Sharded checkpoints: a folder that every rank writes its part into, by ``torch.distributed.checkpoint``."""
+
+from __future__ import annotations
+
+import errno
+import os
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
+
+from torchhal.checkpoint import TorchCheckpointIO
+from torchhal.checkpoint.contents import inspect_contents
+from torchhal.checkpoint.folder import FolderCheckpointIO, exchange
+from torchhal.checkpoint.local import sync_folder
+from torchhal.errors import CheckpointCorruptError, CheckpointError, TorchhalError
+from torchhal_parallel.checkpoint.nest import Reference, as_plain, fill, merged, taken_apart
+from torchhal_parallel.checkpoint.reader import METADATA, CheckedReader, checksums, quiet
+from torchhal_parallel.checkpoint.stored import StoredTensor
+
+PLAIN = "plain.ckpt"
+"""What isn't a tensor, where the tensors belong, and the checksums of their records: written last."""
+
+FORMAT = 1
+
+
+class DCPCheckpointIO(FolderCheckpointIO):
+    """One folder per checkpoint: each rank's tensors in files of its own, everything else in ``plain.ckpt``.
+
+    Any number of ranks, under any strategy, loads it. Every rank reads only what it needs of each tensor; each record
+    has a checksum that is verified when it is read, and nothing in the folder is ever executed.
+
+    A save writes into a folder beside the target and renames it when all ranks are done: the path holds the old
+    checkpoint or the new one. Local and shared file systems; all ranks must see one.
+    """
+
+    features: ClassVar[frozenset[str]] = frozenset({"atomic", "checksum", "sharded", "reshard", "links"})
+
+    marker = PLAIN
+    described = "sharded checkpoint"
+
+    # -- save ------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        checkpoint: dict[str, Any],
+        path: str | os.PathLike[str],
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.check_arguments(checkpoint, storage_options)
+        target = Path(path)
+        failure: str | None = None
+        plain: Any = None
+        tensors: dict[str, Any] = {}
+        try:
+            plain, tensors = taken_apart(checkpoint)
+            inspect_contents(as_plain(plain))  # before the others are told: what can't be saved can't be sent either
+        except Exception as error:
+            failure, plain, tensors = f"{type(error).__name__}: {error}", {}, {}
+        kinds = {name: isinstance(tensor, DTensor) for name, tensor in tensors.items()}
+        everybody = self.gather((failure, kinds, plain))
+        self.raise_failures([failed for failed, *_ in everybody], target)
+        with self.new_folder(target) as temporary:
+            self._write(target, temporary, tensors, everybody)
+
+    def _write(self, target: Path, temporary: Path, tensors: dict[str, Any], everybody: list[Any]) -> None:
+        failure: str | None = None
+        sums: dict[str, int] = {}
+        # of a tensor that several ranks have whole, the first rank's is saved: torch would mix them
+        first: dict[str, int] = {}
+        for rank, (_, kinds, _) in enumerate(everybody):
+            for name in kinds:
+                first.setdefault(name, rank)
+        mine = {
+            name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor) or first[name] == self.rank
+        }
+        try:
+            with quiet():
+                save(
+                    mine,
+                    storage_writer=FileSystemWriter(temporary, single_file_per_rank=True, sync_files=True),
+                    process_group=self.group,
+                    no_dist=len(everybody) == 1,
+                )
+            sums = checksums(temporary, self.rank)
+        except (Exception, CheckpointException) as error:  # torch's is no Exception
+            failure = _cause(error)
+        written = self.gather((failure, sums))
+        self.raise_failures([failed for failed, _ in written], target)
+        failure = None
+        if self.rank == 0:
+            try:
+                content = {
+                    "format": FORMAT,
+                    "plain": as_plain(merged([plain for *_, plain in everybody])),
+                    "sums": {key: value for _, part in written for key, value in part.items()},
+                    "metadata": zlib.crc32((temporary / METADATA).read_bytes()),
+                }
+                TorchCheckpointIO().save_checkpoint(content, temporary / PLAIN)
+                sync_folder(temporary)
+                exchange(temporary, target)
+                sync_folder(target.parent)
+            except Exception as error:
+                failure = _cause(error)
+        self.raise_failures(self.gather(failure), target)
+
+    # -- load ------------------------------------------------------------------------------------------------
+
+    def open_checkpoint(self, path: str | os.PathLike[str]) -> dict[str, Any]:
+        """The checkpoint with a :class:`StoredTensor` for each tensor, to be read where its layout is known."""
+        folder, content = self._open(path)
+        reader = CheckedReader(folder, content["sums"], content["metadata"])
+        reader.check_files()
+        known = reader.read_metadata().state_dict_metadata
+
+        def stand_in(reference: Reference) -> StoredTensor:
+            about = known.get(reference.name)
+            if not isinstance(about, TensorStorageMetadata):
+                raise CheckpointCorruptError(f"{str(path)!r} lacks the tensor {reference.name!r}")
+            return StoredTensor(reference.name, about.size, about.properties.dtype, reader.read_into)
+
+        opened: dict[str, Any] = fill(content["plain"], stand_in)
+        return opened
+
+    def _open(self, path: str | os.PathLike[str]) -> tuple[Path, dict[str, Any]]:
+        folder = Path(path)
+        if not folder.is_dir():
+            if folder.is_file():
+                raise CheckpointError(f"{str(path)!r} is a file, no sharded checkpoint: load it with the IO 'torch'")
+            raise FileNotFoundError(errno.ENOENT, "no checkpoint at this path", str(path))
+        try:
+            content = TorchCheckpointIO().load_checkpoint(folder / PLAIN)
+        except FileNotFoundError as error:
+            if (folder / METADATA).exists():
+                raise CheckpointCorruptError(
+                    f"{str(folder / PLAIN)!r} is missing, which is written last: the checkpoint was never finished, or "
+                    "copied in part"
+                ) from error
+            raise FileNotFoundError(
+                errno.ENOENT, f"no sharded checkpoint: the folder has no {PLAIN}", str(path)
+            ) from error
+        if content.get("format") != FORMAT:
+            raise CheckpointError(
+                f"{str(path)!r} is a sharded checkpoint of format {content.get('format')!r}, and this "
+                f"torchhal-parallel reads format {FORMAT}"
+            )
+        return folder, content
+
+    # -- what is there ---------------------------------------------------------------------------------------
+
+    def exists(self, path: str | os.PathLike[str]) -> bool:
+        folder = Path(path)
+        return super().exists(folder) and (folder / METADATA).is_file() and TorchCheckpointIO().exists(folder / PLAIN)
+
+
+def _cause(error: BaseException) -> str:
+    """What torch's CheckpointException hides: each rank's own error."""
+    failures = getattr(error, "failures", None)
+    if failures:
+        error = next(iter(failures.values()))[0]
+    behind: BaseException | None = error
+    while behind is not None:
+        if isinstance(
+            behind, OSError
+        ):  # of a full disk torch.save makes an "enforce fail", and does not say what failed
+            return f"{type(behind).__name__}: {behind}"
+        behind = behind.__cause__ or behind.__context__
+    while error.__cause__ is not None and not isinstance(error, TorchhalError):
+        error = error.__cause__
+    return f"{type(error).__name__}: {error}"

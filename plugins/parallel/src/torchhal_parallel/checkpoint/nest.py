@@ -1,0 +1,110 @@
+"""A checkpoint taken apart: its tensors by name, and the rest with a reference where each tensor was.
+
+The containers that are entered are those that a load of torch's file rebuilds: dict, OrderedDict with its attributes
+(a state dictionary's ``_metadata``), list, tuple; exactly these, no subclass. What stands in another one, and tensors
+that aren't dense, go with the plain data, of which torch's file says by name what it can't hold.
+
+While ranks compare what they have, a tensor is a :class:`Reference`. In the file that is ``{"__tensor__": name}``, and
+a mapping of the user's that has this one key is ``{"__tensor__": {"__tensor__": value}}``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_MARK = "__tensor__"
+_NUMBER = re.compile(r"-?\d+")
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Where a tensor was."""
+
+    name: str
+
+
+def taken_apart(checkpoint: Mapping[Any, Any]) -> tuple[Any, dict[str, torch.Tensor]]:
+    """(plain data with references, tensors by their path in the nest). Tensors that share memory stay separate.
+
+    A path has one name, and a name one path, on all ranks: ``state_dict/layer.weight``.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+
+    def visit(value: Any, path: tuple[str, ...]) -> Any:
+        if isinstance(value, torch.Tensor):
+            if value.layout is not torch.strided or value.is_quantized or value.is_nested or value.is_meta:
+                return value
+            name = "/".join(path)
+            tensors[name] = value.detach()
+            return Reference(name)
+        return _rebuilt(value, lambda key, item: visit(item, (*path, _step(key))))
+
+    return visit(checkpoint, ()), tensors
+
+
+def _step(key: Any) -> str:
+    """A key as a part of a name, different for different ones: a text may have a slash in it, or look like a number."""
+    if isinstance(key, int):
+        return str(int(key))
+    text = (key if isinstance(key, str) else repr(key)).replace("~", "~0").replace("/", "~1")
+    if isinstance(key, str):
+        return f"~s{text}" if _NUMBER.fullmatch(text) else text
+    return f"~r{text}"
+
+
+def _rebuilt(value: Any, visit: Callable[[Any, Any], Any]) -> Any:
+    """A container of one of the known types with each item replaced; anything else as it is."""
+    kind = type(value)
+    if kind is dict:
+        return {key: visit(key, item) for key, item in value.items()}
+    if kind is OrderedDict:
+        new = OrderedDict((key, visit(key, item)) for key, item in value.items())
+        new.__dict__.update(vars(value))
+        return new
+    if kind in (list, tuple):
+        return kind(visit(index, item) for index, item in enumerate(value))
+    return value
+
+
+def merged(parts: list[Any]) -> Any:
+    """What any rank has, the first rank's where several have it: each rank holds the state of its own parameters."""
+    first, *others = parts
+    if type(first) in (dict, OrderedDict):
+        whole = _rebuilt(first, lambda _, item: item)
+        for other in others:
+            if isinstance(other, dict):
+                for key, value in other.items():
+                    whole[key] = merged([whole[key], value]) if key in whole else value
+        return whole
+    if type(first) in (list, tuple):
+        same = [part for part in parts if type(part) is type(first) and len(part) == len(first)]
+        return type(first)(merged(list(column)) for column in zip(*same, strict=True))
+    return first
+
+
+def as_plain(value: Any) -> Any:
+    """The nest with its references as the file has them."""
+    if isinstance(value, Reference):
+        return {_MARK: value.name}
+    plain = _rebuilt(value, lambda _, item: as_plain(item))
+    return {_MARK: plain} if _is_marked(plain) else plain
+
+
+def fill(value: Any, read: Callable[[Reference], Any]) -> Any:
+    """The nest again, from what :func:`as_plain` made of it, with ``read`` of each reference in its place."""
+    if _is_marked(value):
+        inside = value[_MARK]
+        if isinstance(inside, str):
+            return read(Reference(inside))
+        value = inside
+    return _rebuilt(value, lambda _, item: fill(item, read))
+
+
+def _is_marked(value: Any) -> bool:
+    return type(value) in (dict, OrderedDict) and len(value) == 1 and _MARK in value

@@ -1,0 +1,30 @@
+"""A tensor that lies in a sharded checkpoint: known by shape and dtype, read where somebody knows which part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Stands for a tensor in what ``open_checkpoint`` returns."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    read_into: Callable[[str, torch.Tensor], None]
+
+    def read(self, target: torch.Tensor | None = None) -> torch.Tensor:
+        """The tensor: in the layout, on the device of ``target``, which has its shape; without one whole, on the CPU.
+
+        Only the part that this rank needs is read, and nothing is sent.
+        """
+        if target is None:
+            tensor = torch.empty(self.shape, dtype=self.dtype)
+        else:
+            tensor = torch.empty_like(target.detach(), dtype=self.dtype)
+        self.read_into(self.name, tensor)
+        return tensor

@@ -1,0 +1,219 @@
+"""Data parallel in one process: a batch in parts, one on each device, and one model; alone, or one on each node."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, ClassVar
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from torchhal.accelerators.transfer import move_to_device
+from torchhal.errors import ConfigurationError, ModelError, UnsupportedCombinationError
+from torchhal.launchers.process import launched_by
+from torchhal.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from torchhal.strategies.parallel import forward_through
+from torchhal.trainer.log_options import batch_size_of
+from torchhal_parallel.part_log import one_log
+from torchhal_parallel.split import merge, merge_training, split_batch
+from torchhal_parallel.stand_in import buffer_copies, parameter_copies, standing_in
+
+Split = Callable[[Any, int], Sequence[Any]]
+"""``split(batch, parts)``: at most ``parts`` batches whose ``batch_size_of`` is known, together the whole."""
+
+
+class PartsStrategy(Strategy):
+    """Steps that run on the parts of a batch, one per device of this process, and act as one.
+
+    The model and the optimizer's state are on :attr:`root_device`. The first part uses the model as it is. For each
+    other one, copies of the parameters on its device stand in for them, through which autograd adds the gradients of
+    all parts up in the one model; on the same device the parameters themselves are used. Copies of the buffers stand
+    in as well: what a step does to them counts for the first part alone.
+
+    The module is always the user's own object: the parts run one after another. A device works while the next one's
+    part is being queued, and their backward passes run at the same time.
+    """
+
+    multi_device: ClassVar[bool] = True
+
+    split: Split | None = None
+    """Divides batches; None: :func:`~torchhal_parallel.split.split_batch`."""
+
+    _unmade = False
+    """Whether the first forward will make parameters or buffers whose shapes nobody knows yet."""
+
+    def num_local_processes(self, num_devices: int) -> int:
+        return 1
+
+    def setup_environment(self) -> None:
+        if not self.is_set_up:
+            for device in self.devices[1:]:
+                self.accelerator.setup_device(device)
+        super().setup_environment()
+
+    def setup_model(self, *, training: bool = True) -> None:
+        if training and len(self.devices) > 1 and not getattr(self.module, "automatic_optimization", True):
+            raise ConfigurationError(
+                f"strategy {self.alias or 'dp'!r} runs a step once for each of its {len(self.devices)} devices, and "
+                f"{type(self.module).__name__} with automatic_optimization=False would step its optimizers as often: "
+                "use 'ddp', or devices=1"
+            )
+        super().setup_model(training=training)
+        assert self.module is not None
+        self._unmade = any(map(is_lazy, (*self.module.parameters(), *self.module.buffers())))
+
+    def explain(self, error: BaseException) -> BaseException:
+        """What to do about tensors that a part finds on another part's device."""
+        if isinstance(error, RuntimeError) and "same device" in str(error) and len(set(self.devices)) > 1:
+            return ModelError(
+                f"{error}. Under strategy {self.alias or 'dp'!r} a step runs on each of "
+                f"{', '.join(map(str, self.devices))}: make the tensors that a model keeps parameters or buffers, new "
+                "ones on self.device, and use no activation checkpointing, which computes again when the parameters "
+                "are only on the first device"
+            )
+        return super().explain(error)
+
+    # -- steps -----------------------------------------------------------------------------------------------
+
+    def in_parts(self, step: Callable[..., Any], name: str) -> Callable[..., Any]:
+        """``step`` of the module, run on each part of its batch; ``name`` is its name."""
+        if len(self.devices) == 1:
+            return step
+
+        def call(batch: Any, *rest: Any) -> Any:
+            parts = self.parts_of(batch)
+            if len(parts) == 1:
+                return step(parts[0][0], *rest)
+            sizes = [size for _, size in parts]
+            outputs = self._run(step, [part for part, _ in parts], sizes, rest)
+            if name == "training_step":
+                return merge_training(outputs, sizes, self.root_device)
+            return merge(outputs, sizes, self.root_device)
+
+        return call
+
+    def parts_of(self, batch: Any) -> list[tuple[Any, int]]:
+        """The parts of a batch and their numbers of samples."""
+        if self.split is None:
+            return split_batch(batch, len(self.devices))
+        parts = list(self.split(batch, len(self.devices)))
+        sizes = [batch_size_of(part) for part in parts]
+        if not 1 <= len(parts) <= len(self.devices) or not all(sizes):
+            raise ModelError(
+                f"'split' must return from 1 to {len(self.devices)} batches whose sizes can be read, as the first "
+                f"dimension of a tensor or an int attribute batch_size (got {len(parts)} batches of sizes {sizes})"
+            )
+        return [(part, size or 0) for part, size in zip(parts, sizes, strict=True)]
+
+    def _run(
+        self, step: Callable[..., Any], parts: Sequence[Any], sizes: Sequence[int], rest: tuple[Any, ...]
+    ) -> list[Any]:
+        module = self.module
+        assert module is not None
+        devices = self.devices[: len(parts)]
+        self._seed_other_devices(devices)
+        # all before the first part runs: each sees what the batch began with
+        buffers = [buffer_copies(module, device) for device in devices[1:]]
+        outputs = []
+        with one_log(self.trainer, sizes, self.root_device) as start_part:
+            outputs.append(step(parts[0], *rest))
+            if self._unmade:
+                buffers = [buffer_copies(module, device) for device in devices[1:]]
+                self._unmade = False
+            for index, device in enumerate(devices[1:], start=1):
+                start_part(index)
+                with self._current(device):
+                    copies = parameter_copies(module, device)
+                    with standing_in([*copies, *buffers[index - 1]]):
+                        outputs.append(step(move_to_device(parts[index], device, non_blocking=True), *rest))
+        return outputs
+
+    @contextmanager
+    def _current(self, device: torch.device) -> Iterator[None]:
+        """``device`` as the current one of its type, for what a step makes without naming an index."""
+        with ExitStack() as stack:
+            if device.index is not None and device != self.root_device:
+                stack.enter_context(torch.get_device_module(device.type).device(device))
+            yield
+
+    def _seed_other_devices(self, devices: Sequence[torch.device]) -> None:
+        """Let the other devices' generators follow the first one's, which is the one that checkpoints know."""
+        others = [device for device in devices if device != self.root_device]
+        if not others:
+            return
+        state = self.accelerator.get_rng_state(self.root_device)
+        seed = zlib.crc32(bytes(state.tolist()))
+        for index, device in enumerate(others, start=1):
+            generator = torch.Generator(device=device).manual_seed(seed + (index << 32))
+            self.accelerator.set_rng_state(generator.get_state(), device)
+
+
+class DataParallelStrategy(PartsStrategy, SingleDeviceStrategy):
+    """One process that drives several devices: each batch is divided among them.
+
+    The loader's batch is the global batch, and the result is that of one device, but for what depends on more than a
+    sample: a batch norm sees its part of the batch, dropout draws other numbers. The loss must be a mean over the
+    samples: those of the parts are weighed by their sizes. Each value that a step logs becomes one per batch.
+
+    Args:
+        split: a function ``(batch, parts)`` that divides batches which
+            :func:`~torchhal_parallel.split.split_batch` can't.
+        parts: see :class:`torchhal.strategies.Strategy`.
+
+    The parameters are sent to every other device in every step, so ``ddp`` is faster wherever it can be used.
+    """
+
+    def __init__(self, *, split: Split | None = None, **parts: Any) -> None:
+        super().__init__(**parts)
+        self.split = _checked(split)
+
+    def configure(self, **chosen: Any) -> None:
+        super().configure(**chosen)
+        environment = self.cluster_environment
+        alias = self.alias or "dp"
+        if self.num_nodes > 1:
+            raise UnsupportedCombinationError(
+                f"strategy {alias!r} drives the devices of one node from one process (got num_nodes="
+                f"{self.num_nodes}): use 'ddp2', which does so on each node, or 'ddp'"
+            )
+        outside = environment is not None and environment.creates_processes_externally and environment.world_size() > 1
+        if outside or launched_by() is not None:
+            raise UnsupportedCombinationError(
+                f"strategy {alias!r} drives all devices from one process, but this is one of several that "
+                "were started, each of which would train by itself: start the script once, or use 'ddp'"
+            )
+
+    def module_step(self, name: str) -> Callable[..., Any]:
+        return self.in_parts(super().module_step(name), name)
+
+
+class DDP2Strategy(PartsStrategy, DDPStrategy):
+    """One process per node, which divides its batches among the node's devices; gradients are averaged over nodes.
+
+    Each node sees its share of the data, in batches of the loader's size.
+
+    Args:
+        split: see :class:`DataParallelStrategy`.
+        options: see :class:`torchhal.strategies.DDPStrategy`.
+    """
+
+    def __init__(self, *, split: Split | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        self.split = _checked(split)
+
+    def module_step(self, name: str) -> Callable[..., Any]:
+        step = self.in_parts(Strategy.module_step(self, name), name)
+        if name != "training_step" or self.model is self.module:
+            return step
+        return forward_through(self, self.module, step)
+
+
+def _checked(split: Split | None) -> Split | None:
+    if split is not None and not callable(split):
+        raise ConfigurationError(f"'split' must be a function (batch, parts) -> parts, or None (got {split!r})")
+    return split
+
+
+__all__ = ["DDP2Strategy", "DataParallelStrategy", "PartsStrategy"]

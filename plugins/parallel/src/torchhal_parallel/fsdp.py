@@ -1,0 +1,110 @@
+"""ZeRO stages 2 and 3: gradients, optimizer state and parameters sharded by torch's ``fully_shard``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from torchhal.memory import MemoryEstimate, ModelMemory
+from torchhal.strategies import collectives
+from torchhal_parallel.fully_sharded import FullyShardedStrategy
+from torchhal_parallel.materialize import materialize, tensors_on_meta
+from torchhal_parallel.sharded import StepRunner
+from torchhal_parallel.shares import divided
+
+
+class FSDPStrategy(FullyShardedStrategy):
+    """``torch.distributed.fsdp.fully_shard`` (FSDP2) over one process per device.
+
+    Between steps each rank holds 1/N of every parameter, gradient and optimizer state. A unit's parameters are
+    gathered before it computes and, with ``reshard_after_forward``, freed right after (ZeRO stage 3); without, they
+    stay until its backward is done (stage 2, which sends less and needs more memory).
+
+    Every rank must use the same parameters in every step: a branch that some ranks don't take hangs or aborts. The same
+    holds for ``self(...)`` in a hook or a callback: every rank calls it, or none. Each backward of an accumulation adds
+    to sharded gradients, so that no rank ever holds whole ones.
+
+    What ``configure_model`` builds is whole on rank 0 alone, and there in host memory: see
+    :mod:`torchhal_parallel.materialize`.
+
+    Args:
+        options: see :class:`~torchhal_parallel.fully_sharded.FullyShardedStrategy`.
+    """
+
+    _unset: Collection[str] = ()
+    """Names of the tensors that lie on the meta device on rank 0, too."""
+
+    # -- model -----------------------------------------------------------------------------------------------
+
+    def mesh(self) -> Any:
+        """The device mesh that parameters are sharded over: all ranks, on the devices of this run.
+
+        By itself ``fully_shard`` takes torch's current accelerator, also where the run is on the CPU beside it.
+        """
+        return init_device_mesh(self.root_device.type, (self.world_size,), mesh_dim_names=("shard",))
+
+    @contextmanager
+    def init_context(self) -> Iterator[None]:
+        """``configure_model`` builds the model on rank 0, and on the others what it looks like."""
+        with super().init_context():
+            if self.world_size == 1 or not self.is_set_up:
+                yield
+            elif self.is_global_zero:
+                before = torch.get_rng_state()
+                yield
+                torch.set_rng_state(before)  # the others have drawn nothing
+            else:
+                with torch.device("meta"):
+                    yield
+
+    def is_on_meta(self) -> bool:
+        assert self.module is not None
+        names = tensors_on_meta(self.module)
+        everybody = self.all_gather_object(names) if self.world_size > 1 else [names]
+        self._unset = everybody[0]
+        return any(everybody)
+
+    def model_to_device(self) -> None:
+        if not self.built_on_meta:
+            super().model_to_device()  # else unit by unit, while they are sharded
+
+    def sync_module(self, module: nn.Module) -> None:
+        if not self.built_on_meta:
+            super().sync_module(module)  # fully_shard takes each rank's own values, whatever they are
+        elif self.world_size > 1:
+            with self.guard("comparison of the models"):
+                self.check_same_module(module)
+
+    def wrap_model(self, *, training: bool) -> None:
+        self.wrap_blocks()
+        self.shard_units(self.mesh())
+
+    def materialize(self, unit: nn.Module) -> None:
+        if not self.built_on_meta:
+            return
+        assert self.module is not None
+        tensors = materialize(self.module, unit, self._unset, self.root_device)
+        if self.world_size > 1:
+            with self.guard("broadcast of the initial weights"):
+                collectives.broadcast_tensors(tensors)
+
+    def module_step(self, name: str) -> Callable[..., Any]:
+        step = super().module_step(name)
+        if not isinstance(self.model, StepRunner):
+            return step
+        return self.with_buffers(step) if name == "training_step" else self.then_sharded(step)
+
+    # -- memory ----------------------------------------------------------------------------------------------
+
+    def memory_per_rank(self, model: ModelMemory, world_size: int) -> MemoryEstimate:
+        whole = self.names_kept_whole(model.module)
+        estimate = model.estimate(
+            lambda entry: None if entry.name in whole else divided(entry.parameter.shape, world_size)
+        )
+        note = "all but the peak in host memory" if self.cpu_offload else ""
+        return estimate.plus(self.gathered_memory(model, model.parameters, {}), note)

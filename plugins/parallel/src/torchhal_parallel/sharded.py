@@ -1,0 +1,313 @@
+"""The base of strategies whose ranks hold parts of one model: states, clipping and checkpoints over the parts."""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from torchhal.checkpoint.reading import read
+from torchhal.errors import CheckpointMismatchError, ConfigurationError, ModelError
+from torchhal.strategies import ParallelStrategy, collectives
+from torchhal_parallel.checkpoint.stored import StoredTensor
+from torchhal_parallel.layout import gathered, global_norm, like, local, scale_to, whole
+from torchhal_parallel.optimizers import check_divisible
+from torchhal_parallel.wrapping import ForwardInstead, Wrapping
+
+_PLACED = ("state_dict", "optimizer_states", "gradients")
+"""The parts of a checkpoint whose tensors this strategy's own methods load, each rank its own share."""
+
+
+class StepRunner(nn.Module):
+    """What a sharded model is called through: its parameters are the module's, its forward is a step.
+
+    A wrapper hooks the forward of the module that it is applied to. Applied to this one, a step runs inside the hooks
+    whatever it calls, the module itself or only parts of it, and the module's own names stay as they were.
+
+    Outside of a step ``module(...)`` comes here by itself, as from a hook or a callback, or from the training_step of a
+    module that optimizes by hand: that one runs its backward passes inside the step, where the outermost hooks would
+    not have seen an output yet.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.running = False
+        Routed(module).runner = self
+
+    def forward(self, step: Any, *args: Any) -> Any:
+        before, self.running = self.running, True
+        try:
+            return step(*args)
+        finally:
+            self.running = before
+
+
+class Routed(ForwardInstead):
+    """The forward of a module that must run inside the hooks of its :class:`StepRunner`."""
+
+    runner: StepRunner
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.runner.running:
+            return self.inner(*args, **kwargs)
+        return self.runner(functools.partial(self.inner, **kwargs), *args)
+
+
+def followed_by(closure: Callable[[], Any], then: Callable[[], None]) -> Callable[[], Any]:
+    """``closure`` with ``then`` after each evaluation: an optimizer may ask for several."""
+
+    def run() -> Any:
+        result = closure()
+        then()
+        return result
+
+    return run
+
+
+class ShardedStrategy(ParallelStrategy):
+    """Parameters may be sharded tensors, of which each rank has a part.
+
+    State is portable: with a checkpoint IO that one process writes, the parts are gathered on rank 0, one tensor at a
+    time; with one of the feature ``sharded`` every rank gives its own. Either loads under any other strategy, and
+    any other strategy's checkpoints load here.
+
+    After a run the user's module is whole again on every rank, unless ``configure_model`` built it sharded.
+    """
+
+    inference_mode: ClassVar[bool] = False  # parameters that are gathered for a validation are used by training
+
+    built_on_meta = False
+    """Whether the model is too large for every rank to have whole; ``configure_model`` builds it for each run."""
+
+    _wrapping: Wrapping | None = None
+    _divided: AbstractSet[nn.Parameter] = frozenset()
+    """The parameters that there were when the model was divided."""
+
+    # -- the user's module -----------------------------------------------------------------------------------
+
+    def setup_model(self, *, training: bool = True) -> None:
+        assert self.module is not None
+        self.built_on_meta = self.is_on_meta()
+        if getattr(self.module, "_torchhal_in_parts", False):
+            raise ModelError(
+                f"an earlier run that failed has left {type(self.module).__name__} in parts: build a new one, and "
+                "continue from a checkpoint"
+            )
+        self._wrapping = None if self.built_on_meta else Wrapping(self.module)
+        attributes = {name: dict(vars(parameter)) for name, parameter in self.module.named_parameters()}
+        super().setup_model(training=training)
+        for name, parameter in self.module.named_parameters():  # what users mark their parameters with
+            vars(parameter).update(attributes.get(name, {}))
+        if not self.built_on_meta:
+            self.module.__dict__["_torchhal_in_parts"] = True
+
+    def is_on_meta(self) -> bool:
+        """Whether some of the model has no memory yet, on any rank. Called on every rank."""
+        assert self.module is not None
+        return any(tensor.is_meta for tensor in (*self.module.parameters(), *self.module.buffers()))
+
+    def setup_optimizers(self, optimizers: Sequence[Optimizer], lr_scheduler_configs: Sequence[Any] = ()) -> None:
+        assert self.module is not None
+        own = self._divided = set(self.module.parameters())
+        divided = self.is_divided()
+        for optimizer in optimizers:
+            if any(parameter not in own for group in optimizer.param_groups for parameter in group["params"]):
+                raise ConfigurationError(
+                    f"the {type(optimizer).__name__} was made before the model was divided and would step on tensors "
+                    "that nobody uses: make it in configure_optimizers"
+                )
+            if divided:
+                check_divisible(optimizer, self.alias or type(self).__name__)
+            if divided and isinstance(optimizer, torch.optim.Adafactor):
+                raise ConfigurationError(
+                    "torch's Adafactor can't compute its statistics of rows and columns of sharded parameters: use "
+                    "strategy='zero1', which divides its state too, or another optimizer"
+                )
+        super().setup_optimizers(optimizers, lr_scheduler_configs)
+
+    def begin_epoch(self) -> None:
+        """Refuse a trained parameter that came after the model was divided: its values would be each rank's own."""
+        super().begin_epoch()
+        assert self.module is not None
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad and parameter not in self._divided:
+                raise ModelError(
+                    f"{name!r} has come into {type(self.module).__name__} while it was trained, after the model was "
+                    f"divided among the ranks, and strategy {self.alias or type(self).__name__!r} would not train it: "
+                    "replace a layer before fit, or in configure_model"
+                )
+
+    def is_divided(self) -> bool:
+        """Whether this rank lacks a part of some parameter; the same on every rank."""
+        assert self.module is not None
+        return any(parameter is not local(parameter) for parameter in self.module.parameters())
+
+    def restore_module(self) -> None:
+        assert self.module is not None
+        if self._wrapping is None:
+            return
+        with self.guard("gathering of the model"):
+            whole_model = self.whole_tensors()
+        self._wrapping.undo(self.module, whole_model)
+        self.module.__dict__.pop("_torchhal_in_parts", None)
+        self.model, self._wrapping = self.module, None
+
+    def whole_tensors(self) -> dict[str, torch.Tensor]:
+        """Every parameter and buffer, whole, in the host memory of every rank; one at a time on the devices."""
+        assert self.module is not None
+        tensors = [
+            *self.module.named_parameters(remove_duplicate=False), *self.module.named_buffers(remove_duplicate=False)
+        ]  # fmt: skip
+        return {name: whole(tensor.detach()).cpu() for name, tensor in tensors if not tensor.is_meta}
+
+    def _release_model(self) -> None:
+        if self.module is not None:
+            ForwardInstead.remove(self.module)  # also of one that a failed run has left in parts
+        self._divided = frozenset()
+        super()._release_model()
+
+    @property
+    def saves_shards(self) -> bool:
+        """Whether the checkpoint IO takes each rank's part as it is."""
+        return "sharded" in self.checkpoint_io.features
+
+    # -- steps -----------------------------------------------------------------------------------------------
+
+    def module_step(self, name: str) -> Callable[..., Any]:
+        assert self.module is not None
+        step: Callable[..., Any] = getattr(self.module, name)
+        by_hand = name == "training_step" and not getattr(self.module, "automatic_optimization", True)
+        if by_hand or not isinstance(self.model, StepRunner):
+            return step
+        return lambda *args: self.model(step, *args)
+
+    # -- state -----------------------------------------------------------------------------------------------
+
+    def module_state_dict(self) -> dict[str, Any]:
+        return self._portable(super().module_state_dict())
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return self._portable(super().optimizer_state(optimizer))
+
+    def _portable(self, state: dict[str, Any]) -> dict[str, Any]:
+        if self.saves_shards:
+            return state
+        with self.guard("gathering of the state"):
+            return gathered(state, keep=self.keeps_gathered)  # type: ignore[no-any-return]
+
+    @property
+    def keeps_gathered(self) -> bool:
+        """Whether this rank needs what it helps to gather: rank 0, which saves it."""
+        return self.is_global_zero
+
+    def load_checkpoint(self, path: str, *, weights_only: bool = True) -> dict[str, Any]:
+        """A sharded checkpoint is opened, not read: each tensor is read where its part is known."""
+        if "sharded" not in self.checkpoint_io.features:
+            return super().load_checkpoint(path, weights_only=weights_only)
+        checkpoint = self.checkpoint_io.open_checkpoint(path)
+        return {key: value if key in _PLACED else read(value) for key, value in checkpoint.items()}
+
+    def load_module_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> Any:
+        assert self.module is not None
+        own = self.module.state_dict()
+        parts: Any = OrderedDict((name, self._placed(name, value, own.get(name))) for name, value in state.items())
+        if hasattr(state, "_metadata"):  # the versions of its modules, some of which bring older states up to date
+            parts._metadata = state._metadata
+        with torch.no_grad():
+            return super().load_module_state_dict(parts, strict=strict)
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        placed: dict[Any, Any] = {}
+        for index, entry in state["state"].items():
+            target = parameters[index] if isinstance(index, int) and index < len(parameters) else None
+            placed[index] = {}
+            for key, item in entry.items():
+                shape = getattr(item, "shape", ())
+                if len(shape) and target is not None and target is not local(target) and shape != target.shape:
+                    raise CheckpointMismatchError(
+                        f"the state of {type(optimizer).__name__} can't be divided as its parameters are: {key!r} of "
+                        f"parameter {index} has the shape {tuple(shape)}, and the parameter {tuple(target.shape)}. "
+                        "Continue with strategy='zero1' or 'ddp', under which parameters are whole"
+                    )
+                placed[index][key] = self._placed(f"{key!r} of parameter {index}", item, target)
+        super().load_optimizer_state(optimizer, {**state, "state": placed})
+
+    def _placed(self, name: str, value: Any, target: Any) -> Any:
+        """``value`` in the layout of ``target``, if it has its shape; anything else whole."""
+        if not isinstance(value, torch.Tensor | StoredTensor):
+            return value
+        fits = isinstance(target, torch.Tensor) and tuple(value.shape) == tuple(target.shape)
+        if isinstance(value, StoredTensor):
+            return value.read(target if fits else None)
+        if fits:
+            return like(value, target)
+        if isinstance(target, torch.Tensor) and target is not local(target) and value.dim():
+            raise CheckpointMismatchError(
+                f"{name} has the shape {tuple(value.shape)} in the checkpoint and {tuple(target.shape)} here"
+            )
+        return value
+
+    def accumulated_gradients(self) -> dict[str, torch.Tensor]:
+        assert self.module is not None
+        self.sync_gradients()
+        gradients = {
+            name: parameter.grad.detach()
+            for name, parameter in self.module.named_parameters()
+            if parameter.grad is not None
+        }
+        if self.saves_shards:
+            return gradients
+        with self.guard("gathering of the gradients"):
+            return {name: whole(gradient).cpu() for name, gradient in gradients.items()}
+
+    def load_accumulated_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        assert self.module is not None
+        for name, parameter in self.module.named_parameters():
+            if name in gradients:
+                parameter.grad = self._placed(f"the gradient of {name}", gradients[name], parameter.detach())
+
+    # -- gradients -------------------------------------------------------------------------------------------
+
+    def sync_gradients(self) -> None:
+        """Average the gradients of parameters that are whole on every rank; the others' are averaged in backward."""
+        self.gradients_synced = True
+        if self.world_size > 1 and (plain := self.replicated_parameters()):
+            with self.guard("averaging of the gradients"):
+                collectives.average_gradients(plain)
+
+    def replicated_parameters(self) -> list[nn.Parameter]:
+        """Parameters whose gradients nobody averages but this strategy."""
+        return []
+
+    def clip_gradients(self, optimizer: Optimizer, clip_val: float, algorithm: str = "norm") -> torch.Tensor | None:
+        """Clip by the norm over all parts of all parameters; returns it, 0-d and the same on every rank."""
+        if algorithm not in ("norm", "value"):
+            raise ValueError(f"'algorithm' must be 'norm' or 'value' (got {algorithm!r})")
+        self.unscale_gradients(optimizer)
+        gradients = []
+        for parameter in self.precision.main_params(optimizer):
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.coalesce()
+                gradients.append(parameter.grad.values())  # shares memory with the gradient: clipping it clips that
+            elif parameter.grad is not None:
+                gradients.append(parameter.grad)
+        if algorithm == "value":
+            for gradient in gradients:
+                local(gradient).clamp_(-clip_val, clip_val)
+            return None
+        with self.guard("the norm of the gradients"):
+            norm = global_norm(gradients, squares=self.sum_of_squares)
+        scale_to(gradients, norm, clip_val)
+        return norm
+
+    def sum_of_squares(self, square: torch.Tensor) -> torch.Tensor:
+        """The sum of squares over the whole model, from that over the parameters which this rank has a part of."""
+        return square

@@ -1,0 +1,139 @@
+"""ZeRO stage 1: every rank has the whole model, and the optimizer's state of its share of the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from torchhal.errors import CheckpointMismatchError
+from torchhal.memory import MemoryEstimate, ModelMemory
+from torchhal.strategies import DDPStrategy, collectives
+from torchhal_parallel.gathering import on_first_rank
+from torchhal_parallel.optimizers import check_divisible
+
+
+class ZeRO1Strategy(DDPStrategy):
+    """``DistributedDataParallel`` with the optimizer's work and state divided among the ranks.
+
+    Each rank steps with whole parameters of about its share of the elements, then sends them to the others
+    (Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", stage 1). The
+    user's optimizer object stays the one that schedulers, callbacks and the loops hold: only while it steps does it
+    see this rank's parameters alone.
+
+    The step of an optimizer must be a sum of steps over its parameters, as those of all of ``torch.optim`` but LBFGS
+    are. One that needs a closure, as LBFGS does, is refused. Nothing tells of any other that it looks at all parameters
+    together, by the norm of all gradients, say: here it would see those of this rank alone, and compute something else
+    without a word. Such an optimizer needs ``strategy="ddp"``.
+    """
+
+    def setup_optimizers(self, optimizers: Sequence[Optimizer], lr_scheduler_configs: Sequence[Any] = ()) -> None:
+        for optimizer in optimizers:
+            check_divisible(optimizer, self.alias or "zero1")
+        super().setup_optimizers(optimizers, lr_scheduler_configs)
+        self._owners = [_owners(optimizer, self.world_size) for optimizer in optimizers]
+        self._shares: dict[Optimizer, tuple[int, list[list[torch.Tensor]]]] = {}
+
+    def owner_of(self, optimizer: Optimizer) -> dict[torch.Tensor, int]:
+        """The rank that steps each parameter."""
+        owners = self._owners[next(i for i, other in enumerate(self.optimizers) if other is optimizer)]
+        if sum(len(group["params"]) for group in optimizer.param_groups) != len(owners):  # a group was added since
+            added = {parameter for group in optimizer.param_groups for parameter in group["params"]} - set(owners)
+            order = [p for group in optimizer.param_groups for p in group["params"] if p in added]
+            owners |= {parameter: index % self.world_size for index, parameter in enumerate(order)}
+        return owners
+
+    @contextmanager
+    def only_mine(self, optimizer: Optimizer) -> Iterator[None]:
+        """The optimizer with this rank's parameters alone."""
+        owner, rank = self.owner_of(optimizer), self.global_rank
+        everything = [group["params"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["params"] = [parameter for parameter in group["params"] if owner[parameter] == rank]
+        try:
+            yield
+        finally:
+            for group, parameters in zip(optimizer.param_groups, everything, strict=True):
+                group["params"] = parameters
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> int | None:
+        if self.world_size == 1:
+            return super().optimizer_step(optimizer, closure)
+        self.unscale_gradients(optimizer)  # over all parameters: every rank must come to the same decision
+        with self.only_mine(optimizer):
+            stepped = super().optimizer_step(optimizer, closure)
+        if stepped:
+            with self.guard("sending of the updated parameters"):
+                self._share(optimizer)
+        return stepped
+
+    def _share(self, optimizer: Optimizer) -> None:
+        owners = self.owner_of(optimizer)
+        if self._shares.get(optimizer, (0,))[0] != len(owners):  # a group was added since, or nothing was sent yet
+            by_rank: list[list[torch.Tensor]] = [[] for _ in range(self.world_size)]
+            for parameter, owner in owners.items():
+                by_rank[owner].append(parameter)
+            self._shares[optimizer] = len(owners), by_rank
+        for rank, parameters in enumerate(self._shares[optimizer][1]):
+            # looked at in each step: a hook may unfreeze one at any, and ranks that don't send it drift apart
+            if moved := [parameter for parameter in parameters if parameter.requires_grad]:
+                collectives.broadcast_tensors(moved, src=rank)
+
+    # -- memory ----------------------------------------------------------------------------------------------
+
+    def memory_per_rank(self, model: ModelMemory, world_size: int) -> MemoryEstimate:
+        whole = super().memory_per_rank(model, world_size)
+        rank_of: dict[torch.Tensor, int] = {}
+        for optimizer in model.optimizers:
+            check_divisible(optimizer, self.alias or "zero1")
+            rank_of |= _owners(optimizer, world_size)
+        load = [0] * world_size
+        for entry in model.parameters:
+            if entry.parameter in rank_of:
+                load[rank_of[entry.parameter]] += entry.parts()[2]
+        return replace(whole, optimizer=max(load))
+
+    # -- state -----------------------------------------------------------------------------------------------
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """On rank 0 the whole state, as the undivided optimizer would give it, on the other ranks their part.
+
+        It comes to rank 0 one tensor at a time. A sharded checkpoint IO takes each rank's part as it is.
+        """
+        state = super().optimizer_state(optimizer)
+        if self.world_size == 1 or "sharded" in self.checkpoint_io.features:
+            return state
+        what = "gathering of the optimizer's state"
+        with self.guard(what):
+            parts = on_first_rank(state["state"], self.root_device, name=what) or [state["state"]]
+        entries = {index: entry for part in parts for index, entry in part.items()}
+        return {**state, "state": dict(sorted(entries.items()))}
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        unknown = [index for index in state["state"] if not isinstance(index, int) or index >= len(parameters)]
+        if unknown:
+            raise CheckpointMismatchError(
+                f"the optimizer state belongs to another {type(optimizer).__name__}: it has parameter {unknown[0]}, "
+                f"and there are {len(parameters)} here"
+            )
+        owner = self.owner_of(optimizer)
+        mine = {i: entry for i, entry in state["state"].items() if owner[parameters[i]] == self.global_rank}
+        super().load_optimizer_state(optimizer, {**state, "state": mine})
+
+
+def _owners(optimizer: Optimizer, world_size: int) -> dict[torch.Tensor, int]:
+    """Each parameter's rank: the largest first, each to the rank with the least so far. The same on every rank."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    load = [0] * world_size
+    owner: dict[torch.Tensor, int] = {}
+    order = sorted(range(len(parameters)), key=lambda index: (-parameters[index].numel(), index))
+    for index in order:
+        rank = load.index(min(load))
+        owner[parameters[index]] = rank
+        load[rank] += parameters[index].numel()
+    return {parameter: owner[parameter] for parameter in parameters}

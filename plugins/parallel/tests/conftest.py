@@ -1,0 +1,15 @@
+"""Worlds of two, four and eight processes that the tests share."""
+
+import sys
+from pathlib import Path
+
+# world.py and hardware.py are core's; test modules import them and what stands here, in this process and in its ranks
+CORE_TESTS = Path(__file__).parents[3] / "core" / "tests"
+sys.path[:0] = [str(Path(__file__).parent), str(CORE_TESTS)]
+
+from world import crowd_control, shared_world  # noqa: E402
+
+crowded_worlds_end = crowd_control()
+world2 = shared_world(2)
+world4 = shared_world(4)
+world8 = shared_world(8)

@@ -1,0 +1,218 @@
+"""Every strategy against the plain single-process loop: 12 optimizer steps, clipped, of two batches each."""
+
+import functools
+
+import models
+import pytest
+import torch
+import training
+import wrong
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.data import DataLoader
+
+pytestmark = pytest.mark.timeout(170)
+
+TRANSFORMER, CONV = "Transformer", "ConvNet"
+CASES = [
+    *(
+        (alias, size, model, None)
+        for alias in ("zero1", "zero2", "zero3", "tensor_parallel", "pipeline")
+        for size in (2, 4)
+        for model in (TRANSFORMER, CONV)
+    ),
+    ("fsdp", 2, TRANSFORMER, {"wrap_policy": "none", "activation_checkpointing": "blocks"}),
+    ("fsdp", 2, TRANSFORMER, {"wrap_policy": 1000, "cpu_offload": True}),
+    ("hybrid", 2, TRANSFORMER, {"pipeline": 2, "schedule": "gpipe", "microbatches": 8}),
+    ("hybrid", 2, TRANSFORMER, {"pipeline": 2, "schedule": "interleaved_1f1b"}),
+    ("hybrid", 2, TRANSFORMER, {"data": 2}),
+    ("hybrid", 4, TRANSFORMER, {"data": 2, "tensor": 2}),
+    ("hybrid", 4, CONV, {"shard": 2, "pipeline": 2, "reshard_after_forward": False}),
+    ("hybrid", 4, TRANSFORMER, {"shard": 2, "tensor": 2, "cpu_offload": True}),
+    ("hybrid", 4, TRANSFORMER, {"pipeline": 2, "tensor": 2, "activation_checkpointing": "blocks"}),
+    ("hybrid", 4, TRANSFORMER, {"data": 2, "shard": 2, "activation_checkpointing": "blocks", "wrap_policy": 1000}),
+    ("hybrid", 8, TRANSFORMER, {"data": 2, "tensor": 2, "pipeline": 2}),
+    ("hybrid", 8, CONV, {"data": 2, "tensor": 2, "pipeline": 2}),
+    ("hybrid", 8, TRANSFORMER, {"shard": 2, "tensor": 2, "pipeline": 2}),
+]
+
+
+@functools.lru_cache
+def plain(name, dtype=None, true=False):
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in the ranks: the number of threads decides the order of sums
+    try:
+        return models.plain(getattr(models, name), dtype, true)
+    finally:
+        torch.set_num_threads(before)
+
+
+def world(request, size):
+    return request.getfixturevalue(f"world{size}")
+
+
+def label(case):
+    alias, size, model, arguments = case
+    return f"{alias}-{size}-{model}" + "".join(f"-{key}={value}" for key, value in (arguments or {}).items())
+
+
+def check(results, model, dtype=None, tolerance=2e-5, true=False):
+    losses, state = plain(model, dtype, true)
+    ours = [r["losses"] for r in results if r["data_leader"]]
+    mean = [sum(values) / len(ours) for values in zip(*ours, strict=True)]
+    as_tensor = functools.partial(torch.tensor, dtype=torch.float64)
+    torch.testing.assert_close(as_tensor(mean), as_tensor(losses), rtol=tolerance, atol=tolerance)
+    assert list(results[0]["state"]) == list(state)
+    for name, value in state.items():
+        found = results[0]["state"][name]
+        assert found.device.type == "cpu" and not hasattr(found, "to_local")
+        report = functools.partial("{}: {}".format, name)
+        torch.testing.assert_close(found, value, rtol=10 * tolerance, atol=10 * tolerance, msg=report)
+    assert {r["step"] for r in results} == {12}
+    assert not any(r["remarks"] for r in results), results[0]["remarks"]
+    epoch = {round(r["metrics"]["loss_epoch"], 6) for r in results}
+    assert len(epoch) == 1, "the value of the epoch is the same on every rank"
+    assert results[0]["metrics"]["loss_epoch"] == pytest.approx(sum(losses) / len(losses), abs=10 * tolerance)
+
+
+@pytest.mark.parametrize("case", CASES, ids=label)
+def test_parity(request, case):
+    alias, size, model, arguments = case
+    check(world(request, size).run(training.train, alias, size, model, arguments, timeout=150), model)
+
+
+SCALED = [
+    ("zero1", 2, CONV, None),
+    ("zero1", 2, TRANSFORMER, None),
+    ("zero2", 2, TRANSFORMER, None),
+    ("zero3", 2, TRANSFORMER, None),
+    ("hybrid", 2, CONV, {"data": 2}),
+    ("hybrid", 4, TRANSFORMER, {"data": 2, "shard": 2}),
+]
+
+
+@pytest.mark.parametrize("case", SCALED, ids=label)
+def test_16_mixed(request, case):
+    _, size, model, _ = case
+    results = world(request, size).run(training.train_in, "16-mixed", *case, timeout=150)
+    check(results, model, torch.float16, tolerance=5e-3)
+
+
+PRECISIONS = {
+    "bf16-mixed": (torch.bfloat16, 5e-3, False),
+    "64-true": (torch.float64, 1e-11, True),
+    "bf16-true": (torch.bfloat16, 2e-2, True),
+}
+IN_PRECISION = [
+    *((alias, 2, TRANSFORMER, None) for alias in ("zero1", "zero2", "zero3", "tensor_parallel", "pipeline")),
+    ("hybrid", 4, TRANSFORMER, {"shard": 2, "tensor": 2}),
+]
+
+
+@pytest.mark.parametrize("case", IN_PRECISION, ids=label)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_precisions(request, precision, case):
+    dtype, tolerance, true = PRECISIONS[precision]
+    results = world(request, case[1]).run(training.train_in, precision, *case, timeout=150)
+    check(results, TRANSFORMER, dtype, tolerance, true)
+
+
+@pytest.mark.parametrize("alias, axes", [("fsdp", {}), ("hybrid", {"shard": 2})])
+def test_a_policy_of_the_units(world2, alias, axes):
+    """bfloat16 in the units alone: the weights are close to those of the plain loop, and not the same."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    arguments = {**axes, "mixed_precision": policy}
+    result = world2.run(training.train, alias, 2, TRANSFORMER, arguments, timeout=100)[0]
+    apart = [(result["state"][name] - value).abs().mean() for name, value in plain(TRANSFORMER)[1].items()]
+    assert 1e-6 < max(apart) < 5e-3
+    assert {value.dtype for value in result["state"].values()} == {torch.float32}
+
+
+def test_a_rank_holds_its_share(world2, world4):
+    """Bytes per rank between steps, as multiples of the whole model's."""
+    whole = sum(p.numel() for p in models.Transformer().parameters()) * 4
+    expected = {
+        ("zero1", 2): (1.0, 0.5), ("zero2", 2): (0.5, 0.5), ("zero3", 2): (0.5, 0.5), ("zero3", 4): (0.25, 0.25),
+        ("zero1", 4): (1.0, 0.25),
+    }  # fmt: skip
+    for (alias, size), (parameters, optimizer) in expected.items():
+        results = (world2 if size == 2 else world4).run(training.train, alias, size, TRANSFORMER, timeout=100)
+        for result in results:
+            assert result["bytes"]["parameters"] / whole == pytest.approx(parameters, rel=0.1)
+            assert result["bytes"]["optimizer"] / (2 * whole) == pytest.approx(optimizer, rel=0.15)
+
+
+ODD = ["zero1", "zero2", "zero3", "tensor_parallel", "pipeline", "hybrid"]
+
+
+@pytest.mark.parametrize("alias", ODD)
+def test_an_accumulation_that_the_end_cuts_short(world2, alias):
+    """23 batches, two to a step: the last step is made of one."""
+    arguments = {"hybrid": {"data": 2}}.get(alias)
+    expected = training.cut_short("single_device", 1, TRANSFORMER)["state"]
+    for result in world2.run(training.cut_short, alias, 2, TRANSFORMER, arguments, timeout=100)[:1]:
+        assert result["step"] == 12
+        for name, value in expected.items():
+            torch.testing.assert_close(result["state"][name], value, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("alias", ["zero1", "zero2", "zero3", "tensor_parallel", "hybrid"])
+def test_optimizing_by_hand(world2, alias):
+    arguments = {"hybrid": {"shard": 2}}.get(alias)
+    expected = training.by_hand("single_device", 1)
+    for state in world2.run(training.by_hand, alias, 2, arguments, timeout=100):
+        for name, value in expected.items():
+            torch.testing.assert_close(state[name], value, rtol=2e-4, atol=2e-4)
+
+
+@functools.lru_cache
+def plain_adversarial():
+    module = wrong.Generative()
+    optimizers = module.configure_optimizers()
+    samples = training.adversarial_samples()
+    for batch in DataLoader(samples, 4):
+        for loss, optimizer in zip(module.losses(batch), optimizers, strict=True):
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    with torch.no_grad():
+        return float(sum(module.losses(samples[:9]))), module.state_dict()
+
+
+@pytest.mark.parametrize("alias", ["zero2", "zero3"])
+def test_two_networks_against_each_other(world2, alias):
+    value, state = plain_adversarial()
+    for found, ours in world2.run(training.adversarial, alias, 2, timeout=100):
+        assert found == pytest.approx(value, abs=1e-5)
+        for name, expected in state.items():
+            torch.testing.assert_close(ours[name], expected, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("alias", ["tensor_parallel", "pipeline"])
+def test_ranks_of_one_batch_see_the_same_samples(world2, alias):
+    """Shuffled over three epochs, with random numbers drawn in one stage: the loss still falls as on one device."""
+    expected = training.shuffled("single_device", 1)
+    for losses, leader in world2.run(training.shuffled, alias, 2, timeout=100):
+        if leader:
+            assert losses == pytest.approx(expected[0], rel=2e-3)
+
+
+@pytest.mark.parametrize("alias", ["zero1", "zero3", "tensor_parallel"])
+def test_marks_on_parameters_survive(world2, alias):
+    """What users tell their parameters apart by, in configure_optimizers and after the run."""
+    for during, after in world2.run(training.marked, alias, 2, timeout=60):
+        assert during == after == ["head.bias"]
+
+
+@pytest.mark.parametrize("alias", ["zero2", "zero3", "hybrid"])
+def test_buffers_and_parameters_kept_whole_are_those_of_ddp(world2, alias):
+    ddp, sharded = (world2.run(training.normed, name, 2, timeout=100) for name in ("ddp", alias))
+    for (value, state), (other, also) in zip(ddp, sharded, strict=True):
+        assert other == pytest.approx(value, abs=1e-5)
+        for name in state:
+            torch.testing.assert_close(also[name], state[name], rtol=1e-4, atol=1e-5)
+
+
+def test_a_run_that_failed_says_what_it_left(world2):
+    for first, second in world2.run(training.fail_then_fit, "zero3", 2, timeout=60):
+        assert "on purpose" in first
+        assert "in parts" in second and "checkpoint" in second

@@ -1,0 +1,443 @@
+"""Models that some strategy can't carry."""
+
+import os
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn  # which torch.distributed alone doesn't have
+from models import ConvNet, Transformer
+from torch import nn
+
+from torchhal import Module
+
+
+class Tied(Transformer):
+    """The head is the embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.head.weight = self.embed.weight
+
+
+class TiedPlan(Tied):
+    """The same, with both in the plan, divided alike."""
+
+    tensor_parallel_plan = {**Transformer.tensor_parallel_plan, "embed": "rowwise_rep", "head": "colwise_rep"}
+
+
+class SparseEmbedding(Transformer):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(20, 32, sparse=True)
+
+
+class Newton(Transformer):
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters())
+
+
+class Foreach(Transformer):
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), foreach=True)
+
+
+class NoPlan(Transformer):
+    tensor_parallel_plan = None
+
+
+class Misspelt(Transformer):
+    tensor_parallel_plan = {"layers.*.attn.q_proj": "colwise", "layers.*.attention.o_proj": "rowwise"}
+
+
+class Open(Transformer):
+    tensor_parallel_plan = {"head": "colwise"}
+
+
+class HeadLeftOpen(Transformer):
+    """Rowwise layers there are, but none that takes what the head gives."""
+
+    tensor_parallel_plan = {**Transformer.tensor_parallel_plan, "head": "colwise"}
+
+
+class OpenBesideOne(Transformer):
+    """Of three layers of one size, two are closed by the rowwise one beside them, and the third by nobody."""
+
+    tensor_parallel_plan = {**Transformer.tensor_parallel_plan, "layers.*.side": "colwise"}
+
+    def __init__(self):
+        super().__init__()
+        for layer in self.layers:
+            layer.side = nn.Linear(32, 96)
+
+    def forward(self, tokens):
+        x = self.embed(tokens) + self.position
+        for layer in self.layers:
+            x = layer(x) + layer.side(x).mean(-1, keepdim=True)
+        return self.head(self.norm(x))
+
+
+class ClosedByHand(OpenBesideOne):
+    """Right: each rank's part of the third layer is summed over the ranks, in place or not."""
+
+    def forward(self, tokens):
+        x = self.embed(tokens) + self.position
+        for index, layer in enumerate(self.layers):
+            own = layer.side(x).square().sum(-1, keepdim=True)
+            if index == 0:
+                seen = own.detach().clone()
+                dist.all_reduce(seen)
+                x = x * (1 + 0 * seen)
+            if index == 1:
+                kept = torch.zeros_like(own)
+                kept.copy_(own.detach())  # what stands in it is of the ranks only until it is overwritten
+                x = x + kept.zero_()
+            x = layer(x) + dist.nn.functional.all_reduce(own) / 96
+        return self.head(self.norm(x))
+
+
+class OverwrittenInPart(OpenBesideOne):
+    def forward(self, tokens):
+        x = self.embed(tokens) + self.position
+        own = self.layers[0].side(x).clone()
+        own[..., :1].zero_()
+        return self.head(self.norm(x + own.mean(-1, keepdim=True)))
+
+
+class OpenInTheLoss(OpenBesideOne):
+    def forward(self, tokens):
+        x = self.embed(tokens) + self.position
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+    def training_step(self, batch, batch_idx):
+        penalties = torch.zeros(())
+        penalties += self.layers[0].side(self.embed(batch[0])).square().mean()  # in place, into what was no part
+        return super().training_step(batch, batch_idx) + penalties
+
+
+class RowwiseOnly(Transformer):
+    tensor_parallel_plan = {"layers.*.down": "rowwise"}
+
+
+class RowwiseOfAWhole(Transformer):
+    """What gives the row-wise layer its input is not the column-wise one beside it."""
+
+    tensor_parallel_plan = {"layers.*.up": "colwise", "layers.*.down": "rowwise", "layers.*.last": "rowwise"}
+
+    def __init__(self):
+        super().__init__()
+        for layer in self.layers:
+            layer.last = nn.Linear(32, 32)
+
+    def forward(self, tokens):
+        x = self.embed(tokens) + self.position
+        for layer in self.layers:
+            x = layer.last(layer(x))
+        return self.head(self.norm(x))
+
+
+class NewHead(Transformer):
+    def on_train_epoch_start(self):
+        self.head = nn.Linear(32, 20)
+
+
+class Unused(Transformer):
+    def __init__(self):
+        super().__init__()
+        self.aside = nn.Linear(2, 2)
+
+
+class Marked(Transformer):
+    """Shuffled batches, random numbers in one stage, and a loss with weights that no stage has."""
+
+    def __init__(self):
+        super().__init__()
+        self.criterion = nn.CrossEntropyLoss(weight=torch.linspace(0.5, 1.5, 20))
+        self.layers[0].noise = nn.Dropout(0.5)
+
+    def forward(self, tokens):
+        x = self.layers[0].noise(self.embed(tokens)) * 0 + self.embed(tokens) + self.position
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+    def training_step(self, batch, batch_idx):
+        loss = self.criterion(self(batch[0]).flatten(0, -2), batch[1].flatten())
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+
+class DropsOut(Transformer):
+    """Dropout in the residual stream, between the layers that are divided."""
+
+    def forward(self, tokens):
+        x = nn.functional.dropout(self.embed(tokens) + self.position, 0.2, self.training)
+        for layer in self.layers:
+            x = nn.functional.dropout(layer(x), 0.2, self.training)
+        return self.head(self.norm(x))
+
+
+class Uneven(Transformer):
+    tensor_parallel_plan = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
+
+    def __init__(self):
+        super().__init__()
+        for layer in self.layers:
+            layer.up, layer.down = nn.Linear(32, 33), nn.Linear(33, 32)
+
+
+class NormInPlan(Transformer):
+    tensor_parallel_plan = {"norm": "colwise"}
+
+
+class DropoutInPlan(Transformer):
+    tensor_parallel_plan = {"layers.0.noise": "sequence_parallel"}
+
+    def __init__(self):
+        super().__init__()
+        self.layers[0].noise = nn.Dropout(0.1)
+
+
+class BadStyle(Transformer):
+    tensor_parallel_plan = {"head": "columns"}
+
+
+class ByHand(Transformer):
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(super().training_step(batch, batch_idx))
+
+
+class TwoOptimizers(Transformer):
+    """Right under every strategy but a pipeline: steps two optimizers by hand, each with a backward of its own."""
+
+    automatic_optimization = False
+
+    def configure_optimizers(self):
+        head = set(self.head.parameters())
+        rest = [parameter for parameter in self.parameters() if parameter not in head]
+        return [torch.optim.AdamW(rest, lr=3e-3, eps=1e-6), torch.optim.SGD(list(head), lr=0.1)]
+
+    def training_step(self, batch, batch_idx):
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward(nn.functional.cross_entropy(self(batch[0]).flatten(0, -2), batch[1].flatten()))
+            optimizer.step()
+
+
+class Late(Transformer):
+    """Builds its layers in configure_model, with values of its own. ``held``: bytes of real parameters, over time."""
+
+    def __init__(self, held=()):
+        torch.nn.Module.__init__(self)
+        self.held = held
+
+    def configure_model(self):
+        Transformer.__init__(self)
+        self.set_values()
+        for module in self.modules():  # what any rank draws is noted
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters = Noting(self, module.reset_parameters)
+
+    def set_values(self):
+        with torch.no_grad():
+            nn.init.trunc_normal_(self.head.weight, std=0.02)
+            self.layers[1].up.bias.fill_(0.25)
+        self.register_buffer("steps", torch.arange(4) * 3, persistent=False)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    def on_train_end(self):
+        self.held.append(bytes_held(self))
+
+
+class LateOnMeta(Late):
+    """The same for a model that no rank has room for: the values come from methods."""
+
+    def configure_model(self):
+        with torch.device("meta"):
+            super().configure_model()
+
+    def init_weights(self):
+        nn.init.normal_(self.position, std=0.1)
+        self.set_values()
+        self.strength.fill_(1.25)
+        self.unused = torch.arange(3)
+
+    def _init_weights(self, module):
+        if isinstance(module, nn.LayerNorm):
+            nn.init.constant_(module.bias, 0.5)
+
+
+class Forgotten(LateOnMeta):
+    """Nobody gives values to what the model holds itself, whose own buffers are among it."""
+
+    init_weights = None
+
+
+class Pretrained(LateOnMeta):
+    """Some of it has values, which no initialisation may touch."""
+
+    def configure_model(self):
+        super().configure_model()
+        self.layers[2].down = nn.Linear(96, 32)
+        self.embed.weight = nn.Parameter(torch.full((20, 32), 0.125))
+
+    def init_weights(self):
+        super().init_weights()
+        for parameter in self.layers[2].down.parameters():
+            nn.init.zeros_(parameter)
+
+
+def bytes_held(module):
+    tensors = [parameter.detach() for parameter in module.parameters() if not parameter.is_meta]
+    return sum((tensor.to_local() if hasattr(tensor, "to_local") else tensor).nbytes for tensor in tensors)
+
+
+class Noting:
+    """``reset_parameters`` that notes how much memory the model's parameters have."""
+
+    def __init__(self, model, reset):
+        self.model, self.reset = model, reset
+
+    def __call__(self):
+        self.reset()
+        self.model.held.append(bytes_held(self.model))
+
+
+class WithMark(Transformer):
+    def __init__(self):
+        super().__init__()
+        self.head.bias.no_decay = True
+
+    def configure_optimizers(self):
+        self.seen = [name for name, parameter in self.named_parameters() if hasattr(parameter, "no_decay")]
+        return super().configure_optimizers()
+
+
+class Normed(ConvNet):
+    """Batch norms, buffers that the forward assigns, parameters of no dimension."""
+
+    def __init__(self):
+        super().__init__()
+        self.body[1] = nn.BatchNorm2d(6)
+        # memory is laid out otherwise on one rank, and with it what is in the order of addresses
+        self.other = [nn.Parameter(torch.zeros(())) for _ in range(7)] if os.environ.get("RANK") == "1" else []
+        self.scales = nn.ParameterList(nn.Parameter(torch.tensor(1 + index / 10)) for index in range(10))
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("positive", torch.zeros(8, dtype=torch.int64))
+
+    def forward(self, images):
+        if self.training:  # assigned, not changed in place
+            self.mean = 0.9 * self.mean + 0.1 * images.mean((0, 1, 2))
+            self.positive = self.positive + (images > 0).sum((0, 1, 2))
+        images = (images - self.mean) * torch.stack([*self.scales[:8]]) * self.scales[8] + self.scales[9]
+        return super().forward(images)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+class Failing(Transformer):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 1:
+            raise RuntimeError("on purpose")
+        return loss
+
+
+class Twice(Transformer):
+    def training_step(self, batch, batch_idx):
+        self(batch[0])
+        return super().training_step(batch, batch_idx)
+
+
+class Never(Transformer):
+    def training_step(self, batch, batch_idx):
+        return self.head(self.embed(batch[0])).mean()
+
+
+class Branching(Transformer):
+    def forward(self, tokens):
+        if tokens.float().mean() > 3:
+            return super().forward(tokens)
+        return super().forward(tokens) * 2
+
+
+class Early(Transformer):
+    """Its optimizer is made before the model is sharded."""
+
+    def __init__(self):
+        super().__init__()
+        self.optimizer = torch.optim.AdamW(self.parameters())
+
+    def configure_optimizers(self):
+        return self.optimizer
+
+
+class Factored(Transformer):
+    """An optimizer whose state has other shapes than its parameters."""
+
+    def configure_optimizers(self):
+        return torch.optim.Adafactor(self.parameters(), lr=0.01)
+
+
+class ByRows(torch.optim.Optimizer):
+    """One number per row, as sharded as the parameter; computed without torch's help."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.01})
+
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and parameter.dim() == 2:
+                    self.state[parameter]["rows"] = parameter.grad.abs().sum(1)
+
+
+class Rows(Transformer):
+    def configure_optimizers(self):
+        return ByRows(self.parameters())
+
+
+class Generative(Module):
+    """Two networks and a parameter of the module's own, trained by hand by two optimizers."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.automatic_optimization = False
+        self.make = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 5))
+        self.judge = nn.ModuleList([nn.Linear(5, 12), nn.Linear(12, 1)])
+        self.shift = nn.Parameter(torch.zeros(5))
+
+    def forward(self, noise):
+        return self.make(noise) + self.shift
+
+    def verdict(self, samples):
+        return self.judge[1](torch.tanh(self.judge[0](samples)))
+
+    def losses(self, batch):
+        """That of the judge, then that of the maker; each is computed when it is asked for."""
+        real, noise = batch
+        made = self(noise).detach()
+        yield nn.functional.softplus(-self.verdict(real)).mean() + nn.functional.softplus(self.verdict(made)).mean()
+        yield nn.functional.softplus(-self.verdict(self(noise))).mean()
+
+    def training_step(self, batch, batch_idx):
+        for loss, optimizer in zip(self.losses(batch), self.optimizers(), strict=True):
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", sum(self.losses(batch)))
+
+    def configure_optimizers(self):
+        return [
+            torch.optim.Adam(self.judge.parameters(), lr=0.01),
+            torch.optim.Adam([*self.make.parameters(), self.shift], lr=0.02),
+        ]
