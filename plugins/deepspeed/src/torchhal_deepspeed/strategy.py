@@ -1,0 +1,482 @@
+"""The strategy: DeepSpeed's engine around the user's module and optimizer."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from torchhal.checkpoint.reading import read
+from torchhal.errors import CheckpointError, ConfigurationError, ModelError
+from torchhal.launchers.stores import Store
+from torchhal.memory import MemoryEstimate, ModelMemory
+from torchhal.precision.casting import cast_tensors
+from torchhal.strategies import ParallelStrategy, collectives
+from torchhal_deepspeed import settings, suitable, vendor
+from torchhal_deepspeed.checkpoint import DeepSpeedCheckpointIO
+from torchhal_deepspeed.following import forward_of
+from torchhal_deepspeed.ledger import Ledger
+from torchhal_deepspeed.recompute import chooser, recompute
+from torchhal_deepspeed.state import EXTRA, EngineState
+from torchhal_deepspeed.stepping import NotTheLast, by_hand
+from torchhal_deepspeed.twin import Twin
+from torchhal_deepspeed.wrapping import Wrapping, divide_anew
+
+_PARTS = (
+    "start_method", "process_group_backend", "timeout", "accelerator", "precision", "precision_plugin", "checkpoint_io",
+    "cluster_environment",
+)  # fmt: skip
+
+
+_IN_PARTS = "_torchhal_in_parts"
+
+_LATER = ("state_dict", "optimizer_states")
+"""The parts of a checkpoint whose tensors are read when they are written into the engine."""
+
+
+class DeepSpeedStrategy(ParallelStrategy):
+    """``deepspeed.initialize`` over one process per device.
+
+    Args:
+        stage: what ZeRO divides among the ranks. 1: optimizer state. 2: gradients too. 3: parameters too. 0: nothing.
+            None: what ``config`` says, else 2.
+        config: a DeepSpeed configuration, as a dict or the path of a JSON file. Entries that say "auto" are the
+            Trainer's to fill in.
+        offload_optimizer: "cpu" or "nvme", or DeepSpeed's section of that name as a dict: where the optimizer's state
+            lives and steps.
+        offload_parameters: the same for parameters that aren't in use (stage 3).
+        nvme_path: the folder for what is offloaded to "nvme".
+        activation_checkpointing: submodules whose activations backward computes again instead of keeping them: their
+            classes, or a callable of a name and a module.
+        logging_level: of DeepSpeed's own log.
+        options: ``start_method``, ``process_group_backend``, ``timeout`` and the parts, as in
+            :class:`~torchhal.strategies.ParallelStrategy`; anything else goes into the ZeRO section
+            (``reduce_bucket_size``, ``overlap_comm``, ...).
+
+    The Trainer says where an accumulation ends and how gradients are clipped; the engine does both. Schedulers that
+    ``configure_optimizers`` returns are stepped by the Trainer, one in the configuration by the engine.
+
+    Raises:
+        ConfigurationError: DeepSpeed is missing or of another version, or the arguments contradict each other.
+    """
+
+    features: ClassVar[frozenset[str]] = frozenset({"owns_clipping"})
+    precisions: ClassVar[frozenset[str] | None] = frozenset({"32-true", *settings.MIXED})
+    default_checkpoint_io: ClassVar[str] = "deepspeed"
+    inference_mode: ClassVar[bool] = False  # parameters that are gathered for a validation are used by training
+
+    def __init__(
+        self,
+        *,
+        stage: int | None = None,
+        config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        offload_optimizer: str | Mapping[str, Any] | None = None,
+        offload_parameters: str | Mapping[str, Any] | None = None,
+        nvme_path: str | os.PathLike[str] | None = None,
+        activation_checkpointing: Any = None,
+        logging_level: int = logging.WARNING,
+        **options: Any,
+    ) -> None:
+        vendor.check_version()
+        super().__init__(**{name: options.pop(name) for name in _PARTS if name in options})
+        self.config = settings.combine(
+            config,
+            stage=stage,
+            offload_optimizer=offload_optimizer,
+            offload_parameters=offload_parameters,
+            nvme_path=nvme_path,
+            zero_options=options,
+        )
+        if activation_checkpointing is not None:
+            chooser(activation_checkpointing)
+        self.activation_checkpointing = activation_checkpointing
+        self.logging_level = logging_level
+
+    def _reset(self) -> None:
+        super()._reset()
+        self.engine: Any = None
+        """DeepSpeed's engine, between the set-up and the tear-down."""
+        self.state: EngineState | None = None
+        """Reads and writes what the engine holds."""
+        self._deepspeed: Any = None
+        self._wrapping: Wrapping | None = None
+        self._left: dict[str, Any] = {}
+        self._trained: frozenset[str] = frozenset()
+        self._compared = True
+        self._recomputing: Callable[[], None] | None = None
+        self._life = ExitStack()
+
+    @property
+    def stage(self) -> int:
+        """The stage of ZeRO, 0 to 3."""
+        stage: int = self.config[settings.ZERO]["stage"]
+        return stage
+
+    def configure(self, **parts: Any) -> None:
+        super().configure(**parts)
+        self._deepspeed = vendor.load(self.root_device.type)
+        vendor.set_log_level(self.logging_level)
+        settings.check_with_deepspeed(self.config)
+        settings.check_precision(self.config, self.precision.alias)
+
+    # -- life cycle ------------------------------------------------------------------------------------------
+
+    def setup_communication(self) -> Store | None:
+        store = super().setup_communication()
+        self._deepspeed = vendor.load(self.root_device.type)
+        vendor.set_log_level(self.logging_level)
+        self._life.enter_context(vendor.ranks_in_environment(self.global_rank, self.local_rank, self.world_size))
+        self._life.enter_context(vendor.communication(self._deepspeed))
+        return store
+
+    def init_context(self) -> AbstractContextManager[Any]:
+        """At stage 3 ``configure_model`` builds under ``zero.Init``: no rank ever holds all parameters whole."""
+        context = super().init_context()
+        if self.stage < 3 or not self.is_set_up:
+            return context
+        return self._divided_init(context)
+
+    @contextmanager
+    def _divided_init(self, context: AbstractContextManager[Any]) -> Any:
+        # the dtype is in the configuration: given by itself, it counts on some devices only
+        with context, self._deepspeed.zero.Init(config_dict_or_path=self.engine_config()):
+            yield
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """dtype of the weights that compute."""
+        section = settings.MIXED.get(self.precision.alias)
+        return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(section or "", torch.float32)
+
+    def engine_config(self) -> dict[str, Any]:
+        """What the engine gets: the configuration, completed by the Trainer's arguments."""
+        return settings.complete(
+            self.config,
+            precision=self.precision.alias,
+            accumulate=self.accumulate_grad_batches,
+            clip_val=self.gradient_clip_val,
+            clip_algorithm=self.gradient_clip_algorithm,
+            world_size=self.world_size,
+            device_type=self.root_device.type,
+        )
+
+    def setup(self, trainer: Any) -> None:
+        training = trainer.state.fn == "fit"
+        self.setup_model(training=training)
+        if training:
+            self.setup_optimizers(*self._configured_optimizers(trainer))
+
+    def _configured_optimizers(self, trainer: Any) -> tuple[Sequence[Optimizer], Sequence[Any]]:
+        if "optimizer" not in self.config:
+            optimizers, configs = trainer.configure_optimizers()
+            return optimizers, configs
+        own = getattr(self.module, "configure_optimizers", None)
+        if own is not None and own() is not None:
+            raise ConfigurationError(
+                f"{type(self.module).__name__}.configure_optimizers returns an optimizer, and the DeepSpeed "
+                "configuration has one: leave 'optimizer' out, or return None"
+            )
+        return [], []
+
+    def setup_model(self, *, training: bool = True) -> None:
+        assert self.module is not None, "connect() comes first"
+        config = self.engine_config()  # what contradicts the Trainer is said before anything is moved
+        if getattr(self.module, _IN_PARTS, False):
+            raise ModelError(
+                f"an earlier run that failed has left {type(self.module).__name__} in parts: build a new one, and "
+                "continue from a checkpoint"
+            )
+        if self._is_divided():
+            with self.guard("division of a model that an earlier run has built"):
+                divide_anew(self.module, self._deepspeed.zero.Init(config_dict_or_path=config))
+        if self.stage == 3:
+            suitable.check_divisible(self.module)
+        # what zero.Init has built may be too large for one rank, and stays in parts
+        self._wrapping = None if self._is_divided() else Wrapping(self.module)
+        self.model_to_device()
+        self.sync_module(self.module)
+        if training and self.activation_checkpointing is not None:
+            self._recomputing = recompute(self.module, self.activation_checkpointing)
+        self.wrap_model(training=training)
+        if not training and self.stage == 3:
+            self._start_engine(config, None)
+
+    def model_to_device(self) -> None:
+        assert self.module is not None
+        if not self._is_divided():
+            super().model_to_device()
+
+    def sync_module(self, module: nn.Module) -> None:
+        if not self._is_divided():
+            super().sync_module(module)
+        elif self.world_size > 1:
+            with self.guard("broadcast of the buffers"):
+                collectives.broadcast_tensors(list(module.buffers()))
+
+    def _is_divided(self) -> bool:
+        """Whether ``zero.Init`` has built the model: its parameters are placed, and rank 0's, already; its buffers are
+        placed."""
+        assert self.module is not None
+        return any(hasattr(parameter, "ds_id") for parameter in self.module.parameters())
+
+    def setup_optimizers(self, optimizers: Sequence[Optimizer], lr_scheduler_configs: Sequence[Any] = ()) -> None:
+        assert self.module is not None
+        optimizer = suitable.only_optimizer(self.module, optimizers)
+        self.lr_scheduler_configs = list(lr_scheduler_configs)
+        if optimizer is None and "optimizer" not in self.config:
+            self.optimizers = []
+            return
+        suitable.check_trainable(self.module, optimizer, self.stage, self.compute_dtype)
+        self._start_engine(self.engine_config(), optimizer)
+        assert self.state is not None
+        self.optimizers = [self.state.ledger.base]
+
+    def _start_engine(self, config: dict[str, Any], optimizer: Optimizer | None) -> None:
+        assert self.module is not None
+        groups = [] if optimizer is None else [list(group["params"]) for group in optimizer.param_groups]
+        if optimizer is None:
+            config.pop("scheduler", None) if "optimizer" not in config else None
+        with self.guard("start of DeepSpeed's engine"):
+            self.engine = vendor.start(
+                self._deepspeed, broadcast=self.stage == 3, model=Twin(self.module), optimizer=optimizer, config=config
+            )
+        self.model = self.engine
+        if self.stage == 3 and self._wrapping is not None:
+            vars(self.module)[_IN_PARTS] = True
+        if not groups:
+            groups = [list(self.module.parameters())]
+        self._trained = suitable.trained(self.module)
+        self._compared = self.world_size == 1 or self.stage == 0
+        self.state = EngineState(Ledger(self.engine, self.module, groups), self.module, keep=self.is_global_zero)
+
+    # -- steps -----------------------------------------------------------------------------------------------
+
+    def begin_epoch(self) -> None:
+        """The engine has divided what was trained when it began."""
+        if self.engine is not None:
+            assert self.module is not None
+            suitable.check_still_trained(self.module, self._trained)
+
+    def with_precision(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Inputs in the dtype of the weights, outputs in float32: the engine has no autocast."""
+        dtype = self.compute_dtype
+        if dtype is torch.float32:
+            return function
+
+        def step(batch: Any, *rest: Any) -> Any:
+            return cast_tensors(function(cast_tensors(batch, dtype), *rest), torch.float32)
+
+        return step
+
+    def module_step(self, name: str) -> Callable[..., Any]:
+        assert self.module is not None
+        step: Callable[..., Any] = getattr(self.module, name)
+        if self.engine is None:
+            return step
+        engine = self.engine
+        if name == "training_step" and not getattr(self.module, "automatic_optimization", True):
+            return by_hand(engine, self.module, step)
+        buffers = [buffer for buffer in self.module.buffers() if buffer.is_floating_point()]
+        if name != "training_step" or not buffers or self.world_size == 1:
+            return lambda *args: engine(step, *args)
+
+        def with_buffers(*args: Any) -> Any:
+            """As DistributedDataParallel: a batch norm's statistics would else be of a rank's own data."""
+            with self.guard("broadcast of the buffers"):
+                collectives.broadcast_tensors(buffers)
+            return engine(step, *args)
+
+        return with_buffers
+
+    @property
+    def evaluation_communicates(self) -> bool:  # type: ignore[override]
+        """Where parameters are divided, a forward gathers them."""
+        return self.stage == 3 and self.engine is not None
+
+    def evaluation_step_of(self, ranks: Collection[int]) -> AbstractContextManager[Any]:
+        return forward_of(ranks, self.engine, self.broadcast)
+
+    def no_backward_sync(self) -> AbstractContextManager[Any] | None:
+        return NotTheLast(self.engine) if self.engine is not None else None
+
+    def manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """The engine averages the gradients of every backward: several before one step add up."""
+        self.gradients_synced = True
+        self.backward(loss, *args, **kwargs)
+
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        if not self._compared:
+            assert self.module is not None
+            self._compared = True
+            suitable.check_used_alike(self.module, loss, self.all_gather_object)
+        self.engine.backward(loss, scale_wrt_gas=False)
+
+    def clip_gradients(self, optimizer: Optimizer, clip_val: float, algorithm: str = "norm") -> torch.Tensor | None:
+        """Refused: gradients are the engine's, in parts, and it clips when it steps.
+
+        Raises:
+            ConfigurationError: there is an engine.
+        """
+        if self.engine is None:
+            return super().clip_gradients(optimizer, clip_val, algorithm)
+        raise ConfigurationError(
+            f"clip_gradients({clip_val}) can't reach the gradients, which DeepSpeed's engine has in parts. It clips "
+            f"when it steps: give DeepSpeedStrategy(config={{'gradient_clipping': {clip_val}}}), or gradient_clip_val "
+            "to the Trainer of a model that doesn't optimize by hand"
+        )
+
+    def unscale_gradients(self, optimizer: Optimizer) -> None:
+        """The engine does when it steps."""
+
+    def zero_grad(self, optimizer: Optimizer) -> None:
+        """The engine has cleared them with its step."""
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool | None:
+        self.engine.step()
+        return bool(self.engine.was_step_applied())
+
+    def sync_gradients(self) -> None:
+        """The engine averages by itself in the last backward of an accumulation; here it is told that there was one."""
+        self.gradients_synced = True
+        if self.engine is None:
+            super().sync_gradients()
+            return
+        self.engine.set_gradient_accumulation_boundary(True)
+        with self.guard("averaging of the gradients"):
+            if self.stage >= 2:
+                self.engine.optimizer.finalize_gradient_accumulation_boundary()
+            else:
+                self.engine.allreduce_gradients()
+
+    # -- state -----------------------------------------------------------------------------------------------
+
+    @property
+    def engine_saves(self) -> bool:
+        """Whether the checkpoint IO lets the engine write what it holds."""
+        return isinstance(self.checkpoint_io, DeepSpeedCheckpointIO)
+
+    def module_state_dict(self) -> dict[str, Any]:
+        if self.state is None:
+            if self._is_divided():
+                raise CheckpointError(
+                    f"the run is over, and zero.Init has built {type(self.module).__name__} in parts that only an "
+                    "engine puts together: save while it runs, with a ModelCheckpoint"
+                )
+            return super().module_state_dict()
+        with self.guard("gathering of the model"):
+            # a worker that was started for the run sends its weights to whoever called fit
+            stand_ins = self.engine_saves and self.start_method == "subprocess"
+            return self.state.weights(stand_ins=stand_ins, broadcast=collectives.broadcast_copies)
+
+    def load_module_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> Any:
+        if self.state is None:
+            return super().load_module_state_dict(read(dict(state)), strict=strict)
+        return self.state.load_weights(state, strict=strict)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if self.state is None or not self.state.ledger.trains:  # after a run
+            return {**super().optimizer_state(optimizer), EXTRA: self._left}
+        with self.guard("gathering of the optimizer's state"):
+            return self.state.optimizer(stand_ins=self.engine_saves)
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        if self.state is None:
+            super().load_optimizer_state(optimizer, read(state))
+        else:
+            self.state.load_optimizer(state)
+
+    def accumulated_gradients(self) -> dict[str, torch.Tensor]:
+        """None: from stage 2 on they are the engine's, which has no way to take them back."""
+        if self.state is None:
+            return super().accumulated_gradients()
+        if self.is_global_zero:
+            warnings.warn(
+                "this checkpoint is in the midst of an accumulation, whose gradients stay in DeepSpeed's engine: a run "
+                "that continues from it steps without those of the batches before",
+                stacklevel=2,
+            )
+        return {}
+
+    def load_checkpoint(self, path: str, *, weights_only: bool = True) -> dict[str, Any]:
+        """A folder is opened, not read: each tensor is read when its turn comes."""
+        if "sharded" not in self.checkpoint_io.features:
+            return super().load_checkpoint(path, weights_only=weights_only)
+        checkpoint = self.checkpoint_io.open_checkpoint(path)
+        return {key: value if key in _LATER else read(value) for key, value in checkpoint.items()}
+
+    # -- memory ----------------------------------------------------------------------------------------------
+
+    def memory_per_rank(self, model: ModelMemory, world_size: int) -> MemoryEstimate:
+        """Under ``32-true``; DeepSpeed's buffers for messages, of a size that the configuration says, are not in it."""
+        whole = model.estimate()
+        trained = sum(entry.parts()[0] for entry in model.parameters if entry.parameter.requires_grad)
+
+        def share(count: int) -> int:
+            return -(-count // world_size)
+
+        masters = 0 if self.stage == 0 else share(trained)  # fp32 values that the optimizer steps on
+        note = "; ".join(filter(None, (whole.note, "state in host memory" if self._offloads else "")))
+        return replace(
+            whole,
+            parameters=(share(whole.parameters) if self.stage == 3 else whole.parameters) + masters,
+            gradients=share(whole.gradients) if self.stage >= 2 else whole.gradients,
+            optimizer=share(whole.optimizer) if self.stage else whole.optimizer,
+            note=note,
+        )
+
+    @property
+    def _offloads(self) -> bool:
+        sections = (self.config[settings.ZERO].get(key) or {} for key in ("offload_optimizer", "offload_param"))
+        return any(section.get("device", "none") != "none" for section in sections)
+
+    # -- end of life -----------------------------------------------------------------------------------------
+
+    def restore_module(self) -> None:
+        """Whole weights on every rank, in the precision that they are trained in, and nothing of the engine's left. The
+        optimizer is the user's again, on rank 0 with its state, so that the Trainer can save after a run.
+
+        A model that ``configure_model`` built under ``zero.Init`` stays divided: it may be too large for one rank. The
+        next run of as many ranks takes it up.
+        """
+        assert self.module is not None
+        wrapping = self._wrapping
+        if self.state is None or wrapping is None:
+            return
+        with self.guard("gathering of the model"):
+            whole = self.state.whole_weights()
+            give_back = None
+            if self.state.ledger.trains:
+                give_back, self._left = self.state.give_back(), self.state.extra()
+        self._wrapping = None
+        self._end_engine()
+        wrapping.undo(whole)
+        vars(self.module).pop(_IN_PARTS, None)
+        if give_back is not None:
+            give_back()
+
+    def _end_engine(self) -> None:
+        engine, self.engine, self.state = self.engine, None, None
+        self.model = self.module
+        if self._recomputing is not None:
+            self._recomputing()
+            self._recomputing = None
+        if engine is not None:
+            vendor.forget(engine)
+
+    def teardown(self) -> None:
+        try:
+            self._end_engine()
+            if self._wrapping is not None and self.stage < 3:  # a run that failed: every rank has whole weights
+                self._wrapping.undo()
+        finally:
+            self._wrapping = None
+            self._life.close()
+            super().teardown()

@@ -1,0 +1,129 @@
+"""Models that DeepSpeed's engine can't train: said before a batch, with what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from torchhal.errors import ConfigurationError, ModelError
+from torchhal.precision.base import needs_closure
+from torchhal.trainer.calls import module_hook
+
+
+def only_optimizer(module: nn.Module, optimizers: Sequence[Optimizer]) -> Optimizer | None:
+    """The one optimizer that there is; None if there is none.
+
+    Raises:
+        ConfigurationError: there are several.
+    """
+    if len(optimizers) > 1:
+        raise ConfigurationError(
+            f"DeepSpeed's engine has one optimizer, but {type(module).__name__}.configure_optimizers returned "
+            f"{len(optimizers)}: put their parameters into groups of one, or use strategy='ddp'"
+        )
+    return optimizers[0] if optimizers else None
+
+
+def check_trainable(module: nn.Module, optimizer: Optimizer | None, stage: int, dtype: torch.dtype) -> None:
+    """Raise ModelError for what would fail in the midst of training, or be left out without a word.
+
+    Args:
+        optimizer: the user's; None for one in the configuration.
+        stage: of ZeRO.
+        dtype: of the weights that compute. Under fp32 the engine converts none; else it converts all.
+    """
+    model = type(module).__name__
+    if optimizer is not None and needs_closure(optimizer):
+        raise ModelError(
+            f"{type(optimizer).__name__} of {model} evaluates a batch several times within one step, which "
+            "DeepSpeed's engine can't: use strategy='ddp'"
+        )
+    if module_hook(module, "configure_gradient_clipping") is not None:
+        raise ModelError(
+            f"{model}.configure_gradient_clipping would never see a gradient, for DeepSpeed's engine has them in "
+            "parts: use Trainer(gradient_clip_val=...), or strategy='ddp'"
+        )
+    if stage == 0:
+        return
+    for name, submodule in module.named_modules():
+        if isinstance(submodule, nn.Embedding | nn.EmbeddingBag) and submodule.sparse:
+            raise ModelError(
+                f"{name!r} is a {type(submodule).__name__} with sparse=True, whose gradients ZeRO can't divide: "
+                "use sparse=False, or strategy='ddp'"
+            )
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and dtype is torch.float32 and parameter.dtype is not torch.float32:
+            raise ModelError(
+                f"{name!r} of {model} is {parameter.dtype}, and ZeRO puts all parameters into one tensor of "
+                f"{torch.float32}: convert it with float(), or use strategy='ddp'"
+            )
+
+
+def check_divisible(module: nn.Module) -> None:
+    """Raise ModelError for a parameter that stage 3 can't divide."""
+    for name, parameter in module.named_parameters():
+        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+        if not shape or 0 in shape:
+            raise ModelError(
+                f"{name!r} of {type(module).__name__} has the shape {shape}, which ZeRO stage 3 can't divide: "
+                f"{'give it the shape (1,)' if not shape else 'leave it out'}, or use strategy='deepspeed_stage_2'"
+            )
+
+
+def trained(module: nn.Module) -> frozenset[str]:
+    """Names of the parameters that are trained."""
+    return frozenset(name for name, parameter in module.named_parameters() if parameter.requires_grad)
+
+
+def check_still_trained(module: nn.Module, before: frozenset[str]) -> None:
+    """Raise ModelError where parameters were frozen or unfrozen since the engine began with ``before``."""
+    if changed := sorted(trained(module) ^ before):
+        name = changed[0]
+        done, what = ("frozen", "goes on moving") if name in before else ("unfrozen", "would never train")
+        others = f" and {len(changed) - 1} other(s) were" if len(changed) > 1 else " was"
+        raise ModelError(
+            f"in {type(module).__name__} {name!r}{others} {done} in the midst of a run, which DeepSpeed's engine "
+            f"{what}: fit the model anew from a checkpoint, with these parameters as they are to be, or use "
+            "strategy='ddp'"
+        )
+
+
+def check_used_alike(module: nn.Module, loss: torch.Tensor, gather: Callable[[Any], Sequence[Collection[str]]]) -> None:
+    """Raise ModelError, on every rank alike, if ranks compute their losses with different parameters.
+
+    The engine adds up the gradients of all ranks in the order in which they come. Of different parameters it would make
+    one sum, without a word.
+
+    Args:
+        gather: gives every rank everybody's value.
+    """
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    everybody = gather(sorted(names[key] for key in _reached(loss) if key in names))
+    for rank, used in enumerate(everybody):
+        if different := sorted(set(used) ^ set(everybody[0])):
+            one, other = (rank, 0) if different[0] in used else (0, rank)
+            raise ModelError(
+                f"rank {one} computes its loss with {different[0]!r} of {type(module).__name__}, and rank {other} "
+                "without it: under DeepSpeed all ranks must use the same parameters in every step, for it would mix up "
+                "their gradients; use strategy='ddp_find_unused_parameters_true'"
+            )
+
+
+def _reached(loss: torch.Tensor) -> set[int]:
+    """Identities of the leaves that a backward from ``loss`` gives gradients."""
+    leaves: set[int] = set()
+    seen: set[Any] = set()
+    waiting = [loss.grad_fn]
+    while waiting:
+        node: Any = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            leaves.add(id(node.variable))
+        waiting += [following for following, _ in node.next_functions]
+    return leaves

@@ -1,0 +1,164 @@
+"""DeepSpeed itself: which version is installed, for which device it works, and what it leaves behind in a process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Final
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+from torch import nn
+from torch.nn import functional
+
+from torchhal.errors import ConfigurationError
+
+SUPPORTED: Final = SpecifierSet(">=0.19.8,<0.20", prereleases=True)
+"""The releases this package was tested with; the extra ``vendor`` in pyproject.toml says the same."""
+
+DEVICES: Final = frozenset({"cpu", "cuda", "xpu", "npu", "hpu", "mps", "mlu", "sdaa", "supa"})
+"""Device types that DeepSpeed knows."""
+
+_SHARED_MEMORY: Final = "deepspeed_shm_comm"
+_UNCOMPILED: Final = ("Unable to JIT load", "Error building extension", "Ninja is required", "'c++'")
+
+
+def check_version() -> None:
+    """Raise ConfigurationError unless a DeepSpeed of :data:`SUPPORTED` is installed. Imports nothing of it."""
+    install = f"pip install 'torchhal-deepspeed[vendor]' ({SUPPORTED})"
+    try:
+        found = version("deepspeed")
+    except PackageNotFoundError:
+        raise ConfigurationError(f"strategy 'deepspeed' needs DeepSpeed, which is not installed: {install}") from None
+    if Version(found) not in SUPPORTED:
+        raise ConfigurationError(f"this torchhal-deepspeed works with deepspeed {SUPPORTED} (found {found}): {install}")
+
+
+def load(device_type: str) -> Any:
+    """Import deepspeed for this type of device; the module.
+
+    DeepSpeed has one device type per process. By itself it takes the first accelerator it finds, also where a run is
+    on the CPU beside it.
+
+    Raises:
+        ConfigurationError: it knows no such device, works for another one already, or can't be imported.
+    """
+    if device_type not in DEVICES:
+        raise ConfigurationError(
+            f"DeepSpeed has no support for devices of type {device_type!r}: it knows {', '.join(sorted(DEVICES))}"
+        )
+    wished = os.environ.get("DS_ACCELERATOR")
+    os.environ["DS_ACCELERATOR"] = device_type
+    try:
+        import deepspeed
+        from deepspeed.accelerator import real_accelerator
+
+        if real_accelerator.get_accelerator()._name != device_type:
+            real_accelerator.ds_accelerator = None
+            real_accelerator.get_accelerator()
+    except Exception as error:
+        raise ConfigurationError(
+            f"deepspeed can't be used on {device_type!r} ({type(error).__name__}: {error})"
+        ) from error
+    finally:
+        if wished is None:
+            del os.environ["DS_ACCELERATOR"]
+        else:
+            os.environ["DS_ACCELERATOR"] = wished
+    return deepspeed
+
+
+def set_log_level(level: int) -> None:
+    from deepspeed.utils import logger
+
+    logger.setLevel(level)
+    for handler in logger.handlers:
+        handler.setLevel(level)
+
+
+def start(deepspeed: Any, *, broadcast: bool, model: nn.Module, **arguments: Any) -> Any:
+    """DeepSpeed's engine around ``model``, whose parameters may lie in memory in any order.
+
+    Args:
+        broadcast: let the engine give every rank rank 0's parameters, which only dense ones of a dimension bear.
+
+    Raises:
+        ConfigurationError: it would compile an operator, and can't.
+    """
+    for parameter in model.parameters():
+        if not parameter.data.is_contiguous():
+            parameter.data = parameter.data.contiguous()
+    engine_class = deepspeed.DeepSpeedEngine
+    before = engine_class._broadcast_model
+    if not broadcast:
+        engine_class._broadcast_model = lambda engine: None
+    try:
+        engine, *_ = deepspeed.initialize(model=model, dist_init_required=False, **arguments)
+    except Exception as error:
+        said = [str(error), str(error.__cause__), str(error.__context__)]
+        if not any(mark in text for mark in _UNCOMPILED for text in said):
+            raise
+        raise ConfigurationError(
+            f"DeepSpeed has to compile an operator and can't, as it takes ninja and a C++ compiler ({error}). Without "
+            "them use an optimizer of torch's: 'params': {'torch_adam': True} in the configuration's 'optimizer', or "
+            "one that configure_optimizers returns; and offload to 'cpu' rather than to 'nvme'"
+        ) from error
+    finally:
+        engine_class._broadcast_model = before
+    return engine
+
+
+def forget(engine: Any) -> None:
+    """End an engine, and what DeepSpeed's modules hold of it: at stage 3 its model, optimizer and buffers, for ever."""
+    from deepspeed.runtime.zero import parameter_offload
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+
+    engine.destroy()
+    ours = set(map(id, engine.module.modules()))
+    called = parameter_offload.FWD_MODULE_STACK
+    called[:] = [module for module in called if id(module) not in ours]
+    # a method with a cache, in a decorator that hides it
+    method = vars(PartitionedParameterCoordinator)["_PartitionedParameterCoordinator__params_to_release"]
+    for cell in method.__closure__:
+        if hasattr(cell.cell_contents, "cache_clear"):
+            cell.cell_contents.cache_clear()
+
+
+@contextmanager
+def ranks_in_environment(rank: int, local_rank: int, world_size: int) -> Iterator[None]:
+    """The variables that DeepSpeed reads the ranks from, where whoever started the processes has not set them."""
+    wanted = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": world_size}
+    added = [name for name in wanted if name not in os.environ]
+    os.environ.update({name: str(wanted[name]) for name in added})
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
+
+
+@contextmanager
+def communication(deepspeed: Any) -> Iterator[None]:
+    """DeepSpeed's communication over the process group that exists, without the shared-memory operator.
+
+    It would compile that operator (half a minute, a compiler and ninja) whenever communication starts on a CPU, and
+    use it only for inference with tensor parallelism. What a strategy here sends goes through torch in any case.
+    """
+    from deepspeed.comm import comm
+
+    before, known = comm.cdb, dict(deepspeed.ops.__compatible_ops__)
+    linear = functional.linear
+    deepspeed.ops.__compatible_ops__[_SHARED_MEMORY] = False
+    try:
+        if before is None:
+            comm.init_distributed(auto_mpi_discovery=False, verbose=False)
+        yield
+    finally:
+        deepspeed.ops.__compatible_ops__.update(known)
+        functional.linear = linear  # zero.Init puts one of its own there and leaves it
+        if before is None:
+            comm.cdb = None
+            # groups of a world that is about to end; the next one has others
+            deepspeed.utils.groups._release_process_group_references()

@@ -1,0 +1,59 @@
+"""NVIDIA and AMD GPUs: torch speaks to both through ``torch.cuda``."""
+
+from __future__ import annotations
+
+import os
+from typing import ClassVar
+
+import torch
+
+from torchhal.plugin import Availability
+from torchhal_gpu import nvml
+from torchhal_gpu.copies import SideStreamAccelerator
+
+VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+
+
+class GPUAccelerator(SideStreamAccelerator):
+    """GPUs of NVIDIA (CUDA) and AMD (ROCm). Indices count the devices that ``CUDA_VISIBLE_DEVICES`` leaves visible."""
+
+    name: ClassVar[str] = "gpu"
+    device_type: ClassVar[str] = "cuda"
+    backend: ClassVar[str] = "nccl"  # which is RCCL in builds for ROCm
+    precisions: ClassVar[frozenset[str]] = SideStreamAccelerator.precisions | {"64-true", "tf32"}
+    auto_priority: ClassVar[int | None] = 60
+    visible_devices: ClassVar[str] = "CUDA_VISIBLE_DEVICES"  # ROCm reads it, too
+    features: ClassVar[frozenset[str]] = frozenset({"memory_stats", "threads", "visible_devices"})
+
+    @classmethod
+    def availability(cls) -> Availability:
+        """Counts with NVML where it can, so that a process which forks later may still use the devices."""
+        if torch.version.cuda is None and torch.version.hip is None:
+            return Availability(
+                False,
+                f"torch {torch.__version__} was built for neither CUDA nor ROCm: install a build that fits your GPU, "
+                "as pytorch.org/get-started says",
+            )
+        try:
+            if torch.cuda.device_count():
+                return Availability(True)
+        except RuntimeError as error:
+            return Availability(False, f"{type(error).__name__}: {error}")
+        hidden = [f"{name}={os.environ[name]!r}" for name in VISIBLE_DEVICES if name in os.environ]
+        if hidden:
+            return Availability(False, f"torch sees no GPU, perhaps because of {', '.join(hidden)}")
+        return Availability(False, f"torch sees no GPU: {nvml.problem() or 'is the driver installed and loaded?'}")
+
+    def set_benchmark(self, enabled: bool) -> None:
+        torch.backends.cudnn.benchmark = enabled
+
+    def memory_stats(self, device: torch.device) -> dict[str, int]:
+        """``allocated``, ``peak`` and ``reserved`` by this process; ``limit`` and ``used`` (by all) of the device."""
+        stats = super().memory_stats(device)
+        used, limit = nvml.memory(device) or _memory(device)
+        return {**stats, "limit": limit, "used": used}
+
+
+def _memory(device: torch.device) -> tuple[int, int]:
+    free, limit = torch.cuda.mem_get_info(device)
+    return limit - free, limit

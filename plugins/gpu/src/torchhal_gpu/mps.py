@@ -1,0 +1,35 @@
+"""The GPU of a Mac."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from torchhal.accelerators import Accelerator
+from torchhal.plugin import Availability
+
+
+class MPSAccelerator(Accelerator):
+    """The one GPU of a Mac with Apple silicon, through Metal. It has no process-group backend."""
+
+    name: ClassVar[str] = "mps"
+    device_type: ClassVar[str] = "mps"
+    indexed: ClassVar[bool] = False
+    start_methods: ClassVar[frozenset[str]] = frozenset({"spawn", "forkserver"})
+
+    @classmethod
+    def availability(cls) -> Availability:
+        if not torch.backends.mps.is_built():
+            return Availability(False, f"torch {torch.__version__} was built without MPS, which is for macOS")
+        if not torch.backends.mps.is_available():
+            return Availability(False, "MPS needs macOS 14 or newer and a Mac with Apple silicon")
+        return Availability(True)
+
+    def memory_stats(self, device: torch.device) -> dict[str, int]:
+        """``allocated`` by tensors, ``reserved`` by this process, ``limit`` that Metal recommends; no peak is kept."""
+        return {
+            "allocated": torch.mps.current_allocated_memory(),
+            "reserved": torch.mps.driver_allocated_memory(),
+            "limit": torch.mps.recommended_max_memory(),
+        }

@@ -1,0 +1,10 @@
+"""One process, one XLA device."""
+
+from __future__ import annotations
+
+from torchhal.strategies import SingleDeviceStrategy
+from torchhal_xla.lazy import LazyStrategy
+
+
+class SingleXLAStrategy(LazyStrategy, SingleDeviceStrategy):
+    """Training on one XLA device, with one graph run for each batch."""
