@@ -1,0 +1,436 @@
+"""Data parallel through Bagua: one process per GPU, and one of its algorithms between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from torchhal.accelerators.transfer import map_tensors
+from torchhal.errors import ConfigurationError, DistributedError
+from torchhal.launchers.stores import Store
+from torchhal.memory import MemoryEstimate, ModelMemory
+from torchhal.strategies import ParallelStrategy, collectives
+from torchhal_bagua import algorithms, refusals, vendor
+from torchhal_bagua.wrapping import Used, Wrapped, check_qadam
+
+BATCHES = "bagua_batches"
+"""Key in the optimizer's state in checkpoints, which optimizers elsewhere ignore."""
+
+_OWN = (
+    "start_method", "process_group_backend", "timeout", "accelerator", "precision", "precision_plugin",
+    "checkpoint_io", "cluster_environment",
+)  # fmt: skip
+_SENT = (torch.float32, torch.float16, torch.int64, torch.uint8)  # dtypes that Bagua can send
+_OPS = {dist.ReduceOp.SUM: "SUM", dist.ReduceOp.PRODUCT: "PRODUCT", dist.ReduceOp.MIN: "MIN", dist.ReduceOp.MAX: "MAX"}
+_STOPPING = 1.0  # seconds for averages in the background to end where the others may be gone
+
+
+class BaguaStrategy(ParallelStrategy):
+    """One process per GPU, and one of Bagua's algorithms in the place of the averaging of gradients.
+
+    Args:
+        algorithm: ``"gradient_allreduce"``: the mean of the gradients, as with ``ddp``. ``"bytegrad"``: the same, sent
+            in bytes. ``"qadam"``: Adam that after a warm-up sends its momentum in bytes; needs Bagua's
+            ``QAdamOptimizer``. ``"decentralized"``, ``"low_precision_decentralized"``, ``"async"``: each rank trains
+            weights of its own, which are averaged with those of others before each step, after it in bytes, or in
+            the background.
+        flatten: let gradients (or weights) that are sent together lie together.
+        find_unused_parameters: allow parameters that a step does not use. They get gradients of zero, with which
+            momentum and weight decay still act.
+        service_port: of Bagua's autotune service, on the first node. None: ``BAGUA_SERVICE_PORT``, or any free one.
+        autotune: let that service try other sizes of messages while training. None: ``BAGUA_AUTOTUNE``, or False.
+        bucket_cap_mb: size of a message. None: ``BAGUA_DEFAULT_BUCKET_SIZE`` (in bytes), or 10.
+        options: ``start_method``, ``process_group_backend``, ``timeout`` and the parts, as in
+            :class:`ParallelStrategy`; anything else goes to the algorithm. ``hierarchical`` (all but ``async``;
+            False for ``gradient_allreduce``, else True): average within a node first. ``average``
+            (``gradient_allreduce``, ``bytegrad``): False adds gradients up. ``peer_selection_mode``
+            (``decentralized``): ``"all"`` or ``"shift_one"``, another rank each time. ``communication_interval``
+            (``decentralized``, ``low_precision_decentralized``): batches from one average to the next.
+            ``sync_interval_ms`` (500), ``warmup_steps`` (0; batches that ``async`` trains like
+            ``gradient_allreduce``).
+
+    Where ranks have weights of their own, a checkpoint and the module after a run hold the mean over the ranks, also of
+    running statistics, and validation uses each rank's own. Elsewhere all three use the buffers of rank 0.
+
+    Raises:
+        ConfigurationError: Bagua missing or of another version; a value that can't be.
+        TypeError: an argument that the algorithm doesn't have.
+    """
+
+    accelerators: ClassVar[frozenset[str] | None] = vendor.accelerators()
+
+    precisions: ClassVar[frozenset[str] | None] = frozenset({"32-true", "tf32", "16-true", "16-mixed", "bf16-mixed"})
+
+    def __init__(
+        self,
+        *,
+        algorithm: str = "gradient_allreduce",
+        flatten: bool = True,
+        find_unused_parameters: bool = False,
+        service_port: int | None = None,
+        autotune: bool | None = None,
+        bucket_cap_mb: float | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(**{name: options.pop(name) for name in _OWN if name in options})
+        for name, value, good, what in (
+            ("flatten", flatten, isinstance(flatten, bool), "a bool"),
+            ("find_unused_parameters", find_unused_parameters, isinstance(find_unused_parameters, bool), "a bool"),
+            ("service_port", service_port, service_port is None or _is_port(service_port), "a port, 1 to 65535"),
+            ("autotune", autotune, autotune is None or isinstance(autotune, bool), "a bool"),
+            ("bucket_cap_mb", bucket_cap_mb, bucket_cap_mb is None or _is_size(bucket_cap_mb), "a number above 0"),
+        ):
+            if not good:
+                raise ConfigurationError(f"{name!r} must be {what} (got {value!r})")
+        algorithms.check(algorithm, options, flatten=flatten)
+        vendor.check_usable()
+        self.algorithm = algorithm
+        self.algorithm_options = options
+        self.flatten = flatten
+        self.find_unused_parameters = find_unused_parameters
+        self._settings: dict[str, str] = {}
+        if service_port is not None:
+            self._settings["BAGUA_SERVICE_PORT"] = str(service_port)
+        if autotune is not None:
+            self._settings["BAGUA_AUTOTUNE"] = str(int(autotune))
+        if bucket_cap_mb is not None:
+            self._settings["BAGUA_DEFAULT_BUCKET_SIZE"] = str(max(1, int(bucket_cap_mb * 1024**2)))
+        self._variables = vendor.Environment()
+        self._wrapped: Wrapped | None = None
+        self._arrived: set[torch.Tensor] = set()  # parameters with a gradient from the latest backward
+        self._watched: list[Any] = []
+
+    @property
+    def _algorithm(self) -> algorithms.Algorithm:
+        return algorithms.ALGORITHMS[self.algorithm]
+
+    # -- life cycle ------------------------------------------------------------------------------------------
+
+    def configure(self, **parts: Any) -> None:
+        super().configure(**parts)
+        refusals.check_parts(
+            self.algorithm,
+            self.algorithm_options,
+            self.precision,
+            ranks=self.num_local_processes(len(self.devices)) * self.num_nodes,
+            nodes=self.num_nodes,
+        )
+
+    def setup_communication(self) -> Store | None:
+        store = super().setup_communication()
+        assert store is not None
+        self._variables.take(
+            {
+                "RANK": str(self.global_rank),
+                "WORLD_SIZE": str(self.world_size),
+                "LOCAL_RANK": str(self.local_rank),
+                "LOCAL_WORLD_SIZE": str(self.environment.local_world_size()),
+                "NODE_RANK": str(self.node_rank),
+                "GROUP_RANK": str(self.node_rank),  # which Bagua takes for the node's where torchrun started it
+                "MASTER_ADDR": self.environment.main_address,
+                **self._settings,
+            }
+        )
+        with self.guard("set-up of Bagua"):
+            vendor.join(store, self.root_device)
+        return store
+
+    def setup_optimizers(self, optimizers: Sequence[Optimizer], lr_scheduler_configs: Sequence[Any] = ()) -> None:
+        assert self.module is not None
+        refusals.check_model(
+            self.algorithm,
+            self.algorithm_options,
+            self.module,
+            optimizers,
+            accumulate=self.accumulate_grad_batches,
+            clip_val=self.gradient_clip_val,
+        )
+        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        if optimizers:
+            check_qadam(optimizers, trained, algorithm=self.algorithm)
+        super().setup_optimizers(optimizers, lr_scheduler_configs)
+        # what never steps has nothing to communicate; and where the module runs its own backward passes, each gradient
+        # is averaged after them, without Bagua
+        if trained and optimizers and getattr(self.module, "automatic_optimization", True):
+            self._wrap()
+
+    def _wrap(self, batches: int = 0) -> None:
+        """Give the module to Bagua, with the weights and the optimizer's state that rank 0 has now."""
+        assert self.module is not None
+        self._unwrap()
+        with self.guard("set-up of the algorithm"):
+            self._wrapped = Wrapped(
+                self.module,
+                self.optimizers,
+                name=self.algorithm,
+                options=self.algorithm_options,
+                flatten=self.flatten,
+                batches=batches,
+            )
+        self.model = self._wrapped.wrapper
+        if not self.find_unused_parameters and self._sends_gradients:
+            self._watched = [
+                parameter.register_post_accumulate_grad_hook(self._arrived.add)  # type: ignore[no-untyped-call]
+                for parameter in self._wrapped.parameters
+            ]
+
+    @property
+    def _sends_gradients(self) -> bool:
+        return not self._algorithm.own_weights or bool(self.algorithm_options.get("warmup_steps"))
+
+    def _unwrap(self, *, together: bool = True) -> None:
+        """Undo :meth:`_wrap`; ``together`` with the other ranks, as averages in the background end."""
+        wrapped, self._wrapped = self._wrapped, None
+        for hook in self._watched:
+            hook.remove()
+        self._watched = []
+        self._arrived.clear()
+        self.model = self.module
+        if wrapped is not None:
+            try:
+                wrapped.pause() if together else wrapped.abandon(_STOPPING)
+            finally:
+                wrapped.undo()
+
+    def restore_module(self) -> None:
+        super().restore_module()
+        wrapped = self._wrapped
+        self._unwrap()
+        self._share_buffers()
+        if wrapped is not None and self._algorithm.own_weights:
+            state = _floats([dict(optimizer.state) for optimizer in self.optimizers])
+            own = [*wrapped.parameters, *self._running_statistics(), *state]
+            with torch.no_grad():
+                for tensor, mean in zip(own, self.reduce(own), strict=True):
+                    tensor.copy_(mean)
+
+    def teardown(self) -> None:
+        try:
+            self._unwrap(together=False)  # still there, the run failed, or a loop of the user's ends here
+        finally:
+            try:
+                super().teardown()
+            finally:
+                self._variables.leave()
+
+    # -- steps -----------------------------------------------------------------------------------------------
+
+    def step_function(self, name: str) -> Callable[..., Any]:
+        if name != "training_step":  # asked for at the beginning of each evaluation
+            self._pause()
+            self._share_buffers()
+        return super().step_function(name)
+
+    def module_step(self, name: str) -> Callable[..., Any]:
+        step: Callable[..., Any] = getattr(self.module, name)
+        if name != "training_step" or self._wrapped is None:
+            return step
+
+        def call(*args: Any) -> Any:
+            assert self._wrapped is not None  # looked up each time: a checkpoint that is loaded makes a new one
+            return self._wrapped.call(step, *args)
+
+        return call
+
+    def check_accumulation(self, batches: int) -> None:
+        refusals.check_accumulation(self.algorithm, self.algorithm_options, batches)
+
+    def no_backward_sync(self) -> AbstractContextManager[Any] | None:
+        if self._wrapped is None or not self._algorithm.pauses:
+            return None
+        return _NoSync(self)
+
+    def zero_grad(self, optimizer: Optimizer) -> None:
+        # gradients are views of what is sent: a new tensor would have to be copied there
+        optimizer.zero_grad(set_to_none=not self._sends_gradients)
+
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        wrapped = self._wrapped
+        if wrapped is None:
+            super().backward(loss, *args, **kwargs)
+            return
+        if self.find_unused_parameters:
+            loss = Used.apply(loss, *wrapped.parameters)  # type: ignore[no-untyped-call]
+        self._arrived.clear()
+        try:
+            super().backward(loss, *args, **kwargs)
+        except BaseException:
+            wrapped.close_forward()
+            raise
+        wrapped.open = False
+        if self._watched and wrapped.sends and len(self._arrived) < len(self._watched):
+            raise self._unused()
+
+    def _unused(self) -> DistributedError:
+        assert self.module is not None and self._wrapped is not None
+        sent = set(self._wrapped.parameters)
+        names = [
+            repr(name)
+            for name, parameter in self.module.named_parameters()
+            if parameter in sent and parameter not in self._arrived
+        ]
+        return DistributedError(
+            f"the parameters {', '.join(names[:8])}{' and others' if len(names) > 8 else ''} were not used by "
+            f"training_step on rank {self.global_rank}, and Bagua sends nothing until their gradients are there: use "
+            f"strategy={type(self).__name__}(find_unused_parameters=True, ...), or freeze them with "
+            "requires_grad_(False)"
+        )
+
+    def sync_gradients(self) -> None:
+        if not self._algorithm.own_weights:  # else they are each rank's own
+            super().sync_gradients()
+
+    def load_accumulated_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        assert self.module is not None
+        for name, parameter in self.module.named_parameters():
+            if name in gradients and parameter.grad is not None:
+                parameter.grad.copy_(gradients[name])
+            elif name in gradients:
+                parameter.grad = gradients[name].to(parameter.device, copy=True)
+
+    # -- communication ---------------------------------------------------------------------------------------
+
+    def reduce(self, value: Any, op: str = "mean", *, group: Any = None) -> Any:
+        with self.guard(f"reduce(op={op!r})"):
+            return collectives.reduce(value, op, device=self.root_device, group=group, all_reduce=_all_reduce)
+
+    def broadcast(self, value: Any, src: int = 0) -> Any:
+        with self.guard(f"broadcast(src={src})"):
+            return collectives.broadcast_object(value, src, device=self.root_device, send=_broadcast_list)
+
+    def barrier(self, name: str = "") -> None:
+        super().barrier(name)  # names who is missing, which Bagua's own doesn't
+        if self.is_set_up and self.world_size > 1:
+            from bagua.torch_api import communication
+
+            with self.guard(f"barrier {name!r}"):
+                communication.barrier()
+
+    # -- state and checkpoints -------------------------------------------------------------------------------
+
+    def _pause(self) -> None:
+        if self._wrapped is not None:
+            with self.guard("end of the averaging in the background"):
+                self._wrapped.pause()
+
+    def _share_buffers(self) -> None:
+        """Where ranks have the same weights, rank 0's buffers, as with ``ddp``: Bagua sends none."""
+        if not self._algorithm.own_weights and self.module is not None:
+            with self.guard("broadcast of the buffers"):
+                collectives.broadcast_tensors(list(self.module.buffers()))
+
+    def _running_statistics(self) -> list[torch.Tensor]:
+        """Floating-point buffers, which belong to the weights of the rank that has them."""
+        assert self.module is not None
+        return [buffer for buffer in self.module.buffers() if buffer.is_floating_point()]
+
+    def module_state_dict(self) -> dict[str, Any]:
+        self._pause()
+        state = super().module_state_dict()
+        if self._wrapped is None or not self._algorithm.own_weights:
+            return state
+        assert self.module is not None
+        own = [*self._wrapped.parameters, *self._running_statistics()]
+        means = dict(zip(own, self.reduce(own), strict=True))
+        for named in (self.module.named_parameters, self.module.named_buffers):
+            for name, tensor in named(remove_duplicate=False):
+                if name in state and tensor in means:
+                    state[name] = means[tensor]
+        return state
+
+    def load_module_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> Any:
+        self._pause()
+        result = super().load_module_state_dict(state, strict=strict)
+        self._wrap_again()
+        return result
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer's own state; the mean over the ranks where each has its own."""
+        self._pause()
+        state = super().optimizer_state(optimizer)
+        if self._wrapped is None or not self._algorithm.own_weights:
+            return state
+        means = iter(self.reduce(_floats(state["state"])))
+
+        def replace(leaf: Any) -> Any:
+            return next(means).to(leaf.device) if _is_float(leaf) else leaf
+
+        return {**state, "state": map_tensors(state["state"], replace), BATCHES: self._wrapped.batches}
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        self._pause()
+        super().load_optimizer_state(optimizer, {name: value for name, value in state.items() if name != BATCHES})
+        self._wrap_again(int(state.get(BATCHES, 0)))
+
+    def _wrap_again(self, batches: int = 0) -> None:
+        """What Bagua has made of weights and state before is of others now."""
+        if self._wrapped is not None:
+            self._wrap(batches)
+
+    def memory_per_rank(self, model: ModelMemory, world_size: int) -> MemoryEstimate:
+        estimate = super().memory_per_rank(model, world_size)
+        copies = {"decentralized": 1, "low_precision_decentralized": 3, "async": 2}.get(self.algorithm, 0)
+        if copies:
+            estimate = estimate.plus(copies * estimate.parameters, f"{copies} copy(ies) of the weights that others see")
+        return estimate
+
+
+class _NoSync:
+    """The wrapper's ``no_sync()``, made anew each time it is entered."""
+
+    def __init__(self, strategy: BaguaStrategy) -> None:
+        self.strategy = strategy
+
+    def __enter__(self) -> None:
+        assert self.strategy._wrapped is not None
+        self.context = self.strategy._wrapped.no_sync()
+        self.context.__enter__()
+
+    def __exit__(self, *exc_info: Any) -> Any:
+        return self.context.__exit__(*exc_info)
+
+
+def _floats(nest: Any) -> list[torch.Tensor]:
+    """The floating-point tensors of a nest, in its order."""
+    found: list[torch.Tensor] = []
+
+    def collect(leaf: Any) -> Any:
+        if _is_float(leaf):
+            found.append(leaf)
+        return leaf
+
+    map_tensors(nest, collect)
+    return found
+
+
+def _is_float(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+
+
+def _all_reduce(tensor: torch.Tensor, op: Any, *, group: Any = None) -> None:
+    """In place, by Bagua; by torch for groups that it doesn't know, and what it can't send."""
+    if group is not None or tensor.dtype not in _SENT or not tensor.numel():
+        dist.all_reduce(tensor, op, group=group)
+        return
+    from bagua.torch_api import communication
+
+    communication.allreduce_inplace(tensor, op=communication.ReduceOp[_OPS[op]])
+
+
+def _broadcast_list(box: list[Any], src: int) -> None:
+    from bagua.torch_api import communication
+
+    box[0] = communication.broadcast_object(box[0], src)
+
+
+def _is_port(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= 65535
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0

@@ -1,0 +1,1 @@
+"""Decentralized training with hivemind: peers over the internet train one model, and come and go."""

@@ -1,0 +1,112 @@
+"""Intel Gaudi: torch's device ``hpu``, through Intel's bridge."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from torchhal.accelerators import Accelerator
+from torchhal.plugin import Availability
+from torchhal_hpu import sdk
+from torchhal_hpu.modules import Place
+
+
+class HPUAccelerator(Accelerator):
+    """Gaudi cards, one per process. Indices count the modules that ``HABANA_VISIBLE_MODULES`` leaves visible.
+
+    In lazy mode (``PT_HPU_LAZY_MODE=1``, the bridge's default in release 1.19) operators are recorded, and run when a
+    step mark says so: after each backward, after each optimizer step, and before each step without training (after it
+    with strategies that aren't of this package). In eager mode there are no marks.
+    """
+
+    name: ClassVar[str] = "hpu"
+    device_type: ClassVar[str] = "hpu"
+    backend: ClassVar[str] = "hccl"
+    backend_averages: ClassVar[bool] = False
+    indexed: ClassVar[bool] = False
+    precisions: ClassVar[frozenset[str]] = frozenset({"32-true", "bf16-true", "bf16-mixed"})
+    default_strategy: ClassVar[str] = "hpu_single"
+    default_parallel_strategy: ClassVar[str] = "hpu_parallel"
+    auto_priority: ClassVar[int | None] = 70
+    start_methods: ClassVar[frozenset[str]] = frozenset({"spawn", "forkserver"})
+    visible_devices: ClassVar[str] = "HABANA_VISIBLE_MODULES"
+    features: ClassVar[frozenset[str]] = frozenset({"memory_stats", "visible_devices"})
+    substitutes: ClassVar[Mapping[str, Mapping[str, str]]] = {
+        "strategy": {"single_device": "hpu_single", "none": "hpu_single", "ddp": "hpu_parallel"},
+        "precision": {"fp8": "hpu-fp8"},
+        "checkpoint_io": {"torch": "hpu"},
+    }
+
+    def __init__(self) -> None:
+        self._place = Place()
+
+    @classmethod
+    def load(cls) -> None:
+        """Import the bridge: before anybody asks torch which accelerator it has, and before ``PT_HPU_*`` is of use."""
+        sdk.load()
+
+    @classmethod
+    def availability(cls) -> Availability:
+        try:
+            cls._register()
+        except KeyboardInterrupt:
+            raise
+        except (ImportError, RuntimeError) as error:  # these are written for the user
+            return Availability(False, str(error) or type(error).__name__)
+        except BaseException as error:  # a vendor's import may end in SystemExit
+            return Availability(False, f"{type(error).__name__}: {error}")
+        import habana_frameworks.torch.hpu as hpu
+
+        if not hpu.is_available():
+            return Availability(
+                False, "the Gaudi software is installed, but sees no device: `hl-smi` shows what the driver has"
+            )
+        return Availability(True)
+
+    def device_count(self) -> int:
+        visible = [module for module in os.environ.get("HABANA_VISIBLE_MODULES", "").split(",") if module.strip()]
+        there = super().device_count()
+        return min(there, len(visible)) if visible else there
+
+    def get_parallel_devices(self, indices: Sequence[int]) -> list[torch.device]:
+        """``hpu`` for each index; which of the visible modules they are, each process looks up when it is set up."""
+        self._place.indices = tuple(indices)
+        return super().get_parallel_devices(indices)
+
+    def setup_process(self, *, global_rank: int, local_rank: int, world_size: int) -> None:
+        if world_size > 1:
+            self.require_available()
+            self._place.join(global_rank=global_rank, local_rank=local_rank, world_size=world_size)
+
+    def setup_device(self, device: torch.device) -> None:
+        super().setup_device(device)
+        if not self._place.joined:
+            self._place.alone()
+        import habana_frameworks.torch.hpu as hpu
+
+        hpu.init()  # before it torch.utils.checkpoint doesn't keep the device's random state
+
+    def step_marker(self) -> Callable[[], None] | None:
+        import habana_frameworks.torch.core as htcore
+
+        return htcore.mark_step if htcore.is_lazy() else None
+
+    def teardown(self) -> None:
+        self._place.leave()
+        super().teardown()
+
+    def memory_stats(self, device: torch.device) -> dict[str, int]:
+        """``allocated`` and ``peak`` by tensors, and the ``limit`` of the device."""
+        stats = self.device_stats(device)
+        return {"allocated": stats["InUse"], "peak": stats["MaxInUse"], "limit": stats["Limit"]}
+
+    def device_stats(self, device: torch.device) -> dict[str, Any]:
+        """The bridge's statistics under its own keys: ``Limit``, ``InUse`` and ``MaxInUse`` in bytes, ``NumAllocs``,
+        ``NumFrees``, ... (``habana_frameworks.torch.hpu.memory.memory_stats``)."""
+        import habana_frameworks.torch.hpu as hpu
+
+        stats: dict[str, Any] = hpu.memory_stats(None if device.index is None else device)
+        return stats

@@ -1,0 +1,3 @@
+"""The backend of torch.compile; imported in eager mode only."""
+
+from . import backends as backends

@@ -1,0 +1,12 @@
+"""Training on the stub, against plain PyTorch and, where IPUs can't, against the words of the error."""
+
+import pytest
+
+
+@pytest.mark.parametrize("half", ["0", "1"])
+def test_training(python, half):
+    assert "all right" in python("training.py", "--half", half)
+
+
+def test_ctrl_c_and_a_loop_without_the_trainer(python):
+    python("alone.py")

@@ -1,0 +1,1 @@
+"""Fault-tolerant data parallel training with TorchFT: replica groups leave and come back, the others train on."""
