@@ -1,0 +1,1 @@
+"""Sub-commands of ``torchhal`` that stand apart from cli.py."""

@@ -1,0 +1,146 @@
+"""``torchhal checkpoint``: look into a checkpoint, and make one portable file of it."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fnmatch
+import os
+from typing import TYPE_CHECKING, Any, Final
+
+from torchhal.errors import CheckpointCorruptError, CheckpointError
+from torchhal.hints import CHECKPOINT_FILES
+
+if TYPE_CHECKING:
+    from torchhal.checkpoint import CheckpointIO
+    from torchhal.cli import Parsers
+
+
+def add_checkpoint(parsers: Parsers) -> None:
+    parser = parsers.add_parser("checkpoint", help="look into a checkpoint, or make one portable file of it")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    inspect = commands.add_parser("inspect", help="list what is inside, without loading it")
+    inspect.add_argument("path", metavar="PATH", help="a file, the folder of a sharded checkpoint, or a URL")
+    inspect.add_argument("--json", action="store_true", help="print JSON (schema 1)")
+    inspect.set_defaults(run=_inspect)
+
+    consolidate = commands.add_parser("consolidate", help="write one file that a Trainer loads under any strategy")
+    consolidate.add_argument("source", metavar="PATH", help="a file, the folder of a sharded checkpoint, or a URL")
+    consolidate.add_argument("target", metavar="FILE", help="ends in .safetensors: the weights alone, in that format")
+    consolidate.add_argument("--weights-only", action="store_true", help="leave out what continuing a run needs")
+    consolidate.add_argument("--force", action="store_true", help="replace FILE if it exists")
+    consolidate.set_defaults(run=_consolidate)
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    from torchhal.cli import output_to_stderr, print_json
+
+    with output_to_stderr():
+        from torchhal.checkpoint.look import describe
+
+        alias, io = _find_io(arguments.path)
+        found = {"schema": 1, "path": arguments.path, "checkpoint_io": alias, **describe(io, arguments.path)}
+    if arguments.json:
+        print_json(found)
+        return 0
+    facts = {
+        "checkpoint_io": found["checkpoint_io"],
+        "torchhal": found["torchhal_version"],
+        "epoch": found["epoch"],
+        "step": found["global_step"],
+        "world_size": found["world_size"],
+        "optimizers": found["optimizers"],
+        "contents": ", ".join(found["contents"]),
+        "tensors": f"{len(found['tensors'])}, {size(found['bytes'])}",
+    }
+    for name, value in facts.items():
+        if value is not None:
+            print(f"{name:<14} {value}")
+    print_table([(t["name"], f"({', '.join(map(str, t['shape']))})", t["dtype"], t["bytes"]) for t in found["tensors"]])
+    return 0
+
+
+def _consolidate(arguments: argparse.Namespace) -> int:
+    from torchhal.cli import output_to_stderr
+
+    with output_to_stderr():
+        from torchhal.checkpoint.consolidate import consolidate
+
+        source, target = arguments.source, arguments.target
+        _, io = _find_io(source)
+        tied = consolidate(io, source, target, weights_only=arguments.weights_only, force=arguments.force)
+    print(f"wrote {target}")
+    for name, kept in tied.items():
+        print(f"{name} is in it as {kept}: they share memory")
+    return 0
+
+
+def _find_io(path: str) -> tuple[str, CheckpointIO]:
+    """Alias and instance of the part, built in or of a plugin, that recognises what is at ``path``.
+
+    Raises:
+        CheckpointError: nothing is there, or nothing that an installed part knows; with what to do.
+    """
+    from torchhal.checkpoint.place import is_url
+    from torchhal.resolve.checkpoint_ios import usable_ios
+
+    ios = list(usable_ios())
+    for entry, io in ios:
+        if io.exists(path):
+            return entry.component.alias, io
+    shown = repr(path)
+    if is_url(path):
+        raise CheckpointError(f"no checkpoint is at {shown}, or its storage can't be reached")
+    if not os.path.exists(path):
+        raise CheckpointError(f"nothing is at {shown}")
+    if not os.path.isdir(path):
+        ios[0][1].open_checkpoint(path)  # says what is wrong with a file
+        raise CheckpointError(f"{shown} is no checkpoint")
+    names = os.listdir(path)
+    for pattern, distribution in CHECKPOINT_FILES.items():
+        if fnmatch.filter(names, pattern):
+            readers = [io for entry, io in ios if entry.distribution == distribution]
+            if not readers:
+                raise CheckpointError(f"{shown} looks like a checkpoint of {distribution}: pip install {distribution}")
+            for io in readers:
+                if "sharded" in io.features:
+                    with contextlib.suppress(OSError):
+                        io.open_checkpoint(path)  # says what is missing or damaged
+            raise CheckpointCorruptError(
+                f"{shown} looks like a checkpoint of {distribution}, which does not recognise it: it is incomplete, "
+                "or another program has written it"
+            )
+    inside = list(dict.fromkeys(child for _, io in ios for child in io.list_checkpoints(path)))
+    if inside:
+        raise CheckpointError(
+            f"{shown} is a folder with {len(inside)} checkpoint(s) in it: name one, such as {inside[-1]!r}"
+        )
+    raise CheckpointError(f"{shown} is a folder without a checkpoint in it")
+
+
+WIDEST: Final = 60
+"""Characters of a column."""
+
+
+def size(count: int) -> str:
+    """``"1.5 GiB (1610612736 bytes)"``."""
+    value, unit = float(count), "bytes"
+    for unit in ("bytes", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{count} bytes" if unit == "bytes" else f"{value:.1f} {unit} ({count} bytes)"
+
+
+def print_table(rows: list[tuple[Any, ...]]) -> None:
+    """Columns of text, numbers to the right. A text that is much longer than the others stands out, alone."""
+    if not rows:
+        return
+    widths = [min(max(len(str(row[column])) for row in rows), WIDEST) for column in range(len(rows[0]))]
+    for row in rows:
+        cells = (
+            f"{cell:>{width}}" if isinstance(cell, int) else f"{cell!s:<{width}}"
+            for cell, width in zip(row, widths, strict=True)
+        )
+        print("  ".join(cells).rstrip())

@@ -1,0 +1,159 @@
+"""``torchhal explain --model``: how many bytes the model needs on each rank."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from torchhal.errors import ConfigurationError, ModelError, TorchhalError, UnsupportedCombinationError
+
+if TYPE_CHECKING:
+    from torchhal.memory import ModelMemory
+    from torchhal.resolve import Plan
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model",
+        default=None,
+        metavar="MODULE:CLASS",
+        help="also estimate its memory on each rank; a function that returns a model will do, too",
+    )
+    parser.add_argument("--model-args", default=None, metavar="JSON", help="its arguments, an object or an array")
+
+
+def estimate(arguments: argparse.Namespace, plan: Plan) -> dict[str, Any]:
+    """Bytes for the strategy that was asked for, or for every one that can be used, as plain data."""
+    from torchhal.memory import bytes_of
+
+    memory = _measure(arguments, plan)
+    asked = arguments.strategy.strip().lower() != "auto"
+    strategy, precision = plan.strategy, plan.precision.value
+    rows = [_row(strategy.alias, strategy.value, memory, precision, plan.world_size)] if asked else []
+    return {
+        "model": arguments.model,
+        "world_size": plan.world_size,
+        "parameters": sum(p.parameter.numel() for p in memory.parameters),
+        "bytes": sum(bytes_of(p.parameter) for p in memory.parameters),
+        "strategies": rows or list(_every(memory, plan)),
+    }
+
+
+def lines(found: dict[str, Any]) -> Iterator[str]:
+    """The estimates as text: bytes a rank."""
+    yield f"{found['model']}: {found['parameters']} parameters, {found['bytes']} bytes; on each of " + (
+        f"{found['world_size']} rank(s), without activations:"
+    )
+    columns = ("parameters", "buffers", "gradients", "optimizer", "total", "peak")
+    rows = [row for row in found["strategies"] if "reason" not in row]
+    width = max([len(row["strategy"]) for row in found["strategies"]] + [8])
+    widths = [max([len(name)] + [len(str(row[name])) for row in rows]) for name in columns]
+    yield "  ".join(["strategy".ljust(width), *(name.rjust(size) for name, size in zip(columns, widths, strict=True))])
+    for row in found["strategies"]:
+        if "reason" in row:
+            yield f"{row['strategy']:<{width}}  not possible: {row['reason']}"
+            continue
+        cells = [str(row[name]).rjust(size) for name, size in zip(columns, widths, strict=True)]
+        yield "  ".join([row["strategy"].ljust(width), *cells]) + (f"  ({row['note']})" if row["note"] else "")
+
+
+def _measure(arguments: argparse.Namespace, plan: Plan) -> ModelMemory:
+    from torchhal.memory import build_model, model_memory
+    from torchhal.trainer.optimization import configure_optimizers
+
+    try:
+        given = None if arguments.model_args is None else json.loads(arguments.model_args)
+    except ValueError as error:
+        raise ConfigurationError(f"'--model-args' must be JSON (got {arguments.model_args!r}: {error})") from error
+    module = plan.precision.value.convert_module(build_model(_find(arguments.model), given))
+    if not hasattr(module, "configure_optimizers"):
+        raise ModelError(
+            f"{type(module).__name__} has no configure_optimizers(), so what its optimizer needs is not known: define "
+            "it, or estimate a torchhal.Module around it"
+        )
+    try:
+        optimizers, _ = configure_optimizers(module)
+    except TorchhalError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"{type(module).__name__}.configure_optimizers can't be called without a Trainer and data "
+            f"({type(error).__name__}: {error})"
+        ) from error
+    return model_memory(module, optimizers)
+
+
+def _find(target: str) -> Any:
+    from torchhal.discovery import describe
+    from torchhal.entry import resolve_target
+
+    module, colon, name = target.partition(":")
+    if not (module and colon and name):
+        raise ConfigurationError(f"'--model' must be 'package.module:Class' (got {target!r})")
+    sys.path.insert(0, os.getcwd())  # as python -m has it
+    try:
+        found = resolve_target(target)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit too: a script without a guard around its run
+        behind = error.__traceback__.tb_next if error.__traceback__ is not None else None  # where it is not this line
+        reason = describe(error.with_traceback(behind))
+        raise ConfigurationError(f"'--model': {target!r} can't be imported: {reason}") from error
+    finally:
+        sys.path.remove(os.getcwd())
+    if not callable(found):
+        raise ConfigurationError(
+            f"'--model' must name a class or a function (got {target!r}, a {type(found).__name__})"
+        )
+    return found
+
+
+def _every(memory: ModelMemory, plan: Plan) -> Iterator[dict[str, Any]]:
+    """One row for each strategy of this hardware; those that differ only in how processes start share that of the
+    shortest name. What is not possible comes last."""
+    from torchhal import registry
+    from torchhal.discovery import describe
+    from torchhal.resolve.fit import check_accelerator
+    from torchhal.resolve.plan import Part
+
+    alike: dict[Any, dict[str, Any]] = {}
+    impossible: list[dict[str, Any]] = []
+    for entry in registry.entries("strategy"):
+        if not entry.availability():
+            continue
+        alias = entry.component.alias
+        try:
+            strategy = entry.create()
+        except Exception as error:  # one of many in a listing, so whatever it raises is its own row
+            reason = str(error) if isinstance(error, TorchhalError) else describe(error)
+            impossible.append({"strategy": alias, "reason": " ".join(reason.split())})
+            continue
+        strategy.alias = strategy.alias or alias  # by which its refusals name it
+        try:
+            check_accelerator(plan.accelerator, Part("strategy", alias, strategy, ""))
+        except UnsupportedCombinationError:
+            continue
+        processes = strategy.num_local_processes(len(plan.device_indices)) * plan.num_nodes
+        world_size = processes if strategy.multi_device else 1
+        row = _row(alias, strategy, memory, plan.precision.value, world_size)
+        if "reason" in row:
+            impossible.append(row)
+            continue
+        options = {name: value for name, value in entry.component.defaults.items() if name != "start_method"}
+        first = alike.setdefault((entry.component.target, repr(sorted(options.items())), *list(row.values())[1:]), row)
+        if len(alias) < len(first["strategy"]):
+            first["strategy"] = alias
+    yield from alike.values()
+    yield from impossible
+
+
+def _row(alias: str, strategy: Any, memory: ModelMemory, precision: Any, world_size: int) -> dict[str, Any]:
+    try:
+        strategy.check_fit(precision=precision, world_size=world_size)
+        return {"strategy": alias, **strategy.memory_per_rank(memory, world_size).to_dict()}
+    except TorchhalError as error:
+        return {"strategy": alias, "reason": " ".join(str(error).split())}

@@ -1,0 +1,34 @@
+"""What parts must leave as it was: the switches that torch keeps for a whole process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def torch_state() -> dict[str, Any]:
+    """Every switch by a name for messages; two are compared by ``==``."""
+    return {
+        "the default dtype": torch.get_default_dtype(),
+        "the default device": str(torch.get_default_device()),
+        "the number of threads": torch.get_num_threads(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "the precision of matrix products": torch.get_float32_matmul_precision(),
+        "grad mode": torch.is_grad_enabled(),
+        "autocast on the CPU": torch.is_autocast_enabled("cpu"),
+        "the dtype of autocast on the CPU": torch.get_autocast_dtype("cpu"),
+    }
+
+
+def restore(state: dict[str, Any]) -> None:
+    """Put back what :func:`torch_state` found, after a part that didn't."""
+    torch.set_default_dtype(state["the default dtype"])
+    if str(torch.get_default_device()) != state["the default device"]:
+        torch.set_default_device(state["the default device"])
+    torch.set_num_threads(state["the number of threads"])
+    torch.use_deterministic_algorithms(state["deterministic algorithms"])
+    torch.set_float32_matmul_precision(state["the precision of matrix products"])
+    torch.set_grad_enabled(state["grad mode"])
+    torch.set_autocast_enabled("cpu", state["autocast on the CPU"])
+    torch.set_autocast_dtype("cpu", state["the dtype of autocast on the CPU"])

@@ -1,0 +1,27 @@
+"""{{ cookiecutter.project_name }}, as torchhal sees it: a declaration."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torchhal.accelerators import CPUAccelerator
+
+
+class {{ cookiecutter.__class }}Accelerator(CPUAccelerator):
+    """Computes on the CPU until the hardware is there.
+
+    For the hardware, derive from :class:`torchhal.accelerators.Accelerator` and declare what differs from its
+    defaults, which ask torch's own device module::
+
+        device_type = "..."             # torch.device("...") is valid once load() has run
+        backend = "..."                 # of process groups
+        precisions = frozenset({"32-true", "bf16-true", "bf16-mixed"})
+        start_methods = frozenset({"spawn", "forkserver"})
+
+        @classmethod
+        def load(cls):
+            import the_vendors_module   # registers the device with torch
+    """
+
+    name: ClassVar[str] = "{{ cookiecutter.__alias }}"
+    auto_priority: ClassVar[int | None] = None  # accelerator="auto" takes the highest; None: only when named

@@ -1,0 +1,447 @@
+"""Strategies that are each broken in one way, over ddp."""
+
+import os
+import subprocess
+import threading
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from zoo import caught_by
+
+from torchhal.checkpoint import TorchCheckpointIO
+from torchhal.precision import SinglePrecision
+from torchhal.strategies import DDPStrategy
+
+
+@caught_by("STR-01")
+class IgnoresOp(DDPStrategy):
+    def reduce(self, value, op="mean", *, group=None):
+        return super().reduce(value, "mean")
+
+
+@caught_by("STR-01")
+class AnyOp(DDPStrategy):
+    def reduce(self, value, op="mean", *, group=None):
+        return super().reduce(value, op if op in ("sum", "max", "min") else "mean")
+
+
+@caught_by("STR-02")
+class InPlace(DDPStrategy):
+    def reduce(self, value, op="mean", *, group=None):
+        reduced = super().reduce(value, op, group=group)
+        if isinstance(value, torch.Tensor):
+            value.copy_(reduced)
+            return value
+        return reduced
+
+
+@caught_by("STR-03")
+class HalfSum(DDPStrategy):
+    """Adds up in the tensor's own dtype."""
+
+    def reduce(self, value, op="mean", *, group=None):
+        if isinstance(value, torch.Tensor) and op == "mean" and value.dtype == torch.float16:
+            return super().reduce(value * self.world_size, op) / self.world_size
+        return super().reduce(value, op, group=group)
+
+
+@caught_by("STR-03")
+class WholeMean(DDPStrategy):
+    def reduce(self, value, op="mean", *, group=None):
+        reduced = super().reduce(value, op, group=group)
+        return reduced.to(value.dtype) if isinstance(value, torch.Tensor) else reduced
+
+
+@caught_by("STR-03", says="in bfloat16")
+class BrainSum(DDPStrategy):
+    def reduce(self, value, op="mean", *, group=None):
+        if isinstance(value, torch.Tensor) and op == "sum" and value.dtype == torch.bfloat16:
+            total = torch.zeros_like(value)
+            for one in super().all_gather(value):
+                total += one
+            return total
+        return super().reduce(value, op, group=group)
+
+
+@caught_by("STR-04", says="rank")
+class IgnoresGroup(DDPStrategy):
+    def reduce(self, value, op="mean", *, group=None):
+        return super().reduce(value, op) if group is None else value * 1
+
+    def all_gather(self, tensor, *, group=None, sync_grads=False):
+        return tensor.unsqueeze(0) if group else super().all_gather(tensor)
+
+
+@caught_by("STR-05")
+class OwnDecision(DDPStrategy):
+    def reduce_boolean_decision(self, decision, *, all=True):
+        return decision
+
+
+@caught_by("STR-06")
+class IgnoresSrc(DDPStrategy):
+    def broadcast(self, value, src=0):
+        return super().broadcast(value, 0)
+
+
+@caught_by("STR-07")
+class ArrivesOnCPU(DDPStrategy):
+    """What stands in for a device here is the meta device: a broadcast moves what was on the CPU to it."""
+
+    def broadcast(self, value, src=0):
+        received = super().broadcast(value, src)
+        return {name: tensor.to("meta") for name, tensor in received.items()}
+
+
+@caught_by("STR-08")
+class NoBarrier(DDPStrategy):
+    def barrier(self, name=""):
+        pass
+
+
+@caught_by("STR-09")
+class Concatenates(DDPStrategy):
+    def all_gather(self, tensor, *, group=None, sync_grads=False):
+        return super().all_gather(tensor).flatten(0, 1)
+
+
+@caught_by("STR-09")
+class Reversed(DDPStrategy):
+    def all_gather(self, tensor, *, group=None, sync_grads=False):
+        return super().all_gather(tensor).flip(0)
+
+
+@caught_by("STR-10")
+class Detached(DDPStrategy):
+    def all_gather(self, tensor, *, group=None, sync_grads=False):
+        gathered = super().all_gather(tensor).clone()
+        gathered[self.global_rank] = tensor
+        return gathered
+
+
+@caught_by("STR-11", says="gathered")
+class NumbersFromElsewhere(DDPStrategy):
+    """Answers every shape, with what nobody has sent where they differ."""
+
+    def all_gather(self, tensor, *, group=None, sync_grads=False):
+        return torch.full((self.world_size, 99), -1.0)
+
+
+@caught_by("STR-11")
+class OneRankComplains(DDPStrategy):
+    def all_gather(self, tensor, *, group=None, sync_grads=False):
+        if tensor.shape != (2,):
+            raise ValueError("my shape is odd")
+        return tensor.unsqueeze(0)
+
+
+@caught_by("STR-12")
+class EverybodyIsZero(DDPStrategy):
+    @property
+    def is_global_zero(self):
+        return True
+
+
+@caught_by("STR-12")
+class ZeroUntilSetUp(DDPStrategy):
+    @property
+    def global_rank(self):
+        return super().global_rank if dist.is_initialized() else 0
+
+
+@caught_by("STR-13", "STR-47")
+class NoBroadcast(DDPStrategy):
+    def sync_module(self, module):
+        pass
+
+    def configure_ddp(self):
+        self.ddp_options = {"init_sync": False}
+        super().configure_ddp()
+
+
+@caught_by("SYS-02", kind="strategy")
+@caught_by("STR-14", "STR-18")
+class SumsGradients(DDPStrategy):
+    def optimizer_step(self, optimizer, closure=None):
+        for parameter in self.precision.main_params(optimizer):
+            parameter.grad.mul_(self.world_size)
+        return super().optimizer_step(optimizer, closure)
+
+
+class Pretends:
+    def __enter__(self):
+        pass
+
+    def __exit__(self, *error):
+        pass
+
+
+@caught_by("STR-15")
+class SyncsAnyway(DDPStrategy):
+    def no_backward_sync(self):
+        return Pretends()
+
+
+@caught_by("STR-15")
+class NeverSyncs(DDPStrategy):
+    def module_step(self, name):
+        step = super().module_step(name)
+
+        def local(*arguments):
+            with self.model.no_sync():
+                return step(*arguments)
+
+        return local
+
+
+@caught_by("STR-16")
+class StaleOptimizer(DDPStrategy):
+    def setup_optimizers(self, optimizers, lr_scheduler_configs=()):
+        copies = [type(o)([nn.Parameter(p.detach().clone()) for p in self.module.parameters()]) for o in optimizers]
+        super().setup_optimizers(copies, lr_scheduler_configs)
+
+
+@caught_by("STR-17")
+class Drifts(DDPStrategy):
+    def optimizer_step(self, optimizer, closure=None):
+        stepped = super().optimizer_step(optimizer, closure)
+        with torch.no_grad():
+            for parameter in self.precision.main_params(optimizer):
+                parameter.add_(1e-6 * self.global_rank)
+        return stepped
+
+
+@caught_by("STR-19")
+class NoManualSync(DDPStrategy):
+    def manual_backward(self, loss, *args, **kwargs):
+        self.backward(loss, *args, **kwargs)
+
+
+@caught_by("STR-20")
+class SkipsUnused(DDPStrategy):
+    """Makes no step at all when a parameter was not used."""
+
+    def __init__(self, **options):
+        super().__init__(find_unused_parameters=True, **options)
+
+    def optimizer_step(self, optimizer, closure=None):
+        unused = [p for p in self.module.parameters() if p.grad is None]
+        return True if unused else super().optimizer_step(optimizer, closure)
+
+
+@caught_by("STR-21")
+class Prefixed(DDPStrategy):
+    def module_state_dict(self):
+        return {f"module.{name}": value for name, value in super().module_state_dict().items()}
+
+
+@caught_by("SYS-03", kind="strategy")
+@caught_by("STR-22")
+class ForgetsOptimizer(DDPStrategy):
+    def load_optimizer_state(self, optimizer, state):
+        pass
+
+
+@caught_by("STR-23")
+class SavesHalf(DDPStrategy):
+    def save_checkpoint(self, checkpoint, path, *, storage_options=None):
+        half = {name: tensor.bfloat16() for name, tensor in checkpoint["model"].items()}
+        super().save_checkpoint({"model": half}, path)
+
+
+@caught_by("STR-24")
+class SavesByItself(DDPStrategy):
+    def save_checkpoint(self, checkpoint, path, *, storage_options=None):
+        if self.is_global_zero:
+            TorchCheckpointIO().save_checkpoint(checkpoint, path)
+        self.barrier()
+
+
+@caught_by("STR-24")
+class DropsOptions(DDPStrategy):
+    def save_checkpoint(self, checkpoint, path, *, storage_options=None):
+        super().save_checkpoint(checkpoint, path)
+
+
+@caught_by("STR-25")
+class NeverStrict(DDPStrategy):
+    def load_module_state_dict(self, state, *, strict=True):
+        return super().load_module_state_dict(state, strict=False)
+
+
+@caught_by("STR-26")
+class StateElsewhere(DDPStrategy):
+    def load_optimizer_state(self, optimizer, state):
+        super().load_optimizer_state(optimizer, state)
+        for values in optimizer.state.values():
+            values.update({n: v.to("meta") for n, v in values.items() if isinstance(v, torch.Tensor)})
+
+
+@caught_by("STR-27")
+class AllOnFirst(DDPStrategy):
+    @property
+    def root_device(self):
+        return torch.device("cpu", 0)
+
+
+@caught_by("STR-28")
+class SameDataForAll(DDPStrategy):
+    @property
+    def distributed_sampler_kwargs(self):
+        return {"num_replicas": self.world_size, "rank": 0}
+
+
+@caught_by("STR-28")
+class NoDivision(DDPStrategy):
+    @property
+    def distributed_sampler_kwargs(self):
+        return None
+
+
+@caught_by("STR-29")
+class KeepsTheGroup(DDPStrategy):
+    def teardown(self):
+        self._owns_process_group = False
+        super().teardown()
+
+
+@caught_by("STR-29")
+class LeavesAThread(DDPStrategy):
+    def setup_environment(self):
+        super().setup_environment()
+        threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+
+
+@caught_by("STR-29")
+class LeavesAVariable(DDPStrategy):
+    def setup_environment(self):
+        super().setup_environment()
+        os.environ["OMP_NUM_THREADS"] = "7"
+
+
+@caught_by("STR-29", says="processes are left")
+class LeavesAProcess(DDPStrategy):
+    def setup_environment(self):
+        subprocess.Popen(["sleep", "20"])
+        super().setup_environment()
+
+
+@caught_by("STR-30")
+class TeardownNeedsSetup(DDPStrategy):
+    def setup_communication(self):
+        self.connection = object()
+        return super().setup_communication()
+
+    def teardown(self):
+        super().teardown()
+        del self.connection
+
+
+@caught_by("STR-31", says="not been initialized")
+class OneLife(DDPStrategy):
+    done = False
+
+    def setup_environment(self):
+        if not self.done:
+            super().setup_environment()
+        self.done = True
+
+
+@caught_by("STR-35")
+class LocalNorm(DDPStrategy):
+    def clip_gradients(self, optimizer, clip_val, algorithm="norm"):
+        return super().clip_gradients(optimizer, clip_val / (1 + self.global_rank), algorithm)
+
+
+@caught_by("STR-36")
+class OwnPrecision(DDPStrategy):
+    @property
+    def precision(self):
+        return SinglePrecision()
+
+
+@caught_by("STR-37")
+class TakesWhatItDoesNotDeclare(DDPStrategy):
+    """The class says that it works with one precision; its instances take any, so resolve refuses nothing."""
+
+    precisions = frozenset({"32-true"})
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.precisions = None
+
+
+@caught_by("STR-38", says="CollectiveTimeoutError")
+class AsksEverybody(DDPStrategy):
+    def __init__(self, **options):
+        super().__init__(timeout=timedelta(seconds=2), **options)
+
+    @property
+    def is_data_leader(self):
+        store = self.setup_communication()
+        return store is not None
+
+
+@caught_by("STR-39")
+class DestroysAnyGroup(DDPStrategy):
+    def teardown(self):
+        super().teardown()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+@caught_by("STR-41")
+class WrapsAnything(DDPStrategy):
+    def wrap_model(self, *, training):
+        self.configure_ddp()
+
+
+@caught_by("STR-42")
+class DrawsNumbers(DDPStrategy):
+    drawn = torch.Generator()
+
+    def optimizer_step(self, optimizer, closure=None):
+        for parameter in self.precision.main_params(optimizer):
+            parameter.grad.add_(1e-3 * torch.rand((), generator=self.drawn))
+        return super().optimizer_step(optimizer, closure)
+
+
+@caught_by("STR-45")
+class InTheOrderOfKeys(DDPStrategy):
+    def reduce(self, value, op="mean", *, group=None):
+        if isinstance(value, dict):
+            together = super().reduce(torch.stack(list(value.values())), op)
+            return dict(zip(value, together, strict=True))
+        return super().reduce(value, op, group=group)
+
+
+@caught_by("STR-46")
+class DenseMemory(DDPStrategy):
+    """Works on a view's memory from its start, as gloo does."""
+
+    def reduce(self, value, op="mean", *, group=None):
+        if isinstance(value, torch.Tensor):
+            value = torch.as_strided(value, value.shape, torch.empty(value.shape).stride())
+        return super().reduce(value, op, group=group)
+
+
+@caught_by("STR-48")
+class SwallowsErrors(DDPStrategy):
+    def barrier(self, name=""):
+        try:
+            super().barrier(name)
+        except Exception:
+            if self.global_rank:
+                pass
+            else:
+                raise
+
+
+@caught_by("SYS-04", kind="strategy")
+class PredictsBackwards(DDPStrategy):
+    def module_step(self, name):
+        step = super().module_step(name)
+        return step if name != "predict_step" else lambda *arguments: step(*arguments).flip(0)
