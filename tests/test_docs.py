@@ -7,6 +7,8 @@ How a page is read stands in docs/README.md, for those who write one:
   own, ``<!-- test: file NAME -->`` only writes it (any language), ``<!-- test: raises NAME -->`` expects the error,
   ``<!-- no-run: reason -->`` leaves it out. ``exits N`` after a script's name, or before a console, expects that code.
 * In a console every ``$ torchhal ...`` runs; each line shown below it must begin as a line of the real output does.
+* A page sees the parts of core, of torchhal-parallel and of the simulator; a plugin's README also its own, and a page
+  with ``<!-- plugins: NAME ... -->`` those of that folder in ``plugins``.
 
 Blocks keep their line numbers, so that a traceback names the line of the page.
 """
@@ -18,86 +20,37 @@ import re
 import shlex
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from pages import MARKER, Block, blocks_of, padded, write_files
+
+pytestmark = pytest.mark.timeout(330)
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "core" / "README.md", ROOT / "docs" / "README.md"]
-PAGES += sorted((ROOT / "docs" / "how-to").glob("*.md"))
+PAGES += sorted((ROOT / "docs" / "how-to").glob("*.md")) + sorted((ROOT / "plugins").glob("*/README.md"))
 PLUGIN_PAGE = ROOT / "docs" / "how-to" / "write-a-strategy.md"
-TIMEOUT = 120
+TIMEOUT = 300  # seconds, on a machine that does much else
 
-FENCE = re.compile(r"^```(\w*)\s*$")
-MARKER = re.compile(r"^<!-- (?:test: (?P<test>.+?)|no-run: (?P<reason>.+?)) -->$")
+EVERYWHERE = {"parallel", "simulator"}
+FIRST_PARTY = {path.parent.name for path in (ROOT / "plugins").glob("*/pyproject.toml")}
 
-
-@dataclass
-class Block:
-    language: str
-    line: int
-    """Of the opening fence, from 1."""
-    text: list[str]
-    marker: list[str]
-    """The words of ``test: ...``; ``["no-run"]`` for a block that is left out."""
-
-    @property
-    def verb(self) -> str:
-        return self.marker[0] if self.marker else ""
-
-    @property
-    def exit_code(self) -> int:
-        return int(self.marker[self.marker.index("exits") + 1]) if "exits" in self.marker else 0
+NEEDS = re.compile(r"^<!-- plugins: (.+?) -->$", re.MULTILINE)
 
 
-def blocks_of(page: Path) -> list[Block]:
-    found: list[Block] = []
-    marker: list[str] = []
-    open_block: Block | None = None
-    for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
-        if open_block is not None:
-            if line.strip() == "```":
-                found.append(open_block)
-                open_block = None
-            else:
-                open_block.text.append(line)
-        elif match := FENCE.match(line):
-            open_block = Block(match[1], number, [], marker)
-            marker = []
-        elif match := MARKER.match(line):
-            marker = ["no-run"] if match["reason"] else match["test"].split()
-        elif line.strip():
-            assert not marker, f"{page.name}:{number}: a marker must stand right before a block"
-    assert open_block is None, f"{page.name}: a block is not closed"
-    return found
+def hidden_from(page: Path) -> str:
+    """The distributions that a reader of the page need not have installed."""
+    needed = {name for names in NEEDS.findall(page.read_text(encoding="utf-8")) for name in names.split()}
+    assert needed <= FIRST_PARTY, f"{name_of(page)} needs {needed - FIRST_PARTY}, no folder of plugins/"
+    return ",".join(f"torchhal-{name}" for name in sorted(FIRST_PARTY - EVERYWHERE - needed - {page.parent.name}))
 
 
-def padded(blocks: list[Block]) -> str:
-    """The blocks at the lines they have in the page; an expected error is caught by a ``with`` on the fence's line."""
-    lines: list[str] = []
-    for block in blocks:
-        lines += [""] * (block.line - 1 - len(lines))
-        if block.verb == "raises":
-            lines.append(f"with __import__('pytest').raises({block.marker[1]}):")
-            lines += [f"    {line}" if line.strip() else line for line in block.text]
-        else:
-            lines += ["", *block.text]
-    return "\n".join(lines) + "\n"
-
-
-def write_files(blocks: list[Block], folder: Path) -> None:
-    for block in blocks:
-        if block.verb in ("file", "script"):
-            target = folder / block.marker[1]
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_text(padded([block]) if block.language == "python" else "\n".join(block.text) + "\n")
-
-
-def run(command: list[str], folder: Path, site: Path) -> subprocess.CompletedProcess[str]:
+def run(command: list[str], folder: Path, site: Path, hidden: str) -> subprocess.CompletedProcess[str]:
     dropped = re.compile(r"TORCHHAL_|TORCHELASTIC_|PYTEST_|(MASTER|LOCAL|NODE|GROUP|ROLE)_|RANK$|WORLD_SIZE$")
     environ = {name: value for name, value in os.environ.items() if not dropped.match(name)}
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH", "")]))
+    environ["TORCHHAL_DISABLE_PLUGINS"] = hidden
     # A group of its own, so that whatever a hung example has started ends with it.
     with subprocess.Popen(
         command, cwd=folder, env=environ, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
@@ -182,26 +135,26 @@ def examples() -> list[object]:
 @pytest.mark.packaging
 @pytest.mark.parametrize(("page", "line"), examples())
 def test_example(page: Path, line: int | None, tmp_path: Path, site: Path) -> None:
-    blocks = blocks_of(page)
+    blocks, hidden = blocks_of(page), hidden_from(page)
     write_files(blocks, tmp_path)
     if line is None:
         program = tmp_path / page.with_suffix(".py").name
         program.write_text(padded([b for b in blocks if b.language == "python" and b.verb in ("", "raises")]))
-        check([sys.executable, program.name], 0, tmp_path, site)
+        check([sys.executable, program.name], 0, tmp_path, site, hidden)
         return
     (block,) = (block for block in blocks if block.line == line)
     if block.verb == "script":
-        check([sys.executable, block.marker[1]], block.exit_code, tmp_path, site)
+        check([sys.executable, block.marker[1]], block.exit_code, tmp_path, site, hidden)
         return
     for command, shown in commands_of(block):
-        done = check([sys.executable, "-m", "torchhal.cli", *command], block.exit_code, tmp_path, site)
+        done = check([sys.executable, "-m", "torchhal.cli", *command], block.exit_code, tmp_path, site, hidden)
         real = {first_word(row) for row in (done.stdout + done.stderr).splitlines()}
         missing = [row for row in shown if first_word(row) not in real]
         assert not missing, f"torchhal {' '.join(command)} no longer prints:\n{missing}\nbut:\n{done.stdout}"
 
 
-def check(command: list[str], code: int, folder: Path, site: Path) -> subprocess.CompletedProcess[str]:
-    done = run(command, folder, site)
+def check(command: list[str], code: int, folder: Path, site: Path, hidden: str) -> subprocess.CompletedProcess[str]:
+    done = run(command, folder, site, hidden)
     assert done.returncode == code, (
         f"exit code {done.returncode}, not {code}: {' '.join(command)}\n{done.stdout}\n{done.stderr}"
     )

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from lighthouses import lighthouse
 
 pytestmark = pytest.mark.packaging
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = """
+import json
 import sys
 import torch
 import torchhal
@@ -41,15 +46,11 @@ torchhal.seed_everything(0)
 x = torch.randn(64, 4)
 data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), 8)
 trainer = torchhal.Trainer(
-    accelerator="slate",
-    devices=2,
-    strategy="ddp",
-    max_epochs=20,
-    default_root_dir=sys.argv[2],
-    enable_progress_bar=False,
+    **json.loads(sys.argv[3]), max_epochs=20, default_root_dir=sys.argv[2], enable_progress_bar=False
 )
 trainer.fit(Model(), data)
-trainer.print(f"{type(trainer.accelerator).__module__} {trainer.world_size} {trainer.callback_metrics['loss'] < 1e-2}")
+parts = type(trainer.accelerator).__module__, type(trainer.strategy).__module__
+trainer.print(*parts, trainer.world_size, bool(trainer.callback_metrics["loss"] < 1e-2))
 """
 
 
@@ -71,36 +72,118 @@ def test_the_wheel_holds_what_users_and_type_checkers_need(core_wheel: Path) -> 
         names = wheel.namelist()
         metadata = wheel.read(next(name for name in names if name.endswith("METADATA"))).decode()
     assert "torchhal/py.typed" in names
+    template = ROOT / "core" / "src" / "torchhal" / "template"
+    files = {path.relative_to(template).as_posix() for path in template.rglob("*") if path.is_file()}
+    mine = {name.removeprefix("torchhal/template/") for name in names if name.startswith("torchhal/template/")}
+    assert mine == {file for file in files if "__pycache__" not in file}
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert {name.split("/")[0] for name in names} == {"torchhal", f"torchhal-{core_wheel.name.split('-')[1]}.dist-info"}
     requirements = [line for line in metadata.splitlines() if line.startswith("Requires-Dist") and "extra" not in line]
     assert not any("==" in line for line in requirements), "a package pins nothing"
     assert "License-Expression: MIT" in metadata
     assert "Requires-Dist: torch>=2.6" in metadata
+    # Without it no objects go from rank to rank, and every other environment than that of a new user has it.
+    assert "Requires-Dist: numpy" in metadata
 
 
-def test_a_plugin_installed_beside_it_trains_by_its_alias(core_wheel: Path, tmp_path: Path) -> None:
-    plugin = build(ROOT / "tests" / "distributions" / "slate", tmp_path / "dist", tmp_path / "copy")
+@pytest.fixture
+def variables(source: str) -> Iterator[dict[str, str]]:
+    """What a plugin needs to be there while it trains."""
+    if source != "plugins/torchft":
+        yield {}
+        return
+    with lighthouse() as address:
+        yield {"TORCHFT_LIGHTHOUSE": address}
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "trained_by"),
+    [
+        (
+            "tests/distributions/slate",
+            {"accelerator": "slate", "devices": 2, "strategy": "ddp"},
+            "acme_slate.accelerator torchhal.strategies.ddp 2 True",
+        ),
+        (
+            "plugins/parallel",
+            {"accelerator": "cpu", "devices": 2, "strategy": "zero2"},
+            "torchhal.accelerators.cpu torchhal_parallel.fsdp 2 True",
+        ),
+        ("plugins/gpu", {"accelerator": "auto", "devices": 1}, "torchhal.strategies.single_device 1 True"),
+        (
+            "plugins/hpu",
+            {"accelerator": "hpu", "devices": 2, "strategy": "ddp"},
+            "torchhal_hpu.accelerator torchhal_hpu.strategies 2 True",
+        ),
+        (
+            "plugins/ipu",
+            {"accelerator": "ipu", "devices": 2},
+            "torchhal_ipu.accelerator torchhal_ipu.strategy 1 True",
+        ),
+        (
+            "plugins/hivemind",
+            {"accelerator": "cpu", "devices": 1, "strategy": "collaborative"},
+            "torchhal.accelerators.cpu torchhal_hivemind.strategy 1 True",
+        ),
+        (
+            "plugins/bagua",
+            {"accelerator": "cpu", "devices": 2, "strategy": "bagua"},
+            "torchhal.accelerators.cpu torchhal_bagua.strategy 2 True",
+        ),
+        (
+            "plugins/torchft",
+            {"accelerator": "cpu", "devices": 1, "strategy": "torchft"},
+            "torchhal.accelerators.cpu torchhal_torchft.strategy 1 True",
+        ),
+    ],
+    ids=["slate", "parallel", "gpu", "hpu", "ipu", "hivemind", "bagua", "torchft"],
+)
+def test_a_plugin_installed_beside_it_trains_by_its_alias(
+    core_wheel: Path, tmp_path: Path, source: str, options: dict[str, Any], trained_by: str, variables: dict[str, str]
+) -> None:
+    plugin = build(ROOT / source, tmp_path / "dist", tmp_path / "copy")
     site = tmp_path / "site"
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-index"]
     subprocess.run([*pip, "--target", str(site), str(core_wheel), str(plugin)], check=True)
     (tmp_path / "train.py").write_text(SCRIPT)
+    # the development environment's own plugins stay out: what runs is what the two wheels bring
+    (name,) = [line.split("=")[0].strip() for line in _entry_points(site)]
+    of_plugins = {
+        "BAGUA_STUB": "1", "HABANA_FRAMEWORKS_STUB": "1", "POPTORCH_STUB": "1", "POPTORCH_STUB_IPUS": "2",
+        "TORCHHAL_HIVEMIND_TARGET_BATCH_SIZE": "8",
+    }  # fmt: skip
+    environ = {**os.environ, "PYTHONPATH": str(site), "TORCHHAL_PLUGINS": name, **of_plugins, **variables}
     done = subprocess.run(
-        [sys.executable, str(tmp_path / "train.py"), str(site), str(tmp_path / "runs")],
-        env={**os.environ, "PYTHONPATH": str(site)},
+        [sys.executable, str(tmp_path / "train.py"), str(site), str(tmp_path / "runs"), json.dumps(options)],
+        env=environ,
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "acme_slate.accelerator 2 True" in done.stdout
+    assert trained_by in done.stdout
     listed = subprocess.run(
-        [sys.executable, str(site / "bin" / "torchhal"), "plugins"],
-        env={**os.environ, "PYTHONPATH": str(site)},
+        [sys.executable, str(site / "bin" / "torchhal"), "plugins", "--json"],
+        env=environ,
         capture_output=True,
         text=True,
         timeout=60,
         check=True,
     )
-    assert "acme-slate" in listed.stdout
+    (record,) = [each for each in json.loads(listed.stdout)["plugins"] if each["name"] == name]
+    assert record["status"] == "loaded" and record["components"]
+    assert record["file"].startswith(str(site))
+
+
+def _entry_points(site: Path) -> list[str]:
+    """The lines of group ``torchhal`` in what was installed."""
+    lines: list[str] = []
+    for file in site.glob("*.dist-info/entry_points.txt"):
+        group = ""
+        for line in file.read_text().splitlines():
+            if line.startswith("["):
+                group = line.strip()
+            elif group == "[torchhal]" and line.strip():
+                lines.append(line)
+    return lines

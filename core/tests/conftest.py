@@ -1,4 +1,4 @@
-"""The worlds of processes that tests share."""
+"""What tests run on: each accelerator in turn, and the worlds of processes that they share."""
 
 import sys
 from pathlib import Path
@@ -7,25 +7,36 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # test modules import world, in this process and in its ranks
 
-
-def _world(size):
-    from world import World
-
-    world = World(size)
-    yield world
-    world.stop()
+from world import crowd_control, shared_world
 
 
-@pytest.fixture(scope="session")
-def world2():
-    """Two processes."""
-    yield from _world(2)
+def pytest_configure(config):
+    config.addinivalue_line("markers", "one_accelerator: the CPU alone; the test chooses devices itself, or needs none")
 
 
-@pytest.fixture(scope="session")
-def world3():
-    """Three processes."""
-    yield from _world(3)
+def pytest_generate_tests(metafunc):
+    if "accelerator" in metafunc.fixturenames:
+        from hardware import ACCELERATORS
+
+        alone = metafunc.definition.get_closest_marker("one_accelerator") is not None
+        metafunc.parametrize("accelerator", ACCELERATORS[:1] if alone else ACCELERATORS, indirect=True)
+
+
+@pytest.fixture
+def accelerator(request, monkeypatch):
+    """The name of the accelerator that the test runs on, here, in its ranks and in its scripts: see hardware.py."""
+    import hardware
+
+    if why := hardware.missing(request.param):
+        pytest.skip(why)
+    monkeypatch.setenv(hardware.VARIABLE, request.param)
+    hardware.accelerator()
+    return request.param
+
+
+crowded_worlds_end = crowd_control()
+world2 = shared_world(2)
+world3 = shared_world(3)
 
 
 @pytest.fixture(params=[2, 3], ids=["2 ranks", "3 ranks"])

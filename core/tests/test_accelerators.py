@@ -11,9 +11,11 @@ import dataclasses
 import os
 import pickle
 import types
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple
 
+import hardware
 import pytest
 import torch
 from hypothesis import given
@@ -22,7 +24,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from torchhal.accelerators import Accelerator, CPUAccelerator
-from torchhal.accelerators.transfer import map_tensors, move_to_device
+from torchhal.accelerators.transfer import map_tensors, move_module, move_to_device
 from torchhal.errors import AcceleratorUnavailable, ConfigurationError
 from torchhal.plugin import Availability
 
@@ -139,6 +141,17 @@ def test_availability_is_stable_and_starts_nothing(module: StandIn) -> None:  # 
     assert Fake().get_parallel_devices([2, 0]) == [torch.device("meta", 2), torch.device("meta", 0)]  # ACC-05
     assert not module.initialised
     assert CPUAccelerator.availability() == Availability(True)
+
+
+def test_the_vendors_import_counts_where_a_plugin_computes_on_the_cpu_until_its_hardware_is_there() -> None:  # GEN-05
+    class Planned(CPUAccelerator):
+        name = "planned"
+
+        @classmethod
+        def load(cls) -> None:
+            raise OSError("half installed")
+
+    assert Planned.availability() == Availability(False, "OSError: half installed")
 
 
 @pytest.mark.parametrize(
@@ -399,21 +412,55 @@ def test_hardware_with_one_device_per_process(install: Callable[[types.ModuleTyp
     accelerator.teardown()
 
 
-def test_random_numbers_of_the_processors() -> None:  # ACC-14
-    cpu, outer = CPUAccelerator(), torch.get_rng_state()
-    cpu.manual_seed(7)
-    first = torch.rand(5)
-    cpu.manual_seed(7)
-    assert torch.equal(first, torch.rand(5))
-    state = cpu.get_rng_state(CPU)
-    kept, stream = state.clone(), torch.rand(5)
+@pytest.mark.usefixtures("accelerator")
+def test_random_numbers() -> None:  # ACC-14
+    tested, device, outer = hardware.accelerator(), hardware.device(), torch.get_rng_state()
+    tested.setup_device(device)
+
+    def draw() -> torch.Tensor:
+        return torch.rand(5, device=device)
+
+    tested.manual_seed(7)
+    first = draw()
+    tested.manual_seed(7)
+    assert torch.equal(first, draw())
+    state = tested.get_rng_state(device)
+    assert (state.dtype, state.device) == (torch.uint8, CPU)
+    kept, stream = state.clone(), draw()
     assert torch.equal(state, kept)
     assert not torch.equal(first, stream)
-    cpu.set_rng_state(state, CPU)
-    assert torch.equal(stream, torch.rand(5))
+    tested.set_rng_state(state, device)
+    assert torch.equal(stream, draw())
+    if device.type != "cpu":
+        assert torch.equal(torch.get_rng_state(), outer), "the host's numbers are others"
     torch.manual_seed(7)
-    assert torch.equal(first, torch.rand(5))
+    assert torch.equal(first, draw())
     torch.set_rng_state(outer)
+
+
+def test_a_seed_reaches_a_library_that_loads_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, when it loads: what is seeded and drawn afterwards is the user's."""
+    stand_in = StandIn()
+    stand_in._is_in_bad_fork = lambda: False  # type: ignore[attr-defined]
+
+    class Late(Fake):
+        @classmethod
+        def load(cls) -> None:
+            monkeypatch.setattr(torch, "meta", stand_in, raising=False)
+            torch.get_device_module.cache_clear()
+
+    monkeypatch.setattr(torch._C, "_get_privateuse1_backend_name", lambda: "meta")
+    torch.manual_seed(5)
+    try:
+        assert Late.availability()
+        seeds = {generator.initial_seed() for generator in stand_in.generators}
+        stand_in.manual_seed_all(123)
+        Late().get_parallel_devices([0])
+        Late().setup_device(torch.device("meta", 0))
+    finally:
+        torch.get_device_module.cache_clear()
+    assert seeds == {5}
+    assert {generator.initial_seed() for generator in stand_in.generators} == {123}
 
 
 def test_random_numbers_of_each_device(module: StandIn) -> None:  # ACC-14
@@ -442,24 +489,113 @@ def test_memory(module: StandIn) -> None:  # ACC-18
     CPUAccelerator().reset_peak_memory_stats(CPU)
 
 
-# -- arithmetic on the processors --------------------------------------------------------------------------------
+# -- moving a module --------------------------------------------------------------------------------------------
+
+
+class Marked(nn.Parameter):
+    """A subclass, as layers have them that mark parameters for their optimizer."""
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(2, 3, num_layers=2)
+        self.head = nn.Linear(3, 3)
+        self.tied = nn.Linear(3, 3)
+        self.tied.weight = self.head.weight
+        self.scale = Marked(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.tied(self.head(self.rnn(x)[0])) * self.scale).square().sum()
+
+
+@pytest.mark.usefixtures("accelerator")
+def test_a_moved_module_keeps_its_parameters(caplog: pytest.LogCaptureFixture) -> None:
+    device = hardware.device()
+    torch.manual_seed(0)
+    model, x = Recurrent(), torch.randn(4, 1, 2)
+    expected = copy.deepcopy(model)
+    before = dict(model.named_parameters(remove_duplicate=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model.scale.no_decay = True
+    head, calls = model.head.weight, list[str]()
+
+    def double(gradient: torch.Tensor) -> torch.Tensor:
+        calls.append(f"gradient on {gradient.device.type}")
+        return 2 * gradient
+
+    handle = model.scale.register_hook(double)
+    model.head.weight.register_post_accumulate_grad_hook(lambda parameter: calls.append(str(parameter is head)))
+
+    for where in (device, CPU, device):
+        move_module(model, where)
+        after = dict(model.named_parameters(remove_duplicate=False))
+        assert after.keys() == before.keys()
+        assert all(parameter is before[name] and parameter.device == where for name, parameter in after.items())
+        assert model.head.weight is model.tied.weight
+        assert all(a is b for a, b in zip(model.rnn._flat_weights, model.rnn.parameters(), strict=True))
+        assert type(model.scale) is Marked and model.scale.no_decay
+        calls.clear()
+        for each in (model, expected):
+            each.zero_grad()
+            each(x.to(next(each.parameters()).device)).backward()
+        assert sorted(calls) == ["True", f"gradient on {where.type}"]
+        for name, parameter in expected.named_parameters():
+            factor = 2 if name == "scale" else 1
+            torch.testing.assert_close(after[name].grad.cpu(), factor * parameter.grad)
+    optimizer.step()
+    for name, parameter in expected.named_parameters():
+        factor = 2 if name == "scale" else 1
+        torch.testing.assert_close(before[name].cpu(), parameter - 0.1 * factor * parameter.grad)
+    handle.remove()
+    calls.clear()
+    model(x.to(device)).backward()
+    assert calls == ["True"], "a removed hook stays removed"
+    assert not caplog.records
+
+
+@pytest.mark.usefixtures("accelerator")
+def test_a_parameter_that_something_holds_on_to(caplog: pytest.LogCaptureFixture) -> None:
+    device = hardware.device()
+    model, watched = Recurrent(), []
+    held = weakref.ref(model.scale), weakref.ref(model.head.weight)
+    before = dict(model.named_parameters(remove_duplicate=False))
+    model.scale.no_decay = True
+    model.scale.register_hook(watched.append)
+    move_module(model, device)
+    model(torch.randn(4, 1, 2).to(device)).backward()
+    assert len(watched) == 1 and type(model.scale) is Marked and model.scale.no_decay
+    assert model.head.weight is model.tied.weight
+    assert model.rnn.weight_hh_l1 is before["rnn.weight_hh_l1"]
+    if model.scale is held[0]():  # as on a device in torch's tree
+        assert not caplog.records
+    else:
+        (record,) = caplog.records
+        assert "'scale', 'head.weight' of Recurrent became new parameters" in record.getMessage()
+
+
+# -- arithmetic on what there is --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.usefixtures("accelerator")
 def test_every_declared_dtype_computes(dtype: torch.dtype) -> None:  # ACC-16, ACC-17
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(5, 5, generator=generator, dtype=torch.float64) for _ in range(2))
-    x, y = a.to(dtype).requires_grad_(), b.to(dtype)
+    device = hardware.device()
+    x, y = a.to(device, dtype).requires_grad_(), b.to(device, dtype)
     (x @ y).sum().backward()
     tolerance = {torch.bfloat16: 5e-2, torch.float16: 5e-3}.get(dtype, 1e-5)
-    torch.testing.assert_close((x @ y).double(), a @ b, rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(x.grad.double(), (torch.ones(5, 5).double() @ b.T), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close((x @ y).double().cpu(), a @ b, rtol=tolerance, atol=tolerance)
+    expected = torch.ones(5, 5).double() @ b.T
+    torch.testing.assert_close(x.grad.double().cpu(), expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("method", sorted(CPUAccelerator.start_methods))
+@pytest.mark.usefixtures("accelerator")
 def test_data_workers_after_set_up(method: str) -> None:  # ACC-20
-    cpu = CPUAccelerator()
-    cpu.setup_device(CPU)
+    hardware.accelerator().setup_device(hardware.device())
+    torch.ones(1, device=hardware.device())  # in use: a forked worker that keeps to the host works all the same
     workers = {"num_workers": 2 if method == "fork" else 1, "multiprocessing_context": method}
     data = TensorDataset(torch.arange(8.0))
     assert torch.equal(torch.cat([x for (x,) in DataLoader(data, batch_size=3, **workers)]), torch.arange(8.0))
@@ -481,12 +617,17 @@ def test_data_workers_after_set_up(method: str) -> None:  # ACC-20
         torch.complex64,
     ],
 )
-def test_tensors_go_to_the_processors_and_back_as_they_are(dtype: torch.dtype) -> None:  # ACC-12
-    cpu = CPUAccelerator()
+@pytest.mark.usefixtures("accelerator")
+def test_tensors_go_to_the_device_and_back_as_they_are(dtype: torch.dtype) -> None:  # ACC-12
+    cpu, tested, device = CPUAccelerator(), hardware.accelerator(), hardware.device()
     base = (torch.arange(12).reshape(3, 4) % 7).to(dtype)
     for tensor in (base, base[1, 2], base[:0], base[:, ::2], base.t(), base[:1].expand(5, 4)):
-        assert cpu.batch_to_device(tensor, CPU) is tensor  # no copy
-        moved = cpu.batch_to_device(tensor, META)
+        there = tested.batch_to_device(tensor, device)
+        assert tested.batch_to_device(there, device) is there  # no copy
+        assert (there.device, there.dtype, there.shape) == (device, dtype, tensor.shape)
+        assert torch.equal(cpu.batch_to_device(there, CPU), tensor)
+        assert (there is tensor) == (device == CPU)
+        moved = tested.batch_to_device(there, META)
         assert (moved.device, moved.dtype, moved.shape) == (META, dtype, tensor.shape)
 
 

@@ -2,13 +2,15 @@
 
 import os
 import pickle
+import shutil
 from datetime import timedelta
 
 import pytest
 import torch
 from torch import nn
 
-from torchhal.errors import ConfigurationError
+from torchhal.checkpoint import TorchCheckpointIO
+from torchhal.errors import CheckpointError, ConfigurationError
 from torchhal.overrides import overrides
 from torchhal.trainer.callbacks import (
     Callback,
@@ -18,7 +20,7 @@ from torchhal.trainer.callbacks import (
     ModelSummary,
     ProgressBar,
 )
-from torchhal.trainer.callbacks.checkpoint_files import earlier_runs, link_durably, normal_folder
+from torchhal.trainer.callbacks.checkpoint_files import earlier_runs, normal_folder
 from torchhal.trainer.callbacks.clock import SharedClock
 from torchhal.trainer.callbacks.summary import summarize
 
@@ -144,17 +146,26 @@ class TestNames:
         assert earlier_runs(str(tmp_path)) == []
 
 
-def test_a_link_replaces_in_one_step_and_leaves_nothing(tmp_path):
+def test_a_link_replaces_in_one_step_and_leaves_nothing(tmp_path, monkeypatch):
+    io = TorchCheckpointIO()
     source, target = tmp_path / "a.ckpt", tmp_path / "last.ckpt"
     source.write_text("new")
     target.write_text("old")
-    assert link_durably(str(source), str(target)) and link_durably(str(source), str(target))
+    assert io.link_checkpoint(source, target) and io.link_checkpoint(source, target)
     assert target.read_text() == "new" and os.path.samefile(source, target)
     source.unlink()
     assert target.read_text() == "new"
-    assert not link_durably(str(tmp_path / "missing"), str(target))
-    assert not link_durably("memory://a", "memory://b")
+    assert not io.link_checkpoint(tmp_path / "missing", target)
+    assert not io.link_checkpoint("memory://a", "memory://b") and not io.link_checkpoint(target, "memory://b")
     assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
+    # a file system without links, and then one that is full
+    monkeypatch.setattr(os, "link", lambda *names: (_ for _ in ()).throw(OSError("no links here")))
+    assert io.link_checkpoint(target, tmp_path / "b.ckpt")
+    assert not os.path.samefile(target, tmp_path / "b.ckpt") and (tmp_path / "b.ckpt").read_text() == "new"
+    monkeypatch.setattr(shutil, "copyfile", lambda *names: (_ for _ in ()).throw(OSError("the disk is full")))
+    with pytest.raises(CheckpointError, match=r"b\.ckpt' could not become a second name .*disk is full"):
+        io.link_checkpoint(tmp_path / "last.ckpt", tmp_path / "b.ckpt")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["b.ckpt", "last.ckpt"]
 
 
 class TestPlaces:

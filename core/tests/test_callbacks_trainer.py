@@ -5,6 +5,7 @@ import os
 import signal
 from datetime import timedelta
 
+import hardware
 import pytest
 import torch
 from torch import nn
@@ -21,6 +22,8 @@ from torchhal.trainer.callbacks import (
     ProgressBar,
 )
 from torchhal.trainer.loggers import CSVLogger, Logger
+
+pytestmark = pytest.mark.usefixtures("accelerator")
 
 
 class Net(Module):
@@ -59,7 +62,9 @@ def fit(tmp_path, *callbacks, model=None, scores=(), ckpt_path=None, validate=Tr
     options.setdefault("num_sanity_val_steps", 0)
     options.setdefault("enable_progress_bar", False)
     options.setdefault("enable_model_summary", False)
-    trainer = Trainer(accelerator="cpu", devices=1, default_root_dir=tmp_path, callbacks=list(callbacks), **options)
+    trainer = Trainer(
+        accelerator=hardware.name(), devices=1, default_root_dir=tmp_path, callbacks=list(callbacks), **options
+    )
     trainer.fit(model or Net(scores), BATCHES, BATCHES[:1] if validate else None, ckpt_path=ckpt_path)
     return trainer
 
@@ -112,15 +117,32 @@ class TestModelCheckpoint:
         assert last["epoch"] == 1 and torch.load(callback.best_model_path, weights_only=True)["epoch"] == 0
         assert names(tmp_path / "b") == ["epoch=0-step=4.ckpt", "last.ckpt"]
 
-    def test_remote_folders(self, tmp_path):
+    def test_remote_folders(self, tmp_path, accelerator):
         import fsspec
 
-        callback = ModelCheckpoint("memory://callbacks/run", monitor="score", save_last=True)
+        callback = ModelCheckpoint(f"memory://callbacks/{accelerator}", monitor="score", save_last=True)
         fit(tmp_path, callback, scores=[0.5, 0.1, 0.3])
         found = sorted(
-            name.rsplit("/", 1)[1] for name in fsspec.filesystem("memory").ls("/callbacks/run", detail=False)
+            name.rsplit("/", 1)[1] for name in fsspec.filesystem("memory").ls(f"/callbacks/{accelerator}", detail=False)
         )
         assert found == ["epoch=1-step=8.ckpt", "last.ckpt"]
+
+    def test_a_url_for_the_run_is_for_its_checkpoints(self, tmp_path, accelerator, monkeypatch):
+        import fsspec
+
+        monkeypatch.chdir(tmp_path)
+        root = f"memory://run-{accelerator}"
+        trainer = Trainer(
+            accelerator=accelerator, devices=1, max_epochs=1, default_root_dir=root, enable_progress_bar=False
+        )
+        trainer.fit(Net(), BATCHES)
+        folder = f"{root}/torchhal_logs/version_0/checkpoints"
+        assert trainer.checkpoint_callback.best_model_path == f"{folder}/epoch=0-step=4.ckpt"
+        assert fsspec.filesystem("memory").exists(trainer.checkpoint_callback.best_model_path)
+        assert trainer.log_dir == str(tmp_path / "torchhal_logs" / "version_0")  # nobody appends to a file at a URL
+        assert os.listdir(tmp_path) == ["torchhal_logs"]
+        with pytest.raises(ConfigurationError, match=r"'save_dir' must be a local folder.*'memory://logs'"):
+            CSVLogger("memory://logs")
 
     def test_files_of_other_runs_are_left_alone(self, tmp_path):
         first = ModelCheckpoint(tmp_path, "best", monitor="score", save_last=True)
@@ -535,7 +557,7 @@ class TestProgressBar:
         ]
 
     def test_a_loader_without_length(self, tmp_path, capsys):
-        trainer = Trainer(accelerator="cpu", devices=1, max_epochs=1, logger=False, default_root_dir=tmp_path)
+        trainer = Trainer(accelerator=hardware.name(), devices=1, max_epochs=1, logger=False, default_root_dir=tmp_path)
         trainer.fit(Net(), Stream())
         assert "Epoch 0: 4it" in capsys.readouterr().err
 
@@ -566,7 +588,7 @@ def test_ranks_never_disagree(tmp_path):
     )
     timed = ModelCheckpoint(tmp_path / "t", train_time_interval=timedelta(microseconds=1), save_top_k=-1)
     trainer = Trainer(
-        accelerator="cpu",
+        accelerator=hardware.name(),
         strategy="ddp_spawn",
         devices=2,
         max_epochs=5,

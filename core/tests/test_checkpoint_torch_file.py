@@ -12,6 +12,7 @@ from collections import Counter, OrderedDict, defaultdict
 from pathlib import Path
 from typing import Any
 
+import hardware
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -197,6 +198,29 @@ def test_map_location_takes_what_torch_takes(io_: TorchCheckpointIO, tmp_path: P
 def test_map_location_is_not_ignored(io_: TorchCheckpointIO, tmp_path: Path, device: Any) -> None:
     io_.save_checkpoint({"w": torch.ones(2)}, tmp_path / "x")
     assert io_.load_checkpoint(tmp_path / "x", map_location=device)["w"].device.type == "meta"
+
+
+@pytest.mark.usefixtures("accelerator")
+def test_tensors_of_a_device_go_where_they_are_wanted(io_: TorchCheckpointIO, tmp_path: Path) -> None:
+    """Also in a process that has never heard of the device; and what shared memory shares it again."""
+    device = hardware.device()
+    whole = torch.arange(6.0, device=device)
+    model = nn.Linear(2, 2).to(device)
+    saved = {"whole": whole, "part": whole[2:4], "turned": whole.view(2, 3).t(), "state": model.state_dict()}
+    io_.save_checkpoint(saved, tmp_path / "x")
+    for where, expected in ((None, device), ("cpu", torch.device("cpu")), (device, device)):
+        loaded = io_.load_checkpoint(tmp_path / "x", map_location=where)
+        for name in ("whole", "part", "turned"):
+            assert loaded[name].device == expected and torch.equal(loaded[name].cpu(), saved[name].cpu()), name
+        loaded["whole"] += 1
+        assert loaded["part"].tolist() == [3.0, 4.0]
+        model.load_state_dict(loaded["state"])
+    code = (
+        "import sys, torch; from torchhal.checkpoint import TorchCheckpointIO\n"
+        f"loaded = TorchCheckpointIO().load_checkpoint({str(tmp_path / 'x')!r})\n"
+        "assert 'torchhal_simulator' not in sys.modules and loaded['part'].tolist() == [2.0, 3.0]"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_a_wrong_map_location_is_named(io_: TorchCheckpointIO, tmp_path: Path) -> None:
@@ -551,3 +575,16 @@ def test_a_save_draws_no_random_number(io_: TorchCheckpointIO, tmp_path: Path) -
     io_.save_checkpoint({"x": torch.ones(3)}, tmp_path / "x")
     io_.load_checkpoint(tmp_path / "x")
     assert random.getstate() == before[0] and torch.equal(torch.get_rng_state(), before[1])
+
+
+def test_what_a_library_put_in_the_place_of_torchs_functions_is_not_used(
+    io_: TorchCheckpointIO, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Gaudi's bridge does: its functions copy each tensor by itself, and read with other defaults."""
+    for name in ("save", "load"):
+        monkeypatch.setattr(torch, name, lambda *_, **__: pytest.fail("a wrapper was called"))
+    weight = torch.arange(4.0)
+    io_.save_checkpoint({"encoder": weight, "decoder": weight.view(2, 2)}, tmp_path / "x")
+    for loaded in (io_.load_checkpoint(tmp_path / "x"), io_.open_checkpoint(tmp_path / "x")):
+        loaded["encoder"].mul_(2)
+        assert loaded["decoder"].tolist() == [[0.0, 2.0], [4.0, 6.0]]

@@ -278,6 +278,10 @@ def test_doctor(site: Path) -> None:
     assert not accelerators["loud/board"]["available"]
     assert "SystemExit: no licence" in accelerators["loud/board"]["reason"]
     assert "torchhal/local" in {part["name"] for part in found["cluster_environments"]}
+    [recommended] = found["recommendations"]
+    assert "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in recommended
+    done = torchhal_command("doctor", "--json", path=site, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    assert json.loads(done.stdout)["recommendations"] == []
     assert {name: found["environment"].get(name) for name in variables} == {
         "RANK": "3",
         "ACME_VISIBLE_DEVICES": "0,1",

@@ -1,12 +1,16 @@
 """Cluster environments from recorded variables (ENV-01 to ENV-17)."""
 
+import os
 import pickle
+import subprocess
+import sys
 import time
 
 import pytest
 
 from torchhal.cluster import LocalEnvironment, TorchElasticEnvironment
 from torchhal.errors import ConfigurationError
+from torchhal.resolve import Request, resolve
 
 # Captured from torchrun --nnodes 2 with 3 + 1 processes, second node.
 TORCHRUN = {
@@ -114,6 +118,21 @@ def test_port_out_of_range(table, port):
         _ = TorchElasticEnvironment().main_port
 
 
+@pytest.mark.parametrize(
+    ("arguments", "varies"),
+    [(["--nnodes", "1:2", "x.py"], True), (["--nnodes=1:4", "x.py"], True), (["--nnodes", "2", "x.py"], False)],
+)
+def test_torchruns_command_line_says_whether_nodes_may_change(arguments, varies):
+    """The agent is the parent of its workers."""
+    worker = "import torchhal.cluster.torchelastic as t; print(len(t.TorchElasticEnvironment.recommendations()))"
+    agent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {worker!r}], check=True)"
+    done = subprocess.run(
+        [sys.executable, "-c", agent, *arguments], capture_output=True, text=True, check=True, timeout=60,
+        env={**os.environ, **TORCHRUN},
+    )  # fmt: skip
+    assert done.stdout.strip() == str(int(varies))
+
+
 def test_settings_that_differ_from_torchruns_show_both_numbers(table):
     table("torchrun")
     environment = TorchElasticEnvironment()
@@ -173,6 +192,22 @@ def test_local_several_nodes_by_hand(table):
     table("by hand", NODE_RANK="2")
     with pytest.raises(ConfigurationError, match=r"NODE_RANK must be below 'num_nodes' \(2\) \(got 2\)"):
         environment.configure(2, 4)
+
+
+def test_a_node_of_several_that_would_train_by_itself(table):
+    """``num_nodes`` forgotten: every host would train alone, and end well."""
+    table("by hand")
+    with pytest.raises(ConfigurationError, match=r"NODE_RANK=1 says that this is one of several nodes.*'num_nodes'"):
+        resolve(Request(accelerator="cpu", devices=1, num_nodes=1))
+    table("by hand", NODE_RANK="0")
+    assert resolve(Request(accelerator="cpu", devices=1)).world_size == 1
+
+
+def test_in_an_allocation_of_slurm_s_srun_is_what_is_missing(table, monkeypatch):
+    table("by hand", NODE_RANK=None)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    with pytest.raises(ConfigurationError, match=r"NODE_RANK must be set.*start the script with srun"):
+        LocalEnvironment().configure(2, 4)
 
 
 @pytest.mark.parametrize("name", BY_HAND)

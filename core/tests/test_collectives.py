@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 
+import hardware
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from world import joined, rank, size
+from world import joined as joined_ranks
+from world import rank, size
 
 from torchhal.errors import CollectiveTimeoutError, DistributedError
 from torchhal.strategies import SingleDeviceStrategy
 from torchhal.strategies import collectives as impl
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("accelerator")]
 
 Pair = namedtuple("Pair", "first second")
 
@@ -41,6 +44,13 @@ def everywhere(outcomes, error, *texts):
         assert text in outcomes[0].message, outcomes[0].message
 
 
+@contextlib.contextmanager
+def joined():
+    """A strategy between its set-up and its teardown; tensors that are made meanwhile lie on the rank's device."""
+    with hardware.device(), joined_ranks() as strategy:
+        yield strategy
+
+
 # -- reduce --------------------------------------------------------------------------------------------------
 
 
@@ -61,6 +71,42 @@ def reduce_ops():
 def test_reduce_ops(world):
     """STR-01"""
     world.run(reduce_ops)
+
+
+def reduce_by_another_way():
+    seen = []
+
+    def all_reduce(tensor, op, group):
+        seen.append(tuple(tensor.shape))
+        dist.all_reduce(tensor, op, group=group)
+
+    with joined() as strategy:
+        value = {"a": torch.full((2,), rank() + 1.0), "b": 3}
+        found = impl.reduce(value, "mean", device=strategy.root_device, all_reduce=all_reduce)
+        equal(found["a"], torch.full((2,), (size() + 1) / 2))
+    assert seen == [(2,)] and found["b"] == 3.0  # tensors only: a number never lay on the device
+
+
+def test_a_device_may_bring_its_own_all_reduce(world2):
+    world2.run(reduce_by_another_way)
+
+
+def broadcast_by_another_way():
+    sent = []
+
+    def send(box, src):
+        dist.broadcast_object_list(box, src=src)
+        sent.append((type(box[0]), src))
+
+    with joined() as strategy:
+        value = {"a": torch.full((2,), rank() + 1.0), "b": f"rank {rank()}"}
+        found = impl.broadcast_object(value, 1, device=strategy.root_device, send=send)
+        equal(found["a"], [2.0, 2.0])
+    assert sent == [(bytes, 1)] and found["b"] == "rank 1"
+
+
+def test_a_strategy_may_bring_its_own_broadcast(world2):
+    world2.run(broadcast_by_another_way)
 
 
 def reduce_unknown_op():
@@ -140,6 +186,27 @@ def reduce_numbers():
 def test_reduce_numbers_and_other_things(world):
     """STR-03"""
     world.run(reduce_numbers)
+
+
+def numbers_of_the_host():
+    with joined() as strategy:
+        parameter = nn.Parameter(torch.zeros(3))
+        parameter.grad = torch.ones(3)
+        before = hardware.waits()
+        assert strategy.reduce(rank() + 0.5, "max") == size() - 0.5
+        assert strategy.reduce_boolean_decision(True)
+        strategy.all_gather_object(1)
+        strategy.barrier("here")
+        assert hardware.waits() == before
+        dist.all_reduce(parameter.grad)
+        one = hardware.waits() - before
+        impl.average_gradients([parameter])
+        assert hardware.waits() - before == 2 * one
+
+
+def test_what_the_hosts_know_waits_for_no_device(world2):
+    """Averaging gradients waits as often as the one collective that it needs."""
+    world2.run(numbers_of_the_host)
 
 
 def reduce_nests():
@@ -285,7 +352,7 @@ def test_different_collectives_fail_on_all_ranks(world3, kind):
 
 def reduce_refuses_sparse():
     with joined() as strategy:
-        strategy.reduce({"x": torch.eye(2).to_sparse()}, "sum")
+        strategy.reduce({"x": torch.eye(2, device="cpu").to_sparse()}, "sum")
 
 
 def test_reduce_refuses_sparse_tensors(world2):
@@ -350,7 +417,8 @@ def broadcasts():
             assert strategy.broadcast(None if r == src else "other", src=src) is None
             assert strategy.broadcast(f"rank {r}", src) == f"rank {src}"
             equal(strategy.broadcast(torch.tensor(r), src), src)
-            equal(strategy.broadcast(torch.eye(3).to_sparse() * r, src).to_dense(), torch.eye(3) * src)
+            with torch.device("cpu"):  # not every device has sparse tensors
+                equal(strategy.broadcast(torch.eye(3).to_sparse() * r, src).to_dense(), torch.eye(3) * src)
         assert strategy.broadcast(r) == 0
         big = torch.arange(700_000) + r  # 5.6 MB
         equal(strategy.broadcast(big, src=1), torch.arange(700_000) + 1)
@@ -500,13 +568,14 @@ def gather_gradients():
         leaves = [value.clone().requires_grad_() for value in inputs]
         sum((combine(torch.stack(leaves)) ** 2 * weight).sum() for weight in weights).backward()
         with joined() as strategy:
-            leaf = inputs[r].clone().requires_grad_()
+            mine, weight, expected = (part.to(strategy.root_device) for part in (inputs[r], weights[r], leaves[r].grad))
+            leaf = mine.clone().requires_grad_()
             gathered = strategy.all_gather(leaf, sync_grads=True)
-            (combine(gathered) ** 2 * weights[r]).sum().backward()
-            torch.testing.assert_close(leaf.grad, leaves[r].grad, rtol=1e-5, atol=1e-5)
-            view = torch.stack([inputs[r], inputs[r]], dim=-1).requires_grad_()
-            (combine(strategy.all_gather(view[..., 0], sync_grads=True)) ** 2 * weights[r]).sum().backward()
-            torch.testing.assert_close(view.grad[..., 0], leaves[r].grad, rtol=1e-5, atol=1e-5)
+            (combine(gathered) ** 2 * weight).sum().backward()
+            torch.testing.assert_close(leaf.grad, expected, rtol=1e-5, atol=1e-5)
+            view = torch.stack([mine, mine], dim=-1).requires_grad_()
+            (combine(strategy.all_gather(view[..., 0], sync_grads=True)) ** 2 * weight).sum().backward()
+            torch.testing.assert_close(view.grad[..., 0], expected, rtol=1e-5, atol=1e-5)
 
 
 def test_all_gather_with_gradients(world):
@@ -585,24 +654,35 @@ def averaging():
         frozen.requires_grad_(False)
         strided = nn.Parameter(torch.zeros(4, 4).t())
         half = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
-        table, mixed, late = (nn.Parameter(torch.zeros(4, 2)) for _ in range(3))
         dense.grad = torch.full((4, 4), r + 1.0)
         if r == 0:
             some.grad = torch.full((4, 4), float(n))
         strided.grad = (torch.arange(16.0).view(4, 4) * (r + 1)).t()
         half.grad = torch.full((3,), r + 1.0, dtype=torch.bfloat16)
-        rows = torch.sparse_coo_tensor(torch.tensor([[r, 3, 3]]), torch.ones(3, 2), (4, 2))  # row 3 twice
-        table.grad = rows
-        mixed.grad = rows if r else torch.ones(4, 2)
-        if r == 1:
-            late.grad = rows
-        impl.average_gradients([dense, unused, some, frozen, strided, half, table, mixed, late])
+        impl.average_gradients([dense, unused, some, frozen, strided, half])
         mean = (n + 1) / 2
         equal(dense.grad, torch.full((4, 4), mean))
         assert unused.grad is None and frozen.grad is None
         equal(some.grad, torch.ones(4, 4))
         equal(strided.grad, torch.arange(16.0).view(4, 4).t() * mean)
         equal(half.grad, torch.full((3,), mean, dtype=torch.bfloat16))
+        impl.average_gradients([])
+        impl.average_gradients([frozen])
+
+
+def averaging_of_sparse():
+    n, r = size(), rank()
+    with joined():
+        dense = nn.Parameter(torch.zeros(4, 4))
+        table, mixed, late = (nn.Parameter(torch.zeros(4, 2)) for _ in range(3))
+        dense.grad = torch.full((4, 4), r + 1.0)
+        rows = torch.sparse_coo_tensor(torch.tensor([[r, 3, 3]]), torch.ones(3, 2), (4, 2))  # row 3 twice
+        table.grad = rows
+        mixed.grad = rows if r else torch.ones(4, 2)
+        if r == 1:
+            late.grad = rows
+        impl.average_gradients([dense, table, mixed, late])
+        equal(dense.grad, torch.full((4, 4), (n + 1) / 2))
         everyone = torch.zeros(4, 2)
         everyone[:n] = 1 / n
         everyone[3] += 2.0
@@ -616,13 +696,17 @@ def averaging():
         only = torch.zeros(4, 2)
         only[1], only[3] = 1 / n, 2 / n
         torch.testing.assert_close(late.grad.to_dense(), only)
-        impl.average_gradients([])
-        impl.average_gradients([frozen])
 
 
 def test_averaging_of_gradients(world):
     """STR-14, STR-19"""
     world.run(averaging)
+
+
+@pytest.mark.one_accelerator  # others may have no sparse tensors
+def test_averaging_of_sparse_gradients(world):
+    """STR-14, STR-19"""
+    world.run(averaging_of_sparse)
 
 
 # -- a world of one ------------------------------------------------------------------------------------------
@@ -636,7 +720,7 @@ def test_one_process_answers_like_many(world2):
 
 def collective_types():
     strategy = SingleDeviceStrategy()
-    strategy.devices = [torch.device("cpu")]
+    strategy.devices = [hardware.device()]
     return types_of(strategy)
 
 
@@ -663,7 +747,7 @@ def types_of(strategy):
 
 def test_one_process_checks_like_many():
     strategy = SingleDeviceStrategy()
-    strategy.devices = [torch.device("cpu")]
+    strategy.devices = [hardware.device()]
     with pytest.raises(ValueError, match=r"'op' must be one of .* \(got 'median'\)"):
         strategy.reduce(1, "median")
     with pytest.raises(ValueError, match="'src'"):

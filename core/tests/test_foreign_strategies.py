@@ -1,5 +1,6 @@
 """Strategies that do nothing as core does: the contract has to carry them without a special case."""
 
+import hardware
 import pytest
 import torch
 from torch import nn
@@ -7,11 +8,15 @@ from torch.nn import functional as F
 
 from torchhal import Module, Trainer
 from torchhal.strategies import SingleDeviceStrategy
+from torchhal.trainer.fit_loop import Repositioned
 
-QUIET = {
-    "accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
-    "enable_model_summary": False,
-}  # fmt: skip
+pytestmark = pytest.mark.usefixtures("accelerator")
+
+
+def make(**options):
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
+             "enable_model_summary": False}  # fmt: skip
+    return Trainer(accelerator=hardware.name(), devices=1, **quiet, **options)
 
 
 class Net(Module):
@@ -59,7 +64,7 @@ def plain(accumulate=1, clip=None):
 def fit(strategy, **options):
     torch.manual_seed(0)
     model = Net(options.pop("scheduler", False))
-    trainer = Trainer(strategy=strategy, max_epochs=1, **QUIET, **options)
+    trainer = make(strategy=strategy, max_epochs=1, **options)
     trainer.fit(model, batches())
     return trainer, model
 
@@ -82,6 +87,7 @@ class Engine(SingleDeviceStrategy):
 
     def setup_model(self, *, training=True):
         self.models = getattr(self, "models", 0) + 1
+        self.model_to_device()
         self.model = self.module
 
     def backward(self, loss, *args, **kwargs):
@@ -123,6 +129,90 @@ def test_an_engines_schedulers_step_once():
     assert model.rates[:3] == [0.5, 0.25, 0.125]
 
 
+class Swarm(SingleDeviceStrategy):
+    """As a peer among others: a step is due when all together have done enough, and who was late takes over theirs."""
+
+    answers = (None, 5, None, True, False, None)
+
+    def optimizer_step(self, optimizer, closure=None):
+        answer = self.answers[self.asked % 6]
+        self.asked += 1
+        return answer
+
+
+def test_a_step_may_be_none_or_many():
+    strategy = Swarm()
+    strategy.asked = 0
+    trainer, _ = fit(strategy, scheduler=True)
+    assert trainer.global_step == 14  # 5 at once, one, one that was skipped, twice
+    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 4  # asked after 5 and after True
+    strategy.asked = 0
+    trainer, _ = fit(strategy, max_steps=6)
+    assert (trainer.global_step, trainer.fit_loop.total_batches) == (6, 4)
+
+
+class Follower(SingleDeviceStrategy):
+    """As a replica group that comes late: before its first step it takes over the counters of the others."""
+
+    def __init__(self, **counters):
+        super().__init__()
+        self.counters = counters
+
+    def step_function(self, name):
+        function = super().step_function(name)
+
+        def step(batch, batch_idx):
+            if self.counters:
+                fit = self.trainer.fit_loop
+                fit.load_state_dict({**fit.state_dict(), **self.counters})
+                self.counters = {}
+                raise Repositioned
+            return function(batch, batch_idx)
+
+        return step
+
+
+@pytest.mark.parametrize(
+    ("epoch", "batches_done", "seen"),
+    [(0, 3, [3, 4, 5, *range(6)]), (1, 4, [4, 5]), (1, 0, range(6)), (0, 6, range(6)), (0, 9, range(6)), (2, 0, [])],
+)
+def test_a_strategy_may_go_on_elsewhere_in_the_data(epoch, batches_done, seen):
+    data = torch.utils.data.DataLoader(Indices(6), batch_size=1, shuffle=True, generator=torch.Generator())
+    order = [[int(batch) for batch in epoch] for epoch in (data, data)]
+    data.generator.manual_seed(torch.Generator().initial_seed())
+    model = Collecting()
+    strategy = Follower(epoch=epoch, batches_done=batches_done, global_step=epoch * 6 + batches_done)
+    trainer = make(strategy=strategy, max_epochs=2)
+    trainer.fit(model, data)
+    assert model.indices == list(seen)
+    # an epoch in whose midst it began is in this process's own order, and no batch is drawn twice or left out
+    first = order[0][batches_done:] if epoch < 2 and 0 < batches_done < 6 else []
+    assert model.items[: len(first)] == first
+    assert trainer.global_step == epoch * 6 + batches_done + len(seen)
+
+
+class Indices(torch.utils.data.Dataset):
+    def __init__(self, size):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        return index
+
+
+class Collecting(Net):
+    def __init__(self):
+        super().__init__()
+        self.indices, self.items = [], []
+
+    def training_step(self, batch, batch_idx):
+        self.indices.append(batch_idx)
+        self.items.append(int(batch))
+        return self.layer.weight.square().sum()
+
+
 class Compiled(SingleDeviceStrategy):
     """As an IPU's executor: one call is forward, backward and optimizer step; the loss comes back detached."""
 
@@ -141,6 +231,29 @@ def test_a_step_function_that_does_it_all():
     trainer, model = fit(Compiled())
     assert_equal(model, plain())
     assert trainer.global_step == 12
+
+
+class Iterating(Compiled):
+    """As an IPU that runs several steps in one call: its batches are several."""
+
+    features = frozenset({"owns_backward", "owns_accumulation"})
+    steps_per_batch = 3
+
+    def optimizer_step(self, optimizer, closure=None):
+        return self.steps_per_batch
+
+
+def test_a_batch_may_be_several_steps():
+    class Planning(Net):
+        def configure_optimizers(self):
+            self.planned = self.trainer.estimated_stepping_batches
+            return super().configure_optimizers()
+
+    torch.manual_seed(0)
+    model = Planning()
+    trainer = make(strategy=Iterating(), max_epochs=1, accumulate_grad_batches=2)
+    trainer.fit(model, batches())
+    assert trainer.global_step == model.planned == 36
 
 
 class Pipeline(SingleDeviceStrategy):
@@ -163,13 +276,14 @@ class Bare(SingleDeviceStrategy):
     """Overrides setup without super(), as the documents that this library was asked for with do."""
 
     def setup(self, trainer):
-        self.seen = (self.accelerator.name, self.precision.alias)
+        self.seen = (self.accelerator.name, self.precision.alias, self.trainer is trainer)
 
 
 def test_what_an_override_of_setup_leaves_out_is_done():
     strategy = Bare()
     _, model = fit(strategy)
-    assert strategy.seen == ("cpu", "32-true")
+    assert strategy.seen == (hardware.name(), "32-true", True)
+    assert strategy.trainer is None, "the run is over"
     assert_equal(model, plain())
 
 
@@ -212,6 +326,7 @@ def test_the_order_of_a_life():
     assert strategy.calls == ORDER
 
 
+@pytest.mark.one_accelerator  # others may have no sparse tensors
 def test_sparse_gradients_are_clipped_by_their_true_norm():
     class Sparse(Module):
         def __init__(self, sparse):
@@ -230,7 +345,39 @@ def test_sparse_gradients_are_clipped_by_their_true_norm():
     models = []
     for sparse in (True, False):
         model = Sparse(sparse)
-        Trainer(max_epochs=2, gradient_clip_val=0.05, **QUIET).fit(model, data)
+        make(max_epochs=2, gradient_clip_val=0.05).fit(model, data)
         models.append(model)
     for (name, a), (_, b) in zip(models[0].state_dict().items(), models[1].state_dict().items(), strict=True):
         torch.testing.assert_close(a, b, msg=name)
+
+
+@pytest.mark.parametrize("strategy", ["single_device", "ddp"])
+def test_an_accelerator_that_records_hears_where_work_is_complete(monkeypatch, strategy):
+    """After each backward, after each update, after each step without training: nowhere else, and no more after the
+    run. A strategy of several tells it first which rank this is."""
+    cls, events = type(hardware.accelerator()), []
+    monkeypatch.setattr(cls, "setup_process", lambda self, **ranks: events.append(ranks))
+    monkeypatch.setattr(cls, "step_marker", lambda self: lambda: events.append("mark"))
+
+    class Noting(Net):
+        def training_step(self, batch, batch_idx):
+            events.append("train")
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch, batch_idx):
+            events.append("validate")
+
+        def on_before_optimizer_step(self, optimizer):
+            events.append("update")
+
+    trainer = Trainer(
+        accelerator=hardware.name(), devices=1, strategy=strategy, max_epochs=1, accumulate_grad_batches=2,
+        num_sanity_val_steps=0, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
+    )  # fmt: skip
+    batches = [(torch.randn(4, 4), torch.randint(2, (4,))) for _ in range(2)]
+    trainer.fit(Noting(), batches, batches)
+    ranks = [{"global_rank": 0, "local_rank": 0, "world_size": 1}] if strategy == "ddp" else []
+    step = ["train", "mark", "train", "mark", "update", "mark"]
+    assert events == [*ranks, *step, *["validate", "mark"] * 2]
+    assert trainer.strategy.mark_step is None

@@ -16,8 +16,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent / "scripts"))
 from running import JOB, Job, job, wait_for_notes
 
-GONE_WITHIN = 15.0
-"""Seconds from a rank's failure until every process is gone."""
+GONE_WITHIN = 60.0
+"""Seconds from a rank's failure until every process is gone, on a machine that has much else to do: else a few. Whoever
+waits in vain sleeps for ten minutes."""
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 
+import hardware
 import pytest
 import torch
 from hypothesis import given, settings
@@ -283,10 +284,11 @@ class Net(Module):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+@pytest.mark.usefixtures("accelerator")
 def test_in_a_run(tmp_path):
     loggers = [CSVLogger(tmp_path, name="csv"), TensorBoardLogger(tmp_path, name="board")]
     trainer = Trainer(
-        accelerator="cpu",
+        accelerator=hardware.name(),
         devices=1,
         max_epochs=2,
         logger=loggers,
@@ -326,6 +328,7 @@ def test_jobs_started_together_take_different_folders(tmp_path):
     assert [logger.version for logger in fresh] == [0, 1, 2]
 
 
+@pytest.mark.usefixtures("accelerator")
 def test_rows_of_a_finished_epoch_survive_a_kill(tmp_path):
     class Die(Callback):
         def on_train_epoch_start(self, trainer, module):
@@ -348,5 +351,10 @@ def test_rows_of_a_finished_epoch_survive_a_kill(tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         Trainer(
-            accelerator="cpu", max_epochs=3, callbacks=[Die()], default_root_dir=tmp_path, enable_progress_bar=False
+            accelerator=hardware.name(),
+            devices=1,
+            max_epochs=3,
+            callbacks=[Die()],
+            default_root_dir=tmp_path,
+            enable_progress_bar=False,
         ).fit(Net(), [torch.ones(1, 2)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -24,9 +25,11 @@ from torchhal.errors import (
     UnknownAliasError,
     UnsupportedCombinationError,
 )
-from torchhal.plugin import Availability
+from torchhal.launchers import MultiprocessingLauncher
+from torchhal.plugin import HOOKS, Availability
 from torchhal.precision import MixedPrecision, Precision, SinglePrecision
 from torchhal.resolve import Plan, Request, resolve
+from torchhal.resolve.checkpoint_ios import usable_ios
 from torchhal.strategies import DDPStrategy, ParallelStrategy, SingleDeviceStrategy, Strategy
 from torchhal.testing import isolated_registry
 
@@ -237,7 +240,7 @@ def test_a_strategy_object_serves_two_plans():
 NONSENSE = [True, False, None, 1.5, -2, "", " ", "no such thing", [], {}, object(), object, int, b"cpu", ("cpu",), ...]
 
 
-@pytest.mark.parametrize("value", NONSENSE, ids=repr)
+@pytest.mark.parametrize("value", NONSENSE, ids=lambda value: re.sub(" at 0x[0-9a-f]+", "", repr(value)))
 @pytest.mark.parametrize("argument", ["accelerator", "strategy", "devices", "num_nodes", "precision", "plugins"])
 def test_nonsense_is_refused_by_name(argument, value):
     """STR-37: one kind of error for all of it, except that an unknown alias is a LookupError of its own."""
@@ -372,6 +375,19 @@ def test_what_stands_inside_a_strategy_is_used():
     assert plan(strategy=strategy).checkpoint_io.value is other
 
 
+def test_a_strategy_may_name_the_checkpoint_io_that_is_used_when_none_is(registry):
+    class Shelf(TorchCheckpointIO):
+        pass
+
+    class Engine(SingleDeviceStrategy):
+        default_checkpoint_io = "shelf"
+
+    registry.register("checkpoint_io", "shelf", Shelf)
+    found = plan(strategy=Engine(), devices=1).checkpoint_io
+    assert (found.alias, type(found.value), found.reason) == ("shelf", Shelf, "the default")
+    assert plan(strategy=Engine(), devices=1, plugins=["torch"]).checkpoint_io.alias == "torch"
+
+
 @pytest.mark.parametrize(
     ("inside", "request_", "texts"),
     [
@@ -421,11 +437,14 @@ class Package(Distribution):
         self.label = name
         self.module = name.replace("-", "_") + "_manifest"
         body = [f"raise {broken}"] if broken else []
-        hooks = {"accelerator": "torchhal_accelerators", "strategy": "torchhal_strategies"}
-        targets = {"accelerator": f"{__name__}:Fake", "strategy": "torchhal.strategies.ddp:DDPStrategy"}
+        targets = {
+            "accelerator": f"{__name__}:Fake",
+            "strategy": "torchhal.strategies.ddp:DDPStrategy",
+            "checkpoint_io": "torchhal.checkpoint:TorchCheckpointIO",
+        }
         for kind, alias in components.items():
             alias, target = alias if isinstance(alias, tuple) else (alias, targets[kind])
-            body += ["@hookimpl", f"def {hooks[kind]}():", f"    return [Component({alias!r}, {target!r})]"]
+            body += ["@hookimpl", f"def {HOOKS[kind]}():", f"    return [Component({alias!r}, {target!r})]"]
         module = type(sys)(self.module)
         source = "\n".join(["from torchhal.plugin import Component, hookimpl", *body])
         self.loader = _Source(self.module, source)
@@ -466,7 +485,9 @@ class _Source:
 @pytest.fixture(autouse=True)
 def no_leftovers():
     yield
-    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Source)]
+    for finder in [finder for finder in sys.meta_path if isinstance(finder, _Source)]:
+        sys.meta_path.remove(finder)
+        sys.modules.pop(finder.name, None)  # other tests have plugins of the same names
 
 
 def test_auto_takes_the_highest_priority(registry):
@@ -496,11 +517,13 @@ def test_auto_never_takes_what_must_be_named(registry):
 
 def test_auto_tells_of_what_it_could_not_take(registry):
     registry.register("accelerator", "best", fake("best", reason="no driver"))
+    registry.register("accelerator", "other", fake("other", reason="no licence"))
     registry.register("accelerator", "worst", fake("worst", auto_priority=-1, reason="switched off"))
     found = plan()
     assert found.accelerator.alias == "cpu"
     (note,) = found.notes
-    assert "'cpu'" in note and "best: no driver" in note and "worst" not in note  # worse than the CPU: no loss
+    assert "'cpu'" in note and "best: no driver" in note and "other: no licence" in note
+    assert "worst" not in note  # worse than the CPU: no loss
     assert note in found.describe() and found.to_dict()["notes"] == [note]
 
 
@@ -638,6 +661,33 @@ def test_a_strategy_may_refuse_accelerators_and_precisions(registry):
     assert plan(strategy=Restricted(), accelerator="fake").precision.alias == "32-true"
 
 
+class InPairs(DDPStrategy):
+    def check_fit(self, *, precision, world_size):
+        if world_size % 2 or "scales_loss" in precision.features:
+            raise ConfigurationError(f"pairs that scale nothing (got {world_size}, {precision.alias})")
+
+
+def test_a_strategy_may_refuse_numbers_of_processes_and_what_a_precision_does(torchrun):
+    assert plan(strategy=InPairs(), devices=2, num_nodes=3, precision="bf16-mixed").world_size == 6
+    with pytest.raises(ConfigurationError, match=r"got 3, 32-true"):
+        plan(strategy=InPairs(), devices=3)
+    with pytest.raises(ConfigurationError, match=r"got 2, 16-mixed"):
+        plan(strategy=InPairs(), devices=2, precision="16-mixed")
+    torchrun(3)
+    with pytest.raises(ConfigurationError, match=r"got 3, 32-true"):
+        plan(strategy=InPairs())
+
+
+def test_an_accelerator_may_want_strategies_of_its_own(registry):
+    picky = fake("picky", own_strategies=True, default_strategy="restricted", default_parallel_strategy="restricted")
+    registry.register("accelerator", "picky", picky)
+    registry.register("strategy", "restricted", type("OnPicky", (DDPStrategy,), {"accelerators": {"picky"}}))
+    assert plan(accelerator="picky", devices=2).strategy.alias == "restricted"
+    for asked in ("ddp", "single_device", SingleDeviceStrategy()):
+        with pytest.raises(UnsupportedCombinationError, match=r"is not made for accelerator 'picky'.*'restricted'"):
+            plan(accelerator="picky", devices=1, strategy=asked)
+
+
 def test_an_accelerator_lists_its_precisions(registry):
     registry.register("accelerator", "fake", Fake)
     assert plan(accelerator="fake", precision="bf16").precision.alias == "bf16-mixed"
@@ -711,6 +761,28 @@ def test_two_nodes_under_torchrun(torchrun):
     assert plan(devices=2, num_nodes=2).world_size == 4
     with pytest.raises(ConfigurationError, match=r"2 node\(s\) .*1 node\(s\)"):
         plan(devices=2)
+
+
+def test_auto_nodes_follow_torchrun(torchrun):
+    torchrun(2, nodes=2)
+    found = plan(num_nodes="auto", devices=2)
+    assert (found.num_nodes, found.world_size) == (2, 4)
+    torchrun(2, nodes=1)
+    assert plan(num_nodes="auto", devices=2).num_nodes == 1
+
+
+def test_auto_nodes_are_one_where_nobody_has_started_processes():
+    assert plan(num_nodes="auto", devices=2, strategy="ddp").num_nodes == 1
+
+
+def test_torchrun_whose_nodes_may_change_wants_stores_of_its_own(torchrun, monkeypatch):
+    torchrun(2)
+    assert not plan(devices=2).notes
+    monkeypatch.setenv("PET_NNODES", "1:2")
+    [note] = plan(devices=2).notes
+    assert "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every node" in note
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    assert not plan(devices=2).notes
 
 
 def test_auto_devices_follow_torchrun(torchrun, registry):
@@ -788,7 +860,110 @@ def test_an_environment_that_cannot_answer_is_a_note(registry):
     assert "cloud" in note and "CLOUD_TASK" in note
 
 
+class Fleet(LocalEnvironment):
+    """Starts the processes in a way of its own."""
+
+    name: ClassVar[str] = "fleet"
+    features: ClassVar[frozenset[str]] = frozenset({"owns_launch"})
+
+    def __init__(self, num_workers: int | None = None) -> None:
+        super().__init__()
+        self.num_workers = num_workers
+
+    def make_launcher(self, *, device_type, prepare):
+        assert device_type == "cpu"
+        return MultiprocessingLauncher(self, self.num_workers or 2, start_method="fork", prepare=prepare)
+
+
+class InOneProcess(SingleDeviceStrategy):
+    """Several devices, and this process for all of them."""
+
+    multi_device: ClassVar[bool] = True
+
+
+class TestHostsWithoutALauncher:
+    """Each runs the script once; without a word about the others each would train by itself."""
+
+    SAGEMAKER = {"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-2"}
+    BY_HAND = {"NODE_RANK": "1", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
+
+    @pytest.fixture
+    def there(self, monkeypatch):
+        def enter(variables):
+            for name, value in variables.items():
+                monkeypatch.setenv(name, value)
+
+        return enter
+
+    def test_sagemaker(self, there):
+        there(self.SAGEMAKER)
+        assert plan(strategy="ddp", devices=2, num_nodes="auto").world_size == 4
+        assert plan(num_nodes="auto").strategy.alias == "ddp"
+        for asked in ({"devices": 1}, {"strategy": "ddp", "devices": 2}):
+            with pytest.raises(ConfigurationError, match=r"2 hosts, but 1 node.*TORCHHAL_CLUSTER=none"):
+                plan(**asked)
+
+    def test_by_hand(self, there):
+        there(self.BY_HAND)
+        with pytest.raises(ConfigurationError, match=r"NNODES must be set.*NODE_RANK.*or say 'num_nodes'"):
+            plan(strategy="ddp", num_nodes="auto")
+        there({"NNODES": "3"})
+        assert plan(strategy="ddp", num_nodes="auto").num_nodes == 3
+
+
+def test_an_environment_may_start_the_processes_in_its_own_way():
+    chosen = plan(devices=2, plugins=Fleet())
+    assert (chosen.strategy.alias, chosen.launcher, chosen.world_size) == ("ddp", "fleet", 2)
+    chosen = plan(plugins=Fleet(num_workers=1))
+    assert (chosen.strategy.alias, chosen.launcher, chosen.world_size, len(chosen.devices)) == ("ddp", "fleet", 1, 1)
+    chosen = plan(strategy="ddp_spawn", plugins=Fleet(num_workers=3))
+    assert (chosen.launcher, chosen.world_size, chosen.devices_reason) == ("fleet", 3, "one for each of 3 workers")
+    with pytest.raises(UnsupportedCombinationError, match=r"'single_device' trains in this process.*fleet.*'ddp'"):
+        plan(strategy="single_device", plugins=Fleet())
+    with pytest.raises(UnsupportedCombinationError, match=r"'InOneProcess' doesn't start one process per device, as"):
+        plan(strategy=InOneProcess(), devices=2, plugins=Fleet())
+    strategy = plan(plugins=Fleet(num_workers=2)).build()
+    assert strategy.make_launcher().launch(_meet, strategy) == [(0, os.getpid()), (1, os.getpid())]
+    with pytest.raises(ConfigurationError, match=r"Cloud starts no processes: .*'owns_launch'"):
+        Cloud().make_launcher(device_type="cpu", prepare=print)
+
+
+def _meet(strategy):
+    strategy.setup_environment()
+    try:
+        return strategy.all_gather_object((strategy.global_rank, os.getppid()))
+    finally:
+        strategy.teardown()
+
+
 def test_every_refusal_is_an_error_of_torchhal():
     for request in ({"accelerator": "gpu"}, {"strategy": 3}, {"devices": True}, {"plugins": [3]}, {"precision": []}):
         with pytest.raises(TorchhalError):
             plan(**request)
+
+
+def test_an_io_that_cannot_be_made_costs_no_run_that_uses_another(registry):
+    class Moody(TorchCheckpointIO):
+        def __init__(self):
+            raise RuntimeError("no driver")
+
+    registry.register("checkpoint_io", "moody", Moody)
+    assert [entry.component.alias for entry, _ in usable_ios()] == ["torch"]
+
+
+def test_a_name_in_plugins_that_two_plugins_have_or_that_failed_says_so():
+    packages = [
+        Package("acme", checkpoint_io="rack"),
+        Package("zenith", checkpoint_io="rack"),
+        Package("mixed", strategy=("shelf", "no target"), checkpoint_io="shelf"),
+        Package("sunk", broken="OSError('no driver')"),
+    ]
+    with isolated_registry(distributions=packages):
+        with pytest.raises(AmbiguousAliasError, match="'acme/rack' and 'zenith/rack'"):
+            plan(plugins="rack")
+        # a wrong record of another kind, which plugins= doesn't take, is none of this one's business
+        assert plan(plugins="shelf").checkpoint_io.alias == "shelf"
+        with pytest.raises(ConfigurationError) as caught:
+            plan(plugins="dcp")
+    assert "'dcp' comes with torchhal-parallel: pip install torchhal-parallel" in str(caught.value)
+    assert "plugin 'sunk' (sunk 1.0) is broken: OSError: no driver" in str(caught.value)

@@ -1,6 +1,7 @@
 """What self.log collects, against plain computations."""
 
 import contextlib
+import copy
 import io
 import math
 import pathlib
@@ -9,9 +10,10 @@ import sys
 from collections import namedtuple
 from dataclasses import dataclass
 
+import hardware
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,13 +23,24 @@ from torchhal.strategies.single_device import SingleDeviceStrategy
 from torchhal.trainer.log_options import HOOKS, batch_size_of
 from torchhal.trainer.results import Results
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 
 class OneDevice(SingleDeviceStrategy):
-    pass
+    def __init__(self):
+        super().__init__()
+        self.devices = [hardware.device()]
 
 
 @pytest.fixture
-def results():
+def on_device(accelerator):
+    """What is logged lies on the device."""
+    with hardware.device():
+        yield
+
+
+@pytest.fixture
+def results(on_device):
     return Results(OneDevice())
 
 
@@ -41,7 +54,7 @@ batches = st.lists(st.tuples(st.floats(-1e3, 1e3, width=32), st.integers(1, 64))
 
 
 class TestValues:
-    @settings(deadline=None, max_examples=50)
+    @settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.differing_executors])
     @given(batches, st.sampled_from(["number", "tensor", "parameter", "vector"]))
     def test_reductions_equal_plain_ones(self, logged, kind):
         results = Results(OneDevice())
@@ -77,6 +90,7 @@ class TestValues:
 
     @pytest.mark.parametrize("value", [torch.tensor(1.5), torch.tensor([1.5]), nn.Parameter(torch.tensor(1.5))])
     def test_later_changes_in_place_are_not_followed(self, results, value):
+        value = copy.deepcopy(value).to(hardware.device())
         results.log("loss", value, "training_step", prog_bar=True)
         with torch.no_grad():
             value += 1
@@ -137,6 +151,7 @@ class TestValues:
 
 
 class TestCost:
+    @pytest.mark.one_accelerator
     def test_a_value_of_a_step_costs_no_tensor_operation(self, results):
         class Count(TorchDispatchMode):
             calls = []
@@ -170,6 +185,7 @@ class TestCost:
         assert float(kept.as_subclass(torch.Tensor)) == 2.0
 
 
+@pytest.mark.one_accelerator
 class TestRules:
     @pytest.mark.parametrize(
         "hook",
@@ -456,7 +472,7 @@ def through_a_file(state):
 
 
 class TestResume:
-    @settings(deadline=None, max_examples=30)
+    @settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.differing_executors])
     @given(batches, st.integers(0, 20), st.sampled_from([torch.tensor, lambda v: nn.Parameter(torch.tensor(v))]))
     def test_equal_to_an_uninterrupted_epoch_bit_for_bit(self, logged, cut, make):
         logged = [(make(value), size) for value, size in logged]
@@ -484,6 +500,7 @@ class TestResume:
             results.load_state_dict({})
 
 
+@pytest.mark.one_accelerator  # a gloo job of its own
 def test_ranks(tmp_path):
     """Two and three real processes; the script compares with plain arithmetic."""
     script = pathlib.Path(__file__).parent / "scripts" / "results_ranks.py"

@@ -150,10 +150,9 @@ def run(out, *snippets, world=None):
     return results
 
 
-@pytest.fixture(scope="module")
-def plain_ddp(tmp_path_factory, world2):
-    """The weights after the same training with strategy="ddp", which are those of a plain loop."""
-    result = run(tmp_path_factory.mktemp("plain") / "out", PLAIN, world=world2)[0]
+@functools.cache
+def weights_of_plain_ddp(out, world2, accelerator):
+    result = run(out, PLAIN, world=world2)[0]
     assert result["strategy"] == "DDPStrategy" and result["forwards"] == 0
     seed_job = load_job()
     net = seed_job.model(seed=0)
@@ -167,6 +166,17 @@ def plain_ddp(tmp_path_factory, world2):
     for name, value in net.state_dict().items():
         torch.testing.assert_close(result["state"][name], value, rtol=1e-5, atol=1e-6)
     return result["state"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("plain")
+
+
+@pytest.fixture
+def plain_ddp(folder, world2, accelerator):
+    """The weights after the same training with strategy="ddp", which are those of a plain loop."""
+    return weights_of_plain_ddp(folder / accelerator, world2, accelerator)
 
 
 def same_weights(results, expected):

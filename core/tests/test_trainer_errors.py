@@ -1,14 +1,17 @@
 """What can't work is refused by name, before it costs anything; what fails leaves nothing worse than before."""
 
 import errno
+import gc
 import os
 import re
 import signal
 import subprocess
 import sys
 import textwrap
+import weakref
 from pathlib import Path
 
+import hardware
 import pytest
 import torch
 from torch import nn
@@ -27,13 +30,14 @@ from torchhal.trainer.callbacks import ModelCheckpoint
 NAN, INF = float("nan"), float("inf")
 
 QUIET = {
-    "accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
+    "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
     "enable_model_summary": False, "num_sanity_val_steps": 0,
 }  # fmt: skip
 
 
 def make(*callbacks, **options):
-    return Trainer(callbacks=list(callbacks), **{**QUIET, "max_epochs": 1, **options})
+    where = {"accelerator": hardware.name(), "devices": 1}
+    return Trainer(callbacks=list(callbacks), **{**QUIET, **where, "max_epochs": 1, **options})
 
 
 class Net(Module):
@@ -103,7 +107,7 @@ OUT_OF_DOMAIN = {
 )
 def test_an_argument_out_of_its_domain(name, value):
     with pytest.raises(ConfigurationError) as caught:
-        Trainer(**{**QUIET, name: value})
+        Trainer(**{"accelerator": "cpu", **QUIET, name: value})
     message = str(caught.value)
     shown = value[0] if name in ("logger", "callbacks") and isinstance(value, list) else value
     assert f"'{name}'" in message or f"{name}=" in message, message
@@ -242,6 +246,7 @@ def test_unknown_aliases_and_too_many_devices(monkeypatch):
     [[], DataLoader(torch.ones(0, 1)), DataLoader(torch.ones(3, 1), batch_size=9, drop_last=True), iter([])],
     ids=["list", "empty", "drop_last", "iterator"],
 )
+@pytest.mark.usefixtures("accelerator")
 def test_a_loader_that_yields_nothing(loader):
     model = Net()
     with pytest.raises(ModelError, match=r"the training loader.* gave no batch: "):
@@ -266,6 +271,31 @@ def test_a_loader_hook_that_returns_nothing():
         make().fit(Nothing())
     with pytest.raises(ModelError, match=r"validate needs data: its loader is None"):
         make().validate(Nothing())
+
+
+@pytest.mark.usefixtures("accelerator")
+def test_a_compiled_model_is_compiled_in_place():
+    graphs = []
+
+    def backend(graph, example):
+        graphs.append(graph)
+        return graph.forward
+
+    class Called(Net):
+        def forward(self, x):
+            return self.layer(x)
+
+        def training_step(self, batch, batch_idx):
+            return self(batch).pow(2).mean()
+
+    model = Called()
+    with pytest.raises(ModelError, match=r"must be the Called itself.*model\.compile"):
+        make().fit(torch.compile(model, backend=backend), BATCHES)
+    weight = model.layer.weight.detach().clone()
+    model.compile(backend=backend)
+    make().fit(model, BATCHES)
+    assert graphs and list(model.state_dict()) == ["layer.weight", "layer.bias"]
+    assert not torch.equal(weight, model.layer.weight.cpu())
 
 
 def test_validation_data_without_a_validation_step_is_said():
@@ -297,6 +327,7 @@ def step(function, **options):
         (lambda m, b: [m.layer(b).mean()], r"must return a tensor, a dict with 'loss', or None \(got \["),
     ],
 )
+@pytest.mark.usefixtures("accelerator")
 def test_what_training_step_may_not_return(function, message):
     with pytest.raises(ModelError, match=message):
         step(function)
@@ -304,6 +335,7 @@ def test_what_training_step_may_not_return(function, message):
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
 @pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.usefixtures("accelerator")
 def test_a_loss_that_is_not_finite(value, accumulate):
     class Explodes(Net):
         def training_step(self, batch, batch_idx):
@@ -320,6 +352,7 @@ def test_a_loss_that_is_not_finite(value, accumulate):
     make(**options).fit(Explodes(), BATCHES * 3)  # nobody asked
 
 
+@pytest.mark.usefixtures("accelerator")
 def test_an_optimizer_with_a_closure_does_not_accumulate():
     class Closure(Net):
         def configure_optimizers(self):
@@ -339,6 +372,7 @@ def test_an_optimizer_with_a_closure_does_not_accumulate():
 # -- checkpoints that can't be written ---------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("accelerator")
 def test_a_full_disk_surfaces_and_costs_nothing(tmp_path, monkeypatch):
     path = tmp_path / "a.ckpt"
     trainer = make()
@@ -427,6 +461,30 @@ def test_a_folder_that_is_a_file_is_no_success(tmp_path):
 
 
 # -- signals -----------------------------------------------------------------------------------------------------
+
+
+def test_a_stop_whose_state_can_t_be_saved_says_so(tmp_path):
+    done = script(
+        tmp_path,
+        """
+        import errno
+
+        def act(trainer):
+            if trainer.global_step == 6:
+                def full(descriptor):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                os.fsync = full
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        trainer(ModelCheckpoint(folder, every_n_train_steps=4), At("on_train_batch_end", act), max_epochs=9).fit(
+            Net(), BATCHES
+        )
+        """,
+    )
+    assert done.returncode == 1 and "No space left" in done.stderr, done.stderr
+    said = "fit stopped on SIGTERM at step 6, which could not be saved, so no scheduler is asked for another life"
+    assert said in done.stderr, done.stderr
+    assert re.search(r"The newest checkpoint is \S+step=4\.ckpt", done.stderr), done.stderr
 
 
 @pytest.mark.parametrize(
@@ -525,6 +583,7 @@ def test_ctrl_c_once_and_twice(tmp_path):
     assert twice.stdout == "torn down fit\n"
 
 
+@pytest.mark.usefixtures("accelerator")
 def test_the_handlers_of_the_program_come_back():
     def handler(signum, frame):
         raise AssertionError
@@ -541,6 +600,7 @@ def test_the_handlers_of_the_program_come_back():
         signal.signal(signal.SIGTERM, before)
 
 
+@pytest.mark.usefixtures("accelerator")
 def test_a_fit_outside_the_main_thread():
     import threading
 
@@ -549,3 +609,19 @@ def test_a_fit_outside_the_main_thread():
     thread.start()
     thread.join(60)
     assert found == [None]
+
+
+def test_a_failed_run_lets_go_of_its_last_batch():
+    """The trainer lives on, perhaps to try again with a smaller one: a device would still hold it."""
+
+    class Fails(Net):
+        def training_step(self, batch, batch_idx):
+            self.batch = weakref.ref(batch)
+            raise RuntimeError("out of memory")
+
+    trainer, model = make(), Fails()
+    with pytest.raises(RuntimeError, match="out of memory") as caught:
+        trainer.fit(model, DataLoader(torch.ones(2, 1)))
+    del caught
+    gc.collect()
+    assert model.batch() is None

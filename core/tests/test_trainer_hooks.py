@@ -9,6 +9,7 @@ import os
 import pickle
 import weakref
 
+import hardware
 import numpy
 import pytest
 import torch
@@ -23,6 +24,8 @@ from torchhal.errors import (
 )
 from torchhal.trainer.callbacks import EarlyStopping, ModelCheckpoint
 
+pytestmark = pytest.mark.usefixtures("accelerator")
+
 
 def batches(count=2, size=2):
     return [torch.full((size, 1), float(index + 1)) for index in range(count)]
@@ -30,8 +33,8 @@ def batches(count=2, size=2):
 
 def make(*callbacks, **options):
     defaults = {
-        "accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
-        "enable_model_summary": False, "num_sanity_val_steps": 0, "max_epochs": 1,
+        "accelerator": hardware.name(), "devices": 1, "logger": False, "enable_checkpointing": False,
+        "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0, "max_epochs": 1,
     }  # fmt: skip
     return Trainer(callbacks=list(callbacks), **{**defaults, **options})
 
@@ -611,8 +614,8 @@ def test_transfer_hooks_of_a_data_module_win():
             return {"x": batch}
 
         def transfer_batch_to_device(self, batch, device, dataloader_idx):
-            assert device.type == "cpu"
-            return batch["x"]
+            assert device == hardware.device()
+            return batch["x"].to(device)
 
     class Own(Net):
         def on_before_batch_transfer(self, batch, dataloader_idx):
@@ -624,7 +627,7 @@ def test_transfer_hooks_of_a_data_module_win():
 
     model = Own()
     make().fit(model, datamodule=Shift())
-    assert torch.equal(model.got, batches(1)[0])
+    assert torch.equal(model.got, hardware.to_device(batches(1)[0]))
 
 
 def test_a_model_built_in_configure_model():
@@ -818,8 +821,8 @@ def test_a_subclass_of_trainer():
             self._model = kwargs.get("model", args[0] if args else None)
             return super().fit(*args, **kwargs)
 
-    trainer = Mine(flavour="sweet", accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False,
-                   enable_progress_bar=False, enable_model_summary=False)  # fmt: skip
+    trainer = Mine(flavour="sweet", accelerator=hardware.name(), devices=1, max_epochs=1, logger=False,
+                   enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)  # fmt: skip
     model = Net()
     trainer.extra = 5
     trainer.fit(model=model, train_dataloaders=batches())

@@ -3,6 +3,7 @@
 import time
 from datetime import timedelta
 
+import hardware
 import pytest
 import torch
 from torch import nn
@@ -15,6 +16,8 @@ from torchhal.trainer.callbacks import EarlyStopping
 from torchhal.trainer.data import limit_length
 from torchhal.trainer.loggers import Logger
 from torchhal.trainer.samplers import distribute
+
+pytestmark = pytest.mark.usefixtures("accelerator")
 
 
 class Net(Module):
@@ -76,8 +79,8 @@ class Unsized:
 
 def make(*callbacks, **options):
     defaults = {
-        "accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
-        "enable_model_summary": False, "num_sanity_val_steps": 0,
+        "accelerator": hardware.name(), "devices": 1, "logger": False, "enable_checkpointing": False,
+        "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0,
     }  # fmt: skip
     return Trainer(callbacks=list(callbacks), **{**defaults, **options})
 
@@ -580,7 +583,7 @@ def test_a_list_of_batches_is_one_loader(batch):
     class Any(Net):
         def training_step(self, batch, batch_idx):
             self.calls.append(batch)
-            return self.layer(torch.ones(1, 1)).mean()
+            return self.layer(torch.ones(1, 1, device=self.device)).mean()
 
     _, model = fit([batch, batch, batch], model=Any(), max_epochs=1)
     assert len(model.calls) == 3 and all(type(call) is type(batch) for call in model.calls)

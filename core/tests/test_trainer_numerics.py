@@ -2,6 +2,7 @@
 
 import copy
 
+import hardware
 import pytest
 import torch
 from torch import nn
@@ -9,6 +10,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from torchhal import Module, Trainer
+from torchhal.errors import UnsupportedCombinationError
+
+pytestmark = pytest.mark.usefixtures("accelerator")
 
 
 class Net(Module):
@@ -52,8 +56,14 @@ def dataset(n=37):
     return TensorDataset(torch.randn(n, 1, 8, 8, generator=generator), torch.randint(0, 3, (n,), generator=generator))
 
 
-def plain(model, loader, epochs, *, accumulate=1, clip=None, algorithm="norm", max_steps=None):
-    """The loop anybody would write."""
+def plain(model, loader, epochs, **options):
+    """The loop anybody would write, on the device of the test; the model comes back to the CPU."""
+    model.to(hardware.device())
+    plain_steps(model, loader, epochs, **options)
+    model.cpu()
+
+
+def plain_steps(model, loader, epochs, *, accumulate=1, clip=None, algorithm="norm", max_steps=None):
     optimizer = model.make_optimizer()
     scheduler = None
     if model.scheduler_name is not None:
@@ -66,7 +76,7 @@ def plain(model, loader, epochs, *, accumulate=1, clip=None, algorithm="norm", m
         for index, batch in enumerate(loader):
             if pending == 0:
                 optimizer.zero_grad()
-            loss = model.training_step(batch, index)
+            loss = model.training_step(hardware.to_device(batch), index)
             (loss / accumulate).backward()
             pending += 1
             if pending == accumulate or index + 1 == total:
@@ -87,8 +97,8 @@ def plain(model, loader, epochs, *, accumulate=1, clip=None, algorithm="norm", m
 
 def trainer(**options):
     defaults = {
-        "accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
-        "enable_model_summary": False,
+        "accelerator": hardware.name(), "devices": 1, "logger": False, "enable_checkpointing": False,
+        "enable_progress_bar": False, "enable_model_summary": False,
     }  # fmt: skip
     return Trainer(**{**defaults, **options})
 
@@ -297,6 +307,10 @@ def test_a_model_may_override_optimizer_step():
 
 @pytest.mark.parametrize("precision", ["64-true", "bf16-mixed", "16-mixed", "bf16-true"])
 def test_other_precisions_learn(precision):
+    if precision not in hardware.accelerator().precisions:
+        with pytest.raises(UnsupportedCombinationError, match="does not compute in precision"):
+            trainer(precision=precision)
+        return
     torch.manual_seed(0)
     data = dataset(60)
     model = Net()
@@ -336,3 +350,30 @@ def test_tied_frozen_unused_and_scalar_parameters():
     assert mine.head.weight is mine.embed.weight
     for (name, a), (_, b) in zip(mine.state_dict().items(), theirs.state_dict().items(), strict=True):
         assert torch.equal(a, b), name
+
+
+def test_parameters_stay_the_objects_they_are():
+    """On the way to the device and back: whoever holds one, as an optimizer made early does, holds the model's."""
+    seen = []
+
+    class Early(Net):
+        def __init__(self):
+            super().__init__()
+            self.listed = list(self.parameters())
+            self.optimizer = self.make_optimizer()
+
+        def configure_optimizers(self):
+            return self.optimizer
+
+        def on_train_batch_end(self, *args):
+            seen.append({parameter.device for parameter in self.listed})
+
+    mine = Early()
+    before = {name: (parameter, parameter.clone()) for name, parameter in mine.named_parameters()}
+    mine.body[0].weight.grad = torch.ones_like(mine.body[0].weight)
+    trainer(max_epochs=1).fit(mine, DataLoader(dataset(), 5))
+    assert seen == [{hardware.device()}] * 8
+    for name, parameter in mine.named_parameters():
+        was, value = before[name]
+        assert parameter is was and parameter.is_cpu and parameter.grad.is_cpu, name
+        assert not torch.equal(parameter, value), name

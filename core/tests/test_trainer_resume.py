@@ -1,7 +1,9 @@
 """A run that was interrupted anywhere and continued equals one that was left alone, bit for bit."""
 
 import random
+import re
 
+import hardware
 import numpy
 import pytest
 import torch
@@ -11,6 +13,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRando
 
 from torchhal import Callback, Module, Trainer
 from torchhal.errors import CheckpointMismatchError
+from torchhal.trainer import rng
+
+pytestmark = pytest.mark.usefixtures("accelerator")
 
 
 class Noisy(Dataset):
@@ -111,7 +116,7 @@ def fit(kind, callbacks, *, ckpt_path=None, **options):
     model = Net()
     data = loader(kind)
     defaults = {
-        "accelerator": "cpu", "max_epochs": 3, "logger": False, "enable_checkpointing": False,
+        "accelerator": hardware.name(), "devices": 1, "max_epochs": 3, "logger": False, "enable_checkpointing": False,
         "enable_progress_bar": False, "enable_model_summary": False,
     }  # fmt: skip
     trainer = Trainer(callbacks=callbacks, **{**defaults, **options})
@@ -251,11 +256,47 @@ def test_a_loader_that_keeps_its_own_position_is_asked(tmp_path):
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
     path = tmp_path / "x.ckpt"
-    quiet = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    quiet = {
+        "accelerator": hardware.name(),
+        "devices": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+    }
     with pytest.raises(Stop):
         Trainer(max_epochs=1, callbacks=[SaveAndStop("on_train_batch_end", 2, path)], **quiet).fit(Spy(), Stateful())
     Trainer(max_epochs=1, callbacks=[Callback()], **quiet).fit(Spy(), Stateful(), ckpt_path=path)
     assert seen == [1, 2, 3, 4, 5, 6]
+
+
+def test_the_random_state_of_another_kind_of_device_is_left_alone():
+    tested, device = hardware.accelerator(), hardware.device()
+    tested.setup_device(device)
+    state = {**rng.collect(tested, device), "device": torch.zeros(3, dtype=torch.uint8), "device_type": "other"}
+    expected = torch.rand(4, device=device)
+    rng.restore(state, tested, device)
+    if device.type == "cpu":
+        assert torch.equal(torch.rand(4), expected)
+    else:
+        assert not torch.equal(torch.rand(4, device=device), expected), "it went on"
+
+
+def test_what_another_number_of_replicas_goes_on_with_is_said(tmp_path):
+    """Processes that share their batches are one replica: 2 of these may be as many processes as 1 of those."""
+    path = tmp_path / "x.ckpt"
+    trainer, _ = fit("shuffled", [], max_epochs=1)
+    trainer.save_checkpoint(path)
+    checkpoint = torch.load(path, weights_only=True)
+    [rank] = checkpoint["ranks"]
+    checkpoint["ranks"] = [{**rank, "share": [2, replica]} for replica in (0, 0, 1, 1)]
+    torch.save(checkpoint, path)
+    says = (
+        f"{str(path)!r} was written by 2 replica(s) of the model on 4 process(es) and is continued by 1 replica(s) of "
+        "the model on 1 process(es). The next epoch is shared out among all. Random numbers, of dropout say, are "
+        "others than they would have been"
+    )
+    with pytest.warns(UserWarning, match=re.escape(says)):
+        fit("shuffled", [], max_epochs=2, ckpt_path=path)
 
 
 def test_weights_alone_are_refused_by_name(tmp_path):
@@ -278,7 +319,12 @@ def test_another_models_checkpoint_is_refused_by_name(tmp_path):
 
     with pytest.raises(CheckpointMismatchError, match=r"(?s)don't belong to Other.*body\.0\.weight"):
         Trainer(
-            accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False
+            accelerator=hardware.name(),
+            devices=1,
+            max_epochs=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
         ).fit(Other(), loader("shuffled"), ckpt_path=path)
 
 

@@ -1,7 +1,10 @@
 """What ranks tell each other: failures, stops, barriers. Ranks are threads here, over a real store."""
 
 import random
+import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from torchhal.errors import CollectiveTimeoutError, DistributedError, RankFailedError
-from torchhal.launchers import failures, rendezvous, stores, watch
+from torchhal.launchers import failures, identity, rendezvous, stores, watch
 from torchhal.launchers.failures import Failure, is_timeout, is_transport_error
 from torchhal.launchers.watch import RankWatch, StopSignals
 
@@ -34,7 +37,7 @@ def left(monkeypatch):
 
 
 @pytest.fixture
-def crew(server):
+def crew(server, tmp_path):
     """``crew(n)``: n started watches, each with its own connection."""
     watches = []
 
@@ -44,6 +47,7 @@ def crew(server):
             client = dist.TCPStore("127.0.0.1", server, None, False, wait_for_workers=False)
             store = stores.PrefixedStore("torchhal/1", client)
             watches.append(RankWatch(store, rank, world_size, **options).start())
+            watches[-1].hang.run_folder = str(tmp_path)
         return watches
 
     yield make
@@ -125,6 +129,14 @@ def test_which_messages_are_consequences(text, transport, timeout):
     error = RuntimeError(text)
     assert (is_transport_error(error), is_timeout(error)) == (transport, timeout)
     assert not is_transport_error(OSError(text))
+
+
+def test_who_lost_a_rank_does_not_wait_for_its_goodbye(crew, monkeypatch):
+    """A rank that is gone without a word, on another host, says none: rank 0 would serve half a minute for nobody."""
+    monkeypatch.setattr(rendezvous._state(), "lingers", True)
+    first, _ = crew(2)
+    first.report_failure(RankFailedError("rank 1 is gone without a word", rank=1))
+    assert not rendezvous._state().lingers
 
 
 def test_a_timeout_names_the_ranks_that_took_no_part(crew):
@@ -345,6 +357,49 @@ def test_signals_only_set_attributes_and_are_restored(monkeypatch):
     assert {signum: signal.getsignal(signum) for signum in before} == before
 
 
+BLOCKED = """
+import sys, time
+import torch.distributed as dist
+from torchhal.launchers.signals import StopSignals
+
+StopSignals.REPEAT = 0.5
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
+with StopSignals(lambda signum: print("asked", flush=True), grace=1.0):
+    print("ready", flush=True)
+    if rank == 0:
+        dist.barrier()
+    end = time.monotonic() + 4
+    while time.monotonic() < end:
+        time.sleep(0.01)
+print("done", flush=True)
+"""
+
+
+def test_a_second_signal_ends_who_is_blocked_in_a_collective(tmp_path):
+    """Rank 0 waits in C for rank 1, where Python calls no handler; rank 1 is asked twice, too, and goes on."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", BLOCKED, str(rank), str(tmp_path / "store")],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    for process in ranks:
+        assert process.stdout.readline() == "ready\n", process.stderr.read()
+    time.sleep(0.5)
+    for pause in (0.1, 0.7, 0):
+        for process in ranks:
+            process.send_signal(signal.SIGTERM)
+        time.sleep(pause)
+    outcomes = [(*process.communicate(timeout=60), process.returncode) for process in ranks]
+    said, complaint, code = outcomes[0]
+    assert (said, code) == ("", 143), "no handler ran"
+    assert re.search(r"SIGTERM came again \d s after the first", complaint) and "barrier" in complaint
+    said, complaint, code = outcomes[1]
+    assert (sorted(set(said.split())), code) == (["asked", "done"], 0) and "came again" not in complaint
+
+
 def test_signals_outside_the_main_thread_do_nothing():
     before = signal.getsignal(signal.SIGTERM)
 
@@ -422,6 +477,40 @@ def test_roll_call_names_who_never_came(server):
     with pytest.raises(CollectiveTimeoutError, match=r"start: ranks 0, 2 did not come within 0\.3 s") as info:
         rendezvous.roll_call(store, 1, 3, timedelta(seconds=0.3), name="start")
     assert info.value.missing == (0, 2)
+
+
+def meet(store, rank, world_size, timeout=20):
+    """What a process hears in the roll call."""
+    try:
+        rendezvous.roll_call(store, rank, world_size, timedelta(seconds=timeout), name="start")
+    except DistributedError as error:
+        return str(error)
+    return None
+
+
+def test_a_rank_that_two_processes_have_is_no_rank_that_never_came(server, monkeypatch):
+    """Both nodes started with NODE_RANK=0, say: the second is refused, and the first hears of it."""
+    one, other = (dist.TCPStore("127.0.0.1", server, None, False, wait_for_workers=False) for _ in range(2))
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(meet, one, 0, 2)
+        while not one.check(["here/0"]):
+            time.sleep(0.01)
+        monkeypatch.setattr(identity.socket, "gethostname", lambda: "n2")
+        second = meet(other, 0, 2)
+        assert second == first.result(timeout=20)
+    assert "rank 0 is here twice, as one of 2 on" in second and "on n2, process" in second
+
+
+@pytest.mark.parametrize("sizes", [(4, 2), (2, 4)])
+def test_processes_that_mean_jobs_of_different_sizes(server, sizes):
+    one, other = (dist.TCPStore("127.0.0.1", server, None, False, wait_for_workers=False) for _ in range(2))
+    with ThreadPoolExecutor() as pool:
+        heard = list(pool.map(meet, (one, other), (0, 1), sizes))
+    said = next(filter(None, heard))
+    assert f"rank 1 means another job than rank 0: one of {sizes[1]} on" in said
+    assert f"rank 0 is one of {sizes[0]} on" in said and "same numbers of devices and nodes" in said
+    # rank 0 of a job of two has met two
+    assert heard == [said, said] if sizes[0] == 4 else heard[1] == said
 
 
 def test_a_taken_port_is_an_error(server):

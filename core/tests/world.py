@@ -3,7 +3,7 @@
 ``import torch`` costs a second per process, so the processes stay. Each believes that torchrun has started it, and
 this process serves the store that torchrun's agent would: a strategy with a ``TorchElasticEnvironment`` makes and
 destroys process groups in them as it would in a job. A rank that doesn't answer in time is reported as HANG, by
-name, and the whole world is replaced.
+name, and the whole world is replaced. One that has kept many threads is replaced, too, between two files of tests.
 """
 
 from __future__ import annotations
@@ -21,10 +21,16 @@ import traceback
 import uuid
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from types import ModuleType
 from typing import IO
 
+import hardware
+
 TIMEOUT = 30.0
+
+CROWDED = 16
+"""Threads of a rank: some six are torch's own."""
 
 
 @dataclass
@@ -40,7 +46,10 @@ class Outcome:
 class World:
     """``size`` processes, started on first use."""
 
+    made: list[World] = []
+
     def __init__(self, size: int) -> None:
+        World.made.append(self)
         self.size = size
         self._processes: list[multiprocessing.Process] = []
         self._connections: list[Connection] = []
@@ -62,7 +71,7 @@ class World:
         self._start()
         home = sys.modules[function.__module__].__file__
         for connection in self._connections:
-            connection.send((home, function.__qualname__, args))
+            connection.send((home, function.__qualname__, args, hardware.name()))
         outcomes: dict[int, Outcome] = {}
         deadline = time.monotonic() + timeout
         while len(outcomes) < self.size:
@@ -84,6 +93,16 @@ class World:
                     self.stop()
                     raise AssertionError(f"{function.__qualname__}: rank {rank} DIED with exit code {code}") from None
         return [outcomes[rank] for rank in range(self.size)]
+
+    def end_if_crowded(self) -> None:
+        """Let the next use start it anew, where its processes have kept threads of process groups that are gone.
+
+        Torch keeps those of device meshes in caches, and each wakes a hundred times a second: that of a few worlds
+        costs the other tests a third of the machine.
+        """
+        tasks = [Path(f"/proc/{process.pid}/task") for process in self._processes]
+        if any(folder.exists() and len(list(folder.iterdir())) > CROWDED for folder in tasks):
+            self.stop()
 
     def _stacks(self, rank: int) -> str:
         """Where the threads of a rank are now."""
@@ -120,19 +139,45 @@ class World:
         self._processes, self._connections, self._stack_files, self._store = [], [], [], None
 
 
+def shared_world(size: int):
+    """A fixture: a world of ``size`` processes that the tests of a session share."""
+    import pytest
+
+    @pytest.fixture(scope="session")
+    def shared():
+        world = World(size)
+        yield world
+        world.stop()
+
+    return shared
+
+
+def crowd_control():
+    """A fixture: after each file of tests no crowded world is left."""
+    import pytest
+
+    @pytest.fixture(autouse=True, scope="module")
+    def crowded_worlds_end():
+        yield
+        for world in World.made:
+            world.end_if_crowded()
+
+    return crowded_worlds_end
+
+
 def _serve(rank: int, size: int, port: int, connection: Connection, stack_file: str) -> None:
     faulthandler.register(signal.SIGUSR1, open(stack_file, "wb"), all_threads=True)  # noqa: SIM115
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), GROUP_RANK="0", WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size),
         GROUP_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID=uuid.uuid4().hex,
-        TORCHELASTIC_USE_AGENT_STORE="True", OMP_NUM_THREADS="1",
+        TORCHELASTIC_USE_AGENT_STORE="True", OMP_NUM_THREADS="1", TORCHHAL_SIM_DEVICES=str(max(size, 2)),
     )  # fmt: skip
     import torch
 
     torch.set_num_threads(1)
     while True:
         try:
-            home, name, args = connection.recv()
+            home, name, args, os.environ[hardware.VARIABLE] = connection.recv()
         except (EOFError, OSError):
             os._exit(0)  # gloo's threads may abort an orderly exit
         try:
@@ -167,21 +212,18 @@ def size() -> int:
 
 
 def compose(strategy, precision=None):
-    """The strategy with the parts that ``resolve`` would give it, on this world's CPUs."""
-    import torch
-
-    from torchhal.accelerators import CPUAccelerator
+    """The strategy with the parts that ``resolve`` would give it, on the accelerator of the test."""
     from torchhal.checkpoint import TorchCheckpointIO
     from torchhal.cluster import TorchElasticEnvironment
     from torchhal.precision import SinglePrecision
 
-    count = size() if strategy.multi_device else 1
+    accelerator = hardware.accelerator()
     strategy.configure(
-        accelerator=CPUAccelerator(),
+        accelerator=accelerator,
         precision=precision or SinglePrecision(),
         checkpoint_io=TorchCheckpointIO(),
         cluster_environment=TorchElasticEnvironment() if strategy.multi_device else None,
-        devices=[torch.device("cpu")] * count,
+        devices=accelerator.get_parallel_devices(range(size() if strategy.multi_device else 1)),
         num_nodes=1,
     )
     return strategy

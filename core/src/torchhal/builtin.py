@@ -42,6 +42,16 @@ def torchhal_cluster_environments() -> list[Component]:
         Component(
             "torchelastic", "torchhal.cluster.torchelastic:TorchElasticEnvironment", summary="Started by torchrun"
         ),
+        Component("slurm", "torchhal.cluster.slurm:SlurmEnvironment", summary="A task of a step, started by srun"),
+        Component("openmpi", "torchhal.cluster.mpi:OpenMPIEnvironment", summary="Started by mpirun", aliases=("mpi",)),
+        Component("mpich", "torchhal.cluster.mpi:MPICHEnvironment", summary="Started by mpiexec (Hydra)"),
+        Component("lsf", "torchhal.cluster.lsf:LSFEnvironment", summary="Started by jsrun on LSF"),
+        Component("flux", "torchhal.cluster.flux:FluxEnvironment", summary="A task of a Flux job"),
+        Component("kubeflow", "torchhal.cluster.kubeflow:KubeflowEnvironment", summary="A pod of a PyTorchJob"),
+        Component(
+            "sagemaker", "torchhal.cluster.sagemaker:SageMakerEnvironment", summary="A host of a SageMaker training job"
+        ),
+        Component("env", "torchhal.cluster.env:EnvEnvironment", summary="torch's env:// variables"),
     ]
 
 

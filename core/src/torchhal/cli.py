@@ -16,7 +16,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torchhal
-from torchhal.errors import TorchhalError, UnknownAliasError
+from torchhal.commands import hangs, memory
+from torchhal.commands.checkpoint import add_checkpoint
+from torchhal.commands.conformance import add_conformance
+from torchhal.commands.new import add_new
+from torchhal.errors import ConfigurationError, TorchhalError, UnknownAliasError
 
 if TYPE_CHECKING:
     from torchhal.entry import Entry
@@ -103,12 +107,17 @@ _SECRET: Final = re.compile("TOKEN|JWT|SECRET|PASSWORD|CREDENTIAL|KEY", re.IGNOR
 
 
 def _add_doctor(parsers: Parsers) -> None:
-    parser = parsers.add_parser("doctor", help="show versions, plugins, what hardware can be used and why not")
+    parser = parsers.add_parser(
+        "doctor", help="show versions, plugins, what hardware can be used and why not; or why a run hung"
+    )
+    parser.add_argument("run_dir", nargs="?", metavar="RUN_DIR", help="a run whose ranks waited in vain: who for whom")
     parser.add_argument("--json", action="store_true", help="print JSON (schema 1)")
     parser.set_defaults(run=_doctor)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
+    if arguments.run_dir is not None:
+        return hangs.report(arguments.run_dir, as_json=arguments.json)
     with output_to_stderr():
         found = examine(os.environ)
     if arguments.json:
@@ -133,6 +142,9 @@ def _doctor(arguments: argparse.Namespace) -> int:
     for part in found["cluster_environments"]:
         state = "detected" if part["detected"] else "not detected"
         print(f"  {part['name']} {state}{': ' + part['reason'] if part['reason'] else ''}")
+    print("recommendations:")
+    for sentence in found["recommendations"] or ["none"]:
+        print(f"  {sentence}")
     return 0
 
 
@@ -156,6 +168,7 @@ def examine(environ: Mapping[str, str]) -> dict[str, Any]:
         "plugins": [record.to_dict() for record in registry.plugins()],
         "accelerators": [_accelerator(entry) for entry in registry.entries("accelerator")],
         "cluster_environments": [_environment(entry) for entry in registry.entries("cluster_environment")],
+        "recommendations": [text for entry in registry.entries("cluster_environment") for text in _advice(entry)],
         "environment": {
             name: "(hidden)" if _SECRET.search(name) else value
             for name, value in sorted(environ.items())
@@ -188,6 +201,13 @@ def _environment(entry: Entry) -> dict[str, Any]:
     return {"name": entry.qualified_name, "detected": detected, "reason": reason}
 
 
+def _advice(entry: Entry) -> list[str]:
+    def ask() -> list[str]:
+        return entry.load().recommendations() if entry.availability() else []
+
+    return _guarded(ask, lambda reason: [])
+
+
 def _guarded(ask: Callable[[], _T], otherwise: Callable[[str], _T]) -> _T:
     """``ask()``, or what ``otherwise`` makes of the reason when that fails in whatever way: a doctor must not die."""
     from torchhal.discovery import describe
@@ -210,14 +230,23 @@ def _add_explain(parsers: Parsers) -> None:
     parser.add_argument("--accelerator", default="auto", metavar="ALIAS")
     parser.add_argument("--strategy", default="auto", metavar="ALIAS")
     parser.add_argument("--devices", default="auto", metavar="N", help="a count, indices such as 0,2, or auto")
-    parser.add_argument("--num-nodes", type=int, default=1, metavar="N")
+    parser.add_argument("--num-nodes", type=_nodes, default=1, metavar="N", help="a count, or auto")
     parser.add_argument("--precision", default=None, metavar="ALIAS")
     parser.add_argument("--plugin", action="append", default=[], metavar="ALIAS", help="may be given several times")
+    memory.add_options(parser)
     parser.add_argument("--json", action="store_true", help="print JSON (schema 1)")
     parser.set_defaults(run=_explain)
 
 
+def _nodes(text: str) -> int | str:
+    if text != "auto" and not text.isdigit():
+        raise argparse.ArgumentTypeError(f"must be a whole number or 'auto' (got {text!r})")
+    return text if text == "auto" else int(text)
+
+
 def _explain(arguments: argparse.Namespace) -> int:
+    if arguments.model_args is not None and arguments.model is None:
+        raise ConfigurationError("'--model-args' are the arguments of a '--model', which is missing")
     with output_to_stderr():
         from torchhal.resolve import Request, resolve
 
@@ -231,14 +260,24 @@ def _explain(arguments: argparse.Namespace) -> int:
                 plugins=tuple(arguments.plugin),
             )
         )
+        found = None if arguments.model is None else memory.estimate(arguments, plan)
     if arguments.json:
-        print_json(plan.to_dict())
+        print_json(plan.to_dict() | ({} if found is None else {"memory": found}))
     else:
         print(plan.describe())
+        if found is not None:
+            print("\n".join(memory.lines(found)))
     return 0
 
 
-COMMANDS: Final[tuple[Callable[[Parsers], None], ...]] = (_add_plugins, _add_doctor, _add_explain)
+COMMANDS: Final[tuple[Callable[[Parsers], None], ...]] = (
+    _add_plugins,
+    _add_doctor,
+    _add_explain,
+    add_checkpoint,
+    add_conformance,
+    add_new,
+)
 
 
 # -- output --------------------------------------------------------------------------------------------------

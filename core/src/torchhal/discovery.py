@@ -296,6 +296,8 @@ def _call(caller: pluggy.HookCaller) -> Iterator[Component]:
 
 
 def _near_misses(manifest: object) -> str:
+    if given := [name for name in HOOKS.values() if hasattr(manifest, name)]:
+        return f": {' and '.join(given)} returned no Component"
     for name in dir(manifest):
         value = inspect.getattr_static(manifest, name, None)
         if inspect.isroutine(value) and (near := did_you_mean(name, HOOKS.values())):
@@ -324,10 +326,12 @@ def describe(error: BaseException) -> str:
         package = str(frame.f_globals.get("__name__")).partition(".")[0]
         name = frame.f_code.co_filename
         # The machinery of importing and calling is no place to look at.
-        if package in ("importlib", "importlib_metadata", "pluggy") or name.startswith("<"):
+        if package in ("importlib", "importlib_metadata", "pluggy", "functools", "packaging") or name.startswith("<"):
             continue
         if os.path.dirname(name) != _HERE:
             place = f" ({name}:{line})"
+    if isinstance(error, SyntaxError) and error.filename:
+        text, place = error.msg, f" ({error.filename}:{error.lineno})"  # its own text has no folder
     return f"{type(error).__name__}{f': {text}' if text else ''}{place}"
 
 

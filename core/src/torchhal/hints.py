@@ -11,7 +11,7 @@ from typing import Final
 
 _ALIASES: Final[Mapping[str, str]] = {
     "torchhal-gpu": "gpu cuda mps xpu",
-    "torchhal-xla": "tpu xla single_xla single_tpu tpu_spawn xla_fsdp",
+    "torchhal-xla": "tpu xla single_xla single_tpu tpu_spawn xla_spmd xla_fsdp",
     "torchhal-hpu": "hpu hpu_single hpu_parallel",
     "torchhal-ipu": "ipu ipu_strategy",
     "torchhal-deepspeed": (
@@ -24,7 +24,8 @@ _ALIASES: Final[Mapping[str, str]] = {
     "torchhal-ray": "ray",
     "torchhal-simulator": "sim",
     "torchhal-parallel": (
-        "dp ddp2 zero1 zero2 zero3 fsdp ddp_sharded ddp_sharded_spawn ddp_fully_sharded tensor_parallel pipeline hybrid"
+        "dp ddp2 zero1 zero2 zero3 fsdp ddp_sharded ddp_sharded_spawn ddp_fully_sharded tensor_parallel pipeline "
+        "hybrid dcp async dcp_async"
     ),
     "torchhal-horovod": "horovod",
 }
@@ -33,6 +34,13 @@ DISTRIBUTIONS: Final[Mapping[str, str]] = {
     alias: distribution for distribution, aliases in _ALIASES.items() for alias in aliases.split()
 }
 """Alias -> the distribution to ``pip install``."""
+
+CHECKPOINT_FILES: Final[Mapping[str, str]] = {
+    ".metadata": "torchhal-parallel",
+    "*.distcp": "torchhal-parallel",
+    "zero_to_fp32.py": "torchhal-deepspeed",
+}
+"""A file in the folder that is a checkpoint, as a pattern -> the distribution that reads it."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

@@ -48,6 +48,7 @@ __all__ = [
     "plugins",
     "refresh",
     "register",
+    "why_unknown",
 ]
 
 HINTED: Final = ("accelerator", "strategy")  # the kinds that the aliases of torchhal.hints are of
@@ -173,21 +174,32 @@ class Registry:
             lines.append("'auto' is no alias: it asks torchhal.resolve to choose")
         if others := [other.replace("_", " ") for other in KINDS if other != kind and name in self.aliases(other)]:
             lines.append(f"{alias!r} is the alias of a part of another kind: {' and '.join(others)}")
+        absent = self._absent(scan)
+        if name not in absent and not others:
+            if near := nearest(name, known):
+                lines.append(f"did you mean {near!r}?")
+            elif kind in HINTED and (near := nearest(name, absent)):
+                lines.append(f"did you mean {near!r}? (pip install {absent[near]})")
+        return "\n".join([*lines, *self.why_unknown(alias)])
+
+    @staticmethod
+    def _absent(scan: Scan) -> dict[str, str]:
+        """First-party aliases whose distribution isn't installed, with its name."""
         present = {canonical(record.distribution) for record in scan.records}
-        absent = {hint: owner for hint, owner in DISTRIBUTIONS.items() if owner not in present}
-        if name in absent:
-            lines.append(f"{alias!r} comes with {absent[name]}: pip install {absent[name]}")
-        elif not others and (near := nearest(name, known)):
-            lines.append(f"did you mean {near!r}?")
-        elif not others and kind in HINTED and (near := nearest(name, absent)):
-            lines.append(f"did you mean {near!r}? (pip install {absent[near]})")
+        return {hint: owner for hint, owner in DISTRIBUTIONS.items() if owner not in present}
+
+    def why_unknown(self, alias: str) -> list[str]:
+        """Lines for an error about a name that nobody provides: what to install, and which plugins failed."""
+        scan, lines = self._scanned(), []
+        if owner := self._absent(scan).get(alias.lower()):
+            lines.append(f"{alias!r} comes with {owner}: pip install {owner}")
         lines += [str(record) for record in scan.records if record.status != "loaded"]
         if self._metadata != metadata_fingerprint():
             lines.append(
                 "distributions have been installed or removed since plugins were looked for: "
                 "torchhal.registry.refresh() looks again"
             )
-        return "\n".join(lines)
+        return lines
 
     # -- user code -------------------------------------------------------------------------------------------
 
@@ -329,6 +341,11 @@ def aliases(kind: str) -> list[str]:
 def find(kind: str, alias: str) -> Entry:
     """See :meth:`Registry.find`."""
     return _default.find(kind, alias)
+
+
+def why_unknown(alias: str) -> list[str]:
+    """See :meth:`Registry.why_unknown`."""
+    return _default.why_unknown(alias)
 
 
 @overload

@@ -20,16 +20,19 @@ from torchhal.launchers import ExternalLauncher, MultiprocessingLauncher, Subpro
 from torchhal.launchers.rendezvous import generation_store
 from torchhal.launchers.watch import RankWatch, StopSignals
 
+SET_UP = timedelta(seconds=100)  # a busy machine takes its time to start a process
 TIMEOUT = timedelta(seconds=float(os.environ.get("JOB_TIMEOUT", "60")))
 
 
 @contextlib.contextmanager
-def group(environment, *, watched=True):
+def group(environment, folder, *, watched=True):
     """A process group with its watch, failures reported and explained."""
     rank, world = environment.global_rank(), environment.world_size()
-    store = generation_store(environment, TIMEOUT)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=TIMEOUT)
+    store = generation_store(environment, SET_UP)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=SET_UP)
+    dist.distributed_c10d._set_pg_timeout(TIMEOUT)
     watch = RankWatch(store, rank, world)
+    watch.hang.run_folder = folder
     if watched:
         watch.start()
     try:
@@ -70,7 +73,7 @@ def work(args, environment):
     if scenario == "raise_before" and rank == bad:
         mark_failure(args)
         raise ValueError(f"boom on {rank}")
-    with group(environment, watched=not scenario.endswith("_unwatched")) as watch:
+    with group(environment, args.out, watched=not scenario.endswith("_unwatched")) as watch:
         scenario = scenario.removesuffix("_unwatched")
         total = reduce_sum(rank + 1)
         assert total == world * (world + 1) / 2

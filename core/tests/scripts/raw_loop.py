@@ -54,6 +54,8 @@ def train(strategy, out):
 
 if __name__ == "__main__":
     out, name, devices = sys.argv[1:]
-    strategy = resolve(Request(accelerator="cpu", strategy=name, devices=int(devices))).build()
+    strategy = resolve(
+        Request(accelerator=os.environ.get("CORE_TESTS_ACCELERATOR", "cpu"), strategy=name, devices=int(devices))
+    ).build()
     losses = strategy.make_launcher().launch(train, strategy, out)
     print(losses)

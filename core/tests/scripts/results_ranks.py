@@ -118,6 +118,57 @@ def steps(ranks, results):
     assert math.isclose(float(results.callback_metrics["all_epoch"]), mean, rel_tol=1e-6)
 
 
+def steps_that_end_on_the_last_rank(ranks, results):
+    """As in a pipeline: the other ranks show what it logged, once all look, and what they logged themselves stays."""
+    last = ranks.world_size - 1
+    ranks.is_data_leader = ranks.global_rank == last
+    results.find_leader()
+    assert results.leader == last
+    if ranks.is_data_leader:
+        results.log("loss", torch.tensor(0.1), "training_step", prog_bar=True, on_epoch=True)
+        results.log("all", 3.0, "training_step", sync_dist=True)
+        results.log("unsynced", 4.0, "training_step", on_step=False, on_epoch=True, sync_dist=False)
+        results.log("first", 5.0, "training_step", on_epoch=True, rank_zero_only=True)
+    results.log("own", float(ranks.global_rank), "on_train_batch_end")
+    before = ranks.collectives
+    assert ("loss" in results.callback_metrics) == ranks.is_data_leader
+    results.share_steps()
+    assert ranks.collectives == before + 1
+    expected = {"loss": torch.tensor(0.1), "loss_step": torch.tensor(0.1), "all": torch.tensor(3.0).double()}
+    for name, value in expected.items():
+        assert torch.equal(results.callback_metrics[name], value), name
+        assert results.callback_metrics[name].dtype is value.dtype
+    assert float(results.callback_metrics["own"]) == ranks.global_rank
+    assert results.step_metrics().keys() == {"loss_step", "all", "own", "first_step"}
+    assert results.progress_bar_metrics.keys() == {"loss_step"}
+    if ranks.is_data_leader:
+        results.log("loss", torch.tensor(0.3), "training_step", prog_bar=True, on_epoch=True)
+    state = results.state_dict()
+    assert math.isclose(state["callback_metrics"]["loss_step"], 0.3, rel_tol=1e-6), "rank 0's copy is saved"
+    before = ranks.collectives
+    results.finalize_epoch()
+    assert ranks.collectives == before + 1
+    for name, value in {"loss_epoch": 0.2, "loss_step": 0.3, "loss": 0.2, "unsynced": 4.0, "first_epoch": 5.0}.items():
+        assert math.isclose(float(results.callback_metrics[name]), value, rel_tol=1e-6), name
+    assert results.epoch_metrics().keys() == {"loss_epoch", "unsynced", "first_epoch"}
+    ranks.is_data_leader = True
+
+
+def values_of_several_leaders(ranks, results):
+    """Two of three ranks or more end a step: sync_dist=True makes one value of theirs, where all look."""
+    ranks.is_data_leader = ranks.global_rank > 0
+    results.find_leader()
+    assert results.leader == 1
+    if ranks.is_data_leader:
+        results.log("own", float(ranks.global_rank), "training_step")
+        results.log("all", float(ranks.global_rank), "training_step", sync_dist=True)
+    results.share_steps()
+    assert float(results.callback_metrics["own"]) == max(1, ranks.global_rank)
+    assert float(results.callback_metrics["all"]) == sum(range(ranks.world_size)) / (ranks.world_size - 1)
+    results.finalize_epoch()
+    ranks.is_data_leader = True
+
+
 def disagreement(ranks, results):
     reduction = "mean" if ranks.global_rank == 0 else "sum"
     results.log("x", 1.0, "on_train_epoch_end", reduce_fx=reduction)
@@ -157,6 +208,24 @@ def resume_with_fewer(ranks, results, pair):
         assert float(resumed.callback_metrics["worst"]) == max(1.0, ranks.world_size - 1)
 
 
+def resume_with_other_leaders(ranks, results):
+    """Ranks that share a batch, of which the first leads, save; the last one leads those that go on."""
+    last = ranks.world_size - 1
+    ranks.is_data_leader = ranks.global_rank == 0
+    results.find_leader()
+    results.log("loss", 2.0, "training_step", on_epoch=True, reduce_fx="sum")
+    state = results.state_dict()
+    ranks.is_data_leader = ranks.global_rank == last
+    resumed = Results(ranks)
+    resumed.find_leader()
+    resumed.load_state_dict(state)
+    if ranks.is_data_leader:
+        resumed.log("loss", 3.0, "training_step", on_epoch=True, reduce_fx="sum")
+    resumed.finalize_epoch()
+    assert float(resumed.callback_metrics["loss_epoch"]) == 5.0
+    ranks.is_data_leader = True
+
+
 def main():
     rank, world_size, path = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     dist.init_process_group(
@@ -165,10 +234,14 @@ def main():
     everybody, two = dist.group.WORLD, dist.new_group([0, 1])
     pair = Gloo(two) if rank < 2 else None
     for ranks in [Gloo(everybody), *([pair] if pair else [])]:
-        for scenario in (uneven_batches, some_ranks_only, steps, disagreement, metric_objects):
+        for scenario in (
+            uneven_batches, some_ranks_only, steps, steps_that_end_on_the_last_rank, values_of_several_leaders,
+            disagreement, metric_objects,
+        ):  # fmt: skip
             scenario(ranks, Results(ranks))
     ranks = Gloo(everybody)
     resume_with_fewer(ranks, Results(ranks), pair)
+    resume_with_other_leaders(ranks, Results(ranks))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -11,6 +11,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import hardware
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -18,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchhal
-from torchhal.accelerators import CPUAccelerator
 from torchhal.precision import SinglePrecision
 
 SEEDS = Path(__file__).parent.parent / "seeds"
@@ -38,7 +39,7 @@ class MyCustomDistributedDataParallel(DistributedDataParallel):
         return super().forward(*args, **kwargs)
 
 
-class MyAccelerator(CPUAccelerator):
+class MyAccelerator(type(hardware.accelerator())):
     """For which "auto" means two devices."""
 
     setups = 0
@@ -92,6 +93,13 @@ def read(snippet):
     return IMPORT.sub("from torchhal.strategies import", textwrap.dedent((SEEDS / snippet).read_text()))
 
 
+def make_trainer(strategy, **options):
+    """On the accelerator of the test, unless the strategy brings its own."""
+    given = isinstance(strategy, str) or strategy.given["accelerator"] is None
+    where = {"accelerator": hardware.name()} if given else {}
+    return torchhal.Trainer(strategy=strategy, max_epochs=2, **where, **options)
+
+
 def main(out, snippets):
     quiet = {
         "logger": False,
@@ -100,7 +108,7 @@ def main(out, snippets):
         "enable_model_summary": False,
     }
     namespace = {
-        "Trainer": functools.partial(torchhal.Trainer, max_epochs=2, **quiet),
+        "Trainer": functools.partial(make_trainer, **quiet),
         "MyCustomDistributedDataParallel": MyCustomDistributedDataParallel,
         "MyAccelerator": MyAccelerator,
         "MyPrecisionPlugin": MyPrecisionPlugin,

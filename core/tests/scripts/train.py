@@ -35,6 +35,7 @@ class Net(Module):
             self.extra = nn.Linear(2, 2)
         self.seen = []
         self.losses = []
+        self.ran_on = set()
         self.automatic_optimization = not config.get("by_hand")
 
     def make_body(self):
@@ -61,7 +62,10 @@ class Net(Module):
         self.seen.append(index.tolist())
         misbehave(self.config, self, "step")
         loss = F.cross_entropy(self.body(x), y)
-        self.losses.append(loss.detach())
+        if self.config.get("unused") == "on_rank_1" and self.global_rank != 1:
+            loss = loss + self.extra(self.body(x)).mean()
+        self.losses.append(loss.detach().cpu())
+        self.ran_on = {str(parameter.device) for parameter in self.parameters()}
         self.log("train_loss", loss, on_step=False, on_epoch=True)
         if self.config.get("misdeed") == "log_on_rank_zero" and self.global_rank == 0:
             self.log("lonely", loss, on_step=True, sync_dist=True)
@@ -82,7 +86,12 @@ class Net(Module):
         return batch[2]
 
     def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return torch.optim.SGD(self.parameters(), **{"lr": 0.1, **of_rank_1(self.config, "optimizer")})
+
+
+def of_rank_1(config, name):
+    """What only rank 1 is given."""
+    return config.get("of_rank_1", {}).get(name, {}) if os.environ.get("RANK") == "1" else {}
 
 
 def misbehave(config, module, where):
@@ -146,10 +155,11 @@ def main():
     torch.manual_seed(config.get("seed", 0))
     model = Net(config)
     options = {
-        "accelerator": "cpu", "devices": 2, "strategy": "ddp", "max_epochs": 3, "logger": False,
-        "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False,
+        "accelerator": os.environ.get("CORE_TESTS_ACCELERATOR", "cpu"), "devices": 2, "strategy": "ddp",
+        "max_epochs": 3, "logger": False, "enable_progress_bar": False, "enable_model_summary": False,
+        "enable_checkpointing": False, "default_root_dir": config["out"],
     }  # fmt: skip
-    options.update(config.get("trainer", {}))
+    options.update(config.get("trainer", {}), **of_rank_1(config, "trainer"))
     callbacks = []
     if options["enable_checkpointing"]:
         callbacks.append(ModelCheckpoint(dirpath=os.path.join(config["out"], "ckpt")))
@@ -177,6 +187,7 @@ def main():
         "metrics": dict(trainer.callback_metrics),
         "seen": model.seen,
         "losses": model.losses,
+        "ran_on": model.ran_on,
         "steps": trainer.global_step,
         "epoch": trainer.current_epoch,
         "best": trainer.checkpoint_callback.best_model_path if trainer.checkpoint_callback else "",

@@ -41,6 +41,9 @@ class Accelerator:
     backend: ClassVar[str] = "gloo"
     """The process-group backend for tensors on this device."""
 
+    backend_averages: ClassVar[bool] = True
+    """Whether the backend knows ``ReduceOp.AVG``; where it doesn't, strategies that use it sum and divide."""
+
     precisions: ClassVar[frozenset[str]] = frozenset({"32-true", "16-true", "16-mixed", "bf16-true", "bf16-mixed"})
     """Aliases of the precisions this device computes in; any other is refused before launch (ACC-16)."""
 
@@ -56,6 +59,11 @@ class Accelerator:
     default_parallel_strategy: ClassVar[str] = "ddp"
     """Alias of the strategy for several devices when none is named."""
 
+    own_strategies: ClassVar[bool] = False
+    """Whether only strategies that name this accelerator in ``Strategy.accelerators`` drive it right; one for all that
+    torch speaks to is refused then. For hardware that wants more from a loop than torch's operators and
+    :meth:`step_marker`, such as gradients that its own library averages."""
+
     auto_priority: ClassVar[int | None] = 50
     """``accelerator="auto"`` takes the available one with the highest number; None: only when named."""
 
@@ -66,8 +74,14 @@ class Accelerator:
     start_methods: ClassVar[frozenset[str]] = frozenset({"spawn", "fork", "forkserver"})
     """Ways in which worker processes may start and still use the device."""
 
+    visible_devices: ClassVar[str] = ""
+    """The environment variable by which the vendor's runtime hides devices from a process; empty: there is none that
+    this class answers for (ACC-07)."""
+
     features: ClassVar[frozenset[str]] = frozenset()
-    """Capabilities beyond the core level; ``conformance`` names them."""
+    """Capabilities beyond the core level, which ``torchhal.conformance`` then checks. ``"memory_stats"``: the counts
+    of :meth:`memory_stats` (ACC-09, ACC-11, ACC-18). ``"visible_devices"``: only the devices that the variable shows
+    are counted (ACC-07). ``"threads"``: several threads, each with its own device (ACC-22)."""
 
     # -- before anything starts ------------------------------------------------------------------------------
 
@@ -78,13 +92,32 @@ class Accelerator:
         torch answers some questions about a device once and for all, so a library that loads after the first
         question is never seen. Raises ImportError or whatever the library raises; :meth:`availability` turns
         that into a reason.
+
+        A seed that was set before reaches a PrivateUse1 device that this brings: its module's ``manual_seed_all`` is
+        called right after, which starts no device, as ``torch.manual_seed`` calls it at any time. A device that
+        ``torch.manual_seed`` doesn't know has to be seeded here, with ``torch.initial_seed()``.
         """
+
+    @classmethod
+    def _register(cls) -> None:
+        """:meth:`load`, and the seed that ``torch.manual_seed`` would have given the device, had it known it.
+
+        Never later: whatever is seeded or drawn once the device is there is the user's.
+        """
+        known = hasattr(torch, cls.device_type)
+        cls.load()
+        if known or cls.device_type != torch._C._get_privateuse1_backend_name():
+            return
+        module = getattr(torch, cls.device_type, None)
+        seed_all, in_bad_fork = getattr(module, "manual_seed_all", None), getattr(module, "_is_in_bad_fork", None)
+        if seed_all is not None and in_bad_fork is not None and not in_bad_fork():
+            seed_all(torch.initial_seed())
 
     @classmethod
     def availability(cls) -> Availability:
         """Whether the hardware can be used here and, if not, why. Never raises, starts nothing (ACC-01, GEN-05)."""
         try:
-            cls.load()
+            cls._register()
             module = torch.get_device_module(cls.device_type)
             available = bool(module.is_available())
         except KeyboardInterrupt:
@@ -132,7 +165,7 @@ class Accelerator:
     def get_parallel_devices(self, indices: Sequence[int]) -> list[torch.device]:
         """The torch device of each index, in order (ACC-05)."""
         if indices:
-            self.load()  # or torch may not know the type
+            self._register()  # or torch may not know the type
         if not self.indexed:
             return [torch.device(self.device_type)] * len(indices)
         return [torch.device(self.device_type, index) for index in indices]
@@ -153,6 +186,21 @@ class Accelerator:
         self.require_available()
         if device.index is not None and self.indexed:
             torch.get_device_module(self.device_type).set_device(device)
+
+    def setup_process(self, *, global_rank: int, local_rank: int, world_size: int) -> None:
+        """Hear which rank this process is, from a strategy of several, before :meth:`setup_device`.
+
+        For libraries that give a process its device by its rank. Does nothing by default.
+        """
+
+    def step_marker(self) -> Callable[[], None] | None:
+        """What makes the device begin with the operators recorded for it; None where it begins with each at once.
+
+        Asked once, after :meth:`setup_device`. The strategy calls it where a piece of work is complete: after each
+        backward, after each optimizer step, after each step without training or with manual optimization. One of the
+        hardware's own may choose other places.
+        """
+        return None
 
     def setup(self, trainer: Any = None) -> None:
         """A hook after :meth:`setup_device`, before the model is moved. Does nothing by default."""

@@ -8,7 +8,6 @@ from typing import ClassVar
 import torch
 
 from torchhal.accelerators.base import Accelerator
-from torchhal.plugin import Availability
 
 
 class CPUAccelerator(Accelerator):
@@ -22,10 +21,6 @@ class CPUAccelerator(Accelerator):
     indexed: ClassVar[bool] = False
     oversubscribable: ClassVar[bool] = True
     auto_priority: ClassVar[int | None] = 0
-
-    @classmethod
-    def availability(cls) -> Availability:
-        return Availability(True)
 
     def device_count(self) -> int:
         """The cores this process may run on: what ``devices=-1`` means."""

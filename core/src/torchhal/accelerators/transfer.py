@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 from collections import UserDict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+
+_log = logging.getLogger(__name__)
 
 
 def map_tensors(batch: Any, function: Callable[[Any], Any], *, is_leaf: Callable[[Any], bool] | None = None) -> Any:
@@ -80,7 +86,7 @@ def move_to_device(batch: Any, device: torch.device, *, non_blocking: bool = Fal
     def move(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             return leaf.to(device, non_blocking=non_blocking)
-        if not _moves_itself(leaf):
+        if not moves_itself(leaf):
             return leaf
         try:
             moved = leaf.to(device, non_blocking=non_blocking)
@@ -88,8 +94,67 @@ def move_to_device(batch: Any, device: torch.device, *, non_blocking: bool = Fal
             moved = leaf.to(device)
         return leaf if moved is None else moved  # moved in place
 
-    return map_tensors(batch, move, is_leaf=_moves_itself)
+    return map_tensors(batch, move, is_leaf=moves_itself)
 
 
-def _moves_itself(item: Any) -> bool:
+def moves_itself(item: Any) -> bool:
+    """Whether it has a method ``to`` of its own, as tensors and many containers of them do."""
     return callable(getattr(item, "to", None)) and not isinstance(item, type)
+
+
+def move_module(module: nn.Module, device: torch.device) -> None:
+    """``module.to(device)`` after which each parameter is the object that it was, as on a device in torch's tree.
+
+    Between the CPU and a PrivateUse1 device torch makes new parameters: tied ones come apart, an optimizer or a list
+    that holds one holds the old one, and the new ones have neither its class nor its attributes nor its hooks. Here
+    all of them stay. Only of a parameter that something else holds on to (a weak reference, several autograd graphs)
+    a new one takes the place, tied ones together, with class, attributes and hooks; a warning names it. An autograd
+    graph from before the move raises in its backward, and hooks on its nodes are not called any more.
+    """
+    places: dict[int, tuple[str, Any, list[tuple[nn.Module, str]]]] = {}
+    for path, owner in module.named_modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is not None:
+                full_name = f"{path}.{name}" if path else name
+                places.setdefault(id(parameter), (full_name, parameter, []))[2].append((owner, name))
+    module.to(device)
+    recurrent = [owner for owner in module.modules() if isinstance(owner, nn.RNNBase)]
+    for owner in recurrent:  # it has made weak references to the new parameters
+        owner._flat_weight_refs = []
+    replaced = []
+    for full_name, parameter, owners in places.values():
+        moved: Any = owners[0][0]._parameters[owners[0][1]]
+        if moved is None or moved is parameter:
+            continue
+        if isinstance(parameter, UninitializedParameter):  # torch forgot that its shape is still to come
+            make: Any = type(parameter)
+            moved = make(requires_grad=parameter.requires_grad, device=device, dtype=parameter.dtype)
+        kind, attributes = type(parameter), parameter.__dict__
+        try:
+            torch.utils.swap_tensors(parameter, moved)  # type: ignore[no-untyped-call]
+            moved = parameter
+        except RuntimeError:
+            replaced.append(full_name)
+        with suppress(TypeError):  # a class with slots, which none but the old object has
+            moved.__class__, moved.__dict__ = kind, attributes
+        _set_hooks(moved, parameter)
+        for owner, name in owners:
+            owner._parameters[name] = moved
+    for owner in recurrent:
+        owner._init_flat_weights()
+    if replaced:
+        _log.warning(
+            "on the way to %s, %s of %s became new parameters, as a weak reference or an autograd graph holds on to "
+            "the old ones: an optimizer or a list made before still has those",
+            device,
+            ", ".join(map(repr, replaced[:3])) + (" and others" if len(replaced) > 3 else ""),
+            type(module).__name__,
+        )
+
+
+def _set_hooks(target: Any, source: Any) -> None:
+    """Give ``target`` the hooks of ``source``, which may be itself: swapping leaves them with the Python object, and
+    autograd, which calls them, knows them by the values."""
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if (hooks := getattr(source, name, None)) is not None:
+            setattr(target, name, hooks)

@@ -30,8 +30,13 @@ class CheckpointIO(ABC):
     ``"atomic"``: survives SIGKILL, readers never see a gap (CIO-08, CIO-09). ``"fsspec"``: URLs work (CIO-24).
     ``"checksum"``: one flipped bit is refused (CIO-29). ``"streaming"``: no second copy in memory (CIO-27).
     ``"async"``: a save returns before it is durable (CIO-17 to CIO-19). ``"sharded"``, ``"reshard"``: every rank
-    writes its part (CIO-21); another number of ranks may read it (CIO-22).
+    writes its part (CIO-21); another number of ranks may read it (CIO-22). ``"links"``, of a sharded one:
+    :meth:`link_checkpoint` works.
     """
+
+    group: Any = None
+    """For a ``"sharded"`` one: the process group of a save's own messages; None for all ranks. A save in a thread is
+    given one of its own."""
 
     storage_options: Mapping[str, Any] = {}
     """Given to fsspec with every URL: credentials, endpoints. Local paths need none."""
@@ -70,6 +75,15 @@ class CheckpointIO(ABC):
             CheckpointError: it can't be loaded for another reason, e.g. a refused class.
         """
 
+    def open_checkpoint(self, path: str | os.PathLike[str]) -> dict[str, Any]:
+        """The checkpoint, to look at or to take little of: its tensors need not be read yet.
+
+        In place of a tensor may stand an object with its ``shape`` and ``dtype``, and with ``read()``, which returns
+        it on the CPU. By default everything is loaded. Raises as :meth:`load_checkpoint` does, but damage to a
+        tensor may be noticed only when it is read.
+        """
+        return self.load_checkpoint(path)
+
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Delete exactly what a save wrote at ``path``; nothing if there is nothing (CIO-13).
 
@@ -94,6 +108,23 @@ class CheckpointIO(ABC):
         found = place_of(folder, self.storage_options, folder=True).children()
         found.sort(key=lambda child: (child.modified_ns(), child.shown))
         return [child.shown for child in found if self.exists(child.shown)]
+
+    def link_checkpoint(self, source: str | os.PathLike[str], target: str | os.PathLike[str]) -> bool:
+        """Make ``target``, replacing what is there in one step, a second name of the completed checkpoint ``source``.
+
+        Either may be removed and the other stays. Where the file system has no such links it is a copy. Called on
+        global rank 0 only, after :meth:`wait`. By default for a local file.
+
+        Returns:
+            False, with nothing changed, where only a second save can do it.
+
+        Raises:
+            CheckpointError: it failed; ``target`` is what it was.
+        """
+        from torchhal.checkpoint.local import LocalPlace, link_file
+
+        places = [place_of(path, self.storage_options) for path in (source, target)]
+        return all(isinstance(place, LocalPlace) for place in places) and link_file(*(place.shown for place in places))
 
     def wait(self) -> None:
         """Return when every save is durable; raise what one of them met (CIO-18). Nothing to do unless ``"async"``.

@@ -15,6 +15,7 @@ from collections import Counter, OrderedDict
 from typing import Any
 
 import torch
+from torch import serialization
 
 from torchhal.checkpoint.views import Views
 from torchhal.errors import CheckpointError
@@ -133,7 +134,7 @@ def _why_refused(values: list[Any], views: Views) -> str | None:
         try:  # Allowed names aren't all: such a load fills no dict or list of another class, for one.
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                torch.load(archive, weights_only=True)
+                serialization.load(archive, weights_only=True)
         except Exception as error:
             return (str(error).strip().split("WeightsUnpickler error:")[-1].strip().splitlines() or [repr(error)])[0]
     return None

@@ -13,6 +13,7 @@ import zlib
 from typing import IO, cast
 
 import torch
+from torch import serialization
 
 from torchhal.errors import CheckpointError
 
@@ -92,7 +93,7 @@ def torch_describes_records() -> bool:
             pass
 
     data = torch.arange(1024, dtype=torch.int32, device="cpu")
-    torch.save(data, cast(IO[bytes], Recorder()))
+    serialization.save(data, cast(IO[bytes], Recorder()))
     tried = Sum(trust_descriptors=True, large=data.numel() * data.element_size())
     try:
         for piece in pieces:

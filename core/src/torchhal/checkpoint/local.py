@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import stat
 import time
 from collections.abc import Iterator
@@ -61,7 +62,7 @@ class LocalPlace(Place):
                 file.close()
             raise
         file.close()
-        _sync_folder(folder)
+        sync_folder(folder)
 
     def ends(self, head: int, tail: int) -> tuple[bytes, bytes]:
         try:
@@ -139,7 +140,7 @@ def _make_folders(folder: str) -> None:
         above = os.path.dirname(above)
     os.makedirs(folder, exist_ok=True)
     for made in reversed(missing):
-        _sync_folder(os.path.dirname(made) or ".")
+        sync_folder(os.path.dirname(made) or ".")
 
 
 def _create(folder: str) -> tuple[int, str]:
@@ -175,8 +176,8 @@ def _sweep(folder: str) -> None:
                 os.close(fd)
 
 
-def _sync_folder(folder: str) -> None:
-    """Make a rename in ``folder`` durable, where the system can."""
+def sync_folder(folder: str | os.PathLike[str]) -> None:
+    """Make what was renamed or created in ``folder`` durable, where the system can."""
     try:
         fd = os.open(folder, os.O_RDONLY)
     except PermissionError:  # folders can't be opened on some systems
@@ -188,3 +189,47 @@ def _sync_folder(folder: str) -> None:
             raise
     finally:
         os.close(fd)
+
+
+def sync_file(path: str) -> None:
+    with open(path, "rb+") as file:
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def taking_the_place_of(path: str) -> Iterator[str]:
+    """A new name beside ``path`` for the block to make a file of, durably: at its end the file takes the place of what
+    is at ``path``, in one step. No trace of it stays when the block raises."""
+    folder = os.path.dirname(path)
+    temporary = os.path.join(folder, new_temporary_name())
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise
+    sync_folder(folder or ".")
+
+
+def link_or_copy(source: str, new: str) -> None:
+    """Give the durable file ``source`` the second name ``new``, which nothing has; a durable copy where no link can be
+    made, as on another file system."""
+    try:
+        os.link(source, new)
+    except OSError:
+        shutil.copyfile(source, new)
+        sync_file(new)
+
+
+def link_file(source: str, target: str) -> bool:
+    """:func:`link_or_copy` to a name that may be taken, in one step. False unless ``source`` is a file."""
+    if not os.path.isfile(source):
+        return False
+    try:
+        if not (os.path.exists(target) and os.path.samefile(source, target)):
+            with taking_the_place_of(target) as temporary:
+                link_or_copy(source, temporary)
+    except OSError as error:
+        raise CheckpointError(f"{target!r} could not become a second name of {source!r}: {error}") from error
+    return True

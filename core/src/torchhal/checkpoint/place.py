@@ -51,6 +51,11 @@ class Place(ABC):
         """When the file was last written, in ns since the epoch; 0 where that isn't known."""
 
 
+def is_url(path: str) -> bool:
+    """Whether fsspec is asked for it, and not the local file system."""
+    return "://" in path
+
+
 def place_of(
     path: str | os.PathLike[str],
     options: Mapping[str, Any],
@@ -77,7 +82,7 @@ def place_of(
         raise ValueError(f"'path' must name a file (got {text!r}, which is a folder's name)")
     if not folder and is_temporary_name(name):
         raise ValueError(f"'path' must not look like the temporary file of a save (got {text!r})")
-    if "://" in text:
+    if is_url(text):
         from torchhal.checkpoint.remote import remote_place
 
         return remote_place(text, options, call_options)

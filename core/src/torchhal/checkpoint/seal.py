@@ -102,13 +102,7 @@ def verify(file: BinaryIO, shown: str) -> Ending:
 
     For a file that plain torch.save wrote: unless the zip's own checksums hold.
     """
-    head = file.read(4)
-    size = file.seek(0, 2)
-    file.seek(max(0, size - TAIL))
-    tail = file.read(TAIL)
-    ending = read_ending(head, tail)
-    if ending is None:
-        raise CheckpointCorruptError(f"{shown!r} {_what_is_wrong(head, size)}")
+    ending, size, tail = _ending_of(file, shown)
     file.seek(0)
     if ending.sealed:
         crc = _sum_up(file, size - _CRC_DIGITS)
@@ -121,6 +115,26 @@ def verify(file: BinaryIO, shown: str) -> Ending:
         _verify_records(file, shown)
     file.seek(0)
     return ending
+
+
+def verify_description(file: BinaryIO, shown: str) -> None:
+    """As :func:`verify`, but read only what says which tensors there are: their data may still be damaged."""
+    _ending_of(file, shown)
+    _verify_records(file, shown, data=False)
+    file.seek(0)
+
+
+def _ending_of(file: BinaryIO, shown: str) -> tuple[Ending, int, bytes]:
+    """The ending, the file's size, its last bytes."""
+    file.seek(0)
+    head = file.read(4)
+    size = file.seek(0, 2)
+    file.seek(max(0, size - TAIL))
+    tail = file.read(TAIL)
+    ending = read_ending(head, tail)
+    if ending is None:
+        raise CheckpointCorruptError(f"{shown!r} {_what_is_wrong(head, size)}")
+    return ending, size, tail
 
 
 def _what_is_wrong(head: bytes, size: int) -> str:
@@ -142,14 +156,19 @@ def _sum_up(file: BinaryIO, count: int) -> int:
     return crc
 
 
-def _verify_records(file: BinaryIO, shown: str) -> None:
+def _verify_records(file: BinaryIO, shown: str, *, data: bool = True) -> None:
     try:
         with zipfile.ZipFile(file) as archive:
             # Torch never compresses; a small file that unpacks to terabytes is somebody's trap.
             if any(record.compress_type != zipfile.ZIP_STORED for record in archive.infolist()):
                 raise CheckpointCorruptError(f"{shown!r} is no checkpoint: a zip with compressed records")
-            if not any(name.endswith("/data.pkl") for name in archive.namelist()):
+            described = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+            if not described:
                 raise CheckpointCorruptError(f"{shown!r} is no checkpoint: a zip without a 'data.pkl'")
+            if not data:
+                for name in described:
+                    archive.read(name)  # raises BadZipFile for a wrong checksum
+                return
             bad = archive.testzip()
     except CheckpointCorruptError:
         raise

@@ -10,10 +10,16 @@ from typing import IO, Any, ClassVar, cast
 
 import torch
 
+# What torch.save and torch.load are. Vendors' libraries put functions of their own in the place of those two, which
+# copy each tensor by itself, so that tied ones come apart, or read with other defaults.
+from torch import serialization
+
 from torchhal.checkpoint.base import CheckpointIO
 from torchhal.checkpoint.contents import inspect_contents
+from torchhal.checkpoint.local import LocalPlace
 from torchhal.checkpoint.place import place_of
-from torchhal.checkpoint.seal import HEAD, TAIL, SealingFile, read_ending, verify
+from torchhal.checkpoint.reading import check_map_location
+from torchhal.checkpoint.seal import HEAD, TAIL, SealingFile, read_ending, verify, verify_description
 from torchhal.checkpoint.views import pickle_module
 from torchhal.errors import CheckpointCorruptError, CheckpointError
 
@@ -59,7 +65,7 @@ class TorchCheckpointIO(CheckpointIO):
                 sealing = SealingFile(file)
                 try:
                     # Not a name: torch refuses some that start with a dot. It needs no more of a file than this.
-                    torch.save(checkpoint, cast(IO[bytes], sealing), pickle_module=pickler)
+                    serialization.save(checkpoint, cast(IO[bytes], sealing), pickle_module=pickler)
                 except BaseException:
                     if sealing.error is None:
                         raise
@@ -80,22 +86,35 @@ class TorchCheckpointIO(CheckpointIO):
         """
         if not isinstance(weights_only, bool):
             raise TypeError(f"'weights_only' must be a bool (got {weights_only!r})")
-        if not (map_location is None or isinstance(map_location, (str, torch.device, dict)) or callable(map_location)):
-            raise TypeError(
-                f"'map_location' must be a device, its name, a callable, a dict or None (got {map_location!r})"
-            )
+        check_map_location(map_location)
         place = place_of(path, self.storage_options)
         with place.reading() as file:
             try:
                 verify(file, place.shown)
-                loaded = torch.load(file, map_location=map_location, weights_only=weights_only)
+                loaded = serialization.load(file, map_location=map_location, weights_only=weights_only)
             except CheckpointError:
                 raise
             except Exception as error:
                 raise _load_error(place.shown, file, error) from error
-        if not isinstance(loaded, dict):
-            raise CheckpointError(f"{place.shown!r} must hold a dict to be a checkpoint (got {type(loaded).__name__})")
-        return loaded
+        return _as_checkpoint(loaded, place.shown)
+
+    def open_checkpoint(self, path: str | os.PathLike[str]) -> dict[str, Any]:
+        """The checkpoint with tensors whose memory is the file: read where they are used, and not verified before.
+
+        What isn't a tensor is. A file behind a URL is loaded.
+        """
+        place = place_of(path, self.storage_options)
+        if not isinstance(place, LocalPlace):
+            return self.load_checkpoint(path)
+        with place.reading() as file:
+            try:
+                verify_description(file, place.shown)
+                loaded = serialization.load(place.path, mmap=True, map_location="cpu", weights_only=True)
+            except CheckpointError:
+                raise
+            except Exception as error:
+                raise _load_error(place.shown, file, error) from error
+        return _as_checkpoint(loaded, place.shown)
 
     def exists(self, path: str | os.PathLike[str]) -> bool:
         """Whether a completed checkpoint is at ``path``: a file with the start and the end of one (CIO-16).
@@ -117,6 +136,12 @@ class TorchCheckpointIO(CheckpointIO):
             if ending is not None:
                 found.append((ending.saved_ns if ending.sealed else place.modified_ns(), place.shown))
         return [shown for _, shown in sorted(found)]
+
+
+def _as_checkpoint(loaded: Any, shown: str) -> dict[str, Any]:
+    if not isinstance(loaded, dict):
+        raise CheckpointError(f"{shown!r} must hold a dict to be a checkpoint (got {type(loaded).__name__})")
+    return loaded
 
 
 def _load_error(shown: str, file: Any, error: Exception) -> CheckpointError:

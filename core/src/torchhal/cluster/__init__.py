@@ -1,7 +1,8 @@
 """Cluster environments: who started the processes and where they meet."""
 
 from torchhal.cluster.base import ClusterEnvironment
+from torchhal.cluster.external import ExternalEnvironment
 from torchhal.cluster.local import LocalEnvironment
 from torchhal.cluster.torchelastic import TorchElasticEnvironment
 
-__all__ = ["ClusterEnvironment", "LocalEnvironment", "TorchElasticEnvironment"]
+__all__ = ["ClusterEnvironment", "ExternalEnvironment", "LocalEnvironment", "TorchElasticEnvironment"]

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ClassVar
+
+from torchhal.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from torchhal.launchers.base import Launcher
 
 
 class ClusterEnvironment(ABC):
@@ -23,6 +29,21 @@ class ClusterEnvironment(ABC):
     (ENV-12). A tie is an error that names both."""
 
     features: ClassVar[frozenset[str]] = frozenset()
+    """What is left to the environment.
+
+    ``owns_launch``: the processes are started by the launcher of :meth:`make_launcher`, the only one too, and not as
+    the strategy's ``start_method`` says; the caller is no rank. In them :attr:`creates_processes_externally` is True.
+    """
+
+    num_workers: int | None = None
+    """Under ``owns_launch``, the processes in all, with one device each, where the environment was told so; None: one
+    for each of the devices of each node."""
+
+    @classmethod
+    def recommendations(cls) -> list[str]:
+        """What had better be set outside of the processes, a sentence each: for ``torchhal doctor``, and for the log of
+        a job that needs it."""
+        return []
 
     @classmethod
     @abstractmethod
@@ -54,6 +75,21 @@ class ClusterEnvironment(ABC):
     def local_world_size(self) -> int:
         """Number of processes on this node (ENV-20: nodes may differ)."""
 
+    def node_of(self, rank: int) -> int | str | None:
+        """The node of any rank, or its name, to say which host never came; None where this process can't tell by
+        itself."""
+        return None
+
+    def num_nodes(self) -> int:
+        """Number of nodes of the job, for ``num_nodes="auto"``; the default is right where they are of one size."""
+        world, local = self.world_size(), self.local_world_size()
+        if world % local:
+            raise ConfigurationError(
+                f"'num_nodes' must be an int under {type(self).__name__}, which doesn't say how many nodes there are "
+                f"(got 'auto'; {world} process(es), {local} on this node)"
+            )
+        return world // local
+
     @property
     @abstractmethod
     def main_address(self) -> str:
@@ -67,12 +103,36 @@ class ClusterEnvironment(ABC):
     def configure(self, num_nodes: int, local_world_size: int) -> None:
         """Told before a launch what was asked for. An environment in which torchhal starts the processes needs it."""
 
+    def make_launcher(self, *, device_type: str, prepare: Callable[[], None]) -> Launcher:
+        """Under ``owns_launch``, what starts the processes on devices of torch's ``device_type``.
+
+        Called after :meth:`configure`. A worker calls ``prepare`` before what it is sent is unpickled.
+        """
+        raise ConfigurationError(f"{type(self).__name__} starts no processes: it has no 'owns_launch' in its features")
+
     def set_rendezvous(self, address: str, port: int) -> None:
         """Told by the launcher, in the process that launches and is a rank itself, where the ranks meet: from now on
         :meth:`world_size` counts them all."""
 
     def validate_settings(self, *, num_devices: int, num_nodes: int) -> None:
         """Raise ConfigurationError showing both numbers when the job isn't what the user asked for (ENV-11)."""
+
+    stop_signals: tuple[int, ...] = ()
+    """Signals, beside SIGTERM and SIGINT, by which the scheduler announces the end: a fit that gets one saves and ends
+    with 128 and its number."""
+
+    def run_again(self, signum: int, *, continues: bool) -> str:
+        """Ask the scheduler for another life of this job. Called on rank 0 when a signal has stopped a fit that has
+        saved its state, while the other ranks wait for its return. Never raises.
+
+        Args:
+            signum: the signal.
+            continues: whether the next life would go on from here: ``ckpt_path="last"`` and a checkpoint on disk.
+
+        Returns:
+            What to tell whoever reads the log, "" for nothing: it is not asked for, or not for this signal.
+        """
+        return ""
 
     def teardown(self) -> None:
         """Restore what this object changed, and only that. Idempotent."""

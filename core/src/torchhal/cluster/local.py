@@ -6,7 +6,7 @@ import os
 from typing import Any, ClassVar
 
 from torchhal.cluster.base import ClusterEnvironment
-from torchhal.cluster.variables import read_address, read_int, read_port
+from torchhal.cluster.variables import given, read_address, read_int, read_port
 from torchhal.errors import ConfigurationError
 from torchhal.launchers.process import launched_by
 
@@ -61,9 +61,8 @@ class LocalEnvironment(ClusterEnvironment):
         self._num_nodes = num_nodes
         self._local_world_size = local_world_size
         if num_nodes > 1:
-            self._by_hand_node_rank()
-            read_address("MASTER_ADDR")
-            read_port("MASTER_PORT")
+            self._node_rank_of_several()
+            self._meeting_place()
 
     def set_rendezvous(self, address: str, port: int) -> None:
         """Called by the launcher in its own process when that is a rank: from now on the job exists."""
@@ -88,12 +87,24 @@ class LocalEnvironment(ClusterEnvironment):
     def node_rank(self) -> int:
         if self._launched():
             return read_int("NODE_RANK", 0)
-        return self._by_hand_node_rank() if self._num_nodes > 1 else 0
+        return self._node_rank_of_several() if self._num_nodes > 1 else 0
 
     def local_world_size(self) -> int:
         if self._launched():
             return read_int("LOCAL_WORLD_SIZE", 1)
         return self._local_world_size if self.world_size() > 1 else 1
+
+    def num_nodes(self) -> int:
+        if self._launched() or self._num_nodes > 1:
+            return super().num_nodes()
+        if not LocalEnvironment.detect():
+            return 1
+        hint = f"{', '.join(_BY_HAND)} say that this is one of several nodes; or say 'num_nodes'"
+        return read_int("NNODES", 1, hint=hint)
+
+    def node_of(self, rank: int) -> int | None:
+        local_world_size = self.local_world_size()
+        return rank // local_world_size if self.world_size() > local_world_size else None
 
     @property
     def main_address(self) -> str:
@@ -101,12 +112,14 @@ class LocalEnvironment(ClusterEnvironment):
             return read_address("MASTER_ADDR")
         if self._rendezvous is not None:
             return self._rendezvous[0]
-        return read_address("MASTER_ADDR") if self._num_nodes > 1 else "127.0.0.1"
+        return self._meeting_place()[0] if self._num_nodes > 1 else "127.0.0.1"
 
     @property
     def main_port(self) -> int:
-        if self._launched() or (self._rendezvous is None and self._num_nodes > 1):
+        if self._launched():
             return read_port("MASTER_PORT")
+        if self._rendezvous is None and self._num_nodes > 1:
+            return self._meeting_place()[1]
         if self._rendezvous is None:
             # Nobody has to find this process yet; a port nobody listens on would only look like an answer.
             raise ConfigurationError("'main_port' is known after the launch: the system chooses a free one")
@@ -114,6 +127,12 @@ class LocalEnvironment(ClusterEnvironment):
 
     def validate_settings(self, *, num_devices: int, num_nodes: int) -> None:
         if not self._launched():
+            if num_nodes == 1 and LocalEnvironment.detect() and read_int("NODE_RANK", 0) > 0:
+                raise ConfigurationError(
+                    f"NODE_RANK={given('NODE_RANK')} says that this is one of several nodes, with MASTER_ADDR and "
+                    "MASTER_PORT where they meet, but one node is asked for, which would train by itself: say "
+                    "'num_nodes', or unset NODE_RANK"
+                )
             return
         local, world = read_int("LOCAL_WORLD_SIZE", 1), read_int("WORLD_SIZE", 1)
         if local != num_devices or world != num_devices * num_nodes:
@@ -133,8 +152,19 @@ class LocalEnvironment(ClusterEnvironment):
     def _launched(self) -> bool:
         return launched_by() is not None
 
-    def _by_hand_node_rank(self) -> int:
-        node_rank = read_int("NODE_RANK", 0, hint="with 'num_nodes' above 1 start the script on every node with it set")
+    def _meeting_place(self) -> tuple[str, int]:
+        """Address and port for several nodes, before a launch. An environment in which they are written elsewhere
+        overrides this and :meth:`_node_rank_of_several`."""
+        return read_address("MASTER_ADDR"), read_port("MASTER_PORT")
+
+    def _node_rank_of_several(self) -> int:
+        node_rank = read_int("NODE_RANK", 0, hint=_how_to_start_nodes())
         if node_rank >= self._num_nodes:
             raise ConfigurationError(f"NODE_RANK must be below 'num_nodes' ({self._num_nodes}) (got {node_rank})")
         return node_rank
+
+
+def _how_to_start_nodes() -> str:
+    if given("SLURM_JOB_ID"):
+        return "in this allocation of Slurm's start the script with srun, which starts it on every node"
+    return "with 'num_nodes' above 1 start the script on every node with it set"

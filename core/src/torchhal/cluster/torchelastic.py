@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import ClassVar
 
 from torchhal.cluster.base import ClusterEnvironment
-from torchhal.cluster.variables import read_address, read_int, read_port
+from torchhal.cluster.variables import given, read_address, read_int, read_port
 from torchhal.errors import ConfigurationError
+
+OWN_STORES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+"""``1`` in torchrun's environment: each round of its rendezvous tells the workers' address anew."""
 
 
 class TorchElasticEnvironment(ClusterEnvironment):
@@ -22,6 +26,18 @@ class TorchElasticEnvironment(ClusterEnvironment):
     @classmethod
     def detect(cls) -> bool:
         return bool(os.environ.get("TORCHELASTIC_RUN_ID"))
+
+    @classmethod
+    def recommendations(cls) -> list[str]:
+        """With a store that rounds share, rank 0's node tells its address in its own first round only: a node that
+        joins later waits for it until the old one ends with a DistStoreError. No worker runs then that could help.
+        """
+        if given(OWN_STORES) == "1" or (cls.detect() and not _nodes_may_change()):
+            return []
+        return [
+            f"torchrun --nnodes MIN:MAX: export {OWN_STORES}=1 on every node before it; else a node that joins the job "
+            "waits in vain, and the job ends a minute later (torch 2.13)"
+        ]
 
     @property
     def creates_processes_externally(self) -> bool:
@@ -42,6 +58,9 @@ class TorchElasticEnvironment(ClusterEnvironment):
     def local_world_size(self) -> int:
         return read_int("LOCAL_WORLD_SIZE", 1)
 
+    def num_nodes(self) -> int:
+        return read_int("GROUP_WORLD_SIZE", 1)
+
     @property
     def main_address(self) -> str:
         return read_address("MASTER_ADDR")
@@ -51,7 +70,7 @@ class TorchElasticEnvironment(ClusterEnvironment):
         return read_port("MASTER_PORT")
 
     def validate_settings(self, *, num_devices: int, num_nodes: int) -> None:
-        local, nodes, world = self.local_world_size(), read_int("GROUP_WORLD_SIZE", 1), self.world_size()
+        local, nodes, world = self.local_world_size(), self.num_nodes(), self.world_size()
         rank, local_rank = self.global_rank(), self.local_rank()
         if rank >= world or local_rank >= local:
             raise ConfigurationError(
@@ -66,5 +85,17 @@ class TorchElasticEnvironment(ClusterEnvironment):
         if nodes != num_nodes:
             raise ConfigurationError(
                 f"torchrun started {nodes} node(s) (--nnodes), but {num_nodes} node(s) are asked for (num_nodes): "
-                "make both the same"
+                "make both the same, or say num_nodes='auto'"
             )
+
+
+def _nodes_may_change() -> bool:
+    """Whether torchrun was given ``--nnodes MIN:MAX``, in its variable or on its command line, if that can be read."""
+    if ":" in given("PET_NNODES"):
+        return True
+    try:
+        with open(f"/proc/{os.getppid()}/cmdline", "rb") as file:
+            command = file.read().decode(errors="replace")
+    except OSError:
+        return False
+    return re.search(r"--nnodes[=\0]\d+:\d+\0", command) is not None

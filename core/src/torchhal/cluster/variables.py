@@ -7,6 +7,11 @@ import os
 from torchhal.errors import ConfigurationError
 
 
+def given(name: str) -> str:
+    """A variable without blanks around it; empty when it isn't set."""
+    return os.environ.get(name, "").strip()
+
+
 def read_int(name: str, at_least: int, at_most: int | None = None, *, hint: str = "") -> int:
     """The variable as an int; ConfigurationError naming it when it is missing, garbled or out of range."""
     text = read_text(name, hint=hint)
@@ -22,7 +27,7 @@ def read_int(name: str, at_least: int, at_most: int | None = None, *, hint: str 
 
 def read_text(name: str, *, hint: str = "") -> str:
     """The variable without blanks around it; ConfigurationError naming it when it is missing or empty."""
-    text = os.environ.get(name, "").strip()
+    text = given(name)
     if not text:
         state = "is empty" if name in os.environ else "is not set"
         raise ConfigurationError(f"{name} must be set in the environment (it {state}){_because(hint)}")

@@ -142,7 +142,7 @@ class Children:
                 if self._ending or (code == 0 and not amid):
                     continue
                 where = " in the midst of the run" if code == 0 else ""
-                failure = report or Failure(rank, process.describe_exit(code) + where)
+                failure = report or Failure(rank, process.describe_exit(code) + where, signal=max(0, -code))
                 if process.is_signal_status(code) and failure.exit_code == code:
                     # It ends on a signal, as all ranks have agreed, and was faster than this one.
                     self._orderly = self._orderly or (time.monotonic(), failure)

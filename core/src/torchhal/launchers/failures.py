@@ -6,11 +6,14 @@ import json
 import os
 import re
 import runpy
+import signal as _signal
 import sys
 import traceback as _traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from types import TracebackType
+from typing import Any
 
 from torchhal.errors import RankFailedError, TorchhalError
 from torchhal.launchers.process import REPORT_FD, exit_status, is_signal_status, write_stderr
@@ -82,6 +85,11 @@ class Failure:
     def stopped(self) -> bool:
         """Whether the process ended because a signal asked it to."""
         return self.signal in (2, 15) or is_signal_status(self.exit_code or 0)
+
+    @property
+    def aborted(self) -> bool:
+        """Whether C++ code gave up, as a backend does when ranks send each other what they don't expect."""
+        return self.signal == getattr(_signal, "SIGABRT", None)
 
     @property
     def weight(self) -> int:
@@ -173,7 +181,7 @@ def print_failure(failure: Failure) -> None:
 def install_excepthook() -> None:
     """Print each rank's failure once: not on every rank, and not below the peer errors it caused. Idempotent."""
     previous = sys.excepthook
-    if getattr(previous, "_torchhal", False):
+    if getattr(previous, "_torchhal", None) is not None:
         return
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -185,8 +193,34 @@ def install_excepthook() -> None:
         elif not was_printed(error):
             previous(kind, error, trace)
 
-    hook._torchhal = True  # type: ignore[attr-defined]
+    hook._torchhal = previous  # type: ignore[attr-defined]
     sys.excepthook = hook
+
+
+_torchs: tuple[Any, Any] | None = None
+"""(sys.excepthook before torch put its own around it, torch's)."""
+
+
+@contextmanager
+def one_rank_prefix() -> Iterator[None]:
+    """Around ``init_process_group``, which puts ``[rankN]:`` before every line of a traceback, by a hook around the one
+    that is there, and ``destroy_process_group`` leaves it: a script with ten fits would show ten of them."""
+    global _torchs
+    hook, had_own = sys.excepthook, False
+    while True:
+        if (below := getattr(hook, "_torchhal", None)) is not None:
+            hook, had_own = below, True
+        elif _torchs is not None and hook is _torchs[1]:
+            hook = _torchs[0]
+        else:
+            break
+    sys.excepthook = hook
+    try:
+        yield
+        _torchs = (hook, sys.excepthook)
+    finally:
+        if had_own:
+            install_excepthook()
 
 
 supervised = False

@@ -6,30 +6,31 @@ import multiprocessing
 import multiprocessing.connection
 import multiprocessing.process
 import os
-import pickle
 import signal
 import threading
 import time
 import uuid
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from types import FrameType, TracebackType
 from typing import Any, ClassVar
 
 import torch
 
 from torchhal.cluster.base import ClusterEnvironment
 from torchhal.errors import ConfigurationError, LaunchError
-from torchhal.launchers import failures, process, rendezvous
+from torchhal.launchers import process, rendezvous
 from torchhal.launchers.base import Launcher
-from torchhal.launchers.failures import STILL_HERE, Failure
+from torchhal.launchers.failures import Failure
 from torchhal.launchers.openmp import put_threads_away
 from torchhal.launchers.payload import NamelessFile, collect_settings, pack_function
+from torchhal.launchers.signals import NotedSignals
+from torchhal.launchers.verdict import Verdict
 from torchhal.launchers.worker import Assignment, run
 
 START_METHODS = ("spawn", "fork", "forkserver")
 GRACE = 5.0
 KILL_AFTER = 3.0
+INSTEAD = "or use strategy='ddp' (runs the script again) or 'ddp_fork' (workers inherit everything)"
 
 
 class MultiprocessingLauncher(Launcher):
@@ -49,6 +50,8 @@ class MultiprocessingLauncher(Launcher):
         num_nodes: nodes, each with ``num_processes``.
         start_method: ``"spawn"``, ``"fork"`` or ``"forkserver"``.
         stop_timeout: seconds between a signal and the workers' forced end.
+        prepare: called in a started worker before the function and its arguments are unpickled there, to register
+            the device that they speak of.
     """
 
     interactive: ClassVar[bool] = True
@@ -62,6 +65,7 @@ class MultiprocessingLauncher(Launcher):
         *,
         start_method: str = "spawn",
         stop_timeout: float = 60.0,
+        prepare: Callable[[], None] | None = None,
     ) -> None:
         if start_method not in START_METHODS:
             raise ConfigurationError(
@@ -74,6 +78,7 @@ class MultiprocessingLauncher(Launcher):
         self.num_nodes = num_nodes
         self.start_method = start_method
         self.stop_timeout = stop_timeout
+        self.prepare = prepare
         self.name = start_method  # type: ignore[misc]  # one class, three names
 
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -82,17 +87,21 @@ class MultiprocessingLauncher(Launcher):
                 "a worker imports the main script again before it starts, and got here: put what the script does under "
                 "'if __name__ == \"__main__\":'"
             )
-        payload = None if self.start_method == "fork" else pack_function(function, args, kwargs)
+        payload = (
+            None
+            if self.start_method == "fork"
+            else pack_function(function, args, kwargs, self.prepare, instead=INSTEAD)
+        )
         result = NamelessFile()
         try:
             crew = _Crew(self, payload, result, (function, args, kwargs))
-            with _Signals() as signals:
+            with NotedSignals() as signals:
                 try:
                     crew.start()
                     crew.supervise(signals)
                 finally:
                     crew.end()
-            crew.raise_outcome(signals)
+            crew.verdict.raise_outcome(signals.received)
             if self._node_rank() != 0:
                 return None
             return result.read(map_location="cpu")
@@ -111,33 +120,6 @@ class MultiprocessingLauncher(Launcher):
         )
 
 
-class _Signals:
-    """While entered, SIGINT and SIGTERM are noted; only in the main thread, where they arrive."""
-
-    def __init__(self) -> None:
-        self.received: list[int] = []
-        self._previous: dict[int, Any] = {}
-
-    def __enter__(self) -> _Signals:
-        if threading.current_thread() is threading.main_thread():
-            for signum in (signal.SIGINT, signal.SIGTERM):
-                previous = signal.getsignal(signum)
-                if previous is None or (signum == signal.SIGINT and previous is signal.SIG_IGN):
-                    continue
-                self._previous[signum] = previous
-                signal.signal(signum, self._note)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for signum, previous in self._previous.items():
-            signal.signal(signum, previous)
-
-    def _note(self, signum: int, frame: FrameType | None) -> None:
-        self.received.append(signum)
-
-
 class _Worker:
     def __init__(self, rank: int, worker: Any, connection: Connection) -> None:
         self.rank = rank
@@ -147,7 +129,6 @@ class _Worker:
         self.done = False
         self.ended = False
         self.failure: Failure | None = None
-        self.error: bytes | None = None
 
 
 class _Crew:
@@ -163,8 +144,7 @@ class _Crew:
         self._launcher, self._payload, self._result, self._call = launcher, payload, result, call
         self._workers: list[_Worker] = []
         self._served: tuple[str, int] | None = None
-        self._problem: LaunchError | None = None
-        self._failures: list[tuple[Failure, bytes | None]] = []
+        self.verdict = Verdict(launcher.num_processes, instead=INSTEAD)
         self._end_at: float | None = None  # when who is left gets SIGTERM
         self._terminated_at: float | None = None
 
@@ -229,7 +209,7 @@ class _Crew:
             except OSError:  # it has ended already, which supervise() notices
                 pass
 
-    def supervise(self, signals: _Signals) -> None:
+    def supervise(self, signals: NotedSignals) -> None:
         """Return when all workers have ended, well or not."""
         passed_on = 0
         pass_on_at: float | None = None
@@ -265,32 +245,10 @@ class _Crew:
         if self._served is not None:
             # Workers of other nodes may be slower; after a failure they still have to read of it.
             others = self._launcher.num_nodes > 1
-            timeout = 0.0 if not others else 2.0 if self._failures or self._problem else 30.0
+            timeout = 0.0 if not others else 2.0 if self.verdict.failures or self.verdict.problem else 30.0
             rendezvous.unhost(
                 *self._served, ranks=self._launcher.num_processes * self._launcher.num_nodes, timeout=timeout
             )
-
-    def raise_outcome(self, signals: _Signals) -> None:
-        """Raise what the caller has to know; return when the function has run on all ranks."""
-        if self._problem is not None:
-            raise self._problem
-        codes = {failure.exit_code for failure, _ in self._failures}
-        if signals.received and all(failure.stopped for failure, _ in self._failures):
-            if signals.received[0] == signal.SIGINT:
-                raise KeyboardInterrupt
-            raise SystemExit(128 + signals.received[0])
-        if not self._failures:
-            return
-        if len(codes) == 1 and len(self._failures) == len(self._workers) and None not in codes:
-            raise SystemExit(codes.pop())  # every rank has called sys.exit with it: it speaks for the job
-        failure, data = min(self._failures, key=lambda pair: pair[0].weight)
-        failures.install_excepthook()
-        error = failure.error()
-        for other, _ in self._failures:
-            if other is not failure and other.secondary and other.message.startswith(STILL_HERE):
-                error.args = (f"{error.args[0]}\n{other.text()}",)
-        error.__cause__ = _unpickled(data)
-        raise error
 
     def _read(self, worker: _Worker) -> None:
         if worker.ended:
@@ -305,16 +263,18 @@ class _Crew:
             return
         worker.ended = True
         code = worker.process.exitcode
-        if worker.done or worker.failure is not None or self._problem is not None:
+        if worker.done or worker.failure is not None or self.verdict.problem is not None:
             return
         if not worker.ready and self._terminated_at is None:
-            self._problem = LaunchError(
+            self.verdict.problem = LaunchError(
                 f"the worker for rank {worker.rank} {process.describe_exit(code)} before it could begin; its own "
                 "message stands above. Does the script start its work only under 'if __name__ == \"__main__\":'?"
             )
             self._end_soon(0.0)
         elif self._terminated_at is None:
-            self._failed(worker, Failure(worker.rank, process.describe_exit(code), signal=-min(code, 0)), None)
+            failure = Failure(worker.rank, process.describe_exit(code), signal=-min(code, 0))
+            self.verdict.failures.append((failure, None))
+            self._failed(worker, failure)
 
     def _take(self, worker: _Worker, message: tuple[Any, ...]) -> None:
         kind = message[0]
@@ -322,25 +282,15 @@ class _Crew:
             worker.ready = True
         elif kind == "done":
             worker.done = True
-        elif kind == "failed":
-            if worker.failure is None:
-                self._failed(worker, Failure.from_json(message[1]), message[2])
-        elif kind == "unreadable":
-            self._problem = LaunchError(
-                f"the function or its arguments can't be loaded in a worker ({message[1]}): define their classes at "
-                "the top level of an importable module, or use strategy='ddp_fork' or 'ddp_notebook'"
-            )
-            self._end_soon(0.0)
-        elif kind == "unsendable":
-            self._problem = LaunchError(
-                f"the function has run, but its result can't be sent back from rank {worker.rank} ({message[1]}): "
-                "return numbers, strings, tensors and containers of them"
-            )
-            self._end_soon(0.0)
+        elif kind != "failed" or worker.failure is None:
+            failure = self.verdict.take(worker.rank, message)
+            if failure is not None:
+                self._failed(worker, failure)
+            elif self.verdict.problem is not None:
+                self._end_soon(0.0)
 
-    def _failed(self, worker: _Worker, failure: Failure, error: bytes | None) -> None:
+    def _failed(self, worker: _Worker, failure: Failure) -> None:
         worker.failure = failure
-        self._failures.append((failure, error))
         if not (failure.stopped or failure.secondary):
             # The others' watches would find out by the rank's silence, later and with less to say.
             for other in self._workers:
@@ -360,13 +310,3 @@ class _Crew:
         for worker in self._workers:
             if not worker.ended and worker.process.pid is not None and worker.process.is_alive():
                 os.kill(worker.process.pid, signum)
-
-
-def _unpickled(data: bytes | None) -> BaseException | None:
-    if data is None:
-        return None
-    try:
-        error = pickle.loads(data)
-    except Exception:
-        return None
-    return error if isinstance(error, BaseException) else None

@@ -12,6 +12,7 @@ import pickle
 import random
 import sys
 import tempfile
+from collections.abc import Callable
 from multiprocessing import reduction
 from typing import IO, Any
 
@@ -29,18 +30,18 @@ class NamelessFile:
             self._file = os.fdopen(descriptor, "r+b")
         self.descriptor = descriptor
 
-    def write(self, value: Any) -> None:
-        import torch
-
+    def write(self, value: Any, pickle_module: Any = pickle) -> None:
         assert self._file is not None
-        torch.save(value, self._file, pickle_module=pickle)
+        write(value, self._file, pickle_module)
         self._file.flush()
 
     def read(self, **options: Any) -> Any:
         """What :meth:`write` wrote, in whichever process."""
-        import torch
+        return read(io.BufferedReader(_Positioned(self.descriptor)), **options)
 
-        return torch.load(io.BufferedReader(_Positioned(self.descriptor)), weights_only=False, **options)
+    def content(self) -> bytes:
+        """The bytes of it, for workers on other machines."""
+        return _Positioned(self.descriptor).readall()
 
     def close(self) -> None:
         if self._file is not None:
@@ -50,6 +51,20 @@ class NamelessFile:
     def __reduce__(self) -> Any:
         # Legal only while a process is being started, like everything that hands over a descriptor.
         return _rebuild, (reduction.DupFd(self.descriptor),)
+
+
+def write(value: Any, file: IO[bytes], pickle_module: Any = pickle) -> None:
+    """``value`` into an open file, as :func:`read` reads it."""
+    from torch import serialization  # see torchhal.checkpoint.torch_file
+
+    serialization.save(value, file, pickle_module=pickle_module)
+
+
+def read(file: IO[bytes], **options: Any) -> Any:
+    """What :func:`write` wrote, in whichever process. It comes from a process of the same job, and is believed."""
+    from torch import serialization
+
+    return serialization.load(file, weights_only=False, **options)
 
 
 def _rebuild(handle: Any) -> NamelessFile:
@@ -85,11 +100,33 @@ class _Positioned(io.RawIOBase):
         return len(data)
 
 
-def pack_function(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NamelessFile:
-    """The call as a file for the workers; LaunchError that says what can't be sent."""
+class _First:
+    """Unpickled as the result of ``prepare()``: what follows in the file is read after that call."""
+
+    def __init__(self, prepare: Callable[[], None]) -> None:
+        self.prepare = prepare
+
+    def __reduce__(self) -> Any:
+        return self.prepare, ()
+
+
+def pack_function(
+    function: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    prepare: Callable[[], None] | None = None,
+    *,
+    instead: str,
+    pickle_module: Any = pickle,
+) -> NamelessFile:
+    """``(None, function, args, kwargs)`` as a file for the workers; LaunchError that says what can't be sent, and
+    ``instead`` what else the user can do.
+
+    Whoever reads it calls ``prepare`` before the rest is unpickled.
+    """
     file = NamelessFile()
     try:
-        file.write((function, args, kwargs))
+        file.write((None if prepare is None else _First(prepare), function, args, kwargs), pickle_module)
     except OSError as error:
         file.close()
         raise LaunchError(
@@ -100,19 +137,19 @@ def pack_function(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         parts = [("the function", function)]
         parts += [(f"argument {index}", value) for index, value in enumerate(args)]
         parts += [(f"argument {name!r}", value) for name, value in kwargs.items()]
-        where = next((found for name, value in parts if (found := _culprit(name, value))), "the function")
+        found = (_culprit(name, value, pickle_module.dumps) for name, value in parts)
+        where = next(filter(None, found), "the function")
         raise LaunchError(
             f"{where} can't be sent to another process ({type(error).__name__}: {error}). Define the class or function "
-            "at the top level of a module, and open files, locks and connections later; or use strategy='ddp' (runs "
-            "the script again) or 'ddp_fork' (workers inherit everything)"
+            f"at the top level of a module, and open files, locks and connections later; {instead}"
         ) from error
     return file
 
 
-def _culprit(name: str, value: Any, depth: int = 3) -> str | None:
+def _culprit(name: str, value: Any, dumps: Callable[[Any], bytes], depth: int = 3) -> str | None:
     """The innermost part of ``value`` that doesn't pickle, as a path; None when it does."""
     try:
-        pickle.dumps(value)
+        dumps(value)
         return None
     except Exception:
         pass
@@ -128,7 +165,7 @@ def _culprit(name: str, value: Any, depth: int = 3) -> str | None:
                 parts.append((f"{name}'s object", owner))
             parts += [(f"{name}.{key}", part) for key, part in getattr(value, "__dict__", {}).items()]
     for part_name, part in parts:
-        if (found := _culprit(part_name, part, depth - 1)) is not None:
+        if (found := _culprit(part_name, part, dumps, depth - 1)) is not None:
             return found
     return f"{name} (of type {type(value).__qualname__})"
 

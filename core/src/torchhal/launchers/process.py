@@ -99,7 +99,11 @@ def describe_exit(code: int) -> str:
         name = signal.Signals(-code).name
     except ValueError:
         name = "unknown"
-    hint = " (often the kernel's answer to too little memory)" if -code == getattr(signal, "SIGKILL", 9) else ""
+    hint = ""
+    if -code == getattr(signal, "SIGKILL", 9):
+        hint = " (often the kernel's answer to too little memory)"
+    elif -code == signal.SIGABRT:
+        hint = " (C++ code gave up: with gloo often as ranks sent each other tensors of different sizes)"
     return f"was ended by signal {-code} ({name}){hint}"
 
 

@@ -6,14 +6,17 @@ import atexit
 import errno
 import os
 import socket
+import threading
 import time
 import uuid
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from datetime import timedelta
 
 from torchhal.cluster.base import ClusterEnvironment
 from torchhal.errors import CollectiveTimeoutError, DistributedError, LaunchError
+from torchhal.launchers.identity import Identity
 from torchhal.launchers.process import launched_by, settle_threads
 from torchhal.launchers.stores import (
     LONG,
@@ -28,6 +31,8 @@ from torchhal.launchers.stores import (
 )
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
+
+_RANK_0 = "rank 0, which hosts the store"
 
 health_checks: list[Callable[[], None]] = []
 """Called again and again while this process waits for others; a launcher's raises when a process it started died."""
@@ -47,6 +52,8 @@ class _State:
     job: _Job | None = None
     hosted: dict[tuple[str, int], Store] = field(default_factory=dict)
     lingers: bool = True
+    absent: int = 0
+    """Ranks that never came, and so won't say goodbye."""
     pid: int = field(default_factory=os.getpid)
 
 
@@ -193,7 +200,7 @@ def generation_store(environment: ClusterEnvironment, timeout: timedelta = DEFAU
     fresh = PrefixedStore(f"torchhal/{number}", store)
     where = join_address(environment.main_address, environment.main_port)
     name = f"set-up of process group {number} at {where}"
-    roll_call(fresh, environment.global_rank(), world_size, timeout, name=name, job=store)
+    roll_call(fresh, environment.global_rank(), world_size, timeout, name=name, job=store, node_of=environment.node_of)
     return fresh
 
 
@@ -203,9 +210,17 @@ def store_host() -> str:
     return "this process" if job is None else job.host
 
 
+def is_hosted_by_rank_0() -> bool:
+    """Whether it is a rank that serves the job's store, and no launcher's process."""
+    job = _state().job
+    return job is not None and job.host.startswith(_RANK_0)
+
+
 def _host_name() -> str:
     """Who serves, where it is no agent: rank 0, unless a process that is no rank launched them all."""
-    return "rank 0, which hosts the store" if launched_by() in (None, "subprocess_script") else "the launching process"
+    # the kinds of MultiprocessingLauncher, whose caller is no rank and serves
+    by_caller = launched_by() in ("spawn", "fork", "forkserver")
+    return "the launching process" if by_caller else _RANK_0
 
 
 def abandon() -> None:
@@ -240,30 +255,48 @@ def linger(timeout: float) -> None:
         return
     deadline = time.monotonic() + timeout
     try:
-        while state.lingers and job.store.add("left", 0) < job.key[2] and time.monotonic() < deadline:
+        while state.lingers and job.store.add("left", 0) < job.key[2] - state.absent and time.monotonic() < deadline:
             time.sleep(0.05)
     except RuntimeError:
         pass
 
 
 def roll_call(
-    store: Store, rank: int, world_size: int, timeout: timedelta, *, name: str, job: Store | None = None
+    store: Store,
+    rank: int,
+    world_size: int,
+    timeout: timedelta,
+    *,
+    name: str,
+    job: Store | None = None,
+    node_of: Callable[[int], int | str | None] = lambda rank: None,
 ) -> None:
-    """Return when every rank has called this on ``store``."""
+    """Return when every rank has called this on ``store``.
+
+    Raises:
+        CollectiveTimeoutError: some never came within ``timeout``, or have ended.
+        DistributedError: two processes have one rank, or they mean jobs of different sizes.
+    """
+    _state().absent = 0
     try:
-        store.set(f"here/{rank}", "1")
+        identity = Identity(store, rank, world_size)
+        identity.announce()
         store.add("here", 1)
 
         def all_here() -> bool:
-            return bool(store.add("here", 0) >= world_size)
+            if store.add("here", 0) < world_size:
+                return False
+            identity.check()
+            return True
 
         def absent() -> list[int]:
             return [other for other in range(world_size) if not store.check([f"here/{other}"])]
 
         def gone() -> list[int]:
+            identity.check()
             return [] if job is None else [other for other in absent() if job.check([f"left/{other}"])]
 
-        _until(all_here, timeout, name=name, absent=absent, gone=gone)
+        _until(all_here, timeout, name=name, absent=absent, gone=gone, node_of=node_of)
     except RuntimeError as error:
         raise _as_distributed_error(error, name) from error
 
@@ -275,6 +308,7 @@ def _until(
     name: str,
     absent: Callable[[], list[int]],
     gone: Callable[[], list[int]] | None = None,
+    node_of: Callable[[int], int | str | None] = lambda rank: None,
 ) -> None:
     start = time.monotonic()
     look = start + 1.0
@@ -284,8 +318,10 @@ def _until(
         now = time.monotonic()
         if now - start > timeout.total_seconds():
             missing = absent()
+            _state().absent = len(missing)
+            who = ranks_text(missing) + _nodes_text(missing, node_of)
             raise CollectiveTimeoutError(
-                f"{name}: {ranks_text(missing)} did not come within {timeout.total_seconds():g} s. Does every process "
+                f"{name}: {who} did not come within {timeout.total_seconds():g} s. Does every process "
                 "reach this point, and can it reach the address?",
                 name=name,
                 missing=missing,
@@ -300,6 +336,11 @@ def _until(
                     missing=left,
                 )
         time.sleep(pause(now - start))
+
+
+def _nodes_text(ranks: list[int], node_of: Callable[[int], int | str | None]) -> str:
+    nodes = dict.fromkeys(node for rank in ranks if (node := node_of(rank)) is not None)
+    return f" (node {', '.join(map(str, nodes))})" if nodes else ""
 
 
 def _client(address: str, port: int, rank: int, deadline: float) -> TCPStore:
@@ -325,14 +366,40 @@ def _client(address: str, port: int, rank: int, deadline: float) -> TCPStore:
             problem = error
             time.sleep(min(0.05, max(left, 0.0)))
     try:
-        left = max(1.0, deadline - time.monotonic())
-        store = TCPStore(address, port, None, False, timeout=timedelta(seconds=left), wait_for_workers=False)
+        store = _within(max(1.0, deadline - time.monotonic()), address, port)
     except RuntimeError as error:
         raise DistributedError(
-            f"rank {rank} reached {where} (MASTER_ADDR, MASTER_PORT), but what answers there is no store of this job"
+            f"rank {rank} reached {where} (MASTER_ADDR, MASTER_PORT), but what answers there is no store of this job: "
+            "does another program listen at that port?"
         ) from error
     store.set_timeout(LONG)
     return store
+
+
+def _within(seconds: float, address: str, port: int) -> TCPStore:
+    """A client of the store there; RuntimeError if it isn't ready in time.
+
+    torch's own timeout ends with the connection: whoever accepts it and says nothing is waited for without end. So
+    this is done in a thread, which may be left behind.
+    """
+    made: Future[TCPStore] = Future()
+
+    def make() -> None:
+        try:
+            timeout = timedelta(seconds=seconds)
+            made.set_result(TCPStore(address, port, None, False, timeout=timeout, wait_for_workers=False))
+        except Exception as error:
+            made.set_exception(error)
+
+    threading.Thread(target=make, name="torchhal-store", daemon=True).start()
+    deadline = time.monotonic() + seconds
+    while True:
+        for check in list(health_checks):
+            check()
+        if wait([made], timeout=0.2).done:
+            return made.result()
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"no answer within {seconds:.0f} s")
 
 
 def _attempt_store(store: Store, rank: int, world_size: int, timeout: timedelta, where: str) -> Store:

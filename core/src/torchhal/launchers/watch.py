@@ -8,13 +8,15 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 from torchhal.errors import CollectiveTimeoutError, DistributedError, RankFailedError, TorchhalError
-from torchhal.launchers import failures, rendezvous
+from torchhal.launchers import failures, flight, rendezvous
 from torchhal.launchers.barrier import NamedBarriers
 from torchhal.launchers.failures import Failure
+from torchhal.launchers.hang import HangDump
 from torchhal.launchers.process import leave, write_stderr
 from torchhal.launchers.rendezvous import DEFAULT_TIMEOUT, store_host
 from torchhal.launchers.signals import StopSignals
@@ -76,6 +78,9 @@ class RankWatch:
 
     **Barrier.** :meth:`barrier` names who is missing and where it is instead.
 
+    **Hang.** Where ranks wait in vain - a barrier or collective times out, a connection closes or a process aborts
+    and nobody says why - every rank writes down where it is, see :class:`HangDump`, and the error says where to read.
+
     Args:
         store: the process group's store, as ``next_generation`` gave it.
         prefix: put before all keys, so that a store may carry something else too.
@@ -129,7 +134,9 @@ class RankWatch:
         self._posted: set[int] = set()
         self._posting = threading.Lock()
         self._agreements: list[_Agreement] = []
-        self._timeouts: set[int] = set()
+        self._waited: dict[int, bool] = {}
+        """Ranks whose collective ended without the others, and whether their time was over."""
+        self.hang = HangDump(rank, world_size, self._key)
         self._events = EventLog(f"{prefix}/event")
         self._barriers: NamedBarriers | None = None
         if self._store is not None:
@@ -148,6 +155,7 @@ class RankWatch:
         """Start the thread; idempotent."""
         if self._store is not None and self._thread is None:
             failures.install_excepthook()
+            self.hang.introduce(self._store)
             self._thread_store = own_connection(self._store)
             self._thread = threading.Thread(target=self._run, name="torchhal-watch", daemon=True)
             self._thread.start()
@@ -190,7 +198,10 @@ class RankWatch:
         signal, or twice.
         """
         self._back = True
-        if self._own is not None or self._store is None or isinstance(error, RankFailedError):
+        if self._own is not None or self._store is None:
+            return
+        if isinstance(error, RankFailedError):
+            self._discover()  # of a rank that is gone without a word nobody else will say it
             return
         if isinstance(error, (SystemExit, KeyboardInterrupt)) and self.stop_signal is not None:
             return
@@ -224,25 +235,28 @@ class RankWatch:
             time.sleep(0.02)
         return self._failure
 
-    def explain(self, error: BaseException, timeout: float = 3.0, *, name: str = "collective") -> BaseException:
+    def explain(self, error: BaseException, timeout: float = 3.0, *, name: str = "") -> BaseException:
         """What to raise for ``error``: itself, or the failure of another rank that is behind it.
 
         A "connection closed" or time-out of the process group is a consequence. For one of these, wait up to
         ``timeout`` seconds for another rank's report: RankFailedError with its traceback. After a time-out that
         nobody explains: CollectiveTimeoutError with the ranks that did not run into one themselves - those hang. A
         rank that answers nothing any more is named as gone. The result's ``__cause__`` is ``error``; ``name`` is what
-        the rank was doing.
+        the rank was doing, else torch's last collective is named.
         """
         if self._store is None or isinstance(error, TorchhalError) or not failures.is_transport_error(error):
             return error
         self._back = True
+        self.hang.caught = (threading.get_ident(), error.__traceback__) if error.__traceback__ else None
+        name = name or flight.last() or "collective"
         timed_out = failures.is_timeout(error)
         token = f"{self.rank}/{time.monotonic_ns()}"
         if self._thread is not None:  # that thread may hang in a silent store, this one must not
-            if timed_out:
-                self._outbox.append({"kind": "timeout", "rank": self.rank})
+            self._outbox.append({"kind": "waited", "rank": self.rank, "timed_out": timed_out})
             self._outbox.append({"kind": "ping", "token": token})
             self._wake.set()
+        if timed_out:
+            self._all_dump(f"{name} timed out on rank {self.rank}")
         result = self._explanation(error, timed_out, token, timeout, name)
         if result is not error:
             result.__cause__ = error
@@ -256,26 +270,72 @@ class RankWatch:
             time.sleep(0.02)  # the guard gives up on the store soon
         failure = failure or self._failure
         if failure is not None:
+            if failure.aborted:
+                self._all_dump(f"rank {failure.rank} {failure.message}")
+                failure = replace(failure, message=failure.message + self.hang.hint({}))
             return failure.error()
         if self._lost is not None:
             return self._store_lost_error()
+        self._all_dump(f"{name} failed on rank {self.rank}: {first_line(error)}")
         silent = self._silent(token)
         if silent:
+            seen = self.hang.look_at(self._store, silent)
             return RankFailedError(
                 f"{ranks_text(silent)} is gone without a word: killed (too little memory?), or its process or machine "
-                "is stopped. No other rank reported a failure.",
+                f"is stopped. No other rank reported a failure.{self.hang.hint(seen)}",
                 rank=silent[0],
             )
-        if timed_out:
-            missing = sorted(set(range(self.world_size)) - self._timeouts - {self.rank})
-            who = f"{ranks_text(missing)} did not take part" if missing else "every rank waited for another collective"
-            return CollectiveTimeoutError(
-                f"{name} timed out on rank {self.rank}: {who}. Do all ranks call the same collectives in the same "
-                "order (no logging, saving or barrier under 'if rank == 0'), and is none of them stuck?",
-                name=name,
-                missing=missing,
+        others = set(range(self.world_size)) - {self.rank}
+        ended = [rank for rank in sorted(others) if self._has_left(rank)]
+        for rank in ended:
+            self.hang.write_for(rank, "it has ended its work")
+        missing = ended or sorted(others - set(self._waited))
+        over = [self.rank] if timed_out else sorted(rank for rank, its_time in self._waited.items() if its_time)
+        if not over and not ended:
+            return DistributedError(
+                f"{name} failed on rank {self.rank} ({first_line(error)}), and no rank says why. Do all ranks call the "
+                f"same collectives in the same order, with tensors of the same sizes?{self._hint(sorted(others))}"
             )
-        return error
+        if ended:
+            who = f"{ranks_text(ended)} has ended its work"
+        elif missing:
+            who = f"{ranks_text(missing)} did not take part"
+        else:
+            who = "every rank waited for another collective"
+        what = "timed out" if timed_out else "failed" if ended else f"ended, as that of {ranks_text(over)} timed out,"
+        return CollectiveTimeoutError(
+            f"{name} {what} on rank {self.rank}: {who}. Do all ranks call the same collectives in the same order (no "
+            "logging, saving or barrier under 'if rank == 0'), and is none of them stuck?"
+            f"{self._hint(missing or sorted(others))}",
+            name=name,
+            missing=missing,
+        )
+
+    # -- hang ------------------------------------------------------------------------------------------------
+
+    def _all_dump(self, why: str) -> None:
+        """Have every rank write down where it is, this one now."""
+        if self._thread is None:
+            return
+        if not self.hang.written:  # else another rank has asked, or this one
+            self._outbox.append({"kind": "hang", "rank": self.rank, "why": why})
+            self._wake.set()
+        self.hang.write(why, self.position)  # returns when the watch's thread has written, if it is about to
+
+    def _hint(self, ranks: list[int], timeout: float = 2.0) -> str:
+        """For the end of an error's message: where ``ranks`` are, and what to read."""
+        try:
+            places = {} if self._store is None else self.hang.places(self._store, ranks, timeout)
+        except RuntimeError:
+            places = {}
+        return self.hang.hint(places)
+
+    def _has_left(self, rank: int) -> bool:
+        assert self._store is not None
+        try:
+            return bool(self._store.check([self._key(f"bye/{rank}")]))
+        except RuntimeError:
+            return False
 
     def _silent(self, token: str) -> list[int]:
         """Ranks whose thread did not answer the ping and did not say goodbye."""
@@ -285,14 +345,18 @@ class RankWatch:
             return [
                 rank
                 for rank in others
-                if not self._store.check([self._key(f"pong/{token}/{rank}")])
-                and not self._store.check([self._key(f"bye/{rank}")])
+                if not self._store.check([self._key(f"pong/{token}/{rank}")]) and not self._has_left(rank)
             ]
         except RuntimeError:
             return []
 
     def _store_lost_error(self) -> DistributedError:
-        return DistributedError(
+        self.hang.write(f"rank {self.rank} lost its connection to {store_host()}", self.position)
+        seen = self.hang.look_at(None, [0]) if rendezvous.is_hosted_by_rank_0() else {}
+        return DistributedError(f"{self._store_lost()}{self.hang.hint(seen)}")
+
+    def _store_lost(self) -> str:
+        return (
             f"rank {self.rank} lost its connection to {store_host()} ({self._lost}): that process has died or is "
             "stopped, or its machine can't be reached any more"
         )
@@ -339,9 +403,12 @@ class RankWatch:
                 return _first_choice([a.signum for a in agreed if self.position >= (a.stop_at or 0)])
             if time.monotonic() - start > timeout:
                 missing = self._without_position(pending)
+                self._all_dump(f"rank {self.rank} waited in vain for all ranks to agree where to stop")
+                seen = self.hang.look_at(self._store, missing)
                 raise CollectiveTimeoutError(
                     f"signal {pending.signum} asks for a stop, but {ranks_text(missing)} did not say within "
-                    f"{timeout:g} s where it is: is the process stopped, or stuck in code that holds Python's lock?",
+                    f"{timeout:g} s where it is: is the process stopped, or stuck in code that holds Python's lock?"
+                    f"{self.hang.hint(seen)}",
                     name="stop",
                     missing=missing,
                 )
@@ -384,8 +451,14 @@ class RankWatch:
     def _meet(self, name: str, timeout: timedelta, last_word: Callable[[], str] | None = None) -> str:
         assert self._barriers is not None
         self._meet_until = time.monotonic() + timeout.total_seconds()
+        before, self.hang.doing = self.hang.doing, f"barrier {name!r}"
         try:
             return self._barriers.meet(name, timeout, last_word)
+        except CollectiveTimeoutError as error:
+            self._all_dump(f"barrier {name!r} ended without {ranks_text(list(error.missing))} on rank {self.rank}")
+            raise CollectiveTimeoutError(
+                f"{error}{self._hint(list(error.missing))}", name=name, missing=error.missing
+            ) from None
         except RuntimeError as error:
             if isinstance(error, TorchhalError):
                 raise
@@ -393,6 +466,7 @@ class RankWatch:
             raise (self._failure.error() if self._failure else self._store_lost_error()) from error
         finally:
             self._meet_until = None
+            self.hang.doing = before
 
     # -- the threads ------------------------------------------------------------------------------------------
 
@@ -446,6 +520,7 @@ class RankWatch:
         while self._outbox:
             self._events.post(store, self._outbox[0])
             self._outbox.pop(0)
+        self.hang.learn(store)
         self._post_wishes(store)
         count = self._events.count(store)
         while self._seen < count and not self._stopping:
@@ -460,8 +535,12 @@ class RankWatch:
             failure = Failure.from_json(event["failure"].encode())
             if failure.rank != self.rank:
                 self._learn(failure)
-        elif kind == "timeout":
-            self._timeouts.add(int(event["rank"]))
+            if failure.aborted:
+                self._dump_and_answer(store, f"rank {failure.rank} {failure.message}")
+        elif kind == "waited":
+            self._waited[int(event["rank"])] = bool(event["timed_out"])
+        elif kind == "hang":
+            self._dump_and_answer(store, event["why"])
         elif kind == "ping":
             store.set(self._key(f"pong/{event['token']}/{self.rank}"), "1")
         elif kind == "stop" and all(a.signum != event["signum"] for a in self._agreements):
@@ -472,6 +551,12 @@ class RankWatch:
             position = self.position
             store.set(self._key(f"stop/{agreement.signum}/{self.rank}"), str(position))
             store.add(self._key(f"stop/{agreement.signum}/count"), 1)
+
+    def _dump_and_answer(self, store: Store, why: str) -> None:
+        self._looking = False  # a slow disk is no silent store
+        self.hang.write(why, self.position)
+        self._looking = True
+        self.hang.answer(store)
 
     def _advance(self, store: Store, agreement: _Agreement) -> None:
         """Finish the agreement if all positions are in, or if a rank has ended its work without posting one."""
@@ -531,7 +616,7 @@ class RankWatch:
         elif self._own is not None:
             why = "it failed itself"
         else:
-            why = str(self._store_lost_error())
+            why = self._store_lost()  # no disk and no other process is asked here: the time is over
         here = f"{failures.STILL_HERE} {passed:.0f} s after {why}, and leaves"
         failures.send_report(Failure(self.rank, here, stack, secondary=cause is not None))
         if not failures.supervised:

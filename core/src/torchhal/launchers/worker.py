@@ -1,4 +1,7 @@
-"""What runs in a worker of ``MultiprocessingLauncher``. Imports torch only when the variables are set."""
+"""What runs in a worker: of ``MultiprocessingLauncher``, and the parts of it that every launcher of workers needs.
+
+Imports torch only when the variables are set.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,11 @@ from torchhal.launchers.failures import Failure
 if TYPE_CHECKING:
     from torchhal.launchers.payload import NamelessFile
 
+Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+"""A function and its arguments."""
+
+DONE = ("done",)
+
 MAX_ERROR = 1 << 20
 """Largest pickled exception that travels beside its text."""
 
@@ -39,7 +47,7 @@ class Assignment:
     threads: int
     payload: NamelessFile | None
     result: NamelessFile
-    call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None
+    call: Call | None
     others: list[Connection]
     """Ends of pipes that a fork inherits and must not keep open."""
 
@@ -52,7 +60,10 @@ def run(assignment: Assignment, connection: Connection) -> None:
         _prepare(assignment, connection)
         code = _work(assignment, connection)
     except BaseException as error:
-        _tell(connection, rank, error)
+        try:
+            connection.send(failed(rank, error))
+        except OSError:
+            sys.stderr.write(Failure.from_exception(rank, error).text())
         if isinstance(error, SystemExit):
             code = process.exit_status(error.code)
         elif isinstance(error, KeyboardInterrupt):
@@ -99,44 +110,61 @@ def _watch_supervisor(connection: Connection) -> None:
 
 
 def _work(assignment: Assignment, connection: Connection) -> int:
+    payload, call = assignment.payload, assignment.call
+
+    def read() -> Call:
+        if call is not None:
+            return call
+        assert payload is not None
+        _, function, args, kwargs = payload.read()
+        payload.close()
+        return function, args, kwargs
+
+    write = assignment.result.write if assignment.is_result_rank else None
+    message = perform(read, write, settings=assignment.settings, threads=assignment.threads)
+    connection.send(message)
+    return 0 if message == DONE else 1
+
+
+def perform(
+    read: Callable[[], Call],
+    write: Callable[[Any], object] | None,
+    *,
+    settings: dict[str, Any] | None,
+    threads: int | None,
+) -> tuple[Any, ...]:
+    """Run the call that ``read`` gives, and give its result to ``write``: what the supervisor's ``Verdict`` takes.
+
+    Whatever the call itself raises is raised; :func:`failed` makes a message of it.
+    """
     import torch
 
-    if assignment.settings is not None:
+    if settings is not None:
         from torchhal.launchers.payload import apply_settings
 
-        apply_settings(assignment.settings)
-    torch.set_num_threads(assignment.threads)
-    if assignment.call is not None:
-        function, args, kwargs = assignment.call
-    else:
-        assert assignment.payload is not None
-        try:
-            function, args, kwargs = assignment.payload.read()
-        except BaseException as error:
-            connection.send(("unreadable", f"{type(error).__name__}: {error}"))
-            return 1
-        assignment.payload.close()
+        apply_settings(settings)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    try:
+        function, args, kwargs = read()
+    except BaseException as error:
+        return "unreadable", f"{type(error).__name__}: {error}"
     value = function(*args, **kwargs)
-    if assignment.is_result_rank:
+    if write is not None:
         try:
-            assignment.result.write(value)
+            write(value)
         except BaseException as error:
-            connection.send(("unsendable", f"{type(value).__qualname__}: {type(error).__name__}: {error}"))
-            return 1
-    connection.send(("done",))
-    return 0
+            return "unsendable", f"{type(value).__qualname__}: {type(error).__name__}: {error}"
+    return DONE
 
 
-def _tell(connection: Connection, rank: int, error: BaseException) -> None:
-    failure = Failure.from_exception(rank, error)
+def failed(rank: int, error: BaseException, dumps: Callable[[BaseException], bytes] = pickle.dumps) -> tuple[Any, ...]:
+    """The message that rank ``rank`` ends by ``error``; the error itself goes with it where it comes back whole."""
     data: bytes | None
     try:
-        data = pickle.dumps(error)
+        data = dumps(error)
         pickle.loads(data)  # not every exception comes back
         data = data if len(data) <= MAX_ERROR else None
     except Exception:
         data = None
-    try:
-        connection.send(("failed", failure.to_json(), data))
-    except OSError:
-        sys.stderr.write(failure.text())
+    return "failed", Failure.from_exception(rank, error).to_json(), data

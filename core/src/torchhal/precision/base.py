@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
@@ -34,7 +35,9 @@ class Precision:
     """Names of the accelerators it works on, whatever these list themselves; None: those that list its alias. One
     that is published under no alias, a user's own class, is not refused by any (STR-37)."""
 
-    features: ClassVar[frozenset[str]] = frozenset()
+    features: frozenset[str] = frozenset()
+    """``scales_loss``: :meth:`backward` scales the loss, and :meth:`unscale_gradients` undoes it and may skip a step. A
+    strategy whose ranks have different gradients, and would decide differently, refuses such a precision."""
 
     def setup(self, accelerator: Accelerator, device: torch.device) -> None:
         """Called once per process after the device is set up, before the model is touched."""
@@ -144,6 +147,13 @@ class Precision:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.alias!r})"
+
+
+def needs_closure(optimizer: Any) -> bool:
+    """Whether ``optimizer.step`` can't do without a closure, which it then evaluates as often as it likes (LBFGS)."""
+    # The class's: what a scheduler puts on the instance shows ``self`` as an argument.
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is closure.empty
 
 
 def _clip_with_sparse(parameters: Sequence[nn.Parameter], clip_val: float, algorithm: str) -> torch.Tensor | None:

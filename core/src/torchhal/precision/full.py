@@ -7,8 +7,9 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
-from torchhal.precision.base import Precision
+from torchhal.precision.base import Precision, needs_closure
 from torchhal.precision.casting import DefaultDtype, cast_module, cast_tensors, parse_dtype
 
 _ALIASES: Final = {torch.float64: "64-true", torch.bfloat16: "bf16-true", torch.float16: "16-true"}
@@ -40,6 +41,15 @@ class FullPrecision(Precision):
         self.param_dtype = self.compute_dtype = parse_dtype(dtype, _ALIASES)
         self.alias = _ALIASES[self.param_dtype]
         self._default_dtype = DefaultDtype(self.param_dtype)
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Refuse, for float16, optimizers that evaluate a closure: LBFGS divides by differences that vanish there."""
+        if self.param_dtype is torch.float16 and needs_closure(optimizer):
+            raise TypeError(
+                f"precision {self.alias!r} doesn't work with optimizer {type(optimizer).__name__}: it divides by "
+                "differences of gradients, which vanish in float16, and the weights become NaN; use 'bf16-true' or "
+                "'32-true', or another optimizer"
+            )
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Cast floating-point parameters and buffers; int, bool and complex ones stay (PRE-02, PRE-03)."""

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from torchhal.accelerators import Accelerator
 from torchhal.errors import CheckpointMismatchError, UnsupportedCombinationError
-from torchhal.precision.base import Precision
+from torchhal.precision.base import Precision, needs_closure
 from torchhal.precision.casting import cast_module, cast_tensors, parse_dtype
 
 _ALIASES: Final = {torch.bfloat16: "bf16-mixed", torch.float16: "16-mixed"}
@@ -52,6 +52,8 @@ class MixedPrecision(Precision):
                 f"'scaler' must be enabled, or gradients underflow in {self.alias!r} (got {scaler!r}); torch disables "
                 "one that was made for a device it doesn't have: name the device type, GradScaler(device_type)"
             )
+        if self.compute_dtype is torch.float16:
+            self.features = frozenset({"scales_loss"})
         self.scaler = scaler
         """The gradient scaler; None for bfloat16, and before :meth:`setup`."""
         self._own_scaler = scaler is None
@@ -91,14 +93,13 @@ class MixedPrecision(Precision):
         if self.compute_dtype is not torch.float16:
             return
         name, instead = type(optimizer).__name__, "use 'bf16-mixed' or '32-true', or another optimizer"
-        # The class's: what a scheduler puts on the instance shows ``self`` as an argument.
-        _, *parameters = inspect.signature(type(optimizer).step).parameters.values()
-        if any(p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
+        if needs_closure(optimizer):
             raise TypeError(
                 f"precision {self.alias!r} doesn't work with optimizer {name}: its step() evaluates a closure as often "
                 f"as it likes, and gradients can't be unscaled and checked in between; {instead}"
             )
-        if getattr(optimizer, "_step_supports_amp_scaling", False) and any(p.name == "grad_scaler" for p in parameters):
+        scales = "grad_scaler" in inspect.signature(type(optimizer).step).parameters
+        if getattr(optimizer, "_step_supports_amp_scaling", False) and scales:
             raise TypeError(
                 f"precision {self.alias!r} doesn't work with optimizer {name}: its step(grad_scaler=...) unscales by "
                 f"itself, so gradients can't be clipped and a skipped step can't be seen; {instead}"

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from torchhal.accelerators import Accelerator
 from torchhal.errors import ConfigurationError
-from torchhal.resolve.fit import check_fit
+from torchhal.launchers.process import launched_by
+from torchhal.resolve.fit import check_parts
 from torchhal.resolve.given import choose, from_alias, from_object, sort_plugins, substitute
 from torchhal.resolve.hardware import choose_accelerator
 from torchhal.resolve.launching import choose_environment, launcher
@@ -26,9 +27,11 @@ def resolve(request: Request) -> Plan:
         AcceleratorUnavailable: an accelerator asked for by name that can't be used here.
         UnknownAliasError, AmbiguousAliasError, ComponentError: from the registry.
     """
-    num_nodes = request.num_nodes
-    if isinstance(num_nodes, bool) or not isinstance(num_nodes, int) or num_nodes < 1:
-        raise ConfigurationError(f"'num_nodes' must be an int of at least 1 (got {num_nodes!r})")
+    asked_nodes = request.num_nodes
+    if not _is_auto(asked_nodes) and (
+        isinstance(asked_nodes, bool) or not isinstance(asked_nodes, int) or asked_nodes < 1
+    ):
+        raise ConfigurationError(f"'num_nodes' must be an int of at least 1, or 'auto' (got {asked_nodes!r})")
     notes: list[str] = []
     plugins = sort_plugins(request.plugins)
     given: Part | None = None
@@ -45,18 +48,24 @@ def resolve(request: Request) -> Plan:
     environment = choose_environment(sources("cluster_environment"), hardware, notes)
     is_given = any(value is not None for value in sources("cluster_environment").values())
     external = bool(environment.value.creates_processes_externally)
-    started = environment.value.world_size() if external else 1
+    if external:
+        notes.extend(environment.value.recommendations())
+    num_nodes = int(asked_nodes) if not _is_auto(asked_nodes) else environment.value.num_nodes()
+    owns_launch = "owns_launch" in environment.value.features
+    num_workers = environment.value.num_workers if owns_launch else None
+    started = environment.value.world_size() if external else num_workers or 1
 
-    indices = hardware.parse_devices(request.devices)
+    one_each = num_workers is not None and _is_auto(request.devices)
+    indices = hardware.parse_devices(1 if one_each else request.devices)
     if not indices:
         raise ConfigurationError(
             f"'devices' must ask for at least one device (got {request.devices!r}, of which accelerator "
             f"{accelerator.alias!r} has none here)"
         )
-    several = len(indices) > 1 or num_nodes > 1 or started > 1
+    several = len(indices) > 1 or num_nodes > 1 or started > 1 or owns_launch
     strategy = _strategy(request, given, hardware, several, f"{len(indices)} device(s) on {num_nodes} node(s)")
     chosen: Strategy = strategy.value
-    devices_reason = f"devices={request.devices!r}"
+    devices_reason = f"one for each of {num_workers} workers" if one_each else f"devices={request.devices!r}"
     if _is_auto(request.devices) and external and chosen.multi_device:
         indices, devices_reason = _devices_of_processes(chosen, accelerator, environment, indices)
 
@@ -64,12 +73,15 @@ def resolve(request: Request) -> Plan:
     if isinstance(asked, int) and not isinstance(asked, bool):
         asked = str(asked)
     precision = choose("precision", "32-true", {"precision=": asked, **sources("precision")}, hardware)
-    checkpoint_io = choose("checkpoint_io", "torch", sources("checkpoint_io"), hardware)
+    checkpoint_io = choose("checkpoint_io", chosen.default_checkpoint_io, sources("checkpoint_io"), hardware)
 
-    check_fit(accelerator, strategy, precision, environment, len(indices), num_nodes)
+    check_parts(accelerator, strategy, precision, environment, len(indices), num_nodes)
     devices = tuple(hardware.get_parallel_devices(indices))
     local = chosen.num_local_processes(len(indices))
-    if external and chosen.multi_device:
+    world_size = started if external or num_workers else local * num_nodes
+    chosen.check_fit(precision=precision.value, world_size=world_size)
+    # A process of an earlier Trainer's launch may make another one that it never runs: that one's launch is held to it.
+    if launched_by() is None and (chosen.multi_device or not external):
         environment.value.validate_settings(num_devices=local, num_nodes=num_nodes)
     launcher_name, launcher_reason = launcher(strategy, environment, accelerator, local, num_nodes)
     return Plan(
@@ -82,7 +94,7 @@ def resolve(request: Request) -> Plan:
         devices=devices,
         devices_reason=devices_reason,
         num_nodes=num_nodes,
-        world_size=started if external else local * num_nodes,
+        world_size=world_size,
         launcher=launcher_name,
         launcher_reason=launcher_reason,
         notes=tuple(notes),

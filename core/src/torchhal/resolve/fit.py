@@ -12,7 +12,9 @@ from torchhal.resolve.plan import Part
 from torchhal.strategies import Strategy
 
 
-def check_fit(accelerator: Part, strategy: Part, precision: Part, environment: Part, devices: int, nodes: int) -> None:
+def check_parts(
+    accelerator: Part, strategy: Part, precision: Part, environment: Part, devices: int, nodes: int
+) -> None:
     """Raise UnsupportedCombinationError unless the parts can work together."""
     hardware: Accelerator = accelerator.value
     chosen: Strategy = strategy.value
@@ -30,18 +32,47 @@ def check_fit(accelerator: Part, strategy: Part, precision: Part, environment: P
                 f"{hardware.default_parallel_strategy!r}, or, for runs that have nothing to do with each other, "
                 "plugins='local'"
             )
+    if not chosen.multi_device and "owns_launch" in environment.value.features:
+        raise UnsupportedCombinationError(
+            f"strategy {strategy.alias!r} trains in this process, but {environment.alias} starts others for it: use a "
+            f"strategy for several processes such as {hardware.default_parallel_strategy!r}, which works with one, too"
+        )
+    if "owns_launch" in environment.value.features and not _launches_each(chosen, devices):
+        raise UnsupportedCombinationError(
+            f"strategy {strategy.alias!r} doesn't start one process per device, as {environment.alias} does: use one "
+            f"that does, such as {hardware.default_parallel_strategy!r}"
+        )
     if not chosen.multi_device and launched_by() is not None:
         raise UnsupportedCombinationError(
             f"strategy {strategy.alias!r} uses one process, but this is one of several that an earlier Trainer of this "
             "script started, and each would run it by itself: keep to that Trainer's devices and strategy, or guard "
             "with 'if trainer.is_global_zero:'"
         )
-    if chosen.accelerators is not None and not chosen.accelerators & {accelerator.alias, hardware.name}:
-        raise UnsupportedCombinationError(
-            f"strategy {strategy.alias!r} works on accelerator {_listed(chosen.accelerators)} "
-            f"(got {accelerator.alias!r})"
-        )
+    check_accelerator(accelerator, strategy)
     _check_precision(accelerator, strategy, precision)
+
+
+def _launches_each(strategy: Strategy, devices: int) -> bool:
+    return type(strategy).make_launcher is not Strategy.make_launcher and (
+        strategy.num_local_processes(devices) == devices
+    )
+
+
+def check_accelerator(accelerator: Part, strategy: Part) -> None:
+    """Raise UnsupportedCombinationError for a strategy that is not made for this hardware."""
+    hardware: Accelerator = accelerator.value
+    works_on = strategy.value.accelerators
+    if works_on is not None and not works_on & {accelerator.alias, hardware.name}:
+        raise UnsupportedCombinationError(
+            f"strategy {strategy.alias!r} works on accelerator {_listed(works_on)} (got {accelerator.alias!r})"
+        )
+    if works_on is None and hardware.own_strategies:
+        raise UnsupportedCombinationError(
+            f"strategy {strategy.alias!r} is not made for accelerator {accelerator.alias!r}, which torch's operators "
+            f"alone don't drive: use {hardware.default_strategy!r} for one device and "
+            f"{hardware.default_parallel_strategy!r} for several, or a strategy with {hardware.name!r} in its "
+            "'accelerators'"
+        )
 
 
 def _check_precision(accelerator: Part, strategy: Part, precision: Part) -> None:

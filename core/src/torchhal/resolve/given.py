@@ -13,7 +13,7 @@ from torchhal import registry
 from torchhal.accelerators import Accelerator
 from torchhal.checkpoint import CheckpointIO
 from torchhal.cluster import ClusterEnvironment
-from torchhal.errors import AcceleratorUnavailable, ConfigurationError
+from torchhal.errors import AcceleratorUnavailable, ConfigurationError, PluginError, UnknownAliasError
 from torchhal.precision import Precision
 from torchhal.resolve.plan import Part
 from torchhal.strategies import Strategy
@@ -107,7 +107,8 @@ def _plugin_kind(plugin: Any) -> str:
         raise ConfigurationError(f"{rule} (got the {kinds[0]} {plugin!r}): give it as {kinds[0]}=")
     if isinstance(plugin, str):
         known = sorted(alias for kind in PLUGIN_KINDS for alias in registry.aliases(kind))
-        raise ConfigurationError(f"{rule} (got {plugin!r}; known: {', '.join(map(repr, known))})")
+        lines = [f"{rule} (got {plugin!r}; known: {', '.join(map(repr, known))})", *registry.why_unknown(plugin)]
+        raise ConfigurationError("\n".join(lines))
     raise ConfigurationError(f"{rule} (got {plugin!r})")
 
 
@@ -116,8 +117,10 @@ def _kinds_of_name(name: str) -> list[str]:
     for kind in BASES:
         try:
             registry.find(kind, name)
-        except LookupError:
+        except UnknownAliasError:
             continue
+        except PluginError:  # two plugins have it, or its record is wrong: said when it turns out to be this one
+            pass
         kinds.append(kind)
     return kinds
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchhal import registry
+from torchhal.discovery import USER
 from torchhal.entry import Entry
 from torchhal.errors import AcceleratorUnavailable, ComponentError, ConfigurationError
 from torchhal.plugin import Availability
@@ -88,18 +89,28 @@ def _best(strategy: Any, notes: list[str]) -> Part:
     if len(winners) > 1:
         names = ", ".join(repr(winner.name) for winner in winners)
         raise ConfigurationError(f"accelerator='auto' finds several equally good accelerators ({names}): name one")
-    # one that would not have been taken anyway is not missed
-    missed = [
-        f"{candidate.name}: {candidate.reason}"
-        for candidate in unusable
-        if candidate.priority is None or candidate.priority >= best
-    ]
+    missed = [f"{candidate.name}: {candidate.reason}" for candidate in _missed(unusable, usable, best)]
     if missed or broken:
         notes.append(
             f"accelerator='auto' takes {winners[0].name!r}; installed but unusable: {'; '.join([*missed, *broken])}"
         )
     reason = "accelerator='auto': the best one available here"
     return Part("accelerator", winners[0].name, winners[0].entry.create(), reason)
+
+
+def _missed(unusable: list[_Candidate], usable: list[_Candidate], best: int) -> list[_Candidate]:
+    """Those that might have been taken. Of a distribution's own, the first in line: a package for several kinds of
+    hardware is there for one of them."""
+    served = {candidate.entry.distribution for candidate in usable} - {USER}
+    missed: list[_Candidate] = []
+    for candidate in sorted(unusable, key=lambda candidate: -(candidate.priority or 0)):
+        distribution = candidate.entry.distribution
+        if candidate.priority is not None:  # else its class doesn't load
+            if candidate.priority < best or distribution in served:
+                continue
+            served |= {distribution} - {USER}
+        missed.append(candidate)
+    return missed
 
 
 def _candidates() -> list[_Candidate]:

@@ -7,19 +7,28 @@ from typing import Any
 
 from torchhal import registry
 from torchhal.accelerators import Accelerator
+from torchhal.cluster.variables import given
 from torchhal.errors import ConfigurationError, UnsupportedCombinationError
 from torchhal.resolve.given import choose, from_alias, substitute
 from torchhal.resolve.plan import Part
 from torchhal.strategies import Strategy
 
 KIND = "cluster_environment"
+VARIABLE = "TORCHHAL_CLUSTER"
+"""An alias, or "none": switches detection off without a change to the script."""
 
 
 def choose_environment(sources: Mapping[str, Any], accelerator: Accelerator, notes: list[str]) -> Part:
-    """The environment that is given, else the one that says it started this process, else "local"."""
+    """The environment that is given, else TORCHHAL_CLUSTER's, else the one that says it started this process, else
+    "local"."""
     local = substitute(KIND, "local", accelerator)
     if any(value is not None for value in sources.values()):
         return choose(KIND, local, sources, accelerator)
+    named = given(VARIABLE)
+    if named.lower() == "none":
+        return from_alias(KIND, local, f"{VARIABLE}={named}: nothing is detected")
+    if named:
+        return choose(KIND, local, {f"{VARIABLE}=": named}, accelerator)
     found: list[tuple[int, str]] = []
     for entry in registry.entries(KIND):
         if not entry.availability():
@@ -46,6 +55,8 @@ def launcher(strategy: Part, environment: Part, accelerator: Part, local: int, n
     """What starts the processes of a node, and why; an error where the device doesn't survive it."""
     if environment.value.creates_processes_externally:
         return "none", f"{environment.alias} has started the processes"
+    if "owns_launch" in environment.value.features:
+        return environment.value.name, f"{environment.alias} starts the processes"
     if local == 1 and num_nodes == 1:
         return "none", "one process: this one"
     chosen: Strategy = strategy.value

@@ -20,7 +20,7 @@ class Request:
     accelerator: str | Accelerator | type[Accelerator] = "auto"
     strategy: str | Strategy | type[Strategy] = "auto"
     devices: int | str | Sequence[int] = "auto"
-    num_nodes: int = 1
+    num_nodes: int | str = 1
     precision: str | int | Precision | type[Precision] | None = None
     plugins: Any = ()
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, ClassVar, TypeVar
 
@@ -14,11 +14,13 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 
 from torchhal.accelerators import Accelerator
+from torchhal.accelerators.transfer import move_module
 from torchhal.checkpoint import CheckpointIO
 from torchhal.cluster import ClusterEnvironment
 from torchhal.errors import CheckpointError, CheckpointMismatchError, ConfigurationError, ModelError
 from torchhal.launchers import ExternalLauncher, Launcher
 from torchhal.launchers.watch import RankWatch
+from torchhal.memory import MemoryEstimate, ModelMemory
 from torchhal.overrides import overrides
 from torchhal.precision import Precision
 
@@ -70,6 +72,21 @@ class Strategy(ABC):
     precisions: ClassVar[frozenset[str] | None] = None
     """Aliases of the precisions this strategy works with; None: every one (STR-36, STR-37)."""
 
+    default_checkpoint_io: ClassVar[str] = "torch"
+    """Alias of the checkpoint IO that is used when none is named; an engine that writes its own files names its own."""
+
+    inference_mode: ClassVar[bool] = True
+    """Whether steps without training may run in torch's inference mode; False for a strategy that makes buffers in
+    them which training writes to."""
+
+    evaluation_communicates: ClassVar[bool] = False
+    """Whether the forward of a step without training communicates, as one that gathers parameters does. Ranks may have
+    different numbers of batches: where only some have one, all of them enter :meth:`evaluation_step_of`."""
+
+    steps_per_batch: int | None = None
+    """Optimizer steps that one batch of the training loader makes, known after :meth:`setup_model`, where a batch is
+    several, as a loader from :meth:`process_dataloader` may give them; None: ``accumulate_grad_batches`` make one."""
+
     timeout: timedelta = timedelta(minutes=10)
     """How long a barrier or collective waits for the other ranks."""
 
@@ -118,6 +135,10 @@ class Strategy(ABC):
         self.gradient_clip_val: float | None = None
         self.gradient_clip_algorithm = "norm"
         self._environment_ready = False
+        self.trainer: Any = None
+        """The Trainer that runs this strategy, from :meth:`prepare` to :meth:`teardown`; None in a loop by hand."""
+        self.mark_step: Callable[[], None] | None = None
+        """The accelerator's ``step_marker()``, between the set-up and the teardown."""
 
     # -- composition -----------------------------------------------------------------------------------------
 
@@ -138,6 +159,12 @@ class Strategy(ABC):
         self.cluster_environment = cluster_environment
         self.devices = list(devices)
         self.num_nodes = num_nodes
+
+    def check_fit(self, *, precision: Precision, world_size: int) -> None:
+        """Raise ConfigurationError if this can't work in that precision, or over that many processes.
+
+        Called by ``resolve``, before anything is started, with all other parts chosen.
+        """
 
     @property
     def is_set_up(self) -> bool:
@@ -223,7 +250,9 @@ class Strategy(ABC):
     def is_data_leader(self) -> bool:
         """True on exactly one of the ranks that see the same samples: its metrics and predictions count.
 
-        Ranks that share one batch, as in tensor or pipeline parallelism, would count it several times otherwise.
+        Ranks that share one batch, as in tensor or pipeline parallelism, would count it several times otherwise. Where
+        a step does not end on rank 0, as in a pipeline, rank 0 shows the values that the first leader logged. Asked
+        once, after :meth:`setup_model`.
         """
         return True
 
@@ -239,6 +268,7 @@ class Strategy(ABC):
         if self._environment_ready:
             return
         self.accelerator.setup_device(self.root_device)
+        self.mark_step = self.accelerator.step_marker()
         self.precision.setup(self.accelerator, self.root_device)
         store = self.setup_communication()
         if store is not None:
@@ -263,6 +293,7 @@ class Strategy(ABC):
 
     def prepare(self, trainer: Any) -> None:
         """Run :meth:`setup` and finish what an override of it left out. Called by the Trainer; not for overriding."""
+        self.trainer = trainer
         self.accelerator.setup(trainer)
         done: set[str] = set()
         with self._recorded("setup_model", done), self._recorded("setup_optimizers", done):
@@ -317,7 +348,11 @@ class Strategy(ABC):
                 f"{type(self.module).__name__} lie on the meta device and have no values that {type(self).__name__} "
                 "could move: build them in configure_model, or without torch.device('meta')"
             )
-        self.module.to(self.root_device)
+        move_module(self.module, self.root_device)
+
+    def begin_epoch(self) -> None:
+        """Called before the first batch of each training epoch, after the hooks: what they froze or unfroze, a
+        strategy that looked at it when it wrapped the model sees here. Nothing by default."""
 
     def sync_module(self, module: nn.Module) -> None:
         """Give every rank the parameters and buffers of rank 0 (STR-13, STR-47)."""
@@ -337,6 +372,12 @@ class Strategy(ABC):
         self.optimizers = list(optimizers)
         self.lr_scheduler_configs = list(lr_scheduler_configs)
 
+    def restore_module(self) -> None:
+        """Make the user's module whole and unwrapped on every rank, for whatever the program does with it next.
+
+        Called on every rank after a run that succeeded, while the ranks are still together.
+        """
+
     def teardown(self) -> None:
         """Give back model, device and communication. Idempotent, legal at any time (STR-29, STR-30).
 
@@ -355,10 +396,12 @@ class Strategy(ABC):
 
     def _release_model(self) -> None:
         self.model = self.module
+        self.trainer = None
         self._watch = None
         self._environment_ready = False
+        self.mark_step = None
         if self.module is not None and self.devices and self.root_device.type != "cpu":
-            self.module.cpu()
+            move_module(self.module, torch.device("cpu"))
             for optimizer in self.optimizers:
                 _optimizer_state_to(optimizer, torch.device("cpu"))
 
@@ -377,7 +420,21 @@ class Strategy(ABC):
         own = getattr(self, name, None)
         if own is not None:
             return own  # type: ignore[no-any-return]
-        return self.with_precision(self.module_step(name))
+        return self.marked(name, self.with_precision(self.module_step(name)))
+
+    def marked(self, name: str, step: Callable[..., Any]) -> Callable[..., Any]:
+        """``step``, one of :data:`STEPS`, with the marks that it needs beside those of backward and optimizer_step."""
+        mark = self.mark_step
+        automatic = getattr(self.module, "automatic_optimization", True) and bool(self.optimizers)
+        if mark is None or (name == "training_step" and automatic):  # marked where its work is complete
+            return step
+
+        def and_mark(*args: Any) -> Any:
+            output = step(*args)
+            mark()
+            return output
+
+        return and_mark
 
     def module_step(self, name: str) -> Callable[..., Any]:
         """The module's step, through ``self.model`` where that wraps it."""
@@ -405,6 +462,18 @@ class Strategy(ABC):
 
         return step
 
+    def evaluation_step_of(self, ranks: Collection[int]) -> AbstractContextManager[Any]:
+        """Around one step of an evaluation for which only ``ranks`` have a batch: they run it inside.
+
+        The others enter it with nothing inside, and take their part there in what the step sends. Called on every rank
+        if :attr:`evaluation_communicates`, and never otherwise.
+        """
+        return nullcontext()
+
+    def check_accumulation(self, batches: int) -> None:
+        """Raise ConfigurationError where an optimizer step can't take so many batches; asked before the Trainer takes
+        another number than ``accumulate_grad_batches`` to keep the global batch of a run on fewer or more processes."""
+
     def process_dataloader(self, loader: Any, *, training: bool) -> Any:
         """The loader the loops iterate: a vendor's own around the user's, say. The same loader by default."""
         return loader
@@ -420,6 +489,8 @@ class Strategy(ABC):
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         """Accumulate the gradients of ``loss``, synchronised between ranks unless under :meth:`no_backward_sync`."""
         self.precision.backward(loss, *args, **kwargs)
+        if self.mark_step is not None:
+            self.mark_step()
 
     def manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         """:meth:`backward` for a module that steps its optimizers itself (STR-19)."""
@@ -439,10 +510,14 @@ class Strategy(ABC):
         self.unscale_gradients(optimizer)
         return self.precision.clip_gradients(optimizer, clip_val, algorithm)
 
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool | None:
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> int | None:
         """Step. True if parameters were updated, False if the step was skipped (an overflow: schedulers wait), None
-        if none was due yet (``owns_accumulation``: it doesn't count)."""
-        return self.precision.optimizer_step(optimizer, closure)
+        if none was due yet (it doesn't count), a number above 1 if the model is now so many steps further: the state
+        of others, who were ahead, was taken over."""
+        stepped = self.precision.optimizer_step(optimizer, closure)
+        if self.mark_step is not None:
+            self.mark_step()
+        return stepped
 
     # -- communication ---------------------------------------------------------------------------------------
 
@@ -489,12 +564,24 @@ class Strategy(ABC):
 
     def reduce_boolean_decision(self, decision: bool, *, all: bool = True) -> bool:
         """Whether all ranks (or any, with ``all=False``) decided so; the same answer on each (STR-05)."""
-        return bool(self.reduce(torch.tensor(int(decision)), "min" if all else "max"))
+        return bool(self.reduce(int(decision), "min" if all else "max"))
+
+    # -- memory ----------------------------------------------------------------------------------------------
+
+    def memory_per_rank(self, model: ModelMemory, world_size: int) -> MemoryEstimate:
+        """Bytes of ``model``, on the meta device, on the rank that needs most. Everything on every rank by default.
+
+        Called before anything is set up; a strategy that divides parameters, gradients or state says how.
+        """
+        return model.estimate()
 
     # -- state and checkpoints -------------------------------------------------------------------------------
 
     def module_state_dict(self) -> dict[str, Any]:
-        """The module's state with the user's own key names, no wrapper's prefix (STR-21). Called on every rank."""
+        """The module's state with the user's own key names, no wrapper's prefix (STR-21). Called on every rank.
+
+        Whole on rank 0. On a rank that writes no checkpoint the tensors may be on the meta device, without values.
+        """
         assert self.module is not None
         return self.module.state_dict()
 
@@ -569,11 +656,27 @@ class Strategy(ABC):
                 self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
             except Exception as raised:
                 error = raised
+        self._raise_alike(error, f"checkpoint {path!r} was not written")
+
+    def wait_for_checkpoints(self) -> None:
+        """Return when every save is durable. Called on every rank; raises what a save met on all of them alike."""
+        error: BaseException | None = None
+        if self.is_global_zero or "sharded" in self.checkpoint_io.features:
+            try:
+                self.checkpoint_io.wait()
+            except Exception as raised:
+                error = raised
+        if "async" in self.checkpoint_io.features:
+            self._raise_alike(error, "a checkpoint was not written")
+        elif error is not None:
+            raise error
+
+    def _raise_alike(self, error: BaseException | None, what: str) -> None:
         if self.world_size > 1:
             failures = self.all_gather_object(None if error is None else f"{type(error).__name__}: {error}")
             others = [f"rank {rank}: {text}" for rank, text in enumerate(failures) if text is not None]
             if error is None and others:
-                raise CheckpointError(f"checkpoint {path!r} was not written: {'; '.join(others)}")
+                raise CheckpointError(f"{what}: {'; '.join(others)}")
         if error is not None:
             raise error
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -85,8 +85,33 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 # -- reduce --------------------------------------------------------------------------------------------------
 
 
-def reduce(value: Any, op: str, *, device: torch.device, group: Any = None, alone: bool = False) -> Any:
-    """See ``Strategy.reduce``. ``alone``: a world of one without a process group; the same types come back."""
+def host(device: torch.device, group: Any = None) -> torch.device:
+    """Where the ranks agree on what their hosts know: the CPU, unless ``group`` carries only ``device``'s tensors.
+
+    There nobody waits until the device has done what it was asked to do.
+    """
+    try:
+        everyone: Any = group or dist.group.WORLD
+        everyone._get_backend(torch.device("cpu"))
+    except RuntimeError:
+        return device
+    return torch.device("cpu")
+
+
+def reduce(
+    value: Any,
+    op: str,
+    *,
+    device: torch.device,
+    group: Any = None,
+    alone: bool = False,
+    all_reduce: Callable[..., Any] = dist.all_reduce,
+) -> Any:
+    """See ``Strategy.reduce``. ``alone``: a world of one without a process group; the same types come back.
+
+    ``all_reduce(tensor, op, group=group)`` is what combines tensors in place, for a device whose tensors no process
+    group carries; numbers take torch's way in any case.
+    """
     check_op(op)
     leaves = list(_leaves(value))
     # ranks may have inserted their keys in another order: by path, all reduce the same things together
@@ -98,23 +123,33 @@ def reduce(value: Any, op: str, *, device: torch.device, group: Any = None, alon
             raise TypeError(f"'value' must hold dense tensors, but value{path} is {leaf.layout}: use .to_dense()")
     results: list[Any] = [None] * len(leaves)
     for index in order:
-        results[index] = _reduce_leaf(leaves[index][1], op, device, group, alone)
+        results[index] = _reduce_leaf(leaves[index][1], op, device, group, alone, all_reduce)
     remaining = iter(results)
     return map_tensors(value, lambda _: next(remaining))
 
 
-def _reduce_leaf(leaf: Any, op: str, device: torch.device, group: Any, alone: bool) -> Any:
+def _reduce_leaf(
+    leaf: Any, op: str, device: torch.device, group: Any, alone: bool, all_reduce: Callable[..., Any]
+) -> Any:
     if isinstance(leaf, torch.Tensor):
-        return reduce_tensor(leaf, op, device=device, group=group, alone=alone)
+        return reduce_tensor(leaf, op, device=device, group=group, alone=alone, all_reduce=all_reduce)
     if isinstance(leaf, bool | int | float):
         dtype = torch.float64 if isinstance(leaf, float) or op in _MEANS else torch.int64
-        reduced = reduce_tensor(torch.tensor(leaf, dtype=dtype), op, device=device, group=group, alone=alone).item()
+        where = torch.device("cpu") if alone else host(device, group)
+        number = torch.tensor(leaf, dtype=dtype, device=where)
+        reduced = reduce_tensor(number, op, device=where, group=group, alone=alone).item()
         return bool(reduced) if isinstance(leaf, bool) and op in ("min", "max", "product") else reduced
     return leaf
 
 
 def reduce_tensor(
-    tensor: torch.Tensor, op: str, *, device: torch.device, group: Any = None, alone: bool = False
+    tensor: torch.Tensor,
+    op: str,
+    *,
+    device: torch.device,
+    group: Any = None,
+    alone: bool = False,
+    all_reduce: Callable[..., Any] = dist.all_reduce,
 ) -> torch.Tensor:
     """One tensor, the same shape and dtype on every rank (unchecked), into a new one on ``device``.
 
@@ -134,7 +169,7 @@ def reduce_tensor(
     # a private dense copy: the input is never written, and strides mean nothing to the backend
     buffer = _dense(work)
     if not alone:
-        dist.all_reduce(buffer, _OPS[op], group=group)
+        all_reduce(buffer, _OPS[op], group=group)
         if op in _MEANS:
             buffer = buffer / dist.get_world_size(group)
     return buffer.to(result_dtype)
@@ -231,8 +266,17 @@ def check_src(src: int, world_size: int) -> None:
         raise ValueError(f"'src' must be a rank, from 0 to {world_size - 1} (got {src!r})")
 
 
-def broadcast_object(value: Any, src: int, *, device: torch.device) -> Any:
-    """Rank ``src``'s value; tensors that lay on its device arrive on ``device``, those on its CPU on the CPU."""
+def broadcast_object(
+    value: Any,
+    src: int,
+    *,
+    device: torch.device,
+    send: Callable[[list[Any], int], None] = dist.broadcast_object_list,
+) -> Any:
+    """Rank ``src``'s value; tensors that lay on its device arrive on ``device``, those on its CPU on the CPU.
+
+    ``send(box, src)`` puts rank ``src``'s one object into every rank's ``box``, for a strategy with a way of its own.
+    """
     check_src(src, dist.get_world_size())
     agree("broadcast", f"src={src}")
     is_source = dist.get_rank() == src
@@ -242,7 +286,7 @@ def broadcast_object(value: Any, src: int, *, device: torch.device) -> Any:
         shipped = map_tensors(value, lambda leaf: _Shipped(leaf) if isinstance(leaf, torch.Tensor) else leaf)
         data, problem = _pickled(shipped)
         box = [data if problem is None else str(problem)]
-    dist.broadcast_object_list(box, src=src)
+    send(box, src)
     if problem is not None:
         raise problem
     if is_source:
@@ -320,9 +364,11 @@ def average_gradients(parameters: Sequence[nn.Parameter], group: Any = None) -> 
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     if not trainable:
         return
-    kinds = torch.zeros(2, len(trainable), dtype=torch.uint8, device=trainable[0].device)
-    kinds[0] = torch.tensor([parameter.grad is not None and not parameter.grad.is_sparse for parameter in trainable])
-    kinds[1] = torch.tensor([parameter.grad is not None and parameter.grad.is_sparse for parameter in trainable])
+    gradients_there = [
+        [parameter.grad is not None and parameter.grad.is_sparse is sparse for parameter in trainable]
+        for sparse in (False, True)
+    ]
+    kinds = torch.tensor(gradients_there, dtype=torch.uint8, device=host(trainable[0].device, group))
     dist.all_reduce(kinds, dist.ReduceOp.MAX, group=group)
     world_size = dist.get_world_size(group)
     dense: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}

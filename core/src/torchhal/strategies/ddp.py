@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from torchhal.errors import DistributedError
+from torchhal.memory import MemoryEstimate, ModelMemory
 from torchhal.strategies.parallel import ParallelStrategy
 
 
@@ -53,16 +56,30 @@ class DDPStrategy(ParallelStrategy):
         self.comm_hook = comm_hook
         self.comm_state = comm_state
         self.ddp_options = options
+        self._trained: list[int] = []
 
     def wrap_model(self, *, training: bool) -> None:
         assert self.module is not None
         if not training:
             return
         # torch refuses to wrap a module with nothing to train; there is nothing to average either
-        if any(parameter.requires_grad for parameter in self.module.parameters()):
+        self._trained = self._now_trained()
+        if self._trained:
             self.configure_ddp()
             if isinstance(self.model, DistributedDataParallel):
                 _free_group_last(self.model)
+
+    def _now_trained(self) -> list[int]:
+        assert self.module is not None
+        return [index for index, parameter in enumerate(self.module.parameters()) if parameter.requires_grad]
+
+    def begin_epoch(self) -> None:
+        """Wrap again where parameters were frozen or unfrozen: a wrapper averages what was trained when it was made."""
+        super().begin_epoch()
+        if self.model is not None and self._now_trained() != self._trained:
+            self.model = self.module
+            gc.collect()  # the old wrapper's hooks on the parameters go with it, and it is part of a cycle
+            self.wrap_model(training=True)
 
     def configure_ddp(self) -> None:
         """Replace ``self.model`` by its distributed wrapper; override to use another one."""
@@ -81,14 +98,34 @@ class DDPStrategy(ParallelStrategy):
             return None
         return _Paused(self) if isinstance(self.model, DistributedDataParallel) else _NoSync(self)
 
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        super().backward(loss, *args, **kwargs)
+        # Here and not at the next forward, where torch looks: a parameter that this rank alone left out keeps the
+        # others in their averaging, and whatever collective this rank came to next would be taken for its part in it.
+        if isinstance(self.model, DistributedDataParallel):
+            self.model._check_reducer_finalized()  # type: ignore[no-untyped-call]
+
+    def memory_per_rank(self, model: ModelMemory, world_size: int) -> MemoryEstimate:
+        estimate = super().memory_per_rank(model, world_size)
+        if world_size == 1 or self.ddp_options.get("gradient_as_bucket_view"):
+            return estimate
+        return estimate.plus(estimate.gradients, "gradients are sent in buckets of their size: gradient_as_bucket_view")
+
     def explain(self, error: BaseException) -> BaseException:
         """DDP's message for an unused parameter, with its name and what to do about it here."""
         if "Expected to have finished reduction in the prior iteration" in str(error):
             return DistributedError(
-                f"{self._unused(str(error))} not used by training_step, and their gradients are waited for: use "
-                "strategy='ddp_find_unused_parameters_true', or freeze them with requires_grad_(False)"
+                f"{self._unused(str(error))} not used by training_step on rank {self.global_rank}, and their gradients "
+                f"are waited for: use strategy={self._allowing_unused()}, or freeze them with requires_grad_(False)"
             )
         return super().explain(error)
+
+    def _allowing_unused(self) -> str:
+        """This strategy as it allows unused parameters: an alias of the core, or the object to make."""
+        if type(self) is not DDPStrategy:
+            return f"{type(self).__name__}(find_unused_parameters=True)"
+        start = self.alias.split("_find_unused_parameters_")[0]
+        return repr(f"{start if start.startswith('ddp') else 'ddp'}_find_unused_parameters_true")
 
     def _unused(self, message: str) -> str:
         match = re.search(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)", message)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from itertools import zip_longest
 from typing import Any, ClassVar
@@ -16,10 +17,18 @@ from torch.nn.parameter import is_lazy
 
 from torchhal.cluster import ClusterEnvironment
 from torchhal.errors import ConfigurationError, DistributedError, ModelError
-from torchhal.launchers import ExternalLauncher, Launcher, MultiprocessingLauncher, SubprocessScriptLauncher
-from torchhal.launchers.process import threads_per_process
+from torchhal.launchers import (
+    ExternalLauncher,
+    Launcher,
+    MultiprocessingLauncher,
+    SubprocessScriptLauncher,
+    failures,
+    flight,
+)
+from torchhal.launchers.process import write_stderr
 from torchhal.launchers.rendezvous import generation_store
 from torchhal.launchers.stores import HashStore, PrefixedStore, Store
+from torchhal.launchers.subprocess_script import shared_threads
 from torchhal.strategies import collectives
 from torchhal.strategies.base import Strategy
 
@@ -61,7 +70,8 @@ class ParallelStrategy(Strategy):
         self.gradients_synced = False
         """Whether :meth:`manual_backward` has run: without it, ranks that optimize by hand drift apart."""
         self._owns_process_group = False
-        self._threads_before: int | None = None
+        self._shared_threads = ExitStack()
+        self._error_before: BaseException | None = None
 
     # -- processes and ranks ---------------------------------------------------------------------------------
 
@@ -78,11 +88,22 @@ class ParallelStrategy(Strategy):
         processes = self.num_local_processes(len(self.devices))
         environment.configure(num_nodes=self.num_nodes, local_world_size=processes)
         environment.validate_settings(num_devices=processes, num_nodes=self.num_nodes)
-        if environment.creates_processes_externally or processes == self.num_nodes == 1:
+        if environment.creates_processes_externally:
+            return ExternalLauncher()
+        prepare = type(self.accelerator)._register  # or a worker can't unpickle this strategy's devices
+        if "owns_launch" in environment.features:
+            return environment.make_launcher(device_type=self.accelerator.device_type, prepare=prepare)
+        if processes == self.num_nodes == 1:
             return ExternalLauncher()
         if self.start_method == "subprocess":
             return SubprocessScriptLauncher(environment, processes, num_nodes=self.num_nodes)
-        return MultiprocessingLauncher(environment, processes, num_nodes=self.num_nodes, start_method=self.start_method)
+        return MultiprocessingLauncher(
+            environment,
+            processes,
+            num_nodes=self.num_nodes,
+            start_method=self.start_method,
+            prepare=prepare,
+        )
 
     @property
     def root_device(self) -> torch.device:
@@ -115,16 +136,18 @@ class ParallelStrategy(Strategy):
     def setup_environment(self) -> None:
         if self._environment_ready:
             return
+        self._error_before = sys.exc_info()[1]
         self._share_cores()
+        self.accelerator.setup_process(
+            global_rank=self.global_rank, local_rank=self.local_rank, world_size=self.world_size
+        )
         super().setup_environment()
 
     def _share_cores(self) -> None:
         """Give each process of this node its share of the cores, as a launcher from outside would."""
         local = self.environment.local_world_size()
-        threads = threads_per_process(local) if local > 1 else None
-        if threads is not None:
-            self._threads_before = torch.get_num_threads()
-            torch.set_num_threads(threads)
+        if local > 1:
+            self._shared_threads.enter_context(shared_threads(local))
 
     def setup_communication(self) -> Store | None:
         """Join torch's process group, or use the one that exists."""
@@ -137,16 +160,41 @@ class ParallelStrategy(Strategy):
                     f"a process group of {dist.get_world_size()} processes exists already, and this process is rank "
                     f"{dist.get_rank()} in it, but the strategy was set up as rank {rank} of {world_size}"
                 )
+            self._check_group(dist.group.WORLD)
             # its store may hold what an earlier life of ours left: this life's name keeps them apart
             name = collectives.all_gather_object(uuid.uuid4().hex)[0]
             store = PrefixedStore(f"torchhal/{name}", dist.distributed_c10d._get_default_store())
         else:
             store = HashStore() if world_size == 1 else generation_store(environment, self.timeout)
-            dist.init_process_group(
-                self._backend(), store=store, rank=rank, world_size=world_size, timeout=self.timeout
-            )
+            flight.switch_on()
+            with failures.one_rank_prefix():
+                dist.init_process_group(
+                    self._backend(), store=store, rank=rank, world_size=world_size, timeout=self.timeout
+                )
             self._owns_process_group = True
+            self._name_default_backend(dist.group.WORLD)
         return store
+
+    def _name_default_backend(self, group: Any) -> None:
+        """Tell a group of several backends which is the device's: torch asks that one for hooks, when the group ends at
+        the latest, finds by itself hardly more than its own, and warns on every rank that it has found none."""
+        name, backend = "", self._backend()
+        if ":" in backend:  # of one alone torch knows it
+            name = dict(part.split(":", 1) for part in backend.split(",")).get(self.root_device.type, "")
+        kind = getattr(dist.Backend, "backend_type_map", {}).get(name.lower())
+        if kind is not None and hasattr(group, "_set_default_backend"):
+            group._set_default_backend(kind)
+
+    def _check_group(self, group: Any) -> None:
+        """Refuse a process group that can't carry this device's tensors: its first collective might hang."""
+        kind = self.root_device.type
+        try:
+            group._get_backend(torch.device(kind))
+        except RuntimeError as error:
+            raise ConfigurationError(
+                f"a process group exists already, but its backend {dist.get_backend()!r} doesn't carry tensors of "
+                f"device type {kind!r}: make it with backend={self._backend()!r}, or leave it to the strategy"
+            ) from error
 
     def _backend(self) -> str:
         backend = self.process_group_backend or self.accelerator.backend
@@ -186,6 +234,7 @@ class ParallelStrategy(Strategy):
             )
 
     def teardown(self) -> None:
+        self._explain_what_ended_the_loop()
         self.watch.stop()
         try:
             super().teardown()
@@ -194,9 +243,24 @@ class ParallelStrategy(Strategy):
                 self._owns_process_group = False
                 if dist.is_initialized():
                     dist.destroy_process_group()
-            if self._threads_before is not None:
-                torch.set_num_threads(self._threads_before)
-                self._threads_before = None
+            self._shared_threads.close()
+
+    def _explain_what_ended_the_loop(self) -> None:
+        """Say what is behind a process group's bare error, on which a loop of one's own ends here.
+
+        The Trainer's errors have been explained before, and are none of a process group's any more.
+        """
+        error, before = sys.exc_info()[1], self._error_before
+        self._error_before = None
+        if error is None or error is before or not failures.is_transport_error(error):
+            return  # a life that an error's handler has begun isn't ended by it
+        explained = self.explain(error)
+        if explained is not error:
+            note = f"{type(explained).__name__}: {explained}"
+            if hasattr(error, "add_note"):
+                error.add_note(note)
+            else:  # Python 3.10
+                write_stderr(f"torchhal: {note}\n")
 
     def explain(self, error: BaseException) -> BaseException:
         return error if isinstance(error, DistributedError) else self.watch.explain(error)
@@ -206,15 +270,19 @@ class ParallelStrategy(Strategy):
     @contextmanager
     def guard(self, what: str) -> Iterator[None]:
         """Turn a process group's bare error into one that names ``what`` and the ranks that failed or are missing."""
+        hang = self.watch.hang
+        before, hang.doing = hang.doing, what
         try:
             yield
         except RuntimeError as error:
             if isinstance(error, DistributedError):
                 raise
-            explained = self.watch.explain(error)
+            explained = self.watch.explain(error, name=what)
             if explained is error:
                 raise
             raise explained from error
+        finally:
+            hang.doing = before
 
     def reduce(self, value: Any, op: str = "mean", *, group: Any = None) -> Any:
         with self.guard(f"reduce(op={op!r})"):

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchhal.errors import CheckpointMismatchError, ConfigurationError
-from torchhal.trainer import rng
+from torchhal.checkpoint import CheckpointIO
+from torchhal.errors import CheckpointError, CheckpointMismatchError, ConfigurationError
+from torchhal.resolve.checkpoint_ios import usable_ios
+from torchhal.trainer import replicas, rng
 
 if TYPE_CHECKING:
     from torchhal.trainer.trainer import Trainer
@@ -54,6 +56,8 @@ def dump_checkpoint(trainer: Trainer, *, weights_only: bool = False) -> dict[str
             {
                 "rng": rng.collect(strategy.accelerator, strategy.root_device),
                 "data": fit.data.position() if fit.data is not None else None,
+                "share": list(replicas.share_of_data(trainer)),
+                "batch_size": replicas.batch_size(fit),
             }
         )
         if fit.optimization is not None and fit.optimization.has_gradients:
@@ -137,7 +141,7 @@ def restore_weights(trainer: Trainer, checkpoint: dict[str, Any], path: str) -> 
 
 
 def restore_training(trainer: Trainer, checkpoint: dict[str, Any], path: str) -> None:
-    """Everything else a fit continues from: exact when the number of processes is the same."""
+    """Everything else a fit continues from: exact when the number of replicas is the same."""
     strategy, fit = trainer.strategy, trainer.fit_loop
     if "optimizer_states" not in checkpoint or "loops" not in checkpoint:
         raise CheckpointMismatchError(
@@ -155,13 +159,13 @@ def restore_training(trainer: Trainer, checkpoint: dict[str, Any], path: str) ->
     loops = checkpoint["loops"]
     fit.load_state_dict(loops["fit"])
     trainer.results.load_state_dict(loops["results"])
-    if checkpoint.get("gradients") is not None:
+    if checkpoint.get("gradients") is not None and replicas.keeps_gradients(trainer, checkpoint):
         strategy.load_accumulated_gradients(checkpoint["gradients"])
         fit.restored_gradients = True
     datamodule = trainer.datamodule
     if datamodule is not None and type(datamodule).__qualname__ in checkpoint:
         datamodule.load_state_dict(checkpoint[type(datamodule).__qualname__])
-    _restore_rank(trainer, checkpoint["ranks"], path)
+    replicas.restore_rank(trainer, checkpoint, path)
 
 
 def _match(path: str, what: str, saved: list[Any], present: list[Any]) -> None:
@@ -169,23 +173,6 @@ def _match(path: str, what: str, saved: list[Any], present: list[Any]) -> None:
         raise CheckpointMismatchError(
             f"{path!r} holds the state of {len(saved)} {what}(s), but configure_optimizers returned {len(present)}"
         )
-
-
-def _restore_rank(trainer: Trainer, ranks: list[dict[str, Any]], path: str) -> None:
-    """This rank's generators and position; with another number of ranks than before, as close as it gets."""
-    strategy, fit = trainer.strategy, trainer.fit_loop
-    if len(ranks) == strategy.world_size:
-        mine = ranks[strategy.global_rank]
-        fit.resume(mine["data"], mine["rng"])
-        return
-    done = fit.batches_done * len(ranks) // strategy.world_size
-    trainer.warn_once(
-        f"{path!r} was written by {len(ranks)} process(es) and is continued by {strategy.world_size}: weights, "
-        "optimizer and counters are exact; the order of the data and the random numbers are not. The epoch goes on at "
-        f"batch {done}"
-    )
-    fit.batches_done = done
-    fit.resume(ranks[0]["data"] if strategy.global_rank == 0 else None, None)
 
 
 def last_checkpoint(trainer: Trainer) -> str | None:
@@ -227,6 +214,8 @@ def resolve_path(trainer: Trainer, ckpt_path: Any) -> str | None:
             raise ConfigurationError("ckpt_path='last' needs a ModelCheckpoint callback, which knows the folder")
         # one answer, even if the ranks' views of the folder differ
         path: str | None = trainer.strategy.broadcast(last_checkpoint(trainer))
+        if path is None:
+            _refuse_others(trainer, [callback.candidate_folders(trainer) for callback in trainer.checkpoint_callbacks])
         if path is None and trainer.state.fn != "fit":
             raise ConfigurationError(
                 f"ckpt_path='last' needs a checkpoint, and there is none in {_folders(trainer)}: pass a path, or None "
@@ -235,4 +224,41 @@ def resolve_path(trainer: Trainer, ckpt_path: Any) -> str | None:
         if path is None:
             trainer.warn_once("ckpt_path='last': there is no checkpoint yet, so training starts from the beginning")
         return path
-    return str(os.fspath(ckpt_path))
+    path = str(os.fspath(ckpt_path))
+    _refuse_other(trainer, path)
+    return path
+
+
+def _refuse_other(trainer: Trainer, path: str) -> None:
+    """Raise CheckpointError, on every rank, for a checkpoint that another IO than the run's has written."""
+    problem = None
+    if trainer.is_global_zero and not trainer.strategy.checkpoint_io.exists(path):
+        problem = next((_of_other(alias, path) for alias, io in _others(trainer) if io.exists(path)), None)
+    _raise_everywhere(trainer, problem)
+
+
+def _refuse_others(trainer: Trainer, folders: list[list[str]]) -> None:
+    """The same, for the newest in the first of each callback's folders that has any."""
+    problem = None
+    if trainer.is_global_zero:
+        for alias, io in _others(trainer):
+            for path in (found[-1] for some in folders for folder in some if (found := io.list_checkpoints(folder))):
+                problem = problem or _of_other(alias, path)
+    _raise_everywhere(trainer, problem)
+
+
+def _others(trainer: Trainer) -> list[tuple[str, CheckpointIO]]:
+    own = type(trainer.strategy.checkpoint_io)
+    return [(entry.component.alias, io) for entry, io in usable_ios() if type(io) is not own]
+
+
+def _of_other(alias: str, path: str) -> str:
+    return (
+        f"{path!r} was written by checkpoint IO {alias!r}, and this run's is another: pass plugins=[{alias!r}] to the "
+        "Trainer, or write one portable file with `torchhal checkpoint consolidate`"
+    )
+
+
+def _raise_everywhere(trainer: Trainer, problem: str | None) -> None:
+    if (problem := trainer.strategy.broadcast(problem)) is not None:
+        raise CheckpointError(problem)

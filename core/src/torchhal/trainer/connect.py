@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
+from torchhal.checkpoint.place import is_url
 from torchhal.errors import ConfigurationError, ModelError
 from torchhal.trainer.callbacks import Callback, ModelCheckpoint, ModelSummary, ProgressBar
 from torchhal.trainer.data import LOADER_HOOKS, EvaluationData
@@ -32,8 +35,8 @@ class Attachments:
 
 def make_loggers(logger: Any, root: str) -> list[Any]:
     """``logger=``: True, False or None, one logger, or several."""
-    if logger is True:
-        return [CSVLogger(root)]
+    if logger is True:  # it can't append to a file at a URL, where checkpoints alone go
+        return [CSVLogger(os.getcwd() if is_url(root) else root)]
     if logger in (False, None):
         return []
     loggers = list(logger) if isinstance(logger, list | tuple) else [logger]
@@ -77,6 +80,13 @@ def make_callbacks(
 def check_model(model: Any) -> Any:
     if not isinstance(model, nn.Module):
         raise ModelError(f"'model' must be a torch.nn.Module (got {model!r})")
+    compiled = sys.modules.get("torch._dynamo")  # it costs seconds to import, and without it nothing is compiled
+    if compiled is not None and isinstance(model, compiled.OptimizedModule):
+        raise ModelError(
+            f"'model' must be the {type(model._orig_mod).__name__} itself, not what torch.compile(model) made of it: "
+            "its training_step would run uncompiled, and a checkpoint would name its weights '_orig_mod...'. "
+            "Compile it in place, model.compile(...), and pass the model"
+        )
     return model
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from torchhal.errors import ConfigurationError, ModelError
 from torchhal.launchers.worker_signals import WorkerInit, compose_worker_init, signals_blocked
@@ -32,6 +32,12 @@ def loader_length(loader: Any) -> int | None:
         return len(loader)
     except (TypeError, NotImplementedError):
         return None
+
+
+def _is_sized(loader: Any) -> bool:
+    """Whether ``loader`` gives as many batches as its length says: an IterableDataset gives what it has."""
+    known = loader_length(loader) is not None
+    return known and not isinstance(getattr(loader, "dataset", None), IterableDataset)
 
 
 def limit_length(length: int | None, limit: int | float, name: str, *, part: bool = False) -> int | None:
@@ -126,18 +132,53 @@ def prepare_loader(loader: Any, trainer: Trainer, *, training: bool) -> Any:
     """``loader`` for this rank: the user's object is never changed."""
     if not isinstance(loader, DataLoader):
         return trainer.strategy.process_dataloader(loader, training=training)
-    if trainer.overfit_batches and trainer.state.fn == "fit":
-        loader = samplers.sequential(loader)
-    share = trainer.strategy.distributed_sampler_kwargs
-    if share is not None and share["num_replicas"] > 1 and trainer.use_distributed_sampler:
-        if isinstance(loader.dataset, IterableDataset):
+    loader = _as_asked(loader, trainer)
+    share = _share(trainer)
+    if share is not None:
+        if not isinstance(loader.dataset, IterableDataset):
+            loader = samplers.distribute(loader, training=training, seed=_seed(), **share)
+        elif share["num_replicas"] > 1:
             trainer.warn_once(
                 f"the IterableDataset {type(loader.dataset).__name__} is read whole by each of "
                 f"{share['num_replicas']} ranks unless it shards itself by rank"
             )
-        else:
-            seed = int(os.environ.get(SEED_VARIABLE, "0"))
-            loader = samplers.distribute(loader, training=training, seed=seed, **share)
+    return _finish_loader(loader, trainer, training=training)
+
+
+def prepare_rest(loader: DataLoader[Any], trainer: Trainer, order: dict[str, Any], generators: list[Any]) -> Any:
+    """A training ``loader`` for this rank's share of what is left of an epoch that another number of replicas began.
+
+    ``order`` is that of :class:`TrainingData`, ``generators`` are those of the user's loader.
+    """
+    loader = _as_asked(loader, trainer)
+    share = trainer.strategy.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+    if order["seed"] is not None:
+        loader = samplers.distribute(loader, training=True, seed=order["seed"], start=order["start"], **share)
+    else:
+        drawn = samplers.OwnOrder(loader, draws_seed=order["draws_seed"])
+        state = (order["rng"], order["generators"])
+        rest = samplers.RestSampler(drawn, start=order["start"], state=state, generators=generators, **share)
+        loader = samplers.rest_of(loader, rest)
+    return _finish_loader(loader, trainer, training=True)
+
+
+def _as_asked(loader: DataLoader[Any], trainer: Trainer) -> DataLoader[Any]:
+    return samplers.sequential(loader) if trainer.overfit_batches and trainer.state.fn == "fit" else loader
+
+
+def _share(trainer: Trainer) -> dict[str, int] | None:
+    """What the Trainer shares loaders out by; None where it doesn't. Ranks of one replica need one order too, whatever
+    random numbers each has drawn."""
+    if trainer.world_size == 1 or not trainer.use_distributed_sampler:
+        return None
+    return trainer.strategy.distributed_sampler_kwargs
+
+
+def _seed() -> int:
+    return int(os.environ.get(SEED_VARIABLE, "0"))
+
+
+def _finish_loader(loader: DataLoader[Any], trainer: Trainer, *, training: bool) -> Any:
     if loader.num_workers > 0:
         loader = copy.copy(loader)
         loader.__dict__.update(worker_init_fn=compose_worker_init(loader.worker_init_fn), _iterator=None)
@@ -153,6 +194,8 @@ class EvaluationData:
     """This rank's; None where only the loader's end will tell."""
     common: list[int] = field(default_factory=list)
     """Batches that every rank has: where all of them stand at the same place."""
+    batches: list[list[int] | None] = field(default_factory=list)
+    """How many each rank has; None where not all of them can know, nothing where none is used."""
     anywhere: bool = False
     """Whether any rank has a batch: the same on every rank, as whoever evaluates must meet the others."""
 
@@ -166,20 +209,31 @@ class EvaluationData:
             limit_length(loader_length(loader), limit, limit_name)  # of the whole, so that all ranks raise or none
         prepared = [prepare_loader(loader, trainer, training=False) for loader in loaders]
         lengths = [limit_length(loader_length(loader), limit, limit_name, part=True) for loader in prepared]
-        everybody = trainer.strategy.all_gather_object(lengths)
+        exact = [length if _is_sized(loader) else None for length, loader in zip(lengths, prepared, strict=True)]
+        told = trainer.strategy.all_gather_object((lengths, exact))
+        everybody = [theirs for theirs, _ in told]
         if len({len(theirs) for theirs in everybody}) > 1:
             listing = ", ".join(f"rank {rank}: {len(theirs)}" for rank, theirs in enumerate(everybody))
             raise ModelError(f"every rank must evaluate on the same number of loaders ({listing})")
         common = [min(length or 0 for length in column) for column in zip(*everybody, strict=True)]
-        return cls(prepared, lengths, common, any(length != 0 for theirs in everybody for length in theirs))
+        batches = [
+            None if None in column else list(column) for column in zip(*(theirs for _, theirs in told), strict=True)
+        ]
+        return cls(prepared, lengths, common, batches, any(length != 0 for theirs in everybody for length in theirs))
 
     def first(self, batches: int) -> EvaluationData:
         """The same with at most so many batches of each loader; -1 for all."""
-        lengths, common = list(self.lengths), list(self.common)
+        lengths, common, counts = list(self.lengths), list(self.common), list(self.batches)
         if batches != -1:
             lengths = [batches if length is None else min(batches, length) for length in lengths]
             common = [min(batches, each) for each in common]
-        return EvaluationData(self.loaders, lengths, common, self.anywhere)
+            counts = [each and [min(batches, count) for count in each] for each in counts]
+        return EvaluationData(self.loaders, lengths, common, counts, self.anywhere)
+
+    def skip(self, index: int) -> None:
+        """Use no batch of a loader."""
+        self.lengths[index] = self.common[index] = 0
+        self.batches[index] = []
 
     def __bool__(self) -> bool:
         return self.anywhere
@@ -208,19 +262,24 @@ class TrainingData:
     iterator and goes to the next batch: without workers by skipping indices, with workers (whose own generators
     have advanced with every sample) by reading the batches again, and for a loader with ``state_dict`` and
     ``load_state_dict`` by asking it.
+
+    A run may go on with another number of replicas in the midst of an epoch. ``order`` tells how the epoch's items
+    were drawn, those of all replicas, so that the ones that are left can be shared out anew. Items are samples, or
+    batches where the user's own batch sampler, or no sampler at all, makes these.
     """
 
     def __init__(self, loader: Any, trainer: Trainer) -> None:
         check_training_loader(loader)
         self.trainer = trainer
-        self.loader = prepare_loader(loader, trainer, training=True)
+        self.given = loader
+        self.loader = self._whole = prepare_loader(loader, trainer, training=True)
         self.loader_length = loader_length(self.loader)
-        limit, name = trainer.limit_train_batches, "limit_train_batches"
-        if trainer.overfit_batches:
-            limit, name = trainer.overfit_batches, "overfit_batches"
-        if self.loader_length == 0 and limit:
+        if self.loader_length == 0 and self._limit()[0]:
             raise no_batch("the training loader", loader)
-        self.length = limit_length(self.loader_length, limit, name)
+        self.length = limit_length(self.loader_length, *self._limit())
+        """Batches of the epoch; of a whole one, ``whole_length``."""
+        self.whole_length, self._whole_loader_length = self.length, self.loader_length
+        self.order = self._whole_order = self._own_order()
         self.epoch_rng: dict[str, Any] | None = None
         self.generator_states: list[Any] = []
         self.is_new = True
@@ -241,10 +300,82 @@ class TrainingData:
                 "share one dataset out (use_distributed_sampler=True)"
             )
 
+    def _limit(self) -> tuple[int | float, str]:
+        trainer = self.trainer
+        if trainer.overfit_batches:
+            return trainer.overfit_batches, "overfit_batches"
+        return trainer.limit_train_batches, "limit_train_batches"
+
+    def _own_order(self) -> dict[str, Any] | None:
+        """How a whole epoch is drawn: with ``seed``, or (None) from the loader's own generators. None: who knows."""
+        given = self.given
+        if (
+            not isinstance(given, DataLoader)
+            or type(self.loader) is not type(given)  # a strategy's own, of whose batches it alone knows what they hold
+            or isinstance(given.dataset, IterableDataset)
+            or samplers.is_shared_by_user(given)
+            or not self.trainer.use_distributed_sampler
+        ):
+            return None
+        if _share(self.trainer) is not None:
+            seed: int | None = _seed()
+        elif (
+            self.trainer.world_size == 1
+            and not hasattr(given, "load_state_dict")
+            and not samplers.is_shared_by_user(self.loader)  # a strategy may have shared it out among other runs
+        ):
+            seed = None
+        else:
+            return None
+        return {"seed": seed, "start": 0, "batches": 0, "per_batch": self.items_per_batch, "draws_seed": True}
+
+    @property
+    def items_per_batch(self) -> int:
+        """Items of :attr:`order` in a batch of one replica."""
+        owner = self.given
+        if isinstance(owner, DataLoader):
+            owner = owner.batch_sampler if type(owner.batch_sampler) is BatchSampler else None
+        size = getattr(owner, "batch_size", None)
+        return size if isinstance(size, int) and not isinstance(size, bool) and size > 0 else 1
+
+    def take_order(self, entry: dict[str, Any]) -> None:
+        """Let the running epoch go on in the order that it had in the run that saved ``entry``, a :meth:`position`."""
+        order = entry.get("order")
+        if order is None or self.order is None:
+            return
+        # the loader by itself would draw another one where a rest is left, or its workers had their seed already
+        if order["start"] or order != self.order:
+            self.take_rest(self.rest_from(entry, order["start"]))
+
+    def take_rest(self, order: dict[str, Any]) -> None:
+        """Let the running epoch have the items of ``order`` from number ``order["start"]`` on, which is where this
+        number of replicas took over, at batch ``order["batches"]``."""
+        self.order = order
+        self.loader = prepare_rest(self.given, self.trainer, order, self._generators())
+        rest = loader_length(self.loader)
+        self.loader_length = None if rest is None else order["batches"] + rest
+        self.length = limit_length(self.loader_length, *self._limit())
+
+    def take_whole(self) -> None:
+        """Let the next epoch have all items again."""
+        if self.loader is not self._whole:
+            close_loader(self.loader)
+        self.loader, self.order = self._whole, self._whole_order
+        self.length, self.loader_length = self.whole_length, self._whole_loader_length
+
+    def rest_from(self, entry: dict[str, Any], used: int) -> dict[str, Any]:
+        """The order of an epoch after its first ``used`` items, from a rank's :meth:`position` in the run before."""
+        order = {**entry["order"], "start": used, "per_batch": self.items_per_batch}
+        if order["seed"] is None and "rng" not in order:
+            host = {name: state for name, state in entry["epoch_rng"].items() if not name.startswith("device")}
+            order.update(rng=host, generators=entry["generators_at_start"])
+        return order
+
     def _generators(self) -> list[Any]:
         """The loader's own generators, each once."""
         found: list[Any] = []
-        for owner in (self.loader, getattr(self.loader, "sampler", None)):
+        batches = getattr(self.given, "batch_sampler", None)
+        for owner in (self.given, getattr(self.given, "sampler", None), batches, getattr(batches, "sampler", None)):
             generator = getattr(owner, "generator", None)
             if generator is not None and hasattr(generator, "get_state") and all(generator is not g for g in found):
                 found.append(generator)
@@ -253,6 +384,12 @@ class TrainingData:
     def epoch(self, epoch: int) -> Iterator[Any]:
         """A fresh epoch from its first batch."""
         self.is_new = False
+        if (
+            self.order is not None
+            and self.order["seed"] is None
+            and getattr(self.loader, "_iterator", None) is not None
+        ):
+            self.order["draws_seed"] = False  # persistent workers have theirs
         samplers.set_epoch(self.loader, epoch)
         strategy = self.trainer.strategy
         self.epoch_rng = rng.collect(strategy.accelerator, strategy.root_device)
@@ -266,15 +403,18 @@ class TrainingData:
         samplers.set_epoch(self.loader, epoch)
         strategy = self.trainer.strategy
         loader = self.loader
+        skip -= 0 if self.order is None else self.order["batches"]
         self.epoch_rng = position["epoch_rng"]
+        if self.epoch_rng is None:  # a rest that begins here
+            then()
+            self.epoch_rng = rng.collect(strategy.accelerator, strategy.root_device)
         self.generator_states = position["generators_at_start"]
         if "loader" in position and hasattr(loader, "load_state_dict"):
             loader.load_state_dict(position["loader"])
             iterator = start_iterator(loader)
             then()
             return iterator
-        if self.epoch_rng is not None:
-            rng.restore(self.epoch_rng, strategy.accelerator, strategy.root_device)
+        rng.restore(self.epoch_rng, strategy.accelerator, strategy.root_device)
         generators = self._generators()
         for generator, state in zip(generators, self.generator_states, strict=False):
             generator.set_state(state)
@@ -299,6 +439,7 @@ class TrainingData:
             "epoch_rng": self.epoch_rng,
             "generators_at_start": self.generator_states,
             "generators": [generator.get_state() for generator in self._generators()],
+            "order": self.order,
         }
         if hasattr(self.loader, "state_dict") and hasattr(self.loader, "load_state_dict"):
             position["loader"] = self.loader.state_dict()

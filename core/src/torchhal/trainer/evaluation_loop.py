@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from torchhal.accelerators.transfer import move_to_device
 from torchhal.errors import ModelError
 from torchhal.trainer.calls import adapt_step
 from torchhal.trainer.data import (
@@ -18,6 +19,7 @@ from torchhal.trainer.data import (
     no_batch,
     start_iterator,
 )
+from torchhal.trainer.lockstep import Lockstep
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,7 +45,7 @@ def evaluation_mode(trainer: Trainer, word: str) -> Iterator[None]:
         set_eval()
     else:
         module.eval()
-    no_grad = torch.inference_mode if trainer.inference_mode else torch.no_grad
+    no_grad = torch.inference_mode if trainer.inference_mode and trainer.strategy.inference_mode else torch.no_grad
     try:
         with no_grad():
             yield
@@ -104,19 +106,23 @@ class EvaluationLoop:
         start_hook, end_hook = f"on_{word}_batch_start", f"on_{word}_batch_end"
         batch_start, batch_end = hooks.has(start_hook), hooks.has(end_hook)
         keep = stage == "predict" and trainer.attachments.keep_predictions
+        off_device = trainer.strategy.root_device.type != "cpu"  # where predictions would fill the memory
         alone = trainer.world_size == 1  # a rank may be left without a batch
+        together = trainer.strategy.evaluation_communicates and not alone
         outputs: list[list[Any]] = []
         for index, (loader, length) in enumerate(zip(data.loaders, data.lengths, strict=True)):
             self.dataloader_idx = index
             loader_idx = index if several else None
             kept: list[Any] = []
             outputs.append(kept)
-            if length == 0:
+            batches = data.batches[index]
+            lockstep = Lockstep(trainer.strategy, batches) if together and batches != [] else None
+            if length == 0 and lockstep is None:
                 continue
             size = loader_length(loader)
             limited = length is not None and length != size  # the loader's own end is reached as a for loop does
             common = data.common[index]
-            iterator = start_iterator(loader)
+            iterator = start_iterator(loader) if length != 0 else iter(())
             batch_idx = -1
             try:
                 for batch_idx, batch in enumerate(iterator):
@@ -127,19 +133,26 @@ class EvaluationLoop:
                     if batch_start:
                         hooks.call(start_hook, batch, batch_idx, index)
                     trainer.current_hook = step_name
-                    output = step(batch, batch_idx, index)
+                    if lockstep is None:
+                        output = step(batch, batch_idx, index)
+                    else:
+                        output = lockstep.step(step, batch, batch_idx, index)
                     if batch_end:
                         hooks.call(end_hook, output, batch, batch_idx, index)
                     if keep:
-                        kept.append(output)
+                        kept.append(move_to_device(output, torch.device("cpu")) if off_device else output)
                     del output  # or the next step would run beside all that this one returned
-                    if batch_idx < common or alone:
-                        # ranks leave at the same batch: the steps may communicate
+                    if batch_idx < common or alone or together:  # ranks leave at the same batch
                         watch.position += 1
                         if watch.flag and self._signalled():
                             return outputs, True
                     if limited and batch_idx + 1 == length:
                         break
+                if lockstep is not None:
+                    for _ in lockstep.rest():
+                        watch.position += 1
+                        if watch.flag and self._signalled():
+                            return outputs, True
             finally:
                 close_iterator(iterator)
             if batch_idx < 0 and size is None and alone:

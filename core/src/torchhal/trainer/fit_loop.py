@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torchhal.errors import ConfigurationError, ModelError
@@ -28,6 +28,14 @@ class Interrupted(Exception):
         self.signum = signum
 
 
+class Repositioned(Exception):
+    """A strategy has taken over the counters of others, who are elsewhere in the data: the loop goes on from there.
+
+    Raised by the callable of ``Strategy.step_function("training_step")`` before it does anything with its batch, which
+    is left out.
+    """
+
+
 class FitLoop:
     """Counters of a fit, and the loop that moves them.
 
@@ -45,10 +53,17 @@ class FitLoop:
         self.total_batches = 0
         self.scheduler_steps = 0
         self.validated_at = -1
+        self.accumulate = self.asked_accumulate = trainer.accumulate_grad_batches
+        self.batch_size = self.step_size = 1
+        """Samples of a batch of one replica, and those that an optimizer step takes over all replicas, or would, if the
+        replicas of now divided them; each batch counts as one where the loader doesn't say."""
+        self.before: Mapping[str, Any] = {}
+        """The counters of the life that this one goes on from."""
         self.epoch_done = False
         self.stepped = False
         self.restored_gradients = False
         self.step_schedulers = False
+        self.lr_scheduler_step: Callable[..., Any] | None = None
         self.deadline: float | None = None
         self.elapsed_before = 0.0
         self.started = 0.0
@@ -67,10 +82,11 @@ class FitLoop:
     def max_epochs(self, value: int | None) -> None:
         self.trainer.max_epochs = value
 
-    def count_step(self, updated: bool = True) -> None:
-        """An optimizer step has been taken; ``updated`` is False when the precision skipped it."""
-        self.global_step += 1
-        self.stepped = updated
+    def count_step(self, updated: int = True) -> None:
+        """An optimizer step has been taken; ``updated`` is False when the precision skipped it, 2 or more when the
+        model has got so many steps further."""
+        self.global_step += max(1, int(updated))
+        self.stepped = bool(updated)
 
     # -- state -----------------------------------------------------------------------------------------------
 
@@ -85,6 +101,10 @@ class FitLoop:
             "validated_at": self.validated_at,
             "epoch_done": self.epoch_done,
             "elapsed": self.elapsed(),
+            "accumulate": self.accumulate,
+            "asked_accumulate": self.asked_accumulate,
+            "batch_size": self.batch_size,
+            "step_size": self.step_size,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -150,7 +170,10 @@ class FitLoop:
         if not self.batches_done:
             self._restore_rng()
         while not self._done():
-            self._run_epoch()
+            try:
+                self._run_epoch()
+            except Repositioned:
+                self._reposition()
         trainer.hooks.call("on_train_end")
         signum = trainer.strategy.watch.at_end(trainer.strategy.timeout)
         if signum is not None and signum > 0:
@@ -188,6 +211,16 @@ class FitLoop:
         trainer = self.trainer
         return self.epoch >= (trainer.min_epochs or 0) and self.global_step >= (trainer.min_steps or 0)
 
+    def _reposition(self) -> None:
+        """Go on where the counters are now, in this process's own order of the data and with its random numbers."""
+        assert self.data is not None
+        trainer = self.trainer
+        trainer.results.start_batch(None)
+        if self.batches_done:
+            if self.data.length is not None:  # others may have more batches in an epoch
+                self.batches_done = min(self.batches_done, self.data.length)
+            self.resume(self.data.position(), rng.collect(trainer.strategy.accelerator, trainer.strategy.root_device))
+
     def _batches(self) -> Iterator[Any]:
         """The epoch's batches that are left."""
         assert self.data is not None
@@ -207,8 +240,11 @@ class FitLoop:
             data = trainer.reload_train_loader()
             trainer.attachments.validation_data = load_validation_data(trainer)
         resuming = self.batches_done > 0
+        if not resuming:
+            data.take_whole()
         trainer.results.stage = "train"
         trainer.hooks.call("on_train_epoch_start")
+        trainer.strategy.begin_epoch()
         length = data.length
         if resuming and self._validation_due(length):
             # the run that wrote the checkpoint stopped between the batch and its validation
@@ -242,8 +278,10 @@ class FitLoop:
         batch_start = hooks.has("on_train_batch_start")
         batch_end = hooks.has("on_train_batch_end")
         schedulers = self.step_schedulers = self._has_step_schedulers()
+        self.lr_scheduler_step = module_hook(trainer.module, "lr_scheduler_step")
         max_steps = trainer.max_steps
-        log_every = trainer.log_every_n_steps if trainer.loggers else 0
+        # rank 0 may have loggers that others have not, so they don't decide whether ranks meet
+        log_every = trainer.log_every_n_steps if trainer.loggers or trainer.results.leader else 0
         validate_every = trainer.validation_interval(length)
         validate_last = validate_every == -1
         whole = length is not None and length == data.loader_length
@@ -322,8 +360,7 @@ class FitLoop:
         """Schedulers that follow optimizer steps."""
         if self.step_schedulers and self.stepped:
             self.scheduler_steps += 1
-            hook = module_hook(self.trainer.module, "lr_scheduler_step")
-            step_schedulers(self.trainer, "step", self.scheduler_steps, hook)
+            step_schedulers(self.trainer, "step", self.scheduler_steps, self.lr_scheduler_step)
 
     @staticmethod
     def _exhaust(batches: Iterator[Any]) -> None:
@@ -406,7 +443,7 @@ class FitLoop:
         trainer = self.trainer
         automatic = self.optimization is not None and self.optimization.automatic
         if complete and automatic and "owns_schedulers" not in trainer.strategy.features:
-            step_schedulers(trainer, "epoch", self.epoch + 1, module_hook(trainer.module, "lr_scheduler_step"))
+            step_schedulers(trainer, "epoch", self.epoch + 1, self.lr_scheduler_step)
 
     def _next_epoch(self) -> None:
         self.epoch += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
@@ -9,12 +10,16 @@ from torch import Tensor, nn
 
 from torchhal.accelerators.transfer import map_tensors, move_to_device
 from torchhal.errors import ConfigurationError
+from torchhal.strategies.base import STEPS
 from torchhal.trainer.log_options import HOOKS, LogOptions
 
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)
 
 Payload = dict[str, Any]
 """An accumulation as plain data: what ranks exchange and checkpoints hold."""
+
+Step = tuple[str, str, int | None, tuple[Any, ...], torch.dtype, float]
+"""The value of a step as plain data: name, hook, dataloader, the options asked for, dtype, number."""
 
 
 class Ranks(Protocol):
@@ -39,6 +44,7 @@ class Entry:
 
     __slots__ = (
         "asked",
+        "borrowed",
         "dataloader_idx",
         "device_total",
         "dtype",
@@ -73,6 +79,8 @@ class Entry:
         self.plain_name = name + self.suffix
         self.step_name = f"{name}_step{self.suffix}" if self.both else self.plain_name
         self.muted = self.sync_step = self.simple = self.weighted = False
+        self.borrowed = False
+        """Whether it only shows what another rank logged."""
         self.dtype = torch.float32
         self.metric: Any = None
         self.metric_attribute: str | None = None
@@ -134,8 +142,8 @@ class Entry:
                     total = torch.tensor(float(self.total), dtype=dtype, device=value.device)
                     self.total = None
                 elif reduction in ("min", "max"):
-                    total = torch.full((), float("inf") if reduction == "min" else -float("inf"), dtype=dtype)
-                    total = total.to(value.device)
+                    start = float("inf") if reduction == "min" else -float("inf")
+                    total = torch.full((), start, dtype=dtype, device=value.device)
                 else:
                     total = torch.zeros((), dtype=dtype, device=value.device)
             self.device_total = total
@@ -205,6 +213,14 @@ def _together(reduction: str, left: Any, right: Any) -> Any:
     if left != left or right != right:
         return float("nan")
     return min(left, right) if reduction == "min" else max(left, right)
+
+
+def together(reduction: str, values: list[Any]) -> Any:
+    """Numbers of several ranks as one."""
+    total = values[0]
+    for value in values[1:]:
+        total = _together(reduction, total, value)
+    return total / len(values) if reduction == "mean" else total
 
 
 _accumulator_dtypes: dict[torch.device, torch.dtype] = {}
@@ -318,33 +334,48 @@ def fold(payloads: list[Payload]) -> list[Payload]:
     return list(folded.values())
 
 
-def combine(payloads: list[Payload], ranks: Ranks) -> list[Payload]:
+def combine(
+    payloads: list[Payload], ranks: Ranks, beside: Any = None, *, leader: int = 0
+) -> tuple[list[Payload], list[Any]]:
     """The payloads of all ranks folded key by key, the same on every rank; unsynced keys stay this rank's own.
 
     Totals travel as exact numbers together with the keys: one collective, in which a rank without a key simply
-    brings none. Of ranks that see the same samples, one brings them.
+    brings none. Of ranks that see the same samples, one brings them. An unsynced key of ``leader``, another rank than
+    0, is shown by those that have no value of their own.
+
+    Returns:
+        The payloads, and what every rank brought ``beside`` them.
     """
     shared = [payload for payload in payloads if payload["sync"]]
-    for payload, total in zip(shared, _to_host([payload["total"] for payload in shared]), strict=True):
+    own = [payload for payload in payloads if not payload["sync"]]
+    shown = [payload for payload in own if leader and payload["identity"][1] in STEPS]
+    sent = [*shared, *shown]
+    for payload, total in zip(sent, to_host([payload["total"] for payload in sent]), strict=True):
         payload["total"], payload["weight"] = total, _number(payload["weight"])
-    gathered = ranks.all_gather_object(shared if ranks.is_data_leader else [])
-    return fold([payload for rank in gathered for payload in rank]) + [
-        payload for payload in payloads if not payload["sync"]
-    ]
+    gathered = ranks.all_gather_object((shared if ranks.is_data_leader else [], shown, beside))
+    known = {payload["identity"] for payload in own}
+    own += [payload for payload in gathered[leader][1] if payload["identity"] not in known]
+    return fold([payload for rank in gathered for payload in rank[0]]) + own, [rank[2] for rank in gathered]
 
 
-def _to_host(totals: list[Any]) -> list[Any]:
-    """Tensors as numbers, with one transfer for all that lie together."""
+def to_host(totals: Iterable[Any]) -> list[Any]:
+    """Tensors as numbers, with one transfer for all that lie together; numbers as they are."""
+    host = list(totals)
     groups: dict[Any, list[int]] = {}
-    for position, total in enumerate(totals):
+    for position, total in enumerate(host):
         if isinstance(total, Tensor):
             groups.setdefault((total.device, total.dtype), []).append(position)
-    host = list(totals)
     for positions in groups.values():
-        numbers = torch.stack([totals[position] for position in positions]).tolist()
+        first = host[positions[0]]
+        numbers = [first.item()] if len(positions) == 1 else _stacked([host[position] for position in positions])
         for position, number in zip(positions, numbers, strict=True):
             host[position] = number
     return host
+
+
+def _stacked(values: list[Tensor]) -> list[Any]:
+    with torch.no_grad():
+        return list(torch.stack([value.reshape(()) for value in values]).tolist())
 
 
 def reduced(payload: Payload) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torchhal.errors import ConfigurationError, ModelError, NonFiniteLossError
 from torchhal.overrides import overrides
 from torchhal.precision import Precision
+from torchhal.precision.base import needs_closure
 from torchhal.strategies import Strategy
 from torchhal.trainer.calls import adapt_step, module_hook
 
@@ -153,12 +153,6 @@ class WrappedOptimizer:
         return f"WrappedOptimizer({self.optimizer!r})"
 
 
-def needs_closure(optimizer: Any) -> bool:
-    """Whether ``step`` can't be called without a closure (LBFGS)."""
-    parameter = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return parameter is not None and parameter.default is parameter.empty
-
-
 def extract_loss(output: Any, model: str) -> torch.Tensor | None:
     """The loss in what ``training_step`` returned."""
     loss = output
@@ -253,19 +247,29 @@ class Optimization:
         self.before_step = hooks.has("on_before_optimizer_step")
         self.before_zero_grad = hooks.has("on_before_zero_grad")
         self.module_backward = module_hook(module, "backward")
+        if self.owns_backward and (self.module_backward is not None or self.before_backward):
+            name = "on_before_backward" if self.module_backward is None else "backward"
+            raise ConfigurationError(
+                f"strategy {strategy.alias or type(strategy).__name__!r} runs the backward passes itself, so {name} of "
+                f"{self.model_name} or of a callback can't be called: leave it out, or use another strategy"
+            )
         self.module_zero_grad = module_hook(module, "optimizer_zero_grad")
         self.module_clip = module_hook(module, "configure_gradient_clipping")
         self.module_step = module_hook(module, "optimizer_step")
         self.clip = trainer.gradient_clip_val is not None and "owns_clipping" not in strategy.features
         self.closure_inside = self.module_step is not None or any(map(needs_closure, self.optimizers))
+        self.shares_loss = trainer.world_size > 1 and any(map(needs_closure, self.optimizers))
         self.plain_backward = (
             self.module_backward is None
+            and strategy.mark_step is None
             and not overrides(strategy, Strategy, "backward")
             and not overrides(strategy.precision, Precision, "backward")
         )
         self.own_zero_grad = strategy.zero_grad if overrides(strategy, Strategy, "zero_grad") else None
-        self.plain_step = not overrides(strategy, Strategy, "optimizer_step") and not overrides(
-            strategy.precision, Precision, "optimizer_step"
+        self.plain_step = (
+            strategy.mark_step is None
+            and not overrides(strategy, Strategy, "optimizer_step")
+            and not overrides(strategy.precision, Precision, "optimizer_step")
         )
 
     # -- automatic -------------------------------------------------------------------------------------------
@@ -310,13 +314,13 @@ class Optimization:
             self.before_update(optimizer)
         if self.plain_step:
             optimizer.step()
-            stepped: bool | None = True
+            stepped: int | None = True
         else:
             stepped = self.strategy.optimizer_step(optimizer)
         self.has_gradients = False
         self._count(stepped)
 
-    def _count(self, stepped: bool | None) -> None:
+    def _count(self, stepped: int | None) -> None:
         if stepped is not None:
             self.trainer.fit_loop.count_step(stepped)
 
@@ -325,7 +329,12 @@ class Optimization:
             if first or not self.has_gradients:
                 self._zero_grad(batch_idx)
             self.has_gradients = True
-            return self.run(batch, batch_idx, 0)
+            output = self.run(batch, batch_idx, 0)
+            if self.check_finite and (found := extract_loss(output, self.model_name)) is not None:
+                self._check_finite(found, batch_idx)
+            if self.after_backward:
+                self.trainer.hooks.call("on_after_backward")
+            return output
         output = self.run(batch, batch_idx, 0)
         # the usual loss, a fresh scalar of the graph, passes without a call
         if type(output) is torch.Tensor and output.dim() == 0 and output.grad_fn is not None:
@@ -394,6 +403,9 @@ class Optimization:
                     f"{self.model_name}.training_step must return a loss for {type(self.optimizers[0]).__name__}, "
                     "which can't skip a batch (got None)"
                 )
+            if self.shares_loss and loss is not None:
+                # an optimizer decides by it how often to evaluate, and each evaluation averages over the ranks
+                loss = self.trainer.strategy.reduce(loss.detach(), "mean")
             return loss
 
         wrapped = self.wrapped[0]
@@ -457,7 +469,11 @@ def step_schedulers(
             continue
         metric = None
         if config.monitor is not None and config.reduce_on_plateau:
+            if interval == "step":
+                trainer.results.share_steps()
             metric = trainer.callback_metrics.get(config.monitor)
+            if trainer.world_size > 1:  # ranks that judge by values of their own would part
+                metric = trainer.strategy.broadcast(metric)
             if metric is None:
                 if config.strict:
                     raise ConfigurationError(

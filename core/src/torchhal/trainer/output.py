@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from torchhal.trainer.log_entries import to_host
+
 if TYPE_CHECKING:
     from torchhal.trainer.results import Results
 
 
 class TrainerOutput:
-    """Speaks on rank 0 only, and never communicates but for what ``Results`` reduces at an epoch's end."""
+    """Speaks on rank 0 only, and never communicates but for what ``Results`` shares and reduces."""
 
     results: Results
     loggers: list[Any]
@@ -33,7 +35,8 @@ class TrainerOutput:
     # -- loggers ---------------------------------------------------------------------------------------------
 
     def log_step(self) -> None:
-        """Send the newest step values to the loggers."""
+        """Send the newest step values to the loggers. Every rank must call."""
+        self.results.share_steps()
         metrics = self.results.step_metrics()
         if metrics and self.is_global_zero:
             self._send(metrics)
@@ -47,7 +50,7 @@ class TrainerOutput:
                 logger.save()  # what an epoch has cost to learn survives a kill
 
     def _send(self, metrics: dict[str, torch.Tensor]) -> None:
-        numbers = {name: float(value) for name, value in metrics.items()}
+        numbers = {name: float(value) for name, value in zip(metrics, to_host(metrics.values()), strict=True)}
         numbers.setdefault("epoch", self.current_epoch)
         for logger in self.loggers:
             logger.log_metrics(numbers, self.global_step)

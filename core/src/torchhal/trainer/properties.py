@@ -62,7 +62,9 @@ class TrainerProperties:
 
     @property
     def world_size(self) -> int:
-        return int(self.strategy.world_size)
+        """Processes of the job: outside of a run those that the plan will have, so that a batch size or a learning
+        rate computed before ``fit`` is the same in the process that launches and in those that it has launched."""
+        return int(self.strategy.world_size) if self.strategy.is_set_up else self.plan.world_size
 
     @property
     def num_devices(self) -> int:
@@ -223,9 +225,11 @@ class TrainerProperties:
         data = self.fit_loop.data
         if data is None:
             data = self.reload_train_loader(first=True)
-        if data.length is None:
+        length = data.whole_length
+        if length is None:
             return self.max_steps if self.max_steps != -1 else math.inf
-        per_epoch = -(-data.length // self.accumulate_grad_batches)
+        per_batch = self.strategy.steps_per_batch
+        per_epoch = -(-length // self.accumulate_grad_batches) if per_batch is None else length * per_batch
         if self.max_epochs in (None, -1):
             return self.max_steps if self.max_steps != -1 else math.inf
         total = per_epoch * (self.max_epochs or 0)

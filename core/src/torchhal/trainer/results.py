@@ -16,14 +16,28 @@ import torch
 from torch import Tensor
 
 from torchhal.errors import CheckpointMismatchError, ConfigurationError
-from torchhal.trainer.log_entries import Entry, Payload, Ranks, combine, drain, fold, outcome, reduced, restore_metric
+from torchhal.strategies.base import STEPS
+from torchhal.trainer.log_entries import (
+    Entry,
+    Payload,
+    Ranks,
+    Step,
+    combine,
+    drain,
+    fold,
+    outcome,
+    reduced,
+    restore_metric,
+    to_host,
+    together,
+)
 from torchhal.trainer.log_options import HOOKS, batch_size_of, changed, check_batch_size, check_value, decide, is_metric
 
 STAGES = ("train", "sanity_check", "validate", "test", "predict")
 
 # Who has not seen the newest step value of an entry yet; each reader clears its own bit.
-_LOGGER, _CALLBACK, _BAR, _LOGGED = 1, 2, 4, 8
-_EVERYBODY = _LOGGER | _CALLBACK | _BAR | _LOGGED
+_LOGGER, _CALLBACK, _BAR, _LOGGED, _RANKS = 1, 2, 4, 8, 16
+_EVERYBODY = _LOGGER | _CALLBACK | _BAR | _LOGGED | _RANKS
 
 
 @dataclass
@@ -40,11 +54,13 @@ class Results:
     """Everything logged in one Trainer. The loops call, on every rank alike::
 
         clear()                          once, when a run begins
+        find_leader()                    when the strategy has set the model up
         stage = "train" | "validate" ... when a loop takes over, and again when it takes over back
           start_batch(batch, index)      before each batch; the index only with several dataloaders
             log(...)                     by self.log, any number of times
+          share_steps()                  before anybody on all ranks looks at values of the step
           step_metrics()                 for the loggers, at their interval
-          finalize_epoch()               before and again after the epoch-end hooks: the only communication
+          finalize_epoch()               before and again after the epoch-end hooks: the only other communication
           epoch_metrics()                for the loggers, once
           reset()                        after everything of the epoch
 
@@ -60,6 +76,10 @@ class Results:
         self.strategy = strategy
         self.module = module
         self._entries: dict[Any, Entry] = {}
+        self.leaders: list[bool] = []
+        """Of each rank whether it is a data leader, on which steps end."""
+        self.leader = 0
+        """The first of them: its values of a step are shown on ranks where the step leaves none."""
         self.clear()
 
     def clear(self) -> None:
@@ -96,6 +116,12 @@ class Results:
                 entry.unseen = 0
         self._stage = stage
         self.start_batch(None)
+
+    def find_leader(self) -> None:
+        """Ask every rank, once the strategy has set the model up, whether steps end on it. Every rank must call."""
+        alone = self.strategy.world_size == 1
+        self.leaders = [True] if alone else self.strategy.all_gather_object(self.strategy.is_data_leader)
+        self.leader = self.leaders.index(True) if True in self.leaders else 0
 
     def start_batch(self, batch: Any, dataloader_idx: int | None = None) -> None:
         """The batch whose size weighs what is logged until the next call; None: no batch, a weight of 1."""
@@ -175,7 +201,7 @@ class Results:
         if entry.muted:
             return
         if entry.options.on_step:
-            entry.step = self.strategy.reduce(number, entry.options.reduction) if entry.sync_step else number
+            entry.step = self._reduced(number, entry.options.reduction) if entry.sync_step else number
             entry.unseen = _EVERYBODY
         if entry.options.on_epoch:
             if entry.weighted:
@@ -195,8 +221,9 @@ class Results:
                 break
         else:
             entry = Entry(name, hook, index, asked, options)
-            entry.muted = options.rank_zero_only and self.strategy.global_rank != 0
-            entry.sync_step = options.sync_step and self.strategy.world_size > 1
+            on_leaders = self.leader != 0 and hook in STEPS  # a collective there would wait for ranks that never come
+            entry.muted = options.rank_zero_only and self.strategy.global_rank != (self.leader if on_leaders else 0)
+            entry.sync_step = options.sync_step and self.strategy.world_size > 1 and not on_leaders
             entry.simple = not (options.on_epoch or entry.sync_step or entry.muted)
             entry.weighted = options.reduction == "mean"
             self._take_restored(entry)
@@ -226,13 +253,19 @@ class Results:
             kept = float(value)
             entry.dtype = torch.float64
         if options.on_step:
-            entry.step = self.strategy.reduce(kept, options.reduction) if entry.sync_step else kept
+            entry.step = self._reduced(kept, options.reduction) if entry.sync_step else kept
             entry.unseen = _EVERYBODY
         if options.on_epoch:
             weight: Any = 1
             if entry.weighted:
                 weight = self._weight(entry) if batch_size is None else batch_size
             entry.add(kept, weight)
+
+    def _reduced(self, value: Any, reduction: str) -> Any:
+        """Over the ranks; a sum counts one of those that see the same samples."""
+        if reduction == "sum" and not self.strategy.is_data_leader:
+            value = value.new_zeros(()) if isinstance(value, Tensor) else type(value)(0)
+        return self.strategy.reduce(value, reduction)
 
     def _weight(self, entry: Entry) -> int:
         size = self._batch_size
@@ -258,17 +291,20 @@ class Results:
         follows, in the same order on every rank. Safe to call again: only what came since is computed.
         """
         stage = self._stage
+        entries = [entry for entry in self._of(stage) if entry.dirty]
+        payloads = [drain(entry) for entry in entries] + self._restored.pop(_accumulated(stage), [])
+        metrics = {entry.identity: entry.metric for entry in entries if entry.metric is not None}
+        if self.strategy.world_size > 1:
+            steps = self._steps() if self.leader else []
+            payloads, everybody = combine(payloads, self.strategy, steps, leader=self.leader)
+            if self.leader:
+                self._take_steps(everybody)
         self._see(_CALLBACK)
         self._see(_BAR)
         self._see(_LOGGED)
         if stage in self._ended:
             self._ended.remove(stage)
             self._evaluated.pop(stage, None)
-        entries = [entry for entry in self._of(stage) if entry.dirty]
-        payloads = [drain(entry) for entry in entries] + self._restored.pop(_accumulated(stage), [])
-        metrics = {entry.identity: entry.metric for entry in entries if entry.metric is not None}
-        if self.strategy.world_size > 1:
-            payloads = combine(payloads, self.strategy)
         for payload in sorted(payloads, key=_order):
             if payload["metric"]:
                 metric = metrics.get(payload["identity"])
@@ -319,6 +355,50 @@ class Results:
         # several dataloaders may share an entry
         return {id(entry): entry for entry in self._entries.values() if entry.stage == stage}.values()
 
+    # -- values of a step, between ranks -----------------------------------------------------------------------------
+
+    def share_steps(self) -> None:
+        """Bring the leader's newest values of the step to the ranks that have none. Every rank must call.
+
+        Communicates only where a step does not end on rank 0, as in a pipeline. Values of ``sync_dist=True`` become
+        those of all leaders here.
+        """
+        if self.leader:
+            self._take_steps(self.strategy.all_gather_object(self._steps()))
+
+    def _steps(self) -> list[Step]:
+        """What this rank logged in steps of training since it was last asked, as plain data."""
+        entries = []
+        for entry in {id(entry): entry for entry in self._entries.values()}.values():
+            if entry.unseen & _RANKS and entry.stage == "train":
+                entry.unseen &= ~_RANKS
+                if not entry.borrowed:
+                    entries.append(entry)
+        if not self.strategy.is_data_leader:
+            return []
+        numbers = to_host([entry.step for entry in entries])
+        return [
+            (*entry.identity, entry.asked, entry.dtype, number) for entry, number in zip(entries, numbers, strict=True)
+        ]
+
+    def _take_steps(self, everybody: list[list[Step]]) -> None:
+        """Take the leader's values of steps where this rank has none of its own, and the common ones everywhere."""
+        brought: dict[Any, list[Any]] = {}
+        for steps in everybody:
+            for name, hook, index, _, _, number in steps:
+                brought.setdefault((name, hook, index), []).append(number)
+        for name, hook, index, asked, dtype, number in everybody[self.leader]:
+            entry = self._entries.get((name, hook, index))
+            if entry is None:
+                entry = self._entries[name, hook, index] = Entry(name, hook, index, asked, decide(name, hook, asked))
+                entry.borrowed = True
+            if entry.options.sync_step and hook in STEPS:
+                number = together(entry.options.reduction, brought[name, hook, index])
+            elif not entry.borrowed:
+                continue
+            entry.step, entry.dtype = number, dtype
+            entry.unseen = _EVERYBODY & ~_RANKS
+
     # -- views -----------------------------------------------------------------------------------------------------
 
     def _see(self, reader: int, stage: str | None = None) -> dict[str, Tensor]:
@@ -359,7 +439,8 @@ class Results:
     def progress_bar_metrics(self) -> dict[str, float]:
         """Name to number for the progress bar. Waits for the device where values lie on one: read it seldom."""
         self._see(_BAR)
-        return {name: float(value) for name, value in self._views.bar.items()}
+        shown = self._views.bar
+        return {name: float(value) for name, value in zip(shown, to_host(shown.values()), strict=True)}
 
     def step_metrics(self) -> dict[str, Tensor]:
         """What this stage logged on steps, for the loggers, since the last call; each value is given once."""
@@ -373,8 +454,13 @@ class Results:
     def evaluation_results(self, num_dataloaders: int = 1) -> list[dict[str, float]]:
         """One dict per dataloader with this stage's values of its last epoch; keys without an index are in each."""
         finished = self._evaluated.get(self._stage, {})
+        numbers = to_host(value for value, _ in finished.values())
         return [
-            {name: float(value) for name, (value, owner) in finished.items() if owner is None or owner == index}
+            {
+                name: float(number)
+                for (name, (_, owner)), number in zip(finished.items(), numbers, strict=True)
+                if owner is None or owner == index
+            }
             for index in range(num_dataloaders)
         ]
 
@@ -382,6 +468,7 @@ class Results:
 
     def state_dict(self) -> dict[str, Any]:
         """What was accumulated and is not finalized, of all ranks, as plain data. Every rank must call."""
+        self.share_steps()
         stages: dict[str, list[Payload]] = {stage: list(waiting) for stage, waiting in self._restored.items()}
         for stage in ("train", "validate", "test"):
             dirty = [drain(entry, keep=True) for entry in self._of(stage) if entry.dirty]
@@ -390,6 +477,7 @@ class Results:
         ranks = self.strategy.all_gather_object(stages) if self.strategy.world_size > 1 else [stages]
         return {
             "ranks": ranks,
+            "leaders": self.leaders or [True] * len(ranks),
             "callback_metrics": {
                 name: value.detach().to("cpu") if isinstance(value, Tensor) else value
                 for name, value in self.callback_metrics.items()
@@ -406,8 +494,7 @@ class Results:
         self.clear()
         self._views.callback.update(callback)
         self._views.bar.update(bar)
-        # Sums of several saved ranks add up in one; a rank beyond the saved ones starts with nothing.
-        for stages in ranks[self.strategy.global_rank :: self.strategy.world_size]:
+        for stages in self._share_of(ranks, state.get("leaders") or [True] * len(ranks)):
             for stage, payloads in stages.items():
                 self._restored.setdefault(stage, []).extend(
                     {**payload, "identity": tuple(payload["identity"])} for payload in payloads
@@ -418,6 +505,20 @@ class Results:
                 metric_state = payload.pop("metric_state", None)
                 if metric_state is not None:
                     restore_metric(self._metric_of(payload), metric_state)
+
+    def _share_of(self, ranks: list[Any], led: list[bool]) -> list[Any]:
+        """What this rank goes on with of what ``ranks`` have saved, of which those that ``led`` saw other samples each.
+
+        Sums of several saved ranks add up in one; a rank beyond the saved ones starts with nothing.
+        """
+        rank = self.strategy.global_rank
+        leaders = self.leaders or [True] * self.strategy.world_size
+        if leaders == led:
+            return ranks[rank : rank + 1]
+        if not leaders[rank]:
+            return []
+        counted = [stages for stages, leads in zip(ranks, led, strict=True) if leads]
+        return counted[sum(leaders[:rank]) :: sum(leaders)]
 
     def _take_restored(self, entry: Entry) -> None:
         waiting = self._restored.get(entry.stage, [])

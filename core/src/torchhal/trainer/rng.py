@@ -15,7 +15,7 @@ def collect(accelerator: Accelerator, device: torch.device) -> dict[str, Any]:
     """Python's, NumPy's (where imported), torch's and the device's generators; loadable with ``weights_only``."""
     state = collect_host()
     if device.type != "cpu":
-        state["device"] = accelerator.get_rng_state(device)
+        state["device"], state["device_type"] = accelerator.get_rng_state(device), device.type
     return state
 
 
@@ -31,9 +31,9 @@ def collect_host() -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any], accelerator: Accelerator, device: torch.device) -> None:
-    """Put back what :func:`collect` gave."""
+    """Put back what :func:`collect` gave; another type of device, with generators of its own, keeps its state."""
     restore_host(state)
-    if "device" in state and device.type != "cpu":
+    if "device" in state and state.get("device_type", device.type) == device.type:
         accelerator.set_rng_state(state["device"], device)
 
 

@@ -7,14 +7,17 @@ import logging
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from torchhal.accelerators.transfer import move_to_device
-from torchhal.errors import ModelError
-from torchhal.launchers.signals import StopSignals
-from torchhal.trainer import checkpointing, rng
+from torchhal.checkpoint.place import is_url
+from torchhal.errors import ModelError, TorchhalError
+from torchhal.launchers.signals import DEFAULT_SIGNALS, StopSignals
+from torchhal.trainer import agreement, checkpointing, replicas, rng
 from torchhal.trainer.calls import module_hook
 from torchhal.trainer.connect import make_callbacks
 from torchhal.trainer.data import EvaluationData, as_loaders, close_loader, find_loaders, load_validation_data
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
     from torchhal.trainer.trainer import Trainer
 
 _log = logging.getLogger("torchhal")
+
+_RUN_AGAIN_TIMEOUT = timedelta(minutes=5)
 
 _STOPPING = "torchhal: stopping after this step; press Ctrl-C again to stop at once"
 
@@ -61,26 +66,34 @@ def run(trainer: Trainer, fn: str, ckpt_path: Any, *, in_worker: bool = False) -
     """
     trainer.state = TrainerState(fn, "train" if fn == "fit" else fn, "running")
     restore_flags = keep_flags()
+    asked_accumulation = trainer.accumulate_grad_batches
 
     def ask(signum: int) -> None:
         trainer.strategy.watch.request_stop(signum)
 
-    signals = StopSignals(ask, notice=_STOPPING if trainer.is_global_zero else None)
+    environment = trainer.strategy.cluster_environment
+    signals = StopSignals(
+        ask,
+        signals=(*DEFAULT_SIGNALS, *(() if environment is None else environment.stop_signals)),
+        notice=_STOPPING if trainer.is_global_zero else None,
+    )
     failed = hooks_left = True
     try:
         with signals:  # from here on they ask for an orderly stop
             set_flags(trainer)
             try:
                 trainer.strategy.setup_environment()
+                say_where_to_dump(trainer, trainer.default_root_dir)
                 if signals.received is not None:
                     ask(signals.received)  # it came before the ranks knew each other
                 result = work(trainer, fn, ckpt_path)
             except Interrupted as interruption:
                 # every rank is here, after the same step: what follows may communicate
                 if fn == "fit" and not trainer.fast_dev_run:
-                    for callback in trainer.checkpoint_callbacks:
-                        callback.save_interrupted(trainer)
+                    save_interrupted(trainer, interruption.signum)
                 say_where(trainer, fn, interruption.signum)
+                if fn == "fit":
+                    run_again(trainer, ckpt_path, interruption.signum)
                 raise exit_on(interruption.signum) from None
             hooks_left = False
             tear_down_hooks(trainer, fn)
@@ -88,6 +101,8 @@ def run(trainer: Trainer, fn: str, ckpt_path: Any, *, in_worker: bool = False) -
             trainer.finalize_loggers("success")
             if in_worker:
                 result = answer(trainer, result)
+            else:
+                trainer.strategy.restore_module()
         failed = False
     except BaseException as error:
         trainer.state.status = "interrupted"
@@ -99,9 +114,11 @@ def run(trainer: Trainer, fn: str, ckpt_path: Any, *, in_worker: bool = False) -
         raise raised from error
     finally:
         restore_flags()
+        trainer.accumulate_grad_batches = asked_accumulation
         trainer.state.stage = None
         trainer.hooks.refresh()
         trainer.current_hook = None
+        trainer.results.start_batch(None)  # or a failed run's last one would stay on the device with the trainer
         close_loaders(trainer)
         try:
             trainer.strategy.teardown()
@@ -124,6 +141,22 @@ def close_loaders(trainer: Trainer) -> None:
         close_loader(loader)
 
 
+def save_interrupted(trainer: Trainer, signum: int) -> None:
+    try:
+        for callback in trainer.checkpoint_callbacks:
+            callback.save_interrupted(trainer)
+    except Exception:
+        if trainer.is_global_zero:
+            name, last = signal.Signals(signum).name, checkpointing.last_checkpoint(trainer)
+            print(
+                f"torchhal: fit stopped on {name} at step {trainer.global_step}, which could not be saved, so no "
+                f"scheduler is asked for another life. The newest checkpoint is {last or 'none'}",
+                file=sys.stderr,
+                flush=True,
+            )
+        raise
+
+
 def say_where(trainer: Trainer, fn: str, signum: int) -> None:
     """One line for whoever reads the log of a job that was stopped."""
     if not trainer.is_global_zero:
@@ -132,6 +165,27 @@ def say_where(trainer: Trainer, fn: str, signum: int) -> None:
     where = f"; saved {saved[0]}, continue with ckpt_path='last'" if fn == "fit" and saved else ""
     name = signal.Signals(signum).name
     print(f"torchhal: {fn} stopped on {name} at step {trainer.global_step}{where}", file=sys.stderr, flush=True)
+
+
+def say_where_to_dump(trainer: Trainer, folder: str) -> None:
+    """Where ranks that hang write down where they are; what is far away can't be waited for then."""
+    if not is_url(folder):
+        trainer.strategy.watch.hang.run_folder = folder
+
+
+def run_again(trainer: Trainer, ckpt_path: Any, signum: int) -> None:
+    """Let the scheduler start the job anew; it is told whether that would go on from here, or begin again for ever."""
+    environment = trainer.strategy.cluster_environment
+    if environment is None:
+        return
+    if trainer.is_global_zero:
+        continues = ckpt_path == "last" and checkpointing.last_checkpoint(trainer) is not None
+        if said := environment.run_again(signum, continues=continues):
+            print(f"torchhal: {said}", file=sys.stderr, flush=True)
+    # A rank that leaves may end the others, and with them what was asked for. The scheduler may take longer than a
+    # collective may; and what this process ends with is the signal's code, whoever comes.
+    with suppress(TorchhalError):
+        trainer.strategy.watch.barrier("run_again", _RUN_AGAIN_TIMEOUT)
 
 
 def exit_on(signum: int) -> BaseException:
@@ -189,6 +243,8 @@ def attach(trainer: Trainer, fn: str) -> None:
     if trainer.is_global_zero:
         choose_log_folders(trainer, fn)
     trainer.log_dir = trainer.strategy.broadcast(trainer.logger.log_dir if trainer.logger is not None else None)
+    if trainer.log_dir:
+        say_where_to_dump(trainer, trainer.log_dir)
     trainer.hooks.refresh()
 
 
@@ -216,6 +272,8 @@ def set_up(trainer: Trainer, fn: str, ckpt_path: Any) -> None:
     if checkpoint is not None:
         # before optimizers and wrappers take hold of the parameters: the hooks may replace some
         checkpointing.show_checkpoint(trainer, checkpoint, trainer.ckpt_path or "")
+    if fn == "fit":
+        replicas.begin(trainer, checkpoint)
     strategy.accumulate_grad_batches = trainer.accumulate_grad_batches
     strategy.gradient_clip_val = trainer.gradient_clip_val
     strategy.gradient_clip_algorithm = trainer.gradient_clip_algorithm
@@ -224,6 +282,7 @@ def set_up(trainer: Trainer, fn: str, ckpt_path: Any) -> None:
     strategy.connect(module)
     trainer.attachments.ready = True
     strategy.prepare(trainer)
+    trainer.results.find_leader()
     trainer.module = strategy.module
     if checkpoint is not None:
         checkpointing.restore_weights(trainer, checkpoint, trainer.ckpt_path or "")
@@ -232,6 +291,7 @@ def set_up(trainer: Trainer, fn: str, ckpt_path: Any) -> None:
         load_fit_data(trainer)
         if checkpoint is not None:
             checkpointing.restore_training(trainer, checkpoint, trainer.ckpt_path or "")
+        agreement.check_settings(trainer)
 
 
 def add_model_callbacks(trainer: Trainer) -> None:
@@ -285,7 +345,7 @@ def sanity_check(trainer: Trainer) -> None:
     data = data.first(trainer.num_sanity_val_steps)
     for index, loader in enumerate(data.loaders):
         if isinstance(loader, Iterator):  # what it gives to the sanity check, no validation sees again
-            data.lengths[index] = data.common[index] = 0
+            data.skip(index)
     if all(isinstance(loader, Iterator) for loader in data.loaders):
         return
     strategy = trainer.strategy
@@ -313,7 +373,7 @@ def evaluate(trainer: Trainer, fn: str) -> Any:
     if not trainer.attachments.keep_predictions:
         return None
     if trainer.world_size > 1:
-        mine = to_cpu(outputs) if trainer.strategy.is_data_leader else [[] for _ in outputs]
+        mine = outputs if trainer.strategy.is_data_leader else [[] for _ in outputs]
         everybody = trainer.strategy.all_gather_object(mine)
         outputs = [
             list(itertools.chain.from_iterable(part[index] for part in everybody)) for index in range(len(outputs))
@@ -363,10 +423,11 @@ def tear_down_hooks(trainer: Trainer, fn: str, *, failed: bool = False) -> None:
 
 
 def answer(trainer: Trainer, result: Any) -> dict[str, Any]:
-    """What a worker sends back to the process that called fit."""
+    """What a worker sends back to the process that called fit; rank 0's is heard."""
+    state = trainer.strategy.module_state_dict()  # every rank helps to gather it
     return {
         "result": result,
-        "state_dict": to_cpu(trainer.strategy.module_state_dict()),
+        "state_dict": to_cpu(state) if trainer.is_global_zero else {},
         "log_dir": trainer.log_dir,
         "loop": trainer.fit_loop.state_dict(),
         "callbacks": checkpointing.callback_states(trainer),

@@ -44,14 +44,24 @@ class DistributedSamplerWrapper(Sampler[Any]):
 
     All ranks must draw the same sequence, so the draw runs under one seed per epoch, of every generator on the host,
     and leaves the generators as they were.
+
+    Args:
+        sampler: draws the items of all ranks.
+        num_replicas, rank: how many share them, and which of these this is.
+        seed: see above.
+        pad: see above.
+        start: so many items are used already, and left out.
     """
 
-    def __init__(self, sampler: Iterable[Any], num_replicas: int, rank: int, *, seed: int, pad: bool) -> None:
+    def __init__(
+        self, sampler: Iterable[Any], num_replicas: int, rank: int, *, seed: int, pad: bool, start: int = 0
+    ) -> None:
         self.sampler = sampler
         self.num_replicas = num_replicas
         self.rank = rank
         self.seed = seed
         self.pad = pad
+        self.start = start
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -67,7 +77,7 @@ class DistributedSamplerWrapper(Sampler[Any]):
         return iter([items[index] for index in self._block(len(items))])
 
     def __len__(self) -> int:
-        total = len(self.sampler)  # type: ignore[arg-type]
+        total = max(0, len(self.sampler) - self.start)  # type: ignore[arg-type]
         return -(-total // self.num_replicas) if self.pad else len(self._block(total))
 
     def _block(self, total: int) -> range:
@@ -84,25 +94,98 @@ class DistributedSamplerWrapper(Sampler[Any]):
     def _draw(self) -> Iterator[list[Any]]:
         """All ranks' items, in pieces; between two pieces the generators are the caller's."""
         iterator: Iterator[Any] | None = None
-        own: dict[str, Any] = {}
+        own: Any = None
         while True:
-            callers = rng.collect_host()
+            callers = self._generators()
             try:
                 if iterator is None:
-                    _seed_host(self.seed + self.epoch)
-                    iterator = iter(self.sampler)
+                    self._begin()
+                    iterator = itertools.islice(iter(self.sampler), self.start, None)
                 else:
-                    rng.restore_host(own)
+                    self._restore(own)
                 piece = list(itertools.islice(iterator, _CHUNK * self.num_replicas))
-                own = rng.collect_host()
+                own = self._generators()
             finally:
-                rng.restore_host(callers)
+                self._restore(callers)
             if not piece:
                 return
             yield piece
 
+    def _begin(self) -> None:
+        seed_host(self.seed + self.epoch)
 
-def _seed_host(seed: int) -> None:
+    def _generators(self) -> Any:
+        return rng.collect_host()
+
+    def _restore(self, state: Any) -> None:
+        rng.restore_host(state)
+
+
+class OwnOrder:
+    """What a loader that nobody shared draws in an epoch, from its sampler or its batch sampler."""
+
+    def __init__(self, loader: DataLoader[Any], *, draws_seed: bool) -> None:
+        self.loader = loader
+        self.draws_seed = draws_seed
+        self.in_batches = type(loader.batch_sampler) is BatchSampler
+        self.sampler: Any = _drawn_from(loader)
+
+    def set_epoch(self, epoch: int) -> None:
+        announce = getattr(self.sampler, "set_epoch", None)
+        if announce is not None:
+            announce(epoch)
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        # A loader's iterator draws a seed for its workers between making the sampler's and using it; one that is inside
+        # a batch sampler is made at its first use.
+        iterator = None if self.in_batches else iter(self.sampler)
+        if self.draws_seed:
+            torch.empty((), dtype=torch.int64).random_(generator=self.loader.generator)
+        return iter(self.sampler) if iterator is None else iterator
+
+
+class RestSampler(DistributedSamplerWrapper):
+    """A rank's share of what is left of an epoch that a loader by itself began: the order is drawn as it was then.
+
+    Args:
+        order: what that loader drew.
+        start: items of it that are used already.
+        state: the host's generators, and those in ``generators``, from before that epoch's first item.
+        generators: the loader's and its sampler's own.
+        num_replicas, rank: see :class:`DistributedSamplerWrapper`.
+    """
+
+    def __init__(
+        self,
+        order: OwnOrder,
+        num_replicas: int,
+        rank: int,
+        *,
+        start: int,
+        state: tuple[dict[str, Any], list[torch.Tensor]],
+        generators: list[torch.Generator],
+    ) -> None:
+        super().__init__(order, num_replicas, rank, seed=0, pad=True, start=start)
+        self.state = state
+        self.generators = generators
+
+    def _begin(self) -> None:
+        self._restore(self.state)
+
+    def _generators(self) -> Any:
+        return rng.collect_host(), [generator.get_state() for generator in self.generators]
+
+    def _restore(self, state: Any) -> None:
+        host, states = state
+        rng.restore_host(host)
+        for generator, own in zip(self.generators, states, strict=False):
+            generator.set_state(own)
+
+
+def seed_host(seed: int) -> None:
     random.seed(seed)
     torch.default_generator.manual_seed(seed)
     if "numpy" in sys.modules:
@@ -159,29 +242,56 @@ def with_skip(loader: DataLoader[Any], skip: int, then: Callable[[], None]) -> D
     return new
 
 
-def distribute(loader: DataLoader[Any], *, num_replicas: int, rank: int, training: bool, seed: int) -> DataLoader[Any]:
+def distribute(
+    loader: DataLoader[Any], *, num_replicas: int, rank: int, training: bool, seed: int, start: int = 0
+) -> DataLoader[Any]:
     """A copy of a map-style ``loader`` that yields this rank's share.
 
     Training pads: the first samples are repeated until every rank has as many (torch's DistributedSampler).
     Evaluation doesn't: each sample is seen once. A batch sampler of the user's own is asked for all batches, of which
     each rank gets its share: what it does with a sampler inside is its own affair.
+
+    With ``start``, in training, the first items of the epoch's order, whichever ranks have used them, are left out.
+    Items are samples, or batches of a batch sampler of the user's own.
     """
-    batch_sampler = loader.batch_sampler
-    # a loader that was given a batch sampler has a sampler too, of torch's making, that nobody draws from
-    sampler: Any = batch_sampler.sampler if type(batch_sampler) is BatchSampler else loader.sampler
-    if any(map(_is_distributed, (sampler, batch_sampler, getattr(batch_sampler, "sampler", None)))):
-        return loader  # the user has done it
-    if batch_sampler is not None and type(batch_sampler) is not BatchSampler:
-        shares = DistributedSamplerWrapper(batch_sampler, num_replicas, rank, seed=seed, pad=training)
+    if is_shared_by_user(loader):
+        return loader
+    sampler: Any = _drawn_from(loader)
+    if sampler is loader.batch_sampler:
+        batches: Any = sampler
+        shares = DistributedSamplerWrapper(batches, num_replicas, rank, seed=seed, pad=training, start=start)
         return with_batch_sampler(loader, shares)
     plain = type(sampler) in (RandomSampler, SequentialSampler) and not getattr(sampler, "replacement", False)
     if not training and type(sampler) is SequentialSampler:
         return with_sampler(loader, EvaluationSampler(len(loader.dataset), num_replicas, rank))  # type: ignore[arg-type]
     if training and plain and getattr(sampler, "_num_samples", None) is None:
         shuffle = isinstance(sampler, RandomSampler)
-        new_sampler: Any = DistributedSampler(loader.dataset, num_replicas, rank, shuffle=shuffle, seed=seed)
-        return with_sampler(loader, new_sampler)
-    return with_sampler(loader, DistributedSamplerWrapper(sampler, num_replicas, rank, seed=seed, pad=training))
+        if not start:
+            new_sampler: Any = DistributedSampler(loader.dataset, num_replicas, rank, shuffle=shuffle, seed=seed)
+            return with_sampler(loader, new_sampler)
+        sampler = DistributedSampler(loader.dataset, 1, 0, shuffle=shuffle, seed=seed)
+    shares = DistributedSamplerWrapper(sampler, num_replicas, rank, seed=seed, pad=training, start=start)
+    return with_sampler(loader, shares)
+
+
+def rest_of(loader: DataLoader[Any], sampler: RestSampler) -> DataLoader[Any]:
+    """A copy of a map-style ``loader`` that takes from ``sampler`` what it took from its own, samples or batches."""
+    return (with_batch_sampler if _drawn_from(loader) is loader.batch_sampler else with_sampler)(loader, sampler)
+
+
+def _drawn_from(loader: DataLoader[Any]) -> Any:
+    """What a loader's order comes from: its sampler, or a batch sampler of the user's own."""
+    batch_sampler: Any = loader.batch_sampler
+    if type(batch_sampler) is BatchSampler:
+        return batch_sampler.sampler
+    # a loader that was given a batch sampler has a sampler too, of torch's making, that nobody draws from
+    return loader.sampler if batch_sampler is None else batch_sampler
+
+
+def is_shared_by_user(loader: DataLoader[Any]) -> bool:
+    """Whether the loader's sampler knows of ranks already."""
+    batch_sampler = loader.batch_sampler
+    return any(map(_is_distributed, (loader.sampler, batch_sampler, getattr(batch_sampler, "sampler", None))))
 
 
 def _is_distributed(sampler: Any) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 from torchhal.errors import ConfigurationError, ModelError
 from torchhal.resolve import Plan, Request, resolve
 from torchhal.strategies import Strategy
-from torchhal.trainer import arguments, checkpointing
+from torchhal.trainer import arguments, checkpointing, replicas
 from torchhal.trainer.calls import Hooks
 from torchhal.trainer.connect import (
     Attachments,
@@ -48,7 +48,7 @@ class Trainer(TrainerOutput, TrainerProperties):
         accelerator: alias, class or object of an accelerator, or "auto".
         strategy: alias, class or object of a strategy, or "auto".
         devices: a count, -1 for all, indices ([0, 2] or "0,2"), or "auto".
-        num_nodes: machines that take part.
+        num_nodes: machines that take part; "auto": as many as the launcher has started processes on.
         precision: alias ("32-true", "bf16-mixed", ...) or object.
         plugins: precision, checkpoint IO and cluster environment, as objects or aliases.
         logger: True for CSV files, False, a logger or several.
@@ -85,7 +85,7 @@ class Trainer(TrainerOutput, TrainerProperties):
         accelerator: Any = "auto",
         strategy: Any = "auto",
         devices: int | str | Sequence[int] = "auto",
-        num_nodes: int = 1,
+        num_nodes: int | str = 1,
         precision: Any = None,
         plugins: Any = None,
         logger: Any = True,
@@ -169,7 +169,7 @@ class Trainer(TrainerOutput, TrainerProperties):
             Request(accelerator, strategy, devices, num_nodes, precision, () if plugins is None else plugins)
         )
         self.strategy: Strategy = self.plan.build()
-        self.num_nodes = num_nodes
+        self.num_nodes = self.plan.num_nodes
 
         self.state = TrainerState()
         self.module: Any = None
@@ -346,7 +346,10 @@ class Trainer(TrainerOutput, TrainerProperties):
             loader = find_loaders("train", self.attachments.train, self.module, self.datamodule)
             if loader is None:
                 raise ModelError("fit needs training data: the model's or data module's train_dataloader returned None")
-            self.fit_loop.data = TrainingData(loader, self)
+            data, begins = TrainingData(loader, self), self.fit_loop.data is None
+            self.fit_loop.data = data
+            if begins:
+                replicas.choose_accumulation(self, data)
         return self.fit_loop.data
 
     def configure_optimizers(self) -> tuple[list[Any], list[SchedulerConfig]]:

@@ -7,15 +7,21 @@ import math
 import os
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from torchhal.checkpoint.place import is_url
 from torchhal.errors import CheckpointError, ConfigurationError
 from torchhal.trainer.arguments import check_bool, check_count, check_optional_count
 from torchhal.trainer.callbacks.base import Callback
-from torchhal.trainer.callbacks.checkpoint_files import earlier_runs, join, link_durably, normal_folder
+from torchhal.trainer.callbacks.checkpoint_files import (
+    earlier_runs,
+    join,
+    normal_folder,
+)
 from torchhal.trainer.callbacks.checkpoint_names import check_pattern, fill_pattern
 from torchhal.trainer.callbacks.clock import SharedClock
 from torchhal.trainer.callbacks.monitored import (
@@ -49,7 +55,7 @@ class ModelCheckpoint(Callback):
         monitor: the logged value that says which is best; None keeps the newest.
         verbose: say what was saved.
         save_last: also keep ``last.ckpt``, the newest state, updated with every save and at the end of each epoch.
-            Where the file system allows it is a second name of the file just saved, not a second copy.
+            It is a second name of what was just saved, where the file system has links, not a second save.
         save_top_k: how many to keep: -1 all, 0 none.
         save_weights_only: leave out what resuming needs.
         mode: whether the best is the ``"min"`` or the ``"max"``.
@@ -129,7 +135,7 @@ class ModelCheckpoint(Callback):
         self._written_at: tuple[int, int] | None = None
         self._step_seen = 0
         self._validated = False
-        self._unsettled = False
+        self._unsettled: _Unsettled | None = None
 
     def _set_triggers(self, steps: Any, interval: Any, epochs: Any) -> None:
         self.every_n_train_steps = check_optional_count("every_n_train_steps", steps, minimum=0) or 0
@@ -225,13 +231,12 @@ class ModelCheckpoint(Callback):
             return
         names = self.CHECKPOINT_NAME_LAST if self.save_last else "interrupted-{epoch}-{step}"
         path = self._agree(trainer, lambda: self._free_path(trainer, names, {self.last_model_path, self._interrupted}))
-        if self.save_last:
-            self._replace("last_model_path", path)
-        else:
-            self._replace("_interrupted", path)
+        before = self._snapshot()
+        self._replace("last_model_path" if self.save_last else "_interrupted", path)
         self._written_at = _position(trainer)
         trainer.save_checkpoint(path)
-        self._saved(trainer)
+        self._unsettled = _Unsettled(before)
+        self._settle(trainer)
 
     # -- saving ------------------------------------------------------------------------------------------------------
 
@@ -243,8 +248,9 @@ class ModelCheckpoint(Callback):
         if position == self._seen_at:
             return
         self._settle(trainer)
+        trainer.results.share_steps()
         path, score, evicted, last = self._agree(trainer, lambda: self._decide(trainer, top_k))
-        before = self._snapshot()
+        before, link = self._snapshot(), None
         self._seen_at = position
         if score is not None:
             self.current_score = torch.tensor(score, dtype=torch.float64)
@@ -258,15 +264,20 @@ class ModelCheckpoint(Callback):
                     self._keep(path, evicted)
                 # The state is that of after the save, so that a run resumed from this very file knows its own.
                 trainer.save_checkpoint(path if path is not None else last or "", self.save_weights_only)
-                if path is not None and last is not None and not self._link(trainer, path, last):
-                    trainer.save_checkpoint(last, self.save_weights_only)
+                if path is not None and last is not None:
+                    can_link = self._can_link(trainer, path)
+                    if can_link and "async" in trainer.strategy.checkpoint_io.features:
+                        link = (path, last)  # once it is durable: a second save would wait for the first
+                    elif not can_link or not self._link(trainer, path, last):
+                        trainer.save_checkpoint(last, self.save_weights_only)
         except BaseException:
             self._restore(before)
             raise
         if path is not None or last is not None:
-            self._saved(trainer)
-            if self.verbose:
-                trainer.print(f"saved {path or last}" + (f" ({self.monitor}={score:.6g})" if score is not None else ""))
+            text = f"saved {path or last}" + (f" ({self.monitor}={score:.6g})" if score is not None else "")
+            self._unsettled = _Unsettled(before, text if self.verbose else "", link)
+            if "async" not in trainer.strategy.checkpoint_io.features:
+                self._settle(trainer)
 
     def _decide(self, trainer: Trainer, top_k: bool) -> tuple[str | None, float | None, str | None, str | None]:
         """On rank 0: (new file, its score, the file it replaces, the new ``last``); None for what isn't."""
@@ -337,22 +348,33 @@ class ModelCheckpoint(Callback):
             self._doomed.append(old)
         setattr(self, attribute, path)
 
-    def _saved(self, trainer: Trainer) -> None:
-        self._unsettled = True
-        if "async" not in trainer.strategy.checkpoint_io.features:
-            self._settle(trainer)
+    def _settle(self, trainer: Trainer) -> None:
+        """What was saved is durable from here on, what it replaces is deleted, and who asked hears of it. Every rank.
+
+        If the save has failed, what is known of files is as it was before it.
+        """
+        unsettled, self._unsettled = self._unsettled, None
+        if unsettled is not None:
+            try:
+                trainer.strategy.wait_for_checkpoints()
+                if unsettled.link is not None:
+                    source, target = unsettled.link
+                    if not self._link(trainer, source, target):
+                        raise CheckpointError(f"{source!r} is not there to get the second name {target!r}")
+            except Exception:
+                self._restore(unsettled.before)
+                raise
+        self._delete_doomed(trainer)
+        if unsettled is None:
+            return
         if trainer.is_global_zero:
             for logger in trainer.loggers:
                 if hasattr(logger, "after_save_checkpoint"):
                     logger.after_save_checkpoint(self)
+        if unsettled.text:
+            trainer.print(unsettled.text)
 
-    def _settle(self, trainer: Trainer) -> None:
-        """What was saved is durable from here on, and what it replaces is deleted. Every rank."""
-        if self._unsettled:
-            self._unsettled = False
-            trainer.strategy.checkpoint_io.wait()
-        elif not self._doomed:
-            return
+    def _delete_doomed(self, trainer: Trainer) -> None:
         doomed, self._doomed = self._doomed, []
         kept = self._own()
         for path in doomed:
@@ -364,13 +386,14 @@ class ModelCheckpoint(Callback):
                 self._doomed.append(path)
                 trainer.warn_once(f"an old checkpoint can't be removed, which will be tried again: {error}")
 
-    def _link(self, trainer: Trainer, path: str, last: str) -> bool:
-        """Make ``last`` a second name of the file just saved; False when a second save must do. Agreed by all."""
+    def _can_link(self, trainer: Trainer, path: str) -> bool:
+        """Whether ``last`` can be a second name of what is saved at ``path``, rather than a second save."""
         features = trainer.strategy.checkpoint_io.features
-        if "async" in features or "sharded" in features:
-            return False
-        linked = link_durably(path, last) if trainer.is_global_zero else False
-        return bool(trainer.strategy.broadcast(linked))
+        return not is_url(path) and ("sharded" not in features or "links" in features)
+
+    def _link(self, trainer: Trainer, path: str, last: str) -> bool:
+        """Make ``last`` a second name of what is at ``path`` and durable; False when a second save must do."""
+        return bool(self._agree(trainer, lambda: trainer.strategy.checkpoint_io.link_checkpoint(path, last)))
 
     def _agree(self, trainer: Trainer, decide: Any) -> Any:
         """Rank 0's decision on every rank; an error of it too."""
@@ -429,7 +452,11 @@ class ModelCheckpoint(Callback):
         return {path for path in (*self.best_k_models, self._newest, self.last_model_path, self._interrupted) if path}
 
     def _default_folder(self, trainer: Trainer) -> str:
-        return join(normal_folder(trainer.log_dir or trainer.default_root_dir), "checkpoints")
+        root = normal_folder(trainer.default_root_dir)
+        if is_url(root) and trainer.log_dir is not None:  # the loggers are local: their names for the run, there
+            experiment, run = os.path.split(trainer.log_dir)
+            return f"{root}/{os.path.basename(experiment)}/{run}/checkpoints"
+        return join(normal_folder(trainer.log_dir or root), "checkpoints")
 
     def candidate_folders(self, trainer: Trainer) -> list[str]:
         """Where checkpoints of this run, and of earlier ones, may lie; the most likely first. Every rank."""
@@ -470,6 +497,15 @@ class ModelCheckpoint(Callback):
     def _restore(self, state: Mapping[str, Any]) -> None:
         for name, value in state.items():
             setattr(self, name, copy.copy(value))
+
+
+@dataclass(frozen=True)
+class _Unsettled:
+    """A save that may not be durable yet: what was known before it, what to say and which link to make after it."""
+
+    before: dict[str, Any]
+    text: str = ""
+    link: tuple[str, str] | None = None
 
 
 def _position(trainer: Any) -> tuple[int, int]:

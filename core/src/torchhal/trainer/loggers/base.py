@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from torchhal.checkpoint.place import is_url
+from torchhal.errors import ConfigurationError
+
 if TYPE_CHECKING:
     from torchhal.trainer.callbacks import ModelCheckpoint
 
@@ -71,7 +74,7 @@ class Logger:
         self.save()
 
     def after_save_checkpoint(self, checkpoint_callback: ModelCheckpoint) -> None:
-        """A ModelCheckpoint has written something."""
+        """A ModelCheckpoint has written something, and it is durable."""
 
 
 def as_dict(params: Any) -> dict[str, Any]:
@@ -97,6 +100,11 @@ class FolderLogger(Logger):
     ) -> None:
         if not isinstance(save_dir, str | os.PathLike):
             raise TypeError(f"'save_dir' must be a path (got {save_dir!r})")
+        if is_url(os.fspath(save_dir)):
+            raise ConfigurationError(
+                f"'save_dir' must be a local folder: {type(self).__name__} appends to its files, which no object store "
+                f"can (got {os.fspath(save_dir)!r})"
+            )
         if name is not None and not isinstance(name, str):
             raise TypeError(f"'name' must be a str or None (got {name!r})")
         if isinstance(version, bool) or not isinstance(version, int | str | None):

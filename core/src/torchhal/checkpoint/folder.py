@@ -1,0 +1,227 @@
+"""Checkpoints that are folders: written beside the target, then put in its place in one step."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch.distributed as dist
+
+from torchhal.checkpoint.base import CheckpointIO
+from torchhal.checkpoint.leftovers import is_temporary_name, new_temporary_name, writer_is_dead
+from torchhal.checkpoint.local import link_or_copy, sync_folder
+from torchhal.checkpoint.reading import check_map_location, located, read
+from torchhal.errors import CheckpointError
+
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+
+
+class FolderCheckpointIO(CheckpointIO):
+    """The base of IOs whose checkpoint is a folder that every rank writes into; all ranks must see one file system.
+
+    A folder is a checkpoint when it holds :attr:`marker`, which is written last.
+    """
+
+    marker: ClassVar[str]
+    """Name of the file that is written last."""
+
+    described: ClassVar[str] = "checkpoint"
+    """What a folder of this kind is called in messages."""
+
+    @staticmethod
+    def check_arguments(checkpoint: object, storage_options: Mapping[str, Any] | None) -> None:
+        """Raise TypeError for what no folder can be saved from, before anything is sent or written (CIO-15)."""
+        if storage_options:
+            raise TypeError(
+                f"'storage_options' have no meaning for a folder on a file system (got {', '.join(storage_options)})"
+            )
+        if not isinstance(checkpoint, dict):
+            raise TypeError(f"'checkpoint' must be a dict (got {type(checkpoint).__name__})")
+
+    @contextmanager
+    def new_folder(self, target: Path) -> Iterator[Path]:
+        """A new folder beside ``target`` while a save is under way, the same on every rank; all must call.
+
+        What is still in it afterwards, because of an error or as the checkpoint that was replaced, is deleted.
+
+        Raises:
+            CheckpointError: on every rank alike, if there is something else at ``target``, or no room beside it.
+        """
+        failure: str | None = None
+        temporary: Path | None = None
+        if self.rank == 0:
+            try:
+                self._check_replaceable(target)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                sweep(target.parent)
+                temporary = target.parent / new_temporary_name()
+                temporary.mkdir()
+            except Exception as error:
+                failure = f"{type(error).__name__}: {error}"
+        everybody = self.gather((failure, None if temporary is None else str(temporary)))
+        self.raise_failures([failed for failed, _ in everybody], target)
+        temporary = Path(everybody[0][1])
+        try:
+            yield temporary
+        finally:
+            if self.rank == 0:
+                shutil.rmtree(temporary, ignore_errors=True)
+
+    def _check_replaceable(self, target: Path) -> None:
+        if target.is_file():
+            raise CheckpointError(f"{str(target)!r} is a file, so no {self.described} can be saved there")
+        if target.is_dir() and any(target.iterdir()) and not (target / self.marker).is_file():
+            raise CheckpointError(f"{str(target)!r} is a folder that holds something else: choose another path")
+
+    # -- load ------------------------------------------------------------------------------------------------
+
+    def load_checkpoint(
+        self, path: str | os.PathLike[str], *, map_location: Any = "cpu", weights_only: bool = True
+    ) -> dict[str, Any]:
+        """All that :meth:`open_checkpoint` gives, read, on this rank; see :meth:`CheckpointIO.load_checkpoint`.
+
+        For folders of which nothing is ever executed, so ``weights_only`` changes nothing.
+        """
+        if not isinstance(weights_only, bool):
+            raise TypeError(f"'weights_only' must be a bool (got {weights_only!r})")
+        check_map_location(map_location)
+        while True:
+            before = _identity(path)
+            try:
+                loaded: dict[str, Any] = read(self.open_checkpoint(path))
+                break
+            except (CheckpointError, OSError):
+                if _identity(path) in (None, before):
+                    raise
+                # another save has put a new folder here while the old one was read
+        placed: dict[str, Any] = located(loaded, map_location)
+        return placed
+
+    # -- what is there ---------------------------------------------------------------------------------------
+
+    def exists(self, path: str | os.PathLike[str]) -> bool:
+        folder = Path(path)
+        return not is_temporary_name(folder.name) and (folder / self.marker).is_file()
+
+    def list_checkpoints(self, folder: str | os.PathLike[str]) -> list[str]:
+        try:
+            names = os.listdir(folder)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        paths = [os.path.join(folder, name) for name in names]
+        found = [(os.stat(os.path.join(path, self.marker)).st_mtime_ns, path) for path in paths if self.exists(path)]
+        return [path for _, path in sorted(found)]
+
+    def link_checkpoint(self, source: str | os.PathLike[str], target: str | os.PathLike[str]) -> bool:
+        """A folder of its own, whose files are second names of the other's."""
+        old, new = Path(source), Path(target)
+        if not self.exists(old):
+            return False
+        temporary = new.parent / new_temporary_name()
+        try:
+            self._check_replaceable(new)
+            for file in sorted(old.rglob("*")):
+                if file.is_file():
+                    name = temporary / file.relative_to(old)
+                    name.parent.mkdir(parents=True, exist_ok=True)
+                    link_or_copy(str(file), str(name))
+            for folder in (temporary, *(path for path in temporary.rglob("*") if path.is_dir())):
+                sync_folder(folder)
+            exchange(temporary, new)
+            sync_folder(new.parent)
+        except OSError as error:
+            raise CheckpointError(f"{str(new)!r} could not become a second name of {str(old)!r}: {error}") from error
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+        return True
+
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Rank 0 removes; a folder that is no checkpoint of this kind is refused."""
+        if self.rank != 0:
+            return
+        target = Path(path)
+        if target.is_symlink():
+            target.unlink()
+            return
+        if not target.exists():
+            return
+        if not self.exists(target):
+            raise CheckpointError(f"{str(path)!r} is no {self.described}: not removed")
+        try:
+            hidden = target.parent / new_temporary_name()
+            target.rename(hidden)  # nobody takes half of it for a checkpoint
+            shutil.rmtree(hidden)
+        except OSError as error:
+            raise CheckpointError(f"{str(path)!r} can't be removed: {error}") from error
+
+    # -- ranks -----------------------------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank() if _several() else 0
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's ``value``, in rank order, on every rank."""
+        if not _several():
+            return [value]
+        gathered: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(gathered, value, group=self.group)
+        return gathered
+
+    def raise_failures(self, failures: list[str | None], target: Path) -> None:
+        """Raise CheckpointError with what each rank met, if any has: gathered before, it is the same on every rank."""
+        if failed := [f"rank {rank}: {why}" for rank, why in enumerate(failures) if why is not None]:
+            raise CheckpointError(f"{str(target)!r} could not be saved ({'; '.join(failed)})")
+
+
+def _identity(path: str | os.PathLike[str]) -> tuple[int, int] | None:
+    """Which folder is at ``path`` now; None where there is none."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _several() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def sweep(folder: Path) -> None:
+    """Delete what killed saves left in ``folder``."""
+    with suppress(OSError):
+        for path in folder.iterdir():
+            if path.is_dir() and is_temporary_name(path.name) and writer_is_dead(path.name):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def exchange(source: Path, target: Path) -> None:
+    """Put ``source`` at ``target``. What stood there is at ``source`` afterwards, for the caller to remove.
+
+    In one step, where the system can (Linux); elsewhere there is a moment in which nothing is at ``target``.
+    """
+    if not target.exists():
+        source.rename(target)
+        return
+    if not _exchanged(source, target):
+        aside = source.with_name(f"{source.name}-old")
+        target.rename(aside)
+        source.rename(target)
+        aside.rename(source)
+
+
+def _exchanged(source: Path, target: Path) -> bool:
+    if sys.platform != "linux":
+        return False
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    arguments = (_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), _RENAME_EXCHANGE)
+    return bool(rename(*arguments) == 0)

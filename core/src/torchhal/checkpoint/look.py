@@ -1,0 +1,76 @@
+"""What is in a checkpoint, whichever part wrote it, without loading it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from torchhal.checkpoint.base import CheckpointIO
+from torchhal.errors import CheckpointError
+
+
+class TensorInfo(NamedTuple):
+    """A tensor of a checkpoint: its place in the nest (``state_dict/layer.weight``), its shape, its bytes."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+
+
+def is_tensor(value: Any) -> bool:
+    """Whether ``value`` is a tensor, or stands for one that has not been read."""
+    return isinstance(value, torch.Tensor) or all(hasattr(value, name) for name in ("shape", "dtype", "read"))
+
+
+def tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """The tensors in a nest of dicts, lists and tuples, by their path in it."""
+    if is_tensor(value):
+        yield name, value
+        return
+    steps: Any = ()
+    if isinstance(value, Mapping):
+        steps = value.items()
+    elif isinstance(value, list | tuple):
+        steps = enumerate(value)
+    for key, item in steps:
+        yield from tensors_in(item, f"{name}/{key}" if name else str(key))
+
+
+def describe(io: CheckpointIO, path: str) -> dict[str, Any]:
+    """What the checkpoint at ``path`` holds, for ``torchhal checkpoint inspect``; None for what it doesn't say."""
+    try:
+        content = io.open_checkpoint(path)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"nothing is at {path!r}") from error
+    found = list(tensors_in(content))
+    infos = [_info(name, tensor) for name, tensor in found]
+    distinct = {_memory(tensor): info.bytes for (_, tensor), info in zip(found, infos, strict=True)}
+    ranks, optimizers = content.get("ranks"), content.get("optimizer_states")
+    return {
+        "torchhal_version": content.get("torchhal_version"),
+        "epoch": content.get("epoch"),
+        "global_step": content.get("global_step"),
+        "world_size": len(ranks) if isinstance(ranks, list) else None,
+        "optimizers": len(optimizers) if isinstance(optimizers, list) else None,
+        "contents": [str(key) for key in content],
+        "bytes": sum(distinct.values()),
+        "tensors": [{**info._asdict(), "shape": list(info.shape)} for info in infos],
+    }
+
+
+def _info(name: str, tensor: Any) -> TensorInfo:
+    shape = tuple(int(size) for size in tensor.shape)
+    count = 1
+    for size in shape:
+        count *= size
+    return TensorInfo(name, shape, str(tensor.dtype).removeprefix("torch."), count * int(tensor.dtype.itemsize))
+
+
+def _memory(tensor: Any) -> Any:
+    """Equal for tensors that are one in memory, as tied weights are."""
+    if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and tensor.numel():
+        return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+    return id(tensor)

@@ -1,0 +1,48 @@
+"""What a load makes of tensors that were saved from the CPU: read, and put where the caller wants them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import serialization
+
+from torchhal.accelerators.transfer import map_tensors
+from torchhal.checkpoint.look import is_tensor
+
+
+def read(nest: Any) -> Any:
+    """``nest`` with every stand-in of :meth:`CheckpointIO.open_checkpoint` read, to the CPU."""
+    return map_tensors(nest, _read, is_leaf=is_tensor)
+
+
+def _read(leaf: Any) -> Any:
+    return leaf.read() if is_tensor(leaf) and not isinstance(leaf, torch.Tensor) else leaf
+
+
+def check_map_location(map_location: Any) -> None:
+    """Raise TypeError for what is none of torch's forms."""
+    if not (isinstance(map_location, str | torch.device | Mapping | None) or callable(map_location)):
+        raise TypeError(f"'map_location' must be a device, its name, a callable, a dict or None (got {map_location!r})")
+
+
+def located(nest: Any, map_location: Any) -> Any:
+    """``nest`` with its tensors, which are on the CPU, where torch's ``map_location`` says; what shares memory still
+    does."""
+    if map_location in (None, "cpu"):
+        return nest
+    place = serialization._get_restore_location(map_location)  # type: ignore[no-untyped-call]  # as torch.load
+    placed: dict[int, torch.UntypedStorage] = {}
+
+    def move(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        storage = leaf.untyped_storage()
+        if storage._cdata not in placed:
+            placed[storage._cdata] = place(storage, "cpu")
+        there = placed[storage._cdata]
+        empty = torch.empty(0, dtype=leaf.dtype, device=there.device)
+        return empty.set_(there, leaf.storage_offset(), leaf.shape, leaf.stride())
+
+    return map_tensors(nest, move)

@@ -1,0 +1,92 @@
+"""What the environments share in which somebody else has started every process."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torchhal.cluster.base import ClusterEnvironment
+from torchhal.cluster.meeting import Place, ask_around, is_loopback
+from torchhal.cluster.variables import given, read_address, read_int, read_port
+from torchhal.errors import ConfigurationError
+
+
+class ExternalEnvironment(ClusterEnvironment):
+    """Every process exists when the script starts.
+
+    MASTER_ADDR and MASTER_PORT, where they are set, say where the ranks meet; otherwise the subclass does. Where a
+    launcher says nothing of nodes, NODE_RANK and NNODES are read if they are set; else the ranks ask each other, once.
+    """
+
+    launcher: ClassVar[str]
+    """Who has started the processes, for messages."""
+
+    def __init__(self) -> None:
+        self._place: Place | None = None
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    @property
+    def main_address(self) -> str:
+        return read_address("MASTER_ADDR") if given("MASTER_ADDR") else self._address()
+
+    @property
+    def main_port(self) -> int:
+        return read_port("MASTER_PORT") if given("MASTER_PORT") else self._port()
+
+    def _address(self) -> str:
+        """Where rank 0 runs, if MASTER_ADDR doesn't say so."""
+        return read_address("MASTER_ADDR", hint=self._no_address())
+
+    def _port(self) -> int:
+        """A port that all ranks agree on, if MASTER_PORT doesn't say one."""
+        return read_port("MASTER_PORT", hint=self._no_address())
+
+    def _no_address(self) -> str:
+        return f"{self.launcher} doesn't say where rank 0 runs"
+
+    def num_nodes(self) -> int:
+        """Number of hosts of the job."""
+        return read_int("NNODES", 1) if given("NNODES") else self._asked().num_nodes
+
+    def node_rank(self) -> int:
+        return read_int("NODE_RANK", 0) if given("NODE_RANK") else self._asked().node_rank
+
+    def local_world_size(self) -> int:
+        return self._asked().local_world_size
+
+    def _asked(self) -> Place:
+        if self._place is None:
+            self._place = ask_around(self)
+        return self._place
+
+    def validate_settings(self, *, num_devices: int, num_nodes: int) -> None:
+        # what variables say comes first: the last may have to ask the other ranks
+        world, rank, local_rank = self.world_size(), self.global_rank(), self.local_rank()
+        local = self.local_world_size()
+        if rank >= world or local_rank >= local or local > world:
+            raise ConfigurationError(
+                f"{self.launcher}'s variables contradict each other: rank {rank} of {world}, local rank {local_rank} "
+                f"of {local}"
+            )
+        if local != num_devices:
+            raise ConfigurationError(
+                f"{self.launcher} started {local} process(es) on this node, but {num_devices} device(s) are asked "
+                "for: make both the same, or say devices='auto'"
+            )
+        # Even nodes need no question to the other ranks, which one that was refused would never answer.
+        nodes = num_nodes if world == local * num_nodes else self.num_nodes()
+        if nodes != num_nodes:
+            raise ConfigurationError(
+                f"{self.launcher} started processes on {nodes} node(s), but {num_nodes} node(s) are asked for "
+                "(num_nodes): make both the same, or say num_nodes='auto'"
+            )
+        if nodes > 1 and is_loopback(self.main_address):
+            raise ConfigurationError(
+                f"MASTER_ADDR must be an address at which all {nodes} nodes reach rank 0 (got {self.main_address!r}, "
+                "which every node means itself by)"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_place": None}  # where a copy stands is its own process's affair

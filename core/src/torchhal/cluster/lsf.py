@@ -1,0 +1,57 @@
+"""LSF with jsrun, as on Summit and its like."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torchhal.cluster.external import ExternalEnvironment
+from torchhal.cluster.meeting import port_of
+from torchhal.cluster.variables import given, read_int, read_text
+from torchhal.errors import ConfigurationError
+from torchhal.launchers.process import launched_by
+
+
+class LSFEnvironment(ExternalEnvironment):
+    """A process started by ``jsrun``. Without jsrun, ``bsub python`` starts one process and no ranks.
+
+    Source: the variables of IBM Job Step Manager, and LSB_DJOB_RANKFILE of IBM Spectrum LSF, whose first line is the
+    launch node.
+    """
+
+    name: ClassVar[str] = "lsf"
+    priority: ClassVar[int] = 78
+    launcher: ClassVar[str] = "jsrun"
+
+    @classmethod
+    def detect(cls) -> bool:
+        if launched_by() is not None or given("JSM_NAMESPACE_SIZE") == "1":
+            return False
+        return bool(given("JSM_NAMESPACE_RANK") or given("JSM_NAMESPACE_SIZE"))
+
+    def world_size(self) -> int:
+        return read_int("JSM_NAMESPACE_SIZE", 1)
+
+    def global_rank(self) -> int:
+        return read_int("JSM_NAMESPACE_RANK", 0)
+
+    def local_rank(self) -> int:
+        return read_int("JSM_NAMESPACE_LOCAL_RANK", 0)
+
+    def local_world_size(self) -> int:
+        return read_int("JSM_NAMESPACE_LOCAL_SIZE", 1)
+
+    def _address(self) -> str:
+        path = read_text("LSB_DJOB_RANKFILE", hint="it lists the hosts; or set MASTER_ADDR to rank 0's")
+        try:
+            with open(path) as file:
+                hosts = list(dict.fromkeys(line.strip() for line in file if line.strip()))
+        except OSError as error:
+            raise ConfigurationError(
+                f"LSB_DJOB_RANKFILE can't be read ({path}: {error.strerror}): set MASTER_ADDR to rank 0's host"
+            ) from error
+        if not hosts:
+            raise ConfigurationError(f"LSB_DJOB_RANKFILE is empty ({path}): set MASTER_ADDR to rank 0's host")
+        return hosts[1] if len(hosts) > 1 else hosts[0]  # the first is where the script runs, not a rank
+
+    def _port(self) -> int:
+        return port_of(read_text("LSB_JOBID"))

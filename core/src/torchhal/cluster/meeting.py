@@ -1,0 +1,77 @@
+"""What a launcher doesn't say: a port made from the job's name, and who shares a host with whom."""
+
+from __future__ import annotations
+
+import socket
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torchhal.cluster.base import ClusterEnvironment
+
+_FIRST, _COUNT = 12_000, 20_000
+"""Below 32768, where Linux begins to give out ports by itself."""
+
+
+def port_of(*job: str) -> int:
+    """A port that all processes of a job find by themselves, and another job or step hardly (1 in 20,000).
+
+    The whole name counts: the last digits of two jobs' numbers are often the same.
+    """
+    return _FIRST + zlib.crc32("/".join(job).encode()) % _COUNT
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one process stands among the hosts of its job."""
+
+    node_rank: int
+    local_rank: int
+    local_world_size: int
+    num_nodes: int
+
+
+def place_of(rank: int, hosts: Sequence[str]) -> Place:
+    """Where ``rank`` stands, given each rank's host: nodes count in the order of their lowest rank, as in MPI."""
+    nodes = list(dict.fromkeys(hosts))
+    mine = [other for other, host in enumerate(hosts) if host == hosts[rank]]
+    return Place(nodes.index(hosts[rank]), mine.index(rank), len(mine), len(nodes))
+
+
+def ask_around(environment: ClusterEnvironment, timeout: timedelta | None = None) -> Place:
+    """Ask all ranks of the job for their host, over the store where they meet. Every rank has to call it.
+
+    Raises:
+        CollectiveTimeoutError: ranks that never came, by name.
+        what :func:`torchhal.launchers.rendezvous.connect` raises.
+    """
+    from torchhal.launchers import rendezvous
+    from torchhal.launchers.stores import PrefixedStore
+
+    rank, world_size = environment.global_rank(), environment.world_size()
+    if world_size == 1:
+        return Place(0, 0, 1, 1)
+    timeout = timeout or rendezvous.DEFAULT_TIMEOUT
+    job = rendezvous.connect(environment, timeout)
+    store = PrefixedStore("torchhal/hosts", job)
+    store.set(f"host/{rank}", _host())
+    rendezvous.roll_call(store, rank, world_size, timeout, name="finding out which ranks share a host", job=job)
+    return place_of(rank, [store.get(f"host/{other}").decode() for other in range(world_size)])
+
+
+def _host() -> str:
+    """This host, told apart from others of the same name: containers are often called alike."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
+    except OSError:  # not Linux
+        boot = ""
+    return f"{socket.gethostname()}/{boot}"
+
+
+def is_loopback(address: str) -> bool:
+    """Whether other hosts can't mean this one by it."""
+    return address in ("localhost", "::1") or address.startswith("127.")

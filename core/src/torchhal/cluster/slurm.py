@@ -1,0 +1,251 @@
+"""Slurm: the tasks of a step, as srun starts them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from typing import ClassVar, TypeVar
+
+from torchhal.cluster import hostlist
+from torchhal.cluster.external import ExternalEnvironment
+from torchhal.cluster.meeting import port_of
+from torchhal.cluster.variables import given, read_int, read_text
+from torchhal.errors import ConfigurationError
+from torchhal.launchers.process import launched_by
+from torchhal.launchers.signals import NotedSignals
+
+_T = TypeVar("_T")
+
+_END_TIMEOUT = 60.0
+"""Seconds to wait for the SIGTERM of a job that was put back: Slurm sends it within one."""
+
+_MPI = (
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_RANK"),
+    ("PMI_SIZE", "MPI_LOCALNRANKS", "PMI_RANK"),
+)
+"""(size, size on this node, rank) of the launchers that start their own daemons by srun."""
+
+
+class SlurmEnvironment(ExternalEnvironment):
+    """A task of a step with several tasks.
+
+    An allocation alone (a batch script, a shell of ``salloc``) has started no processes, and a step of one task, such
+    as ``srun --pty bash``, is one process that torchhal may multiply: neither is detected. Every number is the step's,
+    never the job's, and none is computed from another: nodes may hold different numbers of tasks, in any order.
+
+    The ranks meet on the step's first host, at a port made from the job, the step and the number of its restarts.
+
+    Args:
+        requeue: put the job back into the queue when ``requeue_signal`` has stopped a fit that can go on.
+            TORCHHAL_REQUEUE=1 or 0 in the environment has the last word.
+        requeue_signal: a number or name; what ``sbatch --signal`` says. It stops a fit as SIGTERM does, requeued or
+            not.
+
+    Raises:
+        ConfigurationError: no such signal, or one that can't be handled.
+    """
+
+    name: ClassVar[str] = "slurm"
+    priority: ClassVar[int] = 70
+    features: ClassVar[frozenset[str]] = frozenset({"host_lists"})
+    launcher: ClassVar[str] = "srun"
+
+    def __init__(self, *, requeue: bool = False, requeue_signal: int | str = signal.SIGUSR1) -> None:
+        super().__init__()
+        if not isinstance(requeue, bool):
+            raise ConfigurationError(f"'requeue' must be a bool (got {requeue!r})")
+        self.requeue = requeue
+        self.stop_signals = (_signal(requeue_signal),)
+
+    @classmethod
+    def detect(cls) -> bool:
+        if launched_by() is not None or not given("SLURM_STEP_ID") or given("SLURM_STEP_NUM_TASKS") == "1":
+            return False
+        return not _mpi_is_inside() and not _in_a_batch_script()
+
+    def world_size(self) -> int:
+        tasks = read_int("SLURM_STEP_NUM_TASKS", 1)
+        for name in ("SLURM_NTASKS", "SLURM_NPROCS"):
+            if given(name) and read_int(name, 1) != tasks:
+                raise ConfigurationError(
+                    f"Slurm's variables contradict each other: SLURM_STEP_NUM_TASKS={tasks}, but {name}={given(name)}. "
+                    f"If {name} was exported by hand, unset it; if this process is no task of a step, say "
+                    "TORCHHAL_CLUSTER=none"
+                )
+        return tasks
+
+    def global_rank(self) -> int:
+        return read_int("SLURM_PROCID", 0)
+
+    def local_rank(self) -> int:
+        return read_int("SLURM_LOCALID", 0)
+
+    def node_rank(self) -> int:
+        return read_int("SLURM_NODEID", 0)
+
+    def local_world_size(self) -> int:
+        counts, node = self._tasks_per_node(), _position()
+        if node >= len(counts):
+            raise ConfigurationError(
+                f"Slurm's variables contradict each other: SLURM_NODEID={node}, but SLURM_STEP_TASKS_PER_NODE="
+                f"{given('SLURM_STEP_TASKS_PER_NODE')} counts {len(counts)} node(s)"
+            )
+        return counts[node]
+
+    def num_nodes(self) -> int:
+        return len(self._tasks_per_node())
+
+    def node_of(self, rank: int) -> str | None:
+        """The host's name, under Slurm's default distribution; no variable tells of the other tasks under another."""
+        if not (given("SLURM_DISTRIBUTION") or "block").startswith("block"):
+            return None
+        hosts, counts = _parsed("SLURM_STEP_NODELIST", hostlist.hosts), self._tasks_per_node()
+        of_ranks = [host for host, count in zip(hosts, counts, strict=False) for _ in range(count)]
+        mine = self.global_rank()
+        known = mine < len(of_ranks) and of_ranks[mine] == given("SLURMD_NODENAME") and rank < len(of_ranks)
+        return of_ranks[rank] if known else None
+
+    def _address(self) -> str:
+        if given("SLURM_DISTRIBUTION").startswith("arbitrary"):
+            return _first_line_of_host_file()
+        return _parsed("SLURM_STEP_NODELIST", hostlist.hosts)[0]
+
+    def _port(self) -> int:
+        # Not the last digits of the job's number: those of other jobs end alike, and two steps of a job share it.
+        return port_of(
+            read_text("SLURM_JOB_ID"), read_text("SLURM_STEP_ID"), os.environ.get("SLURM_RESTART_COUNT", "0")
+        )
+
+    def validate_settings(self, *, num_devices: int, num_nodes: int) -> None:
+        counts, world = self._tasks_per_node(), self.world_size()
+        if sum(counts) != world:
+            raise ConfigurationError(
+                f"Slurm's variables contradict each other: SLURM_STEP_NUM_TASKS={world}, but "
+                f"SLURM_STEP_TASKS_PER_NODE={given('SLURM_STEP_TASKS_PER_NODE')} makes {sum(counts)}"
+            )
+        self._requeues()  # now, and not when the signal has come
+        super().validate_settings(num_devices=num_devices, num_nodes=num_nodes)
+        here = given("SLURMD_NODENAME")
+        if self.global_rank() == 0 and here and not given("MASTER_ADDR") and here != self._address():
+            # With an order of hosts that isn't the list's, everybody would wait where nobody serves.
+            raise ConfigurationError(
+                f"rank 0 runs on {here}, but the step's hosts begin with {self._address()} "
+                f"(SLURM_DISTRIBUTION={given('SLURM_DISTRIBUTION') or 'not set'}): set MASTER_ADDR={here} for all tasks"
+            )
+
+    def run_again(self, signum: int, *, continues: bool) -> str:
+        # Who sends SIGTERM, scancel or a preemption, has decided about the job already.
+        if signum not in self.stop_signals or not self._requeues():
+            return ""
+        if not continues:
+            return (
+                "the job is not requeued, for it would not go on from here: call fit with ckpt_path='last', and keep "
+                "the ModelCheckpoint"
+            )
+        return requeue()
+
+    def _requeues(self) -> bool:
+        switch = given("TORCHHAL_REQUEUE")
+        if switch not in ("", "0", "1"):
+            raise ConfigurationError(f"TORCHHAL_REQUEUE must be 1 or 0 in the environment (got {switch!r})")
+        return switch == "1" if switch else self.requeue
+
+    def _tasks_per_node(self) -> list[int]:
+        return _parsed("SLURM_STEP_TASKS_PER_NODE", hostlist.tasks_per_node)
+
+
+def requeue() -> str:
+    """Put this job into the queue again, and say how that went, when Slurm begins to end its processes.
+
+    Until then none may leave by itself: a batch script whose step has ended while the job is put back ends the job, in
+    every second case, which then has failed and has no other life (Slurm 22.05).
+
+    An element of an array goes by its own name: the job number that one of the elements has is the whole array's.
+    """
+    array, task = given("SLURM_ARRAY_JOB_ID"), given("SLURM_ARRAY_TASK_ID")
+    job = f"{array}_{task}" if array and task else given("SLURM_JOB_ID")
+    with NotedSignals() as noted:
+        try:
+            done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, timeout=60, check=False)
+        except FileNotFoundError:
+            return f"job {job} is not requeued: there is no scontrol here (in a container, mount Slurm's client)"
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return f"job {job} is not requeued: {error}"
+        if done.returncode:
+            return f"job {job} is not requeued: scontrol says {(done.stderr or done.stdout).strip()!r}"
+        deadline = time.monotonic() + _END_TIMEOUT
+        while not noted.received and time.monotonic() < deadline:
+            time.sleep(0.05)
+    return f"job {job} is requeued"
+
+
+def _signal(value: int | str) -> int:
+    try:
+        found = signal.Signals[value] if isinstance(value, str) else signal.Signals(value)
+    except (KeyError, ValueError):
+        raise ConfigurationError(f"'requeue_signal' must be a signal, such as 'SIGUSR1' (got {value!r})") from None
+    if found in (signal.SIGKILL, signal.SIGSTOP) or isinstance(value, bool):
+        raise ConfigurationError(f"'requeue_signal' must be a signal that can be handled (got {value!r})")
+    return int(found)
+
+
+def _mpi_is_inside() -> bool:
+    """Whether mpirun, started in this allocation, started this process: its daemons are the step's tasks, and what
+    they start inherits their variables. Under ``srun --mpi=...`` both sets say the same."""
+    try:
+        here = str(hostlist.tasks_per_node(given("SLURM_STEP_TASKS_PER_NODE"))[_position()])
+    except (ValueError, IndexError):  # said when the numbers are asked for
+        here = ""
+    for size, local_size, rank in _MPI:
+        if not given(size):
+            continue
+        if given(size) != given("SLURM_STEP_NUM_TASKS") or given(rank) != given("SLURM_PROCID"):
+            return True
+        if given(local_size) and here and given(local_size) != here:
+            return True
+    return False
+
+
+def _in_a_batch_script() -> bool:
+    """Whether this is no task but a batch script: one that was submitted from inside a step has that step's variables,
+    which may be like its own job's to the last number."""
+    try:
+        with open(f"/proc/{int(given('SLURM_TASK_PID'))}/comm") as file:
+            return file.read().strip() == "slurm_script"
+    except (ValueError, OSError):  # no such variable, no such process here
+        return False
+
+
+def _position() -> int:
+    """This node's place in the step's list of nodes, which in a heterogeneous job isn't SLURM_NODEID."""
+    try:
+        return hostlist.hosts(given("SLURM_STEP_NODELIST")).index(given("SLURMD_NODENAME"))
+    except ValueError:
+        return read_int("SLURM_NODEID", 0)
+
+
+def _parsed(name: str, parse: Callable[[str], _T]) -> _T:
+    text = read_text(name)
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise ConfigurationError(f"{name} can't be read (got {text!r}): {error}") from error
+
+
+def _first_line_of_host_file() -> str:
+    """Where rank 0 runs under ``-m arbitrary``: node lists are sorted, the file is not."""
+    path = read_text("SLURM_HOSTFILE", hint="with SLURM_DISTRIBUTION=arbitrary it holds the order of the hosts")
+    try:
+        with open(path) as file:
+            first = next((line.strip() for line in file if line.strip()), "")
+    except OSError as error:
+        raise ConfigurationError(
+            f"SLURM_HOSTFILE, which says where rank 0 runs with SLURM_DISTRIBUTION=arbitrary, can't be read "
+            f"({path}: {error.strerror}): set MASTER_ADDR to rank 0's host"
+        ) from error
+    if not first:
+        raise ConfigurationError(f"SLURM_HOSTFILE is empty ({path}): set MASTER_ADDR to rank 0's host")
+    return first.partition("*")[0]

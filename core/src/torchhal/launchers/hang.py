@@ -1,0 +1,225 @@
+"""Where ranks wait in vain, each writes down where it is; ``torchhal doctor`` puts it side by side."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import socket
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Collection, Sequence
+from types import TracebackType
+from typing import Any
+
+from torchhal.launchers import flight, peer, stacks
+from torchhal.launchers.stores import Store
+
+SCHEMA = 1
+"""Of the files; a reader refuses a higher one."""
+
+FOLDER = "hang-"
+"""How the names of the folders begin."""
+
+NAMED = 8
+"""Missing ranks whose places an error says: each costs a look into the store."""
+
+WRITING = 4.0
+"""Seconds that writing to one disk may take."""
+
+
+class HangDump:
+    """One file per rank, ``hang-TIME-ID/rank-R.json`` below the run's folder, written at most once in a run.
+
+    Every rank writes, however it hears of the hang: by its own error, or from another rank through the store, in the
+    thread of its watch while its main thread is stuck. For a rank that is silent, another one of its machine writes
+    what can be seen of it from outside.
+
+    Args:
+        key: makes a key of the store from a name.
+    """
+
+    def __init__(self, rank: int, world_size: int, key: Callable[[str], str]) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.run_folder = ""
+        """Where the run keeps its files; where none is known, the dumps go to the folder of temporary files."""
+        self.doing = ""
+        """The name of the collective or barrier of ours in which the main thread is."""
+        self.caught: tuple[int, TracebackType] | None = None
+        """The thread that an error brought back from a collective, with the error's traceback."""
+        self.folder = ""
+        """Where this rank has written; empty until then, or if it can't write anywhere."""
+        self._key = key
+        self._name = ""
+        self._rank_0: dict[str, Any] | None = None
+        self._seen: dict[int, str] = {}
+        self._lock = threading.Lock()
+        self._written = False
+        self._place = ""
+        self._problem = ""
+
+    def introduce(self, store: Store) -> None:
+        """Tell the others where this process is; rank 0 also what the dumps of this run are called."""
+        here = peer.whereabouts()
+        if self.rank == 0:
+            self._name = f"{FOLDER}{_now()}-{uuid.uuid4().hex[:6]}"
+        store.set(self._key(f"where/{self.rank}"), json.dumps({**here, "name": self._name}))
+
+    def learn(self, store: Store) -> None:
+        """Hear what rank 0 has said; asked until it has."""
+        if not self._name and (there := self._whereabouts(store, 0)) is not None:
+            self._name, self._rank_0 = there["name"], there
+
+    @property
+    def written(self) -> bool:
+        """Whether this rank has written, or could not."""
+        return self._written
+
+    def answer(self, store: Store) -> None:
+        """Tell the others that this rank has written, and where it is."""
+        store.set(self._key(f"dumped/{self.rank}"), json.dumps({"at": self._place, "folder": self.folder}))
+
+    def write(self, why: str, position: int) -> None:
+        """Write this rank's file, the first time. Never raises: what is wrong already must stay the first error."""
+        with self._lock:
+            if self._written:
+                return
+            self._written = True
+            try:
+                self._save(self.rank, self._content(why, position))
+            except Exception as error:
+                self._problem = f"{type(error).__name__}: {error}"
+
+    def write_for(self, rank: int, seen: str, stack: Sequence[str] = ()) -> None:
+        """Write for a rank that won't what is known of it, unless it has. Never raises."""
+        try:
+            if self.folder and os.path.exists(os.path.join(self.folder, _file(rank))):
+                return
+            self._save(rank, {**self._head(rank), "silent": seen, "stacks_from_outside": list(stack)})
+        except Exception:
+            pass
+
+    def places(self, store: Store, ranks: Collection[int], timeout: float) -> dict[int, str]:
+        """Where the first of ``ranks`` say they are, waiting up to ``timeout`` seconds for them to have written."""
+        deadline = time.monotonic() + timeout
+        missing, found = set(sorted(ranks)[:NAMED]), {}
+        while missing:
+            for rank in sorted(missing):
+                if store.check([self._key(f"dumped/{rank}")]):
+                    found[rank] = json.loads(store.get(self._key(f"dumped/{rank}")))["at"]
+                    missing.discard(rank)
+            if not missing or time.monotonic() > deadline:
+                break
+            time.sleep(0.02)
+        return dict(sorted(found.items()))
+
+    def look_at(self, store: Store | None, ranks: Collection[int]) -> dict[int, str]:
+        """What can be seen from here of the first silent ``ranks``; without a store of rank 0 alone. Writes it, too."""
+        ranks = sorted(ranks)[:NAMED]
+        for rank in ranks:
+            if rank in self._seen:
+                continue
+            there = self._whereabouts(store, rank) if store is not None else self._rank_0 if rank == 0 else None
+            if there is not None:
+                self._seen[rank], stack = peer.look_at(there)
+                self.write_for(rank, self._seen[rank], stack)
+        return {rank: self._seen[rank] for rank in ranks if rank in self._seen}
+
+    def hint(self, places: dict[int, str]) -> str:
+        """The end of an error's message, on lines of its own: where the missing ranks are, and where to read more."""
+        lines = ["", *(f"rank {rank}: {place}" for rank, place in places.items() if place)]
+        if self.folder:
+            lines.append(f"To see where all ranks are: torchhal doctor {shlex.quote(self.folder)}")
+        elif self._problem:
+            lines.append(f"The stacks of rank {self.rank} could not be written: {self._problem}")
+        return "\n".join(lines) if len(lines) > 1 else ""
+
+    # -- the file --------------------------------------------------------------------------------------------
+
+    def _head(self, rank: int) -> dict[str, Any]:
+        written = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        return {"schema": SCHEMA, "rank": rank, "world_size": self.world_size, "written": written}
+
+    def _content(self, why: str, position: int) -> dict[str, Any]:
+        threads = list(stacks.all_threads(self.caught))
+        recorded = _within(WRITING, flight.collectives)
+        self._place = _place(self.doing, threads, recorded)
+        return {
+            **self._head(self.rank),
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "why": why,
+            "doing": self.doing,
+            "step": position,
+            "groups": flight.groups(),
+            "collectives": recorded,
+            "threads": threads,
+        }
+
+    def _save(self, rank: int, content: dict[str, Any]) -> None:
+        """Write below the run's folder, or below that of temporary files: the run's disk may be full, or read-only.
+
+        Or it may be what hangs, for ever: a thread of its own writes, and nobody waits longer than WRITING for it.
+        """
+        text = json.dumps(content, indent=1, default=str)
+        name = self._name or f"{FOLDER}{_now()}-of-rank-{self.rank}"  # before anything was heard of rank 0
+        for parent in dict.fromkeys(filter(None, (self.run_folder, tempfile.gettempdir()))):
+            folder = os.path.join(os.path.abspath(parent), name)
+            outcome = [f"writing to {folder} took longer than {WRITING:g} s"]
+            paths = os.path.join(folder, _file(rank)), os.path.join(folder, f"{_file(rank)}.by-{self.rank}")
+            thread = threading.Thread(target=_write, args=(*paths, text, outcome), name="torchhal-dump", daemon=True)
+            thread.start()
+            thread.join(WRITING)
+            if not outcome[0]:
+                self.folder = folder
+                return
+            self._problem = outcome[0]
+
+    def _whereabouts(self, store: Store, rank: int) -> dict[str, Any] | None:
+        key = self._key(f"where/{rank}")
+        if not store.check([key]):
+            return None
+        there: dict[str, Any] = json.loads(store.get(key))
+        return there
+
+
+def _file(rank: int) -> str:
+    return f"rank-{rank}.json"
+
+
+def _now() -> str:
+    return time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+
+
+def _within(seconds: float, look: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """What ``look`` finds, or nothing: a recorder waits for locks of a backend, which may be what hangs."""
+    found: list[dict[str, Any]] = []
+    thread = threading.Thread(target=lambda: found.extend(look()), name="torchhal-recorder", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return list(found)
+
+
+def _write(path: str, part: str, text: str, outcome: list[str]) -> None:
+    """Write a whole file, by way of ``part``, or none; ``outcome[0]`` becomes what went wrong."""
+    try:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(part, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(part, path)
+        outcome[0] = ""
+    except OSError as error:
+        outcome[0] = str(error)
+        with contextlib.suppress(OSError):
+            os.remove(part)
+
+
+def _place(doing: str, threads: list[dict[str, Any]], recorded: list[dict[str, Any]]) -> str:
+    """Where the main thread is, on one line."""
+    main = next((thread for thread in threads if thread["main"]), None)
+    at = "" if main is None else main["at"] or next(iter(main["stack"]), "")
+    last = f"last collective {recorded[-1]['name']} number {recorded[-1]['number']}" if recorded else ""
+    return ", ".join(part for part in (f"in {doing}" if doing else "", f"at {at}" if at else "", last) if part)

@@ -1,0 +1,111 @@
+"""What can be found out about a process of this machine that answers nothing any more. Imports no torch.
+
+A stopped process runs nothing. One that hangs in code which holds Python's lock runs no Python, but takes signals: its
+handler, in C, writes the stacks of its threads into memory that others may read as long as the process lives.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import socket
+import sys
+import time
+from typing import Any
+
+_STATES = {
+    "T": "is stopped (by SIGSTOP, or Ctrl-Z)",
+    "t": "is stopped by a debugger",
+    "Z": "has ended",
+    "X": "has ended",
+    "D": "waits in the kernel, often for a disk or a network file system",
+}
+
+_own: tuple[int, int] | None = None
+"""(pid, descriptor of the memory for this process's stacks)."""
+
+
+def whereabouts() -> dict[str, Any]:
+    """Where this process is and how to see its stacks, for :func:`look_at` in another one."""
+    pid = os.getpid()
+    return {"host": _host(), "pid": pid, "started": _stat(pid)[1], "stacks": _offer_stacks()}
+
+
+def look_at(whereabouts: dict[str, Any]) -> tuple[str, list[str]]:
+    """What the process with these :func:`whereabouts` is doing, in words, and its stacks if it still writes some."""
+    pid, host = int(whereabouts["pid"]), str(whereabouts["host"])
+    if host != _host():
+        return f"its process {pid} on {host.partition(' ')[0]} answers nothing", []
+    state, started = _stat(pid)
+    if state == "D":  # for a moment everybody is
+        time.sleep(0.3)
+        state, started = _stat(pid)
+    if not state or started != whereabouts["started"]:
+        return f"its process {pid} is gone", []
+    if state in _STATES:
+        return f"its process {pid} {_STATES[state]}", []
+    stacks = _ask_for_stacks(pid, whereabouts["stacks"])
+    return f"its process {pid} is there, but in code that holds Python's lock", stacks
+
+
+def _signal() -> int | None:
+    """A real-time signal, which no scheduler sends; None where there are none."""
+    lowest = getattr(signal, "SIGRTMIN", None)
+    return None if sys.platform != "linux" or lowest is None else int(lowest) + 11
+
+
+def _offer_stacks() -> int | None:
+    """The descriptor into which this process writes its stacks on :func:`_signal`; None where it can't."""
+    global _own
+    if _own is not None and _own[0] == os.getpid():
+        return _own[1]
+    signum = _signal()
+    inherited = _own is not None  # a fork has its parent's handler, and writes into its parent's memory
+    if signum is None or (not inherited and signal.getsignal(signum) is not signal.SIG_DFL):
+        return None
+    try:
+        descriptor = os.memfd_create("torchhal-stacks")
+        faulthandler.register(signum, file=descriptor, all_threads=True)
+    except (OSError, RuntimeError, AttributeError):
+        return None
+    _own = (os.getpid(), descriptor)
+    return descriptor
+
+
+def _ask_for_stacks(pid: int, descriptor: int | None) -> list[str]:
+    signum = _signal()
+    if descriptor is None or signum is None:
+        return []
+    try:
+        os.kill(pid, signum)
+        deadline = time.monotonic() + 1.0
+        before = -1
+        while time.monotonic() < deadline:
+            time.sleep(0.05)
+            with open(f"/proc/{pid}/fd/{descriptor}", errors="replace") as memory:
+                text = memory.read()
+            if text and len(text) == before:  # nothing was added in a while
+                return text.splitlines()
+            before = len(text)
+    except OSError:
+        pass
+    return []
+
+
+def _stat(pid: int) -> tuple[str, str]:
+    """The state's letter and the time of the start, which tells a process from a later one of the same number."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            fields = file.read().rsplit(")", 1)[1].split()
+        return fields[0], fields[19]
+    except (OSError, IndexError):
+        return "", ""
+
+
+def _host() -> str:
+    """This machine's name, and which process numbers it means: containers of one machine have their own."""
+    try:
+        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return socket.gethostname()

@@ -1,0 +1,58 @@
+"""Do all ranks train by the same numbers? Gradients are shared, steps are not: weights would part without a word."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+
+from torchhal.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from torchhal.trainer.trainer import Trainer
+
+
+def check_settings(trainer: Trainer) -> None:
+    """Raise ConfigurationError on every rank alike where the Trainers or the optimizers of the ranks differ.
+
+    Once, before the first step; every rank calls it.
+    """
+    strategy = trainer.strategy
+    if strategy.world_size == 1:
+        return
+    everybody = strategy.all_gather_object(_settings(trainer))
+    for name, first in everybody[0].items():
+        for rank, other in enumerate(everybody):
+            if other[name] != first:
+                raise ConfigurationError(
+                    f"every rank must train with the same {name} (rank 0 has {first}, rank {rank} has {other[name]})"
+                )
+
+
+def _settings(trainer: Trainer) -> dict[str, str]:
+    asked = {
+        name: getattr(trainer, name)
+        for name in (
+            "max_epochs",
+            "max_steps",
+            "accumulate_grad_batches",
+            "gradient_clip_val",
+            "gradient_clip_algorithm",
+        )
+    }
+    asked["precision"] = trainer.precision_plugin.alias or type(trainer.precision_plugin).__name__
+    asked["optimizers"] = [_description(optimizer) for optimizer in trainer.strategy.optimizers]
+    return {name: str(value) for name, value in asked.items()}
+
+
+def _description(optimizer: Optimizer) -> str:
+    """The class and what it was made with. Not its groups: ranks that hold parts of a model may have other ones."""
+    defaults: dict[str, Any] = getattr(optimizer, "defaults", {})
+    options = ", ".join(f"{name}={value}" for name, value in sorted(defaults.items()) if _is_plain(value))
+    return f"{type(optimizer).__name__}({options})"
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (bool, int, float, str, type(None))) or (
+        isinstance(value, (tuple, list)) and all(map(_is_plain, value))
+    )

@@ -1,0 +1,53 @@
+"""An evaluation whose steps communicate, over ranks that have different numbers of batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torchhal.errors import ModelError
+from torchhal.strategies.base import Strategy
+
+
+class Lockstep:
+    """Every rank is there for every step that any rank has a batch for.
+
+    Args:
+        strategy: one whose evaluation communicates.
+        batches: how many each rank has; None where only the end of a loader tells, and the ranks ask each other before
+            each step.
+    """
+
+    def __init__(self, strategy: Strategy, batches: Sequence[int] | None) -> None:
+        self.strategy = strategy
+        self.batches = batches
+        self.position = 0
+
+    def step(self, step: Callable[..., Any], *args: Any) -> Any:
+        """What ``step`` gives for a batch of this rank's."""
+        ranks = self._next(True)
+        if len(ranks) == self.strategy.world_size:
+            return step(*args)
+        with self.strategy.evaluation_step_of(ranks):
+            return step(*args)
+
+    def rest(self) -> Iterator[None]:
+        """The steps of other ranks after the last one of this rank's."""
+        while ranks := self._next(False):
+            with self.strategy.evaluation_step_of(ranks):
+                pass
+            yield
+
+    def _next(self, mine: bool) -> list[int]:
+        """The ranks that have a batch for the next step."""
+        if self.batches is None:
+            have = self.strategy.all_gather_object(mine)
+        else:
+            have = [count > self.position for count in self.batches]
+            if have[self.strategy.global_rank] is not mine:
+                raise ModelError(
+                    f"a loader has said that it has {self.batches[self.strategy.global_rank]} batches, and gave "
+                    f"{'more' if mine else self.position}: its __len__ must be right, or missing"
+                )
+        self.position += 1
+        return [rank for rank, there in enumerate(have) if there]

@@ -1,0 +1,180 @@
+"""A run that goes on with another number of replicas: batches per step, generators, the rest of the epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torchhal.errors import ConfigurationError
+from torchhal.precision.base import needs_closure
+from torchhal.trainer import rng
+from torchhal.trainer.samplers import seed_host
+
+if TYPE_CHECKING:
+    from torchhal.trainer.data import TrainingData
+    from torchhal.trainer.trainer import Trainer
+
+
+def share_of_data(trainer: Trainer) -> tuple[int, int]:
+    """(replicas, which of them): ranks of one model that share its batches count as one."""
+    kwargs: Mapping[str, int] | None = trainer.strategy.distributed_sampler_kwargs
+    return (1, 0) if kwargs is None else (kwargs["num_replicas"], kwargs["rank"])
+
+
+def begin(trainer: Trainer, checkpoint: Mapping[str, Any] | None) -> None:
+    """A fit, before its strategy prepares: what optimizer steps took before is known, what batches hold now isn't."""
+    fit = trainer.fit_loop
+    fit.asked_accumulate = fit.accumulate = trainer.accumulate_grad_batches
+    fit.before = {} if checkpoint is None else checkpoint.get("loops", {}).get("fit", {})
+
+
+def choose_accumulation(trainer: Trainer, data: TrainingData) -> None:
+    """Take as much to an optimizer step, over all replicas, as the run began with, or nearly so.
+
+    A learning rate goes with a global batch. So its size is kept, by ``accumulate_grad_batches``, where that is
+    possible; else the nearest is taken, the larger of two. It is the script's to say, though: where it asks for another
+    accumulation or batch size than the life before, as one that divides a global batch by itself, it gets that.
+    """
+    fit, asked = trainer.fit_loop, trainer.fit_loop.asked_accumulate
+    fit.batch_size = data.items_per_batch
+    one = share_of_data(trainer)[0] * fit.batch_size
+    fit.step_size = asked * one
+    if (fit.before.get("asked_accumulate"), fit.before.get("batch_size")) == (asked, fit.batch_size):
+        fit.step_size = fit.before["step_size"]
+        owned = {"owns_accumulation", "owns_step"} & set(trainer.strategy.features)
+        if getattr(trainer.module, "automatic_optimization", True) and not owned:
+            batches = max(1, int(fit.step_size / one + 0.5))
+            try:
+                trainer.strategy.check_accumulation(batches)
+            except ConfigurationError:
+                batches = asked
+            _accumulate(trainer, batches)
+
+
+def _accumulate(trainer: Trainer, batches: int) -> None:
+    trainer.fit_loop.accumulate = batches
+    trainer.accumulate_grad_batches = trainer.strategy.accumulate_grad_batches = batches
+
+
+def _settle_accumulation(trainer: Trainer) -> str:
+    """With the optimizers known: what changed, in words; "" for nothing."""
+    fit = trainer.fit_loop
+    if any(map(needs_closure, trainer.strategy.optimizers)):  # these evaluate a batch several times within one step
+        _accumulate(trainer, fit.asked_accumulate)
+    now, before = fit.accumulate * share_of_data(trainer)[0] * fit.batch_size, fit.before.get("step_size")
+    if before is not None and now != before:
+        return (
+            f"An optimizer step takes {now} {_items(fit)}, not {before} as before "
+            f"(accumulate_grad_batches={fit.accumulate}); the learning rate is left alone. "
+        )
+    if fit.accumulate != fit.asked_accumulate:
+        return f"accumulate_grad_batches={fit.accumulate} keeps what an optimizer step takes as it was. "
+    return ""
+
+
+def restore_rank(trainer: Trainer, checkpoint: Mapping[str, Any], path: str) -> None:
+    """This rank's generators and position in the data, whatever number of replicas has written ``checkpoint``."""
+    strategy, fit, ranks = trainer.strategy, trainer.fit_loop, checkpoint["ranks"]
+    mine = share_of_data(trainer)
+    shares = _shares(ranks)
+    changed = _settle_accumulation(trainer)
+    if mine in shares:  # whoever had this share of the data; this very rank, if it was one of them
+        same = len(ranks) == strategy.world_size and shares[strategy.global_rank] == mine
+        entry = ranks[strategy.global_rank if same else shares.index(mine)]
+        if fit.batches_done and fit.data is not None and entry["data"] is not None:
+            fit.data.take_order(entry["data"])
+        fit.resume(entry["data"], entry["rng"])
+        return
+    position = None
+    where = "The next epoch is shared out among all"
+    if fit.batches_done:
+        used = _used(checkpoint)
+        if used is not None and fit.data is not None and fit.data.order is not None:
+            position = _rest(trainer, ranks[0], used)
+            where = f"The epoch goes on after its first {used} {_items(fit)}, at batch {fit.batches_done}"
+        else:
+            _nearest_batch(trainer, ranks[0])
+            position = ranks[0]["data"] if strategy.global_rank == 0 else None
+            where = f"The epoch goes on at batch {fit.batches_done}, though the samples before it may be others"
+    fit.resume(position, _generators(ranks, strategy.global_rank))
+    trainer.warn_once(
+        f"{path!r} was written by {_world(shares[0][0], len(ranks))} and is continued by "
+        f"{_world(mine[0], strategy.world_size)}. {where}. {changed}Random numbers, of dropout say, are others "
+        "than they would have been"
+    )
+
+
+def _items(fit: Any) -> str:
+    return "samples" if fit.batch_size > 1 else "batches of the loader"
+
+
+def keeps_gradients(trainer: Trainer, checkpoint: Mapping[str, Any]) -> bool:
+    """Whether an accumulation that the checkpoint was written in goes on: with other replicas it begins again."""
+    return share_of_data(trainer) in _shares(checkpoint["ranks"])
+
+
+def _shares(ranks: list[dict[str, Any]]) -> list[tuple[int, int]]:
+    return [tuple(entry.get("share", (len(ranks), rank))) for rank, entry in enumerate(ranks)]
+
+
+def _used(checkpoint: Mapping[str, Any]) -> int | None:
+    """Items of the epoch, in its order, that optimizer steps have seen; None where nobody knows the order."""
+    ranks, fit = checkpoint["ranks"], checkpoint["loops"]["fit"]
+    order = (ranks[0]["data"] or {}).get("order")
+    if order is None:
+        return None
+    done: int = fit["batches_done"]
+    if checkpoint.get("gradients") is not None:
+        done -= done % fit["accumulate"]
+    used: int = order["start"] + (done - order["batches"]) * _shares(ranks)[0][0] * order["per_batch"]
+    return used
+
+
+def _rest(trainer: Trainer, entry: dict[str, Any], used: int) -> dict[str, Any]:
+    """Give the epoch what is left after ``used`` items; the position at its beginning."""
+    fit = trainer.fit_loop
+    data = fit.data
+    assert data is not None
+    # Steps end at multiples of the accumulation, so the count of batches goes on at one: where a step takes what it
+    # took before, that is exact.
+    step = share_of_data(trainer)[0] * data.items_per_batch * fit.accumulate
+    fit.batches_done = -(-used // step) * fit.accumulate
+    order = {**data.rest_from(entry["data"], used), "batches": fit.batches_done}
+    data.take_rest(order)
+    states = entry["data"]["generators"]
+    return {"epoch_rng": None, "generators_at_start": states, "generators": states, "order": order}
+
+
+def _nearest_batch(trainer: Trainer, entry: dict[str, Any]) -> None:
+    fit = trainer.fit_loop
+    replicas, _ = share_of_data(trainer)
+    before, now = entry.get("batch_size"), batch_size(fit)
+    samples = fit.batches_done * entry["share"][0] * (before if before and now else 1)
+    step = fit.accumulate * replicas * (now if before and now else 1)
+    fit.batches_done = samples // step * fit.accumulate
+
+
+def batch_size(fit: Any) -> int | None:
+    """Samples per batch and replica, where the training loader says it."""
+    size = getattr(fit.data.loader, "batch_size", None) if fit.data is not None else None
+    return size if isinstance(size, int) and not isinstance(size, bool) and size > 0 else None
+
+
+def _generators(ranks: list[dict[str, Any]], rank: int) -> dict[str, Any]:
+    """A rank that was there before goes on with its random numbers; a new one gets others, made from a former's."""
+    state: dict[str, Any] = ranks[rank % len(ranks)]["rng"]
+    if rank < len(ranks):
+        return state
+    callers = rng.collect_host()
+    try:
+        rng.restore_host(state)
+        seed_host(int(torch.randint(2**62, ())) + rank)
+        return rng.collect_host()
+    finally:
+        rng.restore_host(callers)
+
+
+def _world(replicas: int, processes: int) -> str:
+    return f"{replicas} replica(s) of the model on {processes} process(es)"

@@ -1,0 +1,52 @@
+"""What the caller of a launch hears when its workers end in several ways at once."""
+
+import signal
+
+import pytest
+
+from torchhal.errors import RankFailedError
+from torchhal.launchers.verdict import Verdict
+from torchhal.launchers.worker import failed
+
+LEFT = SystemExit(128 + signal.SIGTERM)
+FOR_WANT_OF_IT = RankFailedError("rank 0 called sys.exit(143)", rank=0)
+OWN = ValueError("bad batch")
+
+
+@pytest.fixture
+def outcome():
+    def outcome(received, *errors):
+        verdict = Verdict(len(errors), instead="")
+        for rank, error in enumerate(errors):
+            if error is not None:
+                verdict.take(rank, failed(rank, error))
+        try:
+            verdict.raise_outcome(received)
+        except BaseException as error:
+            return error
+        return None
+
+    return outcome
+
+
+@pytest.mark.parametrize("errors", [[None, None], [LEFT, LEFT], [LEFT, FOR_WANT_OF_IT], [LEFT, None]])
+def test_a_signal_ends_the_job_with_its_own_status(outcome, errors):
+    """Also where a worker left before it trained, and the other one lost its peer."""
+    assert outcome([signal.SIGTERM], *errors).code == 143
+    assert isinstance(outcome([signal.SIGINT], *errors), KeyboardInterrupt)
+
+
+def test_a_failure_of_its_own_counts_more_than_the_signal(outcome):
+    for errors in ([LEFT, OWN], [OWN, FOR_WANT_OF_IT], [OWN, LEFT]):
+        assert "bad batch" in str(outcome([signal.SIGTERM], *errors))
+
+
+def test_of_a_loss_that_no_worker_here_has_caused_the_signal_tells_nothing(outcome):
+    elsewhere = RankFailedError("rank 3 failed", rank=3)
+    assert isinstance(outcome([signal.SIGTERM], elsewhere, elsewhere), RankFailedError)
+
+
+def test_without_a_signal_all_ranks_speak_for_the_job(outcome):
+    assert outcome([], LEFT, LEFT).code == 143
+    assert isinstance(outcome([], LEFT, FOR_WANT_OF_IT), RankFailedError)
+    assert outcome([], None, None) is None
