@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -491,13 +492,17 @@ def test_a_job_that_is_requeued_three_times_ends_as_one_left_alone(slurm):
 
 
 def test_an_element_of_an_array_is_requeued_alone(slurm):
-    """By its own number: the job's would be all of them."""
+    """By its own number: the job's would be all of them. Slurm ends the step before its scontrol has come back."""
     (slurm.folder / "requeued.py").write_text(REQUEUED)
+    slow = slurm.folder / "slow" / "scontrol"
+    slow.parent.mkdir()
+    slow.write_text(f'#!/bin/sh\n{shutil.which("scontrol")} "$@"; status=$?; sleep 2; exit $status\n')
+    slow.chmod(0o755)
     script = slurm.folder / "elements.sh"
     script.write_text(
         f"#!/bin/bash\n#SBATCH -N2 --ntasks-per-node=1 --array=0-1%1 --requeue\n"
         f"#SBATCH --open-mode=append -o {slurm.folder}/out-%a\n"
-        f"mkdir -p {slurm.folder}/element-$SLURM_ARRAY_TASK_ID\n"
+        f"mkdir -p {slurm.folder}/element-$SLURM_ARRAY_TASK_ID\nexport PATH={slow.parent}:$PATH\n"
         f"srun {sys.executable} {slurm.folder}/requeued.py {slurm.folder}/element-$SLURM_ARRAY_TASK_ID 0.1\n"
     )
     job = slurm.run("sbatch", "--parsable", "-J", "elements", str(script)).strip()

@@ -231,7 +231,7 @@ class TestRequeue:
     def scontrol(self, tmp_path, monkeypatch):
         def install(status, says=""):
             program = tmp_path / "scontrol"
-            ends = "" if status else "kill -TERM $PPID"  # as Slurm ends what it has put back
+            ends = "" if status else "kill -TERM $PPID $$"  # as Slurm ends what it has put back, its scontrol too
             program.write_text(f"#!/bin/sh\necho \"$@\" > {tmp_path}/asked\necho '{says}' >&2\n{ends}\nexit {status}\n")
             program.chmod(0o755)
             return tmp_path / "asked"
@@ -272,6 +272,8 @@ class TestRequeue:
         assert again(signal.SIGUSR1, continues=True) == (
             "job 4711 is not requeued: scontrol says 'Requested operation is presently disabled'"
         )
+        (tmp_path / "scontrol").write_text("#!/bin/sh\nkill -KILL $$\n")
+        assert "job 4711 may not be requeued: scontrol was ended by signal 9" in again(signal.SIGUSR1, continues=True)
         monkeypatch.setenv("PATH", str(tmp_path / "none"))
         assert "there is no scontrol here" in again(signal.SIGUSR1, continues=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -14,13 +15,16 @@ from torchhal.cluster.external import ExternalEnvironment
 from torchhal.cluster.meeting import port_of
 from torchhal.cluster.variables import given, read_int, read_text
 from torchhal.errors import ConfigurationError
-from torchhal.launchers.process import launched_by
+from torchhal.launchers.process import describe_exit, launched_by
 from torchhal.launchers.signals import NotedSignals
 
 _T = TypeVar("_T")
 
 _END_TIMEOUT = 60.0
 """Seconds to wait for the SIGTERM of a job that was put back: Slurm sends it within one."""
+
+_ASK = 'trap "" HUP INT TERM USR1 USR2; exec scontrol requeue "$1"'
+"""Slurm ends scontrol, a process of the step, as it ends the others, and often before scontrol has said how it went."""
 
 _MPI = (
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_RANK"),
@@ -168,12 +172,15 @@ def requeue() -> str:
     array, task = given("SLURM_ARRAY_JOB_ID"), given("SLURM_ARRAY_TASK_ID")
     job = f"{array}_{task}" if array and task else given("SLURM_JOB_ID")
     with NotedSignals() as noted:
-        try:
-            done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, timeout=60, check=False)
-        except FileNotFoundError:
+        if shutil.which("scontrol") is None:
             return f"job {job} is not requeued: there is no scontrol here (in a container, mount Slurm's client)"
+        ask = ["/bin/sh", "-c", _ASK, "sh", job]
+        try:
+            done = subprocess.run(ask, capture_output=True, text=True, timeout=60, check=False)
         except (OSError, subprocess.TimeoutExpired) as error:
             return f"job {job} is not requeued: {error}"
+        if done.returncode < 0:
+            return f"job {job} may not be requeued: scontrol {describe_exit(done.returncode)}"
         if done.returncode:
             return f"job {job} is not requeued: scontrol says {(done.stderr or done.stdout).strip()!r}"
         deadline = time.monotonic() + _END_TIMEOUT
