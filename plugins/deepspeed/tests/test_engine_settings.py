@@ -133,6 +133,15 @@ def test_models_that_the_engine_cannot_train(world2, stage, model, error, words)
     assert words in outcomes[0].message
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_statistics_that_the_device_cannot_mix_with_the_weights(world2, stage):
+    options = {"precision": "bf16-mixed"}
+    outcomes = world2.outcomes(training.fit_options, {"stage": stage}, options, "Net", timeout=200)
+    assert {outcome.error for outcome in outcomes} == {"ModelError"}
+    assert "'norm' of Net has statistics in torch.float32 and weights in torch.bfloat16" in outcomes[0].message
+    assert 'config={"data_types": {"buffer_dtype": "bf16"}}' in outcomes[0].message
+
+
 def test_a_file_and_a_dict_say_the_same(tmp_path):
     config = {"zero_optimization": {"stage": 3, "overlap_comm": False}, "train_batch_size": "auto"}
     path = tmp_path / "ds.json"

@@ -82,7 +82,8 @@ def test_bf16_keeps_fp32_weights_in_the_optimizer(world2, ddp):
 
 def test_fp16_scales_the_loss_or_says_why_not(world2, ddp):
     """Whether DeepSpeed has float16 on a CPU depends on the processor."""
-    outcomes = world2.outcomes(training.mixed, "deepspeed_stage_2", 2, "16-mixed", timeout=200)
+    strategy = {"stage": 2, "config": {"data_types": {"buffer_dtype": "fp16"}}}
+    outcomes = world2.outcomes(training.mixed, strategy, 2, "16-mixed", timeout=200)
     if outcomes[0].error:
         assert {outcome.error for outcome in outcomes} == {"UnsupportedCombinationError"}
         assert "float16" in outcomes[0].message and "bf16-mixed" in outcomes[0].message

@@ -249,6 +249,7 @@ class DeepSpeedStrategy(ParallelStrategy):
                 self._deepspeed, broadcast=self.stage == 3, model=Twin(self.module), optimizer=optimizer, config=config
             )
         self.model = self.engine
+        suitable.check_statistics(self.module)
         if self.stage == 3 and self._wrapping is not None:
             vars(self.module)[_IN_PARTS] = True
         if not groups:

@@ -74,6 +74,30 @@ def check_divisible(module: nn.Module) -> None:
             )
 
 
+def check_statistics(module: nn.Module) -> None:
+    """Raise ModelError for a batch norm whose statistics the engine left in a dtype that the device can't mix with its
+    weights': some devices can, CPUs can't."""
+    tried: set[tuple[torch.dtype, torch.dtype]] = set()
+    for name, layer in module.named_modules():
+        if not isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
+            continue
+        weight, statistics = layer.weight, layer.running_mean
+        if weight is None or statistics is None or (weight.dtype, statistics.dtype) in tried:
+            continue
+        tried.add((weight.dtype, statistics.dtype))
+        of_weight = torch.ones(1, dtype=weight.dtype, device=statistics.device)
+        of_statistics = torch.ones_like(statistics[:1])
+        try:
+            nn.functional.batch_norm(of_weight[:, None], of_statistics, of_statistics, of_weight, of_weight)
+        except RuntimeError as error:
+            kind = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(weight.dtype, "fp32")
+            raise ModelError(
+                f"{name!r} of {type(module).__name__} has statistics in {statistics.dtype} and weights in "
+                f"{weight.dtype}, which {statistics.device.type!r} can't mix ({error}): convert the buffers with "
+                f'config={{"data_types": {{"buffer_dtype": "{kind}"}}}}, or use strategy=\'ddp\''
+            ) from error
+
+
 def trained(module: nn.Module) -> frozenset[str]:
     """Names of the parameters that are trained."""
     return frozenset(name for name, parameter in module.named_parameters() if parameter.requires_grad)
