@@ -377,7 +377,7 @@ class TakesWhatItDoesNotDeclare(DDPStrategy):
 @caught_by("STR-38", says="CollectiveTimeoutError")
 class AsksEverybody(DDPStrategy):
     def __init__(self, **options):
-        super().__init__(timeout=timedelta(seconds=2), **options)
+        super().__init__(timeout=timedelta(seconds=8), **options)
 
     @property
     def is_data_leader(self):

@@ -3,6 +3,7 @@
 The process is a fresh one, as hivemind forks: a test process has threads that a fork would lose.
 """
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -121,12 +122,29 @@ def main(folder):
     results["accumulated"] = fit(Net(), data, trainer={"accumulate_grad_batches": 2})
     results["uneven"] = fit(Net(), uneven, target_batch_size=14)
     results["own steps"] = fit(Net(), data, averaging="state")
+    dies_with_the_locks()
+    results["after a kill"] = fit(Net(), data, averaging="state")
     results["bf16"] = fit(Net(), data, trainer={"precision": "bf16-mixed"})
     results["unanswered"] = refused(initial_peers=[NOBODY], join_timeout=5.0)
     results["unsized"] = refused_batch()
     results["failing"] = refused(model=Failing())
     results["seen"] = len(Census.seen)
     torch.save(results, folder / "results.pt")
+
+
+def dies_with_the_locks():
+    """As a process of hivemind's that is killed at a bad moment."""
+    from hivemind.utils.mpfuture import MPFuture, SharedBytes
+
+    def die():
+        for lock in (SharedBytes._lock, MPFuture._update_lock):
+            lock.acquire()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    process = multiprocessing.get_context("fork").Process(target=die)
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
 
 
 def refused_batch():

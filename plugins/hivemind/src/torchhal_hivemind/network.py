@@ -18,6 +18,8 @@ from hivemind.p2p import P2P
 from hivemind.utils import get_dht_time
 
 from torchhal.errors import ConfigurationError, DistributedError, LaunchError
+from torchhal.launchers.process import describe_exit
+from torchhal_hivemind import vendor
 from torchhal_hivemind.children import end, guarded
 from torchhal_hivemind.settings import PEERS, Settings
 
@@ -36,6 +38,7 @@ class Network:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
+        vendor.free_locks()
         # hivemind puts its sockets into /tmp itself, and forgets those of the averagers; a longer path might not do
         self.sockets = tempfile.mkdtemp(prefix="torchhal-hivemind-", dir="/tmp")
         self._usual_sockets = P2P._UNIX_SOCKET_PREFIX
@@ -61,7 +64,8 @@ class Network:
             raise
 
     def _await(self) -> None:
-        deadline = time.monotonic() + self.settings.join_timeout + 5.0  # the daemon's own time-out says more
+        started = time.monotonic()
+        deadline = started + self.settings.join_timeout + 5.0  # the daemon's own time-out says more
         cause: Exception | None = None
         while cause is None:
             try:
@@ -78,6 +82,10 @@ class Network:
                 f"none of 'initial_peers' answered within {self.settings.join_timeout:g} s ({', '.join(peers)}): is "
                 "one of them still running, and can it be reached from here?"
             ) from cause
+        if isinstance(cause, FutureTimeoutError):
+            said = f"no answer within {time.monotonic() - started:.0f} s"
+            if not self.dht.is_alive():
+                said = f"hivemind's process {self.dht.name!r} {describe_exit(self.dht.exitcode)}"
         raise LaunchError(f"hivemind's network daemon did not start: {said or type(cause).__name__}") from cause
 
     def invite(self) -> None:

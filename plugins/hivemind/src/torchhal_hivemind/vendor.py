@@ -57,3 +57,19 @@ def load(*, verbose: bool) -> str:
 def share_by(strategy: str) -> None:
     """Set how torch.multiprocessing shares the memory of tensors in this process."""
     torch.multiprocessing.set_sharing_strategy(strategy)  # type: ignore[no-untyped-call]
+
+
+def free_locks(timeout: float = 2.0) -> None:
+    """Replace the locks that all of hivemind's processes share, where one was killed while it held one.
+
+    This process and those that it starts would wait for it for ever. A node that reports its error is killed for it,
+    often before it has let go of the lock. Futures of hivemind's from before are broken then; who would have answered
+    them is gone.
+    """
+    from hivemind.utils.mpfuture import MPFuture, SharedBytes
+
+    for lock in (SharedBytes._lock, MPFuture._initialization_lock, MPFuture._update_lock):
+        if not lock.acquire(timeout=timeout):  # held for microseconds, else
+            MPFuture.reset_backend()
+            return
+        lock.release()
