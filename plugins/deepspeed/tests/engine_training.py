@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import torchhal
 from torchhal import Callback, ModelCheckpoint, Trainer
+from torchhal.errors import ConfigurationError, ModelError
 
 warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)  # DeepSpeed's calls
 
@@ -518,6 +519,20 @@ def fit_options(strategy, options, model):
     module = globals()[model]()
     module.train_dataloader = lambda: loader(trainer, 2)
     trainer.fit(module)
+
+
+def refused_and_mended(stage):
+    """What a fit says that is refused, and the steps of the next, of the same model, with what it said to set."""
+    module = Net()
+    said = []
+    for data_types in ({"buffer_dtype": "half a byte"}, {}, {"buffer_dtype": "bf16"}):
+        trainer = trainer_for({"stage": stage, "config": {"data_types": data_types}}, 2, precision="bf16-mixed")
+        module.train_dataloader = lambda trainer=trainer: loader(trainer, 2)
+        try:
+            trainer.fit(module)
+        except (ConfigurationError, ModelError) as error:
+            said.append((type(error).__name__, str(error)))
+    return said, trainer.global_step
 
 
 def left_behind():

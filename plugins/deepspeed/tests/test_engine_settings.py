@@ -135,11 +135,13 @@ def test_models_that_the_engine_cannot_train(world2, stage, model, error, words)
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_statistics_that_the_device_cannot_mix_with_the_weights(world2, stage):
-    options = {"precision": "bf16-mixed"}
-    outcomes = world2.outcomes(training.fit_options, {"stage": stage}, options, "Net", timeout=200)
-    assert {outcome.error for outcome in outcomes} == {"ModelError"}
-    assert "'norm' of Net has statistics in torch.float32 and weights in torch.bfloat16" in outcomes[0].message
-    assert 'config={"data_types": {"buffer_dtype": "bf16"}}' in outcomes[0].message
+    for said, steps in world2.run(training.refused_and_mended, stage, timeout=200):
+        assert said[0] == ("ConfigurationError", "'buffer_dtype' must be 'bf16', 'fp16' or 'fp32' (got 'half a byte')")
+        kind, words = said[1]
+        assert kind == "ModelError"
+        assert "'norm' of Net would have statistics in torch.float32 and weights in torch.bfloat16" in words
+        assert 'config={"data_types": {"buffer_dtype": "bf16"}}' in words
+        assert len(said) == 2 and steps == 2
 
 
 def test_a_file_and_a_dict_say_the_same(tmp_path):

@@ -7,8 +7,9 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
+import torch
 from torch import optim
 
 from torchhal.errors import ConfigurationError, UnsupportedCombinationError
@@ -309,6 +310,21 @@ def check_precision(config: Mapping[str, Any], precision: str) -> None:
             "'grad_accum_dtype' fp32 with bf16 and ZeRO stage 1 is another optimizer of DeepSpeed's, which this "
             "strategy doesn't know: use stage 2"
         )
+
+
+def buffer_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
+    """What the engine converts buffers to, by DeepSpeed's own names of dtypes; None: nothing.
+
+    Raises:
+        ConfigurationError: there is no such dtype.
+    """
+    from deepspeed.runtime.config import DtypeEnum
+
+    name = (config.get("data_types") or {}).get("buffer_dtype")
+    try:
+        return None if name is None else cast("torch.dtype", DtypeEnum(name).value)
+    except ValueError:
+        raise ConfigurationError(f"'buffer_dtype' must be 'bf16', 'fp16' or 'fp32' (got {name!r})") from None
 
 
 def _check_fp16() -> None:

@@ -244,12 +244,12 @@ class DeepSpeedStrategy(ParallelStrategy):
         groups = [] if optimizer is None else [list(group["params"]) for group in optimizer.param_groups]
         if optimizer is None:
             config.pop("scheduler", None) if "optimizer" not in config else None
+        suitable.check_statistics(self.module, self.compute_dtype, settings.buffer_dtype(config))
         with self.guard("start of DeepSpeed's engine"):
             self.engine = vendor.start(
                 self._deepspeed, broadcast=self.stage == 3, model=Twin(self.module), optimizer=optimizer, config=config
             )
         self.model = self.engine
-        suitable.check_statistics(self.module)
         if self.stage == 3 and self._wrapping is not None:
             vars(self.module)[_IN_PARTS] = True
         if not groups:

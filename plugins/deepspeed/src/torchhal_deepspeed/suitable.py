@@ -74,26 +74,35 @@ def check_divisible(module: nn.Module) -> None:
             )
 
 
-def check_statistics(module: nn.Module) -> None:
-    """Raise ModelError for a batch norm whose statistics the engine left in a dtype that the device can't mix with its
-    weights': some devices can, CPUs can't."""
+def check_statistics(module: nn.Module, dtype: torch.dtype, buffer_dtype: torch.dtype | None) -> None:
+    """Raise ModelError for a batch norm whose statistics the device can't mix with its weights, as the engine makes
+    both: some devices can, CPUs can't. Before the engine divides what would have to be put together again.
+
+    Args:
+        dtype: of the weights that compute. Under fp32 the engine converts none; else it converts all.
+        buffer_dtype: of the buffers; None leaves them what they are.
+    """
     tried: set[tuple[torch.dtype, torch.dtype]] = set()
     for name, layer in module.named_modules():
         if not isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
             continue
-        weight, statistics = layer.weight, layer.running_mean
-        if weight is None or statistics is None or (weight.dtype, statistics.dtype) in tried:
+        if layer.weight is None or layer.running_mean is None:
             continue
-        tried.add((weight.dtype, statistics.dtype))
-        of_weight = torch.ones(1, dtype=weight.dtype, device=statistics.device)
-        of_statistics = torch.ones_like(statistics[:1])
+        weights = layer.weight.dtype if dtype is torch.float32 else dtype
+        statistics = buffer_dtype or layer.running_mean.dtype
+        if (weights, statistics) in tried:
+            continue
+        tried.add((weights, statistics))
+        device = layer.running_mean.device
+        weight = torch.ones(1, dtype=weights, device=device)
+        statistic = torch.ones(1, dtype=statistics, device=device)
         try:
-            nn.functional.batch_norm(of_weight[:, None], of_statistics, of_statistics, of_weight, of_weight)
+            nn.functional.batch_norm(weight[:, None], statistic, statistic, weight, weight)
         except RuntimeError as error:
-            kind = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(weight.dtype, "fp32")
+            kind = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(weights, "fp32")
             raise ModelError(
-                f"{name!r} of {type(module).__name__} has statistics in {statistics.dtype} and weights in "
-                f"{weight.dtype}, which {statistics.device.type!r} can't mix ({error}): convert the buffers with "
+                f"{name!r} of {type(module).__name__} would have statistics in {statistics} and weights in {weights}, "
+                f"which {device.type!r} can't mix ({error}): convert the buffers with "
                 f'config={{"data_types": {{"buffer_dtype": "{kind}"}}}}, or use strategy=\'ddp\''
             ) from error
 
