@@ -1,14 +1,44 @@
-"""What every test process begins with: interrupts that arrive, and no setting that another test file left behind."""
+"""What every test process begins with: interrupts that arrive, limits for this machine, processes that start warm.
+
+No test file leaves a setting behind.
+"""
 
 import os
 import signal
+import sys
+from pathlib import Path
 
 import pytest
+
+sys.path.append(str(Path(__file__).parent / "tests"))
+import costs
+import limits
+import warm_start
 
 # A shell starts a background job with SIGINT ignored, and what is ignored stays so in every process started from there:
 # the tests of Ctrl-C would wait for runs that nothing can interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config):
+    limits.install()
+    warm_start.install()
+
+
+def pytest_collection_modifyitems(config, items):
+    limits.scale_timeouts(config, items)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    with warm_start.only_if(item.get_closest_marker("cold_start") is None):
+        return (yield)
+
+
+def pytest_terminal_summary(terminalreporter):
+    costs.write_summary(terminalreporter)
+
 
 SETTINGS = (
     "TORCHHAL_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_", "SLURM_", "HABANA_", "HLS_",

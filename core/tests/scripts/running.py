@@ -9,6 +9,8 @@ import time
 import uuid
 from pathlib import Path
 
+from limits import scaled
+
 HERE = Path(__file__).parent
 JOB = str(HERE / "job.py")
 TAG = "TORCHHAL_TEST_TAG"
@@ -66,7 +68,7 @@ class Job:
 
     def wait_gone(self, timeout):
         """Processes still there after ``timeout`` seconds."""
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + scaled(timeout)
         while (left := self.descendants()) and time.monotonic() < deadline:
             time.sleep(0.05)
         return left
@@ -85,7 +87,7 @@ def job(scenario, launcher="script", *, n=2, bad=1, out="", **variables):
 
 def wait_for_notes(folder, ranks, timeout=90):
     """What each rank noted in its file."""
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + scaled(timeout)
     while time.monotonic() < deadline:
         try:
             return [json.loads((Path(folder) / f"rank{rank}.json").read_text()) for rank in range(ranks)]

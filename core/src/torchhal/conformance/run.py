@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -12,6 +14,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Final
@@ -21,16 +24,16 @@ import torch
 from torchhal.conformance import rank
 from torchhal.conformance.bench import Bench
 from torchhal.conformance.check import Check, CheckFailed, Skipped, environment, not_applicable
+from torchhal.conformance.fork_server import ForkServer
 from torchhal.conformance.subject import Subject, missing
 from torchhal.conformance.torch_state import restore, torch_state
 from torchhal.conformance.world import World
-from torchhal.conformance.zygote import Zygote
 
 ENVIRONMENT: Final = "environment:"
 PATIENCE: Final = 240.0
 """Seconds for a check that runs in this process: many times what any takes, and less than a user's patience."""
-_PRELOAD: Final = ("torch._dynamo", "torchhal.trainer")
-"""What the ranks would import, each for itself: the first for the first step of any optimizer, in seconds."""
+_IMPORTED: Final = ("torch", "torch.distributed", "torch._dynamo", "torchhal.strategies", "torchhal.trainer")
+"""What the ranks would import, each for itself: torch._dynamo for the first step of any optimizer, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,13 @@ class Result:
         return f"{one.id}: {one.contract}\n\n{self.reason}\n\nWhy: {one.why}\nFix: {one.fix}"
 
 
-_zygote = Zygote()
+@cache
+def fork_server() -> ForkServer:
+    """The process from which the ranks of all sessions are forked: no plugin has been imported there."""
+    # The plugins' folders may be anywhere on sys.path; the kit itself must be found without them.
+    here = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    path = os.pathsep.join([here, *filter(None, sys.path)])
+    return ForkServer(_IMPORTED, {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"})
 
 
 class Session:
@@ -74,7 +83,7 @@ class Session:
     def world(self, size: int) -> World:
         """The processes, ``size`` of them, that the checks of this session share."""
         if size not in self._worlds:
-            self._worlds[size] = World(_zygote, size, preload=_PRELOAD)
+            self._worlds[size] = World(fork_server(), size)
         return self._worlds[size]
 
     def run(self, one: Check) -> Result:

@@ -14,17 +14,19 @@ import pickle
 import secrets
 import shutil
 import signal
+import sys
 import tempfile
+import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection, Listener, wait
 from typing import Any, Final
 
 from torchhal.conformance.check import CheckFailed, Skipped
-from torchhal.conformance.zygote import Zygote
+from torchhal.conformance.fork_server import ForkServer
 from torchhal.launchers.stores import TCPStore
 
 GRACE: Final = 3.0
@@ -48,10 +50,9 @@ class Silent(CheckFailed):
 class World:
     """``size`` processes, started on first use. They belong to one subject."""
 
-    def __init__(self, zygote: Zygote, size: int, *, preload: Sequence[str] = ()) -> None:
+    def __init__(self, server: ForkServer, size: int) -> None:
         self.size = size
-        self._zygote = zygote
-        self._preload = preload
+        self._server = server
         self._folder = ""
         self._connections: list[Connection] = []
         self._pids: list[int] = []
@@ -167,10 +168,11 @@ class World:
                 "RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0", "WORLD_SIZE": str(self.size),
                 "LOCAL_WORLD_SIZE": str(self.size), "GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(self._store.port), "TORCHELASTIC_RUN_ID": job,
-                "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1",
+                "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1", _KEY: key.hex(),
             }  # fmt: skip
+            path = [os.path.abspath(entry) for entry in sys.path]
             with Listener(address, family="AF_UNIX", authkey=key) as listener:
-                self._zygote.fork(address, key, rank=rank, environ=environ, preload=self._preload)
+                self._server.fork(["-c", _RANK, address], environ, descriptors={}, path=path)
                 connection = _accept(listener)
             self._connections.append(connection)
             self._pids.append(connection.recv())
@@ -187,6 +189,8 @@ class World:
         self._connections, self._pids, self._store, self._folder = [], [], None, ""
 
 
+_KEY: Final = "TORCHHAL_CONFORMANCE_KEY"
+_RANK: Final = "from torchhal.conformance.world import main; main()"
 _LAUNCHERS: Final = ("TORCHHAL_LAUNCH_ID", "TORCHHAL_LAUNCH_KIND", "TORCHHAL_PARENT_PID", "NODE_RANK")
 
 
@@ -203,7 +207,27 @@ def _accept(listener: Listener) -> Connection:
 # -- in a rank -----------------------------------------------------------------------------------------------
 
 
-def serve(address: str, key: bytes, rank: int) -> None:
+def main() -> None:
+    """Be the rank that the environment says, until the process that runs the checks ends."""
+    _end_with(os.getppid())
+    try:
+        _serve(sys.argv[1], bytes.fromhex(os.environ.pop(_KEY)), int(os.environ["RANK"]))
+    finally:
+        os._exit(0)  # threads of a process group may abort an orderly exit
+
+
+def _end_with(parent: int) -> None:
+    """End this process soon after its parent, whatever it waits for."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True, name="torchhal-conformance-parent").start()
+
+
+def _serve(address: str, key: bytes, rank: int) -> None:
     """Run what is sent until the connection ends. What this process prints goes to a file, for a failure to show."""
     folder = os.path.dirname(address)
     output = os.open(os.path.join(folder, f"output-{rank}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
