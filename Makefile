@@ -3,26 +3,44 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 XLA := .venv-xla
+NEWEST := .venv-newest
+NEWEST_PYTHON ?= python3.13
 # Core on the oldest torch that CI has: every contract, the loops, and real processes. What is left out (how processes
 # start and fail, the command line, packaging) is the same code on any torch and takes most of the time.
 CORE_ON_OLD_TORCH := $(patsubst %,core/tests/test_%.py,accelerators precision resolve checkpoint_torch_file strategies \
 	foreign_strategies collectives trainer_numerics trainer_hooks trainer_resume results)
 PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml plugins/*/stub/pyproject.toml))
 
-.PHONY: demo test test-xla lint bench conformance clean
+# Most of a test's time is waiting, for a grace or for another process: more workers than cores. What the first to be
+# done finds left of the others' tests it takes over.
+PYTEST = $(RUNNER) $(BIN)/python -m pytest --numprocesses 4 --dist worksteal
+PYTEST_XLA = $(RUNNER) $(XLA)/bin/python -m pytest --numprocesses 4 --dist worksteal
+
+.PHONY: demo test test-all test-rest test-xla test-newest check lint bench conformance cluster-tools clean
 
 demo: $(VENV)/demo.stamp  ## train a small conv net with ddp on two CPU processes
 	$(BIN)/python docs/tutorials/digits.py
 
-test: $(VENV)/dev.stamp  ## everything CI runs
+test: check  ## in ten minutes: linters, types, and of every package and every way to train something
+	$(PYTEST) -m "not slow"
+
+test-all: check  ## everything but torch_xla, in thirty minutes
+	$(PYTEST)
+
+test-rest: $(VENV)/dev.stamp  ## what test leaves out
+	$(PYTEST) -m slow
+
+check: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-xla: $(XLA)/packages.stamp  ## the XLA plugin, and core, on torch 2.9.1 in an environment of their own
-	$(XLA)/bin/python -m pytest -n 2 --dist loadfile plugins/xla
-	$(XLA)/bin/python -m pytest -n 2 --dist loadfile -rfE $(CORE_ON_OLD_TORCH)
+	$(PYTEST_XLA) plugins/xla
+	$(PYTEST_XLA) -rfE $(CORE_ON_OLD_TORCH)
+
+test-newest: $(NEWEST)/packages.stamp  ## the tests of `make test` on the newest torch that pip gives, and Python 3.13
+	$(NEWEST)/bin/python -m pytest --numprocesses 4 --dist worksteal -m "not slow"
 
 cluster-tools:  ## Slurm, Open MPI, MPICH and iproute2, for tests/test_clusters.py, which skips without them (Debian, root)
 	apt-get install --yes --quiet --no-install-recommends slurmctld slurmd slurm-client iproute2 openmpi-bin mpich
@@ -42,15 +60,29 @@ bench: $(VENV)/dev.stamp  ## ratios against raw PyTorch
 	for script in benchmarks/*.py; do $(BIN)/python $$script || exit 1; done
 
 $(BIN)/python:
+	@echo "== a virtual environment in $(VENV) =="
 	$(PYTHON) -m venv $(VENV) || python3 -m venv $(VENV)
 
-$(VENV)/demo.stamp: $(BIN)/python constraints.txt core/pyproject.toml
+# PyPI's torch for Linux brings CUDA, 3.6 GB; PyTorch's own index has a build for the CPU, of 200 MB.
+ifeq ($(shell uname -s)$(wildcard /dev/nvidiactl /dev/kfd),Linux)
+TORCH_INDEX := --extra-index-url https://download.pytorch.org/whl/cpu
+endif
+
+$(VENV)/torch.stamp: $(BIN)/python constraints.txt
+	@echo "== torch$(if $(TORCH_INDEX), for the CPU (there is no GPU here)), into $(VENV): once, a minute or more =="
+	$(BIN)/python -m pip install --no-deps --retries 1 --constraint constraints.txt $(TORCH_INDEX) torch
+	touch $@
+
+$(VENV)/demo.stamp: $(VENV)/torch.stamp core/pyproject.toml
+	@echo "== torchhal, and scikit-learn for its digits =="
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ./core scikit-learn
 	touch $@
 
 $(VENV)/dev.stamp: $(VENV)/demo.stamp requirements-dev.txt $(PLUGINS:=/pyproject.toml)
+	@echo "== what the tests need: the plugins, DeepSpeed, Ray, hivemind, linters; three minutes or more =="
 	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu \
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --requirement requirements-dev.txt $(PLUGINS:%=--editable ./%)
+	@echo "== compiling the simulated accelerator =="
 	for flavour in sim hpu; do $(BIN)/python -c "import torchhal_simulator as s; s.load('$$flavour')" || exit 1; done  # compiles, once
 	touch $@
 
@@ -62,5 +94,14 @@ $(XLA)/packages.stamp: $(XLA)/torch.stamp core/pyproject.toml plugins/parallel/p
 	$(XLA)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable ./core --editable ./plugins/parallel --editable ./plugins/xla
 	touch $@
 
+# The newest torch is several gigabytes where pip's has CUDA. The simulator's requirement admits only the torch that it is
+# tested with; it is compiled for the one that is there.
+$(NEWEST)/packages.stamp: requirements-dev.txt $(PLUGINS:=/pyproject.toml)
+	$(NEWEST_PYTHON) -m venv $(NEWEST)
+	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu \
+	$(NEWEST)/bin/python -m pip install --quiet --upgrade torch --requirement requirements-dev.txt --editable ./core
+	$(NEWEST)/bin/python -m pip install --quiet --no-deps $(PLUGINS:%=--editable ./%)
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(XLA) torchhal_runs
+	rm -rf $(VENV) $(XLA) $(NEWEST) torchhal_runs

@@ -23,7 +23,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 def pytest_configure(config):
     limits.install()
-    warm_start.install()
+    if not getattr(config.option, "numprocesses", None):  # xdist's own workers start as ever
+        warm_start.install()
 
 
 def pytest_collection_modifyitems(config, items):

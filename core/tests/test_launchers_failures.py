@@ -1,14 +1,11 @@
-"""What happens when a rank fails, dies, hangs or is asked to stop: real processes, both kinds of launcher.
-
-All jobs run in the background, a few at a time, and each test reads its own: most of a job is waiting.
-"""
+"""What happens when a rank fails, dies, hangs or is asked to stop: real processes, both kinds of launcher."""
 
 import os
 import signal
 import sys
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,12 +20,11 @@ waits in vain sleeps for twice as long."""
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
-def plain(scenario, launcher, **options):
+def plain(scenario, launcher, folder, **options):
     """Run a job to its end; ``after_failure`` is how long everything took to be gone."""
-    with tempfile.TemporaryDirectory() as folder:
-        one = job(scenario, launcher, out=folder, **options).finish(timeout=120)
-        failed = Path(folder) / "failed"
-        one.after_failure = time.time() - float(failed.read_text()) if failed.exists() else None
+    one = job(scenario, launcher, out=folder, **options).finish(timeout=120)
+    failed = folder / "failed"
+    one.after_failure = time.time() - float(failed.read_text()) if failed.exists() else None
     return one
 
 
@@ -71,67 +67,37 @@ def stop_rank_0(folder):
     return one.finish(timeout=30)
 
 
-@pytest.fixture(scope="module")
-def jobs(tmp_path_factory):
-    """Every job of this file, started in this order, by name."""
-
-    def folder():
-        return tmp_path_factory.mktemp("notes")
-
-    term, interrupt = signal.SIGTERM, signal.SIGINT
-    plan = {}
-    for launcher in ("script", "fork"):
-        for scenario in (
-            "raise_before",
-            "raise",
-            "raise_while_others_sleep",
-            "sys_exit",
-            "killed",
-            "killed_others_sleep",
-        ):
-            plan[scenario, launcher] = (plain, scenario, launcher)
-        plan["barrier_late", launcher] = (plain, "barrier_late", launcher)
-        plan["ok", launcher] = (plain, "ok", launcher)
-    plan["barrier_absent", "fork"] = (plain, "barrier_absent", "fork")
-    plan["raise", "spawn"] = (plain, "raise", "spawn")
-    plan["killed_others_sleep", "spawn"] = (plain, "killed_others_sleep", "spawn")
-    plan["raise of rank 0", "script"] = (lambda: plain("raise_while_others_sleep", "script", bad=0),)
-    plan["sys_exit of rank 0", "script"] = (lambda: plain("sys_exit", "script", bad=0),)
-    plan["sys_exit_0 of rank 0", "script"] = (lambda: plain("sys_exit_0", "script", bad=0),)
-    for scenario in ("sys_exit_0", "os_exit_0", "sys_exit_0_unwatched", "os_exit_0_unwatched", "slow_rank_0"):
-        plan[scenario, "script"] = (plain, scenario, "script")
-    plan["late_failure", "script"] = (plain, "late_failure", "script")
-    plan["raise_unwatched", "script"] = (plain, "raise_unwatched", "script")
-    plan["killed_unwatched", "fork"] = (plain, "killed_unwatched", "fork")
-    for scenario in ("ok", "raise"):
-        plan[scenario, "torchrun"] = (torchrun, scenario)
-    with ThreadPoolExecutor(3) as pool:
-        futures = {name: pool.submit(*call) for name, call in plan.items()}
-        for launcher in ("script", "fork"):
-            for name, options in {
-                "parent killed": {"scenario": "hang_in_collective", "who": "parent"},
-                "SIGTERM to one": {"scenario": "signal", "who": 1, "signum": term},
-                "SIGTERM to all": {"scenario": "signal", "who": "group", "signum": term},
-                "SIGINT to all": {"scenario": "signal", "who": "group", "signum": interrupt},
-            }.items():
-                futures[name, launcher] = pool.submit(kill, launcher=launcher, folder=folder(), **options)
-        futures["rank 0 stopped", "script"] = pool.submit(stop_rank_0, folder())
-        futures["SIGTERM to the parent", "fork"] = pool.submit(
-            kill, "signal", "fork", folder(), who="parent", signum=term
-        )
-        yield futures
+OTHERS = {
+    "raise of rank 0": partial(plain, "raise_while_others_sleep", bad=0),
+    "sys_exit of rank 0": partial(plain, "sys_exit", bad=0),
+    "sys_exit_0 of rank 0": partial(plain, "sys_exit_0", bad=0),
+    "parent killed": partial(kill, "hang_in_collective", who="parent"),
+    "SIGTERM to one": partial(kill, "signal", who=1, signum=signal.SIGTERM),
+    "SIGTERM to all": partial(kill, "signal", who="group", signum=signal.SIGTERM),
+    "SIGINT to all": partial(kill, "signal", who="group", signum=signal.SIGINT),
+    "SIGTERM to the parent": partial(kill, "signal", who="parent", signum=signal.SIGTERM),
+}
+"""Jobs that are more than a scenario of job.py."""
 
 
-def read(jobs, scenario, launcher):
-    return jobs[scenario, launcher].result(timeout=170)
+@pytest.fixture
+def run(tmp_path):
+    """Run a job to its end: its name and its launcher."""
+
+    def to_its_end(name, launcher):
+        if launcher == "torchrun":
+            return torchrun(name)
+        return OTHERS.get(name, partial(plain, name))(launcher=launcher, folder=tmp_path)
+
+    return to_its_end
 
 
 BOTH = pytest.mark.parametrize("launcher", ["script", "fork"])
 
 
 @pytest.mark.parametrize("launcher", ["script", "fork", "torchrun"])
-def test_success_is_quiet_and_exits_0(jobs, launcher):
-    one = read(jobs, "ok", launcher)
+def test_success_is_quiet_and_exits_0(run, launcher):
+    one = run("ok", launcher)
     assert one.code == 0, one.err
     assert one.out.count('"total": 3.0') == (1 if launcher == "fork" else 2)
     assert not one.left
@@ -152,8 +118,8 @@ def test_success_is_quiet_and_exits_0(jobs, launcher):
         ("raise_unwatched", "script"),
     ],
 )
-def test_the_failing_ranks_traceback_comes_first_and_once(jobs, scenario, launcher):
-    one = read(jobs, scenario, launcher)
+def test_the_failing_ranks_traceback_comes_first_and_once(run, scenario, launcher):
+    one = run(scenario, launcher)
     assert one.code == 1
     assert not one.left
     if launcher != "torchrun":
@@ -167,8 +133,8 @@ def test_the_failing_ranks_traceback_comes_first_and_once(jobs, scenario, launch
 
 
 @BOTH
-def test_a_rank_that_exits_is_a_failure_of_the_job(jobs, launcher):
-    one = read(jobs, "sys_exit", launcher)
+def test_a_rank_that_exits_is_a_failure_of_the_job(run, launcher):
+    one = run("sys_exit", launcher)
     assert one.code == 1
     assert one.err.startswith("torchhal: rank 1 called sys.exit(3)"), one.err
     assert not one.left
@@ -178,8 +144,8 @@ def test_a_rank_that_exits_is_a_failure_of_the_job(jobs, launcher):
     ("scenario", "code"),
     [("sys_exit of rank 0", 3), ("sys_exit_0 of rank 0", 0), ("sys_exit_0", 0), ("sys_exit_0_unwatched", 0)],
 )
-def test_an_exit_amid_a_call_is_a_failure_whatever_its_code(jobs, scenario, code):
-    one = read(jobs, scenario, "script")
+def test_an_exit_amid_a_call_is_a_failure_whatever_its_code(run, scenario, code):
+    one = run(scenario, "script")
     rank = 0 if scenario.endswith("rank 0") else 1
     assert one.code == 1, one.err
     assert one.err.startswith(f"torchhal: rank {rank} called sys.exit({code})"), one.err
@@ -188,16 +154,16 @@ def test_an_exit_amid_a_call_is_a_failure_whatever_its_code(jobs, scenario, code
 
 
 @pytest.mark.parametrize("scenario", ["os_exit_0", "os_exit_0_unwatched"])
-def test_a_process_that_ends_with_0_amid_a_call_is_a_failure_at_once(jobs, scenario):
-    one = read(jobs, scenario, "script")
+def test_a_process_that_ends_with_0_amid_a_call_is_a_failure_at_once(run, scenario):
+    one = run(scenario, "script")
     assert one.code == 1, one.err
     assert "rank 1 exited with code 0 in the midst of the run" in one.err, one.err
     assert not one.left
     assert one.after_failure < GONE_WITHIN
 
 
-def test_a_rank_may_end_its_script_before_rank_0_is_out_of_the_call(jobs):
-    one = read(jobs, "slow_rank_0", "script")
+def test_a_rank_may_end_its_script_before_rank_0_is_out_of_the_call(run):
+    one = run("slow_rank_0", "script")
     assert (one.code, one.err) == (0, "")
 
 
@@ -206,16 +172,16 @@ def test_a_rank_may_end_its_script_before_rank_0_is_out_of_the_call(jobs):
     [(s, launcher) for launcher in ("script", "fork") for s in ("killed", "killed_others_sleep")]
     + [("killed_others_sleep", "spawn"), ("killed_unwatched", "fork")],
 )
-def test_a_killed_rank_is_named_with_its_signal(jobs, scenario, launcher):
-    one = read(jobs, scenario, launcher)
+def test_a_killed_rank_is_named_with_its_signal(run, scenario, launcher):
+    one = run(scenario, launcher)
     assert one.code == 1
     assert "torchhal: rank 1 was ended by signal 9 (SIGKILL)" in one.err.split("\n\n")[0], one.err
     assert not one.left
     assert one.after_failure < GONE_WITHIN
 
 
-def test_rank_0s_own_failure_ends_the_sleepers(jobs):
-    one = read(jobs, "raise of rank 0", "script")
+def test_rank_0s_own_failure_ends_the_sleepers(run):
+    one = run("raise of rank 0", "script")
     assert one.code == 1
     assert one.err.startswith("torchhal: rank 0 failed: ValueError: boom on 0"), one.err
     assert one.err.count("ValueError: boom on 0") == 2  # the headline and the traceback
@@ -223,16 +189,16 @@ def test_rank_0s_own_failure_ends_the_sleepers(jobs):
     assert one.after_failure < GONE_WITHIN
 
 
-def test_a_failure_after_rank_0_was_done_still_counts(jobs):
-    one = read(jobs, "late_failure", "script")
+def test_a_failure_after_rank_0_was_done_still_counts(run):
+    one = run("late_failure", "script")
     assert one.code == 1
     assert "ValueError: boom after the end" in one.err
     assert one.err.rstrip().endswith("torchhal: rank 1 failed after rank 0 was done: exit code 1.")
 
 
 @BOTH
-def test_a_killed_parent_takes_its_ranks_along(jobs, launcher):
-    one = read(jobs, "parent killed", launcher)
+def test_a_killed_parent_takes_its_ranks_along(run, launcher):
+    one = run("parent killed", launcher)
     assert one.code == -signal.SIGKILL
     assert not one.left
     assert one.after_signal < GONE_WITHIN
@@ -243,8 +209,8 @@ def test_a_killed_parent_takes_its_ranks_along(jobs, launcher):
     ("name", "code", "signum"),
     [("SIGTERM to one", 143, 15), ("SIGTERM to all", 143, 15), ("SIGINT to all", 130, 2)],
 )
-def test_all_ranks_stop_at_one_step_and_the_exit_code_says_why(jobs, launcher, name, code, signum):
-    one = read(jobs, name, launcher)
+def test_all_ranks_stop_at_one_step_and_the_exit_code_says_why(run, launcher, name, code, signum):
+    one = run(name, launcher)
     if launcher == "fork" and signum == signal.SIGINT:
         code = -2  # KeyboardInterrupt, of which Python dies as of the signal
     assert one.code == code, one.err
@@ -254,30 +220,30 @@ def test_all_ranks_stop_at_one_step_and_the_exit_code_says_why(jobs, launcher, n
     assert {note["signum"] for note in one.notes} == {signum}
 
 
-def test_a_rank_0_that_is_stopped_holds_nobody_for_ever(jobs):
-    one = read(jobs, "rank 0 stopped", "script")
+def test_a_rank_0_that_is_stopped_holds_nobody_for_ever(tmp_path):
+    one = stop_rank_0(tmp_path)
     assert one.after_stop < GONE_WITHIN, one.err
     assert "rank 1 lost its connection to rank 0, which hosts the store" in one.err, one.err
     assert "is stopped" in one.err
 
 
-def test_a_signal_to_the_supervisor_is_passed_on(jobs):
-    one = read(jobs, "SIGTERM to the parent", "fork")
+def test_a_signal_to_the_supervisor_is_passed_on(run):
+    one = run("SIGTERM to the parent", "fork")
     assert one.code == 143, one.err
     assert len({note["position"] for note in one.notes}) == 1
     assert not one.left
 
 
-def test_barriers_of_different_names(jobs):
-    one = read(jobs, "barrier_absent", "fork")
+def test_barriers_of_different_names(run):
+    one = run("barrier_absent", "fork")
     assert one.code == 1
     assert "is in barrier 'other' instead" in one.err or "is in barrier 'first' instead" in one.err, one.err
     assert not one.left
 
 
 @BOTH
-def test_a_rank_that_never_comes_to_a_barrier(jobs, launcher):
-    one = read(jobs, "barrier_late", launcher)
+def test_a_rank_that_never_comes_to_a_barrier(run, launcher):
+    one = run("barrier_late", launcher)
     assert one.code == 1
     assert "CollectiveTimeoutError: barrier 'meeting': rank 1 did not come within 2." in one.err
     assert one.err.startswith("torchhal: rank 0 failed: CollectiveTimeoutError: barrier 'meeting'"), one.err
@@ -285,8 +251,8 @@ def test_a_rank_that_never_comes_to_a_barrier(jobs, launcher):
     assert one.after_failure < GONE_WITHIN
 
 
-def test_success_never_turns_into_failure():
+def test_success_never_turns_into_failure(tmp_path):
     """The exit race: a rank must not abort after its work. Several at a time make the machine busy."""
     with ThreadPoolExecutor(3) as pool:
-        ended = list(pool.map(lambda call: plain(*call), [("ok", "script")] * 3 + [("20 times", "fork")] * 2))
+        ended = list(pool.map(lambda call: plain(*call, tmp_path), [("ok", "script")] * 3 + [("20 times", "fork")] * 2))
     assert [(one.code, one.err) for one in ended] == [(0, "")] * 5

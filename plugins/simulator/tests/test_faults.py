@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -539,35 +538,33 @@ GONE_WITHIN = LONG / 2
 """Seconds from a fault, and the timeout of the collective where one waits for it, until every process is gone."""
 
 
-@pytest.fixture(scope="module")
-def jobs(tmp_path_factory):
-    """Every job, a few at a time: most of a job is waiting."""
+JOBS = {
+    "ok": ("", {}),
+    "hang": ("hang@1/1", {}),
+    "fail": ("fail@1/1", {}),
+    "lost": ("", {"TORCHHAL_SIM_LOST": "1@3"}),
+    "fail at start": ("", {"TORCHHAL_SIM_COLLECTIVE": "fail@2/1"}),
+}
 
-    def run(folder, flavour, collective, variables):
+
+@pytest.fixture
+def run(tmp_path, flavour):
+    """Run one of :data:`JOBS` to its end."""
+
+    def to_its_end(name):
+        collective, variables = JOBS[name]
         timeout = TIMEOUT if collective.startswith("hang") else LONG
-        job = Job(sys.executable, SCRIPT, flavour, folder, timeout, collective, **variables).finish(timeout=120)
-        step3 = folder / "step3"
+        job = Job(sys.executable, SCRIPT, flavour, tmp_path, timeout, collective, **variables).finish(timeout=120)
+        step3 = tmp_path / "step3"
         job.after_fault = time.time() - float(step3.read_text()) if step3.exists() else None
-        job.devices = sorted(path.read_text() for path in folder.glob("rank*"))
+        job.devices = sorted(path.read_text() for path in tmp_path.glob("rank*"))
         return job
 
-    plan = {
-        "ok": ("", {}),
-        "hang": ("hang@1/1", {}),
-        "fail": ("fail@1/1", {}),
-        "lost": ("", {"TORCHHAL_SIM_LOST": "1@3"}),
-        "fail at start": ("", {"TORCHHAL_SIM_COLLECTIVE": "fail@2/1"}),
-    }
-    with ThreadPoolExecutor(3) as pool:
-        yield {
-            (fault, flavour): pool.submit(run, tmp_path_factory.mktemp("job"), flavour, *call)
-            for fault, call in plan.items()
-            for flavour in FLAVOURS
-        }
+    return to_its_end
 
 
-def test_a_job_without_faults(jobs, flavour):
-    job = jobs["ok", flavour].result(150)
+def test_a_job_without_faults(run, flavour):
+    job = run("ok")
     assert job.code == 0, job.err
     assert job.out.count("done after 6 steps") == 2
     assert job.devices == (["sim:0", "sim:1"] if flavour == "sim" else ["hpu:0", "hpu:0"])
@@ -582,8 +579,8 @@ def test_a_job_without_faults(jobs, flavour):
         ("fail at start", "simulated failure of collective 2"),
     ],
 )
-def test_a_faulty_job_ends_and_names_the_rank(jobs, flavour, fault, words):
-    job = jobs[fault, flavour].result(150)
+def test_a_faulty_job_ends_and_names_the_rank(run, fault, words):
+    job = run(fault)
     assert job.code == 1, job.err
     assert not job.left
     first = job.err[job.err.index("torchhal: rank") :]

@@ -231,6 +231,8 @@ def _is_hidden(request: Mapping[str, Any]) -> bool:
     else:
         folders.append(script if os.path.isdir(script) else request["folder"])
     for folder in folders:
+        if folder in _own_path:
+            continue
         with contextlib.suppress(OSError):
             if any(name.partition(".")[0] in loaded and _is_module(folder, name) for name in os.listdir(folder)):
                 return True

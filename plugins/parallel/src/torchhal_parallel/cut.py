@@ -243,7 +243,9 @@ def _copy(
     else:
         part.output(tuple(mapped(node) for node in outgoing))
         names = tuple(node.name for node in outgoing)
-    return Stage(part, tuple(dict.fromkeys(modules)), tuple(node.name for node in incoming), names)
+    # fx names the value of an argument that is called as a builtin is, such as input, otherwise: input_1
+    inputs = tuple(str(node.target) if node.op == "placeholder" else node.name for node in incoming)
+    return Stage(part, tuple(dict.fromkeys(modules)), inputs, names)
 
 
 def stage_parameters(module: nn.Module, stage: Stage) -> dict[str, Any]:
