@@ -1,7 +1,7 @@
 """Train once with every alias of every strategy, precision and checkpoint IO, as a user's script would.
 
-What can't be used on this machine says so, with what is missing. This is the broad look of the fast tier; each part's own
-tests say whether it is right.
+What can't be used on this machine says so, with what is missing. This is the broad look of the fast tier; each part's
+own tests say whether it is right.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Train a small classifier for three steps and save it at the end: ``train_alias.py DEVICES FOLDER TRAINER_ARGUMENTS_AS_JSON``."""
+"""Train a small classifier for three steps and save it: ``train_alias.py DEVICES FOLDER TRAINER_ARGUMENTS_AS_JSON``."""
 
 import json
 import sys
