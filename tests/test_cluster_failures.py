@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from cluster_hosts import MPICH, OPEN_MPI, TOOLS, cluster_of, needs
 
-pytestmark = pytest.mark.timeout(420)
+pytestmark = [pytest.mark.timeout(420), pytest.mark.slow]
 
 TRAIN = """
 import os, sys, time

@@ -226,6 +226,10 @@ def on_both(cluster: Cluster, *command: str, **variables: str) -> str:
     return "".join(said)
 
 
+def slow(value):
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
 class TestTraining:
     """Digits on two hosts, equal to one process on the same global batch. Where the launcher can do it, one of the
     hosts has two of the three processes; ddp2 has one of each host, with two devices."""
@@ -246,13 +250,14 @@ class TestTraining:
         hosts = ("-hosts", f"n1:{processes - 1},n2:1", "-n", str(processes))
         return cluster.run(*MPICH, *hosts, *meeting, *script)
 
-    @pytest.mark.parametrize("strategy", ["ddp", "zero3", "ddp2"])
-    @pytest.mark.parametrize("launcher", ["srun", "open_mpi", "mpich"])
+    @pytest.mark.parametrize("strategy", ["ddp", slow("zero3"), slow("ddp2")])
+    @pytest.mark.parametrize("launcher", ["srun", slow("open_mpi"), slow("mpich")])
     def test_launchers_of_any_number(self, cluster, alone, launcher, strategy):
         processes = 2 if strategy == "ddp2" else 3
         said = getattr(self, launcher)(cluster, processes, sys.executable, "train.py", strategy, "2")
         assert result(said, processes) == equal(alone)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("strategy", ["ddp", "zero3", "ddp2"])
     def test_torchrun(self, cluster, alone, strategy):
         said = on_both(
@@ -261,12 +266,14 @@ class TestTraining:
         )  # fmt: skip
         assert result(said, 2) == equal(alone)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("strategy", ["ddp", "zero3", "ddp2"])
     def test_by_hand(self, cluster, alone, strategy):
         meeting = {"MASTER_ADDR": "n1", "MASTER_PORT": str(next(PORTS))}
         said = on_both(cluster, sys.executable, "train.py", strategy, "2", **meeting)
         assert result(said, 2) == equal(alone)
 
+    @pytest.mark.slow
     def test_torchs_own_variables(self, cluster, alone):
         """RANK, WORLD_SIZE, LOCAL_RANK and an address: nothing else says that there are two hosts."""
         meeting = {"MASTER_ADDR": "n1", "MASTER_PORT": str(next(PORTS)), "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
@@ -276,6 +283,7 @@ class TestTraining:
 
 
 class TestOneInsideTheOther:
+    @pytest.mark.slow
     def test_torchrun_in_a_step(self, slurm, alone):
         said = slurm.run(
             "srun", "-K", "-N2", "--ntasks-per-node=1", sys.executable, "-m", "torch.distributed.run", "--nnodes", "2",
@@ -284,6 +292,7 @@ class TestOneInsideTheOther:
         )  # fmt: skip
         assert result(said, 2) == equal(alone)
 
+    @pytest.mark.slow
     def test_open_mpi_in_an_allocation(self, slurm, alone):
         """Its daemons are a step of one task a node, whose variables every rank inherits."""
         needs("mpirun.openmpi")
@@ -294,6 +303,7 @@ class TestOneInsideTheOther:
         said = slurm.run(*command, *meeting, sys.executable, "train.py", "ddp", "2")
         assert result(said, 3) == equal(alone)
 
+    @pytest.mark.slow
     def test_mpich_in_an_allocation(self, slurm, alone):
         needs("mpiexec.hydra")
         meeting = ("-genv", "MASTER_ADDR", "n1", "-genv", "MASTER_PORT", str(next(PORTS)))
@@ -305,11 +315,13 @@ class TestOneInsideTheOther:
 class TestIPv6:
     ADDRESS = "fd99::101"  # n1's
 
+    @pytest.mark.slow
     def test_srun(self, slurm, alone):
         meeting = {"MASTER_ADDR": self.ADDRESS, "MASTER_PORT": str(next(PORTS))}
         said = slurm.run("srun", "-K", "-N2", "-n3", sys.executable, "train.py", "ddp", "2", **meeting)
         assert result(said, 3) == equal(alone)
 
+    @pytest.mark.slow
     def test_torchrun(self, cluster, alone):
         """The static rendezvous: torchrun's c10d doesn't take such an address."""
         said = on_both(
@@ -318,6 +330,7 @@ class TestIPv6:
         )  # fmt: skip
         assert result(said, 2) == equal(alone)
 
+    @pytest.mark.slow
     def test_by_hand(self, cluster, alone):
         meeting = {"MASTER_ADDR": self.ADDRESS, "MASTER_PORT": str(next(PORTS))}
         said = on_both(cluster, sys.executable, "train.py", "ddp", "2", **meeting)
@@ -338,12 +351,14 @@ def mpi4py(tmp_path_factory):
 class TestMPISaysWhereTheRanksMeet:
     """Without MASTER_ADDR and MASTER_PORT: rank 0's host and a port, by mpi4py."""
 
+    @pytest.mark.slow
     def test_open_mpi(self, cluster, alone, mpi4py):
         needs("mpirun.openmpi")
         told = ("-x", f"PYTHONPATH={mpi4py}", "-x", "MPI4PY_MPIABI=openmpi")
         said = cluster.run(*OPEN_MPI, "--host", "n2:2,n1:1", *told, sys.executable, "train.py", "ddp", "2")
         assert result(said, 3) == equal(alone)
 
+    @pytest.mark.slow
     def test_mpich(self, cluster, alone, mpi4py):
         needs("mpiexec.hydra")
         (library,) = Path("/usr/lib").glob("*/libmpich.so.12")
@@ -355,6 +370,7 @@ class TestMPISaysWhereTheRanksMeet:
         said = cluster.run(*MPICH, *hosts, *told, sys.executable, "train.py", "ddp", "2")
         assert result(said, 3) == equal(alone)
 
+    @pytest.mark.slow
     def test_of_another_mpi(self, cluster, mpi4py):
         needs("mpirun.openmpi", "mpiexec.hydra")
         told = ("-genv", "PYTHONPATH", mpi4py, "-genv", "MPI4PY_MPIABI", "openmpi")
@@ -375,11 +391,13 @@ class TestPages:
         write_files(blocks, folder)
         return folder, [block.text[-1] for block in blocks if block.language == "bash"]
 
+    @pytest.mark.slow
     def test_slurm(self, slurm):
         folder, _ = self.folder(slurm, "slurm")
         slurm.run("bash", "-c", f"cd {folder}; sbatch -W -o out job.sh", PATH=PATH)
         assert "4 process(es) ended at step 45" in (folder / "out").read_text()
 
+    @pytest.mark.slow
     def test_mpi(self, cluster):
         needs("mpirun.openmpi", "mpiexec.hydra")
         folder, commands = self.folder(cluster, "mpi")
@@ -436,6 +454,7 @@ if trainer.is_global_zero:
 """
 
 
+@pytest.mark.slow
 def test_a_job_that_is_requeued_three_times_ends_as_one_left_alone(slurm):
     """Signal, save, scontrol requeue, the next life from the same batch: the weights are the same, bit for bit."""
     import torch
@@ -491,6 +510,7 @@ def test_a_job_that_is_requeued_three_times_ends_as_one_left_alone(slurm):
     assert all(torch.equal(one[name], other[name]) for name in other)
 
 
+@pytest.mark.slow
 def test_an_element_of_an_array_is_requeued_alone(slurm):
     """By its own number: the job's would be all of them. Slurm ends the step before its scontrol has come back."""
     (slurm.folder / "requeued.py").write_text(REQUEUED)

@@ -43,6 +43,7 @@ ABOUT = 'description = "ACME"\nlicense = "MIT"'
 ENTRY = 'acme = "acme._plugin"'
 
 
+@pytest.mark.slow
 @pytest.mark.packaging
 @pytest.mark.parametrize(
     ("about", "entry", "typed", "words"),

@@ -100,6 +100,7 @@ def test_the_wheel_is_pure_and_its_vendor_an_extra(wheels: list[Path]) -> None:
     assert not any("==" in line.partition(";")[0] for line in required), "a package pins nothing"
 
 
+@pytest.mark.slow
 def test_installed_from_wheels_it_trains_by_its_alias(site: Path, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
     done = run(["train.py"], site, cwd=tmp_path, site_packages=True)
@@ -109,6 +110,7 @@ def test_installed_from_wheels_it_trains_by_its_alias(site: Path, tmp_path: Path
     assert (weight, steps) == ("3", "64")
 
 
+@pytest.mark.slow
 def test_without_deepspeed_it_loads_and_says_what_is_missing(site: Path, libraries: Path, tmp_path: Path) -> None:
     listed = run(["-m", "torchhal.cli", "plugins", "--json"], site, libraries, cwd=tmp_path)
     assert listed.returncode == 0, listed.stderr

@@ -118,6 +118,7 @@ def test_prints_reach_stderr(site: Path) -> None:
     assert {"from python", "from a descriptor", "from c", "from a hook"} <= set(done.stderr.splitlines())
 
 
+@pytest.mark.cold_start
 def test_the_accelerator_is_used_by_its_alias(site: Path) -> None:
     program = """
 import sys

@@ -121,14 +121,15 @@ def examples() -> list[object]:
     seen: set[tuple[str, ...]] = set()
     for page in PAGES:
         blocks = blocks_of(page)
+        marks = [] if page == ROOT / "README.md" else [pytest.mark.slow]
         if any(block.language == "python" and block.verb in ("", "raises") for block in blocks):
-            found.append(pytest.param(page, None, id=f"{name_of(page)}-program"))
+            found.append(pytest.param(page, None, id=f"{name_of(page)}-program", marks=marks))
         for block in blocks:
             is_console = block.language == "console" and block.verb != "no-run" and commands_of(block)
             key = (*block.marker, *block.text)
             if (block.verb == "script" or is_console) and key not in seen:
                 seen.add(key)
-                found.append(pytest.param(page, block.line, id=f"{name_of(page)}-{block.line}"))
+                found.append(pytest.param(page, block.line, id=f"{name_of(page)}-{block.line}", marks=marks))
     return found
 
 

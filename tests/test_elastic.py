@@ -17,7 +17,7 @@ import pytest
 import torch
 from cluster_hosts import cluster_of
 
-pytestmark = pytest.mark.timeout(420)
+pytestmark = [pytest.mark.timeout(420), pytest.mark.slow]
 
 SAMPLES = 192
 SHORT_CALL = "last_call_timeout=3"

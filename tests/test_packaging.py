@@ -96,6 +96,10 @@ def variables(source: str) -> Iterator[dict[str, str]]:
         yield {"TORCHFT_LIGHTHOUSE": address}
 
 
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     ("source", "options", "trained_by"),
     [
@@ -104,33 +108,33 @@ def variables(source: str) -> Iterator[dict[str, str]]:
             {"accelerator": "slate", "devices": 2, "strategy": "ddp"},
             "acme_slate.accelerator torchhal.strategies.ddp 2 True",
         ),
-        (
+        slow(
             "plugins/parallel",
             {"accelerator": "cpu", "devices": 2, "strategy": "zero2"},
             "torchhal.accelerators.cpu torchhal_parallel.fsdp 2 True",
         ),
-        ("plugins/gpu", {"accelerator": "auto", "devices": 1}, "torchhal.strategies.single_device 1 True"),
-        (
+        slow("plugins/gpu", {"accelerator": "auto", "devices": 1}, "torchhal.strategies.single_device 1 True"),
+        slow(
             "plugins/hpu",
             {"accelerator": "hpu", "devices": 2, "strategy": "ddp"},
             "torchhal_hpu.accelerator torchhal_hpu.strategies 2 True",
         ),
-        (
+        slow(
             "plugins/ipu",
             {"accelerator": "ipu", "devices": 2},
             "torchhal_ipu.accelerator torchhal_ipu.strategy 1 True",
         ),
-        (
+        slow(
             "plugins/hivemind",
             {"accelerator": "cpu", "devices": 1, "strategy": "collaborative"},
             "torchhal.accelerators.cpu torchhal_hivemind.strategy 1 True",
         ),
-        (
+        slow(
             "plugins/bagua",
             {"accelerator": "cpu", "devices": 2, "strategy": "bagua"},
             "torchhal.accelerators.cpu torchhal_bagua.strategy 2 True",
         ),
-        (
+        slow(
             "plugins/torchft",
             {"accelerator": "cpu", "devices": 1, "strategy": "torchft"},
             "torchhal.accelerators.cpu torchhal_torchft.strategy 1 True",

@@ -67,6 +67,7 @@ def test_it_is_an_accelerator_and_no_strategy() -> None:
     assert [(c["kind"], c["alias"]) for c in plugin["components"]] == [("accelerator", "sim")]
 
 
+@pytest.mark.slow
 def test_without_a_compiler_it_says_so(tmp_path: Path) -> None:
     done = torchhal("doctor", HOME=str(tmp_path), PATH=str(tmp_path))
     assert done.returncode == 0, done.stderr

@@ -55,7 +55,14 @@ def bake(folder: Path, kinds: tuple[str, ...]) -> Path:
     return project
 
 
-@pytest.mark.parametrize("kinds", [*((kind,) for kind in KINDS), KINDS], ids="+".join)
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        pytest.param(kinds, marks=[pytest.mark.slow] if kinds != ("accelerator",) else [])
+        for kinds in (*((kind,) for kind in KINDS), KINDS)
+    ],
+    ids="+".join,
+)
 def test_a_baked_plugin_works(kinds: tuple[str, ...], tmp_path: Path) -> None:
     project = bake(tmp_path / "projects", kinds)
     package = project.name.replace("-", "_")
@@ -221,6 +228,7 @@ def test_names_with_a_meaning_are_known() -> None:
     assert sorted(possible - ast.literal_eval(source)) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.packaging
+pytestmark = [pytest.mark.packaging, pytest.mark.slow]
 
 PAGE = Path(__file__).parents[1] / "docs" / "how-to" / "write-a-plugin.md"
 

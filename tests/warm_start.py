@@ -24,10 +24,10 @@ from typing import Any
 
 COLD = "TORCHHAL_TESTS_COLD"
 MODULES = ("torch", "torch._dynamo")
-NO_TORCH = ("pip", "build", "ruff", "mypy", "venv", "pytest", "installer", "http.server")
-"""Modules for ``-m`` that need no torch, or import it under conditions of their own."""
+NO_TORCH = ("pip", "build", "ruff", "mypy", "venv")
+"""Modules for ``-m`` that need no torch."""
 
-IMPORT_TIME = ("PYTHON", "TORCH_", "PYTORCH_", "OMP_", "KMP_", "MKL_", "LD_", "LC_", "LANG", "HABANA", "POPLAR", "IPU")
+IMPORT_TIME = ("PYTHON", "TORCH_", "PYTORCH_", "OMP_", "KMP_", "MKL_", "LD_", "LC_", "LANG", "HABANA", "PT_HPU")
 AT_RUN_TIME = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONWARNINGS", "OMP_NUM_THREADS", "TORCH_FR_", "TORCH_NCCL_")
 """Variables that an import reads, and those among them that the fork server applies or that torch reads later."""
 

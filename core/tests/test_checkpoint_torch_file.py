@@ -562,6 +562,7 @@ def test_an_instance_pickles_and_outlives_its_teardown(tmp_path: Path) -> None:
     assert io_.load_checkpoint(tmp_path / "x") == {}
 
 
+@pytest.mark.cold_start
 def test_importing_it_is_cheap() -> None:
     code = "import sys, torchhal.checkpoint; print([m for m in ('fsspec', 'torch._dynamo') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)

@@ -127,6 +127,7 @@ def test_no_plugins(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no plugins are installed" in capsys.readouterr().out
 
 
+@pytest.mark.cold_start
 def test_plugins_does_not_import_torch(site: Path) -> None:
     program = "import sys; from torchhal.cli import main; main(['plugins']); print('torch' in sys.modules)"
     done = subprocess.run(

@@ -297,6 +297,7 @@ def test_without_safetensors(saved: str, tmp_path: Path, monkeypatch: Any, capfd
     assert "pip install torchhal[safetensors]" in message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["ckpt", "safetensors"])
 def test_one_copy_in_memory(tmp_path: Path, ending: str) -> None:
     path = tmp_path / "large.ckpt"

@@ -68,6 +68,7 @@ def reduce_ops():
         equal(strategy.reduce(value), strategy.reduce(value, "mean"))
 
 
+@pytest.mark.slow
 def test_reduce_ops(world):
     """STR-01"""
     world.run(reduce_ops)
@@ -323,6 +324,7 @@ def reduce_mismatch(kind):
             raise error from None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dtype", "shape", "keys", "length", "type", "none", "layout", "width"])
 def test_reduce_of_different_things_fails_on_all_ranks(world2, kind):
     """STR-03, STR-45: alone, gloo returns garbage, or one rank fails and the other gets a number."""
@@ -504,6 +506,7 @@ def missing_from_a_barrier():
             raise
 
 
+@pytest.mark.slow
 def test_a_barrier_names_the_missing_rank(world3):
     outcomes = world3.outcomes(missing_from_a_barrier)
     for outcome in (outcomes[0], outcomes[2]):
@@ -578,6 +581,7 @@ def gather_gradients():
             torch.testing.assert_close(view.grad[..., 0], expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_all_gather_with_gradients(world):
     """STR-10: also for incoming gradients that are not contiguous."""
     world.run(gather_gradients)
@@ -597,6 +601,7 @@ def uneven_gather(kind):
             raise error from None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["shape", "dtype", "dim", "none"])
 def test_uneven_all_gather_fails_on_all_ranks(world, kind):
     """STR-11"""

@@ -132,6 +132,7 @@ def filled(text):
     return re.sub("@(.+?)@", lambda match: line_of(match[1]), text)
 
 
+@pytest.mark.slow
 @needs_linux
 @pytest.mark.parametrize("name", EXPECTED)
 def test_who_waits_for_whom(hangs, name, capsys):
@@ -308,6 +309,7 @@ def test_a_torch_without_a_flight_recorder_is_no_error(monkeypatch):
     assert flight.collectives() == []
 
 
+@pytest.mark.cold_start
 def test_the_collectives_of_this_life_are_read_and_no_compiler_imported():
     """torch imports it, before the first optimizer step: seconds on every rank, with others waiting to end them all."""
     code = """if True:

@@ -11,6 +11,8 @@ import pytest
 
 import torchhal
 
+pytestmark = pytest.mark.cold_start
+
 
 def modules_after(program: str) -> set[str]:
     """Top-level packages that ``program`` adds to a bare interpreter."""

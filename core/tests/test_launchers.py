@@ -226,6 +226,7 @@ def test_external_launcher_just_calls():
     assert ExternalLauncher().launch(give_back, value=3) == 3
 
 
+@pytest.mark.cold_start
 def test_importing_launchers_is_light():
     code = (
         "import sys, torchhal.launchers.child, torchhal.launchers.worker; assert 'torch' not in sys.modules\n"

@@ -140,6 +140,7 @@ def test_a_rank_that_exits_is_a_failure_of_the_job(run, launcher):
     assert not one.left
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scenario", "code"),
     [("sys_exit of rank 0", 3), ("sys_exit_0 of rank 0", 0), ("sys_exit_0", 0), ("sys_exit_0_unwatched", 0)],
@@ -153,6 +154,7 @@ def test_an_exit_amid_a_call_is_a_failure_whatever_its_code(run, scenario, code)
     assert one.after_failure < GONE_WITHIN
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", ["os_exit_0", "os_exit_0_unwatched"])
 def test_a_process_that_ends_with_0_amid_a_call_is_a_failure_at_once(run, scenario):
     one = run(scenario, "script")
@@ -180,6 +182,7 @@ def test_a_killed_rank_is_named_with_its_signal(run, scenario, launcher):
     assert one.after_failure < GONE_WITHIN
 
 
+@pytest.mark.slow
 def test_rank_0s_own_failure_ends_the_sleepers(run):
     one = run("raise of rank 0", "script")
     assert one.code == 1
@@ -241,6 +244,7 @@ def test_barriers_of_different_names(run):
     assert not one.left
 
 
+@pytest.mark.slow
 @BOTH
 def test_a_rank_that_never_comes_to_a_barrier(run, launcher):
     one = run("barrier_late", launcher)
@@ -251,6 +255,7 @@ def test_a_rank_that_never_comes_to_a_barrier(run, launcher):
     assert one.after_failure < GONE_WITHIN
 
 
+@pytest.mark.slow
 def test_success_never_turns_into_failure(tmp_path):
     """The exit race: a rank must not abort after its work. Several at a time make the machine busy."""
     with ThreadPoolExecutor(3) as pool:

@@ -946,6 +946,7 @@ def one_batch_more():
         strategy.teardown()
 
 
+@pytest.mark.slow
 def test_a_rank_with_a_batch_more_ends_on_all_ranks(world2):
     """STR-48: within the timeout, on all ranks, whoever waits for whom."""
     outcomes = world2.outcomes(one_batch_more, timeout=60)

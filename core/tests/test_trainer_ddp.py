@@ -20,6 +20,10 @@ from torchhal import Module, Trainer
 SCRIPT = Path(__file__).parent / "scripts" / "train.py"
 
 
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 class Run:
     def __init__(self, process, out, seconds):
         self.code = process.returncode
@@ -218,9 +222,9 @@ def test_one_rank_fails_and_all_end(tmp_path, strategy, misdeed):
 
 
 @pytest.mark.parametrize(
-    ("misdeed", "code"), [("sigterm", 143), ("sigterm_group", 143), ("sigint_group", 130)], ids=str
+    ("misdeed", "code"), [("sigterm", 143), slow("sigterm_group", 143), slow("sigint_group", 130)], ids=str
 )
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, slow(1)])
 def test_a_signal_ends_all_ranks_at_one_step_with_a_checkpoint(tmp_path, misdeed, code, workers):
     out = tmp_path / "run"
     result = run(
@@ -262,6 +266,7 @@ def test_an_interrupted_run_equals_one_left_alone(tmp_path):
         assert torch.equal(value, resumed.rank(0)["state"][name]), name
 
 
+@pytest.mark.slow
 def test_a_signal_inside_validation(tmp_path):
     out = tmp_path / "run"
     config = {"shuffle": True, "trainer": {"max_epochs": 4, "enable_checkpointing": True}}
@@ -273,6 +278,7 @@ def test_a_signal_inside_validation(tmp_path):
     assert torch.equal(left_alone.rank(0)["state"]["body.0.weight"], resumed.rank(0)["state"]["body.0.weight"])
 
 
+@pytest.mark.slow
 def test_a_signal_inside_a_validation_that_communicates(tmp_path):
     out = tmp_path / "run"
     config = {"val_sync": True, "val": 24, "trainer": {"max_epochs": 4, "enable_checkpointing": True}}
@@ -281,12 +287,14 @@ def test_a_signal_inside_a_validation_that_communicates(tmp_path):
     assert list((out / "ckpt").glob("*.ckpt"))
 
 
+@pytest.mark.slow
 def test_fewer_validation_samples_than_ranks(tmp_path):
     result = run(tmp_path / "run", val=1, trainer={"enable_checkpointing": True})
     assert result.code == 0, result.stderr
     assert result.rank(0)["metrics"]["count"] == result.rank(1)["metrics"]["count"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("accelerator")
 def test_gradients_by_hand(tmp_path):
     result = run(tmp_path / "run", by_hand="manual_backward")
@@ -324,6 +332,7 @@ def test_loaders_without_length_end_together(tmp_path):
     assert result.rank(0)["steps"] == result.rank(1)["steps"] == 10
 
 
+@pytest.mark.slow
 def test_a_log_that_only_rank_zero_synchronises_ends_in_an_error(tmp_path):
     result = run(tmp_path / "run", misdeed="log_on_rank_zero", collective_timeout=8)
     assert result.code != 0

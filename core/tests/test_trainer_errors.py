@@ -513,6 +513,7 @@ def test_sigterm_leaves_a_loadable_checkpoint(tmp_path, hook, save_last):
     assert resumed.global_step > steps or resumed.current_epoch == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fn", ["validate", "test", "predict"])
 def test_sigterm_in_an_evaluation(tmp_path, fn):
     word = {"validate": "validation"}.get(fn, fn)

@@ -1290,6 +1290,7 @@ def test_a_checkpoint_may_be_saved_in_every_hook(tmp_path, hook):
 # -- memory ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_a_step_returned_is_gone_before_the_next_one():
     alive = []
 

@@ -21,9 +21,15 @@ TestBF16Mixed = conformance_suite("precision", "bf16-mixed", features={"fused"})
 Test16Mixed = conformance_suite("precision", "16-mixed", features={"fused"})
 TestTorch = conformance_suite("checkpoint_io", "torch", golden=Path(__file__).parent / "golden")
 TestSingleDevice = conformance_suite("strategy", "single_device", features={"portable"})
-TestDDP = conformance_suite("strategy", "ddp", features={"groups", "launches", "portable", "sync_grads"})
-TestDDPSpawn = conformance_suite("strategy", "ddp_spawn", features={"spawn"}, only={"STR-33", "STR-34"})
-TestTorchElastic = conformance_suite("cluster_environment", "torchelastic", features={"elastic", "launches"})
+TestDDP = pytest.mark.slow(
+    conformance_suite("strategy", "ddp", features={"groups", "launches", "portable", "sync_grads"})
+)
+TestDDPSpawn = pytest.mark.slow(
+    conformance_suite("strategy", "ddp_spawn", features={"spawn"}, only={"STR-33", "STR-34"})
+)
+TestTorchElastic = pytest.mark.slow(
+    conformance_suite("cluster_environment", "torchelastic", features={"elastic", "launches"})
+)
 TestLocal = conformance_suite("cluster_environment", "local", features={"launches"})
 TestSlurm = conformance_suite("cluster_environment", "slurm", features={"host_lists"})
 
@@ -46,6 +52,7 @@ class BareStrategy(SingleDeviceStrategy):
     """Nothing of its own."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "part"),
     [("precision", BarePrecision), ("checkpoint_io", BareIO), ("strategy", BareStrategy)],

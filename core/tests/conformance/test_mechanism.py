@@ -360,6 +360,7 @@ TestMended = conformance_suite("accelerator", "cpu", **ONLY, expected_failures={
 """
 
 
+@pytest.mark.slow
 def test_items(tmp_path: Path) -> None:
     (tmp_path / "test_mine.py").write_text(SUITES)
     command = [
@@ -472,6 +473,7 @@ def test_list(capsys) -> None:
     assert all(one["contract"] and one["why"] and one["fix"] for one in listed)
 
 
+@pytest.mark.cold_start
 def test_the_command_line_alone_imports_no_kit() -> None:
     program = "import sys, torchhal.cli; print([m for m in sys.modules if m.startswith(('torchhal.conf', 'torch.'))])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

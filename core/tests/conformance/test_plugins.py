@@ -51,6 +51,7 @@ def run(plugin: Plugin, folder: Path, *ids: str) -> dict[str, Result]:
         return {id: session.run(CHECKS[id]) for id in ids}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("id", "name", "plugin"), made_plugins.MUTANTS, ids=[f"{m[0]} {m[1]}" for m in made_plugins.MUTANTS]
 )

@@ -12,6 +12,7 @@ from zoo import Mutant, load
 from torchhal.conformance import CHECKS, Session, Subject
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", load(), ids=str)
 def test_caught(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.optim.SGD, "step", torch.optim.SGD.step)  # one mutant patches it, and pytest puts it back
@@ -27,6 +28,7 @@ def test_caught(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not accident and mutant.says in result.reason, result.reason
 
 
+@pytest.mark.slow
 def test_an_elastic_strategy_that_is_sound() -> None:
     """No part of the core is one."""
     with Session(Subject.of("strategy", Swarm)) as session:

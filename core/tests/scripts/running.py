@@ -9,6 +9,7 @@ import time
 import uuid
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[3] / "tests"))
 from limits import scaled
 
 HERE = Path(__file__).parent

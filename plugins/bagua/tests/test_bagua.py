@@ -12,6 +12,7 @@ import stub_processes
 HERE = Path(__file__).parent
 
 
+@pytest.mark.slow
 def test_two_ranks(python, tmp_path):
     told = python("two.py", tmp_path)
     for check in ("like_ddp", "in_bytes", "momentum", "resumed", "own_weights", "background", "afterwards"):
@@ -66,6 +67,7 @@ def test_a_rank_that_fails_ends_the_run():
     assert "'weight', 'bias' were not used by training_step on rank 1" in unused
 
 
+@pytest.mark.cold_start
 def test_nothing_of_bagua_is_imported_at_discovery(python):
     code = (
         "import sys, torchhal_bagua._plugin, torchhal_bagua; from torchhal.registry import plugins, find\n"

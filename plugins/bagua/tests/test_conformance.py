@@ -1,5 +1,7 @@
 """The conformance checks on the stub, in a process of their own: whoever wants it says so in the environment."""
 
+import pytest
+
 CODE = """
 import sys, pytest
 sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "--import-mode=importlib", *sys.argv[1:]]))
@@ -13,6 +15,7 @@ TestBagua = conformance_suite(
 """
 
 
+@pytest.mark.slow
 def test_it_conforms(python, tmp_path):
     (tmp_path / "test_suite.py").write_text(SUITE)
     # STR-48: Bagua waits for a rank with fewer batches as long as its own communicators do, five minutes

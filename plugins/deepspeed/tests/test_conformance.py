@@ -1,22 +1,28 @@
 """What the conformance kit asks of the checkpoint IO and of a strategy."""
 
+import pytest
+
 from torchhal.conformance import conformance_suite
 
-TestIO = conformance_suite(
-    "checkpoint_io",
-    "deepspeed",
-    expected_failures={
-        "CIO-22": "it is for what DeepSpeed's engine holds, which any number of ranks reads; the check saves tensors "
-        "that another strategy has divided, which are refused"
-    },
+TestIO = pytest.mark.slow(
+    conformance_suite(
+        "checkpoint_io",
+        "deepspeed",
+        expected_failures={
+            "CIO-22": "it is for what DeepSpeed's engine holds, which any number of ranks reads; the check saves "
+            "tensors that another strategy has divided, which are refused"
+        },
+    )
 )
 
-TestStage2 = conformance_suite(
-    "strategy",
-    "deepspeed_stage_2",
-    expected_failures={
-        "STR-35": "the engine clips by the norm over all ranks when it steps (test_parity.py); clip_gradients of a "
-        "loop without the Trainer is refused",
-        "STR-36": "the engine has mixed precision of its own; of the Trainer's it takes the name (test_parity.py)",
-    },
+TestStage2 = pytest.mark.slow(
+    conformance_suite(
+        "strategy",
+        "deepspeed_stage_2",
+        expected_failures={
+            "STR-35": "the engine clips by the norm over all ranks when it steps (test_parity.py); clip_gradients of a "
+            "loop without the Trainer is refused",
+            "STR-36": "the engine has mixed precision of its own; of the Trainer's it takes the name (test_parity.py)",
+        },
+    )
 )

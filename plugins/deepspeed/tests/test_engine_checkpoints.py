@@ -47,6 +47,7 @@ def assert_same(results, undisturbed, exact=True):
     assert results[0]["step"] == undisturbed[0]["step"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("io", [None, "torch", "dcp"])
 @pytest.mark.parametrize("alias", STAGES)
 def test_resume_is_exact(world2, written, alias, io):
@@ -57,6 +58,7 @@ def test_resume_is_exact(world2, written, alias, io):
     assert results[0]["rates"] == undisturbed[0]["rates"][4:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("writer", ["deepspeed_stage_1", "deepspeed_stage_3"])
 def test_any_strategy_goes_on(world2, world3, written, writer):
     """The same global batches on another number of ranks, at another stage, under ddp and on one device."""

@@ -69,6 +69,7 @@ def run(tmp_path):
     return start
 
 
+@pytest.mark.slow
 def test_a_script_trains_without_a_compiler(run, tmp_path):
     done = run()
     assert done.returncode == 0, done.stderr
@@ -79,6 +80,7 @@ def test_a_script_trains_without_a_compiler(run, tmp_path):
     assert {entry.name for entry in path.iterdir()} >= {"engine", "latest", "torchhal.ckpt", "zero_to_fp32.py"}
 
 
+@pytest.mark.slow
 def test_what_has_to_be_compiled_says_so(run):
     done = run("compiled")
     assert done.returncode != 0
@@ -86,6 +88,7 @@ def test_what_has_to_be_compiled_says_so(run):
     assert "'torch_adam': True" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_ends_the_run(run):
     begin = time.monotonic()
     done = run("fail")

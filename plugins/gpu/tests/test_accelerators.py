@@ -131,6 +131,7 @@ def test_instances_pickle(cls):
     assert type(pickle.loads(pickle.dumps(cls()))) is cls
 
 
+@pytest.mark.cold_start
 def test_nothing_of_a_vendor_is_imported_by_a_probe():
     code = (
         "import sys, torchhal_gpu._plugin; assert 'torch' not in sys.modules\n"

@@ -61,6 +61,7 @@ def assert_as_plain(found, data, target, **options):
 DATA = batches(1, 24)
 
 
+@pytest.mark.slow
 def test_accumulation_clipping_and_schedule(results):
     assert_as_plain(results["clipped"], DATA, 32, clip=0.05)
     assert results["clipped"]["step"] == 6

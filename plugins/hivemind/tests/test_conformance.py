@@ -1,5 +1,7 @@
 """What the conformance kit asks of a strategy: of a peer that is alone, and of one that another one joins."""
 
+import pytest
+
 from torchhal.conformance import conformance_suite
 
 FAST = {
@@ -11,9 +13,13 @@ FAST = {
     "peer_expiration": 10.0,
 }
 
-TestHivemind = conformance_suite("strategy", "hivemind", arguments={**FAST, "target_batch_size": 12})  # a kit's batch
+TestHivemind = pytest.mark.slow(
+    conformance_suite("strategy", "hivemind", arguments={**FAST, "target_batch_size": 12})
+)  # a kit's batch
 
 # Ten batches to a step: on a busy machine each round of averages takes seconds, and test_peers.py has them.
-TestPeers = conformance_suite(
-    "strategy", "hivemind", features={"elastic"}, only={"STR-43"}, arguments={**FAST, "target_batch_size": 120}
+TestPeers = pytest.mark.slow(
+    conformance_suite(
+        "strategy", "hivemind", features={"elastic"}, only={"STR-43"}, arguments={**FAST, "target_batch_size": 120}
+    )
 )

@@ -83,6 +83,7 @@ def test_another_version_is_named_before_anything_is_used(monkeypatch):
         HivemindStrategy(target_batch_size=8)
 
 
+@pytest.mark.cold_start
 def test_the_plugin_loads_without_hivemind_and_says_so(monkeypatch):
     """In a process that can't import hivemind: it is listed with the reason, and refused with it."""
     script = """

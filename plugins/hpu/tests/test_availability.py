@@ -14,6 +14,7 @@ def test_every_reason_is_told(python):
     python("reasons.py")
 
 
+@pytest.mark.cold_start
 def test_nothing_of_the_vendor_is_imported_at_discovery(python):
     code = (
         "import sys, torchhal_hpu._plugin, torchhal_hpu; from torchhal.registry import plugins, find, entries\n"
@@ -26,6 +27,7 @@ def test_nothing_of_the_vendor_is_imported_at_discovery(python):
     python(code, PT_HPU_LAZY_MODE="1")
 
 
+@pytest.mark.cold_start
 def test_eager_mode_loads_with_torch(python):
     """As the vendor's entry point does; the plugin is then loaded already, and trains."""
     code = (

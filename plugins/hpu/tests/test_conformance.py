@@ -26,6 +26,7 @@ TestParallel = conformance_suite("strategy", "hpu_parallel", accelerator="hpu")
 }
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", SUITES)
 def test_they_conform(python, tmp_path, name):

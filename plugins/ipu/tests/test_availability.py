@@ -13,6 +13,7 @@ def test_every_reason_is_told(python):
     python("reasons.py")
 
 
+@pytest.mark.cold_start
 def test_nothing_of_the_vendor_is_imported_at_discovery(python):
     code = (
         "import sys, torchhal_ipu._plugin, torchhal_ipu; from torchhal.registry import plugins, find, entries\n"

@@ -4,6 +4,8 @@ One process drives all IPUs, so there are no worlds of several processes: the st
 ``ipu-16-mixed`` works within compiled steps only, and not by torch's operators, by which the kit checks precisions.
 """
 
+import pytest
+
 CODE = """
 import sys, pytest
 sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "--import-mode=importlib", *sys.argv[1:]]))
@@ -16,6 +18,7 @@ TestStrategy = conformance_suite("strategy", "ipu_strategy", accelerator="ipu")
 """
 
 
+@pytest.mark.slow
 def test_they_conform(python, tmp_path):
     (tmp_path / "test_suite.py").write_text(SUITE)
     told = python(CODE, tmp_path / "test_suite.py", POPTORCH_STUB_IPUS="1")

@@ -246,6 +246,7 @@ def script(body, *arguments, **options):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["", "sys.exit(3)", "raise ValueError('the script')"])
 def test_the_interpreter_waits_for_the_last_save(tmp_path, end):
     path = tmp_path / "x.ckpt"
@@ -431,6 +432,7 @@ def test_all_ranks_of_a_fit_hear_of_an_error_of_rank_0(world2, tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["epoch=0-step=5.ckpt"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alias, io", [("ddp", "async"), ("zero1", "dcp_async"), ("zero3", "dcp_async")])
 def test_training_writes_what_a_waiting_run_writes(world2, tmp_path, alias, io):
     world2.run(training.write, alias, 2, "Transformer", str(tmp_path / "a"), io, timeout=100)

@@ -38,6 +38,7 @@ def middle(folder):
     return os.path.join(folder, "epoch=0-step=5.ckpt")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("io", ["torch", "dcp"])
 @pytest.mark.parametrize("alias", ALIASES)
 def test_resume_is_exact(world2, written, alias, io):
@@ -54,6 +55,7 @@ def test_resume_is_exact(world2, written, alias, io):
         assert after["metrics"]["loss_epoch"] == pytest.approx(before["metrics"]["loss_epoch"], abs=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "alias, arguments, io",
     [
@@ -79,6 +81,7 @@ def test_resume_on_a_device_with_memory_of_its_own_is_exact(world2, tmp_path, al
             assert after["losses"] == before["losses"][10:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "axes", [{"data": 2, "tensor": 2}, {"shard": 2, "tensor": 2}, {"shard": 2, "pipeline": 2}], ids=str
 )
@@ -100,6 +103,7 @@ def test_resume_of_a_mesh_in_the_midst_of_an_accumulation_is_exact(world4, tmp_p
                 assert after["losses"] == before["losses"][5:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("io", ["torch", "dcp"])
 @pytest.mark.parametrize(
     "writer, readers",

@@ -207,6 +207,7 @@ ALIASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alias, size, arguments", ALIASES, ids=str)
 def test_every_function_of_the_trainer(request, alias, size, arguments):
     world = request.getfixturevalue(f"world{size}")

@@ -53,6 +53,7 @@ def test_the_names_that_users_know():
     assert registry.find("strategy", "ddp_sharded_spawn").create().start_method == "spawn"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "alias, accelerator",
     [
@@ -84,6 +85,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_what_fails_in_a_stage_is_told_as_it_is(tmp_path):
     """torch wraps it, and the ranks of the other stage wait for what never comes: they are ended."""
     script = tmp_path / "fails.py"

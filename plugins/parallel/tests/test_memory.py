@@ -92,6 +92,7 @@ def test_two_ranks(world2, alias, name):
     assert found["peak"] >= found["total"] == sum(heaviest.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [{"tensor": 2, "shard": 2}, {"pipeline": 2, "shard": 2}, {"pipeline": 2, "tensor": 2}])
 def test_four_ranks(world4, axes):
     from torchhal_parallel.hybrid import HybridStrategy

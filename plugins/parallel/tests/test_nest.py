@@ -59,6 +59,7 @@ def paths(value, path=()):
             yield from paths(item, (*path, index))
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(nests)
 def test_what_is_taken_apart_comes_together(nest):
@@ -68,6 +69,7 @@ def test_what_is_taken_apart_comes_together(nest):
     assert_same(fill(as_plain(merged([plain, plain])), lambda reference: found[reference.name]), nest)
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(nests, nests)
 def test_a_name_means_one_place_on_all_ranks(one, other):

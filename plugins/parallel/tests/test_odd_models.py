@@ -22,12 +22,14 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=label)
 def test_parity(request, case):
     alias, size, model, arguments = case
     check(world(request, size).run(training.train, alias, size, model, arguments, timeout=150), model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "alias, model", [("zero2", "Recurrent"), ("zero3", "Recurrent"), ("tensor_parallel", "DividedNorms")]
 )

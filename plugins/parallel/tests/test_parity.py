@@ -74,7 +74,13 @@ def check(results, model, dtype=None, tolerance=2e-5, true=False):
     assert results[0]["metrics"]["loss_epoch"] == pytest.approx(sum(losses) / len(losses), abs=10 * tolerance)
 
 
-@pytest.mark.parametrize("case", CASES, ids=label)
+# of each alias the fast tier has one case
+FIRST = {alias: case for case in reversed(CASES) for alias in case[:1]}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[] if case in FIRST.values() else pytest.mark.slow) for case in CASES], ids=label
+)
 def test_parity(request, case):
     alias, size, model, arguments = case
     check(world(request, size).run(training.train, alias, size, model, arguments, timeout=150), model)
@@ -90,6 +96,7 @@ SCALED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", SCALED, ids=label)
 def test_16_mixed(request, case):
     _, size, model, _ = case
@@ -108,6 +115,7 @@ IN_PRECISION = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", IN_PRECISION, ids=label)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_precisions(request, precision, case):
@@ -127,6 +135,7 @@ def test_a_policy_of_the_units(world2, alias, axes):
     assert {value.dtype for value in result["state"].values()} == {torch.float32}
 
 
+@pytest.mark.slow
 def test_a_rank_holds_its_share(world2, world4):
     """Bytes per rank between steps, as multiples of the whole model's."""
     whole = sum(p.numel() for p in models.Transformer().parameters()) * 4
@@ -144,6 +153,7 @@ def test_a_rank_holds_its_share(world2, world4):
 ODD = ["zero1", "zero2", "zero3", "tensor_parallel", "pipeline", "hybrid"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alias", ODD)
 def test_an_accumulation_that_the_end_cuts_short(world2, alias):
     """23 batches, two to a step: the last step is made of one."""
@@ -155,6 +165,7 @@ def test_an_accumulation_that_the_end_cuts_short(world2, alias):
             torch.testing.assert_close(result["state"][name], value, rtol=2e-4, atol=2e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alias", ["zero1", "zero2", "zero3", "tensor_parallel", "hybrid"])
 def test_optimizing_by_hand(world2, alias):
     arguments = {"hybrid": {"shard": 2}}.get(alias)

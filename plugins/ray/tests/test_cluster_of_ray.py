@@ -129,6 +129,7 @@ def test_the_same_fit_as_in_one_process(two_nodes, tmp_path, monkeypatch):
     assert two_nodes.is_free()
 
 
+@pytest.mark.slow
 def test_the_script_of_the_page(two_nodes, tmp_path):
     said = two_nodes.run_from_page("train.py", tmp_path)
     # the same line of both, each with its rank, without a word of RAY_DEDUP_LOGS
@@ -163,6 +164,7 @@ def fit(*callbacks, **options):
     trainer.fit(Net(), data(4))
 
 
+@pytest.mark.slow
 def test_an_exception_comes_back_with_its_traceback(two_nodes):
     with pytest.raises(RankFailedError, match="rank 1 failed: OwnError: bad sample") as caught:
         fit(At(1, 2, fail, "bad sample"))
@@ -172,6 +174,7 @@ def test_an_exception_comes_back_with_its_traceback(two_nodes):
     assert two_nodes.is_free()
 
 
+@pytest.mark.slow
 def test_a_killed_worker_ends_the_run(two_nodes):
     # the other hangs where no closed connection reaches it: only the launcher can end it
     with pytest.raises(
@@ -182,6 +185,7 @@ def test_a_killed_worker_ends_the_run(two_nodes):
     assert two_nodes.is_free()
 
 
+@pytest.mark.slow
 def test_a_removed_node_ends_the_run(two_nodes, tmp_path):
     node = two_nodes.add_node(spot=2)
     begun = tmp_path / "begun"
@@ -217,6 +221,7 @@ def signal_when(begun):
     return thread
 
 
+@pytest.mark.slow
 def test_a_worker_that_can_t_stop_is_named_and_killed(two_nodes, tmp_path, capfd):
     def never(path):
         path.touch()
@@ -236,6 +241,7 @@ def test_a_worker_that_can_t_stop_is_named_and_killed(two_nodes, tmp_path, capfd
     assert two_nodes.is_free()
 
 
+@pytest.mark.slow
 def test_a_signal_to_the_driver_stops_at_a_step_and_saves(two_nodes, tmp_path):
     begun = tmp_path / "begun"
 

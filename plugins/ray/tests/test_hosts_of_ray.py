@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from cluster_hosts import Cluster, cluster_of
 
+pytestmark = pytest.mark.slow
+
 HEAD = "10.99.0.101"
 
 SCRIPT = """

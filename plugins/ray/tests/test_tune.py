@@ -10,6 +10,8 @@ import torchhal
 from torchhal.errors import ConfigurationError, ModelError
 from torchhal_ray import RayLauncher, TuneReportCallback
 
+pytestmark = pytest.mark.slow
+
 
 class Counts(torchhal.Module):
     """Its validation metric is ``level`` times the number of epochs."""

@@ -18,7 +18,9 @@ def three_devices():
 
 TestSim = conformance_suite("accelerator", "sim", features={"memory_stats", "readme", "threads", "wheel"})
 TestMixed = conformance_suite("precision", "16-mixed", accelerator="sim", features={"fused"})
-TestDDP = conformance_suite("strategy", "ddp", accelerator="sim", features={"groups", "portable", "sync_grads"})
+TestDDP = pytest.mark.slow(
+    conformance_suite("strategy", "ddp", accelerator="sim", features={"groups", "portable", "sync_grads"})
+)
 
 
 # What only a device with memory of its own can show; core's zoo of broken parts runs on the CPU.

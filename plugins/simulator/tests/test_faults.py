@@ -570,6 +570,7 @@ def test_a_job_without_faults(run, flavour):
     assert job.devices == (["sim:0", "sim:1"] if flavour == "sim" else ["hpu:0", "hpu:0"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "words"),
     [

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 FILES = ["test_device.py", "test_limits.py", "test_memory.py", "test_mixing.py", "test_random.py", "test_training.py"]
 
 

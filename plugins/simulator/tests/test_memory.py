@@ -286,6 +286,7 @@ READERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nbytes", [0, 8])
 @pytest.mark.parametrize("reader", READERS)
 def test_memory_that_is_gone_is_not_read(reader, nbytes, device, balanced):

@@ -64,6 +64,7 @@ def test_every_function_on_one_device() -> None:
     assert trainer.strategy.root_device == torch.device("sim", 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn", "ddp_forkserver", "ddp_fork"])
 def test_every_function_on_two_devices(tmp_path: Path, strategy: str) -> None:
     check(outcome(tmp_path / "result", strategy, 2), 2)
@@ -82,6 +83,7 @@ def test_a_fork_after_the_device_was_used_says_so() -> None:
     assert "'spawn'" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_seed_reaches_a_device_that_comes_later(tmp_path: Path) -> None:
     """``torch.manual_seed`` comes before the Trainer that loads the device, and dropout draws on the device; in a
     worker, too."""
@@ -176,6 +178,7 @@ def test_evaluation_reads_nothing_from_the_device(hidden_syncs: Any) -> None:
     assert waits(2) == waits(12)
 
 
+@pytest.mark.slow
 def test_the_demo(tmp_path: Path) -> None:
     demo = ROOT / "docs" / "tutorials" / "digits.py"
     done = script(demo, "--accelerator", "sim", "--root", tmp_path, "--epochs", 6, timeout=170)

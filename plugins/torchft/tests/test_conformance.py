@@ -14,4 +14,4 @@ def address():
         yield
 
 
-TestTorchFT = conformance_suite("strategy", "torchft", features={"elastic"})
+TestTorchFT = pytest.mark.slow(conformance_suite("strategy", "torchft", features={"elastic"}))

@@ -14,6 +14,8 @@ from lighthouses import lighthouse
 from replica import BATCH, GROUPS, Items, Net, make_scaler
 from torch.utils.data import DistributedSampler
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).with_name("replica.py")
 
 

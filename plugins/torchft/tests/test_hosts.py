@@ -9,6 +9,8 @@ import pytest
 import torch
 from cluster_hosts import cluster_of
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = str(Path(__file__).with_name("replica.py"))
 LIGHTHOUSE = str(Path(sys.executable).with_name("torchft_lighthouse"))
 END = 30

@@ -80,6 +80,7 @@ def test_another_version_is_named_before_anything_is_used(monkeypatch):
         TorchFTStrategy(lighthouse_addr=ADDRESS)
 
 
+@pytest.mark.cold_start
 def test_the_plugin_loads_without_torchft_and_imports_it_only_to_train():
     """In a process that can't find torchft: listed with the reason. In one that can: not imported by construction."""
     script = """

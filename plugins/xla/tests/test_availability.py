@@ -24,6 +24,7 @@ def python(code, **environment):
     return done.stdout
 
 
+@pytest.mark.cold_start
 def test_a_listing_imports_neither_torch_nor_the_vendor():
     found = json.loads(
         python(

@@ -423,6 +423,8 @@ def _run(arguments: Sequence[str], folder: str, search: Sequence[str] | None) ->
     first, rest = arguments[0], list(arguments[1:])
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = main
+    if "multiprocessing" in sys.modules:
+        sys.modules["__mp_main__"] = main  # what a spawned process calls it
     main.__dict__.update(__builtins__=sys.modules["builtins"], __loader__=importlib.machinery.BuiltinImporter)
     sys.orig_argv = [sys.executable, *arguments]
     sys.argv = list(arguments)

@@ -1,0 +1,117 @@
+"""The tools of the tests themselves: a second run of what failed, limits that scale, the table of costs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import limits
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FLAKY = """
+import pathlib
+
+def test_sound(): pass
+
+def test_flaky():
+    seen = pathlib.Path(__file__).with_name("seen")
+    first = not seen.exists()
+    seen.touch()
+    assert not first, "of the first run"
+"""
+
+
+@pytest.fixture
+def rerun(tmp_path):
+    """Run ``.ci/rerun-failed`` over a file of tests: the process, and the folder of its output."""
+    (tmp_path / ".ci").mkdir()
+    script = Path(shutil.copy(ROOT / ".ci" / "rerun-failed", tmp_path / ".ci"))
+
+    def run(source, *arguments):
+        (tmp_path / "test_it.py").write_text(source)
+        command = [script, sys.executable, "-m", "pytest", "-q", "-n", "2"]
+        done = subprocess.run(
+            [*command, *arguments, "test_it.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+        )
+        return done, script.parent / "output"
+
+    return run
+
+
+def test_what_passes_alone_is_listed_and_fails_nothing(rerun):
+    done, output = rerun(FLAKY)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (output / "flaky.txt").read_text() == "test_it.py::test_flaky\n"
+    assert "of the first run" in (output / "0-first.txt").read_text()
+    assert "1 passed" in (output / "0-second.txt").read_text()
+    assert "test_sound" not in (output / "0-second.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("source", "code", "second"),
+    [
+        ("def test_sound(): pass", 0, False),
+        ("def test_broken(): assert 0", 1, True),
+        ("import pytest\n@pytest.fixture\ndef bad(): assert 0\ndef test_broken(bad): pass", 1, True),
+        ("\n".join(f"def test_{number}(): assert 0" for number in range(11)), 1, False),
+        ("this is no Python", 2, True),
+        ("", 5, False),
+    ],
+    ids=["sound", "broken", "broken fixture", "eleven", "no Python", "no test"],
+)
+def test_what_fails_twice_or_in_another_way_fails(rerun, source, code, second):
+    done, output = rerun(source)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert (output / "0-second.txt").exists() == second
+    assert not (output / "flaky.txt").exists()
+
+
+def test_limits_of_processes_scale_and_short_waits_do_not(monkeypatch):
+    monkeypatch.setenv(limits.VARIABLE, "3")
+    seen = []
+    wait = limits._scaling(lambda self, timeout=None: seen.append(timeout))
+    wait(None, 60)
+    wait(None, timeout=60)
+    wait(None, timeout=0.5)
+    wait(None)
+    assert seen == [180, 180, 0.5, None]
+    assert limits.scaled(10) == 30
+
+
+def test_each_test_s_own_limit_scales(tmp_path):
+    (tmp_path / "conftest.py").write_text(
+        "import limits\ndef pytest_collection_modifyitems(config, items): limits.scale_timeouts(config, items)"
+    )
+    (tmp_path / "pytest.ini").write_text(f"[pytest]\npythonpath = {ROOT / 'tests'}\ntimeout = 40")
+    (tmp_path / "test_it.py").write_text(
+        "import pytest\nfrom pytest_timeout import _get_item_settings\n"
+        "def test_default(request): assert _get_item_settings(request.node).timeout == 100\n"
+        "@pytest.mark.timeout(8)\ndef test_own(request): assert _get_item_settings(request.node).timeout == 20\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False,
+        env={**os.environ, limits.VARIABLE: "2.5"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_costliest_files_are_shown(tmp_path):
+    (tmp_path / "conftest.py").write_text(
+        "import costs\ndef pytest_terminal_summary(terminalreporter): costs.write_summary(terminalreporter)"
+    )
+    (tmp_path / "pytest.ini").write_text(f"[pytest]\npythonpath = {ROOT / 'tests'}")
+    for number in range(12):
+        (tmp_path / f"test_{number:02}.py").write_text(
+            f"import time\ndef test_it(): time.sleep({0.3 if number == 7 else 0})\ndef test_other(): pass"
+        )
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    lines = done.stdout.splitlines()
+    start = next(number for number, line in enumerate(lines) if "costliest files, of 12" in line)
+    assert lines[start + 1].split() == ["0.3", "s", "2", "tests", "test_07.py"]
+    assert sum(" tests  test_" in line for line in lines) == 10
