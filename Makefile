@@ -14,7 +14,7 @@ PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml plu
 # Most of a test's time is waiting, for a grace or for another process: more workers than cores. What the first to be
 # done finds left of the others' tests it takes over.
 PYTEST = $(RUNNER) $(BIN)/python -m pytest --numprocesses 4 --dist worksteal
-PYTEST_XLA = $(RUNNER) $(XLA)/bin/python -m pytest --numprocesses 4 --dist worksteal
+PYTEST_XLA = $(RUNNER) $(XLA)/bin/python -m pytest --numprocesses 4 --dist loadfile
 
 .PHONY: demo test test-all test-rest test-xla test-newest check lint bench conformance cluster-tools clean
 

@@ -25,6 +25,10 @@ def test_flaky():
 """
 
 
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.fixture
 def rerun(tmp_path):
     """Run ``.ci/rerun-failed`` over a file of tests: the process, and the folder of its output."""
@@ -56,10 +60,10 @@ def test_what_passes_alone_is_listed_and_fails_nothing(rerun):
     [
         ("def test_sound(): pass", 0, False),
         ("def test_broken(): assert 0", 1, True),
-        ("import pytest\n@pytest.fixture\ndef bad(): assert 0\ndef test_broken(bad): pass", 1, True),
-        ("\n".join(f"def test_{number}(): assert 0" for number in range(11)), 1, False),
-        ("this is no Python", 2, True),
-        ("", 5, False),
+        slow("import pytest\n@pytest.fixture\ndef bad(): assert 0\ndef test_broken(bad): pass", 1, True),
+        slow("\n".join(f"def test_{number}(): assert 0" for number in range(11)), 1, False),
+        slow("this is no Python", 2, True),
+        slow("", 5, False),
     ],
     ids=["sound", "broken", "broken fixture", "eleven", "no Python", "no test"],
 )

@@ -27,9 +27,12 @@ MODULES = ("torch", "torch._dynamo")
 NO_TORCH = ("pip", "build", "ruff", "mypy", "venv")
 """Modules for ``-m`` that need no torch."""
 
-IMPORT_TIME = ("PYTHON", "TORCH_", "PYTORCH_", "OMP_", "KMP_", "MKL_", "LD_", "LC_", "LANG", "HABANA", "PT_HPU")
+IMPORT_TIME = ("PYTHON", "TORCH_", "PYTORCH_", "OMP_", "KMP_", "MKL_", "LD_", "LC_", "LANG")
 AT_RUN_TIME = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONWARNINGS", "OMP_NUM_THREADS", "TORCH_FR_", "TORCH_NCCL_")
 """Variables that an import reads, and those among them that the fork server applies or that torch reads later."""
+
+LOADED_WITH_TORCH = ("HABANA", "PT_HPU")
+"""With these torch's import loads a vendor's library, which sets variables itself: such a process starts cold."""
 
 _POPEN = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 _SPAWN = multiprocessing.util.spawnv_passfds  # type: ignore[attr-defined]
@@ -73,6 +76,8 @@ def _key(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 def _server(environ: Mapping[str, str]) -> Any:
     """The server for this environment, made on first use; None in a fork whose own is another."""
+    if any(name.startswith(LOADED_WITH_TORCH) for name in environ):
+        return None
     key = _key(environ)
     if key not in _servers and _only is None and len(_servers) < 3:
         plain = {name: value for name, value in environ.items() if not name.startswith(("TORCHHAL_", "PYTHONPATH"))}

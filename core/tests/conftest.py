@@ -11,6 +11,7 @@ from world import crowd_control, shared_world
 
 
 def pytest_configure(config):
+    config.addinivalue_line("markers", "slow_on_sim: slow on any accelerator but the CPU; its jobs are the same there")
     config.addinivalue_line("markers", "one_accelerator: the CPU alone; the test chooses devices itself, or needs none")
 
 
@@ -19,7 +20,9 @@ def pytest_generate_tests(metafunc):
         from hardware import ACCELERATORS
 
         alone = metafunc.definition.get_closest_marker("one_accelerator") is not None
-        metafunc.parametrize("accelerator", ACCELERATORS[:1] if alone else ACCELERATORS, indirect=True)
+        marks = [pytest.mark.slow] if metafunc.definition.get_closest_marker("slow_on_sim") is not None else []
+        others = [] if alone else [pytest.param(name, marks=marks) for name in ACCELERATORS[1:]]
+        metafunc.parametrize("accelerator", [*ACCELERATORS[:1], *others], indirect=True)
 
 
 @pytest.fixture

@@ -17,6 +17,8 @@ from torch.nn import functional as F
 
 from torchhal import Module, Trainer
 
+pytestmark = pytest.mark.slow_on_sim
+
 SCRIPT = Path(__file__).parent / "scripts" / "train.py"
 
 
@@ -202,7 +204,11 @@ def test_accumulation_and_clipping_over_ranks(tmp_path):
 # "hang" once: what a time-out does is the same code for every launcher
 @pytest.mark.parametrize(
     ("strategy", "misdeed"),
-    [("ddp", "hang"), *((s, m) for s in ("ddp", "ddp_spawn") for m in ("raise", "exit", "kill"))],
+    [
+        slow("ddp", "hang"),
+        *(("ddp", misdeed) for misdeed in ("raise", "exit", "kill")),
+        *(slow("ddp_spawn", misdeed) for misdeed in ("raise", "exit", "kill")),
+    ],
 )
 def test_one_rank_fails_and_all_end(tmp_path, strategy, misdeed):
     config = {"trainer": {"strategy": strategy}, "misdeed": misdeed}
@@ -325,6 +331,7 @@ def test_a_rank_with_a_batch_more_is_an_error_on_all(tmp_path):
     assert_nothing_left(tmp_path / "run")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("accelerator")
 def test_loaders_without_length_end_together(tmp_path):
     result = run(tmp_path / "run", loader="unsized", trainer={"max_epochs": 2})
@@ -361,6 +368,7 @@ def test_an_error_after_the_fit_is_no_success(tmp_path):
     assert "after the fit" in result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("accelerator")
 def test_a_checkpoint_may_be_saved_after_the_run(tmp_path):
     result = run(tmp_path / "run", evaluate=True, save_after=str(tmp_path / "after.ckpt"))
@@ -370,6 +378,7 @@ def test_a_checkpoint_may_be_saved_after_the_run(tmp_path):
     assert len(saved["ranks"]) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("accelerator")
 def test_another_number_of_processes_continues(tmp_path):
     run(tmp_path / "run", evaluate=True, trainer={"max_epochs": 2}, save_after=str(tmp_path / "two.ckpt"))
@@ -385,6 +394,7 @@ def test_another_number_of_processes_continues(tmp_path):
         torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("built", ["configure_model", "setup"])
 def test_layers_built_in_hooks_come_back_from_workers_or_say_why(tmp_path, built):
     result = run(tmp_path / "run", built=built, trainer={"strategy": "ddp_spawn", "enable_checkpointing": True})

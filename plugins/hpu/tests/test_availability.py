@@ -10,6 +10,7 @@ from torchhal_hpu.precision import FP8Precision
 from torchhal_hpu.strategies import HPUParallelStrategy, HPUSingleStrategy
 
 
+@pytest.mark.slow
 def test_every_reason_is_told(python):
     python("reasons.py")
 

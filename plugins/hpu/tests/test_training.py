@@ -9,6 +9,7 @@ def test_one_card_in_lazy_mode(python):
     python("single.py")
 
 
+@pytest.mark.slow
 def test_one_card_in_eager_mode(python):
     python("eager.py", PT_HPU_LAZY_MODE="0", PT_HPU_AUTOLOAD="0", PYTHONPATH=str(ENGINE))
 
@@ -18,5 +19,6 @@ def test_two_cards(python, tmp_path):
     assert told.split() == ["HPUParallelStrategy", "HPUParallelStrategy", "FSDPStrategy", "ZeRO1Strategy", "resumed"]
 
 
+@pytest.mark.slow
 def test_two_cards_in_workers(python):
     assert "spawned" in python("spawned.py")

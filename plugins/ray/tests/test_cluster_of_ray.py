@@ -97,6 +97,7 @@ def plain_loop(epochs, batch_size):
     return model, loss
 
 
+@pytest.mark.slow
 def test_the_same_fit_as_in_one_process(two_nodes, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHHAL_SEED", "17")
     monkeypatch.chdir(tmp_path)
