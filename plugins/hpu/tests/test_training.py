@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 ENGINE = Path(__file__).parent / "engine"
 
 
