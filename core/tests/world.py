@@ -183,6 +183,8 @@ def _serve(rank: int, size: int, port: int, connection: Connection, stack_file: 
         except (EOFError, OSError):
             os._exit(0)  # gloo's threads may abort an orderly exit
         try:
+            if hardware.name() != "cpu":
+                hardware.accelerator()  # torch has to know its devices, whatever this rank's first test is
             outcome = Outcome(getattr(_module(home), name)(*args))
         except BaseException as error:
             outcome = Outcome(error=type(error).__name__, message=str(error), traceback=traceback.format_exc())
