@@ -96,7 +96,7 @@ $(XLA)/packages.stamp: $(XLA)/torch.stamp core/pyproject.toml plugins/parallel/p
 
 # The newest torch is several gigabytes where pip's has CUDA. The simulator's requirement admits only the torch that it is
 # tested with; it is compiled for the one that is there.
-$(NEWEST)/packages.stamp: requirements-dev.txt $(PLUGINS:=/pyproject.toml)
+$(NEWEST)/packages.stamp: requirements-dev.txt core/pyproject.toml $(PLUGINS:=/pyproject.toml)
 	$(NEWEST_PYTHON) -m venv $(NEWEST)
 	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu \
 	$(NEWEST)/bin/python -m pip install --quiet --upgrade torch --requirement requirements-dev.txt --editable ./core

@@ -2,7 +2,7 @@
 
 A limit only ends what hangs, so a busy machine may have more of it. :func:`install` scales pytest-timeout's, those of
 ``communicate`` and ``wait`` of every process that a test starts; others ask :func:`scaled`. What a test asserts of
-time is a comparison within the run: with the sleep of whoever waits in vain, or with a timeout that nobody needed.
+time is a comparison within the run, with the sleep or the timeout of whoever waits in vain, or such a limit.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import os
 import subprocess
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pytest
+if TYPE_CHECKING:
+    import pytest
 
 VARIABLE = "TESTS_SLOWNESS"
 QUIET = 1.7
@@ -64,8 +65,11 @@ def _scaling(method: Callable[..., Any]) -> Callable[..., Any]:
 
 def scale_timeouts(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Scale what pytest-timeout allows each test."""
+    import pytest
+
     if slowness() > 1:
         for item in items:
             mark = item.get_closest_marker("timeout")
-            seconds = mark.args[0] if mark is not None else float(config.getini("timeout"))
+            own = (*mark.args, mark.kwargs.get("timeout")) if mark is not None else (config.getini("timeout"),)
+            seconds = float(own[0])
             item.add_marker(pytest.mark.timeout(scaled(seconds)), append=False)

@@ -29,6 +29,24 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+TEARDOWN = """
+import pytest
+
+@pytest.fixture(scope="module")
+def left():
+    yield []
+
+@pytest.fixture(autouse=True, scope="module")
+def nothing_left(left):
+    yield
+    assert left == []
+
+def test_leaves(left): left.append(1)
+
+def test_after(left): pass
+"""
+
+
 @pytest.fixture
 def rerun(tmp_path):
     """Run ``.ci/rerun-failed`` over a file of tests: the process, and the folder of its output."""
@@ -62,10 +80,12 @@ def test_what_passes_alone_is_listed_and_fails_nothing(rerun):
         ("def test_broken(): assert 0", 1, True),
         slow("import pytest\n@pytest.fixture\ndef bad(): assert 0\ndef test_broken(bad): pass", 1, True),
         slow("\n".join(f"def test_{number}(): assert 0" for number in range(11)), 1, False),
+        slow(TEARDOWN, 1, False),
+        slow(FLAKY.replace("assert not first", "first or __import__('pytest').skip()\n    assert not first"), 1, True),
         slow("this is no Python", 2, True),
         slow("", 5, False),
     ],
-    ids=["sound", "broken", "broken fixture", "eleven", "no Python", "no test"],
+    ids=["sound", "broken", "broken fixture", "eleven", "torn down", "skips then", "no Python", "no test"],
 )
 def test_what_fails_twice_or_in_another_way_fails(rerun, source, code, second):
     done, output = rerun(source)

@@ -5,8 +5,8 @@ replaces what ``subprocess.Popen`` and multiprocessing's spawn do to start ``sys
 runs it in every fork, in the processes that a test's program starts itself. The process is a real child in every way:
 its parent, pid, descriptors, signals, group, environment and exit code are those that ``exec`` would have given it.
 
-A test whose subject is the start of a process is marked ``cold_start``. So starts everything whose interpreter options
-or environment could matter while torch is imported, and everything when ``TORCHHAL_TESTS_COLD=1``.
+A test whose subject is the start of a process is marked ``cold_start``. A process also starts cold if its interpreter
+options or environment could matter while torch is imported; with ``TORCHHAL_TESTS_COLD=1`` all do.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import multiprocessing.util
 import os
 import subprocess
 import sys
+import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,17 +29,24 @@ MODULES = ("torch", "torch._dynamo")
 NO_TORCH = ("pip", "build", "ruff", "mypy", "venv")
 """Modules for ``-m`` that need no torch."""
 
-IMPORT_TIME = ("PYTHON", "TORCH_", "PYTORCH_", "OMP_", "KMP_", "MKL_", "LD_", "LC_", "LANG")
+IMPORT_TIME = (
+    "PYTHON", "TORCH_", "PYTORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_", "OMP_", "KMP_", "MKL_", "OPENBLAS_", "LD_", "LC_",
+    "LANG",
+)  # fmt: skip
 AT_RUN_TIME = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONWARNINGS", "OMP_NUM_THREADS", "TORCH_FR_", "TORCH_NCCL_")
 """Variables that an import reads, and those among them that the fork server applies or that torch reads later."""
 
 LOADED_WITH_TORCH = ("HABANA", "PT_HPU")
 """With these torch's import loads a vendor's library, which sets variables itself: such a process starts cold."""
 
+MOST_SERVERS = 3  # of some 300 MB each
+
 _POPEN = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 _SPAWN = multiprocessing.util.spawnv_passfds  # type: ignore[attr-defined]
 _PARAMETERS = inspect.signature(_POPEN)
 _servers: dict[tuple[str, ...], Any] = {}
+_asked: Counter[tuple[str, ...]] = Counter()
+_lock = threading.Lock()
 _only: Any = None
 """In a fork: the one server it has."""
 _enabled = True
@@ -74,17 +83,23 @@ def _key(environ: Mapping[str, str]) -> tuple[str, ...]:
     ))  # fmt: skip
 
 
-def _server(environ: Mapping[str, str]) -> Any:
-    """The server for this environment, made on first use; None in a fork whose own is another."""
-    if any(name.startswith(LOADED_WITH_TORCH) for name in environ):
-        return None
-    key = _key(environ)
-    if key not in _servers and _only is None and len(_servers) < 3:
-        plain = {name: value for name, value in environ.items() if not name.startswith(("TORCHHAL_", "PYTHONPATH"))}
-        plain.pop("OMP_NUM_THREADS", None)
-        _servers[key] = _fork_server_class()(MODULES, plain)
-    server = _servers.get(key)
-    return server if server is not None and server.usable else None
+def _server(key: tuple[str, ...], environ: Mapping[str, str]) -> Any:
+    """Return the server for this environment, or None: in a fork, whose own is another, or if it isn't worth one.
+
+    It is worth one when it is this process's own environment, or comes for the second time.
+    """
+    with _lock:
+        _asked[key] += 1
+        worth = key == _key(os.environ) or (_asked[key] > 1 and len(_servers) < MOST_SERVERS)
+        if key not in _servers and _only is None and worth:
+            plain = {
+                name: value
+                for name, value in environ.items()
+                if not name.startswith(("TORCHHAL_", *AT_RUN_TIME, *LOADED_WITH_TORCH))
+            }
+            _servers[key] = _fork_server_class()(MODULES, plain)
+        server = _servers.get(key)
+        return server if server is not None and server.usable else None
 
 
 def _fork_server_class() -> Any:
@@ -96,44 +111,42 @@ def _fork_server_class() -> Any:
     return module.ForkServer
 
 
-def _program(command: Sequence[Any]) -> tuple[list[str], dict[str, list[str]]] | None:
-    """What follows the interpreter and its options, and the variables that mean the same as those.
-
-    None if no fork can run it.
-    """
+def _program(command: Sequence[Any]) -> tuple[list[str], list[str]] | None:
+    """Return the interpreter's options and what follows them; None if no fork can run it."""
     words = [os.fsdecode(word) for word in command]
     if not words or words[0] != sys.executable:
         return None
     del words[0]
-    variables: dict[str, list[str]] = {}
+    options: list[str] = []
     while words and (words[0] in ("-u", "-B") or words[0].startswith("-W")):
         option = words.pop(0)
-        if option == "-u":
-            variables["PYTHONUNBUFFERED"] = ["1"]
-        elif option != "-B":  # which changes nothing that is seen
-            variables.setdefault("PYTHONWARNINGS", []).append(option[2:] or words.pop(0))
+        options.append(f"-W{words.pop(0)}" if option == "-W" else option)
     if not words or (words[0].startswith("-") and words[0] not in ("-c", "-m")):
         return None
     if words[0] == "-m" and words[1].partition(".")[0] in NO_TORCH:
         return None
-    if words[0].endswith("fork_server.py"):
+    if words[0].endswith("fork_server_main.py"):
         return None
-    return words, variables
+    return options, words
 
 
 def _fork(command: Sequence[Any], environ: Mapping[Any, Any] | None, **options: Any) -> int | None:
-    """The process id of a fork that runs ``command``; None if it has to be started."""
+    """Fork a process that runs ``command`` and return its number; None if it has to be started."""
     program = _program(command) if _enabled else None
-    if program is None:
+    given = {
+        os.fsdecode(name): os.fsdecode(value) for name, value in (os.environ if environ is None else environ).items()
+    }
+    if program is None or any(name.startswith(LOADED_WITH_TORCH) for name in given):
         return None
-    given = {os.fsdecode(name): os.fsdecode(value) for name, value in (environ or os.environ).items()}
-    for name, values in program[1].items():
-        given[name] = ",".join(filter(None, [given.get(name, ""), *values]))
-    server = _server(given)
+    key = _key(given)
+    server = _server(key, given)
     if server is None:
         return None
     prelude = __file__ if _only is None else ""  # one level is enough: a rank starts no ranks
-    pid: int | None = server.fork(program[0], given, adopt=True, prelude=prelude, **options)
+    try:
+        pid: int | None = server.fork(program[1], given, options=program[0], adopt=True, prelude=prelude, **options)
+    except (OSError, RuntimeError):  # a standard descriptor that is closed here, a server that was killed
+        return None
     return pid
 
 
@@ -150,12 +163,9 @@ def _execute_child(self: Any, *positional: Any, **named: Any) -> None:
         standard = (given["p2cread"], given["c2pwrite"], given["errwrite"])
         descriptors = {number: number if own == -1 else own for number, own in enumerate(standard)}
         descriptors.update({number: number for number in given["pass_fds"]})
-        try:
-            pid = _fork(
-                command, given["env"], folder=folder, descriptors=descriptors, new_session=given["start_new_session"]
-            )
-        except OSError:  # one of the standard descriptors is closed here
-            pid = None
+        pid = _fork(
+            command, given["env"], folder=folder, descriptors=descriptors, new_session=given["start_new_session"]
+        )
         if pid is not None:
             self.pid = pid
             self._child_created = True

@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "scripts"))
+from limits import scaled
 from running import JOB, Job, job, wait_for_notes
 
-GONE_WITHIN = 300.0
-"""Seconds from a rank's failure until every process is gone: a few, unless the machine has much else to do. Whoever
-waits in vain sleeps for twice as long."""
+GONE_WITHIN = scaled(60)
+"""Seconds from a rank's failure until every process is gone: a few, unless the machine has much else to do."""
+IN_VAIN = 600
+"""Seconds that a rank sleeps, or waits in a collective, whom nobody ends."""
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
@@ -34,7 +36,7 @@ def torchrun(scenario):
 
 def kill(scenario, launcher, folder, *, who, signum=signal.SIGKILL, after=0.4, bad=1):
     """Start a job, wait until its ranks are at work, and signal rank ``who``, the ``"parent"`` or the ``"group"``."""
-    one = job(scenario, launcher, out=folder, bad=bad)
+    one = job(scenario, launcher, out=folder, bad=bad, JOB_TIMEOUT=IN_VAIN)
     try:
         pids = [note["pid"] for note in wait_for_notes(folder, 2)]
         time.sleep(after)

@@ -12,6 +12,7 @@ from pathlib import Path
 import hardware
 import pytest
 import torch
+from limits import scaled
 from torch import nn
 from torch.nn import functional as F
 
@@ -216,7 +217,7 @@ def test_one_rank_fails_and_all_end(tmp_path, strategy, misdeed):
         config["collective_timeout"] = 8
     result = run(tmp_path / "run", timeout=100, **config)
     assert result.code not in (0, None)
-    assert result.seconds < 100  # of a loaded machine; a process group alone would wait for minutes
+    assert result.seconds < scaled(100)  # of a loaded machine; a process group alone would wait for minutes
     text = result.stderr
     if misdeed == "raise":
         first = text.index("ZeroDivisionError: the model of rank 1 is broken")

@@ -24,7 +24,7 @@ from torchhal.conformance import report as reports
 from torchhal.conformance.check import Check, CheckFailed, Skipped, check, environment
 from torchhal.conformance.expect import close, raises, same
 from torchhal.conformance.html import page
-from torchhal.conformance.run import Result, fork_server
+from torchhal.conformance.run import Result, shared_server
 from torchhal.conformance.world import Silent, World
 from torchhal.errors import ConfigurationError, UnknownAliasError
 from torchhal.strategies import DDPStrategy
@@ -271,7 +271,7 @@ def ranks_skip() -> None:
 
 @pytest.fixture
 def world():
-    world = World(fork_server(), 3)
+    world = World(shared_server(), 3)
     yield world
     world.stop()
 

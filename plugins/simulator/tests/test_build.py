@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from limits import scaled
 
 from torchhal_simulator import build
 from torchhal_simulator.build import BuildError, check_torch, shared_library
@@ -192,7 +193,7 @@ def test_the_second_call_compiles_nothing(
         assert shared_library("device.cpp", csrc=csrc) == library
         times.append(time.perf_counter() - start)
     assert len(compiler.calls) == 1 and not caplog.records
-    assert min(times) < compiling
+    assert min(times) < compiling / 5
 
 
 @pytest.mark.slow
@@ -332,9 +333,9 @@ def test_an_interrupted_builder_ends_its_compiler(cache: Path, csrc: Path, compi
     builder = Asked(csrc)
     wait_for(lambda: len(compiler.calls) == 2)
     assert builder.process.pid is not None
-    for _ in range(20):  # Python loses an interrupt that comes while it runs a finalizer
+    for _ in range(3):  # Python loses an interrupt that comes in a callback of the garbage collector
         os.kill(builder.process.pid, signal.SIGINT)
-        builder.process.join(1)
+        builder.process.join(scaled(5))
         if not builder.process.is_alive():
             break
     assert builder.outcome().startswith("KeyboardInterrupt")

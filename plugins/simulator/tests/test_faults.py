@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from joining import joined, new_world, on_device
+from limits import scaled
 from running import Job
 from world import rank
 
@@ -425,7 +426,7 @@ def slow(flavour):
         took = torch.tensor([0.0, 0.0])
         took[rank()] = time.monotonic() - start
         dist.all_reduce(took, group=plain)
-        assert took[1] > 1.95 and took[0] < took[1]
+        assert took[1] - took[0] > 1
         dist.all_reduce(tensor)
         assert collectives(flavour) == 3
     assert tensor.tolist() == [16, 16]
@@ -534,7 +535,7 @@ def settings_reach_processes(flavour):
 SCRIPT = str(Path(__file__).parent / "scripts" / "train_on.py")
 TIMEOUT = 10.0  # of a collective; a busy machine's processes must find each other within it
 LONG = 600
-GONE_WITHIN = LONG / 2
+GONE_WITHIN = scaled(60)
 """Seconds from a fault, and the timeout of the collective where one waits for it, until every process is gone."""
 
 

@@ -32,7 +32,7 @@ from torchhal.conformance.world import World
 ENVIRONMENT: Final = "environment:"
 PATIENCE: Final = 240.0
 """Seconds for a check that runs in this process: many times what any takes, and less than a user's patience."""
-_IMPORTED: Final = ("torch", "torch.distributed", "torch._dynamo", "torchhal.strategies", "torchhal.trainer")
+_IMPORTED: Final = ("torch._dynamo", "torchhal.conformance.world", "torchhal.trainer")
 """What the ranks would import, each for itself: torch._dynamo for the first step of any optimizer, in seconds."""
 
 
@@ -53,7 +53,7 @@ class Result:
 
 
 @cache
-def fork_server() -> ForkServer:
+def shared_server() -> ForkServer:
     """The process from which the ranks of all sessions are forked: no plugin has been imported there."""
     # The plugins' folders may be anywhere on sys.path; the kit itself must be found without them.
     here = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -83,7 +83,7 @@ class Session:
     def world(self, size: int) -> World:
         """The processes, ``size`` of them, that the checks of this session share."""
         if size not in self._worlds:
-            self._worlds[size] = World(fork_server(), size)
+            self._worlds[size] = World(shared_server(), size)
         return self._worlds[size]
 
     def run(self, one: Check) -> Result:

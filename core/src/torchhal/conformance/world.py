@@ -171,9 +171,14 @@ class World:
                 "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1", _KEY: key.hex(),
             }  # fmt: skip
             path = [os.path.abspath(entry) for entry in sys.path]
-            with Listener(address, family="AF_UNIX", authkey=key) as listener:
-                self._server.fork(["-c", _RANK, address], environ, descriptors={}, path=path)
-                connection = _accept(listener)
+            output = os.path.join(self._folder, f"output-{rank}")
+            with Listener(address, family="AF_UNIX", authkey=key) as listener, open(output, "wb") as file:
+                written = {1: file.fileno(), 2: file.fileno()}
+                self._server.fork(["-c", _RANK, address], environ, descriptors=written, path=path)
+                try:
+                    connection = _accept(listener)
+                except RuntimeError as error:
+                    raise RuntimeError(f"{error}{self._printed([rank])}") from None
             self._connections.append(connection)
             self._pids.append(connection.recv())
 
@@ -228,12 +233,8 @@ def _end_with(parent: int) -> None:
 
 
 def _serve(address: str, key: bytes, rank: int) -> None:
-    """Run what is sent until the connection ends. What this process prints goes to a file, for a failure to show."""
+    """Run what is sent until the connection ends. What this process prints is in a file, for a failure to show."""
     folder = os.path.dirname(address)
-    output = os.open(os.path.join(folder, f"output-{rank}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    for standard in (1, 2):
-        os.dup2(output, standard)
-    os.close(output)
     faulthandler.enable(all_threads=False)
     stacks = open(os.path.join(folder, f"stack-{rank}"), "wb")  # noqa: SIM115
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)

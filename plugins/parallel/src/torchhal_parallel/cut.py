@@ -242,10 +242,13 @@ def _copy(
         names: tuple[str, ...] = ()
     else:
         part.output(tuple(mapped(node) for node in outgoing))
-        names = tuple(node.name for node in outgoing)
-    # fx names the value of an argument that is called as a builtin is, such as input, otherwise: input_1
-    inputs = tuple(str(node.target) if node.op == "placeholder" else node.name for node in incoming)
-    return Stage(part, tuple(dict.fromkeys(modules)), inputs, names)
+        names = tuple(_name(node) for node in outgoing)
+    return Stage(part, tuple(dict.fromkeys(modules)), tuple(_name(node) for node in incoming), names)
+
+
+def _name(node: fx.Node) -> str:
+    """Return the argument's name for an argument: fx renames one that has a builtin's name, input to input_1."""
+    return str(node.target) if node.op == "placeholder" else node.name
 
 
 def stage_parameters(module: nn.Module, stage: Stage) -> dict[str, Any]:
