@@ -41,8 +41,10 @@ LOADED_WITH_TORCH = ("HABANA", "PT_HPU")
 
 MOST_SERVERS = 3  # of some 300 MB each
 
-_POPEN = subprocess.Popen._execute_child  # type: ignore[attr-defined]
-_SPAWN = multiprocessing.util.spawnv_passfds  # type: ignore[attr-defined]
+# A fork that runs pytest loads this file twice: as its prelude, and by the conftest.
+_INSTALLED = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+_POPEN = getattr(_INSTALLED, "replaced", _INSTALLED)
+_SPAWN = getattr(multiprocessing.util.spawnv_passfds, "replaced", multiprocessing.util.spawnv_passfds)  # type: ignore[attr-defined]
 _PARAMETERS = inspect.signature(_POPEN)
 _servers: dict[tuple[str, ...], Any] = {}
 _asked: Counter[tuple[str, ...]] = Counter()
@@ -68,9 +70,11 @@ def install(server: Any = None) -> None:
     global _only
     if sys.platform != "linux" or os.environ.get(COLD):
         return
-    _only = server
-    if server is not None:
-        _servers[_key(os.environ)] = server
+    _only = server if server is not None else getattr(_INSTALLED, "server", None)
+    if _only is not None:
+        _servers[_key(os.environ)] = _only
+    vars(_execute_child).update(replaced=_POPEN, server=_only)
+    vars(_spawnv_passfds).update(replaced=_SPAWN)
     subprocess.Popen._execute_child = _execute_child  # type: ignore[attr-defined]
     multiprocessing.util.spawnv_passfds = _spawnv_passfds  # type: ignore[attr-defined]
 
