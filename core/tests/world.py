@@ -119,11 +119,18 @@ class World:
         import torch.distributed as dist
 
         self._store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        import warm_start
+
+        # Two ranks are interpreters with a hash seed each; larger worlds may be forks, which share one.
+        with warm_start.only_if(self.size != 2):
+            self._start_ranks(self._store.port)
+
+    def _start_ranks(self, port: int) -> None:
         context = multiprocessing.get_context("spawn")
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             self._stack_files.append(tempfile.NamedTemporaryFile())  # noqa: SIM115
-            arguments = (rank, self.size, self._store.port, theirs, self._stack_files[-1].name)
+            arguments = (rank, self.size, port, theirs, self._stack_files[-1].name)
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
