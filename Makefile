@@ -13,7 +13,8 @@ PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml plu
 
 # Most of a test's time is waiting, for a grace or for another process: more workers than cores. What the first to be
 # done finds left of the others' tests it takes over.
-PYTEST = $(RUNNER) $(BIN)/python -m pytest --numprocesses 4 --dist worksteal
+WORKSTEAL := --numprocesses 4 --dist worksteal
+PYTEST = $(RUNNER) $(BIN)/python -m pytest $(WORKSTEAL)
 PYTEST_XLA = $(RUNNER) $(XLA)/bin/python -m pytest --numprocesses 4 --dist loadfile
 
 .PHONY: demo test test-all test-rest test-xla test-newest check lint bench conformance cluster-tools clean
@@ -40,7 +41,7 @@ test-xla: $(XLA)/packages.stamp  ## the XLA plugin, and core, on torch 2.9.1 in 
 	$(PYTEST_XLA) -rfE $(CORE_ON_OLD_TORCH)
 
 test-newest: $(NEWEST)/packages.stamp  ## the tests of `make test` on the newest torch that pip gives, and Python 3.13
-	$(NEWEST)/bin/python -m pytest --numprocesses 4 --dist worksteal -m "not slow"
+	$(NEWEST)/bin/python -m pytest $(WORKSTEAL) -m "not slow"
 
 cluster-tools:  ## Slurm, Open MPI, MPICH and iproute2, for tests/test_clusters.py, which skips without them (Debian, root)
 	apt-get install --yes --quiet --no-install-recommends slurmctld slurmd slurm-client iproute2 openmpi-bin mpich

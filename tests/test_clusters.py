@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from cluster_hosts import LAUNCHERS, MPICH, OPEN_MPI, TOOLS, Cluster, cluster_of, needs
 from pages import blocks_of, write_files
+from tiers import slow
 
 from torchhal.accelerators import CPUAccelerator
 from torchhal.errors import ConfigurationError
@@ -224,10 +225,6 @@ def on_both(cluster: Cluster, *command: str, **variables: str) -> str:
     said = [node.communicate(timeout=150)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], said
     return "".join(said)
-
-
-def slow(value):
-    return pytest.param(value, marks=pytest.mark.slow)
 
 
 class TestTraining:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from lighthouses import lighthouse
+from tiers import slow
 
 pytestmark = pytest.mark.packaging
 
@@ -94,10 +95,6 @@ def variables(source: str) -> Iterator[dict[str, str]]:
         return
     with lighthouse() as address:
         yield {"TORCHFT_LIGHTHOUSE": address}
-
-
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import limits
 import pytest
+from tiers import slow
 
 ROOT = Path(__file__).parents[1]
 FLAKY = """
@@ -23,10 +24,6 @@ def test_flaky():
     seen.touch()
     assert not first, "of the first run"
 """
-
-
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 TEARDOWN = """

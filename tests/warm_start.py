@@ -96,11 +96,7 @@ def _server(key: tuple[str, ...], environ: Mapping[str, str]) -> Any:
         _asked[key] += 1
         worth = key == _key(os.environ) or (_asked[key] > 1 and len(_servers) < MOST_SERVERS)
         if key not in _servers and _only is None and worth:
-            plain = {
-                name: value
-                for name, value in environ.items()
-                if not name.startswith(("TORCHHAL_", *AT_RUN_TIME, *LOADED_WITH_TORCH))
-            }
+            plain = {name: value for name, value in environ.items() if not name.startswith(("TORCHHAL_", *AT_RUN_TIME))}
             _servers[key] = _fork_server_class()(MODULES, plain)
         server = _servers.get(key)
         return server if server is not None and server.usable else None

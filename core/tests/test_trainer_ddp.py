@@ -13,6 +13,7 @@ import hardware
 import pytest
 import torch
 from limits import scaled
+from tiers import slow
 from torch import nn
 from torch.nn import functional as F
 
@@ -21,10 +22,6 @@ from torchhal import Module, Trainer
 pytestmark = pytest.mark.slow_on_sim
 
 SCRIPT = Path(__file__).parent / "scripts" / "train.py"
-
-
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 class Run:

@@ -49,6 +49,14 @@ def server():
     return ForkServer(["json", "threading", "tempfile", "random"])
 
 
+@pytest.fixture
+def prelude(tmp_path):
+    """A file that gives its fork the name ``server`` for the fork's own."""
+    path = tmp_path / "prelude.py"
+    path.write_text("def install(server):\n    import builtins\n    builtins.server = server\n")
+    return str(path)
+
+
 def finish(server, arguments, folder, **options):
     """The exit code and what was written by a fork, in the same form as :func:`start`'s."""
     paths = [folder / name for name in ("in", "out", "err")]
@@ -143,17 +151,15 @@ def test_descriptors_are_passed_by_number_and_no_others(server, tmp_path):
     os.close(reader)
 
 
-def test_no_descriptor_takes_the_place_of_its_own_server_s(server, tmp_path):
+def test_no_descriptor_takes_the_place_of_its_own_server_s(server, prelude):
     """Whatever numbers are passed, low or high: the next fork of the fork works."""
-    prelude = tmp_path / "prelude.py"
-    prelude.write_text("def install(server):\n    import builtins\n    builtins.server = server\n")
     code = (
         "import os\npid = server.fork(['-c', 'print(3)'], dict(os.environ), adopt=True)\n"
         "raise SystemExit(os.waitpid(pid, 0)[1])"
     )
     for numbers in (range(3, 30), [200, 500]):
         passed = dict.fromkeys([1, *numbers], 1)
-        pid = server.fork(["-c", code], dict(os.environ), adopt=True, descriptors=passed, prelude=str(prelude))
+        pid = server.fork(["-c", code], dict(os.environ), adopt=True, descriptors=passed, prelude=prelude)
         assert os.waitpid(pid, 0)[1] == 0
 
 
@@ -206,10 +212,8 @@ def test_random_numbers_differ_from_fork_to_fork(server, tmp_path):
     assert len({finish(server, ["-c", code], tmp_path)[1] for _ in range(3)}) == 3
 
 
-def test_a_fork_starts_others_from_a_server_of_its_own(server, tmp_path):
+def test_a_fork_starts_others_from_a_server_of_its_own(server, prelude, tmp_path):
     """Both are children of those that asked, and the server is gone with the process that it belongs to."""
-    prelude = tmp_path / "prelude.py"
-    prelude.write_text("def install(server):\n    import builtins\n    builtins.server = server\n")
     code = (
         "import os, sys\n"
         "before = 'torch' in sys.modules\n"
@@ -220,7 +224,7 @@ def test_a_fork_starts_others_from_a_server_of_its_own(server, tmp_path):
         "print(os.getpid(), server._socket.fileno(), *os.listdir(f'/proc/{os.getpid()}/task'))\n"
         "print(open(f'/proc/self/task/{os.getpid()}/children').read())"
     )
-    code_of, said, errors = finish(server, ["-c", code], tmp_path, prelude=str(prelude))
+    code_of, said, errors = finish(server, ["-c", code], tmp_path, prelude=prelude)
     assert (code_of, errors) == (0, "")
     first, second, children = said.splitlines()
     assert first.split() == [second.split()[0], "False"]
