@@ -95,8 +95,8 @@ $(XLA)/packages.stamp: $(XLA)/torch.stamp core/pyproject.toml plugins/parallel/p
 	$(XLA)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable ./core --editable ./plugins/parallel --editable ./plugins/xla
 	touch $@
 
-# The newest torch is several gigabytes where pip's has CUDA. The simulator's requirement admits only the torch that it is
-# tested with; it is compiled for the one that is there.
+# The newest torch is several gigabytes where pip's has CUDA. Where it is none that the simulator is for, the tests that
+# run on it skip.
 $(NEWEST)/packages.stamp: requirements-dev.txt core/pyproject.toml $(PLUGINS:=/pyproject.toml)
 	$(NEWEST_PYTHON) -m venv $(NEWEST)
 	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu \

@@ -13,7 +13,12 @@ import pytest
 sys.path.append(str(Path(__file__).parent / "tests"))
 import costs
 import limits
+import simulated
 import warm_start
+
+# OpenMP's threads spin while they wait for work, which takes the cores from the other tests: on two cores, with four
+# workers, two threads in each cost more than twice the CPU time of one.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A shell starts a background job with SIGINT ignored, and what is ignored stays so in every process started from there:
 # the tests of Ctrl-C would wait for runs that nothing can interrupt.
@@ -29,6 +34,7 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(config, items):
     limits.scale_timeouts(config, items)
+    simulated.skip_on_another_torch(items)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,13 +1,15 @@
 """Scale the tests' limits of time by how slow the machine is: by the seconds that ``import torch`` took at the start.
 
 A limit only ends what hangs, so a busy machine may have more of it. :func:`install` scales pytest-timeout's, those of
-``communicate`` and ``wait`` of every process that a test starts; others ask :func:`scaled`. What a test asserts of
-time is a comparison within the run, with the sleep or the timeout of whoever waits in vain, or such a limit.
+``communicate`` and ``wait`` of every process that a test starts, and takes Hypothesis' 200 ms per example away; others
+ask :func:`scaled`. What a test asserts of time is a comparison within the run, with the sleep or the timeout of whoever
+waits in vain, or such a limit.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 import inspect
 import os
 import subprocess
@@ -48,6 +50,11 @@ def install() -> None:
     if slowness() > 1:
         for name in ("communicate", "wait"):
             setattr(subprocess.Popen, name, _scaling(getattr(subprocess.Popen, name)))
+    if importlib.util.find_spec("hypothesis"):
+        from hypothesis import settings
+
+        settings.register_profile("no deadline", parent=settings(), deadline=None)
+        settings.load_profile("no deadline")
 
 
 def _scaling(method: Callable[..., Any]) -> Callable[..., Any]:

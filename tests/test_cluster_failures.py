@@ -147,6 +147,22 @@ class TestWhoDoesNotCome:
         said = ends(node)
         assert "rank 1 (node 1) did not come within 5 s" in said, said
 
+    @pytest.mark.parametrize(("name", "where"), [("n2", "is 10.99.0.102, another host's"), ("n7", "is not known here")])
+    def test_rank_0_names_an_address_that_is_not_its_host_s(self, cluster, name, where):
+        """Within seconds, and mpirun ends the others: nobody waits for 300 s."""
+        needs("mpirun.openmpi")
+        job = cluster.start(
+            "n0", *OPEN_MPI, "--host", "n1:1,n2:1", "-x", f"MASTER_ADDR={name}", "-x", "MASTER_PORT=29611",
+            sys.executable, "train.py", "1", "0", "300",
+        )  # fmt: skip
+        start = time.monotonic()
+        said = ends(job, 150)
+        assert time.monotonic() - start < scaled(90)
+        assert (
+            f"rank 0 runs on n1 and serves {name}:29611, where the other ranks look for it, but {name} {where}" in said
+        )
+        assert "set MASTER_ADDR to an address of n1" in said
+
     def test_a_task_of_slurm_s_never_comes(self, slurm):
         """Its host has a name, which the error says."""
         late = "[ $(hostname) = n1 ] || exec sleep 60; exec"
@@ -266,6 +282,19 @@ class TestSlurmEndsAJob:
         self.gone(slurm, "cancelled")
         assert "saved " in out.read_text()
         assert list(out.parent.rglob("interrupted*.ckpt"))
+
+    @pytest.mark.parametrize("seconds", [1, 4, 7])
+    def test_scancel_while_the_ranks_start_ends_them_at_once(self, slurm, seconds):
+        """Not when Slurm kills them, 30 s later; the step's status is that of SIGTERM."""
+        name = f"starting-{seconds}"
+        out = self.submit(slurm, name, body="trap '' TERM\necho begun\n")
+        self.wait(out, "begun")
+        time.sleep(seconds)
+        cancelled = time.monotonic()
+        slurm.run("scancel", "-n", name)
+        self.gone(slurm, name)
+        assert time.monotonic() - cancelled < scaled(15), out.read_text()
+        assert not re.search(r"SIGKILL|^[\w.]+Error\b", out.read_text(), re.MULTILINE), out.read_text()
 
     def test_a_preempted_job_saves_and_goes_on_where_it_was(self, slurm):
         """Slurm ends it for a job of a higher tier, and puts it back by itself."""

@@ -193,3 +193,39 @@ def test_every_exception_has_a_reason() -> None:
     ]
     assert [comment for comment in comments if not MARKER.match(comment[1])] == []
     assert len(comments) > 5
+
+
+INSTALL = re.compile(r"pip install ([^`\n|]+)")
+OURS = {
+    re.search(r'^name = "(.*)"', file.read_text(), re.MULTILINE)[1]: file.parent
+    for pattern in ("core/pyproject.toml", "plugins/*/pyproject.toml", "plugins/*/stub/pyproject.toml")
+    for file in ROOT.glob(pattern)
+}
+
+
+@pytest.mark.parametrize("page", [*PAGES, *sorted(ROOT.glob("plugins/*/stub/README.md"))], ids=name_of)
+def test_what_a_page_tells_to_install_is_there(page: Path) -> None:
+    """A folder of a clone, or a package that an index has: no stub, which are for tests, and no plugin that isn't."""
+    wrong = []
+    for line in INSTALL.findall(page.read_text(encoding="utf-8")):
+        for word in line.replace("'", " ").replace('"', " ").split():
+            name = re.split(r"[\[<>=!~;]", word)[0]
+            if name.startswith("./"):
+                is_there = (ROOT / name).exists() or "acme" in name  # that a page has made
+            elif name.startswith("torchhal"):
+                is_there = name in OURS or "acme" in name or word == "torchhal-<hardware>"
+            else:
+                is_there = name not in OURS
+            wrong += [] if is_there else [word]
+    assert wrong == []
+
+
+def test_pip_replaces_no_torch_that_the_page_of_versions_allows() -> None:
+    """What a plugin asks of torch beyond core is named there."""
+    page = (ROOT / "docs" / "reference" / "versions.md").read_text(encoding="utf-8")
+    (least,) = re.findall(r"^torch (\d+\.\d+) or later is required", page, re.MULTILINE)
+    for name, folder in OURS.items():
+        (dependencies,) = re.findall(r"^dependencies = \[(.*?)\]", (folder / "pyproject.toml").read_text(), re.M | re.S)
+        for bounds in re.findall(r'"torch([<>=!~][^"]*)"', dependencies):
+            own = bounds.removeprefix(">=")
+            assert own == least or f"{name}, whose\nlower bound is TorchFT's ({own})" in page, (name, bounds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import compileall
 import json
 import os
 import shutil
@@ -57,7 +58,7 @@ trainer.print(*parts, trainer.world_size, bool(trainer.callback_metrics["loss"] 
 
 def build(source: Path, folder: Path, scratch: Path) -> Path:
     copy = scratch / source.name
-    shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info", "dist"))
+    shutil.copytree(source, copy, ignore=shutil.ignore_patterns("*.egg-info", "dist"))
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(copy)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return max(folder.glob("*.whl"), key=lambda path: path.stat().st_mtime_ns)
@@ -65,18 +66,24 @@ def build(source: Path, folder: Path, scratch: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def core_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(ROOT / "core", tmp_path_factory.mktemp("dist"), tmp_path_factory.mktemp("copy"))
+    source = tmp_path_factory.mktemp("source") / "core"
+    shutil.copytree(ROOT / "core", source)
+    template = source / "src" / "torchhal" / "template"
+    compileall.compile_dir(template, quiet=2)  # as whatever compiles a checkout leaves it
+    assert list(template.rglob("*.pyc"))
+    return build(source, tmp_path_factory.mktemp("dist"), tmp_path_factory.mktemp("copy"))
 
 
 def test_the_wheel_holds_what_users_and_type_checkers_need(core_wheel: Path) -> None:
     with zipfile.ZipFile(core_wheel) as wheel:
         names = wheel.namelist()
         metadata = wheel.read(next(name for name in names if name.endswith("METADATA"))).decode()
-    assert "torchhal/py.typed" in names
+    assert {"torchhal/py.typed", "torchhal/__init__.pyi"} <= set(names)
     template = ROOT / "core" / "src" / "torchhal" / "template"
     files = {path.relative_to(template).as_posix() for path in template.rglob("*") if path.is_file()}
     mine = {name.removeprefix("torchhal/template/") for name in names if name.startswith("torchhal/template/")}
     assert mine == {file for file in files if "__pycache__" not in file}
+    assert [name for name in names if name.endswith(".pyc")] == []
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert {name.split("/")[0] for name in names} == {"torchhal", f"torchhal-{core_wheel.name.split('-')[1]}.dist-info"}
     requirements = [line for line in metadata.splitlines() if line.startswith("Requires-Dist") and "extra" not in line]
@@ -85,6 +92,27 @@ def test_the_wheel_holds_what_users_and_type_checkers_need(core_wheel: Path) -> 
     assert "Requires-Dist: torch>=2.6" in metadata
     # Without it no objects go from rank to rank, and every other environment than that of a new user has it.
     assert "Requires-Dist: numpy" in metadata
+
+
+def install(site: Path, *wheels: Path) -> Path:
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-index"]
+    subprocess.run([*pip, "--target", str(site), *map(str, wheels)], check=True)
+    return site
+
+
+def test_a_plugin_baked_by_an_installed_core_holds_nothing_that_pip_has_compiled(
+    core_wheel: Path, tmp_path: Path
+) -> None:
+    site = install(tmp_path / "site", core_wheel)
+    assert list((site / "torchhal" / "template").rglob("*.pyc")), "pip compiles what it installs"
+    done = subprocess.run(
+        [sys.executable, "-m", "torchhal.cli", "new", "Board", "--no-input", "--output", str(tmp_path / "plugins")],
+        env={**os.environ, "PYTHONPATH": str(site)}, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    baked = [path.relative_to(tmp_path).as_posix() for path in (tmp_path / "plugins").rglob("*")]
+    assert "plugins/torchhal-board/pyproject.toml" in baked
+    assert [path for path in baked if "__pycache__" in path or path.endswith(".pyc")] == []
 
 
 @pytest.fixture
@@ -143,9 +171,7 @@ def test_a_plugin_installed_beside_it_trains_by_its_alias(
     core_wheel: Path, tmp_path: Path, source: str, options: dict[str, Any], trained_by: str, variables: dict[str, str]
 ) -> None:
     plugin = build(ROOT / source, tmp_path / "dist", tmp_path / "copy")
-    site = tmp_path / "site"
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-index"]
-    subprocess.run([*pip, "--target", str(site), str(core_wheel), str(plugin)], check=True)
+    site = install(tmp_path / "site", core_wheel, plugin)
     (tmp_path / "train.py").write_text(SCRIPT)
     # the development environment's own plugins stay out: what runs is what the two wheels bring
     (name,) = [line.split("=")[0].strip() for line in _entry_points(site)]

@@ -131,6 +131,7 @@ def test_without_the_vendors_library_it_loads_and_its_training_tests_say_why_the
     assert "1 skipped" in shown and "'the_vendors_module' is not installed" in shown
 
 
+@pytest.mark.simulator
 def test_its_strategy_and_precision_work_on_the_simulated_accelerator(tmp_path: Path) -> None:
     project = bake(tmp_path, ("precision", "strategy"))
     arguments = ["--accelerator", "sim", "--devices", "2", "--strategy", "acme_all", "--precision", "acme_all_bf16"]
@@ -259,6 +260,7 @@ def test_bad_answers_are_refused(arguments: list[str], message: str, tmp_path: P
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
     project = bake(tmp_path, ("accelerator",))
     (project / "README.md").write_text("mine")

@@ -136,3 +136,22 @@ def test_the_costliest_files_are_shown(tmp_path):
     start = next(number for number, line in enumerate(lines) if "costliest files, of 12" in line)
     assert lines[start + 1].split() == ["0.3", "s", "2", "tests", "test_07.py"]
     assert sum(" tests  test_" in line for line in lines) == 10
+
+
+ANOTHER_TORCH = """
+from torchhal_simulator import build
+build.TORCH_MINORS = ("1.0",)
+"""
+
+
+@pytest.mark.slow
+def test_what_runs_on_the_simulator_skips_beside_another_torch_and_says_why(tmp_path):
+    (tmp_path / "another_torch.py").write_text(ANOTHER_TORCH)
+    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "another_torch", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, "core/tests/test_results.py", "plugins/simulator/tests/test_random.py", "-m", "not slow"],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=170,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    assert " passed" in done.stdout and "this torchhal-simulator is for torch 1.0" in done.stdout

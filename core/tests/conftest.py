@@ -7,12 +7,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # test modules import world, in this process and in its ranks
 
-from world import crowd_control, shared_world
-
-
-def pytest_configure(config):
-    config.addinivalue_line("markers", "slow_on_sim: slow on any accelerator but the CPU; its jobs are the same there")
-    config.addinivalue_line("markers", "one_accelerator: the CPU alone; the test chooses devices itself, or needs none")
+from world import crowd_control, shared_world, stop_after_failure
 
 
 def pytest_generate_tests(metafunc):
@@ -38,8 +33,10 @@ def accelerator(request, monkeypatch):
 
 
 crowded_worlds_end = crowd_control()
+pytest_runtest_logreport = stop_after_failure
 world2 = shared_world(2)
 world3 = shared_world(3)
+world4 = shared_world(4)
 
 
 @pytest.fixture(params=[2, 3], ids=["2 ranks", "3 ranks"])

@@ -266,7 +266,8 @@ def test_summary():
     model.scale = nn.Parameter(torch.ones(3))
     text = summarize(model)
     assert "body   Sequential       1,201" in text and "(own)  " in text and "body.0" not in text
-    assert text.endswith("1,204 trainable parameters, 2 frozen, 0.00482 MB")
+    assert text.endswith("1,204 trainable parameters, 2 frozen, 4.7 KiB")
+    assert summarize(nn.Linear(1, 1)) == "2 trainable parameters, 0 frozen, 8 bytes"
     assert "body.0" in summarize(model, 2)
 
 

@@ -1,10 +1,15 @@
 """Checkpoints that are folders: what is there, what may be replaced, and that one folder takes another's place."""
 
 import os
+import signal
+import time
+from pathlib import Path
 
 import pytest
 import torch
 
+from torchhal.checkpoint import folder as folders
+from torchhal.checkpoint import leftovers
 from torchhal.checkpoint.folder import FolderCheckpointIO, exchange
 from torchhal.checkpoint.local import sync_folder
 from torchhal.checkpoint.reading import located
@@ -115,3 +120,90 @@ def test_a_load_that_meets_a_new_folder_reads_that(tmp_path):
     assert Slow().load_checkpoint(path) == {"a": torch.tensor(1.0)}
     with pytest.raises(TypeError, match="map_location"):
         Slow().load_checkpoint(path, map_location=3)
+
+
+# -- kills -------------------------------------------------------------------------------------------------------------
+
+
+def killed_after(steps, function):
+    """Run ``function`` in a fork that is killed when it has renamed so often; where nothing exchanges in one step."""
+    pid = os.fork()
+    if not pid:
+        folders._exchanged = lambda source, target: False
+        rename, left = Path.rename, [steps]
+
+        def count(path, target):
+            if not left[0]:
+                os.kill(os.getpid(), signal.SIGKILL)
+            left[0] -= 1
+            return rename(path, target)
+
+        Path.rename = count
+        function()
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert os.waitpid(pid, 0)[1] == signal.SIGKILL
+
+
+@pytest.mark.parametrize("look", ["list", "exists", "save"])
+@pytest.mark.parametrize(("steps", "found"), [(0, "1"), (1, "1"), (2, "2"), (3, "2")])
+def test_a_kill_between_two_renames_costs_nothing(tmp_path, steps, found, look):
+    """On systems that can't exchange two folders in one step."""
+    io, path = Shelf(), tmp_path / "c.ckpt"
+    io.save_checkpoint({"a": "1"}, path)
+    killed_after(steps, lambda: io.save_checkpoint({"a": "2"}, path))
+    if look == "list":
+        assert io.list_checkpoints(tmp_path) == [str(path)]
+    elif look == "exists":
+        assert io.exists(path)
+    else:
+        io.save_checkpoint({"b": "3"}, tmp_path / "d.ckpt")
+        assert sorted(os.listdir(tmp_path)) == ["c.ckpt", "d.ckpt"]
+    assert io.load_checkpoint(path) == {"a": found}
+    io.save_checkpoint({"a": "4"}, path)
+    assert io.load_checkpoint(path) == {"a": "4"}
+    assert set(os.listdir(tmp_path)) <= {"c.ckpt", "d.ckpt"}
+
+
+def test_an_exchange_that_is_under_way_is_left_alone(tmp_path):
+    io, path = Shelf(), tmp_path / "c.ckpt"
+    io.save_checkpoint({"a": "1"}, path)
+    own = tmp_path / leftovers.new_temporary_name()  # of this process, which lives
+    path.rename(f"{own}{leftovers.ASIDE}")
+    Path(f"{own}{leftovers.NOTE}").write_text("c.ckpt")
+    assert io.list_checkpoints(tmp_path) == [] and not io.exists(path)
+
+
+@pytest.mark.parametrize("text", ["../outside", "/etc/passwd", "", ".."])
+def test_a_note_names_nothing_outside_its_folder(tmp_path, text):
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    abandoned = folder / f".torchhal-tmp-{'0' * 8}-1-{1:08x}"
+    Path(f"{abandoned}{leftovers.ASIDE}").mkdir()
+    note = Path(f"{abandoned}{leftovers.NOTE}")
+    note.write_text(text)
+    os.utime(note, (1, 1))
+    Shelf().list_checkpoints(folder)
+    assert os.listdir(tmp_path) == ["runs"]
+
+
+@pytest.mark.parametrize(("hours", "swept"), [(25, True), (23, False)])
+@pytest.mark.parametrize("machine", ["0" * 8, None])
+def test_what_a_save_of_another_machine_has_left_goes_after_a_day(tmp_path, machine, hours, swept):
+    """So does that of a process of this machine whose number another one has by now."""
+    left = tmp_path / f".torchhal-tmp-{machine or leftovers.machine()}-{os.getpid()}-{1:08x}"
+    (left / "inner").mkdir(parents=True)
+    (left / "inner" / "part").write_text("x")
+    then = time.time() - hours * 3600
+    for path in (left / "inner" / "part", left / "inner", left):
+        os.utime(path, (then, then))
+    Shelf().save_checkpoint({"a": "1"}, tmp_path / "c.ckpt")
+    assert left.exists() is not swept
+
+
+def test_one_file_that_is_written_to_keeps_a_folder(tmp_path):
+    left = tmp_path / f".torchhal-tmp-{'0' * 8}-1-{1:08x}"
+    left.mkdir()
+    (left / "part").write_text("still growing")
+    os.utime(left, (1, 1))
+    Shelf().save_checkpoint({"a": "1"}, tmp_path / "c.ckpt")
+    assert left.exists()

@@ -113,6 +113,91 @@ def test_plugins_as_text(site: Path, capfd: pytest.CaptureFixture[str]) -> None:
     ]
 
 
+ESCAPES = """\
+from torchhal.plugin import Component, hookimpl
+
+@hookimpl
+def torchhal_accelerators():
+    return [
+        Component("board", "escaping_part:Board", summary="title \\x1b]0;owned\\x07, up \\x1b[1A\\x9b2J"),
+        Component("other\\x1b[2J", "escaping_part:Board"),
+        Component("plank", "m\\x1b[2J:Board\\u202e", summary="two\\nlines"),
+    ]
+"""
+PART = """\
+from torchhal.accelerators import Accelerator
+from torchhal.plugin import Availability
+
+class Board(Accelerator):
+    name = "board"
+    device_type = "cpu"
+    auto_priority = 99
+
+    @classmethod
+    def availability(cls):
+        return Availability(False, "no \\x1b]0;owned\\x07 board\\r\\x1b[2K")
+"""
+
+
+@pytest.fixture
+def hostile(tmp_path: Path) -> Path:
+    """A plugin whose every text holds what a terminal would act upon, and one whose manifest fails with such a text."""
+    for name, source, version in (
+        ("escaping", ESCAPES, "1\x1b[31m"),
+        ("failing", "raise OSError('\\x1b[31mrot: Größe, 漢字 \\x1b]0;owned\\x07 \\ud800')", "1"),
+    ):
+        (tmp_path / f"{name}_manifest.py").write_text(source, encoding="utf-8")
+        info = tmp_path / f"{name}-1.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
+        (info / "entry_points.txt").write_text(f"[torchhal]\n{name} = {name}_manifest\n")
+    (tmp_path / "escaping_part.py").write_text(PART)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("plugins",), ("doctor",), ("explain",), ("explain", "--accelerator", "board"), ("explain", "--strategy", "x")],
+    ids=" ".join,
+)
+def test_no_escape_of_a_plugin_reaches_the_terminal(hostile: Path, arguments: tuple[str, ...]) -> None:
+    done = torchhal_command(*arguments, path=hostile, TORCHHAL_PLUGINS="escaping,failing")
+    said = done.stdout + done.stderr
+    assert {char for char in said if not char.isprintable()} <= {"\n"}
+    assert "\\x1b" in said, "what was there is shown"
+    assert "Größe, 漢字" in said or "--accelerator" in arguments  # other languages are no escapes
+
+
+@pytest.mark.parametrize(
+    "variables", [{"LC_ALL": "C", "PYTHONUTF8": "0"}, {"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C"}]
+)
+def test_plugins_in_a_locale_that_lacks_the_letters(hostile: Path, variables: dict[str, str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "torchhal", "plugins"],
+        env=environment(hostile, TORCHHAL_PLUGINS="escaping,failing", **variables),
+        capture_output=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0 and b"Traceback" not in done.stderr
+    assert b"'failing' (failing 1) is broken: OSError" in done.stdout
+
+
+def test_an_error_in_a_program_holds_no_escape_either(hostile: Path) -> None:
+    program = "import torchhal\ntry: torchhal.Trainer(accelerator='nothing')\nexcept LookupError as error: print(error)"
+    done = subprocess.run(
+        [sys.executable, "-W", "always", "-c", f"{program}\ntorchhal.Trainer()"],
+        env=environment(hostile, TORCHHAL_PLUGINS="escaping,failing"),
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "installed but unusable: board: no \\x1b]0;owned" in done.stderr and "failing" in done.stdout
+    assert {char for char in done.stdout + done.stderr if not char.isprintable()} <= {"\n"}
+
+
+def test_python_m_torchhal() -> None:
+    done = subprocess.run([sys.executable, "-m", "torchhal", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"torchhal {torchhal.__version__}\n"
+
+
 def test_plugins_without_import(site: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plugins", "--json", "--no-import"]) == 0
     out, err = capfd.readouterr()
@@ -289,6 +374,16 @@ def test_doctor(site: Path) -> None:
         "SLURM_JWT": "(hidden)",
         "UNRELATED": None,
     }
+
+
+def test_doctor_says_what_starts_the_processes(site: Path) -> None:
+    alone = torchhal_command("doctor", path=site, TORCHHAL_PLUGINS="")
+    (line,) = [line for line in alone.stdout.splitlines() if "torchhal/local" in line]
+    assert line == "  torchhal/local used: no cluster is detected, torchhal starts the processes on this machine"
+    variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "LOCAL_RANK": "0"}
+    started = torchhal_command("doctor", path=site, TORCHHAL_PLUGINS="", **variables)
+    assert "  torchhal/env detected" in started.stdout, started.stdout
+    assert "  torchhal/local not detected" in started.stdout
 
 
 def test_doctor_as_text_without_torch(site: Path) -> None:

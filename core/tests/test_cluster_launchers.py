@@ -13,6 +13,7 @@ import pytest
 from torchhal import registry
 from torchhal.accelerators import CPUAccelerator
 from torchhal.cluster import hostlist
+from torchhal.cluster.local import LocalEnvironment
 from torchhal.cluster.meeting import ask_around, place_of, port_of
 from torchhal.cluster.slurm import SlurmEnvironment
 from torchhal.conformance.launcher_tables import INTERACTIVE, TABLES, UNEVEN
@@ -253,6 +254,34 @@ class TestRequeue:
         assert environment.stop_signals == (signal.SIGUSR2,)
         assert environment.run_again(signal.SIGUSR2, continues=True) == "job 4711 is requeued"
         assert asked.read_text() == "requeue 4711\n"
+
+    @pytest.mark.parametrize("table", ["torchelastic", "openmpi", "mpich"])
+    def test_belongs_to_the_job_whoever_started_the_ranks(self, job, scontrol, table):
+        job(TABLES["slurm"][0], TABLES[table][1])  # mpirun's daemons, or torchrun, are what srun started
+        environment = job(SLURM_STEP_NUM_TASKS="2", SLURM_NTASKS="2", SLURM_NPROCS="2", TORCHHAL_REQUEUE="1")
+        assert environment.name == table
+        asked = scontrol(0)
+        assert environment.stop_signals == (signal.SIGUSR1,)
+        assert environment.run_again(signal.SIGUSR1, continues=True) == "job 4711 is requeued"
+        assert asked.read_text() == "requeue 4711\n"
+
+    def test_without_slurm_nothing_but_sigterm_and_sigint_ends_a_job(self, job):
+        environment = job(TABLES["openmpi"][1], TORCHHAL_REQUEUE="1")
+        assert environment.stop_signals == ()
+        assert environment.run_again(signal.SIGUSR1, continues=True) == ""
+
+    @pytest.mark.parametrize("base", [SlurmEnvironment, LocalEnvironment])
+    def test_an_environment_may_have_signals_of_its_own(self, job, base):
+        class OfTheClass(base):
+            stop_signals = (signal.SIGUSR2,)
+
+        class OfTheObject(base):
+            def __init__(self):
+                super().__init__()
+                self.stop_signals = [signal.SIGUSR2]
+
+        job(TABLES["slurm"][0])
+        assert OfTheClass().stop_signals == OfTheObject().stop_signals == (signal.SIGUSR2,)
 
     def test_a_switch_that_is_neither_is_said_before_the_training(self, job):
         environment = job(TABLES["slurm"][0], TORCHHAL_REQUEUE="yes")

@@ -20,6 +20,7 @@ import torch
 from torchhal.cli import main
 from torchhal.launchers import flight, hang, peer
 from torchhal.launchers.hang import HangDump
+from torchhal.launchers.peer import Presence
 
 pytestmark = pytest.mark.timeout(400)  # the trainings run in the first test
 
@@ -313,16 +314,15 @@ def test_a_torch_without_a_flight_recorder_is_no_error(monkeypatch):
 def test_the_collectives_of_this_life_are_read_and_no_compiler_imported():
     """torch imports it, before the first optimizer step: seconds on every rank, with others waiting to end them all."""
     code = """if True:
-        import sys, torch, torch.distributed as dist
+        import contextlib, sys, torch, torch.distributed as dist
         from torchhal.launchers import flight
         for life in range(3):  # the last in a group that somebody else has made
-            if life < 2:
-                flight.switch_on()
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-            for _ in range(5 - 2 * life):
-                dist.all_reduce(torch.ones(3))
-            print([call["number"] for call in flight.collectives()])
-            dist.destroy_process_group()
+            with flight.recording() if life < 2 else contextlib.nullcontext():
+                dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+                for _ in range(5 - 2 * life):
+                    dist.all_reduce(torch.ones(3))
+                print([call["number"] for call in flight.collectives()])
+                dist.destroy_process_group()
         (call,) = flight.collectives()
         print(call["name"], call["sizes"], len(call["stack"]) > 0, "torch._inductor" in sys.modules)
     """
@@ -336,8 +336,10 @@ def test_whoever_has_decided_on_the_flight_recorder_is_left_alone(monkeypatch, g
     for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(given, "0")
-    flight.switch_on()
-    assert [os.environ.get(name) for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")].count(None) == 1
+    before = dict(os.environ)
+    with flight.recording():
+        assert dict(os.environ) == before
+    assert dict(os.environ) == before
 
 
 @needs_linux
@@ -347,15 +349,19 @@ def test_a_process_is_not_taken_for_another_of_its_number():
         try:
             child.stdout.readline()
             there = {**peer.whereabouts(), "pid": child.pid, "started": peer._stat(child.pid)[1], "stacks": None}
-            assert peer.look_at(there) == (
-                f"its process {child.pid} is there, but in code that holds Python's lock",
-                [],
-            )
-            assert peer.look_at({**there, "started": "1"}) == (f"its process {child.pid} is gone", [])
-            assert peer.look_at({**there, "host": "n7 pid:[1]"})[0] == f"its process {child.pid} on n7 answers nothing"
+            said = f"its process {child.pid} is there, but in code that holds Python's lock"
+            assert peer.look_at(there) == (Presence.THERE, said, [])
+            gone = (Presence.GONE, f"its process {child.pid} is gone", ())
+            assert peer.look_at({**there, "started": "1"}) == gone
+            elsewhere = (Presence.ELSEWHERE, f"its process {child.pid} on n7 answers nothing", ())
+            assert peer.look_at({**there, "host": "n7 pid:[1]"}) == elsewhere
             child.send_signal(signal.SIGSTOP)
             os.waitpid(child.pid, os.WUNTRACED)  # until it is
-            assert "is stopped" in peer.look_at(there)[0]
+            presence, said, _ = peer.look_at(there)
+            assert presence is Presence.THERE and "is stopped" in said
+            child.kill()
+            os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # until nobody has asked how it ended
+            assert peer.look_at(there) == (Presence.GONE, f"its process {child.pid} has ended", ())
         finally:
             child.kill()
-    assert peer.look_at(there)[0] == f"its process {child.pid} is gone"
+    assert peer.look_at(there) == gone

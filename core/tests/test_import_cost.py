@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import os
 import re
 import subprocess
 import sys
@@ -51,6 +53,68 @@ def test_a_scan_imports_no_torch() -> None:
     assert not added & {"torch", "numpy"}
 
 
+WITHOUT_POSIX = """
+import importlib, os, pkgutil, signal, sys
+import torchhal
+
+def load():  # fork_server_main is a script of its own, for where there is a fork
+    found = pkgutil.walk_packages(torchhal.__path__, "torchhal.")
+    names = [one.name for one in found if not one.name.endswith((".__main__", ".fork_server_main"))]
+    for name in names:
+        importlib.import_module(name)
+    return names
+
+load()  # what they need of others is there now
+for name in [name for name in sys.modules if name.partition(".")[0] == "torchhal"]:
+    del sys.modules[name]
+there = {"signal", "SIGABRT", "SIGFPE", "SIGILL", "SIGINT", "SIGSEGV", "SIGTERM", "SIG_DFL", "SIG_IGN"}
+for name in dir(signal):
+    if name.startswith(("SIG", "sig", "pthread_", "setitimer", "alarm")) and name not in there:
+        delattr(signal, name)
+for name in dir(os):
+    if name in (
+        "fork", "register_at_fork", "killpg", "setsid", "sched_getaffinity", "mkfifo", "O_CLOEXEC", "O_NOFOLLOW",
+        "O_NONBLOCK", "O_DIRECTORY", "WNOHANG",
+    ) or name.startswith(("get", "set")) and name.endswith(("uid", "gid", "pgid")):
+        delattr(os, name)
+for name in ("fcntl", "resource", "termios", "pwd", "grp", "pty", "tty"):
+    sys.modules[name] = None
+assert len(load()) > 150
+"""
+
+
+def test_every_module_can_be_imported_without_what_windows_lacks() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT_POSIX], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_type_checkers_know_the_same_names() -> None:
+    stub = ast.parse((Path(torchhal.__file__).with_suffix(".pyi")).read_text())
+    names = {
+        name.asname: f"{node.module}" for node in stub.body if isinstance(node, ast.ImportFrom) for name in node.names
+    }
+    assert names == {name: f"torchhal.{module}" for name, module in torchhal._MODULES.items()}
+
+
+@pytest.mark.slow
+def test_a_type_checker_knows_what_comes_back(tmp_path: Path) -> None:
+    """``load_from_checkpoint`` gives an object of the class that it is called on."""
+    (tmp_path / "program.py").write_text(
+        "import torchhal\nfrom torchhal import DataModule, Module, Trainer\n"
+        "class Net(Module): ...\nclass Data(DataModule): ...\n"
+        "reveal_type(Net.load_from_checkpoint('x'))\nreveal_type(Data.load_from_checkpoint('x'))\n"
+        "reveal_type(Trainer(max_epochs=3))\nreveal_type(torchhal.__version__)\nTrainer(gpus=2)\ntorchhal.Trainr\n"
+    )
+    source = Path(torchhal.__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", "program.py"],
+        cwd=tmp_path, env={**os.environ, "MYPYPATH": str(source)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    revealed = re.findall(r'Revealed type is "(.*?)"', done.stdout)
+    assert revealed == ["program.Net", "program.Data", "torchhal.trainer.trainer.Trainer", "str"], done.stdout
+    assert 'Unexpected keyword argument "gpus"' in done.stdout and '"Trainr"' in done.stdout
+
+
 def test_public_names() -> None:
     for name in ("Component", "Availability", "hookimpl", "register", "plugins"):
         assert getattr(torchhal, name).__module__.startswith(("torchhal", "pluggy")) or name == "hookimpl"
@@ -66,6 +130,22 @@ def test_every_public_name_exists(name: str) -> None:
 
 def test_a_submodule_needs_no_import_of_its_own() -> None:
     assert "torchhal" in modules_after("import torchhal; torchhal.registry.find; torchhal.errors.TorchhalError")
+
+
+def test_dir_and_completion_show_the_public_names_and_no_others() -> None:
+    """Before any was used, and after."""
+    program = (
+        "import rlcompleter, torchhal; complete = rlcompleter.Completer({'torchhal': torchhal}).complete\n"
+        "for _ in range(2):\n"
+        "    print(*dir(torchhal))\n"
+        "    print(*[complete('torchhal.T', i) for i in range(2)])\n"
+        "    torchhal.registry, torchhal.plugins"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    first, completed, *again = done.stdout.splitlines()
+    assert again == [first, completed]
+    assert {name for name in first.split() if not name.startswith("__")} == set(torchhal.__all__) - {"__version__"}
+    assert completed.startswith("torchhal.Trainer")
 
 
 def test_unknown_names() -> None:

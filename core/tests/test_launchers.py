@@ -169,6 +169,7 @@ sys.stdout.write(repr((rank, sys.argv, sys.flags.optimize, __name__, sys.path[0]
 """
 
 
+@pytest.mark.slow
 def test_script_module_and_code_run_again_alike(tmp_path):
     """One command line per form, all at once: the output of rank 1 differs from rank 0's in the rank only."""
     (tmp_path / "script.py").write_text(PRINT)

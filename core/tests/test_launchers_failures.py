@@ -1,6 +1,7 @@
 """What happens when a rank fails, dies, hangs or is asked to stop: real processes, both kinds of launcher."""
 
 import os
+import re
 import signal
 import sys
 import time
@@ -207,6 +208,55 @@ def test_a_killed_parent_takes_its_ranks_along(run, launcher):
     assert one.code == -signal.SIGKILL
     assert not one.left
     assert one.after_signal < GONE_WITHIN
+    if launcher == "script":  # the parent is rank 0, and nobody is left to say so
+        named = re.findall(rf"^torchhal: rank 0 \(process {one.process.pid}\) .*SIGKILL.*$", one.err, re.MULTILINE)
+        assert len(named) == 1, one.err
+
+
+ENDS = """
+import os, signal, sys
+from torchhal.launchers.exit_monitor import ExitMonitor
+
+monitor = ExitMonitor(6)
+fork = os.fork() if sys.argv[1] == "a fork lives" else 1
+if fork == 0:
+    os.close(1), os.close(2)
+    signal.pause()
+print(fork, flush=True)
+if sys.argv[1] == "stop":
+    monitor.stop()
+if sys.argv[1] == "exec":
+    os.execv("/bin/true", ["true"])
+if sys.argv[1] == "exit":
+    os._exit(3)
+os.kill(os.getpid(), signal.SIGABRT if sys.argv[1] == "abort" else signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("kill", "SIGKILL"), ("a fork lives", "SIGKILL"), ("abort", "SIGABRT|another signal"),
+        ("exit", r"os._exit\(3\)|another signal"), ("stop", ""),
+    ],
+)  # fmt: skip
+def test_the_launching_rank_s_death_is_said(how, said):
+    """By whom it can't take along: with the status, where it could still be read."""
+    one = Job(sys.executable, "-c", ENDS, how)
+    for line in one.process.stdout:
+        fork = int(line)
+        break
+    try:
+        one.process.wait(timeout=60)
+        err = one.process.stderr.read()
+    finally:
+        if fork > 1:
+            os.kill(fork, signal.SIGKILL)
+        one.kill()
+    if said:
+        assert re.fullmatch(rf"torchhal: rank 6 \(process {one.process.pid}\) .*({said}).*ended with it\.\n", err), err
+    else:
+        assert err == ""
 
 
 @BOTH

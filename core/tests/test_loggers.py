@@ -217,6 +217,34 @@ class TestTensorBoard:
         logger.finalize("success")
         assert self.scalars(logger.log_dir) == {"p-a": [(0, 1.0), (5, 6.0), (9, 9.0)]}
 
+    def test_one_file_for_all_calls_of_a_run(self, tmp_path):
+        logger = TensorBoardLogger(tmp_path)
+        options = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+        trainer = Trainer(accelerator="cpu", max_epochs=1, logger=logger, log_every_n_steps=1, **options)
+        batches = [torch.ones(2, 2)] * 3
+        model = Net()
+        trainer.fit(model, batches, batches)
+        trainer.validate(model, batches, verbose=False)
+        trainer.fit_loop.max_epochs = 2
+        trainer.fit(model, batches)
+        trainer.validate(model, batches, verbose=False)
+        assert len(os.listdir(logger.log_dir)) == 1
+        assert {"loss_step", "val_loss"} <= set(self.scalars(logger.log_dir))
+
+    @pytest.mark.slow
+    def test_what_a_fork_writes_is_in_a_file_of_its_own(self, tmp_path):
+        """It has no thread that would write to its parent's, and waits for none."""
+        logger = TensorBoardLogger(tmp_path)
+        logger.log_metrics({"a": 1.0}, 0)
+        child = os.fork()
+        if not child:
+            logger.log_metrics({"b": 2.0}, 0)
+            logger.finalize("success")
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        logger.finalize("success")
+        assert self.scalars(logger.log_dir) == {"a": [(0, 1.0)], "b": [(0, 2.0)]}
+
     def test_nothing_is_made_before_there_is_something_to_write(self, tmp_path):
         logger = TensorBoardLogger(tmp_path)
         logger.save()

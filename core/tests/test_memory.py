@@ -19,6 +19,7 @@ OPTIONS = {"SGD": {"momentum": 0.9}}
 
 MODEL = """
 import torch
+import torchhal
 from torch import nn
 
 class Net(nn.Module):
@@ -47,6 +48,23 @@ class Needs(Net):
 class Steps(Net):
     def configure_optimizers(self):
         return torch.optim.Adam(self.parameters(), lr=1 / self.trainer.max_steps)
+
+class Decays(torchhal.Module):  # as docs/how-to/train.md has it, and what else a model may read there
+    def configure_model(self):
+        self.net = nn.Linear(8, 8 * self.trainer.world_size)
+
+    def configure_optimizers(self):
+        trainer = self.trainer
+        optimizer = torch.optim.SGD(self.parameters(), lr=1 / trainer.max_steps, momentum=0.9)
+        counts = (trainer.num_training_batches, trainer.max_epochs, len(trainer.train_dataloader))
+        assert trainer.num_training_batches * trainer.max_epochs == trainer.estimated_stepping_batches, counts
+        assert trainer.training is False and trainer.state.fn == "fit" and trainer.accumulate_grad_batches == 1
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=trainer.estimated_stepping_batches)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+class Reads(Decays):
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1 / len(self.trainer.datamodule.train))
 
 class Values(Net):
     def __init__(self):
@@ -139,6 +157,12 @@ def test_precision_counts(folder: Path, capfd: pytest.CaptureFixture[str]) -> No
     assert sizes[0] == 2 * sizes[1]
 
 
+def test_a_model_that_asks_how_long_it_trains(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert explain("--strategy", "ddp", "--model", "nets_of_test_memory:Decays", "--json") == 0
+    (row,) = json.loads(capfd.readouterr().out)["memory"]["strategies"]
+    assert row["parameters"] == row["optimizer"] == 4 * (8 * 16 + 16)
+
+
 @pytest.mark.parametrize(
     "arguments, words",
     [
@@ -150,6 +174,7 @@ def test_precision_counts(folder: Path, capfd: pytest.CaptureFixture[str]) -> No
         (["nets_of_test_memory:Bare", "--model-args", "[3, 3]"], "has no configure_optimizers()"),
         (["nets_of_test_memory:Needs"], "--model-args"),
         (["nets_of_test_memory:Steps"], "without a Trainer"),
+        (["nets_of_test_memory:Reads"], "A torchhal.Module finds one with 10 epochs of 1000 batches"),
         (["nets_of_test_memory:Values"], "can't be built on the meta device"),
         (["nets_of_test_memory:Net", "--model-args", "{"], "must be JSON"),
         (["nets_of_test_memory:Net", "--model-args", "3"], "must be a JSON object or array"),

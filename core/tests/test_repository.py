@@ -88,7 +88,7 @@ else:
 PARTS = ("accelerators", "precision", "checkpoint", "cluster", "launchers")
 ARROWS = {
     "trainer": {"__init__", "cli", "commands", "trainer"},
-    "cli": {"cli", "commands"},
+    "cli": {"__main__", "cli", "commands"},
     "conformance": {"cli", "commands", "conformance"},
     "resolve": {"__init__", "cli", "commands", "conformance", "resolve", "trainer"},
     "registry": {"__init__", "cli", "commands", "conformance", "registry", "resolve", "testing", "trainer"},
@@ -117,3 +117,15 @@ def test_discovery_never_names_torch(name: str) -> None:
     assert not {
         module for module in imported if module.split(".")[1:2] and module.split(".")[1] in (*PARTS, "strategies")
     }
+
+
+def test_what_is_hinted_at_exists() -> None:
+    """An error tells to install distributions of this repository, and to write arguments that the Trainer has."""
+    from torchhal import hints
+
+    projects = (Path(__file__).parents[2] / "plugins").glob("*/pyproject.toml")
+    names = {name for file in projects for name in re.findall(r'^name = "(.*)"', file.read_text(), re.MULTILINE)}
+    assert set(hints.DISTRIBUTIONS.values()) <= names
+    trainer = (SOURCE / "trainer" / "trainer.py").read_text()
+    arguments = set(re.findall(r"^        (\w+): ", trainer, re.MULTILINE))
+    assert set(re.findall(r"Trainer\((\w+)=", "\n".join(hints._ARGUMENTS))) - arguments == set()

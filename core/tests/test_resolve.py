@@ -733,6 +733,102 @@ def test_a_start_method_that_the_device_does_not_survive(registry):
         plan(accelerator="fake", strategy="ddp_fork", devices=2)
 
 
+class NoForkHere(Fake):
+    start_methods: ClassVar[frozenset[str]] = frozenset({"spawn", "forkserver"})
+
+
+def test_a_start_method_that_the_system_lacks(monkeypatch):
+    """As on Windows."""
+    monkeypatch.setattr("multiprocessing.get_all_start_methods", lambda: ["spawn"])
+    for alias in ("ddp_fork", "ddp_notebook", "ddp_fork_find_unused_parameters_true", DDPStrategy(start_method="fork")):
+        with pytest.raises(UnsupportedCombinationError, match=r"'fork', which this system doesn't have.*'ddp_spawn'"):
+            plan(accelerator="cpu", strategy=alias, devices=2)
+    assert plan(accelerator="cpu", strategy="ddp_spawn", devices=2).launcher == "spawn"
+    assert plan(accelerator="cpu", strategy="ddp_fork", devices=1).launcher == "none"
+
+
+@pytest.mark.parametrize("alias", ["ddp", "ddp_spawn", "ddp_fork", "ddp_notebook", "ddp_find_unused_parameters_true"])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_an_accelerator_without_a_backend_refuses_process_groups(registry, alias, devices):
+    registry.register("accelerator", "fake", fake("fake", backend=""))
+    with pytest.raises(UnsupportedCombinationError, match=rf"'{alias}' joins .* no backend .* 'fake'.*'single_device'"):
+        plan(accelerator="fake", strategy=alias, devices=devices)
+    own = DDPStrategy(process_group_backend="mine")
+    assert plan(accelerator="fake", strategy=own, devices=devices).strategy.value is own
+    assert plan(accelerator="fake", devices=1).strategy.alias == "single_device"
+
+
+class TestADeviceThatNothingDrives:
+    """What ``torch.accelerator`` sees, with the core alone."""
+
+    @pytest.fixture(params=["cuda", "xpu", "mps"])
+    def kind(self, request, monkeypatch):
+        monkeypatch.setattr("torch.accelerator.current_accelerator", lambda *args: torch.device(request.param))
+        monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
+        return request.param
+
+    def test_auto_names_it_and_what_to_install(self, kind):
+        (note,) = plan().notes
+        assert (
+            f"torch sees a device of type {kind!r}" in note and "pip install torchhal-gpu" in note and "'cpu'" in note
+        )
+        assert plan(accelerator="cpu").notes == (), "asked for"
+
+    def test_a_plugin_that_drives_it_says_the_rest(self, kind, registry):
+        registry.register("accelerator", "fake", fake("fake", device_type=kind, reason="no driver"))
+        (note,) = plan().notes
+        assert "fake: no driver" in note and "pip install" not in note
+        registry.register("accelerator", "named", fake("named", device_type=kind, auto_priority=None))
+        assert "pip install" not in "".join(plan().notes)
+
+    def test_one_that_the_user_disabled_is_not_missed(self, kind):
+        package = Package("torchhal-gpu", accelerator="gpu")
+        with isolated_registry(distributions=[package], environ={"TORCHHAL_DISABLE_PLUGINS": "torchhal-gpu"}):
+            assert plan().notes == ()
+
+    def test_none_is_there(self, kind, monkeypatch):
+        """A torch that was built for it, on a machine without."""
+        monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
+        assert plan().notes == ()
+
+
+class TestWithoutAScript:
+    """A notebook, as IPython's kernel makes one: nothing can be run again."""
+
+    @pytest.fixture(autouse=True)
+    def notebook(self, monkeypatch):
+        monkeypatch.setattr("builtins.__IPYTHON__", True, raising=False)
+
+    def test_auto_plans_workers_that_can_start_there(self, monkeypatch):
+        found = plan(accelerator="cpu", devices=2)
+        assert (found.strategy.alias, found.launcher) == ("ddp_notebook", "fork")
+        assert "without a script" in found.strategy.reason
+        monkeypatch.setattr("multiprocessing.get_all_start_methods", lambda: ["spawn"])
+        assert plan(accelerator="cpu", devices=2).launcher == "spawn"
+
+    def test_auto_goes_by_what_the_device_survives(self, registry):
+        registry.register("accelerator", "fake", NoForkHere)
+        assert plan(accelerator="fake", devices=2).launcher == "spawn"
+        assert plan(accelerator="fake", devices=1).strategy.alias == "single_device"
+
+    def test_a_strategy_that_runs_the_script_is_refused(self):
+        for strategy in ("ddp", "ddp_find_unused_parameters_true", DDPStrategy()):
+            with pytest.raises(UnsupportedCombinationError, match=r"no script to run again.*ddp_notebook"):
+                plan(accelerator="cpu", strategy=strategy, devices=2)
+        assert plan(accelerator="cpu", strategy="ddp", devices=1).launcher == "none"
+        assert plan(accelerator="cpu", strategy="ddp_spawn", devices=2).launcher == "spawn"
+
+    def test_processes_that_were_started_need_no_script(self, torchrun, monkeypatch):
+        torchrun(2)
+        assert plan(accelerator="cpu", devices="auto").strategy.alias == "ddp"
+        for name in RANK_VARIABLES:
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("TORCHHAL_LAUNCH_ID", "x")
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+        assert plan(accelerator="cpu", strategy="ddp", devices=2).launcher == "subprocess"
+
+
 class OneProcessPerNode(ParallelStrategy):
     def num_local_processes(self, num_devices: int) -> int:
         return 1

@@ -2,22 +2,31 @@
 
 import json
 import os
+import pickle
 import re
 import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import hardware
 import pytest
 import torch
+import torch.distributed as dist
 from limits import scaled
 from tiers import slow
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from world import joined
 
-from torchhal import Module, Trainer
+from torchhal import Callback, Module, Trainer
+from torchhal.errors import DistributedError, ModelError
+from torchhal.strategies import DDPStrategy, ParallelStrategy, collectives, ddp_buckets
+from torchhal.strategies.replica_consistency import find_difference
 
 pytestmark = pytest.mark.slow_on_sim
 
@@ -469,3 +478,296 @@ def test_a_line_search_takes_the_same_way_on_every_rank(world2):
     assert calls == others > 12
     for name, tensor in mine.items():
         assert torch.equal(tensor, theirs[name]), name
+
+
+class Wide(Module):
+    """Gradients of many sizes: with three ranks or more, each place in a buffer has its own order of summation."""
+
+    def __init__(self, frozen):
+        super().__init__()
+        torch.manual_seed(3)
+        sizes = [(8, 60), (60, 61), (61, 30), (30, 1)]
+        layers = [layer for size in sizes for layer in (torch.nn.Linear(*size), torch.nn.Tanh())]
+        self.layers = torch.nn.Sequential(*layers[:-1])
+        self.frozen = frozen
+
+    def on_train_epoch_start(self):
+        if self.frozen:
+            self.layers[0].requires_grad_(self.current_epoch > 0)
+
+    def training_step(self, batch, batch_idx):
+        return (self.layers(batch) - batch.sum(1, keepdim=True)).pow(2).mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", self.training_step(batch, batch_idx))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+class SaveAt(Callback):
+    """Writes a checkpoint after some of the batches, and in the middle of each validation."""
+
+    def __init__(self, folder, batches):
+        self.folder, self.batches = folder, batches
+
+    def on_train_batch_end(self, trainer, *args):
+        if trainer.fit_loop.total_batches in self.batches:
+            trainer.save_checkpoint(f"{self.folder}/batch{trainer.fit_loop.total_batches}.ckpt")
+
+    def on_validation_epoch_end(self, trainer, module):
+        if trainer.fit_loop.total_batches and not trainer.sanity_checking:
+            trainer.save_checkpoint(f"{self.folder}/validation{trainer.fit_loop.total_batches}.ckpt")
+
+
+def fit_wide(callbacks=(), ckpt_path=None, frozen=False, strategy=None, **options):
+    model = Wide(frozen)
+    data = torch.randn(96, 8, generator=torch.Generator().manual_seed(9))
+    loader = torch.utils.data.DataLoader(data, 4, shuffle=True)
+    trainer = Trainer(
+        **{"accelerator": hardware.name(), "devices": "auto", "max_epochs": 2, **options}, callbacks=list(callbacks),
+        strategy=strategy or "ddp", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(model, loader, torch.utils.data.DataLoader(data[:24], 4), ckpt_path=ckpt_path)
+    return trainer, {name: tensor.cpu().clone() for name, tensor in model.state_dict().items()}
+
+
+def hooked():
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    return DDPStrategy(comm_hook=allreduce_hook, bucket_cap_mb=0.01, gradient_as_bucket_view=True)
+
+
+def resume_everywhere(folder, frozen, with_hook):
+    """Which of the places where a run was saved give other weights at its end, if it goes on from there."""
+    options = {"frozen": frozen}
+    make = hooked if with_hook else lambda: None
+    _, whole = fit_wide(**options, strategy=make())
+    _, saved = fit_wide([SaveAt(folder, [1, 2, 5, 9, 11])], **options, strategy=make())
+    trainer, _ = fit_wide(max_steps=4, **options, strategy=make())
+    trainer.save_checkpoint(f"{folder}/after.ckpt")
+    trainer.strategy.barrier()
+    differ = [] if all(torch.equal(whole[name], saved[name]) for name in whole) else ["saving"]
+    for path in sorted(Path(folder).glob("*.ckpt")):
+        trainer, state = fit_wide(ckpt_path=path, **options, strategy=make())
+        if not all(torch.equal(whole[name], state[name]) for name in whole):
+            differ.append(path.name)
+    return differ, len(list(Path(folder).glob("*.ckpt")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.parametrize(("frozen", "with_hook"), [(False, False), (True, False), (False, True)])
+def test_a_resumed_run_adds_gradients_up_in_the_order_of_the_unbroken_one(request, tmp_path, size, frozen, with_hook):
+    """DistributedDataParallel chooses its buckets anew after its first iteration."""
+    world = request.getfixturevalue(f"world{size}")
+    for differ, places in world.run(resume_everywhere, str(tmp_path), frozen, with_hook, timeout=90):
+        assert places == 8 and differ == []
+
+
+def resume_without(name, folder):
+    """What a fit warns of on a torch without ``name``, its weights, and those of one that goes on from its middle."""
+    owner, _, attribute = name.rpartition(".")
+    owner = {"": DistributedDataParallel, "reducer": dist.Reducer}[owner]
+    ddp_buckets._warn_once.cache_clear()
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as noted:
+        patch.delattr(owner, attribute)
+        warnings.simplefilter("always")
+        _, whole = fit_wide([SaveAt(folder, [2, 5, 9])], max_epochs=1)
+        _, resumed = fit_wide(ckpt_path=f"{folder}/batch5.ckpt", max_epochs=1)
+    return [str(warning.message) for warning in noted if attribute in str(warning.message)], whole, resumed
+
+
+@pytest.mark.parametrize("name", ["_get_ddp_logging_data", "reducer._push_all_rebuilt_params"])
+def test_a_torch_without_the_names_of_buckets_saves_and_resumes_without_their_order(world2, tmp_path, name):
+    """Two ranks add up the same in any order."""
+    (said, whole, resumed), (other, _, _) = world2.run(resume_without, name, str(tmp_path))
+    assert len(said) == 1 and f"DistributedDataParallel.{name}, by which" in said[0] and other == []
+    for key, tensor in whole.items():
+        assert torch.equal(resumed[key], tensor), key
+    assert "ddp_bucket_order" not in torch.load(tmp_path / "batch9.ckpt", weights_only=True)["strategy"]
+
+
+@pytest.fixture
+def wrapper():
+    """A wrapper of two layers in a process group of one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield DistributedDataParallel(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)))
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", ddp_buckets._NAMES)
+def test_without_any_of_its_names_a_bucket_order_is_left_alone(wrapper, monkeypatch, name):
+    wrapper(torch.ones(1, 2)).sum().backward()
+    order = ddp_buckets.read_bucket_order(wrapper)
+    assert sorted(order) == ["0.bias", "0.weight", "1.bias", "1.weight"]
+    path, _, attribute = name.rpartition(".")
+    owner = getattr(wrapper, path) if path else wrapper
+    monkeypatch.delattr(owner if attribute in getattr(owner, "__dict__", ()) else type(owner), attribute)
+    ddp_buckets._warn_once.cache_clear()
+    with pytest.warns(UserWarning, match=name) as noted:
+        assert ddp_buckets.read_bucket_order(wrapper) is None
+        assert ddp_buckets.set_bucket_order(wrapper, order) is False
+    assert len(noted) == 1
+
+
+def save_in_accumulations(folder):
+    _, whole = fit_wide(accumulate_grad_batches=2)
+    _, saved = fit_wide([SaveAt(folder, [1, 3, 5])], accumulate_grad_batches=2)
+    _, resumed = fit_wide(accumulate_grad_batches=2, ckpt_path=f"{folder}/batch5.ckpt")
+    return whole, saved, resumed
+
+
+def test_a_save_in_the_midst_of_an_accumulation_changes_nothing(world2, tmp_path):
+    for whole, saved, resumed in world2.run(save_in_accumulations, str(tmp_path)):
+        for name, tensor in whole.items():
+            assert torch.equal(saved[name], tensor), name
+            torch.testing.assert_close(resumed[name], tensor, rtol=1e-5, atol=1e-6)
+
+
+class Apart(Thawed):
+    """Each rank changes a weight by itself, in the forward of its last step say."""
+
+    def __init__(self, by):
+        super().__init__()
+        self.by = by
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        with torch.no_grad():
+            self.layers[2].weight.add_(self.by * self.trainer.global_rank)
+
+
+class Hooked(DDPStrategy):
+    """As a plugin adds a hook, which may average now and then only."""
+
+    def configure_ddp(self):
+        super().configure_ddp()
+        self.model.register_comm_hook(None, default_hooks.allreduce_hook)
+
+
+class Local(ParallelStrategy):
+    """Each rank trains by itself, until somebody averages the weights."""
+
+
+class Alike(Local):
+    compares_replicas = True
+
+
+def fit_apart(by, strategy="ddp", ignored=()):
+    """What fit says, and what it warns of."""
+    makers = {
+        "ddp": DDPStrategy, "hook": lambda: DDPStrategy(comm_hook=default_hooks.allreduce_hook), "hooked": Hooked,
+        "local": Local, "alike": Alike,
+    }  # fmt: skip
+    trainer = Trainer(
+        accelerator=hardware.name(), devices=2, strategy=makers[strategy](), max_epochs=1, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    model = Apart(by)
+    model._ddp_params_and_buffers_to_ignore = list(ignored)
+    with warnings.catch_warnings(record=True) as noted:
+        warnings.simplefilter("always")
+        try:
+            trainer.fit(model, torch.utils.data.DataLoader(rows(8), 4))
+        except DistributedError as error:
+            return str(error), []
+    return "", [str(warning.message) for warning in noted if "norm" in str(warning.message)]
+
+
+def test_replicas_that_came_apart_are_found_when_the_fit_ends(world2):
+    for said, _ in world2.run(fit_apart, 0.01):
+        assert "'layers.2.weight'" in said and "ranks 0, 1" in said and "of the norm" in said
+    assert world2.run(fit_apart, 0.0) == [("", [])] * 2
+
+
+def test_replicas_round_differently_with_a_warning(world2):
+    (said, warned), other = world2.run(fit_apart, 1e-7)
+    assert not said and "rounded differently" in warned[0] and other == ("", [])
+
+
+@pytest.mark.parametrize("strategy", ["hook", "hooked", "local"])
+def test_replicas_that_may_differ_by_design_are_not_compared(world2, strategy):
+    assert world2.run(fit_apart, 0.01, strategy) == [("", [])] * 2
+
+
+def test_a_strategy_declares_that_its_replicas_are_alike(world2):
+    for said, _ in world2.run(fit_apart, 0.01, "alike"):
+        assert "differ between ranks 0, 1" in said
+
+
+def test_parameters_that_ddp_ignores_are_not_compared(world2):
+    assert world2.run(fit_apart, 0.01, "ddp", ["layers.2.weight"]) == [("", [])] * 2
+
+
+def differences(cases):
+    """What is found of weights of each dtype, that far apart, and the warnings."""
+    found = []
+    with joined(), warnings.catch_warnings(record=True) as noted:
+        warnings.simplefilter("always")
+        for name, by in cases:
+            weight = torch.arange(1, 65).to(getattr(torch, name))
+            weight[:32] += int(os.environ["RANK"]) * by
+            found.append(bool(find_difference([("w", None, weight)])))
+    return found, len(noted)
+
+
+def test_the_dtype_decides_what_is_rounding(world2):
+    rounded = [("float64", 1e-9), ("float32", 1e-4), ("complex64", 1e-4), ("bfloat16", 0.25), ("float16", 0.05)]
+    apart = [("float64", 1e-4), ("float32", 0.1), ("bfloat16", 4.0), ("float16", 2.0), ("int64", 1), ("uint8", 1)]
+    (found, warned), (same, other) = world2.run(differences, rounded + apart)
+    assert found == same == [False] * 5 + [True] * 6 and (warned, other) == (5, 0)
+
+
+def what_is_sent(apart):
+    """What a rank sends of twenty parameters of which each rank has other parts, and all have one whole."""
+    sent = []
+
+    def gather(value, **options):
+        sent.append(value)
+        return all_gather_object(value, **options)
+
+    all_gather_object = collectives.all_gather_object
+    me = int(os.environ["RANK"])
+    with joined(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "all_gather_object", gather)
+        whole = ("whole", None, torch.ones(3) + me * apart)
+        difference = find_difference([*((f"part{index}", (me,), torch.full((2,), me)) for index in range(20)), whole])
+    return difference, [len(pickle.dumps(value)) for value in sent], ["part" in repr(value) for value in sent]
+
+
+def test_ranks_send_digests_and_names_of_what_differs_alone(world2):
+    for difference, sizes, names in world2.run(what_is_sent, 0.0):
+        assert not difference and len(sizes) == 2 and sizes[0] < 40 and sizes[1] < 21 * 30 and not any(names)
+    for difference, sizes, names in world2.run(what_is_sent, 1.0):
+        assert "'whole' differ between ranks 0, 1" in difference and len(sizes) == 3 and not any(names)
+
+
+class Bounded(Module):
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.EmbeddingBag(6, 3, max_norm=2.0)
+
+    def training_step(self, batch, batch_idx):
+        return self.table(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit_bounded(devices):
+    trainer = Trainer(
+        accelerator="cpu", devices=devices, strategy="ddp", max_epochs=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    try:
+        trainer.fit(Bounded(), torch.utils.data.DataLoader(torch.arange(12).reshape(4, 3) % 6, 2))
+    except ModelError as error:
+        return str(error)
+
+
+def test_a_layer_that_writes_to_its_weight_by_the_batch_is_refused(world2):
+    for said in world2.run(fit_bounded, 2):
+        assert "'table' is a EmbeddingBag with max_norm=2.0" in said and "2 replicas" in said and "renorm_" in said

@@ -1,22 +1,28 @@
 """What can't work is refused by name, before it costs anything; what fails leaves nothing worse than before."""
 
+import contextlib
 import errno
 import gc
+import inspect
 import os
 import re
 import signal
 import subprocess
 import sys
+import termios
 import textwrap
+import warnings
 import weakref
 from pathlib import Path
 
 import hardware
 import pytest
 import torch
+from tiers import slow
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import torchhal
 from torchhal import Callback, Module, Trainer
 from torchhal.errors import (
     CheckpointError,
@@ -24,8 +30,10 @@ from torchhal.errors import (
     ModelError,
     NonFiniteLossError,
     UnknownAliasError,
+    UnknownArgumentError,
 )
-from torchhal.trainer.callbacks import ModelCheckpoint
+from torchhal.trainer.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, ModelSummary, ProgressBar
+from torchhal.trainer.loggers import CSVLogger
 
 NAN, INF = float("nan"), float("inf")
 
@@ -36,7 +44,10 @@ QUIET = {
 
 
 def make(*callbacks, **options):
-    where = {"accelerator": hardware.name(), "devices": 1}
+    where = {
+        "accelerator": hardware.name(), "devices": 1,
+        "enable_checkpointing": any(isinstance(callback, ModelCheckpoint) for callback in callbacks),
+    }  # fmt: skip
     return Trainer(callbacks=list(callbacks), **{**QUIET, **where, "max_epochs": 1, **options})
 
 
@@ -62,7 +73,8 @@ BATCHES = [torch.ones(2, 1), torch.ones(2, 1)]
 
 COUNT = (True, False, 1.5, -2, "", "3", NAN, INF, [1])
 LIMIT = (True, False, 1.5, -2, -0.5, "", NAN, INF, "all")
-BOOL = (0, 1, None, "", "yes", 1.0)
+BOOL_OR_NONE = (0, 1, "", "yes", 1.0)
+BOOL = (*BOOL_OR_NONE, None)
 OUT_OF_DOMAIN = {
     "max_epochs": COUNT,
     "min_epochs": (*COUNT, -1),
@@ -80,17 +92,17 @@ OUT_OF_DOMAIN = {
     "check_val_every_n_epoch": (*COUNT, 0, -1),
     "num_sanity_val_steps": COUNT,
     "accumulate_grad_batches": (*COUNT, 0, None, {0: 2}),
-    "gradient_clip_val": (True, -1, 0, NAN, INF, "", "0.5"),
+    "gradient_clip_val": (True, -1, NAN, INF, "", "0.5"),
     "gradient_clip_algorithm": (True, "", "Norm", 2),
     "log_every_n_steps": (*COUNT, -1),
-    "enable_checkpointing": BOOL,
-    "enable_progress_bar": BOOL,
-    "enable_model_summary": BOOL,
+    "enable_checkpointing": BOOL_OR_NONE,
+    "enable_progress_bar": BOOL_OR_NONE,
+    "enable_model_summary": BOOL_OR_NONE,
     "use_distributed_sampler": BOOL,
     "inference_mode": BOOL,
     "detect_anomaly": BOOL,
     "reload_dataloaders_every_n_epochs": (*COUNT, None, -1),
-    "deterministic": (0, 1, 1.0, None, "", "Warn"),
+    "deterministic": (0, 1, 1.0, "", "Warn"),
     "benchmark": (0, 1, "", "yes"),
     "default_root_dir": (True, 5, "", b"x", 1.5),
     "logger": ("csv", "", 5, 1.5, [True], ...),
@@ -121,11 +133,255 @@ def test_an_argument_out_of_its_domain(name, value):
         ({"min_steps": 3, "max_steps": 2}, r"'min_steps' must be at most 'max_steps' \(got 3 and 2\)"),
         ({"check_val_every_n_epoch": None, "val_check_interval": 0.5}, r"'val_check_interval' must be a number"),
         ({"nonsense": 1}, r"unexpected keyword argument 'nonsense'"),
+        (
+            {"enable_checkpointing": False, "callbacks": ModelCheckpoint()},
+            r"'enable_checkpointing' is False, but 'callbacks' holds a ModelCheckpoint: leave one out",
+        ),
     ],
 )
 def test_arguments_that_exclude_each_other(options, message):
     with pytest.raises((ConfigurationError, TypeError), match=message):
-        make(**options)
+        Trainer(**{"accelerator": "cpu", **QUIET, **options})
+
+
+def test_none_and_zero_as_lightning_takes_them():
+    trainer = Trainer(
+        accelerator="cpu", logger=None, enable_checkpointing=None, enable_progress_bar=None, enable_model_summary=None,
+        deterministic=None, benchmark=None, gradient_clip_val=None, gradient_clip_algorithm=None, precision=None,
+        plugins=None, callbacks=None, max_time=None, num_sanity_val_steps=None, log_every_n_steps=None,
+    )  # fmt: skip
+    default = Trainer(accelerator="cpu")
+    assert [type(logger) for logger in trainer.loggers] == [CSVLogger]
+    assert [type(callback) for callback in trainer.callbacks] == [type(callback) for callback in default.callbacks]
+    assert (trainer.deterministic, trainer.gradient_clip_val) == (False, None)
+    assert make(gradient_clip_val=0).gradient_clip_val is None is make(gradient_clip_val=0.0).gradient_clip_val
+
+
+@pytest.mark.usefixtures("accelerator")
+def test_a_clip_of_zero_clips_nothing():
+    """It is no clip to a norm of zero, with which nothing would move."""
+    torch.manual_seed(0)
+    models = [Net(), Net()]
+    models[1].load_state_dict(models[0].state_dict())
+    for model, clip in zip(models, (None, 0), strict=True):
+        make(gradient_clip_val=clip).fit(model, BATCHES)
+    assert torch.equal(models[0].layer.weight, models[1].layer.weight)
+
+
+# -- words of other trainers ---------------------------------------------------------------------------------------
+
+LOADER = DataLoader(torch.ones(4, 1))
+FOREIGN_ARGUMENTS = [
+    # Lightning, of 1.x and today
+    ({"gpus": 2}, "write Trainer(accelerator='gpu', devices=2)"),
+    ({"gpus": 0}, "write Trainer(accelerator='gpu', devices=...), or accelerator='cpu' for none"),
+    ({"tpu_cores": 8}, "write Trainer(accelerator='tpu', devices=8)"),
+    ({"ipus": 4}, "write Trainer(accelerator='ipu', devices=4)"),
+    ({"num_processes": 2}, "write Trainer(devices=2)"),
+    ({"distributed_backend": "ddp"}, "write Trainer(strategy='ddp')"),
+    ({"resume_from_checkpoint": "a.ckpt"}, "write trainer.fit(..., ckpt_path='a.ckpt')"),
+    ({"checkpoint_callback": True}, "write Trainer(enable_checkpointing=True)"),
+    ({"progress_bar_refresh_rate": 0}, "write Trainer(enable_progress_bar=False)"),
+    ({"weights_summary": "top"}, "write Trainer(enable_model_summary='top')"),
+    ({"replace_sampler_ddp": False}, "write Trainer(use_distributed_sampler=...)"),
+    ({"terminate_on_nan": True}, "write Trainer(detect_anomaly=True)"),
+    ({"track_grad_norm": 2}, "on_before_optimizer_step"),
+    ({"auto_lr_find": True}, "configure_optimizers"),
+    ({"stochastic_weight_avg": True}, "torch.optim.swa_utils"),
+    ({"profiler": "simple"}, "torch.profiler"),
+    ({"barebones": True}, "write Trainer(logger=False, enable_checkpointing=False"),
+    ({"amp_backend": "native"}, "write Trainer(precision='16-mixed')"),
+    # Keras
+    ({"epochs": 5}, "write Trainer(max_epochs=5)"),
+    ({"steps_per_epoch": 10}, "write Trainer(limit_train_batches=10)"),
+    ({"validation_freq": 2}, "write Trainer(check_val_every_n_epoch=2)"),
+    ({"verbose": 1}, "enable_progress_bar"),
+    ({"clipnorm": 1.0}, "write Trainer(gradient_clip_val=1.0)"),
+    ({"metrics": ["accuracy"]}, "self.log(name, value)"),
+    # Hugging Face's Trainer and Accelerate
+    ({"num_train_epochs": 3}, "write Trainer(max_epochs=3)"),
+    ({"output_dir": "out"}, "write Trainer(default_root_dir='out')"),
+    ({"gradient_accumulation_steps": 4}, "write Trainer(accumulate_grad_batches=4)"),
+    ({"max_grad_norm": 1.0}, "write Trainer(gradient_clip_val=1.0)"),
+    ({"learning_rate": 1e-3}, "configure_optimizers"),
+    ({"per_device_train_batch_size": 8}, "DataLoader(dataset, batch_size=...)"),
+    ({"fp16": True}, "write Trainer(precision='16-mixed')"),
+    ({"bf16": True}, "write Trainer(precision='bf16-mixed')"),
+    ({"mixed_precision": "fp16"}, "write Trainer(precision='fp16')"),
+    ({"eval_strategy": "epoch"}, "check_val_every_n_epoch"),
+    ({"save_total_limit": 2}, "callbacks=[ModelCheckpoint(...)]"),
+    ({"logging_steps": 10}, "write Trainer(log_every_n_steps=10)"),
+    ({"seed": 1}, "torchhal.seed_everything"),
+    ({"no_cuda": True}, "write Trainer(accelerator='cpu')"),
+    ({"model": None, "train_dataset": None}, "write trainer.fit(model"),
+    # loops of one's own
+    ({"num_epochs": 3}, "write Trainer(max_epochs=3)"),
+    ({"n_gpu": 1}, "write Trainer(accelerator='gpu', devices=1)"),
+    ({"device": "cuda"}, "write Trainer(accelerator='cuda')"),
+    ({"patience": 3}, "callbacks=[EarlyStopping(...)]"),
+    ({"lr": 0.1}, "configure_optimizers"),
+    ({"log_dir": "logs"}, "write Trainer(default_root_dir='logs')"),
+    ({"sync_bn": True}, "write Trainer(sync_batchnorm=True)"),
+    # ours, misspelt or in the wrong place
+    ({"max_epoch": 3}, "did you mean 'max_epochs'?"),
+    ({"ckpt_path": "last"}, "it is an argument of Trainer.fit()"),
+    ({"train_dataloaders": LOADER}, "it is an argument of Trainer.fit()"),
+]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"), FOREIGN_ARGUMENTS, ids=lambda part: " ".join(part) if isinstance(part, dict) else ""
+)
+def test_an_argument_of_another_trainer(given, message):
+    with pytest.raises(UnknownArgumentError) as caught:
+        Trainer(**given)
+    said = str(caught.value)
+    assert caught.value.names == tuple(given) and message in said
+    assert all(f"Trainer() got an unexpected keyword argument {name!r}" in said for name in given)
+    assert isinstance(caught.value, ConfigurationError) and isinstance(caught.value, TypeError)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda t: t.fit(Net(), LOADER, epochs=5),
+            "Trainer.fit() got an unexpected keyword argument 'epochs': write Tr",
+        ),
+        (lambda t: t.fit(Net(), LOADER, max_epochs=5), "'max_epochs': it is an argument of Trainer()"),
+        (lambda t: t.fit(Net(), train_dataloader=LOADER), "write trainer.fit(model, train_dataloaders=...)"),
+        (lambda t: t.fit(Net(), train_loader=LOADER), "write trainer.fit(model, train_dataloaders=...)"),
+        (lambda t: t.fit(Net(), LOADER, validation_data=LOADER), "val_dataloaders=..."),
+        (lambda t: t.fit(Net(), LOADER, batch_size=32), "DataLoader(dataset, batch_size=...)"),
+        (lambda t: t.fit(Net(), LOADER, resume_from_checkpoint="x"), "write trainer.fit(..., ckpt_path='x')"),
+        (lambda t: t.test(Net(), test_dataloaders=LOADER), "write trainer.test(model, dataloaders=...)"),
+        (lambda t: t.validate(Net(), val_dataloaders=LOADER), "'val_dataloaders': it is an argument of Trainer.fit()"),
+        (lambda t: t.predict(Net(), dataloader=LOADER), "did you mean 'dataloaders'|write dataloaders=..."),
+        (
+            lambda t: t.fit(Net(), LOADER, quickly=True),
+            "it takes model, train_dataloaders, val_dataloaders, datamodule",
+        ),
+    ],
+)
+def test_an_argument_that_a_call_does_not_take(call, message):
+    with pytest.raises(UnknownArgumentError) as caught:
+        call(make())
+    assert any(each in str(caught.value) for each in message.split("|"))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ModelCheckpoint(save_topk=3), "ModelCheckpoint() got an unexpected keyword argument 'save_topk'; did "
+                                               "you mean 'save_top_k'?"),
+        (lambda: EarlyStopping("loss", min_dleta=0.1), "did you mean 'min_delta'?"),
+        (lambda: ModelCheckpoint(patience=3), "it is an argument of EarlyStopping()"),
+        (lambda: LearningRateMonitor(interval="step"), "did you mean 'logging_interval'?"),
+        (lambda: ProgressBar(refreshrate=2), "did you mean 'refresh_rate'?"),
+        (lambda: ModelSummary(depth=2), "did you mean 'max_depth'?"),
+        (lambda: CSVLogger("logs", versoin=3), "did you mean 'version'?"),
+    ],
+)  # fmt: skip
+def test_an_argument_that_a_callback_or_logger_does_not_take(make, message):
+    with pytest.raises(UnknownArgumentError) as caught:
+        make()
+    assert message in str(caught.value)
+
+
+def test_arguments_go_by_name():
+    with pytest.raises(UnknownArgumentError, match=r"Trainer\(\) takes its arguments by name \(got Net"):
+        Trainer(Net())
+
+
+def test_signatures_stay_readable():
+    """Libraries, and command lines made from it, read the Trainer's own arguments."""
+    assert {"accelerator", "max_epochs"} < set(inspect.signature(Trainer.__init__).parameters)
+    assert "kwargs" not in inspect.signature(Trainer).parameters
+    assert next(iter(inspect.signature(make().fit).parameters)) == "model"
+
+    class Own(Trainer):
+        def __init__(self, width, **options):
+            super().__init__(**options)
+
+    assert Own(3, max_epochs=2, accelerator="cpu").max_epochs == 2
+    with pytest.raises(UnknownArgumentError, match="max_epochs=2"):
+        Own(3, epochs=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("train", "call trainer.fit(model"), ("evaluate", "trainer.validate"), ("save_model", "trainer.save_checkpoint"),
+     ("device", "trainer.strategy.root_device"), ("tune", "no tuner"), ("epoch", "trainer.current_epoch")],
+)  # fmt: skip
+def test_an_attribute_of_another_trainer(name, message):
+    trainer = make()
+    with pytest.raises(AttributeError, match=f"'Trainer' object has no attribute '{name}'") as caught:
+        getattr(trainer, name)
+    assert message in str(caught.value)
+    assert not hasattr(trainer, name)  # as libraries ask
+
+
+def test_what_a_property_lacks_is_said():
+    """Not that the Trainer has no such property."""
+
+    class Own(Trainer):
+        @property
+        def broken(self):
+            return object().missing
+
+    with pytest.raises(AttributeError, match="'object' object has no attribute 'missing'"):
+        _ = Own(accelerator="cpu").broken
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"precision": "fp16"}, "did you mean '16-mixed' or '16-true'?"),
+        ({"precision": "float16"}, "did you mean '16-mixed' or '16-true'?"),
+        ({"precision": "mixed_float16"}, "did you mean '16-mixed'?"),
+        ({"precision": "bfloat16"}, "did you mean 'bf16-mixed' or 'bf16-true'?"),
+        ({"precision": "FP32"}, "did you mean '32-true'?"),
+        ({"precision": "no"}, "did you mean '32-true'?"),
+        ({"precision": torch.float16}, "write precision='16-mixed' or '16-true'"),
+        ({"precision": torch.float64}, "write precision='64-true'"),
+        ({"strategy": "dpp"}, "did you mean 'ddp'?"),
+        ({"strategy": "dddp"}, "did you mean 'ddp'?"),
+        ({"strategy": "ddp_spwan"}, "did you mean 'ddp_spawn'?"),
+        ({"strategy": "mirrored"}, "did you mean 'ddp'?"),
+        ({"strategy": "horovod"}, "did you mean 'ddp'?"),
+        ({"strategy": "fully_sharded_data_parallel"}, "did you mean 'fsdp'?"),
+        ({"strategy": nn.parallel.DistributedDataParallel}, "write strategy='ddp'"),
+        ({"strategy": None}, "'strategy' must be 'auto', an alias"),
+        ({"accelerator": None}, "'accelerator' must be 'auto', an alias"),
+        ({"accelerator": "cuda:1"}, "write accelerator='cuda', devices=[1]"),
+        ({"accelerator": torch.device("cpu")}, "write accelerator='cpu'"),
+        ({"accelerator": torch.device("cuda", 1)}, "write accelerator='cuda', devices=[1]"),
+        ({"accelerator": "cpus"}, "did you mean 'cpu'?"),
+        ({"logger": "csv"}, "make an object, as torchhal.trainer.loggers.CSVLogger(...)"),
+        ({"logger": "tensorboard"}, "make an object, as torchhal.trainer.loggers.TensorBoardLogger(...)"),
+        ({"callbacks": ModelCheckpoint}, "make an object, ModelCheckpoint(...)"),
+    ],
+    ids=str,
+)
+def test_a_value_of_another_trainer(options, message):
+    with pytest.raises((ConfigurationError, UnknownAliasError)) as caught:
+        Trainer(**{"accelerator": "cpu", **QUIET, **options})
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("LightningModule", "there is torchhal.Module"),
+        ("loggers", "there is torchhal.trainer.loggers"),
+        ("TensorBoardLogger", "there is torchhal.trainer.loggers.TensorBoardLogger"),
+        ("Trainr", "did you mean 'Trainer'?"),
+    ],
+)
+def test_a_name_of_another_library(name, message):
+    with pytest.raises(AttributeError, match=f"module 'torchhal' has no attribute '{name}'") as caught:
+        getattr(torchhal, name)
+    assert message in str(caught.value)
 
 
 def test_numbers_of_numpy_are_numbers():
@@ -369,6 +625,47 @@ def test_an_optimizer_with_a_closure_does_not_accumulate():
         make().fit(Skips(), BATCHES)
 
 
+class Forgets(Net):
+    def training_step(self, batch, batch_idx):
+        super().training_step(batch, batch_idx)  # and no return
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("limits", [{"max_epochs": 1000}, {"max_epochs": -1, "max_steps": 10}], ids=["epochs", "steps"])
+def test_a_training_step_that_never_returns_a_loss_ends_soon(limits, accumulate):
+    said = r"Forgets\.training_step has returned None.* for each of the {} batch\(es\) since fit began.*return the loss"
+    with (
+        pytest.warns(UserWarning, match=said.format(2)),
+        pytest.raises(ModelError, match=said.format(4)),
+    ):
+        make(**limits, accumulate_grad_batches=accumulate).fit(Forgets(), BATCHES)
+
+
+def test_in_a_long_epoch_it_is_said_before_the_end():
+    batches, seen = [], []
+
+    class Counts(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            seen.append(list(caught))
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        batches = [torch.ones(2, 1)] * 120
+        make(Counts()).fit(Forgets(), batches)
+    assert [bool(any("for each of the 100" in str(w.message) for w in then)) for then in seen].index(True) == 99
+
+
+def test_some_batches_without_a_loss_are_left_out_in_silence():
+    class Sometimes(Net):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) if self.current_epoch == 1 and batch_idx == 1 else None
+
+    with pytest.warns(UserWarning, match="for each of the 2 batch"):  # the first epoch had none
+        trainer = make(max_epochs=6)
+        trainer.fit(Sometimes(), BATCHES)
+    assert (trainer.global_step, trainer.current_epoch) == (1, 6)
+
+
 # -- checkpoints that can't be written ---------------------------------------------------------------------------
 
 
@@ -400,7 +697,7 @@ import os, signal, sys, time
 import torch
 from torch import nn
 from torchhal import Callback, Module, Trainer
-from torchhal.trainer.callbacks import ModelCheckpoint
+from torchhal.trainer.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, ModelSummary, ProgressBar
 
 class Net(Module):
     def __init__(self):
@@ -567,7 +864,7 @@ def test_ctrl_c_once_and_twice(tmp_path):
         "torn down fit", "interrupted after 3 interrupted", "torn down fit", "and again 7",
     ]  # fmt: skip
     assert "press Ctrl-C again" in once.stderr
-    assert [path.name for path in Path(tmp_path / "out").iterdir()] == ["interrupted-epoch=0-step=3.ckpt"]
+    assert [path.name for path in Path(tmp_path / "out").glob("*.ckpt")] == ["interrupted-epoch=0-step=3.ckpt"]
     twice = script(
         tmp_path,
         """
@@ -582,6 +879,47 @@ def test_ctrl_c_once_and_twice(tmp_path):
     )
     assert twice.returncode in (130, -signal.SIGINT) and "KeyboardInterrupt" in twice.stderr
     assert twice.stdout == "torn down fit\n"
+
+
+@pytest.mark.parametrize("strategy", ["auto", slow("ddp"), slow("ddp_spawn"), slow("ddp_fork"), slow("ddp_notebook")])
+@pytest.mark.parametrize("terminal", [True, False], ids=["terminal", "file"])
+def test_an_orderly_stop_is_two_lines_of_their_own_and_no_traceback(tmp_path, terminal, strategy):
+    """Neither behind a progress bar nor behind the ^C of the terminal, which reaches every process of the job; the code
+    is that of the signal."""
+    (tmp_path / "script.py").write_text(
+        SCRIPT
+        + textwrap.dedent(
+            f"""
+            class Interrupts(Callback):
+                def on_train_batch_end(self, trainer, *args):
+                    if trainer.global_step == 3 and trainer.is_global_zero:
+                        os.killpg(os.getpgrp(), signal.SIGINT)
+                    time.sleep(0.05)
+
+            if __name__ == "__main__":
+                trainer(Interrupts(), ModelCheckpoint(folder), max_epochs=999, enable_progress_bar=True,
+                        strategy={strategy!r}, devices={1 if strategy == "auto" else 2}).fit(Net(), BATCHES)
+            """
+        )
+    )
+    reading, writing = os.openpty() if terminal else os.pipe()
+    if terminal:
+        termios.tcsetwinsize(writing, (24, 100))
+    command = [sys.executable, "script.py", str(tmp_path / "out")]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=writing, start_new_session=True)
+    os.close(writing)
+    shown = b""
+    with contextlib.suppress(OSError):  # a terminal whose other end is closed
+        while piece := os.read(reading, 4096):
+            shown += piece
+    os.close(reading)
+    assert process.wait(30) in (130, -signal.SIGINT)
+    lines = [line.rstrip() for line in re.split(r"[\r\n]+|\x1b\[A", shown.decode())]
+    assert "torchhal: stopping after this step; press Ctrl-C again to stop at once" in lines, lines
+    (stopped,) = [line for line in lines if "stopped on SIGINT" in line]
+    assert stopped.startswith("torchhal: fit stopped on SIGINT at step ") and "ckpt_path='last'" in stopped
+    assert any("Epoch" in line for line in lines), "there was a bar"
+    assert not any("Traceback" in line or "KeyboardInterrupt" in line for line in lines), lines
 
 
 @pytest.mark.usefixtures("accelerator")

@@ -7,6 +7,7 @@ import gc
 import io
 import os
 import pickle
+import threading
 import weakref
 
 import hardware
@@ -33,7 +34,8 @@ def batches(count=2, size=2):
 
 def make(*callbacks, **options):
     defaults = {
-        "accelerator": hardware.name(), "devices": 1, "logger": False, "enable_checkpointing": False,
+        "accelerator": hardware.name(), "devices": 1, "logger": False,
+        "enable_checkpointing": any(isinstance(callback, ModelCheckpoint) for callback in callbacks),
         "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0, "max_epochs": 1,
     }  # fmt: skip
     return Trainer(callbacks=list(callbacks), **{**defaults, **options})
@@ -240,6 +242,65 @@ def test_what_batch_hooks_are_given():
 
     fit(Two(), None, [DataLoader(torch.ones(2, 1)), DataLoader(torch.ones(3, 1))], Look())
     assert given == {"start": (102, 1), "end": (7, 102, 1), "val 0": ("out", 101, 1), "val 1": ("out", 101, 2)}
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["one loader", "two loaders"])
+@pytest.mark.parametrize(("fn", "word"), [("validate", "validation"), ("test", "test"), ("predict", "predict")])
+def test_evaluation_hooks_get_dataloader_idx_if_they_take_it(fn, word, several):
+    given = []
+
+    def hook(name, parameters):
+        body = f"given.append(({name!r}, {{name: value for name, value in locals().items() if name in NAMES}}))"
+        scope = {"given": given, "NAMES": ("dataloader_idx", "rest", "named")}
+        exec(f"def hook({parameters}):\n    {body}", scope)
+        return scope["hook"]
+
+    class Evaluated(Net):
+        def validation_step(self, batch, batch_idx, dataloader_idx=0):
+            return 1
+
+        test_step = predict_step = validation_step
+
+    start, end = f"on_{word}_batch_start", f"on_{word}_batch_end"
+    without, with_it = type("Without", (Callback,), {}), type("With", (Callback,), {})
+    setattr(without, start, hook("without start", "self, trainer, module, batch, batch_idx"))
+    setattr(without, end, hook("without end", "self, trainer, module, outputs, batch, batch_idx"))
+    setattr(with_it, start, hook("named", "self, trainer, module, batch, batch_idx, *, dataloader_idx"))
+    setattr(with_it, end, hook("rest", "self, trainer, module, *rest"))
+    setattr(Evaluated, start, hook("model start", "self, batch, batch_idx, dataloader_idx=7"))
+    setattr(Evaluated, end, hook("model end", "self, outputs, batch, batch_idx, **named"))
+    loaders = 2 if several else 1
+    getattr(make(without(), with_it()), fn)(Evaluated(), [DataLoader(torch.ones(1, 1)) for _ in range(loaders)])
+    expected = []
+    for index in range(loaders):
+        named = {"dataloader_idx": index}
+        expected += [("without start", {}), ("named", named), ("model start", named), ("without end", {})]
+        expected += [("rest", index), ("model end", {"named": named})]
+    assert [(name, found["rest"][-1] if name == "rest" else found) for name, found in given] == expected
+
+
+def test_outputs_of_a_training_step_come_without_their_graph():
+    kept = []
+
+    class Dict(Net):
+        def training_step(self, batch, batch_idx):
+            out = self.layer(batch)
+            self.output = {"loss": out.pow(2).mean(), "nested": [out, (out.sum(), "text")], "target": batch}
+            return self.output
+
+    class Keep(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            kept.append(outputs)
+
+    fit(Net(), None, None, Keep())
+    assert [loss.requires_grad for loss in kept] == [False, False] and kept[0].dim() == 0
+    kept.clear()
+    _, model = fit(Dict(), None, None, Keep())
+    outputs = kept[-1]
+    tensors = [outputs["loss"], outputs["nested"][0], outputs["nested"][1][0]]
+    assert all(tensor.grad_fn is None and not tensor.requires_grad for tensor in tensors)
+    assert outputs["nested"][1][1] == "text" and outputs["target"] is model.output["target"]
+    assert model.output["loss"].grad_fn is not None, "the model's own dict is as it was"
 
 
 def test_values_logged_before_a_step_are_weighed_with_its_batch():
@@ -690,8 +751,10 @@ def test_manual_optimization():
     assert model.calls.count("before step") == 6
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.1 / 8)  # stepped by hand alone
     assert [type(o) for o in model.optimizers(use_pl_optimizer=False)] == [torch.optim.SGD] * 2
-    for name, value in (("gradient_clip_val", 1.0), ("accumulate_grad_batches", 2)):
-        with pytest.raises(ConfigurationError, match=rf"'{name}' must be .* manual optimization \(got {value}\)"):
+    for name, value in (
+        ("gradient_clip_val", 1.0), ("gradient_clip_algorithm", "value"), ("accumulate_grad_batches", 2)
+    ):  # fmt: skip
+        with pytest.raises(ConfigurationError, match=rf"'{name}' must be .* manual optimization \(got {value!r}\)"):
             fit(Manual(), **{name: value})
     with pytest.raises(ModelError, match="manual_backward needs manual optimization"):
         fit(Mistaken())
@@ -775,6 +838,48 @@ def test_a_copy_of_a_module_or_data_module_leaves_the_trainer_behind():
     assert len(buffer.getvalue()) < 20_000
 
 
+class Scripted(Module):
+    def __init__(self):
+        super().__init__()
+        self.save_hyperparameters()
+        self.automatic_optimization = True
+        self.body = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+
+    @property
+    def width(self) -> int:  # the user's own, which torch.jit compiles
+        return self.body[0].out_features
+
+    def forward(self, x):
+        return self.body(x)
+
+    def training_step(self, batch, batch_idx):
+        return self(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Derived(Scripted):
+    pass
+
+
+@pytest.mark.one_accelerator
+@pytest.mark.parametrize("kind", [Scripted, Derived])
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_torch_jit_takes_a_module(kind, tmp_path):
+    """Before and after it was trained: what a Module adds to an nn.Module is no part of its forward."""
+    model, x = kind(), torch.randn(5, 4)
+    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    for trained in (False, True):
+        if trained:
+            Trainer(accelerator="cpu", max_epochs=1, **options).fit(model.train(), [torch.randn(8, 4)] * 2)
+        model.eval()
+        torch.jit.script(model).save(tmp_path / "scripted.pt")
+        loaded = torch.jit.load(tmp_path / "scripted.pt")
+        assert torch.equal(loaded(x), model(x))
+        assert torch.equal(torch.jit.trace(model, x)(x), model(x))
+
+
 def test_callbacks_of_the_model():
     class Own(Net):
         def configure_callbacks(self):
@@ -797,6 +902,16 @@ def test_callbacks_of_the_model():
     trainer.fit(model, batches(), batches(1))
     assert trainer.early_stopping_callback is kept and model.asked == 1  # and so it still knows what it saw
     assert [callback.fits for callback in trainer.callbacks if isinstance(callback, Note)] == [2]
+
+
+def test_a_checkpoint_callback_of_the_model_is_said_where_checkpointing_is_off(tmp_path):
+    class Keeps(Net):
+        def configure_callbacks(self):
+            return ModelCheckpoint(tmp_path)
+
+    with pytest.warns(UserWarning, match="False, but Keeps.configure_callbacks returned a ModelCheckpoint"):
+        fit(Keeps())
+    assert os.listdir(tmp_path)
 
 
 def test_best_is_known_when_the_model_brought_the_checkpoint(tmp_path):
@@ -852,6 +967,16 @@ def test_log_in_hooks(hook):
     setattr(Logs, hook, body)
     trainer, _ = fit(Logs(), None, batches(1))
     assert trainer.callback_metrics["x"].item() == 3.0
+
+
+def test_log_without_a_trainer_says_so():
+    model = Net()
+    with pytest.warns(UserWarning, match="'loss' of Net goes nowhere: self.log needs a Trainer") as said:
+        model.log("loss", 1.0)
+    assert said[0].filename == __file__, "the line of the caller"
+    with pytest.warns(UserWarning, match="'a', 'b' of Net goes nowhere") as said:
+        model.log_dict({"a": 1.0, "b": 2.0})
+    assert said[0].filename == __file__ and len(said) == 1
 
 
 @pytest.mark.parametrize(
@@ -992,7 +1117,9 @@ def test_objects_stay_out_of_checkpoints_with_a_warning(tmp_path):
         trainer.save_checkpoint(tmp_path / "a.ckpt")
     saved = torch.load(tmp_path / "a.ckpt", weights_only=True)
     assert saved["hyper_parameters"] == {"width": 3}
-    assert Ignoring.load_from_checkpoint(tmp_path / "a.ckpt").hparams.array is None
+    with pytest.raises(CheckpointMismatchError, match=r"was made with objects.* Pass array=... \(a DataLoader\)"):
+        Ignoring.load_from_checkpoint(tmp_path / "a.ckpt")  # not the default in its place
+    assert Ignoring.load_from_checkpoint(tmp_path / "a.ckpt", array=None).hparams.array is None
 
 
 def test_a_data_module_is_rebuilt_too(tmp_path):
@@ -1335,3 +1462,121 @@ def test_nothing_of_a_run_is_kept_alive_by_the_next():
     del model
     gc.collect()
     assert gone() is None
+
+
+class Decaying(Net):
+    def configure_optimizers(self):
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+
+class ByHand(Net):
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        self.kept = self.optimizers()
+        self.kept.zero_grad()
+        self.manual_backward(self.layer(batch).pow(2).mean())
+        self.kept.step()
+
+
+class OwnStep(Net):
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
+        self.kept = optimizer
+        optimizer.step(closure=optimizer_closure)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (Net, {}),
+        (Decaying, {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0}),
+        (ByHand, {}),
+        (OwnStep, {}),
+        (Scored, {"logger": True, "enable_checkpointing": True, "enable_progress_bar": True,
+                  "enable_model_summary": True, "num_sanity_val_steps": 1}),
+        (Net, {"strategy": "ddp"}),
+    ],
+    ids=["plain", "scheduler", "by hand", "own step", "everything on", "ddp"],
+)  # fmt: skip
+def test_a_trainer_and_its_model_go_without_a_garbage_collection(tmp_path, kind, options):
+    stopping = [EarlyStopping("score", mode="max")] if kind is Scored else []
+    gc.collect()
+    gc.disable()
+    try:
+        model, data = kind(), Data()
+        trainer = make(*stopping, default_root_dir=tmp_path, **{"enable_checkpointing": False, **options})
+        trainer.fit(model, data)
+        trainer.validate(model, data, verbose=False)
+        trainer.predict(model, batches())
+        gone = [weakref.ref(part) for part in (trainer, model, data, trainer.optimizers[0], trainer.strategy)]
+        del trainer, model, data
+        assert [reference() for reference in gone] == [None] * 5
+        alone = weakref.ref(make())
+        assert alone() is None
+    finally:
+        gc.enable()
+
+
+def test_a_model_outlives_its_trainer():
+    model, data = Net(), Data()
+    make().fit(model, data)
+    with pytest.raises(RuntimeError, match="Net is not attached to a Trainer"):
+        _ = model.trainer
+    assert data.trainer is None and model.current_epoch == 0 and model.logger is None
+    by_hand = ByHand()
+    trainer = make()
+    trainer.fit(by_hand, batches())
+    kept = by_hand.kept
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(by_hand, batches())
+    with pytest.raises(ReferenceError, match="this SGD belongs to a fit that is over"):
+        kept.step()
+
+
+@pytest.mark.parametrize("options", [{}, {"strategy": "ddp"}, {"logger": True, "num_workers": 1}], ids=str)
+def test_no_thread_and_no_variable_outlives_a_fit(tmp_path, monkeypatch, options):
+    monkeypatch.delenv("TORCH_FR_BUFFER_SIZE", raising=False)
+    workers = options.pop("num_workers", 0)
+    during = set()
+
+    class Look(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            during.update(thread.name for thread in threading.enumerate())
+
+    # torch writes TORCHINDUCTOR_CACHE_DIR into the environment with a process' first optimizer.
+    torch.optim.SGD(Net().parameters())
+    threads, variables = threading.enumerate(), dict(os.environ)
+    loader = DataLoader(torch.ones(4, 1), num_workers=workers)
+    fit(Net(), loader, loader, Look(), default_root_dir=tmp_path, **options)
+    assert "torchhal-signals" in during
+    # A DataLoader tells the threads that feed its workers to end, and doesn't wait for them.
+    for thread in set(threading.enumerate()) - set(threads):
+        if thread.name == "QueueFeederThread":
+            thread.join()
+    assert threading.enumerate() == threads and dict(os.environ) == variables
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_thread_ends_though_a_forked_child_has_its_pipe():
+    reading, writing = os.pipe()
+    children = []
+
+    class Forks(Callback):
+        def on_train_start(self, trainer, module):
+            pid = os.fork()
+            if pid == 0:
+                os.close(writing)
+                os.read(reading, 1)
+                os._exit(0)
+            children.append(pid)
+
+    threads = threading.enumerate()
+    try:
+        fit(Net(), None, None, Forks())
+        assert threading.enumerate() == threads
+    finally:
+        os.close(writing)
+        for pid in children:
+            os.waitpid(pid, 0)
+        os.close(reading)

@@ -1,5 +1,6 @@
 """How much is run: exact numbers of steps, batches, validations and epochs under every limit."""
 
+import itertools
 import time
 from datetime import timedelta
 
@@ -390,6 +391,37 @@ def test_overfit_batches(value, count):
     assert trainer.limit_train_batches == 1.0
 
 
+@pytest.mark.parametrize("loaders", [1, 2])
+def test_overfit_batches_validates_on_the_training_batches(loaders):
+    seen = {"train": [], "val": []}
+
+    class Sees(Net):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            seen["train"].append(batch.flatten().tolist())
+
+        def on_validation_batch_end(self, outputs, batch, batch_idx, dataloader_idx):
+            seen["val"].append((dataloader_idx, batch.flatten().tolist()))
+
+    data, others = torch.arange(12.0)[:, None], DataLoader(-torch.ones(12, 1))
+    trainer, model = fit(
+        DataLoader(data, 2, shuffle=True), [others] * loaders, model=Sees(), max_epochs=2, overfit_batches=3,
+        num_sanity_val_steps=1,
+    )  # fmt: skip
+    trained_on = [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]
+    assert seen["train"] == trained_on * 2
+    evaluated = [(index, batch) for index in range(loaders) for batch in trained_on]
+    assert seen["val"] == [(index, trained_on[0]) for index in range(loaders)] + evaluated * 2
+    names = {"val_loss"} if loaders == 1 else {"val_loss/dataloader_idx_0", "val_loss/dataloader_idx_1"}
+    assert names <= set(trainer.callback_metrics)
+    trainer, model = fit(DataLoader(data, 2), max_epochs=1, overfit_batches=3)
+    assert model.count("val") == 0, "without validation data there is no validation"
+
+
+def test_overfit_batches_reads_the_training_loader_a_second_time():
+    with pytest.raises(ModelError, match=r"'overfit_batches' validates on the training batches.*a generator can't be"):
+        fit((batch for batch in batches(3)), 1, max_epochs=1, overfit_batches=2)
+
+
 def test_overfit_batches_reaches_a_sampler_inside_a_batch_sampler():
     data = torch.arange(6.0)[:, None]
     loader = DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), 2, False))
@@ -552,6 +584,108 @@ def test_an_exhausted_generator_is_no_epoch():
 def test_the_sanity_check_takes_nothing_from_a_generator():
     _, model = fit(2, (batch for batch in batches(3)), max_epochs=1, num_sanity_val_steps=2)
     assert model.count("sanity") == 0 and model.count("val") == 3
+
+
+class OwnIterator:
+    """A loader that is its own iterator: each ``iter()`` begins anew, and a batch past its length is an error."""
+
+    def __init__(self, count):
+        self.count = count
+        self.begun = self.given = self.next = 0
+
+    def __len__(self):
+        return self.count
+
+    def __iter__(self):
+        self.begun += 1
+        self.next = 0
+        return self
+
+    def __next__(self):
+        assert self.next < self.count, "a batch past its length"
+        self.next += 1
+        self.given += 1
+        return torch.full((2, 1), float(self.next))
+
+
+class Zipped(OwnIterator):
+    """Several loaders in one, which must be of one length, and the others are endless."""
+
+    def __iter__(self):
+        self.begun += 1
+        for index, _ in zip(range(self.count), itertools.count(), strict=True):
+            self.given += 1
+            yield torch.full((2, 1), float(index))
+
+
+class Bare(OwnIterator):
+    """Its iterator can do nothing but give the next batch: all that a for loop needs."""
+
+    def __iter__(self):
+        self.begun += 1
+        self.next = 0
+        return Next(self.__next__)
+
+
+class Next:
+    def __init__(self, give):
+        self.give = give
+
+    def __next__(self):
+        return self.give()
+
+
+@pytest.mark.parametrize("kind", [OwnIterator, Zipped, Bare])
+@pytest.mark.parametrize("limit", [1.0, 2, 9])
+def test_iter_once_per_epoch_and_no_batch_past_the_length(kind, limit):
+    train, val, other = kind(4), kind(3), kind(3)
+    trainer, model = fit(
+        train, [val, other], max_epochs=2, num_sanity_val_steps=1, limit_train_batches=limit, limit_val_batches=limit,
+        val_check_interval=2 if limit == 1.0 else None,
+    )  # fmt: skip
+    used, evaluated = (2, 2) if limit == 2 else (4, 3)
+    assert (train.begun, train.given) == (2, 2 * used) and trainer.global_step == 2 * used
+    validations = model.count("val start")
+    for loader in (val, other):
+        assert (loader.begun, loader.given) == (1 + validations, 1 + validations * evaluated)
+    assert model.count("sanity") == 2
+    test, predict = kind(3), kind(3)
+    trainer = make(limit_test_batches=limit, limit_predict_batches=limit)
+    trainer.test(model, test, verbose=False)
+    assert len(trainer.predict(model, predict)) == evaluated
+    assert [(loader.begun, loader.given) for loader in (test, predict)] == [(1, evaluated)] * 2
+
+
+def test_a_batch_sampler_that_is_longer_than_it_says():
+    class Longer(BatchSampler):
+        def __len__(self):
+            return 2
+
+    read = []
+
+    class Data(torch.utils.data.Dataset):
+        def __getitem__(self, index):
+            read.append(index)
+            return torch.ones(1)
+
+    loader = DataLoader(Data(), batch_sampler=Longer(range(6), 2, False))
+    fit(loader, loader, max_epochs=1)
+    assert read == [0, 1, 2, 3] * 2
+
+
+@pytest.mark.slow
+def test_an_iterable_dataset_in_several_workers_is_evaluated_whole():
+    """torch guesses its length: each worker's last batch may be a short one, so that there are more."""
+
+    class Sharded(Stream):
+        def __iter__(self):
+            worker = torch.utils.data.get_worker_info()
+            return iter(torch.arange(float(self.count))[worker.id :: worker.num_workers, None])
+
+    loader = DataLoader(Sharded(10, said=10), 4, num_workers=2)
+    assert len(loader) == 3
+    trainer = make()
+    assert len(trainer.predict(Net(), loader)) == 4
 
 
 class Stream(IterableDataset):

@@ -289,6 +289,7 @@ def test_what_another_number_of_replicas_goes_on_with_is_said(tmp_path):
     checkpoint = torch.load(path, weights_only=True)
     [rank] = checkpoint["ranks"]
     checkpoint["ranks"] = [{**rank, "share": [2, replica]} for replica in (0, 0, 1, 1)]
+    del checkpoint["digests"]
     torch.save(checkpoint, path)
     says = (
         f"{str(path)!r} was written by 2 replica(s) of the model on 4 process(es) and is continued by 1 replica(s) of "
@@ -297,6 +298,106 @@ def test_what_another_number_of_replicas_goes_on_with_is_said(tmp_path):
     )
     with pytest.warns(UserWarning, match=re.escape(says)):
         fit("shuffled", [], max_epochs=2, ckpt_path=path)
+
+
+class Numbered(Net):
+    """Notes the samples that it has seen."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        self.seen += batch[1].flatten().tolist()
+        return self.body(batch[0]).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit_numbered(loader, *callbacks, ckpt_path=None, **options):
+    model = Numbered()
+    trainer = Trainer(
+        accelerator=hardware.name(), devices=1, max_epochs=2, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=list(callbacks), **options,
+    )  # fmt: skip
+    try:
+        trainer.fit(model, loader, ckpt_path=ckpt_path)
+    except Stop:
+        pass
+    return model
+
+
+def numbered(count, batch_size, *, shuffle=True):
+    return DataLoader([(torch.ones(4), index) for index in range(count)], batch_size, shuffle=shuffle)
+
+
+@pytest.mark.parametrize(("before", "now"), [(4, 2), (2, 4), (3, 6)])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_another_batch_size_goes_on_after_the_samples_that_were_seen(tmp_path, before, now, accumulate):
+    path = tmp_path / "x.ckpt"
+    stop = SaveAndStop("on_train_batch_end", 4, path)
+    first = fit_numbered(numbered(24, before), stop, accumulate_grad_batches=accumulate)
+    said = (
+        rf"x.ckpt' is continued with other data. A batch has {now} sample\(s\), not {before} as before. The epoch goes "
+        rf"on after its first {4 * before} samples, at batch {4 * before // now}. "
+    )
+    with pytest.warns(UserWarning, match=said):
+        second = fit_numbered(numbered(24, now), ckpt_path=path, accumulate_grad_batches=accumulate)
+    assert sorted(first.seen + second.seen[: 24 - len(first.seen)]) == list(range(24)), "each once"
+    assert sorted(second.seen[24 - len(first.seen) :]) == list(range(24))
+
+
+def test_another_batch_size_between_two_epochs_is_said(tmp_path):
+    path = tmp_path / "x.ckpt"
+    fit_numbered(numbered(24, 4), SaveAndStop("on_train_epoch_start", 2, path))
+    said = r"A batch has 8 sample\(s\), not 4 as before. An optimizer step takes 8 samples, not 4 as before"
+    with pytest.warns(UserWarning, match=said):
+        model = fit_numbered(numbered(24, 8), ckpt_path=path)
+    assert sorted(model.seen) == list(range(24))
+
+
+@pytest.mark.parametrize(
+    ("hook", "loaders", "said"),
+    [
+        (
+            "on_train_batch_end",
+            (numbered(24, 4), numbered(20, 4)),
+            "The training data has 20 samples, not 24 as before. The epoch goes on at batch 3, in the order of now.",
+        ),
+        (
+            "on_train_epoch_end",
+            (numbered(24, 4), numbered(28, 4)),
+            "The training data has 28 samples, not 24 as before.",
+        ),
+        (
+            "on_train_batch_end",
+            ([[torch.ones(2, 4), torch.zeros(2)]] * 6, [[torch.ones(2, 4), torch.zeros(2)]] * 5),
+            "The training data has 5 batches, not 6 as before. The epoch goes on at batch 3, in the order of now.",
+        ),
+        (
+            "on_train_batch_end",
+            (
+                DataLoader(numbered(8, 4).dataset, 2, sampler=WeightedRandomSampler([1.0] * 8, 12)),
+                DataLoader(numbered(8, 4).dataset, 2, sampler=WeightedRandomSampler([1.0] * 8, 14)),
+            ),
+            "The training data has 7 batches, not 6 as before.",
+        ),
+    ],
+    ids=["shorter", "longer", "a list", "a sampler"],
+)
+def test_other_lengths_are_said(tmp_path, hook, loaders, said):
+    path = tmp_path / "x.ckpt"
+    fit_numbered(loaders[0], SaveAndStop(hook, 1 if "epoch" in hook else 3, path))
+    with pytest.warns(UserWarning, match=f"x.ckpt' is continued with other data. {re.escape(said)}"):
+        fit_numbered(loaders[1], ckpt_path=path)
+
+
+def test_the_same_data_is_not_remarked_on(tmp_path, recwarn):
+    path = tmp_path / "x.ckpt"
+    fit_numbered(numbered(24, 4), SaveAndStop("on_train_batch_end", 3, path))
+    fit_numbered(numbered(24, 4), ckpt_path=path)
+    assert not [str(warning.message) for warning in recwarn if "continued" in str(warning.message)]
 
 
 def test_weights_alone_are_refused_by_name(tmp_path):

@@ -5,8 +5,9 @@ import signal
 import pytest
 
 from torchhal.errors import RankFailedError
+from torchhal.launchers.signals import is_orderly
 from torchhal.launchers.verdict import Verdict
-from torchhal.launchers.worker import failed
+from torchhal.launchers.worker import failed, perform
 
 LEFT = SystemExit(128 + signal.SIGTERM)
 FOR_WANT_OF_IT = RankFailedError("rank 0 called sys.exit(143)", rank=0)
@@ -33,7 +34,9 @@ def outcome():
 def test_a_signal_ends_the_job_with_its_own_status(outcome, errors):
     """Also where a worker left before it trained, and the other one lost its peer."""
     assert outcome([signal.SIGTERM], *errors).code == 143
-    assert isinstance(outcome([signal.SIGINT], *errors), KeyboardInterrupt)
+    interrupt = outcome([signal.SIGINT], *errors)
+    assert isinstance(interrupt, KeyboardInterrupt)
+    assert is_orderly(interrupt)  # no traceback of the launcher follows
 
 
 def test_a_failure_of_its_own_counts_more_than_the_signal(outcome):
@@ -50,3 +53,15 @@ def test_without_a_signal_all_ranks_speak_for_the_job(outcome):
     assert outcome([], LEFT, LEFT).code == 143
     assert isinstance(outcome([], LEFT, FOR_WANT_OF_IT), RankFailedError)
     assert outcome([], None, None) is None
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, None])
+def test_a_ctrl_c_amid_the_loading_of_a_function_is_no_function_that_cannot_be_loaded(stop):
+    def read():
+        raise stop or ImportError("nowhere")
+
+    if stop is None:
+        assert perform(read, None, settings=None, threads=None) == ("unreadable", "ImportError: nowhere")
+    else:
+        with pytest.raises(stop):
+            perform(read, None, settings=None, threads=None)

@@ -14,8 +14,10 @@ import pytest
 import torch.distributed as dist
 
 from torchhal.errors import CollectiveTimeoutError, DistributedError, RankFailedError
-from torchhal.launchers import failures, identity, rendezvous, stores, watch
+from torchhal.launchers import failures, identity, peer, rendezvous, store_client, stores, watch
 from torchhal.launchers.failures import Failure, is_timeout, is_transport_error
+from torchhal.launchers.peer import Presence, Sighting
+from torchhal.launchers.signals import NotedSignals
 from torchhal.launchers.watch import RankWatch, StopSignals
 
 SECOND = timedelta(seconds=1)
@@ -38,15 +40,15 @@ def left(monkeypatch):
 
 @pytest.fixture
 def crew(server, tmp_path):
-    """``crew(n)``: n started watches, each with its own connection."""
+    """``crew(n)``: n started watches, each with its own connection; of a ``world`` of more, the first."""
     watches = []
 
-    def make(world_size, **options):
+    def make(started, world=None, **options):
         options = {"interval": 0.02, "announce": False, **options}
-        for rank in range(world_size):
+        for rank in range(started):
             client = dist.TCPStore("127.0.0.1", server, None, False, wait_for_workers=False)
             store = stores.PrefixedStore("torchhal/1", client)
-            watches.append(RankWatch(store, rank, world_size, **options).start())
+            watches.append(RankWatch(store, rank, world or started, **options).start())
             watches[-1].hang.run_folder = str(tmp_path)
         return watches
 
@@ -131,6 +133,51 @@ def test_which_messages_are_consequences(text, transport, timeout):
     assert not is_transport_error(OSError(text))
 
 
+def test_a_rank_that_leaves_on_a_signal_takes_the_others_along(left, crew):
+    """It is no failure, and who doesn't come back leaves with the signal's code, too."""
+    first, second, third = crew(3, grace=0.5)
+    second.report_stop(signal.SIGTERM)
+    second.report_failure(SystemExit(143))  # which is how it leaves
+    with pytest.raises(RankFailedError) as caught:
+        first.barrier("x", SECOND * 20)
+    assert (caught.value.rank, caught.value.stop_signal) == (1, signal.SIGTERM)
+    assert third.root_cause().stop_signal == signal.SIGTERM
+    deadline = time.monotonic() + 20
+    while not left and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert set(left) == {143}
+
+
+def test_a_rank_that_waits_to_meet_one_that_left_on_a_signal_follows_it(server, monkeypatch):
+    stores_of = [dist.TCPStore("127.0.0.1", server, None, False, wait_for_workers=False) for _ in range(2)]
+    monkeypatch.setattr(rendezvous, "_process", rendezvous._State())
+    rendezvous._state().job = rendezvous._Job(("127.0.0.1", server, 2, 1), stores_of[1], "nobody")
+    rendezvous.announce_stop(signal.SIGINT)
+    group = stores.PrefixedStore("torchhal/1", stores_of[0])
+    with pytest.raises(RankFailedError) as caught:
+        rendezvous.roll_call(group, 0, 2, SECOND * 30, name="set-up", job=stores_of[0])
+    assert (caught.value.rank, caught.value.stop_signal) == (1, signal.SIGINT)
+    assert rendezvous._state().patience < 15
+    rendezvous.begin_call()  # the interrupt was caught, and the next fit begins
+    assert rendezvous._state().patience > 15
+
+
+def test_a_stop_of_an_earlier_call_ends_no_later_one(server, monkeypatch):
+    """Who caught the interrupt on every rank fits again, and a rank comes to that late."""
+    stores_of = [dist.TCPStore("127.0.0.1", server, None, False, wait_for_workers=False) for _ in range(2)]
+    monkeypatch.setattr(rendezvous, "_process", rendezvous._State())
+    state = rendezvous._state()
+    state.job = rendezvous._Job(("127.0.0.1", server, 2, 1), stores_of[1], "nobody")
+    rendezvous.begin_call()
+    rendezvous.announce_stop(signal.SIGINT)
+    before = state.call
+    rendezvous.begin_call()
+    for call, ends in ((before, RankFailedError), (state.call, CollectiveTimeoutError)):
+        again = stores.PrefixedStore(f"torchhal/of-{call}", stores_of[0])
+        with pytest.raises(ends):
+            rendezvous.roll_call(again, 0, 2, SECOND * 3, name="set-up", job=stores_of[0], call=call)
+
+
 def test_who_lost_a_rank_does_not_wait_for_its_goodbye(crew, monkeypatch):
     """A rank that is gone without a word, on another host, says none: rank 0 would serve half a minute for nobody."""
     monkeypatch.setattr(rendezvous._state(), "lingers", True)
@@ -149,6 +196,16 @@ def test_a_timeout_names_the_ranks_that_took_no_part(crew):
         assert "rank 2 did not take part" in str(result)
 
 
+def test_a_rank_that_waited_in_vain_and_left_sooner_has_not_done_its_work(crew):
+    watches = crew(2)
+    lost = RuntimeError("Timed out waiting 8000ms for recv operation to complete")
+    first = watches[0].explain(lost, timeout=0.1, name="reduce")
+    assert isinstance(first, CollectiveTimeoutError) and first.missing == (1,)
+    watches[0].stop()
+    second = watches[1].explain(lost, timeout=0.1, name="backward")
+    assert "every rank waited for another collective" in str(second), second
+
+
 def test_a_rank_that_answers_nothing_is_named(crew):
     watches = crew(3)
     watches[1]._stopping = True  # as if killed: no goodbye
@@ -157,6 +214,75 @@ def test_a_rank_that_answers_nothing_is_named(crew):
     assert isinstance(error, RankFailedError)
     assert error.rank == 1
     assert "gone without a word" in str(error)
+
+
+LOST = RuntimeError("Connection closed by peer [127.0.0.1]:18847")
+
+
+def unstarted(crew, server):
+    """A rank's watch, and the store of another that has none yet."""
+    (first,) = crew(1, world=2)
+    client = dist.TCPStore("127.0.0.1", server, None, False, wait_for_workers=False)
+    return first, stores.PrefixedStore("torchhal/1", client)
+
+
+def test_a_rank_whose_set_up_failed_and_that_lives_was_not_killed(crew, server):
+    first, store = unstarted(crew, server)
+    RankWatch(store, 1, 2, announce=False).report_failure(OSError("no such device"))
+    error = first.explain(LOST)
+    assert isinstance(error, RankFailedError)
+    assert str(error).startswith("rank 1 failed: OSError: no such device")
+
+
+def test_a_rank_that_has_not_come_out_of_its_set_up_was_not_killed(crew, server):
+    first, _ = unstarted(crew, server)
+    error = first.explain(LOST, timeout=0.2)
+    assert str(error).startswith("rank 1 has not come out of its set-up")
+    assert "memory" not in str(error)
+
+
+@pytest.mark.parametrize(
+    ("presence", "seen", "memory"),
+    [
+        (Presence.GONE, "its process 4711 is gone", True),
+        (Presence.THERE, "its process 4711 is stopped (by SIGSTOP, or Ctrl-Z)", False),
+        (Presence.ELSEWHERE, "its process 4711 on n2 answers nothing", True),
+    ],
+)
+def test_of_a_silent_rank_only_what_can_be_seen_is_said(crew, monkeypatch, presence, seen, memory):
+    """Who lives was not killed for want of memory."""
+    first, second = crew(2)
+    second.stop()
+    monkeypatch.setattr(first, "_has_left", lambda rank: False)
+    monkeypatch.setattr(peer, "look_at", lambda whereabouts: Sighting(presence, seen))
+    error = first.explain(LOST, timeout=0.2)
+    assert isinstance(error, RankFailedError) and error.rank == 1
+    assert ("too little memory?" in str(error)) == memory, error
+    assert f"rank 1: {seen}" in str(error)
+
+
+def test_a_rank_that_left_its_loop_on_an_error_has_not_done_its_work(crew):
+    """In a loop of one's own the tear-down comes before anybody has heard of the error."""
+    first, second = crew(2)
+    second.stop(ValueError("a bad batch"))
+    error = first.explain(LOST, timeout=0.2)
+    assert isinstance(error, RankFailedError)
+    assert str(error).startswith("rank 1 failed: ValueError: a bad batch")
+
+
+def test_an_error_that_nobody_catches_is_reported(crew, monkeypatch):
+    first, second = crew(2)
+    monkeypatch.setattr(watch, "active_watches", lambda: [second])
+    watch._report_uncaught(ValueError("in a loop of one's own"))
+    assert "rank 1 failed: ValueError: in a loop" in str(first.explain(LOST))
+
+
+def test_a_process_that_ends_without_a_tear_down_was_not_killed(crew, monkeypatch):
+    first, second = crew(2)
+    monkeypatch.setattr(watch, "active_watches", lambda: [second])
+    watch._stop_at_exit()
+    error = first.explain(LOST, timeout=0.2)
+    assert isinstance(error, CollectiveTimeoutError) and "rank 1 has ended its work" in str(error)
 
 
 def test_a_hung_rank_is_ended_with_the_report(crew, left, capfd):
@@ -357,6 +483,33 @@ def test_signals_only_set_attributes_and_are_restored(monkeypatch):
     assert {signum: signal.getsignal(signum) for signum in before} == before
 
 
+@pytest.fixture
+def own_handler():
+    called = []
+    before = signal.signal(signal.SIGUSR1, lambda *args: called.append(args[0]))
+    yield called
+    signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_handler_of_the_program_for_the_schedulers_signal_stays(own_handler):
+    received = []
+    with StopSignals(received.append, signals=(signal.SIGTERM, signal.SIGUSR1)) as stop, NotedSignals([signal.SIGUSR1]):
+        signal.raise_signal(signal.SIGUSR1)
+    assert stop.kept == own_handler == [signal.SIGUSR1]
+    assert received == [] and stop.received is None
+
+
+def test_handlers_of_an_outer_fit_or_a_supervisor_are_not_the_programs():
+    """The latter is what a forked worker inherits."""
+    outer, inner = [], []
+    with StopSignals(outer.append, signals=[signal.SIGUSR1]), StopSignals(inner.append, signals=[signal.SIGUSR1]):
+        signal.raise_signal(signal.SIGUSR1)
+    with NotedSignals([signal.SIGUSR1]) as noted, StopSignals(inner.append, signals=[signal.SIGUSR1]):
+        signal.raise_signal(signal.SIGUSR1)
+    assert outer == noted.received == []
+    assert inner == [signal.SIGUSR1] * 2
+
+
 BLOCKED = """
 import sys, time
 import torch.distributed as dist
@@ -522,7 +675,7 @@ def test_a_taken_port_is_an_error(server):
 
 def test_nobody_at_the_address():
     with pytest.raises(DistributedError, match=r"rank 1 found nobody at 127\.0\.0\.1:1 .*refused"):
-        rendezvous._client("127.0.0.1", 1, 1, time.monotonic() + 0.3)
+        store_client.find_store("127.0.0.1", 1, 1, time.monotonic() + 0.3)
 
 
 def test_the_local_store_is_served_on_loopback_only(server):

@@ -174,6 +174,16 @@ def crowd_control():
     return crowded_worlds_end
 
 
+def stop_after_failure(report) -> None:
+    """As ``pytest_runtest_logreport`` of a ``conftest.py``: after a test that failed, the next one gets new worlds.
+
+    Its ranks may have left each other at different points.
+    """
+    if report.failed:
+        for world in World.made:
+            world.stop()
+
+
 def _serve(rank: int, size: int, port: int, connection: Connection, stack_file: str) -> None:
     faulthandler.register(signal.SIGUSR1, open(stack_file, "wb"), all_threads=True)  # noqa: SIM115
     os.environ.update(

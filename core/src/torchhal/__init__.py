@@ -1,25 +1,10 @@
 """The hardware layer for PyTorch training: write a model once, train it on any accelerator, by plugin.
 
 ``import torchhal`` imports neither torch nor a plugin: a public name is imported when it is first asked for.
+Type checkers and completion read ``__init__.pyi``.
 """
 
 from __future__ import annotations
-
-TYPE_CHECKING = False  # type checkers know the name; importing it from typing would cost more than all the rest
-
-if TYPE_CHECKING:
-    from torchhal.module import DataModule, Module
-    from torchhal.plugin import Availability, Component, hookimpl
-    from torchhal.registry import plugins, register
-    from torchhal.seed import seed_everything
-    from torchhal.trainer import Trainer
-    from torchhal.trainer.callbacks import (
-        Callback,
-        EarlyStopping,
-        LearningRateMonitor,
-        ModelCheckpoint,
-        ProgressBar,
-    )
 
 __version__ = "0.1.0"
 
@@ -73,8 +58,14 @@ def __getattr__(name: str) -> object:
         except ModuleNotFoundError as error:
             if error.name != f"{__name__}.{name}":
                 raise
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    message = f"module {__name__!r} has no attribute {name!r}"
+    if not name.startswith("_"):
+        from torchhal.hints import NAMES, did_you_mean
+
+        message += f": there is {NAMES[name]}" if name in NAMES else did_you_mean(name, __all__)
+    raise AttributeError(message)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    """The public names, imported or not, for completion and ``dir()``."""
+    return [*__all__, "__doc__", "__file__", "__name__", "__path__"]

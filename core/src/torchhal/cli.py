@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
 import os
 import re
@@ -21,9 +22,11 @@ from torchhal.commands.checkpoint import add_checkpoint
 from torchhal.commands.conformance import add_conformance
 from torchhal.commands.new import add_new
 from torchhal.errors import ConfigurationError, TorchhalError, UnknownAliasError
+from torchhal.terminal import echo, printable
 
 if TYPE_CHECKING:
     from torchhal.entry import Entry
+    from torchhal.registry import Registry
     from torchhal.scan import PluginRecord
 
     Parsers = argparse._SubParsersAction["_Parser"]
@@ -45,6 +48,9 @@ def main(argv: list[str] | None = None) -> int:
     for add in COMMANDS:
         add(parsers)
     arguments = parser.parse_args(argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a plugin's reason may be in letters that this locale lacks
+            stream.reconfigure(errors="backslashreplace")
     try:
         code: int = arguments.run(arguments)
         if sys.stdout is not None:
@@ -52,7 +58,8 @@ def main(argv: list[str] | None = None) -> int:
         return code
     except TorchhalError as error:
         between = "; " if isinstance(error, UnknownAliasError) else " "  # its lines are sentences of their own
-        print("error:", between.join(" ".join(line.split()) for line in str(error).splitlines()), file=sys.stderr)
+        lines = (printable(" ".join(line.split())) for line in str(error).splitlines())
+        print("error:", between.join(lines), file=sys.stderr)
         return 2
     except BrokenPipeError:
         # The reader has seen enough. Python flushes once more at exit; let that go nowhere.
@@ -81,8 +88,11 @@ def _plugins(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({"schema": 1, "torchhal": torchhal.__version__, "plugins": [record.to_dict() for record in records]})
     else:
-        print("\n".join(_listing(records)) or "no plugins are installed; core's own parts are always there")
+        echo("\n".join(map(printable, _listing(records))) or NO_PLUGINS)
     return 0
+
+
+NO_PLUGINS: Final = "no plugins are installed; core's own parts are always there"
 
 
 def _listing(records: list[PluginRecord]) -> Iterator[str]:
@@ -123,29 +133,38 @@ def _doctor(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(found)
         return 0
+    echo("\n".join(map(printable, _examination(found))))
+    return 0
+
+
+LOCAL: Final = "torchhal/local"
+"""The cluster environment of a process that nobody has started for a job."""
+
+
+def _examination(found: Mapping[str, Any]) -> Iterator[str]:
     for title in ("versions", "environment"):
-        print(f"{title}:")
-        for name, value in found[title].items():
-            print(f"  {name} {value}")
+        yield f"{title}:"
+        yield from (f"  {name} {value}" for name, value in found[title].items())
         if not found[title]:
-            print("  none")
-    print("plugins:")
+            yield "  none"
+    yield "plugins:"
     for plugin in found["plugins"]:
         reason = f": {plugin['reason']}" if plugin["reason"] else ""
-        print(f"  {plugin['name']} ({plugin['distribution']} {plugin['version']}) {plugin['status']}{reason}")
+        yield f"  {plugin['name']} ({plugin['distribution']} {plugin['version']}) {plugin['status']}{reason}"
     if not found["plugins"]:
-        print("  none")
-    print("accelerators:")
+        yield "  none"
+    yield "accelerators:"
     for part in found["accelerators"]:
-        print(f"  {part['name']} {'available' if part['available'] else 'not available: ' + part['reason']}")
-    print("cluster environments:")
+        yield f"  {part['name']} {'available' if part['available'] else 'not available: ' + part['reason']}"
+    yield "cluster environments:"
+    somebody = any(part["detected"] for part in found["cluster_environments"])
     for part in found["cluster_environments"]:
         state = "detected" if part["detected"] else "not detected"
-        print(f"  {part['name']} {state}{': ' + part['reason'] if part['reason'] else ''}")
-    print("recommendations:")
-    for sentence in found["recommendations"] or ["none"]:
-        print(f"  {sentence}")
-    return 0
+        if part["name"] == LOCAL and not somebody:
+            state = "used: no cluster is detected, torchhal starts the processes on this machine"
+        yield f"  {part['name']} {state}{': ' + part['reason'] if part['reason'] else ''}"
+    yield "recommendations:"
+    yield from (f"  {sentence}" for sentence in found["recommendations"] or ["none"])
 
 
 def examine(environ: Mapping[str, str]) -> dict[str, Any]:
@@ -168,7 +187,10 @@ def examine(environ: Mapping[str, str]) -> dict[str, Any]:
         "plugins": [record.to_dict() for record in registry.plugins()],
         "accelerators": [_accelerator(entry) for entry in registry.entries("accelerator")],
         "cluster_environments": [_environment(entry) for entry in registry.entries("cluster_environment")],
-        "recommendations": [text for entry in registry.entries("cluster_environment") for text in _advice(entry)],
+        "recommendations": [
+            *_guarded(lambda: _undriven(registry), lambda reason: []),
+            *(text for entry in registry.entries("cluster_environment") for text in _advice(entry)),
+        ],
         "environment": {
             name: "(hidden)" if _SECRET.search(name) else value
             for name, value in sorted(environ.items())
@@ -181,6 +203,13 @@ def _torch_version() -> str:
     import torch
 
     return str(torch.__version__)
+
+
+def _undriven(registry: Registry) -> list[str]:
+    from torchhal.resolve.hardware import undriven_device
+
+    device = undriven_device(registry.entries("accelerator"), registry.plugins())
+    return [device] if device else []
 
 
 def _accelerator(entry: Entry) -> dict[str, Any]:
@@ -250,23 +279,22 @@ def _explain(arguments: argparse.Namespace) -> int:
     with output_to_stderr():
         from torchhal.resolve import Request, resolve
 
-        plan = resolve(
-            Request(
-                accelerator=arguments.accelerator,
-                strategy=arguments.strategy,
-                devices=arguments.devices,
-                num_nodes=arguments.num_nodes,
-                precision=arguments.precision,
-                plugins=tuple(arguments.plugin),
-            )
+        request = Request(
+            accelerator=arguments.accelerator,
+            strategy=arguments.strategy,
+            devices=arguments.devices,
+            num_nodes=arguments.num_nodes,
+            precision=arguments.precision,
+            plugins=tuple(arguments.plugin),
         )
-        found = None if arguments.model is None else memory.estimate(arguments, plan)
+        plan = resolve(request)
+        found = None if arguments.model is None else memory.estimate(arguments, request, plan)
     if arguments.json:
         print_json(plan.to_dict() | ({} if found is None else {"memory": found}))
     else:
-        print(plan.describe())
+        echo(plan.describe())
         if found is not None:
-            print("\n".join(memory.lines(found)))
+            echo("\n".join(memory.lines(found)))
     return 0
 
 

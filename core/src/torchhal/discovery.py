@@ -21,6 +21,7 @@ import pluggy
 from torchhal.errors import BrokenPluginError
 from torchhal.hints import did_you_mean
 from torchhal.plugin import HOOKS, PROJECT, Component, Hookspecs
+from torchhal.terminal import printable
 
 if TYPE_CHECKING:
     from importlib_metadata import Distribution, EntryPoint
@@ -315,7 +316,7 @@ def _type(value: object) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """``error`` in one line, with the place it comes from; never raises itself."""
+    """``error`` in one printable line, with the place it comes from; never raises itself."""
     try:
         text = " ".join(str(error).split())
     except Exception:
@@ -332,7 +333,7 @@ def describe(error: BaseException) -> str:
             place = f" ({name}:{line})"
     if isinstance(error, SyntaxError) and error.filename:
         text, place = error.msg, f" ({error.filename}:{error.lineno})"  # its own text has no folder
-    return f"{type(error).__name__}{f': {text}' if text else ''}{place}"
+    return printable(f"{type(error).__name__}{f': {text}' if text else ''}{place}")
 
 
 _HERE: Final = os.path.dirname(__file__)

@@ -14,6 +14,7 @@ from torchhal.discovery import describe
 from torchhal.errors import ComponentError
 from torchhal.hints import did_you_mean
 from torchhal.plugin import Availability, Component
+from torchhal.terminal import printable
 
 BASES: Final[Mapping[str, str]] = {
     "accelerator": "torchhal.accelerators:Accelerator",
@@ -138,7 +139,7 @@ class Entry:
         }
 
     def __str__(self) -> str:
-        return f"{self.kind.replace('_', ' ')} {self.qualified_name!r}"
+        return printable(f"{self.kind.replace('_', ' ')} {self.qualified_name!r}")
 
 
 def resolve_target(target: str) -> Any:

@@ -10,6 +10,7 @@
     │   ├── IncompatiblePluginError      a plugin that asks for another torchhal (strict mode)
     │   └── ComponentError               one component can't be used: bad record, missing target, wrong class
     ├── ConfigurationError               (ValueError) an argument, or a combination of arguments, that can't work
+    │   ├── UnknownArgumentError         (TypeError) a call has no argument of that name
     │   └── UnsupportedCombinationError  two parts that don't fit each other, both named
     ├── ModelError                       (TypeError) the user's module or data lacks something, or returned nonsense
     ├── AcceleratorUnavailable           (RuntimeError) the hardware was asked for by name and isn't there
@@ -75,6 +76,14 @@ class ConfigurationError(TorchhalError, ValueError):
     """An argument, or a combination of arguments, that can't work."""
 
 
+class UnknownArgumentError(ConfigurationError, TypeError):
+    """A call has no argument of one of ``names``; the message says what to write instead."""
+
+    def __init__(self, message: str, *, names: Sequence[str]) -> None:
+        super().__init__(message)
+        self.names = tuple(names)
+
+
 class UnsupportedCombinationError(ConfigurationError):
     """Two parts that don't fit each other; the message names both and what fits."""
 
@@ -101,12 +110,17 @@ class DistributedError(TorchhalError, RuntimeError):
 
 
 class RankFailedError(DistributedError):
-    """Another rank failed first. ``rank`` is the one to look at, ``traceback`` its text (may be empty)."""
+    """Another rank failed first. ``rank`` is the one to look at, ``traceback`` its text (may be empty).
 
-    def __init__(self, message: str, *, rank: int, traceback: str = "") -> None:
+    ``stop_signal`` is the signal on which it left at once, before training began or on a second Ctrl-C, else 0: then
+    nothing has failed.
+    """
+
+    def __init__(self, message: str, *, rank: int, traceback: str = "", stop_signal: int = 0) -> None:
         super().__init__(message)
         self.rank = rank
         self.traceback = traceback
+        self.stop_signal = stop_signal
 
 
 class CollectiveTimeoutError(DistributedError):

@@ -120,8 +120,19 @@ def bytes_of(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def build_model(make: Callable[..., Any], arguments: Any = None) -> nn.Module:
+def format_bytes(count: int) -> str:
+    """``"1.5 GiB"``; below one KiB ``"12 bytes"``."""
+    value, units = float(count), iter(("bytes", "KiB", "MiB", "GiB", "TiB"))
+    unit = next(units)
+    while value >= 1024 and (larger := next(units, None)):
+        value, unit = value / 1024, larger
+    return f"{value:.{0 if unit == 'bytes' else 1}f} {unit}"
+
+
+def build_model(make: Callable[..., Any], arguments: Any = None, *, trainer: Any = None) -> nn.Module:
     """What ``make`` returns on the meta device; ``arguments`` are a dict of keywords, or a list of positions.
+
+    ``trainer`` is its ``self.trainer`` in ``configure_model``, where the class has one.
 
     Raises:
         ModelError: it returned no module, or can't be called so; with the reason.
@@ -133,6 +144,8 @@ def build_model(make: Callable[..., Any], arguments: Any = None) -> nn.Module:
     try:
         with torch.device("meta"):
             module = make(**given) if isinstance(given, dict) else make(*given)
+            if trainer is not None and hasattr(type(module), "trainer"):
+                module.trainer = trainer
             configure = getattr(module, "configure_model", None)
             if configure is not None:
                 configure()

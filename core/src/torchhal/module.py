@@ -7,8 +7,11 @@ A model needn't derive from :class:`Module`: any ``nn.Module`` with ``training_s
 from __future__ import annotations
 
 import inspect
+import sys
+import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -16,6 +19,8 @@ from torch import nn
 from torchhal.errors import CheckpointMismatchError, ModelError
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from torchhal.trainer import Trainer
 
 
@@ -35,8 +40,8 @@ class Hyperparameters(dict[str, Any]):
 class _HasHyperparameters:
     """``save_hyperparameters``, ``hparams`` and ``load_from_checkpoint`` for modules and data modules."""
 
-    _hyperparameter_key = "hyper_parameters"
-    _hyperparameter_name_key = "hparams_name"
+    _hyperparameter_prefix = ""
+    """Of the names under which checkpoints have them: a data module's lie beside the module's."""
 
     @property
     def hparams(self) -> Hyperparameters:
@@ -92,22 +97,24 @@ class _HasHyperparameters:
         weights_only: bool = True,
         checkpoint_io: Any = None,
         **arguments: Any,
-    ) -> Any:
+    ) -> Self:
         """A new object from a checkpoint: constructor arguments from it, overridden by ``arguments``; then its state.
 
-        ``checkpoint_io`` is the one that wrote it, where that was not a ``TorchCheckpointIO``.
+        ``checkpoint_io`` is the one that wrote it, where that was not a ``TorchCheckpointIO``. Paths, Enums,
+        dataclasses, OmegaConf's containers and the like come back as what they were.
 
         Raises:
             FileNotFoundError, CheckpointError: see ``TorchCheckpointIO.load_checkpoint``.
-            CheckpointMismatchError: the arguments or the weights don't fit the class.
+            CheckpointMismatchError: the arguments or the weights don't fit the class, or an argument was an object,
+                which no checkpoint holds, and is not among ``arguments``.
         """
         from torchhal.checkpoint import TorchCheckpointIO
 
         io = TorchCheckpointIO() if checkpoint_io is None else checkpoint_io
         checkpoint = io.load_checkpoint(checkpoint_path, map_location=map_location, weights_only=weights_only)
-        saved = dict(checkpoint.get(cls._hyperparameter_key) or {})
+        saved = cls._saved_arguments(checkpoint, checkpoint_path, arguments)
         accepted = inspect.signature(cls.__init__).parameters
-        whole = checkpoint.get(cls._hyperparameter_name_key)
+        whole: Any = checkpoint.get(f"{cls._hyperparameter_prefix}hparams_name")
         if whole in accepted:  # they were given in one argument, so they go back into it
             saved = {whole: Hyperparameters(saved)}
         elif not any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values()):
@@ -121,6 +128,35 @@ class _HasHyperparameters:
             ) from error
         loaded._restore(checkpoint, strict=strict)
         return loaded
+
+    @classmethod
+    def _saved_arguments(cls, checkpoint: dict[str, Any], path: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The saved ones that are not ``given``."""
+        from torchhal.plain_hparams import from_plain
+
+        prefix = cls._hyperparameter_prefix
+        accepted = inspect.signature(cls.__init__).parameters.values()
+        any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted)
+        names = {parameter.name for parameter in accepted}
+        objects = checkpoint.get(f"{prefix}hparams_left_out") or {}
+        if asked := [name for name in objects if name not in given and (any_name or name in names)]:
+            listing = ", ".join(f"{name}=... (a {objects[name]})" for name in asked)
+            raise CheckpointMismatchError(
+                f"{cls.__name__} can't be built from {str(path)!r} alone: it was made with objects, which no "
+                f"checkpoint holds. Pass {listing}"
+            )
+        saved = {}
+        for name, value in (checkpoint.get(f"{prefix}hyper_parameters") or {}).items():
+            if name in given:
+                continue
+            try:
+                saved[name] = from_plain(value)
+            except ValueError as error:
+                raise CheckpointMismatchError(
+                    f"{cls.__name__} can't be built from {str(path)!r}: its hyperparameter {name!r}: {error}. Pass "
+                    f"{name}=..."
+                ) from error
+        return saved
 
     def _restore(self, checkpoint: dict[str, Any], *, strict: bool) -> None:
         raise NotImplementedError
@@ -137,6 +173,19 @@ def _frame_arguments(frame: Any, owner: Any) -> dict[str, Any]:
     if info.keywords:
         arguments.update(info.locals[info.keywords])
     return arguments
+
+
+def _weak(trainer: Any) -> Callable[[], Any]:
+    """``trainer`` for whom it holds: with a strong reference back, both would stay until a garbage collection."""
+    try:
+        return weakref.ref(trainer)
+    except TypeError:  # None, or a stand-in
+        return lambda: trainer
+
+
+def _trainer_of(owner: Any) -> Any:
+    reference = owner.__dict__.get("_trainer")
+    return None if reference is None else reference()
 
 
 class ModuleHooks:
@@ -260,13 +309,17 @@ class Module(_HasHyperparameters, ModuleHooks, nn.Module):
     the key ``loss``, or None to skip the batch; ``configure_optimizers()``, which returns an optimizer, a pair of
     lists (optimizers, schedulers), a dict with ``optimizer`` and ``lr_scheduler``, or None; and as it needs
     ``validation_step``, ``test_step``, ``predict_step(batch, batch_idx, dataloader_idx=0)``, the loaders'
-    functions and hooks.
+    functions and hooks. ``torch.jit.script`` and ``torch.jit.trace`` take its ``forward``, before and after a run.
     """
 
-    automatic_optimization: bool = True
+    automatic_optimization = True
     """False: ``training_step`` calls ``manual_backward`` and steps ``self.optimizers()`` itself."""
 
-    _trainer: Trainer | None = None
+    __jit_unused_properties__: ClassVar[list[str]] = [
+        "current_epoch", "device", "dtype", "global_rank", "global_step", "hparams", "local_rank", "logger", "loggers",
+        "trainer",
+    ]  # fmt: skip
+    """Properties that torch.jit.script doesn't compile beside a model's forward."""
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy of the model is not a copy of the run: EMA copies, pickles and deepcopies leave the trainer behind
@@ -276,13 +329,21 @@ class Module(_HasHyperparameters, ModuleHooks, nn.Module):
 
     @property
     def trainer(self) -> Trainer:
-        if self._trainer is None:
-            raise RuntimeError(f"{type(self).__name__} is not attached to a Trainer: call it from a hook or a step")
-        return self._trainer
+        """The Trainer of the latest call, which the model doesn't keep alive."""
+        trainer: Trainer | None = _trainer_of(self)
+        if trainer is None:
+            # torch.jit reads every attribute that a class has, and takes an AttributeError for none
+            by_jit = sys._getframe(1).f_globals.get("__name__", "").startswith(("torch.jit.", "torch._jit_internal"))
+            kind = AttributeError if by_jit else RuntimeError
+            raise kind(
+                f"{type(self).__name__} is not attached to a Trainer: call it from a hook or a step, or keep the "
+                "Trainer that has run it"
+            )
+        return trainer
 
     @trainer.setter
     def trainer(self, trainer: Trainer | None) -> None:
-        self.__dict__["_trainer"] = trainer
+        self.__dict__["_trainer"] = _weak(trainer)
 
     # -- where and when --------------------------------------------------------------------------------------
 
@@ -293,7 +354,8 @@ class Module(_HasHyperparameters, ModuleHooks, nn.Module):
             tensor = next(self.buffers(), None)
         if tensor is not None:
             return tensor.device
-        return self._trainer.strategy.root_device if self._trainer is not None else torch.device("cpu")
+        trainer = _trainer_of(self)
+        return trainer.strategy.root_device if trainer is not None else torch.device("cpu")
 
     @property
     def dtype(self) -> torch.dtype:
@@ -304,34 +366,38 @@ class Module(_HasHyperparameters, ModuleHooks, nn.Module):
 
     @property
     def current_epoch(self) -> int:
-        return 0 if self._trainer is None else self._trainer.current_epoch
+        trainer = _trainer_of(self)
+        return 0 if trainer is None else trainer.current_epoch
 
     @property
     def global_step(self) -> int:
-        return 0 if self._trainer is None else self._trainer.global_step
+        trainer = _trainer_of(self)
+        return 0 if trainer is None else trainer.global_step
 
     @property
     def global_rank(self) -> int:
-        return 0 if self._trainer is None else self._trainer.global_rank
+        trainer = _trainer_of(self)
+        return 0 if trainer is None else trainer.global_rank
 
     @property
     def local_rank(self) -> int:
-        return 0 if self._trainer is None else self._trainer.local_rank
+        trainer = _trainer_of(self)
+        return 0 if trainer is None else trainer.local_rank
 
     @property
     def logger(self) -> Any:
-        return None if self._trainer is None else self._trainer.logger
+        trainer = _trainer_of(self)
+        return None if trainer is None else trainer.logger
 
     @property
     def loggers(self) -> list[Any]:
-        return [] if self._trainer is None else self._trainer.loggers
+        trainer = _trainer_of(self)
+        return [] if trainer is None else trainer.loggers
 
     def print(self, *values: Any, **kwargs: Any) -> None:
         """``print`` on rank 0, beside the progress bar."""
-        if self._trainer is None:
-            print(*values, **kwargs)
-        else:
-            self._trainer.print(*values, **kwargs)
+        trainer = _trainer_of(self)
+        (print if trainer is None else trainer.print)(*values, **kwargs)
 
     # -- logging ---------------------------------------------------------------------------------------------
 
@@ -367,9 +433,10 @@ class Module(_HasHyperparameters, ModuleHooks, nn.Module):
             rank_zero_only: this is only called on rank 0; nothing is reduced.
             metric_attribute: the attribute of the model that holds a metric object, for ranks that never log it.
         """
-        trainer = self._trainer
+        trainer = _trainer_of(self)
         if trainer is None:
-            return  # a model used on its own: nowhere to record to
+            self._warn_unlogged([name])
+            return
         trainer.results.log(
             name, value, trainer.current_hook, prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist,
             add_dataloader_idx, batch_size, metric_attribute, rank_zero_only,
@@ -377,8 +444,20 @@ class Module(_HasHyperparameters, ModuleHooks, nn.Module):
 
     def log_dict(self, metrics: Mapping[str, Any], *args: Any, **options: Any) -> None:
         """:meth:`log` for each item of ``metrics``."""
+        if _trainer_of(self) is None:
+            self._warn_unlogged(metrics)
+            return
         for name, value in metrics.items():
             self.log(name, value, *args, **options)
+
+    def _warn_unlogged(self, names: Iterable[str]) -> None:
+        """For a model that is used on its own; Python shows it once for each line that logs."""
+        warnings.warn(
+            f"{', '.join(map(repr, names))} of {type(self).__name__} goes nowhere: self.log needs a Trainer, which a "
+            "model has from fit, validate, test or predict on, as long as that Trainer is there",
+            UserWarning,
+            stacklevel=3,
+        )
 
     # -- manual optimization ---------------------------------------------------------------------------------
 
@@ -407,12 +486,18 @@ class Module(_HasHyperparameters, ModuleHooks, nn.Module):
 
     def clip_gradients(
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
-    ) -> None:
-        """Clip in manual optimization, between ``manual_backward`` and ``step``."""
-        if gradient_clip_val is not None:
-            self.trainer.strategy.clip_gradients(
-                getattr(optimizer, "optimizer", optimizer), gradient_clip_val, gradient_clip_algorithm or "norm"
-            )
+    ) -> torch.Tensor | None:
+        """Clip between the last backward and the step, in manual optimization or ``configure_gradient_clipping``.
+
+        Returns:
+            The norm over all gradients before, on whichever ranks they are; None where nothing is clipped by it.
+        """
+        if gradient_clip_val is None:
+            return None
+        norm: torch.Tensor | None = self.trainer.strategy.clip_gradients(
+            getattr(optimizer, "optimizer", optimizer), gradient_clip_val, gradient_clip_algorithm or "norm"
+        )
+        return norm
 
     def toggle_optimizer(self, optimizer: Any) -> None:
         """Only this optimizer's parameters require gradients, until :meth:`untoggle_optimizer`."""
@@ -458,16 +543,22 @@ class DataModule(_HasHyperparameters):
     ``predict_dataloader`` that it has; each returns a loader or a list of them.
     """
 
-    _hyperparameter_key = "datamodule_hyper_parameters"
-    _hyperparameter_name_key = "datamodule_hparams_name"
-
-    trainer: Any = None
+    _hyperparameter_prefix = "datamodule_"
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy of the data is not a copy of the run
         state = dict(self.__dict__)
-        state.pop("trainer", None)
+        state.pop("_trainer", None)
         return state
+
+    @property
+    def trainer(self) -> Any:
+        """The Trainer of the latest call, which the data module doesn't keep alive; None without one."""
+        return _trainer_of(self)
+
+    @trainer.setter
+    def trainer(self, trainer: Any) -> None:
+        self.__dict__["_trainer"] = _weak(trainer)
 
     def prepare_data(self) -> None:
         """On local rank 0 of each node: download, unpack. Sets no state."""

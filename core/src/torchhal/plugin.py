@@ -13,6 +13,8 @@ from typing import Any, Final
 
 import pluggy
 
+from torchhal.terminal import printable
+
 PROJECT: Final = "torchhal"
 """The pluggy project name, and the entry-point group."""
 
@@ -41,7 +43,8 @@ _TARGET = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(?:\.[A-Za-z_
 class Availability:
     """Whether a part can be used here and, if not, why.
 
-    ``reason`` is never empty when ``ok`` is false; it names the missing package, device or setting.
+    ``reason`` is never empty when ``ok`` is false; it names the missing package, device or setting, in one line.
+    Control characters in it become escapes.
     """
 
     ok: bool
@@ -52,6 +55,7 @@ class Availability:
             raise TypeError(f"'ok' must be a bool (got {self.ok!r})")
         if not self.ok and not self.reason.strip():
             raise ValueError("'reason' must say why the part is unavailable (got an empty string)")
+        object.__setattr__(self, "reason", printable(self.reason))
 
     def __bool__(self) -> bool:
         return self.ok

@@ -30,7 +30,7 @@ from torchhal.discovery import (
 )
 from torchhal.entry import Entry, class_problem
 from torchhal.errors import AmbiguousAliasError, ComponentError, ConfigurationError, PluginError, UnknownAliasError
-from torchhal.hints import DISTRIBUTIONS, nearest
+from torchhal.hints import DISTRIBUTIONS, meant_by, nearest, one_of
 from torchhal.plugin import HOOKS, KINDS, Component
 from torchhal.scan import PluginRecord, Scan, is_strict, judge, read_plugins
 
@@ -175,7 +175,13 @@ class Registry:
         if others := [other.replace("_", " ") for other in KINDS if other != kind and name in self.aliases(other)]:
             lines.append(f"{alias!r} is the alias of a part of another kind: {' and '.join(others)}")
         absent = self._absent(scan)
-        if name not in absent and not others:
+        device, _, index = name.partition(":")
+        if kind == "accelerator" and index.isdigit():
+            lines.append(f"write accelerator={device!r}, devices=[{index}]")
+        elif meant := meant_by(kind, name):
+            install = dict.fromkeys(absent[alias] for alias in meant if alias in absent)
+            lines.append(f"did you mean {one_of(meant)}?{f' (pip install {chr(32).join(install)})' if install else ''}")
+        elif name not in absent and not others:
             if near := nearest(name, known):
                 lines.append(f"did you mean {near!r}?")
             elif kind in HINTED and (near := nearest(name, absent)):

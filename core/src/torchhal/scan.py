@@ -15,6 +15,7 @@ from torchhal.discovery import Found, Selection, contributions, describe, unmet_
 from torchhal.entry import Entry
 from torchhal.errors import BrokenPluginError, ComponentError, IncompatiblePluginError, PluginError
 from torchhal.plugin import Component
+from torchhal.terminal import printable
 
 STRICT: Final = "TORCHHAL_STRICT_PLUGINS"
 
@@ -58,7 +59,7 @@ class PluginRecord:
     def __str__(self) -> str:
         version = f" {self.version}" if self.version else ""
         reason = f": {self.reason}" if self.reason else ""
-        return f"plugin {self.name!r} ({self.distribution}{version}) is {self.status}{reason}"
+        return printable(f"plugin {self.name!r} ({self.distribution}{version}) is {self.status}{reason}")
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ def _load(
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # SystemExit, CancelledError and RecursionError as well
-        cause, reason = error, str(error) if type(error) is BrokenPluginError else describe(error)
+        cause, reason = error, printable(str(error)) if type(error) is BrokenPluginError else describe(error)
     load_ms = round((time.perf_counter() - start) * 1000, 3)
     entries = []
     for kind, component in pairs:

@@ -30,7 +30,7 @@ def group(environment, folder, *, watched=True):
     rank, world = environment.global_rank(), environment.world_size()
     store = generation_store(environment, SET_UP)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=SET_UP)
-    dist.distributed_c10d._set_pg_timeout(TIMEOUT)
+    (getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout)(TIMEOUT)  # public since 2.14
     watch = RankWatch(store, rank, world)
     watch.hang.run_folder = folder
     if watched:

@@ -15,7 +15,16 @@ HERE = Path(__file__).parent
 @pytest.mark.slow
 def test_two_ranks(python, tmp_path):
     told = python("two.py", tmp_path)
-    for check in ("like_ddp", "in_bytes", "momentum", "resumed", "own_weights", "background", "afterwards"):
+    for check in (
+        "like_ddp",
+        "left_alone",
+        "in_bytes",
+        "momentum",
+        "resumed",
+        "own_weights",
+        "background",
+        "afterwards",
+    ):
         assert check in told
     assert "UserWarning" not in told
 

@@ -7,8 +7,9 @@ from pathlib import Path
 CORE_TESTS = Path(__file__).parents[3] / "core" / "tests"
 sys.path[:0] = [str(Path(__file__).parent), str(CORE_TESTS)]
 
-from world import crowd_control, shared_world  # noqa: E402
+from world import crowd_control, shared_world, stop_after_failure  # noqa: E402
 
 crowded_worlds_end = crowd_control()
+pytest_runtest_logreport = stop_after_failure
 world2 = shared_world(2)
 world3 = shared_world(3)

@@ -462,6 +462,12 @@ class OwnClipping(Net):
         torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)
 
 
+class BoundedRows(Net):
+    def build(self):
+        super().build()
+        self.words = nn.Embedding(4, 4, max_norm=1.0)
+
+
 class SparseGradients(Net):
     def build(self):
         super().build()

@@ -69,12 +69,14 @@ def test_any_strategy_goes_on(world2, world3, written, writer):
     assert_same([training.resume("single_device", 1, path, "deepspeed", "Layered")], undisturbed, exact=False)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_ddp_goes_on_under_deepspeed(world2, written):
     path, undisturbed = written("ddp")
     for alias in ("deepspeed_stage_1", "deepspeed_stage_3", {"stage": 0}):
         assert_same(world2.run(training.resume, alias, 2, path, "torch", timeout=200), undisturbed)
 
 
+@pytest.mark.slow
 def test_mixed_precision_and_the_engines_scheduler_resume_exactly(world2, tmp_path):
     for strategy, model, precision in ((training.BF16, "Net", "bf16-mixed"), (training.OWN, "EnginesOwn", "32-true")):
         folder = str(tmp_path / model)
@@ -185,7 +187,7 @@ def test_nothing_hostile_is_executed(written, tmp_path):
 
 def test_what_does_not_fit_is_named(world2, written):
     path, _ = written("deepspeed_stage_3")
-    shapes = "has the shape (16, 16) in the checkpoint and (15, 15) here"
+    shapes = "'norm.running_mean' has the shape (16,) in the checkpoint and (15,) here"  # parameters are divided
     for model, words in (("Odd", shapes), ("More", "lacks 'more.weight'")):
         outcomes = world2.outcomes(training.resume, "deepspeed_stage_3", 2, path, None, model, timeout=200)
         assert {outcome.error for outcome in outcomes} == {"CheckpointMismatchError"}

@@ -76,7 +76,8 @@ def test_a_script_trains_without_a_compiler(run, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "steps 16" in done.stdout
     assert not (tmp_path / "extensions").exists()
-    assert "deepspeed" not in done.stderr.lower().replace(str(Path.cwd()).lower(), "")
+    others = [line for line in done.stderr.splitlines() if not line.startswith("torchhal: fit ")]
+    assert "deepspeed" not in "".join(others).lower().replace(str(Path.cwd()).lower(), "")
     path = Path(tmp_path, done.stdout.split()[-1])
     assert {entry.name for entry in path.iterdir()} >= {"engine", "latest", "torchhal.ckpt", "zero_to_fp32.py"}
 
@@ -105,6 +106,7 @@ def test_nothing_is_left_in_a_process(world2):
         assert again[rank][0] == again[rank][1]  # the same model again, from its weights: a run like any other
 
 
+@pytest.mark.slow
 def test_nothing_of_a_run_is_kept_alive(world2):
     for stage, model, fails in ((1, "Net", False), (3, "Net", True), (3, "Late", False)):
         assert world2.run(training.kept_alive, {"stage": stage}, model, fails, timeout=200) == [[], []]

@@ -10,7 +10,8 @@ import torch
 
 from torchhal import Trainer
 from torchhal.errors import AcceleratorUnavailable, ConfigurationError, UnsupportedCombinationError
-from torchhal.registry import find
+from torchhal.plugin import Availability
+from torchhal.registry import aliases, find
 from torchhal.resolve import Request, resolve
 from torchhal_gpu import nvml
 from torchhal_gpu.copies import SideStreamAccelerator
@@ -126,6 +127,16 @@ def test_devices_are_parsed_in_their_order(monkeypatch):
         gpu.parse_devices(5)
 
 
+def test_a_mac_has_no_process_groups(monkeypatch):
+    """gloo carries no tensor of its GPU, and no other backend is there: said before a process starts."""
+    monkeypatch.setattr(MPSAccelerator, "availability", classmethod(lambda cls: Availability(True)))
+    monkeypatch.setattr(MPSAccelerator, "device_count", lambda self: 1)
+    for alias in [alias for alias in aliases("strategy") if alias.startswith("ddp")]:
+        with pytest.raises(UnsupportedCombinationError, match=r"joins its.*no backend.*'mps'.*'single_device'"):
+            resolve(Request(accelerator="mps", strategy=alias))
+    assert resolve(Request(accelerator="mps")).strategy.alias == "single_device"
+
+
 @pytest.mark.parametrize("cls", [*ALL, TF32Precision])
 def test_instances_pickle(cls):
     assert type(pickle.loads(pickle.dumps(cls()))) is cls
@@ -141,6 +152,19 @@ def test_nothing_of_a_vendor_is_imported_by_a_probe():
         "assert not torch.cuda._is_in_bad_fork()\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_tf32_on_a_torch_without_a_switch_for_each_operator(monkeypatch):
+    """Before torch 2.9."""
+    monkeypatch.setattr(torch.cuda, "is_tf32_supported", lambda: True)
+    monkeypatch.setattr(torch.backends, "cudnn", cudnn := types.SimpleNamespace(allow_tf32=False))
+    before, precision = torch.get_float32_matmul_precision(), TF32Precision()
+    for _ in range(2):
+        precision.setup(GPUAccelerator(), torch.device("cuda", 0))
+        assert (cudnn.allow_tf32, torch.get_float32_matmul_precision()) == (True, "high")
+    for _ in range(2):
+        precision.teardown()
+        assert (cudnn.allow_tf32, torch.get_float32_matmul_precision()) == (False, before)
 
 
 def test_tf32_is_for_the_gpu(tmp_path):

@@ -11,6 +11,8 @@ from torchhal_gpu.copies import SideStreamAccelerator
 from torchhal_simulator.accelerator import SimAccelerator
 from torchhal_simulator.counters import counting
 
+pytestmark = pytest.mark.simulator
+
 
 class SideStreamSim(SideStreamAccelerator, SimAccelerator):
     pass

@@ -67,6 +67,14 @@ def left():
     return found
 
 
+class AfterTheNetwork(HivemindStrategy):
+    """Begins when hivemind has heard of the network that nobody is there."""
+
+    def _join(self):
+        assert self._collaboration.tracker.fetched_global_progress_this_epoch.wait(60)
+        super()._join()
+
+
 class Failing(Net):
     """Its optimizer fails at the second step."""
 
@@ -111,6 +119,8 @@ def main(folder):
     results["sharing"] = sharing, torch.multiprocessing.get_sharing_strategy()
     saved = str(folder / "run" / "epoch=0-step=3.ckpt")
     results["resumed"] = fit(Net(9), data, ckpt_path=saved, trainer={"gradient_clip_val": 0.05})
+    late = AfterTheNetwork(**{**FAST, "target_batch_size": 32})
+    results["late"] = fit(Net(9), data, ckpt_path=saved, strategy=late, trainer={"gradient_clip_val": 0.05})
     results["elsewhere"] = fit(
         Net(9), data, ckpt_path=saved, strategy="single_device", folder=folder / "elsewhere",
         trainer={"gradient_clip_val": 0.05, "accumulate_grad_batches": 4},

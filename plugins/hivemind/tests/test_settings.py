@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from torchhal import Trainer, registry
-from torchhal.errors import ConfigurationError, UnsupportedCombinationError
+from torchhal.errors import ConfigurationError, ModelError, UnsupportedCombinationError
 from torchhal_hivemind import vendor
 from torchhal_hivemind.settings import PEERS, RUN_ID, TARGET_BATCH_SIZE
 from torchhal_hivemind.strategy import HivemindStrategy
@@ -150,6 +150,12 @@ class Sparse(Line):
         self.embed = torch.nn.Embedding(3, 2, sparse=True)
 
 
+class Bounded(Line):
+    def __init__(self, make):
+        super().__init__(make)
+        self.embed = torch.nn.Embedding(3, 2, max_norm=1.0)
+
+
 def sgd(module, **options):
     return torch.optim.SGD(module.parameters(), lr=0.1, **options)
 
@@ -191,3 +197,30 @@ def test_models_that_can_not_be_trained_together_are_refused_before_a_process_st
     with pytest.raises(UnsupportedCombinationError, match=f"strategy 'hivemind' .*{message}"):
         trainer.fit(model, [torch.ones(4, 2)])
     assert "hivemind.dht" not in sys.modules
+
+
+def test_rows_that_a_lookup_would_scale_on_each_peer_by_itself_are_refused():
+    trainer = Trainer(
+        accelerator="cpu", strategy=HivemindStrategy(target_batch_size=8), logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, max_epochs=1,
+    )  # fmt: skip
+    with pytest.raises(ModelError, match=r"'embed' is a Embedding with max_norm=1.0.* each peer would look up"):
+        trainer.fit(Bounded(sgd), [torch.ones(4, 2)])
+    assert "hivemind.dht" not in sys.modules
+
+
+@pytest.mark.parametrize("averaging", ["gradients", "state"])
+def test_a_hook_can_not_clip_what_is_not_averaged_yet(averaging):
+    """With averaging="state" each step is a peer's own, whose gradients a hook sees as they are."""
+    strategy = HivemindStrategy(target_batch_size=8, averaging=averaging)
+    Trainer(strategy=strategy, accelerator="cpu", devices=1, logger=False)
+    optimizer = sgd(line := torch.nn.Linear(2, 1))
+    line.weight.grad = torch.tensor([[3.0, 4.0]])
+    strategy.trainer = object()
+    if averaging == "gradients":
+        with pytest.raises(UnsupportedCombinationError, match=r"clip_gradients\(0.5\).*Trainer\(gradient_clip_val"):
+            strategy.clip_gradients(optimizer, 0.5)
+        assert line.weight.grad.norm() == 5.0
+    else:
+        assert strategy.clip_gradients(optimizer, 0.5) == 5.0
+        torch.testing.assert_close(line.weight.grad, torch.tensor([[0.3, 0.4]]))

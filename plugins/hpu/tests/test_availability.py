@@ -28,6 +28,7 @@ def test_nothing_of_the_vendor_is_imported_at_discovery(python):
     python(code, PT_HPU_LAZY_MODE="1")
 
 
+@pytest.mark.slow
 @pytest.mark.cold_start
 def test_eager_mode_loads_with_torch(python):
     """As the vendor's entry point does; the plugin is then loaded already, and trains."""

@@ -7,6 +7,7 @@ import pytest
 ENGINE = Path(__file__).parent / "engine"
 
 
+@pytest.mark.slow
 def test_one_card_in_lazy_mode(python):
     python("single.py")
 

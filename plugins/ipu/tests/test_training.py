@@ -1,9 +1,10 @@
 """Training on the stub, against plain PyTorch and, where IPUs can't, against the words of the error."""
 
 import pytest
+from tiers import slow
 
 
-@pytest.mark.parametrize("half", ["0", "1"])
+@pytest.mark.parametrize("half", ["0", slow("1")])
 def test_training(python, half):
     assert "all right" in python("training.py", "--half", half)
 

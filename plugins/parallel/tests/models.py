@@ -128,6 +128,24 @@ class ConvNet(Base):
         return self.body(images) * self.scale
 
 
+class BatchNormNet(Base):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(
+            nn.Conv2d(1, 6, 3, bias=False),
+            nn.BatchNorm2d(6),
+            nn.ReLU(),
+            nn.Conv2d(6, 8, 3),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(8 * 16, 5),
+        )
+
+    def forward(self, images):
+        return self.body(images)
+
+
 class Recurrent(Base):
     """An LSTM, which keeps a list of its own parameters."""
 
@@ -211,7 +229,7 @@ def data(model, batches=BATCHES):
     """The samples in order: (tokens, next tokens) or (images, labels)."""
     generator = torch.Generator().manual_seed(1)
     count = batches * BATCH
-    if model is not ConvNet:
+    if model not in (ConvNet, BatchNormNet):
         tokens = torch.randint(0, 20, (count, 9), generator=generator)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     return torch.randn(count, 1, 8, 8, generator=generator), torch.randint(0, 5, (count,), generator=generator)

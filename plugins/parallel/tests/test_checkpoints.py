@@ -66,6 +66,7 @@ def test_resume_is_exact(world2, written, alias, io):
     ],
     ids=str,
 )
+@pytest.mark.simulator
 def test_resume_on_a_device_with_memory_of_its_own_is_exact(world2, tmp_path, alias, arguments, io):
     """The copy that a save makes is done when it returns, and nothing that the device does then is in it."""
     pytest.importorskip("torchhal_simulator")

@@ -15,12 +15,14 @@ import numpy as np
 import pytest
 import torch
 import torch.utils.checkpoint
+from tiers import slow
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from torchhal import Callback, ModelCheckpoint, Module, Trainer
 from torchhal.errors import ConfigurationError, ModelError, UnsupportedCombinationError
+from torchhal.resolve import Request, resolve
 from torchhal.trainer.loggers import CSVLogger
 from torchhal_parallel.data_parallel import DataParallelStrategy
 from torchhal_parallel.split import merge, split_batch
@@ -51,24 +53,6 @@ def place(request):
 
 everywhere = pytest.mark.parametrize("place", PLACES, indirect=True, ids=lambda place: f"{place[0]}-{place[1]}")
 two_devices = pytest.mark.parametrize("place", [("cpu", 2), ("sim", 2)], indirect=True, ids=lambda place: place[0])
-
-
-class BatchNormNet(models.Base):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.body = nn.Sequential(
-            nn.Conv2d(1, 6, 3, bias=False),
-            nn.BatchNorm2d(6),
-            nn.ReLU(),
-            nn.Conv2d(6, 8, 3),
-            nn.ReLU(),
-            nn.Flatten(),
-            nn.Linear(8 * 16, 5),
-        )
-
-    def forward(self, images):
-        return self.body(images)
 
 
 def dataset(model, batches=BATCHES):
@@ -152,11 +136,11 @@ CASES = [(place, precision) for place in PLACES for precision in EXACT if precis
 
 
 @pytest.mark.parametrize(("place", "precision"), CASES, indirect=["place"], ids=str)
-@pytest.mark.parametrize("model", [models.Transformer, models.ConvNet, BatchNormNet])
+@pytest.mark.parametrize("model", [models.Transformer, models.ConvNet, models.BatchNormNet])
 def test_equals_the_plain_loop(place, model, precision):
     dtype, close = EXACT[precision]
     # a batch norm sees a part, so the loop that it is compared with runs over the parts by hand
-    parts = place[1] if model is BatchNormNet else 1
+    parts = place[1] if model is models.BatchNormNet else 1
     losses, state = reference(model, parts, dtype)
     mine, my_state = train(
         place, model(), dataset(model), precision=precision,
@@ -178,7 +162,7 @@ class Descends(models.ConvNet):
 )
 def test_precisions(place, precision, close):
     options = {"precision": precision, "accumulate_grad_batches": 2, "gradient_clip_val": models.CLIP}
-    data = dataset(BatchNormNet)
+    data = dataset(models.BatchNormNet)
     alone, _ = train((place[0], 1), Descends(), data, **options)
     mine, state = train(place, Descends(), data, **options)
     assert mine == pytest.approx(alone, abs=close)
@@ -918,8 +902,8 @@ def alone(model):
     return losses.values, module.state_dict(), metrics
 
 
-@pytest.mark.parametrize(("accelerator", "devices"), [("cpu", 2), ("cpu", 3), ("sim", 2)])
-@pytest.mark.parametrize("model", ["Transformer", "ConvNet"])
+@pytest.mark.parametrize(("accelerator", "devices"), [("cpu", 2), slow("cpu", 3), slow("sim", 2)])
+@pytest.mark.parametrize("model", [slow("Transformer"), "ConvNet"])
 def test_two_nodes_equal_one_device(world2, accelerator, devices, model):
     if accelerator == "sim":
         pytest.importorskip("torchhal_simulator")
@@ -938,7 +922,7 @@ def test_two_nodes_equal_one_device(world2, accelerator, devices, model):
 
 def test_a_checkpoint_of_two_nodes_continues_on_two_and_on_one_device(world2, tmp_path):
     world2.run(on_a_node, "cpu", 2, models.ConvNet, str(tmp_path), None, {"max_steps": 6}, timeout=60)
-    [path] = tmp_path.iterdir()
+    [path] = tmp_path.glob("*.ckpt")
     undisturbed = world2.run(on_a_node, "cpu", 2, models.ConvNet, timeout=60)
     resumed = world2.run(on_a_node, "cpu", 2, models.ConvNet, None, str(path), timeout=60)
     for (losses, state, *_), (their_losses, their_state, *_) in zip(undisturbed, resumed, strict=True):
@@ -1017,3 +1001,92 @@ def test_dp_is_refused_in_one_of_several_processes(monkeypatch):
         monkeypatch.setenv(name, value)
     with pytest.raises(UnsupportedCombinationError, match="each of which would train by itself"):
         make(("cpu", 2))
+
+
+# -- without a Trainer -------------------------------------------------------------------------------------------
+
+
+class Sizes(nn.Module):
+    """Notes how many samples, and where, each of its forwards has got."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+        self.seen = []
+
+    def forward(self, x, scale=1.0, *, shift=None):
+        self.seen.append((len(x), str(x.device)))
+        output = self.layers(x) * scale
+        return output if shift is None else output + shift
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self(batch[0], 2.0, shift=batch[0][:, :2]), batch[1])
+
+
+def loop_by_hand(place, name, how):
+    """(weights, what the forwards have got) of the loop in the README, by ``strategy.model`` or by a step."""
+    strategy = resolve(Request(accelerator=place[0], strategy=name, devices=place[1])).build()
+
+    def run():
+        strategy.setup_environment()
+        try:
+            model = Sizes()
+            strategy.connect(model)
+            strategy.setup_model()
+            optimizer = torch.optim.SGD(strategy.module.parameters(), lr=0.1)
+            strategy.setup_optimizers([optimizer])
+
+            def by_model(batch, index):
+                return F.cross_entropy(strategy.model(batch[0], 2.0, shift=batch[0][:, :2]), batch[1])
+
+            step = strategy.with_precision(by_model) if how == "model" else strategy.step_function("training_step")
+            for index, batch in enumerate(by_hand_data()):
+                optimizer.zero_grad()
+                strategy.backward(step(strategy.batch_to_device(batch), index))
+                strategy.optimizer_step(optimizer)
+            return {name: tensor.cpu().clone() for name, tensor in strategy.module_state_dict().items()}, model.seen
+        finally:
+            strategy.teardown()
+
+    return strategy.make_launcher().launch(run)
+
+
+def by_hand_data():
+    x = torch.randn(6, 7, 4, generator=torch.Generator().manual_seed(1))
+    return [(part, (part.sum(1) > 0).long()) for part in x]
+
+
+@two_devices
+@pytest.mark.parametrize("how", ["model", "step"])
+@pytest.mark.parametrize("name", ["dp", "ddp2"])
+def test_a_loop_by_hand_computes_on_every_device(place, name, how):
+    model = Sizes()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in by_hand_data():
+        optimizer.zero_grad()
+        model.training_step(batch, 0).backward()
+        optimizer.step()
+    state, seen = loop_by_hand(place, name, how)
+    devices = ["cpu", "cpu"] if place[0] == "cpu" else ["sim:0", "sim:1"]
+    assert seen == list(zip([4, 3] * 6, devices * 6, strict=True))
+    for key, tensor in model.state_dict().items():
+        torch.testing.assert_close(state[key], tensor, rtol=1e-5, atol=1e-6, msg=key)
+
+
+def test_a_split_of_batches_does_not_divide_arguments():
+    strategy = resolve(
+        Request(accelerator="cpu", devices=2, strategy=DataParallelStrategy(split=split_in_rows))
+    ).build()
+    strategy.setup_environment()
+    try:
+        strategy.connect(Sizes())
+        strategy.setup_model(training=False)
+        with pytest.raises(ConfigurationError, match=r"'split' .* divides batches.*step_function"):
+            strategy.model(torch.zeros(4, 4))
+    finally:
+        strategy.teardown()
+
+
+def split_in_rows(batch, parts):
+    return [batch[start::parts] for start in range(parts)]

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import training
+from torch.distributed.fsdp import FSDPModule
 
 from torchhal import Trainer
 from torchhal.errors import ConfigurationError, UnsupportedCombinationError
@@ -33,12 +34,25 @@ CASES = [
     ("tensor_parallel", "Open", None, "ConfigurationError", ["closes", "'head'", "'colwise_rep'"]),
     ("tensor_parallel", "HeadLeftOpen", None, "ConfigurationError", ["closes", "'head'"]),
     ("tensor_parallel", "OpenBesideOne", None, "ConfigurationError", ["closes", "'layers.0.side'", "called with"]),
+    ("tensor_parallel", "SummedWithGradients", None, "ConfigurationError", ["'layers.", ".side'", "multiplied"]),
     ("tensor_parallel", "OverwrittenInPart", None, "ConfigurationError", ["closes", "'layers.0.side'"]),
     ("tensor_parallel", "OpenInTheLoss", None, "ConfigurationError", ["closes", "'layers.0.side'", "training_step"]),
     ("hybrid", "OpenBesideOne", {"tensor": 2, "shard": 1}, "ConfigurationError", ["closes", "'layers.0.side'"]),
     ("tensor_parallel", "RowwiseOnly", None, "ConfigurationError", ["'rowwise' layer 'layers.0.down'", "rowwise_rep"]),
     ("tensor_parallel", "RowwiseOfAWhole", None, "ConfigurationError", ["'layers.0.last'", "32 inputs", "with 32"]),
     ("tensor_parallel", "Early", None, "ConfigurationError", ["AdamW", "configure_optimizers"]),
+    ("tensor_parallel", "SoftmaxBetween", None, "ConfigurationError", ["'layers.0.up'", "'layers.0.down'", "softmax"]),
+    ("tensor_parallel", "MeanBetween", None, "ConfigurationError", ["'layers.0.up'", "'layers.0.down'", "Block"]),
+    ("tensor_parallel", "NormBetween", None, "ConfigurationError", ["'layers.0.up'", "'layers.0.down'"]),
+    ("tensor_parallel", "FixedHeads", None, "ConfigurationError", ["'layers.0.attention.o_proj'", "unflatten"]),
+    ("tensor_parallel", "OneKeyHead", None, "ConfigurationError", ["'layers.0.attention.k_proj'", "_heads"]),
+    ("tensor_parallel", "WholeKeys", None, "ConfigurationError", ["made of 'layers.0.attention.", "o_proj", "colwise"]),
+    ("tensor_parallel", "HeadNorms", None, "ConfigurationError", ["of 'layers.0.attention.norm.weight'", "each head"]),
+    ("tensor_parallel", "JoinedGate", None, "ConfigurationError", ["closes", "'layers.0.up'"]),
+    ("tensor_parallel", "Objects", None, "ConfigurationError", ["'layers.0.up'", "'layers.0.down'"]),
+    ("tensor_parallel", "InTheStep", None, "ConfigurationError", ["'down'", "let one forward"]),
+    ("hybrid", "SoftmaxBetween", {"tensor": 2, "shard": 1}, "ConfigurationError", ["'layers.0.down'", "softmax"]),
+    ("tensor_parallel", "PenaltyOverAll", None, "ModelError", ["PenaltyOverAll computes with one outside", "'ddp'"]),
     ("pipeline", "Unused", None, "ModelError", ["'aside.weight'", "requires_grad_(False)"]),
     ("tensor_parallel", "Uneven", None, "ConfigurationError", ["'layers.0.up'", "33 outputs", "2 ranks"]),
     ("tensor_parallel", "NormInPlan", None, "ConfigurationError", ["'norm'", "LayerNorm"]),
@@ -68,8 +82,49 @@ def test_refused_on_every_rank(world2, case):
             assert word in message
 
 
+@pytest.mark.parametrize("model", ["HeadNormsInPlan", "SummedByHand", "WithHandWrittenNorm"])
+def test_what_is_joined_by_other_means_trains_as_on_one_device(world2, model):
+    expected = training.losses_of("single_device", 1, model)[0]
+    found = world2.run(training.losses_of, "tensor_parallel", 2, model, timeout=100)
+    for losses, _ in found:
+        assert losses == pytest.approx(expected, rel=2e-5)
+    first, second = ([each for each in warned if "calls a collective of its own" in each] for _, warned in found)
+    assert len(first) == (model == "WithHandWrittenNorm") and not second
+
+
+REFUSED_IN_SETUP = [
+    ("tensor_parallel", "Early", None),
+    ("tensor_parallel", "Foreach", None),
+    ("tensor_parallel", "Remembers", None),
+    ("tensor_parallel", "TiedOutside", None),
+    ("hybrid", "Transformer", {"tensor": 2, "shard": 1, "activation_checkpointing": 10**9}),
+    ("pipeline", "Early", None),
+    ("zero3", "Early", None),
+]
+
+
+@pytest.mark.parametrize("case", REFUSED_IN_SETUP, ids=lambda case: f"{case[0]}-{case[1]}")
+def test_a_model_that_is_refused_in_the_set_up_is_whole(world2, case):
+    alias, model, arguments = case
+    for kind, whole, nothing_left in world2.run(training.refused, alias, 2, model, arguments, timeout=60):
+        assert kind in ("ConfigurationError", "ModelError", "RankFailedError") and whole and nothing_left
+
+
 def test_a_layer_may_be_closed_by_hand(world2):
     assert world2.run(training.attempt, "tensor_parallel", 2, "ClosedByHand", timeout=60) == [("nothing", "")] * 2
+
+
+@pytest.mark.parametrize("model", ["GroupedHeads", "DropsBetween", "WithHandWrittenNorm"])
+def test_what_treats_each_part_by_itself_is_left_alone(world2, model):
+    assert world2.run(training.attempt, "tensor_parallel", 2, model, timeout=60) == [("nothing", "")] * 2
+
+
+def test_the_comparison_with_one_device_leaves_nothing_behind(world2):
+    """Neither random numbers nor buffers nor gradients: the losses are those of one device."""
+    expected = training.watched("single_device", 1)
+    for found in world2.run(training.watched, "tensor_parallel", 2, timeout=60):
+        assert found["losses"] == pytest.approx(expected["losses"], rel=2e-5)
+        assert found["count"] == expected["count"]
 
 
 def test_tied_weights_may_be_sharded_alike(world2):
@@ -235,3 +290,12 @@ def test_every_function_of_the_trainer(request, alias, size, arguments):
 def test_nonsense_is_refused_before_there_is_a_model(make, words):
     with pytest.raises(ConfigurationError, match=words):
         make()
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3", HybridStrategy(shard=2, data=None)], ids=str)
+def test_a_torch_without_the_setters_of_fully_shard_is_refused_before_anything_starts(monkeypatch, strategy):
+    monkeypatch.delattr(FSDPModule, "set_reshard_after_forward")
+    with pytest.raises(UnsupportedCombinationError, match=r"needs torch 2\.8 .*FSDPModule\.set_reshard_after_forward"):
+        Trainer(accelerator="cpu", strategy=strategy, devices=2, logger=False)
+    for other in ("zero1", "tensor_parallel", "pipeline"):
+        Trainer(accelerator="cpu", strategy=other, devices=2, logger=False)

@@ -95,6 +95,7 @@ def test_what_fails_in_a_stage_is_told_as_it_is(tmp_path):
     assert first.startswith("ConfigurationError nothing closes the 'colwise' layer 'layers.0.side'"), done.stderr
 
 
+@pytest.mark.slow
 def test_what_configure_model_builds_is_what_it_builds_in_one_process(world2):
     """Whoever set the values: reset_parameters, torch.nn.init, torch.tensor; and only rank 0 has room for all."""
     expected = training.built_late("single_device", 1, "Late")["state"]

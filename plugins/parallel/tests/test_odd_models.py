@@ -4,6 +4,7 @@ import models
 import pytest
 import torch
 import training
+import wrong
 from test_parity import check, label, world
 
 from torchhal_parallel.wrapping import ForwardInstead, recompute
@@ -42,6 +43,7 @@ def test_a_model_is_called_in_hooks_and_is_an_ordinary_one_after_each_of_two_run
             torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=2e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alias", ["tensor_parallel", "pipeline"])
 def test_data_workers_of_ranks_with_one_batch_draw_the_same(world2, alias):
     first, second = world2.run(training.augmented, alias, 2, timeout=100)
@@ -61,6 +63,30 @@ def test_the_norm_is_as_exact_as_its_gradients(world2):
         for (got, dtype, wanted), digits in zip(found, (1e-14, 1e-6, 1e-6, 1e-6), strict=True):
             assert got == pytest.approx(wanted, rel=digits), dtype
         assert [dtype for _, dtype, _ in found] == ["torch.float64"] + ["torch.float32"] * 3
+
+
+class Running(wrong.TwoOptimizers):
+    """An attribute of its own is called as one of what runs the steps of other models is."""
+
+    def __init__(self):
+        super().__init__()
+        self.running = True
+
+    def training_step(self, batch, batch_idx):
+        super().training_step(batch, batch_idx)
+        self.in_step = self.trainer.strategy._inner_backward.in_step()
+
+
+def in_step():
+    module = Running()
+    trainer = training.small("zero3", 2, max_epochs=1)
+    module.train_dataloader = lambda: training.loader(trainer, models.Transformer, batches=1)
+    trainer.fit(module)
+    return module.in_step
+
+
+def test_an_attribute_of_the_users_says_nothing_of_a_step(world2):
+    assert world2.run(in_step, timeout=60) == [False, False]
 
 
 class Changing(models.ConvNet):

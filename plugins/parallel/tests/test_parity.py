@@ -10,6 +10,9 @@ import wrong
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import DataLoader
 
+from torchhal import Trainer
+from torchhal.errors import UnsupportedCombinationError
+
 pytestmark = pytest.mark.timeout(170)
 
 TRANSFORMER, CONV = "Transformer", "ConvNet"
@@ -84,6 +87,32 @@ FIRST = {alias: case for case in reversed(CASES) for alias in case[:1]}
 def test_parity(request, case):
     alias, size, model, arguments = case
     check(world(request, size).run(training.train, alias, size, model, arguments, timeout=150), model)
+
+
+SYNC_BATCHNORM = [
+    ("zero1", 2, "BatchNormNet", None),
+    ("zero2", 2, "BatchNormNet", None),
+    ("zero3", 2, "BatchNormNet", None),
+    ("zero3", 4, "BatchNormNet", None),
+    ("hybrid", 2, "BatchNormNet", {"data": 2}),
+    ("hybrid", 4, "BatchNormNet", {"data": 2, "shard": 2}),
+]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[] if case[:2] == ("zero3", 2) else pytest.mark.slow) for case in SYNC_BATCHNORM],
+    ids=label,
+)
+def test_batch_norms_see_the_whole_batch_where_asked_to(request, case):
+    _, size, model, _ = case
+    check(world(request, size).run(training.train_synced, *case, timeout=150), model)
+
+
+def test_batch_norms_are_refused_where_no_rank_sees_its_whole_batch():
+    for strategy, devices in (("pipeline", 2), ("dp", 2), ("ddp2", 2)):
+        with pytest.raises(UnsupportedCombinationError, match="sync_batchnorm=True"):
+            Trainer(accelerator="cpu", strategy=strategy, devices=devices, sync_batchnorm=True)
 
 
 SCALED = [

@@ -32,6 +32,7 @@ def test_inspect(folder, capfd):
     assert tensors["optimizer_states/0/state/0/exp_avg"]["bytes"] == 8 * 32 * 4
 
 
+@pytest.mark.slow
 def test_any_strategy_goes_on_from_the_file(world2, folder, tmp_path):
     target = str(tmp_path / "one.ckpt")
     assert cli.main(["checkpoint", "consolidate", folder, target]) == 0

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tiers import slow
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -112,7 +113,7 @@ def changed(folder, alias, callback):
 
 
 @pytest.mark.parametrize("callback", [AddGroup, Swap])
-@pytest.mark.parametrize("alias", ["pipeline", "hybrid"])
+@pytest.mark.parametrize("alias", ["pipeline", slow("hybrid")])
 def test_an_optimizer_that_changes_while_training_is_saved(world2, tmp_path, alias, callback):
     world2.run(changed, str(tmp_path), alias, callback)
     path = max(tmp_path.glob("y*.ckpt"), key=lambda path: path.stat().st_mtime_ns)

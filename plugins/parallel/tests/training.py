@@ -3,6 +3,7 @@
 import logging
 import multiprocessing
 import os
+import warnings
 
 import models
 import torch
@@ -37,7 +38,7 @@ class Remarks(logging.Handler):
 
 
 def build(strategy, arguments):
-    if not arguments and isinstance(strategy, str):
+    if not arguments or not isinstance(strategy, str):
         return strategy
     from torchhal_parallel.fsdp import FSDPStrategy
     from torchhal_parallel.hybrid import HybridStrategy
@@ -99,6 +100,10 @@ def train(strategy, devices, model_name, arguments=None, *, folder=None, ckpt_pa
 
 def train_in(precision, strategy, devices, model_name, arguments=None):
     return train(strategy, devices, model_name, arguments, precision=precision)
+
+
+def train_synced(strategy, devices, model_name, arguments=None):
+    return train(strategy, devices, model_name, arguments, sync_batchnorm=True)
 
 
 def cut_short(strategy, devices, model_name, arguments=None):
@@ -242,6 +247,51 @@ def dropped_out(strategy, devices):
     torch.manual_seed(int(os.environ.get("RANK", "0")))
     trainer.fit(module, DataLoader(TensorDataset(*models.data(models.Transformer, 4)), models.BATCH))
     return losses.values
+
+
+def watched(strategy, devices):
+    """The losses of a net that counts its forwards in a buffer and drops out around the divided layers."""
+    losses = Losses()
+    trainer = small(strategy, devices, callbacks=losses)
+    module = wrong.Counting()
+    torch.manual_seed(int(os.environ.get("RANK", "0")))
+    trainer.fit(module, DataLoader(TensorDataset(*models.data(models.Transformer, 4)), models.BATCH))
+    return {"losses": losses.values, "count": [int(layer.count) for layer in module.layers]}
+
+
+def losses_of(strategy, devices, model):
+    """(the losses of a net of ``wrong``, each twice in an epoch of four batches; what was warned of)."""
+    losses = Losses()
+    module = getattr(wrong, model)()
+    module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=0.1)  # no Adam, which hides factors
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        small(strategy, devices, callbacks=losses).fit(
+            module, DataLoader(TensorDataset(*models.data(models.Transformer, 4)), models.BATCH)
+        )
+    return losses.values, [str(each.message) for each in found]
+
+
+def refused(strategy, devices, model, arguments=None):
+    """(kind of the error of a fit's set-up, whether the model's parameters are as they were, whether all else is)."""
+    strategy = build(strategy, arguments)
+    made = getattr(wrong, model)()
+    before = {name: (parameter, parameter.detach().clone()) for name, parameter in made.named_parameters()}
+    samples = TensorDataset(*models.data(models.Transformer, 2))
+    kind = None
+    try:
+        small(strategy, devices).fit(made, DataLoader(samples, models.BATCH))
+    except Exception as error:
+        kind = type(error).__name__
+    whole = all(
+        made.get_parameter(name) is parameter and torch.equal(parameter, value)
+        for name, (parameter, value) in before.items()
+    )
+    nothing_left = not any("forward" in vars(each) for each in made.modules()) and not hasattr(
+        made, "_torchhal_in_parts"
+    )
+    made(samples[:2][0])
+    return kind, whole, nothing_left
 
 
 def norms():

@@ -7,6 +7,8 @@ import torch.distributed as dist
 import torch.distributed.nn  # which torch.distributed alone doesn't have
 from models import ConvNet, Transformer
 from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
 from torchhal import Module
 
@@ -76,7 +78,24 @@ class OpenBesideOne(Transformer):
         return self.head(self.norm(x))
 
 
-class ClosedByHand(OpenBesideOne):
+class SummedByHand(OpenBesideOne):
+    """Right, gradients too: those of a sum go to each rank as they are."""
+
+    def forward(self, tokens):
+        x = self.embed(tokens) + self.position
+        for layer in self.layers:
+            x = layer(x) + self.summed(layer.side(x).square().sum(-1, keepdim=True)) / 96
+        return self.head(self.norm(x))
+
+    def summed(self, own):
+        mesh = getattr(self.trainer.strategy, "mesh", None)
+        if mesh is None:
+            return own
+        parts = DTensor.from_local(own, mesh["tensor"], [Partial()])
+        return parts.redistribute(placements=[Replicate()]).to_local()
+
+
+class ClosedByHand(SummedByHand):
     """Right: each rank's part of the third layer is summed over the ranks, in place or not."""
 
     def forward(self, tokens):
@@ -91,7 +110,17 @@ class ClosedByHand(OpenBesideOne):
                 kept = torch.zeros_like(own)
                 kept.copy_(own.detach())  # what stands in it is of the ranks only until it is overwritten
                 x = x + kept.zero_()
-            x = layer(x) + dist.nn.functional.all_reduce(own) / 96
+            x = layer(x) + self.summed(own) / 96
+        return self.head(self.norm(x))
+
+
+class SummedWithGradients(OpenBesideOne):
+    """Each rank has the gradient of the whole sum, and gets those of all."""
+
+    def forward(self, tokens):
+        x = self.embed(tokens) + self.position
+        for layer in self.layers:
+            x = layer(x) + dist.nn.functional.all_reduce(layer.side(x).square().sum(-1, keepdim=True)) / 96
         return self.head(self.norm(x))
 
 
@@ -114,6 +143,185 @@ class OpenInTheLoss(OpenBesideOne):
         penalties = torch.zeros(())
         penalties += self.layers[0].side(self.embed(batch[0])).square().mean()  # in place, into what was no part
         return super().training_step(batch, batch_idx) + penalties
+
+
+class Between(Transformer):
+    """Something stands between the layers that a rank has parts of."""
+
+    def __init__(self, between):
+        super().__init__()
+        for layer in self.layers:
+            layer.forward = lambda x, layer=layer: x + layer.down(between(layer.up(x)))
+
+
+class SoftmaxBetween(Between):
+    def __init__(self):
+        super().__init__(lambda parts: parts.softmax(-1))
+
+
+class MeanBetween(Between):
+    def __init__(self):
+        super().__init__(lambda parts: parts - parts.mean(-1, keepdim=True))
+
+
+class NormBetween(Between):
+    """And the weights behind it are zero, so that the first loss is right."""
+
+    def __init__(self):
+        super().__init__(lambda parts: nn.functional.normalize(parts, dim=-1))
+        for layer in self.layers:
+            nn.init.zeros_(layer.down.weight)
+
+
+class JoinedGate(Transformer):
+    def __init__(self):
+        super().__init__()
+        for layer in self.layers:
+            layer.down = nn.Linear(48, 32)
+            layer.forward = lambda x, layer=layer: x + layer.down(nn.functional.glu(layer.up(x), -1))
+
+    tensor_parallel_plan = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
+
+
+class FixedHeads(Transformer):
+    """Four heads on each rank, of half the width."""
+
+    def __init__(self):
+        super().__init__()
+        for layer in self.layers:
+            layer.attention.forward = lambda x, own=layer.attention: self.attend(own, x)
+
+    def attend(self, own, x):
+        q, k, v = (
+            projection(x).view(*x.shape[:2], 4, -1).transpose(1, 2)
+            for projection in (own.q_proj, own.k_proj, own.v_proj)
+        )
+        return own.o_proj(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Objects(SoftmaxBetween):
+    tensor_parallel_plan = {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()}
+
+
+class InTheStep(Transformer):
+    tensor_parallel_plan = {"up": "colwise", "down": "rowwise"}
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 32), nn.Linear(32, 20)
+
+    def training_step(self, batch, batch_idx):
+        logits = self.down(self.up(self.embed(batch[0])).softmax(-1))
+        return nn.functional.cross_entropy(logits.flatten(0, -2), batch[1].flatten()) + 0 * self(batch[0]).sum()
+
+
+class PenaltyOverAll(Transformer):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) + sum(weight.square().sum() for weight in self.parameters())
+
+
+class GroupedHeads(Transformer):
+    """Right: two heads of keys for four of queries."""
+
+    def __init__(self):
+        super().__init__()
+        for layer in self.layers:
+            own = layer.attention
+            own.k_proj, own.v_proj = nn.Linear(32, 16, bias=False), nn.Linear(32, 16)
+            own.forward = lambda x, own=own: self.attend(own, x)
+
+    def attend(self, own, x):
+        q, k, v = (
+            projection(x).unflatten(-1, (-1, 8)).transpose(1, 2) for projection in (own.q_proj, own.k_proj, own.v_proj)
+        )
+        k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], 1) for each in (k, v))
+        return own.o_proj(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class OneKeyHead(GroupedHeads):
+    """Of which two ranks would have half a head each."""
+
+    def __init__(self):
+        super().__init__()
+        for layer in self.layers:
+            layer.attention.k_proj, layer.attention.v_proj = nn.Linear(32, 8, bias=False), nn.Linear(32, 8)
+
+
+class WholeKeys(OneKeyHead):
+    """Every rank has the keys: the outputs are right, their gradients are not."""
+
+    tensor_parallel_plan = {
+        name: style for name, style in Transformer.tensor_parallel_plan.items() if name[-6:] not in ("k_proj", "v_proj")
+    }
+
+
+class HeadNorms(Transformer):
+    """Queries are normed within each head, all with one weight."""
+
+    def __init__(self):
+        super().__init__()
+        for layer in self.layers:
+            own = layer.attention
+            own.norm = nn.RMSNorm(8)
+            own.forward = lambda x, own=own: self.attend(own, x)
+
+    def attend(self, own, x):
+        q, k, v = (projection(x).unflatten(-1, (-1, 8)) for projection in (own.q_proj, own.k_proj, own.v_proj))
+        q, k, v = (each.transpose(1, 2) for each in (own.norm(q), k, v))
+        return own.o_proj(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class HeadNormsInPlan(HeadNorms):
+    """Right: the ranks add up the weights' gradients."""
+
+    tensor_parallel_plan = {
+        **Transformer.tensor_parallel_plan,
+        "layers.*.attention.norm": SequenceParallel(sequence_dim=2, use_local_output=True),
+    }
+
+
+class DropsBetween(Between):
+    """Right, but for the random numbers."""
+
+    def __init__(self):
+        super().__init__(lambda parts: nn.functional.dropout(parts, 0.5) + 0.1 * torch.randn_like(parts))
+
+
+class WithHandWrittenNorm(Between):
+    """Right: the squares of all parts are added up."""
+
+    def __init__(self):
+        super().__init__(self.norm_of_parts)
+
+    @staticmethod
+    def norm_of_parts(parts):
+        squares = parts.square().sum(-1, keepdim=True)
+        if dist.is_initialized():
+            squares = dist.nn.functional.all_reduce(squares)
+        return parts / squares.sqrt()
+
+
+class DropsOut(Transformer):
+    """Dropout in the residual stream, between the layers that are divided."""
+
+    def forward(self, tokens):
+        x = nn.functional.dropout(self.embed(tokens) + self.position, 0.2, self.training)
+        for layer in self.layers:
+            x = nn.functional.dropout(layer(x), 0.2, self.training)
+        return self.head(self.norm(x))
+
+
+class Counting(DropsOut):
+    def __init__(self):
+        super().__init__()
+        for layer in self.layers:
+            layer.register_buffer("count", torch.zeros((), dtype=torch.int64))
+            layer.forward = lambda x, layer=layer: self.counted(layer, x)
+
+    @staticmethod
+    def counted(layer, x):
+        layer.count += 1
+        return x + layer.down(nn.functional.gelu(layer.up(layer.norm2(x))))
 
 
 class RowwiseOnly(Transformer):
@@ -153,7 +361,8 @@ class Marked(Transformer):
 
     def __init__(self):
         super().__init__()
-        self.criterion = nn.CrossEntropyLoss(weight=torch.linspace(0.5, 1.5, 20))
+        # not its own mean, which is over the weights: microbatches have other sums of them
+        self.criterion = nn.CrossEntropyLoss(weight=torch.linspace(0.5, 1.5, 20), reduction="none")
         self.layers[0].noise = nn.Dropout(0.5)
 
     def forward(self, tokens):
@@ -163,19 +372,9 @@ class Marked(Transformer):
         return self.head(self.norm(x))
 
     def training_step(self, batch, batch_idx):
-        loss = self.criterion(self(batch[0]).flatten(0, -2), batch[1].flatten())
+        loss = self.criterion(self(batch[0]).flatten(0, -2), batch[1].flatten()).mean()
         self.log("loss", loss, on_step=True, on_epoch=True)
         return loss
-
-
-class DropsOut(Transformer):
-    """Dropout in the residual stream, between the layers that are divided."""
-
-    def forward(self, tokens):
-        x = nn.functional.dropout(self.embed(tokens) + self.position, 0.2, self.training)
-        for layer in self.layers:
-            x = nn.functional.dropout(layer(x), 0.2, self.training)
-        return self.head(self.norm(x))
 
 
 class Uneven(Transformer):
@@ -376,6 +575,21 @@ class Early(Transformer):
 
     def configure_optimizers(self):
         return self.optimizer
+
+
+class Remembers(Transformer):
+    def __init__(self):
+        super().__init__()
+        self.penalised = [self.head.weight]
+
+
+class TiedOutside(Transformer):
+    """One weight, of which the plan names one of two places."""
+
+    def __init__(self):
+        super().__init__()
+        self.criterion = nn.Module()
+        self.criterion.weight = self.layers[0].down.weight
 
 
 class Factored(Transformer):

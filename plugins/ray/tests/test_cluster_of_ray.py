@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from limits import scaled
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchhal
@@ -220,6 +221,40 @@ def signal_when(begun):
     thread = threading.Thread(target=stop)
     thread.start()
     return thread
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", [0.5, 1.5, 3.0, 5.0, "setup"])
+def test_a_signal_while_the_workers_start_ends_them_at_once(two_nodes, tmp_path, moment):
+    """Not after the minute that workers get to save."""
+
+    class Sleeps(torchhal.Callback):
+        def setup(self, trainer, module, stage):
+            if moment == "setup":
+                (tmp_path / "begun").touch()
+                time.sleep(600)
+
+    signalled = []
+
+    def stop():
+        wait = time.monotonic() + (60 if moment == "setup" else moment)
+        while time.monotonic() < wait and not (tmp_path / "begun").exists():
+            time.sleep(0.05)
+        signalled.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=stop)
+    trainer = torchhal.Trainer(
+        accelerator="cpu", plugins=RayLauncher(num_workers=2), max_epochs=-1, logger=False, callbacks=[Sleeps()],
+        default_root_dir=f"file://{tmp_path}", **QUIET,
+    )  # fmt: skip
+    thread.start()
+    with pytest.raises(SystemExit) as caught:
+        trainer.fit(Net(), data(4))
+    thread.join()
+    assert time.monotonic() - signalled[0] < scaled(15)
+    assert caught.value.code == 128 + signal.SIGTERM
+    assert two_nodes.is_free()
 
 
 @pytest.mark.slow

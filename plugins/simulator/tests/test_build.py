@@ -22,7 +22,7 @@ import torch
 from limits import scaled
 
 from torchhal_simulator import build
-from torchhal_simulator.build import BuildError, check_torch, shared_library
+from torchhal_simulator.build import TORCH_MINORS, BuildError, check_torch, shared_library
 
 REAL = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 FORK = multiprocessing.get_context("fork")  # real processes that need not import torch again
@@ -234,12 +234,13 @@ def test_the_place_of_the_sources_is_not_part_of_the_key(
 
 def test_another_torch_minor_is_refused(cache: Path, csrc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_torch()
-    monkeypatch.setattr(torch, "__version__", "2.14.0.dev20260101+cu130")
+    monkeypatch.setattr(torch, "__version__", "2.99.0.dev20260101+cu130")
     with pytest.raises(BuildError) as caught:
         shared_library("device.cpp", csrc=csrc)
     message = str(caught.value)
-    assert "for torch 2.13" in message and "torch 2.14.0.dev20260101+cu130 is installed" in message
-    assert "'torch==2.13.*'" in message and "made for torch 2.14" in message
+    assert f"for torch {' and '.join(TORCH_MINORS)}," in message
+    assert "torch 2.99.0.dev20260101+cu130 is installed" in message
+    assert f"'torch=={TORCH_MINORS[-1]}.*'" in message and "made for torch 2.99" in message
     assert isinstance(caught.value, ImportError)
     assert not cache.exists()
 

@@ -39,7 +39,8 @@ class Accelerator:
     """torch's device type: ``torch.device(device_type)`` is valid once :meth:`load` has run."""
 
     backend: ClassVar[str] = "gloo"
-    """The process-group backend for tensors on this device."""
+    """The process-group backend for tensors on this device. Empty: there is none, and strategies that need one are
+    refused unless they bring it."""
 
     backend_averages: ClassVar[bool] = True
     """Whether the backend knows ``ReduceOp.AVG``; where it doesn't, strategies that use it sum and divide."""

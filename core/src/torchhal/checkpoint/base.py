@@ -102,12 +102,20 @@ class CheckpointIO(ABC):
     def list_checkpoints(self, folder: str | os.PathLike[str]) -> list[str]:
         """The completed checkpoints directly in ``folder``, last saved last; ``[]`` without the folder (CIO-16).
 
-        Each is a path that :meth:`load_checkpoint` takes. By default the order is that of the files' modification
-        times, then names.
+        Each is a path that :meth:`load_checkpoint` takes. By default the order is that of :meth:`saved_ns`, then of
+        names.
         """
-        found = place_of(folder, self.storage_options, folder=True).children()
-        found.sort(key=lambda child: (child.modified_ns(), child.shown))
-        return [child.shown for child in found if self.exists(child.shown)]
+        found = [child.shown for child in place_of(folder, self.storage_options, folder=True).children()]
+        return sorted(filter(self.exists, found), key=lambda path: (self.saved_ns(path), path))
+
+    def saved_ns(self, path: str | os.PathLike[str]) -> int:
+        """When the checkpoint at ``path`` was saved, in ns since the epoch. By default when its file was last changed.
+
+        A clock may be set back. An IO that writes ``next_ns()`` of ``torchhal.checkpoint.save_time`` into its files,
+        and calls ``seen()`` of that module with what it loads, keeps a run's checkpoints in the order in which the run
+        made them.
+        """
+        return place_of(path, self.storage_options).modified_ns()
 
     def link_checkpoint(self, source: str | os.PathLike[str], target: str | os.PathLike[str]) -> bool:
         """Make ``target``, replacing what is there in one step, a second name of the completed checkpoint ``source``.

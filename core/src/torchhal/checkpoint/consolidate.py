@@ -15,7 +15,10 @@ from torchhal.checkpoint.reading import read
 from torchhal.checkpoint.torch_file import TorchCheckpointIO
 from torchhal.errors import CheckpointError, CheckpointMismatchError
 
-TRAINING: Final = ("optimizer_states", "lr_schedulers", "precision", "callbacks", "loops", "ranks", "gradients")
+TRAINING: Final = (
+    "optimizer_states", "lr_schedulers", "trained_by", "precision", "strategy", "callbacks", "loops", "ranks",
+    "gradients", "digests",
+)  # fmt: skip
 """What only a run that continues needs."""
 
 

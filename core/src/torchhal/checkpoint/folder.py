@@ -14,9 +14,18 @@ from typing import Any, ClassVar
 import torch.distributed as dist
 
 from torchhal.checkpoint.base import CheckpointIO
-from torchhal.checkpoint.leftovers import is_temporary_name, new_temporary_name, writer_is_dead
-from torchhal.checkpoint.local import link_or_copy, sync_folder
+from torchhal.checkpoint.leftovers import (
+    ASIDE,
+    NOTE,
+    PREFIX,
+    is_temporary_name,
+    is_untouched,
+    new_temporary_name,
+    writer_is_dead,
+)
+from torchhal.checkpoint.local import LocalPlace, link_or_copy, sync_folder
 from torchhal.checkpoint.reading import check_map_location, located, read
+from torchhal.checkpoint.torch_file import saved_at
 from torchhal.errors import CheckpointError
 
 _AT_FDCWD = -100
@@ -108,16 +117,25 @@ class FolderCheckpointIO(CheckpointIO):
 
     def exists(self, path: str | os.PathLike[str]) -> bool:
         folder = Path(path)
-        return not is_temporary_name(folder.name) and (folder / self.marker).is_file()
+        if is_temporary_name(folder.name):
+            return False
+        if not folder.exists():
+            undo_broken_exchanges(folder.parent)
+        return (folder / self.marker).is_file()
 
     def list_checkpoints(self, folder: str | os.PathLike[str]) -> list[str]:
+        undo_broken_exchanges(Path(folder))
         try:
             names = os.listdir(folder)
         except (FileNotFoundError, NotADirectoryError):
             return []
         paths = [os.path.join(folder, name) for name in names]
-        found = [(os.stat(os.path.join(path, self.marker)).st_mtime_ns, path) for path in paths if self.exists(path)]
-        return [path for _, path in sorted(found)]
+        return sorted(filter(self.exists, paths), key=lambda path: (self.saved_ns(path), path))
+
+    def saved_ns(self, path: str | os.PathLike[str]) -> int:
+        """The time in the marker, where a :class:`TorchCheckpointIO` wrote it; else that of the file."""
+        marker = LocalPlace(os.path.join(path, self.marker), os.fspath(path))
+        return saved_at(marker) or marker.modified_ns()
 
     def link_checkpoint(self, source: str | os.PathLike[str], target: str | os.PathLike[str]) -> bool:
         """A folder of its own, whose files are second names of the other's."""
@@ -196,25 +214,61 @@ def _several() -> bool:
 
 def sweep(folder: Path) -> None:
     """Delete what killed saves left in ``folder``."""
+    undo_broken_exchanges(folder)
     with suppress(OSError):
         for path in folder.iterdir():
-            if path.is_dir() and is_temporary_name(path.name) and writer_is_dead(path.name):
+            if is_temporary_name(path.name) and path.is_dir() and _is_abandoned(path):
                 shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_abandoned(path: Path) -> bool:
+    return writer_is_dead(path.name) or is_untouched(max(map(_modified, (path, *path.rglob("*")))))
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.lstat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def exchange(source: Path, target: Path) -> None:
     """Put ``source`` at ``target``. What stood there is at ``source`` afterwards, for the caller to remove.
 
-    In one step, where the system can (Linux); elsewhere there is a moment in which nothing is at ``target``.
+    In one step, where the system can (Linux); elsewhere there is a moment in which nothing is at ``target``. A process
+    that is killed then leaves a note of it, and whoever next saves here, or looks, puts back what stood there.
     """
     if not target.exists():
         source.rename(target)
         return
     if not _exchanged(source, target):
-        aside = source.with_name(f"{source.name}-old")
-        target.rename(aside)
-        source.rename(target)
-        aside.rename(source)
+        aside, note = (source.with_name(f"{source.name}{ending}") for ending in (ASIDE, NOTE))
+        note.write_text(target.name)
+        try:
+            target.rename(aside)
+            source.rename(target)
+            aside.rename(source)
+        finally:
+            _undo(note)
+
+
+def undo_broken_exchanges(folder: Path) -> None:
+    """Put back what an :func:`exchange` that was cut short has left aside in ``folder``."""
+    with suppress(OSError):
+        for note in folder.glob(f"{PREFIX}*{NOTE}"):
+            if _is_abandoned(note):
+                _undo(note)
+
+
+def _undo(note: Path) -> None:
+    """Finish with what is noted, if the exchange got no further than its first step or its second."""
+    source = note.with_name(note.name.removesuffix(NOTE))
+    aside = source.with_name(f"{source.name}{ASIDE}")
+    with suppress(OSError, ValueError):  # what is no name, nobody wrote
+        target = note.with_name(Path(note.read_text()).name)
+        if aside.exists():
+            aside.rename(source if target.exists() else target)
+        note.unlink()
 
 
 def _exchanged(source: Path, target: Path) -> bool:

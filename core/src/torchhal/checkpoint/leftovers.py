@@ -8,18 +8,21 @@ import os
 import re
 import secrets
 import socket
+import time
 from contextlib import suppress
 from pathlib import Path
 
-_PREFIX = ".torchhal-tmp-"
-_NAME = re.compile(re.escape(_PREFIX) + r"([0-9a-f]{8})-([0-9]+)-[0-9a-f]{8}")
-FOREIGN_AGE_S = 24 * 3600
-"""A live save writes all the time: a temporary file of another machine untouched for this long is abandoned."""
+PREFIX = ".torchhal-tmp-"
+ASIDE, NOTE = "-old", "-name"
+"""Endings for a checkpoint while another takes its place, and for the file that says what it was called."""
+_NAME = re.compile(rf"{re.escape(PREFIX)}([0-9a-f]{{8}})-([0-9]+)-[0-9a-f]{{8}}({ASIDE}|{NOTE})?")
+UNTOUCHED_S = 24 * 3600
+"""A live save writes all the time: what was not written to for this long, on whatever machine, is abandoned."""
 
 
 def new_temporary_name() -> str:
     """A name no other save has. Short and apart from the target's, which may be as long as the system allows."""
-    return f"{_PREFIX}{machine()}-{os.getpid()}-{secrets.token_hex(4)}"
+    return f"{PREFIX}{machine()}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
 def is_temporary_name(name: str) -> bool:
@@ -40,15 +43,25 @@ def machine() -> str:
 def writer_is_dead(name: str) -> bool:
     """Whether the process in ``name`` ran here and runs no more. False when that can't be known."""
     match = _NAME.fullmatch(name)
-    if match is None or match[1] != machine() or os.name != "posix":
+    return match is not None and match[1] == machine() and process_is_dead(int(match[2]))
+
+
+def process_is_dead(number: int) -> bool:
+    """Whether no process of this machine has this number. False when that can't be known."""
+    if os.name != "posix":
         return False
     try:
-        os.kill(int(match[2]), 0)
+        os.kill(number, 0)
     except ProcessLookupError:
         return True
     except (OSError, OverflowError):
         return False
     return False
+
+
+def is_untouched(modified_s: float) -> bool:
+    """Whether what was last written at ``modified_s``, in seconds since the epoch, has no writer on any machine."""
+    return time.time() - modified_s > UNTOUCHED_S
 
 
 def lock(fd: int) -> bool | None:
@@ -81,4 +94,4 @@ def is_abandoned(name: str, fd: int, age_s: float) -> bool:
     locked = lock(fd)
     if locked is None:
         return writer_is_dead(name)
-    return locked and (match[1] == machine() or age_s > FOREIGN_AGE_S)
+    return locked and (match[1] == machine() or age_s > UNTOUCHED_S)

@@ -9,7 +9,7 @@ import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 from torchhal.checkpoint.leftovers import is_abandoned, is_temporary_name, lock, new_temporary_name
 from torchhal.checkpoint.place import Place
@@ -94,6 +94,47 @@ class LocalPlace(Place):
             return []
         places = (LocalPlace(os.path.join(self.path, name), os.path.join(self.shown, name)) for name in names)
         return [place for place in places if place.is_checkpoint_file()]
+
+    def is_taken(self) -> bool:
+        return os.path.lexists(self.path)
+
+    def version(self) -> list[Any] | None:
+        try:
+            about = os.stat(self.path)
+        except OSError:
+            return None
+        return [about.st_ino, about.st_mtime_ns, about.st_size if stat.S_ISREG(about.st_mode) else None]
+
+    def create(self, content: bytes) -> bool:
+        try:
+            with self._beside(content) as temporary:
+                os.link(temporary, self.path)
+        except FileExistsError:
+            return False
+        except OSError:  # a file system without links
+            try:
+                with open(self.path, "xb") as file:
+                    file.write(content)
+            except FileExistsError:
+                return False
+        return True
+
+    def write(self, content: bytes) -> None:
+        with self._beside(content) as temporary:
+            os.replace(temporary, self.path)
+
+    @contextmanager
+    def _beside(self, content: bytes) -> Iterator[str]:
+        folder = os.path.dirname(self.path) or "."
+        os.makedirs(folder, exist_ok=True)
+        temporary = os.path.join(folder, new_temporary_name())
+        try:
+            with open(temporary, "xb") as file:
+                file.write(content)
+            yield temporary
+        finally:
+            with suppress(OSError):
+                os.unlink(temporary)
 
     def modified_ns(self) -> int:
         try:

@@ -47,6 +47,23 @@ class Place(ABC):
         """The files in this folder, leftovers apart; empty without the folder."""
 
     @abstractmethod
+    def is_taken(self) -> bool:
+        """Whether anything is here: a file of any kind, a folder, a link to nothing."""
+
+    @abstractmethod
+    def version(self) -> list[Any] | None:
+        """What tells this file or folder from any other that was or will be here, as plain data; None for nothing."""
+
+    @abstractmethod
+    def create(self, content: bytes) -> bool:
+        """Make a small file, and its folder; False if one is here. Where the system can, one of several callers gets
+        True."""
+
+    @abstractmethod
+    def write(self, content: bytes) -> None:
+        """Make or replace a small file, not durably: after a crash of the machine it may be the old one, or empty."""
+
+    @abstractmethod
     def modified_ns(self) -> int:
         """When the file was last written, in ns since the epoch; 0 where that isn't known."""
 

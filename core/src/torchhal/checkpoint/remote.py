@@ -6,16 +6,29 @@ import errno
 import inspect
 import os
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, BinaryIO
 
-from torchhal.checkpoint.leftovers import is_temporary_name, new_temporary_name, writer_is_dead
+from torchhal.checkpoint.leftovers import is_temporary_name, is_untouched, new_temporary_name, writer_is_dead
 from torchhal.checkpoint.local import LocalPlace
 from torchhal.checkpoint.place import Place
 from torchhal.errors import CheckpointError
 
 _PIECE = 8 << 20
+_VERSIONS = (
+    "ETag",
+    "etag",
+    "generation",
+    "md5Hash",
+    "content_md5",
+    "mtime",
+    "LastModified",
+    "last_modified",
+    "created",
+)
+"""Under these names fsspec's file systems say which version of a file they have."""
 _COMMON_OPTIONS = frozenset(
     {
         "asynchronous",
@@ -129,8 +142,15 @@ class RemotePlace(Place):
     def _sweep(self, folder: str) -> None:
         for entry in self.fs.ls(folder, detail=True):
             name = os.path.basename(entry["name"])
-            if is_temporary_name(name) and writer_is_dead(name):
+            if is_temporary_name(name) and (writer_is_dead(name) or is_untouched(self._modified_s(entry["name"]))):
                 self.fs.rm_file(entry["name"])
+
+    def _modified_s(self, path: str) -> float:
+        """Now, where the file system doesn't say."""
+        try:
+            return float(self.fs.modified(path).timestamp())
+        except (OSError, NotImplementedError):
+            return time.time()
 
     def _info(self) -> dict[str, Any]:
         self.fs.invalidate_cache(self.fs._parent(self.path))  # another process may have written since
@@ -178,6 +198,30 @@ class RemotePlace(Place):
             if entry.get("type") == "file" and not is_temporary_name(name):
                 places.append(RemotePlace(self.fs, entry["name"], f"{self.shown.rstrip('/')}/{name}"))
         return places
+
+    def is_taken(self) -> bool:
+        try:
+            self._info()
+        except FileNotFoundError:
+            return False
+        return True
+
+    def version(self) -> list[Any] | None:
+        try:
+            about = self._info()
+        except OSError:
+            return None
+        return [about.get("size"), *(str(about[key]) for key in _VERSIONS if about.get(key) is not None)]
+
+    def create(self, content: bytes) -> bool:
+        if self.is_taken():
+            return False
+        self.write(content)
+        return True
+
+    def write(self, content: bytes) -> None:
+        self.fs.makedirs(self.fs._parent(self.path), exist_ok=True)
+        self.fs.pipe_file(self.path, content)
 
     def modified_ns(self) -> int:
         try:

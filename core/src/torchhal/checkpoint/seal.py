@@ -117,11 +117,12 @@ def verify(file: BinaryIO, shown: str) -> Ending:
     return ending
 
 
-def verify_description(file: BinaryIO, shown: str) -> None:
+def verify_description(file: BinaryIO, shown: str) -> Ending:
     """As :func:`verify`, but read only what says which tensors there are: their data may still be damaged."""
-    _ending_of(file, shown)
+    ending, _, _ = _ending_of(file, shown)
     _verify_records(file, shown, data=False)
     file.seek(0)
+    return ending
 
 
 def _ending_of(file: BinaryIO, shown: str) -> tuple[Ending, int, bytes]:

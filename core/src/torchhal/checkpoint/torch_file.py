@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import time
 from collections.abc import Mapping
 from typing import IO, Any, ClassVar, cast
 
@@ -14,10 +13,11 @@ import torch
 # copy each tensor by itself, so that tied ones come apart, or read with other defaults.
 from torch import serialization
 
+from torchhal.checkpoint import save_time
 from torchhal.checkpoint.base import CheckpointIO
 from torchhal.checkpoint.contents import inspect_contents
 from torchhal.checkpoint.local import LocalPlace
-from torchhal.checkpoint.place import place_of
+from torchhal.checkpoint.place import Place, place_of
 from torchhal.checkpoint.reading import check_map_location
 from torchhal.checkpoint.seal import HEAD, TAIL, SealingFile, read_ending, verify, verify_description
 from torchhal.checkpoint.views import pickle_module
@@ -71,7 +71,7 @@ class TorchCheckpointIO(CheckpointIO):
                         raise
                 if sealing.error is not None:  # the cause, not what torch made of it
                     raise sealing.error
-                sealing.seal(time.time_ns())
+                sealing.seal(save_time.next_ns())
         except CheckpointError:
             raise
         except Exception as error:
@@ -90,7 +90,7 @@ class TorchCheckpointIO(CheckpointIO):
         place = place_of(path, self.storage_options)
         with place.reading() as file:
             try:
-                verify(file, place.shown)
+                save_time.seen(verify(file, place.shown).saved_ns)
                 loaded = serialization.load(file, map_location=map_location, weights_only=weights_only)
             except CheckpointError:
                 raise
@@ -108,7 +108,7 @@ class TorchCheckpointIO(CheckpointIO):
             return self.load_checkpoint(path)
         with place.reading() as file:
             try:
-                verify_description(file, place.shown)
+                save_time.seen(verify_description(file, place.shown).saved_ns)
                 loaded = serialization.load(place.path, mmap=True, map_location="cpu", weights_only=True)
             except CheckpointError:
                 raise
@@ -127,15 +127,27 @@ class TorchCheckpointIO(CheckpointIO):
     def list_checkpoints(self, folder: str | os.PathLike[str]) -> list[str]:
         """The completed checkpoints in ``folder``, ordered by when they were saved, then by name (CIO-16).
 
-        The time stands in the file, so that a copied folder keeps its order; for one that plain torch.save wrote
-        it is the file's modification time.
+        The time stands in the file, so that a copied folder keeps its order, and is later than those of what the run
+        had loaded and saved before, whatever the clock says; for one that plain torch.save wrote it is the file's
+        modification time.
         """
         found = []
         for place in place_of(folder, self.storage_options, folder=True).children():
-            ending = read_ending(*place.ends(len(HEAD), TAIL))
-            if ending is not None:
-                found.append((ending.saved_ns if ending.sealed else place.modified_ns(), place.shown))
+            saved_ns = saved_at(place)
+            if saved_ns is not None:
+                found.append((saved_ns, place.shown))
         return [shown for _, shown in sorted(found)]
+
+    def saved_ns(self, path: str | os.PathLike[str]) -> int:
+        return saved_at(place_of(path, self.storage_options)) or 0
+
+
+def saved_at(place: Place) -> int | None:
+    """When the checkpoint file here was saved, in ns since the epoch; None if it is none."""
+    ending = read_ending(*place.ends(len(HEAD), TAIL))
+    if ending is None:
+        return None
+    return ending.saved_ns if ending.sealed else place.modified_ns()
 
 
 def _as_checkpoint(loaded: Any, shown: str) -> dict[str, Any]:

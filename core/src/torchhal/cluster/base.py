@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from datetime import timedelta
 from typing import TYPE_CHECKING, ClassVar
 
+from torchhal.cluster.job import current_job
 from torchhal.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from torchhal.launchers.base import Launcher
+
+
+class RanksNotMetError(ConfigurationError):
+    """No variable says what was asked for; the ranks find it out when they meet (:meth:`ClusterEnvironment.join`)."""
 
 
 class ClusterEnvironment(ABC):
@@ -18,7 +24,7 @@ class ClusterEnvironment(ABC):
     Callers rely on this: every number is an int (ENV-05); reading starts no process, resolves no name and takes
     milliseconds (ENV-17); neither :meth:`detect` nor the constructor writes ``os.environ`` (ENV-10); values are
     read when asked for, so an unpickled copy in another process answers for that process (ENV-16). A missing or
-    garbled variable raises ConfigurationError naming it (ENV-06).
+    garbled variable raises ConfigurationError naming it (ENV-06). None communicates but :meth:`join`.
     """
 
     name: ClassVar[str]
@@ -95,6 +101,11 @@ class ClusterEnvironment(ABC):
     def main_address(self) -> str:
         """Host on which rank 0 listens; the same on all ranks (ENV-07)."""
 
+    def job_id(self) -> str:
+        """What tells this job from another one whose ranks meet at the same address and port, the same on all ranks;
+        "" where nothing does."""
+        return ""
+
     @property
     @abstractmethod
     def main_port(self) -> int:
@@ -114,12 +125,27 @@ class ClusterEnvironment(ABC):
         """Told by the launcher, in the process that launches and is a rank itself, where the ranks meet: from now on
         :meth:`world_size` counts them all."""
 
+    def join(self, timeout: timedelta) -> None:
+        """Find out what no variable says of where this process stands, by asking the other ranks if need be.
+
+        Called on every rank when a run begins, not when a Trainer is made. Until then what isn't known raises
+        RanksNotMetError. Waits for the other ranks no longer than ``timeout``.
+        """
+
     def validate_settings(self, *, num_devices: int, num_nodes: int) -> None:
         """Raise ConfigurationError showing both numbers when the job isn't what the user asked for (ENV-11)."""
 
-    stop_signals: tuple[int, ...] = ()
-    """Signals, beside SIGTERM and SIGINT, by which the scheduler announces the end: a fit that gets one saves and ends
-    with 128 and its number."""
+    @property
+    def stop_signals(self) -> tuple[int, ...]:
+        """Signals, beside SIGTERM and SIGINT, by which the scheduler announces the end: a fit that gets one saves and
+        ends with 128 and its number. Those of the job, whoever has started the processes in it; an environment may set
+        its own. One for which the program has installed a handler stays the program's."""
+        own: tuple[int, ...] | None = self.__dict__.get("_stop_signals")
+        return current_job().stop_signals if own is None else own
+
+    @stop_signals.setter
+    def stop_signals(self, signals: Iterable[int]) -> None:
+        self._stop_signals = tuple(signals)
 
     def run_again(self, signum: int, *, continues: bool) -> str:
         """Ask the scheduler for another life of this job. Called on rank 0 when a signal has stopped a fit that has
@@ -132,7 +158,7 @@ class ClusterEnvironment(ABC):
         Returns:
             What to tell whoever reads the log, "" for nothing: it is not asked for, or not for this signal.
         """
-        return ""
+        return current_job().run_again(signum, continues=continues)
 
     def teardown(self) -> None:
         """Restore what this object changed, and only that. Idempotent."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any, ClassVar
 
-from torchhal.cluster.base import ClusterEnvironment
+from torchhal.cluster.base import ClusterEnvironment, RanksNotMetError
 from torchhal.cluster.meeting import Place, ask_around, is_loopback
 from torchhal.cluster.variables import given, read_address, read_int, read_port
 from torchhal.errors import ConfigurationError
@@ -14,7 +15,8 @@ class ExternalEnvironment(ClusterEnvironment):
     """Every process exists when the script starts.
 
     MASTER_ADDR and MASTER_PORT, where they are set, say where the ranks meet; otherwise the subclass does. Where a
-    launcher says nothing of nodes, NODE_RANK and NNODES are read if they are set; else the ranks ask each other, once.
+    launcher says nothing of nodes, NODE_RANK and NNODES are read if they are set; else the ranks ask each other, once,
+    when a run begins.
     """
 
     launcher: ClassVar[str]
@@ -56,16 +58,42 @@ class ExternalEnvironment(ClusterEnvironment):
     def local_world_size(self) -> int:
         return self._asked().local_world_size
 
+    def join(self, timeout: timedelta) -> None:
+        if self._place is None and not self._says_place():
+            self._place = ask_around(self, timeout)
+
+    def _says_place(self) -> bool:
+        """Whether variables say which node this is, of how many, and how many processes it has."""
+        try:
+            self.num_nodes(), self.node_rank(), self.local_world_size()
+        except RanksNotMetError:
+            return False
+        return True
+
     def _asked(self) -> Place:
+        if self._place is None and self.world_size() == 1:
+            self._place = Place(0, 0, 1, 1)
         if self._place is None:
-            self._place = ask_around(self)
+            raise RanksNotMetError(
+                f"{self.launcher} doesn't say which ranks share a host, which they find out when they meet: ask in "
+                "fit, validate, test or predict, or set NODE_RANK and NNODES (and LOCAL_WORLD_SIZE)"
+            )
         return self._place
 
     def validate_settings(self, *, num_devices: int, num_nodes: int) -> None:
-        # what variables say comes first: the last may have to ask the other ranks
+        # What variables say comes first: the rest may not be known before the ranks have met.
         world, rank, local_rank = self.world_size(), self.global_rank(), self.local_rank()
+        if rank >= world or local_rank >= world:
+            raise ConfigurationError(
+                f"{self.launcher}'s variables contradict each other: rank {rank} of {world}, local rank {local_rank}"
+            )
+        if num_nodes > 1 and given("MASTER_ADDR") and is_loopback(self.main_address):
+            raise ConfigurationError(
+                f"MASTER_ADDR must be an address at which all {num_nodes} nodes reach rank 0 (got "
+                f"{self.main_address!r}, which every node means itself by)"
+            )
         local = self.local_world_size()
-        if rank >= world or local_rank >= local or local > world:
+        if local_rank >= local or local > world:
             raise ConfigurationError(
                 f"{self.launcher}'s variables contradict each other: rank {rank} of {world}, local rank {local_rank} "
                 f"of {local}"
@@ -75,17 +103,12 @@ class ExternalEnvironment(ClusterEnvironment):
                 f"{self.launcher} started {local} process(es) on this node, but {num_devices} device(s) are asked "
                 "for: make both the same, or say devices='auto'"
             )
-        # Even nodes need no question to the other ranks, which one that was refused would never answer.
+        # Even nodes need no question to the other ranks.
         nodes = num_nodes if world == local * num_nodes else self.num_nodes()
         if nodes != num_nodes:
             raise ConfigurationError(
                 f"{self.launcher} started processes on {nodes} node(s), but {num_nodes} node(s) are asked for "
                 "(num_nodes): make both the same, or say num_nodes='auto'"
-            )
-        if nodes > 1 and is_loopback(self.main_address):
-            raise ConfigurationError(
-                f"MASTER_ADDR must be an address at which all {nodes} nodes reach rank 0 (got {self.main_address!r}, "
-                "which every node means itself by)"
             )
 
     def __getstate__(self) -> dict[str, Any]:

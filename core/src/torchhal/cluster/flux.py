@@ -48,5 +48,8 @@ class FluxEnvironment(ExternalEnvironment):
     def _port(self) -> int:
         return port_of(read_text("FLUX_JOB_ID"))  # not a number
 
+    def job_id(self) -> str:
+        return f"Flux's job {given('FLUX_JOB_ID')}" if given("FLUX_JOB_ID") else ""
+
     def _no_address(self) -> str:
         return "rank 0's host, the first that 'flux hostlist local' prints"

@@ -53,5 +53,8 @@ class LSFEnvironment(ExternalEnvironment):
             raise ConfigurationError(f"LSB_DJOB_RANKFILE is empty ({path}): set MASTER_ADDR to rank 0's host")
         return hosts[1] if len(hosts) > 1 else hosts[0]  # the first is where the script runs, not a rank
 
+    def job_id(self) -> str:
+        return f"LSF's job {given('LSB_JOBID')}" if given("LSB_JOBID") else ""
+
     def _port(self) -> int:
         return port_of(read_text("LSB_JOBID"))

@@ -45,21 +45,21 @@ def ask_around(environment: ClusterEnvironment, timeout: timedelta | None = None
     """Ask all ranks of the job for their host, over the store where they meet. Every rank has to call it.
 
     Raises:
-        CollectiveTimeoutError: ranks that never came, by name.
-        what :func:`torchhal.launchers.rendezvous.connect` raises.
+        what :func:`torchhal.launchers.rendezvous.generation_store` raises.
     """
     from torchhal.launchers import rendezvous
-    from torchhal.launchers.stores import PrefixedStore
 
     rank, world_size = environment.global_rank(), environment.world_size()
     if world_size == 1:
         return Place(0, 0, 1, 1)
-    timeout = timeout or rendezvous.DEFAULT_TIMEOUT
-    job = rendezvous.connect(environment, timeout)
-    store = PrefixedStore("torchhal/hosts", job)
-    store.set(f"host/{rank}", _host())
-    rendezvous.roll_call(store, rank, world_size, timeout, name="finding out which ranks share a host", job=job)
-    return place_of(rank, [store.get(f"host/{other}").decode() for other in range(world_size)])
+    store = rendezvous.generation_store(
+        environment,
+        timeout or rendezvous.DEFAULT_TIMEOUT,
+        kind=rendezvous.HOSTS,
+        name="finding out at {where} which ranks share a host",
+        say=_host(),
+    )
+    return place_of(rank, [store.get(f"say/{other}").decode() for other in range(world_size)])
 
 
 def _host() -> str:

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import atexit
+import faulthandler
 import importlib.util
 import socket
-from typing import ClassVar
+import sys
+import time
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, ClassVar
 
+from torchhal.cluster.base import RanksNotMetError
 from torchhal.cluster.external import ExternalEnvironment
 from torchhal.cluster.meeting import port_of
 from torchhal.cluster.variables import given, read_int
 from torchhal.errors import ConfigurationError
 from torchhal.launchers.process import launched_by
+
+_PLACE_SIZE = 512
+"""Bytes for a host's name, which has at most 255, and a port."""
+
+
+_HEAD_START = 5.0
+"""Seconds that the others wait longer for those that rank 0 knows to be missing: it says who, and that ends the job."""
 
 
 class _MPIEnvironment(ExternalEnvironment):
@@ -67,8 +81,28 @@ class _MPIEnvironment(ExternalEnvironment):
     def _from_mpi(self) -> tuple[str, int]:
         """Rank 0's host and a free port there, from MPI itself. The same on all ranks, each of which has to ask."""
         if self._meeting is None:
-            self._meeting = self._from_azure() or self._broadcast()
+            self._meeting = self._from_azure()
+        if self._meeting is None:
+            self._require_mpi4py()
+            raise RanksNotMetError(f"where the ranks of {self.launcher} meet, MPI tells them when a run begins")
         return self._meeting
+
+    def join(self, timeout: timedelta) -> None:
+        if self._meeting is None and not self._says_meeting():
+            self._meeting = self._ask_rank_0(timeout)
+        super().join(timeout)
+
+    def _says_meeting(self) -> bool:
+        try:
+            _ = self.main_address, self.main_port
+        except RanksNotMetError:
+            return False
+        return True
+
+    def validate_settings(self, *, num_devices: int, num_nodes: int) -> None:
+        with suppress(RanksNotMetError):
+            _ = self.main_address, self.main_port  # what is missing is said now, and not when a run begins
+        super().validate_settings(num_devices=num_devices, num_nodes=num_nodes)
 
     def _from_azure(self) -> tuple[str, int] | None:
         """Azure ML's MPI jobs say ``address:port``, in one variable."""
@@ -80,15 +114,18 @@ class _MPIEnvironment(ExternalEnvironment):
             raise ConfigurationError(f"AZ_BATCH_MASTER_NODE must be 'address:port' in the environment (got {text!r})")
         return address.strip("[]"), int(port)
 
-    def _broadcast(self) -> tuple[str, int]:
-        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not given(name)]
+    def _require_mpi4py(self) -> None:
+        missing = _missing()
         if importlib.util.find_spec("mpi4py") is None:
             raise ConfigurationError(
                 f"{' and '.join(missing)} must be set in the environment of all ranks, to the host of rank 0 and a "
                 f"free port there: {self.launcher} doesn't say them, and mpi4py, which could, isn't installed"
             )
+
+    def _ask_rank_0(self, timeout: timedelta) -> tuple[str, int]:
+        missing = _missing()
         try:
-            from mpi4py import MPI  # type: ignore[import-not-found, unused-ignore]  # initialises MPI
+            MPI = _wait_for_all_ranks_in_mpi_init(timeout)
         except ImportError as error:  # its wheels look for a library when they are imported
             raise ConfigurationError(
                 f"mpi4py is installed, but finds no MPI library ({error}): set {' and '.join(missing)} instead, or "
@@ -102,16 +139,74 @@ class _MPIEnvironment(ExternalEnvironment):
                 f"mpi4py has found another MPI. Set {' and '.join(missing)} instead, or say in MPI4PY_MPIABI which one "
                 "its wheel is to load"
             )
-        place = None
-        if world.Get_rank() == 0:
-            with socket.socket() as free:
-                free.bind(("", 0))
-                place = (socket.gethostname(), free.getsockname()[1])
-        address, port = world.bcast(place)
-        # MPICH 4.0 over UCX: after the broadcast alone every other job hung in MPI_Finalize, one rank in UCX and the
-        # rest in the barrier; why isn't known. With this, 3 of 500 that end at once hang, and 0 of 250 later ones.
-        world.Barrier()
-        return str(address), int(port)
+        try:
+            return _place_of_rank_0(world, MPI.BYTE, timeout, f"meeting of {self.launcher}'s ranks over MPI")
+        except BaseException:
+            # This process would wait in MPI_Finalize for the ranks that never came, with its error said.
+            atexit.register(_abort, world)
+            raise
+
+
+def _wait_for_all_ranks_in_mpi_init(timeout: timedelta) -> Any:
+    """mpi4py's module, which initialises MPI when it is imported.
+
+    That waits in C for all ranks, with the GIL, so that no thread of Python's could say anything: after ``timeout``
+    faulthandler prints where this rank is, which is here, and ends the process.
+    """
+    faulthandler.dump_traceback_later(timeout.total_seconds(), exit=True, file=2)
+    try:
+        from mpi4py import MPI  # type: ignore[import-not-found, unused-ignore]
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    return MPI
+
+
+def _place_of_rank_0(world: Any, kind: Any, timeout: timedelta, name: str) -> tuple[str, int]:
+    """Rank 0's host and a free port there, on every rank of ``world``.
+
+    Each rank calls rank 0, which answers it: so rank 0 knows who has not come. Nothing waits in C.
+
+    Raises:
+        CollectiveTimeoutError: some have not come within ``timeout``.
+    """
+    from torchhal.launchers.roll_call import wait_until  # imports torch
+
+    deadline = time.monotonic() + timeout.total_seconds()
+    place = bytearray(_PLACE_SIZE)
+    silent: dict[int, Any] = {}
+    sent: list[Any] = []
+    if world.Get_rank() == 0:
+        with socket.socket() as free:
+            free.bind(("", 0))
+            text = f"{socket.gethostname()} {free.getsockname()[1]}".encode()
+        place[: len(text)] = text
+        for other in range(1, world.Get_size()):
+            silent[other] = world.Irecv([bytearray(1), kind], source=other)
+    else:
+        sent.append(world.Isend([bytearray(1), kind], dest=0))
+        silent[0] = world.Irecv([place, kind], source=0)
+
+    def all_here() -> bool:
+        for other in [other for other, request in silent.items() if request.Test()]:
+            del silent[other]
+            if other != 0:
+                sent.append(world.Isend([place, kind], dest=other))
+        return not silent and all(request.Test() for request in sent)
+
+    wait_until(all_here, timeout, name=name, absent=lambda: sorted(silent))
+    # MPICH 4.0 over UCX: without a barrier every other job hung in MPI_Finalize, one rank in UCX and the rest in the
+    # barrier; why isn't known. With it, 3 of 500 that end at once hang, and 0 of 250 later ones.
+    left = timedelta(seconds=max(0.0, deadline - time.monotonic()) + _HEAD_START * (world.Get_rank() != 0))
+    wait_until(world.Ibarrier().Test, left, name=name, absent=list)
+    address, port = place.rstrip(b"\0").decode().split()
+    return address, int(port)
+
+
+def _abort(world: Any) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+    world.Abort(1)
 
 
 class OpenMPIEnvironment(_MPIEnvironment):
@@ -131,6 +226,9 @@ class OpenMPIEnvironment(_MPIEnvironment):
     def _job(self) -> str:
         return given("PMIX_NAMESPACE")
 
+    def job_id(self) -> str:
+        return f"mpirun's job {self._job()}" if self._job() else ""
+
 
 class MPICHEnvironment(_MPIEnvironment):
     """A process started by Hydra, the ``mpiexec`` of MPICH and of the MPIs made from it, or by PALS, that of HPE Cray
@@ -143,6 +241,10 @@ class MPICHEnvironment(_MPIEnvironment):
     size_variables: ClassVar[tuple[str, ...]] = ("PMI_SIZE", "PALS_SIZE")
     local_rank_variables: ClassVar[tuple[str, ...]] = ("MPI_LOCALRANKID", "PALS_LOCAL_RANKID")
     local_size_variables: ClassVar[tuple[str, ...]] = ("MPI_LOCALNRANKS", "PALS_LOCAL_SIZE")
+
+
+def _missing() -> list[str]:
+    return [name for name in ("MASTER_ADDR", "MASTER_PORT") if not given(name)]
 
 
 def _first(names: tuple[str, ...]) -> str:

@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import os
-import shutil
-import signal
-import subprocess
-import time
 from collections.abc import Callable
 from typing import ClassVar, TypeVar
 
 from torchhal.cluster import hostlist
 from torchhal.cluster.external import ExternalEnvironment
+from torchhal.cluster.job import SlurmJob
 from torchhal.cluster.meeting import port_of
 from torchhal.cluster.variables import given, read_int, read_text
 from torchhal.errors import ConfigurationError
-from torchhal.launchers.process import describe_exit, launched_by
-from torchhal.launchers.signals import NotedSignals
+from torchhal.launchers.process import launched_by
 
 _T = TypeVar("_T")
-
-_END_TIMEOUT = 60.0
-"""Seconds to wait for the SIGTERM of a job that was put back: Slurm sends it within one."""
-
-_ASK = 'trap "" HUP INT TERM USR1 USR2; exec scontrol requeue "$1"'
-"""Slurm ends scontrol, a process of the step, as it ends the others, and often before scontrol has said how it went."""
 
 _MPI = (
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_RANK"),
@@ -43,10 +33,7 @@ class SlurmEnvironment(ExternalEnvironment):
     The ranks meet on the step's first host, at a port made from the job, the step and the number of its restarts.
 
     Args:
-        requeue: put the job back into the queue when ``requeue_signal`` has stopped a fit that can go on.
-            TORCHHAL_REQUEUE=1 or 0 in the environment has the last word.
-        requeue_signal: a number or name; what ``sbatch --signal`` says. It stops a fit as SIGTERM does, requeued or
-            not.
+        requeue: see :class:`~torchhal.cluster.job.SlurmJob`; so is ``requeue_signal``.
 
     Raises:
         ConfigurationError: no such signal, or one that can't be handled.
@@ -57,12 +44,10 @@ class SlurmEnvironment(ExternalEnvironment):
     features: ClassVar[frozenset[str]] = frozenset({"host_lists"})
     launcher: ClassVar[str] = "srun"
 
-    def __init__(self, *, requeue: bool = False, requeue_signal: int | str = signal.SIGUSR1) -> None:
+    def __init__(self, *, requeue: bool = False, requeue_signal: int | str = "SIGUSR1") -> None:
         super().__init__()
-        if not isinstance(requeue, bool):
-            raise ConfigurationError(f"'requeue' must be a bool (got {requeue!r})")
-        self.requeue = requeue
-        self.stop_signals = (_signal(requeue_signal),)
+        self._job = SlurmJob(requeue=requeue, requeue_signal=requeue_signal)
+        self._stop_signals = self._job.stop_signals
 
     @classmethod
     def detect(cls) -> bool:
@@ -117,6 +102,10 @@ class SlurmEnvironment(ExternalEnvironment):
             return _first_line_of_host_file()
         return _parsed("SLURM_STEP_NODELIST", hostlist.hosts)[0]
 
+    def job_id(self) -> str:
+        job = given("SLURM_HET_JOB_ID") or given("SLURM_JOB_ID")
+        return f"step {given('SLURM_STEP_ID')} of Slurm's job {job}"
+
     def _port(self) -> int:
         # Not the last digits of the job's number: those of other jobs end alike, and two steps of a job share it.
         return port_of(
@@ -130,7 +119,7 @@ class SlurmEnvironment(ExternalEnvironment):
                 f"Slurm's variables contradict each other: SLURM_STEP_NUM_TASKS={world}, but "
                 f"SLURM_STEP_TASKS_PER_NODE={given('SLURM_STEP_TASKS_PER_NODE')} makes {sum(counts)}"
             )
-        self._requeues()  # now, and not when the signal has come
+        self._job.check()  # now, and not when the signal has come
         super().validate_settings(num_devices=num_devices, num_nodes=num_nodes)
         here = given("SLURMD_NODENAME")
         if self.global_rank() == 0 and here and not given("MASTER_ADDR") and here != self._address():
@@ -141,62 +130,10 @@ class SlurmEnvironment(ExternalEnvironment):
             )
 
     def run_again(self, signum: int, *, continues: bool) -> str:
-        # Who sends SIGTERM, scancel or a preemption, has decided about the job already.
-        if signum not in self.stop_signals or not self._requeues():
-            return ""
-        if not continues:
-            return (
-                "the job is not requeued, for it would not go on from here: call fit with ckpt_path='last', and keep "
-                "the ModelCheckpoint"
-            )
-        return requeue()
-
-    def _requeues(self) -> bool:
-        switch = given("TORCHHAL_REQUEUE")
-        if switch not in ("", "0", "1"):
-            raise ConfigurationError(f"TORCHHAL_REQUEUE must be 1 or 0 in the environment (got {switch!r})")
-        return switch == "1" if switch else self.requeue
+        return self._job.run_again(signum, continues=continues)
 
     def _tasks_per_node(self) -> list[int]:
         return _parsed("SLURM_STEP_TASKS_PER_NODE", hostlist.tasks_per_node)
-
-
-def requeue() -> str:
-    """Put this job into the queue again, and say how that went, when Slurm begins to end its processes.
-
-    Until then none may leave by itself: a batch script whose step has ended while the job is put back ends the job, in
-    every second case, which then has failed and has no other life (Slurm 22.05).
-
-    An element of an array goes by its own name: the job number that one of the elements has is the whole array's.
-    """
-    array, task = given("SLURM_ARRAY_JOB_ID"), given("SLURM_ARRAY_TASK_ID")
-    job = f"{array}_{task}" if array and task else given("SLURM_JOB_ID")
-    with NotedSignals() as noted:
-        if shutil.which("scontrol") is None:
-            return f"job {job} is not requeued: there is no scontrol here (in a container, mount Slurm's client)"
-        ask = ["/bin/sh", "-c", _ASK, "sh", job]
-        try:
-            done = subprocess.run(ask, capture_output=True, text=True, timeout=60, check=False)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            return f"job {job} is not requeued: {error}"
-        if done.returncode < 0:
-            return f"job {job} may not be requeued: scontrol {describe_exit(done.returncode)}"
-        if done.returncode:
-            return f"job {job} is not requeued: scontrol says {(done.stderr or done.stdout).strip()!r}"
-        deadline = time.monotonic() + _END_TIMEOUT
-        while not noted.received and time.monotonic() < deadline:
-            time.sleep(0.05)
-    return f"job {job} is requeued"
-
-
-def _signal(value: int | str) -> int:
-    try:
-        found = signal.Signals[value] if isinstance(value, str) else signal.Signals(value)
-    except (KeyError, ValueError):
-        raise ConfigurationError(f"'requeue_signal' must be a signal, such as 'SIGUSR1' (got {value!r})") from None
-    if found in (signal.SIGKILL, signal.SIGSTOP) or isinstance(value, bool):
-        raise ConfigurationError(f"'requeue_signal' must be a signal that can be handled (got {value!r})")
-    return int(found)
 
 
 def _mpi_is_inside() -> bool:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from torchhal.errors import CheckpointCorruptError, CheckpointError
 from torchhal.hints import CHECKPOINT_FILES
+from torchhal.terminal import echo
 
 if TYPE_CHECKING:
     from torchhal.checkpoint import CheckpointIO
@@ -56,7 +57,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
     }
     for name, value in facts.items():
         if value is not None:
-            print(f"{name:<14} {value}")
+            echo(f"{name:<14} {value}")
     print_table([(t["name"], f"({', '.join(map(str, t['shape']))})", t["dtype"], t["bytes"]) for t in found["tensors"]])
     return 0
 
@@ -70,9 +71,9 @@ def _consolidate(arguments: argparse.Namespace) -> int:
         source, target = arguments.source, arguments.target
         _, io = _find_io(source)
         tied = consolidate(io, source, target, weights_only=arguments.weights_only, force=arguments.force)
-    print(f"wrote {target}")
+    echo(f"wrote {target}")
     for name, kept in tied.items():
-        print(f"{name} is in it as {kept}: they share memory")
+        echo(f"{name} is in it as {kept}: they share memory")
     return 0
 
 
@@ -125,12 +126,10 @@ WIDEST: Final = 60
 
 def size(count: int) -> str:
     """``"1.5 GiB (1610612736 bytes)"``."""
-    value, unit = float(count), "bytes"
-    for unit in ("bytes", "KiB", "MiB", "GiB", "TiB"):
-        if value < 1024 or unit == "TiB":
-            break
-        value /= 1024
-    return f"{count} bytes" if unit == "bytes" else f"{value:.1f} {unit} ({count} bytes)"
+    from torchhal.memory import format_bytes
+
+    short = format_bytes(count)
+    return short if short.endswith("bytes") else f"{short} ({count} bytes)"
 
 
 def print_table(rows: list[tuple[Any, ...]]) -> None:
@@ -143,4 +142,4 @@ def print_table(rows: list[tuple[Any, ...]]) -> None:
             f"{cell:>{width}}" if isinstance(cell, int) else f"{cell!s:<{width}}"
             for cell, width in zip(row, widths, strict=True)
         )
-        print("  ".join(cells).rstrip())
+        echo("  ".join(cells).rstrip())

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchhal.errors import ConfigurationError
 from torchhal.plugin import KINDS
+from torchhal.terminal import echo
 
 if TYPE_CHECKING:
     from torchhal.cli import Parsers
@@ -84,8 +85,8 @@ def _run(arguments: argparse.Namespace) -> int:
     else:
         for result in results:
             if result.outcome == "failed":
-                print(f"{result.text}\n")
-        print("\n".join(_summary(report)))
+                echo(f"{result.text}\n")
+        echo("\n".join(_summary(report)))
     return _CODES[report["verdict"]]
 
 
@@ -145,5 +146,5 @@ def _list(arguments: argparse.Namespace) -> int:
         return 0
     for one in found:
         beyond = f" ({', '.join(sorted(one.features))})" if one.features else ""
-        print(f"{one.id} {one.level}{beyond}: {one.contract}")
+        echo(f"{one.id} {one.level}{beyond}: {one.contract}")
     return 0

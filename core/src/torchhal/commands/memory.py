@@ -6,14 +6,20 @@ import argparse
 import json
 import os
 import sys
+import warnings
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from torchhal.errors import ConfigurationError, ModelError, TorchhalError, UnsupportedCombinationError
 
 if TYPE_CHECKING:
     from torchhal.memory import ModelMemory
-    from torchhal.resolve import Plan
+    from torchhal.resolve import Plan, Request
+    from torchhal.trainer import Trainer
+
+EPOCHS: Final = 10
+BATCHES: Final = 1000
+"""Of an epoch: what a model reads from ``self.trainer``, for a schedule say, which has no part in its memory."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -26,11 +32,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model-args", default=None, metavar="JSON", help="its arguments, an object or an array")
 
 
-def estimate(arguments: argparse.Namespace, plan: Plan) -> dict[str, Any]:
-    """Bytes for the strategy that was asked for, or for every one that can be used, as plain data."""
+def estimate(arguments: argparse.Namespace, request: Request, plan: Plan) -> dict[str, Any]:
+    """Bytes for the strategy that was asked for, or for every one that can be used, as plain data.
+
+    Args:
+        arguments: of the command line.
+        request: made of them.
+        plan: what it was resolved to.
+    """
     from torchhal.memory import bytes_of
 
-    memory = _measure(arguments, plan)
+    memory = _measure(arguments, request, plan)
     asked = arguments.strategy.strip().lower() != "auto"
     strategy, precision = plan.strategy, plan.precision.value
     rows = [_row(strategy.alias, strategy.value, memory, precision, plan.world_size)] if asked else []
@@ -61,7 +73,7 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
         yield "  ".join([row["strategy"].ljust(width), *cells]) + (f"  ({row['note']})" if row["note"] else "")
 
 
-def _measure(arguments: argparse.Namespace, plan: Plan) -> ModelMemory:
+def _measure(arguments: argparse.Namespace, request: Request, plan: Plan) -> ModelMemory:
     from torchhal.memory import build_model, model_memory
     from torchhal.trainer.optimization import configure_optimizers
 
@@ -69,7 +81,9 @@ def _measure(arguments: argparse.Namespace, plan: Plan) -> ModelMemory:
         given = None if arguments.model_args is None else json.loads(arguments.model_args)
     except ValueError as error:
         raise ConfigurationError(f"'--model-args' must be JSON (got {arguments.model_args!r}: {error})") from error
-    module = plan.precision.value.convert_module(build_model(_find(arguments.model), given))
+    trainer = _stand_in(request)
+    module = plan.precision.value.convert_module(build_model(_find(arguments.model), given, trainer=trainer))
+    trainer.module = module
     if not hasattr(module, "configure_optimizers"):
         raise ModelError(
             f"{type(module).__name__} has no configure_optimizers(), so what its optimizer needs is not known: define "
@@ -81,10 +95,40 @@ def _measure(arguments: argparse.Namespace, plan: Plan) -> ModelMemory:
         raise
     except Exception as error:
         raise ModelError(
-            f"{type(module).__name__}.configure_optimizers can't be called without a Trainer and data "
-            f"({type(error).__name__}: {error})"
+            f"{type(module).__name__}.configure_optimizers can't be called without a Trainer that fits it "
+            f"({type(error).__name__}: {error}). A torchhal.Module finds one with {EPOCHS} epochs of {BATCHES} batches "
+            "in self.trainer here, and no data in it"
         ) from error
     return model_memory(module, optimizers)
+
+
+def _stand_in(request: Request) -> Trainer:
+    """What ``self.trainer`` is to a model that nobody fits: made as asked for, with batches that are only counted."""
+    from torchhal.trainer import Trainer
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the Plan has given the notes
+        trainer = Trainer(
+            **vars(request),
+            max_epochs=EPOCHS,
+            max_steps=EPOCHS * BATCHES,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+    trainer.state.fn = "fit"
+    counted: Any = _Batches(range(BATCHES), BATCHES, BATCHES)
+    trainer.fit_loop.data = counted
+    return trainer
+
+
+class _Batches(NamedTuple):
+    """Of :class:`torchhal.trainer.data.TrainingData`, what tells a model how long it trains."""
+
+    loader: range
+    length: int
+    whole_length: int
 
 
 def _find(target: str) -> Any:
@@ -137,7 +181,7 @@ def _every(memory: ModelMemory, plan: Plan) -> Iterator[dict[str, Any]]:
             check_accelerator(plan.accelerator, Part("strategy", alias, strategy, ""))
         except UnsupportedCombinationError:
             continue
-        processes = strategy.num_local_processes(len(plan.device_indices)) * plan.num_nodes
+        processes = strategy.num_local_processes(len(plan.device_indices)) * (plan.num_nodes or 1)
         world_size = processes if strategy.multi_device else 1
         row = _row(alias, strategy, memory, plan.precision.value, world_size)
         if "reason" in row:

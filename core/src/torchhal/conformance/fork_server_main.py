@@ -23,6 +23,7 @@ import fcntl
 import gc
 import importlib.machinery
 import io
+import linecache
 import os
 import runpy
 import signal
@@ -311,6 +312,8 @@ def _run(options: Sequence[str], arguments: Sequence[str], folder: str, search: 
             runpy._run_module_as_main(rest[0])  # type: ignore[attr-defined]
         elif first == "-c":
             sys.argv = ["-c", *rest[1:]]
+            if sys.version_info >= (3, 13):  # whose tracebacks show the lines of a -c
+                linecache.cache["<string>"] = (len(rest[0]), None, rest[0].splitlines(keepends=True), "<string>")
             exec(compile(rest[0], "<string>", "exec"), main.__dict__)
         elif os.path.isdir(script):
             runpy._run_module_as_main("__main__", False)  # type: ignore[attr-defined]

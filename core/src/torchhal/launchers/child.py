@@ -22,7 +22,7 @@ if __name__ == "__main__":
         sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
 from torchhal.errors import RankFailedError
-from torchhal.launchers import failures, process
+from torchhal.launchers import failures, process, signals
 
 
 def main(arguments: list[str]) -> None:
@@ -32,6 +32,7 @@ def main(arguments: list[str]) -> None:
     _prepare(rank)
     code = 0
     try:
+        signals.unblock()
         _run(kind, target, rest)
     except SystemExit as error:
         code = process.exit_status(error.code)
@@ -51,7 +52,9 @@ def main(arguments: list[str]) -> None:
 
 
 def _prepare(rank: int) -> None:
-    faulthandler.enable()
+    process.open_standard_descriptors()
+    if sys.stderr is not None:
+        faulthandler.enable()
     if (descriptor := os.environ.get(process.REPORT_FD, "")).isdigit():
         os.set_inheritable(int(descriptor), False)
     parent = int(os.environ[process.PARENT_PID])

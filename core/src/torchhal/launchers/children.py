@@ -11,8 +11,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torchhal.launchers import failures, process, rendezvous
+from torchhal.launchers.exit_monitor import ExitMonitor
 from torchhal.launchers.failures import Failure
-from torchhal.launchers.watch import active_watches
+from torchhal.launchers.signals import exit_on
+from torchhal.launchers.watch import active_watches, stop_is_agreed
 
 GRACE = 5.0
 """Seconds that the others get to come back from a collective by themselves after one has failed."""
@@ -28,11 +30,24 @@ class Children:
     """Started processes by rank. Made once per launching process.
 
     The thread looks at them several times a second. When one fails, it tells this process's rank watches, ends the
-    others after a grace, and ends this process too when its main thread doesn't come back from what it waits for.
+    others after a grace, and ends this process too when its main thread doesn't come back from what it waits for. One
+    that left on a signal has not failed: if the ranks have agreed where to stop it was faster than this one, else this
+    process ends on the signal, too.
+
+    Args:
+        processes: those that were started, by rank.
+        reports: the descriptor from which to read why each failed.
+        monitor: of this process's own death, as long as there are others to end with it.
     """
 
-    def __init__(self, processes: dict[int, subprocess.Popen[bytes]], reports: dict[int, int]) -> None:
+    def __init__(
+        self,
+        processes: dict[int, subprocess.Popen[bytes]],
+        reports: dict[int, int],
+        monitor: ExitMonitor | None = None,
+    ) -> None:
         self.processes = processes
+        self._monitor = monitor
         self.failure: Failure | None = None
         self.raised = False
         """Whether the main thread has raised :attr:`failure`."""
@@ -41,7 +56,7 @@ class Children:
         self._failed_at = 0.0
         self._terminated_at = 0.0
         self._secondary: tuple[float, Failure] | None = None
-        self._orderly: tuple[float, Failure] | None = None
+        self._stopped: tuple[float, Failure] | None = None  # with the signal as its stop_signal
         self._inside = 0
         self._calls = 0
         self._ending = False
@@ -49,6 +64,7 @@ class Children:
         self._lock = threading.RLock()
         self._done = threading.Event()
         process.on_leave(self.kill)
+        process.on_leave(self._stop_monitor)
         threading.Thread(target=self._run, name="torchhal-children", daemon=True).start()
 
     @property
@@ -67,15 +83,29 @@ class Children:
             self._inside -= 1
 
     def check(self) -> None:
-        """Raise RankFailedError when a child has failed."""
-        if self.failure is not None and self.is_mine:
+        """Raise RankFailedError when a child has failed, and what ends a program on a signal when one left on it."""
+        if not self.is_mine:
+            return
+        if self.failure is not None:
             self.raised = True
             raise self.failure.error()
+        if (signum := self.stop_signal) is not None:
+            self.raised = True
+            raise exit_on(signum, agreed=False)
+
+    @property
+    def stop_signal(self) -> int | None:
+        """The signal on which a child has left without an agreement."""
+        if self._stopped is None or stop_is_agreed():
+            return None
+        return self._stopped[1].stop_signal
 
     def wait_for_failure(self, timeout: float) -> Failure | None:
-        """The failure of a child, waiting a moment for one."""
+        """The failure of a child, waiting a moment for one, or for one to have left on a signal."""
         deadline = time.monotonic() + timeout
-        while self.failure is None and time.monotonic() < deadline and not self._done.is_set():
+        while self.failure is None and self.stop_signal is None and not self._done.is_set():
+            if time.monotonic() > deadline:
+                break
             time.sleep(0.02)
         return self.failure
 
@@ -97,11 +127,20 @@ class Children:
         """Called when the interpreter of the launching process exits: nobody stays behind, no failure is lost."""
         if not self.is_mine:
             return
-        if self.failure is not None and self.raised:
-            self.end(max(0.0, self._failed_at + GRACE - time.monotonic()))
+        try:
+            self._end_with_the_others()
+        finally:
+            self._stop_monitor()
+
+    def _end_with_the_others(self) -> None:
+        if self.raised or not self._calls:  # interrupted before its first call: there is nothing to wait for
+            self.end(max(0.0, self._failed_at + GRACE - time.monotonic()) if self.failure is not None else 0.0)
             return
         self._wait(EXIT_WAIT, until_failure=True)
-        failure, late = self.failure or (self._orderly and self._orderly[1]), self._alive()
+        failure, late = self.failure, self._alive()
+        if failure is None and self._stopped is not None:
+            self.end(0.0)
+            process.leave(128 + self._stopped[1].stop_signal)
         if failure is None and not late:
             return
         if failure is None:
@@ -110,8 +149,11 @@ class Children:
         if not failure.printed:
             failures.print_failure(failure)
         process.write_stderr(f"torchhal: rank {failure.rank} failed after rank 0 was done: exit code 1.\n")
-        process.flush()
-        os._exit(1)  # a handler can't change the interpreter's status in any other way
+        process.leave(1)  # a handler can't change the interpreter's status in any other way
+
+    def _stop_monitor(self) -> None:
+        if self._monitor is not None and self.is_mine:
+            self._monitor.stop()
 
     # -- the thread ------------------------------------------------------------------------------------------
 
@@ -122,6 +164,8 @@ class Children:
             if len(self._codes) == len(self.processes):
                 self._done.set()
             self._done.wait(0.1)
+        if self.failure is None:  # nobody is left who would end with this process
+            self._stop_monitor()
         while self.failure is not None and self._inside and self.is_mine:
             self._act()  # all are gone, but the main thread still waits for them
             time.sleep(0.1)
@@ -141,13 +185,21 @@ class Children:
                 amid = reader.inside or (self._inside > 0 and reader.calls < self._calls)
                 if self._ending or (code == 0 and not amid):
                     continue
+                signum = process.stop_signal(code)
+                followed = report is not None and report.secondary and not stop_is_agreed()
+                if signum is not None and (report is None or followed or report.exit_code == code):
+                    self._stop(Failure.from_signal(rank, signum))
+                    continue
                 where = " in the midst of the run" if code == 0 else ""
-                failure = report or Failure(rank, process.describe_exit(code) + where, signal=max(0, -code))
-                if process.is_signal_status(code) and failure.exit_code == code:
-                    # It ends on a signal, as all ranks have agreed, and was faster than this one.
-                    self._orderly = self._orderly or (time.monotonic(), failure)
-                else:
-                    self._fail(failure)
+                self._fail(report or Failure(rank, process.describe_exit(code) + where, signal=max(0, -code)))
+
+    def _stop(self, failure: Failure) -> None:
+        if self._stopped is not None:
+            return
+        self._stopped = (time.monotonic(), failure)
+        if self.stop_signal is not None:  # who waits for that rank waits in vain
+            for watch in active_watches():
+                watch.report_for(failure)
 
     def _fail(self, failure: Failure) -> None:
         if self.failure is not None:
@@ -167,8 +219,15 @@ class Children:
             first = self._secondary[1]
             if not self._ending:
                 self._fail(Failure(first.rank, first.message, first.traceback, first.printed))
-        if self._orderly is not None and now - self._orderly[0] > EXIT_WAIT and not self._ending:
-            self._fail(self._orderly[1])
+        if self.failure is None and self._stopped is not None and not self._ending:
+            stopped_at, failure = self._stopped
+            if self.stop_signal is None:
+                if now - stopped_at > EXIT_WAIT:
+                    self._fail(failure)
+            elif self._inside and now - stopped_at > GRACE + 1.0:
+                here = f"rank 0 did not come back from where it waits within {GRACE:.0f} s"
+                process.write_stderr(f"torchhal: {failure.text()}, and {here}: all processes of the job end.\n")
+                process.leave(128 + failure.stop_signal)
         if self.failure is None or now - self._failed_at < GRACE:
             return
         if self._inside and now - self._failed_at > GRACE + 1.0 and not self._ending:

@@ -20,11 +20,27 @@ def script_command() -> list[str]:
             would run something larger (a test session).
     """
     _refuse_test_runner()
+    if why := why_no_script():
+        raise LaunchError(why)
     child = os.path.join(os.path.dirname(os.path.abspath(__file__)), "child.py")
-    flags, code = interpreter_flags(sys.orig_argv)
-    main = sys.modules["__main__"]
+    flags, _ = interpreter_flags(sys.orig_argv)
+    target = _target()
+    assert target is not None, "asked above"
+    return [sys.executable, *flags, child, *target, *_arguments(target)]
+
+
+def why_no_script() -> str:
+    """Why the program of this process can't be run again, and what to use instead; empty where it can."""
     if hasattr(sys, "ps1") or hasattr(builtins, "__IPYTHON__"):
-        raise LaunchError(f"there is no script to run again in a notebook or an interactive interpreter: {_INSTEAD}")
+        return f"there is no script to run again in a notebook or an interactive interpreter: {_INSTEAD}"
+    if _target() is None:
+        return f"there is no script to run again (is it read from stdin?): save it as a file, or {_INSTEAD}"
+    return ""
+
+
+def _target() -> list[str] | None:
+    """What this process runs: ``["script", path]``, ``["module", name]``, ``["command", code]``, or None."""
+    main = sys.modules["__main__"]
     file = getattr(main, "__file__", None)
     if file == "<stdin>":
         file = None
@@ -33,16 +49,12 @@ def script_command() -> list[str]:
         # python -m pkg.mod, or a folder or archive, which also has a spec named __main__.
         name = spec.name
         if name != "__main__":
-            target = ["module", name.removesuffix(".__main__")]
-        else:
-            target = ["script", os.path.dirname(os.path.abspath(file or sys.argv[0]))]
-    elif file is not None:
-        target = ["script", os.path.abspath(file)]
-    elif code is not None:
-        target = ["command", code]
-    else:
-        raise LaunchError(f"there is no script to run again (is it read from stdin?): save it as a file, or {_INSTEAD}")
-    return [sys.executable, *flags, child, *target, *_arguments(target)]
+            return ["module", name.removesuffix(".__main__")]
+        return ["script", os.path.dirname(os.path.abspath(file or sys.argv[0]))]
+    if file is not None:
+        return ["script", os.path.abspath(file)]
+    _, code = interpreter_flags(sys.orig_argv)
+    return None if code is None else ["command", code]
 
 
 def interpreter_flags(original: list[str]) -> tuple[list[str], str | None]:

@@ -17,6 +17,7 @@ from typing import Any
 
 from torchhal.errors import RankFailedError, TorchhalError
 from torchhal.launchers.process import REPORT_FD, exit_status, is_signal_status, write_stderr
+from torchhal.launchers.signals import StopRequested, is_agreed, is_orderly
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
@@ -57,6 +58,9 @@ class Failure:
     """A peer was gone or silent: a consequence."""
     root: tuple[int, str] | None = None
     """Of a secondary failure, the rank that failed first and what was known of it."""
+    stop_signal: int = 0
+    """The signal on which it left at once, before training or by KeyboardInterrupt: no failure, and the others leave on
+    it, too."""
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self), ensure_ascii=False).encode(errors="replace")
@@ -68,6 +72,12 @@ class Failure:
         return cls(**fields, root=None if root is None else (int(root[0]), str(root[1])))
 
     @classmethod
+    def from_signal(cls, rank: int, signum: int) -> Failure:
+        """That a rank left on a signal, without the others."""
+        name = _signal.Signals(signum).name
+        return cls(rank, f"left on {name}", exit_code=128 + signum, stop_signal=signum)
+
+    @classmethod
     def from_exception(cls, rank: int, error: BaseException, *, printed: bool = False) -> Failure:
         text = "".join(_traceback.format_exception(type(error), error, user_frames(error.__traceback__)))
         return cls(
@@ -77,6 +87,7 @@ class Failure:
             printed=printed or was_printed(error),
             secondary=isinstance(error, RankFailedError),
             exit_code=_exit_code(error),
+            stop_signal=_stop_signal(error),
             transport=is_transport_error(error),
             root=(error.rank, str(error)[-MAX_TEXT:]) if isinstance(error, RankFailedError) else None,
         )
@@ -109,7 +120,7 @@ class Failure:
         """The error for the other ranks and for the launching process."""
         if self.root is not None:  # it failed on another node, out of this launcher's sight
             return RankFailedError(self.root[1], rank=self.root[0])
-        error = RankFailedError(self.text(), rank=self.rank, traceback=self.traceback)
+        error = RankFailedError(self.text(), rank=self.rank, traceback=self.traceback, stop_signal=self.stop_signal)
         if self.printed:
             mark_printed(error)
         return error
@@ -140,6 +151,15 @@ def _exit_code(error: BaseException) -> int | None:
     if isinstance(error, KeyboardInterrupt):
         return 130
     return exit_status(error.code) if isinstance(error, SystemExit) else None
+
+
+def _stop_signal(error: BaseException) -> int:
+    """The signal on which a rank that ends by ``error`` leaves without the others, or 0."""
+    if isinstance(error, StopRequested):
+        return error.signum
+    if isinstance(error, KeyboardInterrupt):  # before a Trainer answers signals, or the second one
+        return 0 if is_agreed(error) else int(_signal.SIGINT)
+    return (_exit_code(error) or 128) - 128 if is_agreed(error) is False else 0
 
 
 def is_timeout(error: BaseException) -> bool:
@@ -178,13 +198,22 @@ def print_failure(failure: Failure) -> None:
     write_stderr(f"torchhal: {failure.text().rstrip()}\n")
 
 
+uncaught: list[Callable[[BaseException], None]] = []
+"""Called with an error that ends this process, before it is printed: the other ranks should hear of it."""
+
+
 def install_excepthook() -> None:
-    """Print each rank's failure once: not on every rank, and not below the peer errors it caused. Idempotent."""
+    """Print each rank's failure once, not on every rank, nor below the peer errors it caused; of a stop on Ctrl-C
+    nothing more. Idempotent, and the only hook of torchhal's: two would be put around each other again and again."""
     previous = sys.excepthook
     if getattr(previous, "_torchhal", None) is not None:
         return
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if is_orderly(error):
+            return
+        for tell in uncaught:
+            tell(error)
         if isinstance(error, RankFailedError):
             if was_printed(error):
                 write_stderr(f"torchhal: stopped because rank {error.rank} failed (see above).\n")

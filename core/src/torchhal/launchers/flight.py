@@ -32,6 +32,8 @@ DEEPEST = 20
 CALLERS = 4
 """Functions that are named between a collective and the user's code."""
 
+VARIABLE = "TORCH_FR_BUFFER_SIZE"
+
 _ENTRANCES = ("distributed_c10d.py", "c10d_logger.py")  # what every collective of Python's goes through
 _VARIABLE = re.compile(r"TORCH_(FR|[A-Z]+_TRACE)_BUFFER_SIZE")  # of some backend, as older versions call it
 _DUMP = re.compile(r"_dump_\w+_trace")  # one recorder for each kind of device's events
@@ -40,15 +42,23 @@ _DUMP = re.compile(r"_dump_\w+_trace")  # one recorder for each kind of device's
 _since = 0
 
 
-def switch_on() -> None:
-    """Have torch record, where nobody has decided: it reads the variable when the first process group is made.
+@contextlib.contextmanager
+def recording() -> Iterator[None]:
+    """While entered, torch records, where nobody has decided: it reads a variable when the first process group is made.
 
-    Called before each: torch goes on recording in one ring, and the collectives of an earlier group count no more.
+    Entered before each: torch goes on recording in one ring, and the collectives of an earlier group count no more.
+    Afterwards the variable is gone again: what this process starts then is none of ours.
     """
     global _since
     _since = time.time_ns()
-    if not any(_VARIABLE.fullmatch(name) for name in os.environ):
-        os.environ["TORCH_FR_BUFFER_SIZE"] = str(SIZE)
+    ours = not any(_VARIABLE.fullmatch(name) for name in os.environ)
+    if ours:
+        os.environ[VARIABLE] = str(SIZE)
+    try:
+        yield
+    finally:
+        if ours:
+            os.environ.pop(VARIABLE, None)
 
 
 def collectives() -> list[dict[str, Any]]:

@@ -11,11 +11,12 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 from torchhal.launchers import flight, peer, stacks
+from torchhal.launchers.peer import Sighting
 from torchhal.launchers.stores import Store
 
 SCHEMA = 1
@@ -55,7 +56,7 @@ class HangDump:
         self._key = key
         self._name = ""
         self._rank_0: dict[str, Any] | None = None
-        self._seen: dict[int, str] = {}
+        self._seen: dict[int, Sighting] = {}
         self._lock = threading.Lock()
         self._written = False
         self._place = ""
@@ -116,7 +117,7 @@ class HangDump:
             time.sleep(0.02)
         return dict(sorted(found.items()))
 
-    def look_at(self, store: Store | None, ranks: Collection[int]) -> dict[int, str]:
+    def look_at(self, store: Store | None, ranks: Collection[int]) -> dict[int, Sighting]:
         """What can be seen from here of the first silent ``ranks``; without a store of rank 0 alone. Writes it, too."""
         ranks = sorted(ranks)[:NAMED]
         for rank in ranks:
@@ -124,13 +125,18 @@ class HangDump:
                 continue
             there = self._whereabouts(store, rank) if store is not None else self._rank_0 if rank == 0 else None
             if there is not None:
-                self._seen[rank], stack = peer.look_at(there)
-                self.write_for(rank, self._seen[rank], stack)
+                self._seen[rank] = seen = peer.look_at(there)
+                self.write_for(rank, seen.text, seen.stacks)
         return {rank: self._seen[rank] for rank in ranks if rank in self._seen}
 
-    def hint(self, places: dict[int, str]) -> str:
+    def is_introduced(self, store: Store, rank: int) -> bool:
+        """Whether ``rank`` has come as far as :meth:`introduce`."""
+        return bool(store.check([self._key(f"where/{rank}")]))
+
+    def hint(self, places: Mapping[int, str | Sighting]) -> str:
         """The end of an error's message, on lines of its own: where the missing ranks are, and where to read more."""
-        lines = ["", *(f"rank {rank}: {place}" for rank, place in places.items() if place)]
+        said = {rank: place if isinstance(place, str) else place.text for rank, place in places.items()}
+        lines = ["", *(f"rank {rank}: {text}" for rank, text in said.items() if text)]
         if self.folder:
             lines.append(f"To see where all ranks are: torchhal doctor {shlex.quote(self.folder)}")
         elif self._problem:

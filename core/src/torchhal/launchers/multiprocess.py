@@ -23,7 +23,7 @@ from torchhal.launchers.base import Launcher
 from torchhal.launchers.failures import Failure
 from torchhal.launchers.openmp import put_threads_away
 from torchhal.launchers.payload import NamelessFile, collect_settings, pack_function
-from torchhal.launchers.signals import NotedSignals
+from torchhal.launchers.signals import NotedSignals, born_blocked
 from torchhal.launchers.verdict import Verdict
 from torchhal.launchers.worker import Assignment, run
 
@@ -41,8 +41,9 @@ class MultiprocessingLauncher(Launcher):
     states, default dtype, determinism, matmul precision and thread count. With ``"fork"`` the workers inherit
     everything; the caller sees to it that no device is initialised.
 
-    SIGINT and SIGTERM to this process are passed on to the workers, as SIGTERM, and they get ``stop_timeout`` seconds
-    to save; then KeyboardInterrupt or ``SystemExit(128 + signal)`` is raised here.
+    SIGINT and SIGTERM to this process are passed on to the workers, as SIGTERM, and the environment's stop signals as
+    what they are; the workers get ``stop_timeout`` seconds to save. Then KeyboardInterrupt or
+    ``SystemExit(128 + signal)`` is raised here.
 
     Args:
         environment: tells the node's rank and, on several nodes, where to meet.
@@ -94,11 +95,11 @@ class MultiprocessingLauncher(Launcher):
         )
         result = NamelessFile()
         try:
-            crew = _Crew(self, payload, result, (function, args, kwargs))
-            with NotedSignals() as signals:
+            with NotedSignals(self.environment.stop_signals) as signals:
+                crew = _Crew(self, payload, result, (function, args, kwargs), signals)
                 try:
                     crew.start()
-                    crew.supervise(signals)
+                    crew.supervise()
                 finally:
                     crew.end()
             crew.verdict.raise_outcome(signals.received)
@@ -140,8 +141,10 @@ class _Crew:
         payload: NamelessFile | None,
         result: NamelessFile,
         call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]],
+        signals: NotedSignals,
     ) -> None:
         self._launcher, self._payload, self._result, self._call = launcher, payload, result, call
+        self._signals = signals
         self._workers: list[_Worker] = []
         self._served: tuple[str, int] | None = None
         self.verdict = Verdict(launcher.num_processes, instead=INSTEAD)
@@ -192,7 +195,8 @@ class _Crew:
             )
             worker = context.Process(target=run, args=(assignment, theirs), name=f"torchhal-rank-{rank}")
             try:
-                worker.start()
+                with born_blocked(method):
+                    worker.start()
             except OSError as error:
                 raise LaunchError(f"worker {local_rank + 1} of {local} could not be started: {error}") from error
             self._workers.append(_Worker(rank, worker, mine))
@@ -201,7 +205,7 @@ class _Crew:
         # Served only now: a fork must not inherit the server's thread in whatever state it is.
         port = launcher.environment.main_port if nodes > 1 else 0
         if node_rank == 0:
-            port = rendezvous.host(address, port)
+            port = rendezvous.host(address, port, launcher.environment.job_id())
             self._served = (address, port)
         for one in self._workers:
             try:
@@ -209,8 +213,9 @@ class _Crew:
             except OSError:  # it has ended already, which supervise() notices
                 pass
 
-    def supervise(self, signals: NotedSignals) -> None:
+    def supervise(self) -> None:
         """Return when all workers have ended, well or not."""
+        signals = self._signals
         passed_on = 0
         pass_on_at: float | None = None
         while not all(worker.ended for worker in self._workers):
@@ -222,12 +227,14 @@ class _Crew:
             if len(signals.received) > passed_on:
                 # A terminal's Ctrl-C has reached the workers too, and a second one means "at once" to them.
                 first = passed_on == 0
+                self._kill_unready()
                 pass_on_at = now + (1.0 if signals.received[-1] == signal.SIGINT and first else 0.0)
                 self._end_soon(self._launcher.stop_timeout if first else 0.0)
                 passed_on = len(signals.received)
             if pass_on_at is not None and now >= pass_on_at:
                 pass_on_at = None
-                self._signal(signal.SIGTERM)
+                last = signals.received[-1]
+                self._signal(signal.SIGTERM if last == signal.SIGINT else last)
             if self._end_at is not None and now > self._end_at and self._terminated_at is None:
                 self._terminated_at = now
                 self._signal(signal.SIGTERM)
@@ -265,7 +272,11 @@ class _Crew:
         code = worker.process.exitcode
         if worker.done or worker.failure is not None or self.verdict.problem is not None:
             return
-        if not worker.ready and self._terminated_at is None:
+        if (signum := process.stop_signal(code)) is not None and self._terminated_at is None:
+            self._signals.received.append(signum)  # before it could tell, and it was meant for all
+        elif self._signals.received and not worker.ready:
+            pass  # killed here: it had not begun
+        elif not worker.ready and self._terminated_at is None:
             self.verdict.problem = LaunchError(
                 f"the worker for rank {worker.rank} {process.describe_exit(code)} before it could begin; its own "
                 "message stands above. Does the script start its work only under 'if __name__ == \"__main__\":'?"
@@ -291,6 +302,8 @@ class _Crew:
 
     def _failed(self, worker: _Worker, failure: Failure) -> None:
         worker.failure = failure
+        if failure.stop_signal:
+            self._signals.received.append(failure.stop_signal)  # it leaves without the others: so do they
         if not (failure.stopped or failure.secondary):
             # The others' watches would find out by the rank's silence, later and with less to say.
             for other in self._workers:
@@ -302,6 +315,12 @@ class _Crew:
         # One that stops on a signal is followed by the others, which may still be saving.
         self._end_soon(self._launcher.stop_timeout if failure.stopped else GRACE)
 
+    def _kill_unready(self) -> None:
+        """End workers that have not begun: they would import the main script first, and take the signal after it."""
+        for worker in self._workers:
+            if not (worker.ready or worker.ended):
+                worker.process.kill()
+
     def _end_soon(self, seconds: float) -> None:
         at = time.monotonic() + seconds
         self._end_at = at if self._end_at is None else min(self._end_at, at)
@@ -309,4 +328,7 @@ class _Crew:
     def _signal(self, signum: int) -> None:
         for worker in self._workers:
             if not worker.ended and worker.process.pid is not None and worker.process.is_alive():
-                os.kill(worker.process.pid, signum)
+                try:
+                    os.kill(worker.process.pid, signum)
+                except ProcessLookupError:  # a fork server's child, of whose end is heard later
+                    pass

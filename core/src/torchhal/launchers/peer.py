@@ -12,7 +12,9 @@ import signal
 import socket
 import sys
 import time
-from typing import Any
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any, NamedTuple
 
 _STATES = {
     "T": "is stopped (by SIGSTOP, or Ctrl-Z)",
@@ -21,6 +23,8 @@ _STATES = {
     "X": "has ended",
     "D": "waits in the kernel, often for a disk or a network file system",
 }
+
+_ENDED = ("Z", "X")
 
 _own: tuple[int, int] | None = None
 """(pid, descriptor of the memory for this process's stacks)."""
@@ -32,21 +36,41 @@ def whereabouts() -> dict[str, Any]:
     return {"host": _host(), "pid": pid, "started": _stat(pid)[1], "stacks": _offer_stacks()}
 
 
-def look_at(whereabouts: dict[str, Any]) -> tuple[str, list[str]]:
-    """What the process with these :func:`whereabouts` is doing, in words, and its stacks if it still writes some."""
+class Presence(Enum):
+    """Whether a process is still there."""
+
+    THERE = "there"
+    GONE = "gone"
+    ELSEWHERE = "elsewhere"
+    """It runs on another machine, where nobody has looked."""
+
+
+class Sighting(NamedTuple):
+    """What can be seen of a process from here."""
+
+    presence: Presence
+    text: str
+    """What it is doing, in words."""
+    stacks: Sequence[str] = ()
+    """The lines of its stacks, if it still writes some."""
+
+
+def look_at(whereabouts: dict[str, Any]) -> Sighting:
+    """What the process with these :func:`whereabouts` is doing."""
     pid, host = int(whereabouts["pid"]), str(whereabouts["host"])
     if host != _host():
-        return f"its process {pid} on {host.partition(' ')[0]} answers nothing", []
+        return Sighting(Presence.ELSEWHERE, f"its process {pid} on {host.partition(' ')[0]} answers nothing")
     state, started = _stat(pid)
     if state == "D":  # for a moment everybody is
         time.sleep(0.3)
         state, started = _stat(pid)
     if not state or started != whereabouts["started"]:
-        return f"its process {pid} is gone", []
+        return Sighting(Presence.GONE, f"its process {pid} is gone")
     if state in _STATES:
-        return f"its process {pid} {_STATES[state]}", []
+        presence = Presence.GONE if state in _ENDED else Presence.THERE
+        return Sighting(presence, f"its process {pid} {_STATES[state]}")
     stacks = _ask_for_stacks(pid, whereabouts["stacks"])
-    return f"its process {pid} is there, but in code that holds Python's lock", stacks
+    return Sighting(Presence.THERE, f"its process {pid} is there, but in code that holds Python's lock", stacks)
 
 
 def _signal() -> int | None:

@@ -124,6 +124,13 @@ def is_signal_status(status: int) -> bool:
         return False
 
 
+def stop_signal(returncode: int) -> int | None:
+    """The signal that asked a process to end which has ended with ``returncode``, of ``subprocess``, if one did."""
+    if -returncode in (signal.SIGINT, signal.SIGTERM):  # before it could handle them
+        return -returncode
+    return returncode - 128 if is_signal_status(returncode) else None
+
+
 def die_with_parent(parent_pid: int, *, by_kernel: bool = True) -> None:
     """Ask the kernel (Linux) to kill this process when its parent dies, whatever this process is doing then.
 
@@ -161,10 +168,29 @@ def write_stderr(text: str) -> None:
             stream.write(text)
             stream.flush()
     except Exception:
+        write_descriptor_2(text.encode(errors="replace"))
+
+
+def write_descriptor_2(data: bytes) -> None:
+    """Write to stderr's descriptor, if this process was started with one: else the number is some file's."""
+    if sys.__stderr__ is not None:
         try:
-            os.write(2, text.encode(errors="replace"))
+            os.write(2, data)
         except OSError:
             pass
+
+
+def open_standard_descriptors() -> None:
+    """Open the null device for those of the descriptors 0 to 2 that are closed.
+
+    Their numbers would be given to the next files, sockets and pipes: C++ code would write its warnings into a
+    checkpoint, and a child process would take the pipe of its report for its stdout.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # takes the lowest free number: this one
 
 
 def flush() -> None:

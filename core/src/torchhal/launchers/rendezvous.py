@@ -4,38 +4,45 @@ from __future__ import annotations
 
 import atexit
 import errno
+import json
 import os
 import socket
-import threading
 import time
 import uuid
-from collections.abc import Callable
-from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 from torchhal.cluster.base import ClusterEnvironment
-from torchhal.errors import CollectiveTimeoutError, DistributedError, LaunchError
-from torchhal.launchers.identity import Identity
+from torchhal.errors import CollectiveTimeoutError, DistributedError, LaunchError, TorchhalError
+from torchhal.launchers import failures
+from torchhal.launchers.failures import Failure
 from torchhal.launchers.process import launched_by, settle_threads
-from torchhal.launchers.stores import (
-    LONG,
-    HashStore,
-    PrefixedStore,
-    Store,
-    TCPStore,
-    first_line,
-    join_address,
-    pause,
-    ranks_text,
+from torchhal.launchers.reachability import check_leads_here, is_own_address
+from torchhal.launchers.roll_call import (
+    as_distributed_error,
+    give_up,
+    health_checks,
+    roll_call,
+    stopped_key,
+    wait_until,
 )
+from torchhal.launchers.store_client import JOB, check_job, connect_within, find_store
+from torchhal.launchers.stores import LONG, HashStore, PrefixedStore, Store, TCPStore, join_address
 
-DEFAULT_TIMEOUT = timedelta(minutes=5)
+__all__ = ["connect", "expect", "generation_store", "health_checks", "host", "roll_call", "unhost", "withdraw"]
+
+DEFAULT_TIMEOUT = timedelta(minutes=10)
+"""What every wait for other ranks takes at most, where the strategy says nothing else."""
+
+_TELL = timedelta(seconds=10)
+"""What a process that has failed takes at most to tell those that wait for it."""
+
+HOSTS = "hosts-"
+"""Kind of the meetings in which ranks find out who shares a host."""
 
 _RANK_0 = "rank 0, which hosts the store"
 
-health_checks: list[Callable[[], None]] = []
-"""Called again and again while this process waits for others; a launcher's raises when a process it started died."""
+_PATIENCE = 30.0
 
 
 @dataclass
@@ -43,7 +50,6 @@ class _Job:
     key: tuple[str, int, int, int]
     store: Store
     host: str
-    generation: int = 0
     left: bool = False
 
 
@@ -52,8 +58,17 @@ class _State:
     job: _Job | None = None
     hosted: dict[tuple[str, int], Store] = field(default_factory=dict)
     lingers: bool = True
+    meetings: dict[str, int] = field(default_factory=dict)
+    call: int = 0
+    """Calls of a Trainer that this process has begun."""
+    patience: float = _PATIENCE
+    """Seconds that the host of the store waits at its end for goodbyes."""
     absent: int = 0
     """Ranks that never came, and so won't say goodbye."""
+    expected: ClusterEnvironment | None = None
+    """Where others may wait for this process, which has not come yet."""
+    failure: Failure | None = None
+    """What this process failed of, for those that wait for it."""
     pid: int = field(default_factory=os.getpid)
 
 
@@ -72,17 +87,40 @@ def _state() -> _State:
 _abandoned: list[_State] = []  # kept, not closed: closing would end threads that exist in the parent only
 
 
-def host(address: str, port: int = 0) -> int:
+def host(address: str, port: int = 0, job: str = "") -> int:
     """Serve the job's store in this process, before any other process of the job is started; the port.
 
     Port 0 takes a free one, without the race of choosing first and binding later. On a loopback address the server
     listens there only: the store believes whoever connects.
 
+    Args:
+        job: tells this job from others, see :meth:`ClusterEnvironment.job_id`.
+
     Raises:
-        LaunchError: the port is taken.
+        LaunchError: the port is taken, or ``address`` leads to another host.
     """
+    bound, store, mark = _serve(address, port, job)
+    if not _is_loopback(address):
+
+        def serves_here(seconds: float) -> bool:
+            try:
+                return bool(json.loads(connect_within(seconds, address, bound).get(JOB))[1] == mark)
+            except (OSError, RuntimeError, ValueError):
+                return False
+
+        check_leads_here(address, bound, serves_here)
+    _state().hosted[address, bound] = store
+    return bound
+
+
+def _is_loopback(address: str) -> bool:
+    return address in ("127.0.0.1", "::1", "localhost")
+
+
+def _serve(address: str, port: int, job: str) -> tuple[int, Store, str]:
+    """Port, store, and what tells this store from every other."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    loopback = address in ("127.0.0.1", "::1", "localhost")
+    loopback = _is_loopback(address)
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         if port:
@@ -94,7 +132,8 @@ def host(address: str, port: int = 0) -> int:
         what = "is already in use" if error.errno == errno.EADDRINUSE else f"can't be served ({error.strerror})"
         raise LaunchError(
             f"port {port} {what} on this machine, where the processes of the job should meet "
-            f"({join_address(address, port)}): set MASTER_PORT to a free port, the same on every node"
+            f"({join_address(address, port)}): set MASTER_PORT to a free port, the same on every node; each job needs "
+            "one of its own"
         ) from error
     bound: int = listener.getsockname()[1]
     store = TCPStore(
@@ -106,8 +145,9 @@ def host(address: str, port: int = 0) -> int:
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )
-    _state().hosted[address, bound] = store
-    return bound
+    mark = uuid.uuid4().hex
+    store.set(JOB, json.dumps([job, mark]))
+    return bound, store, mark
 
 
 def unhost(address: str, port: int, *, ranks: int = 0, timeout: float = 0.0) -> None:
@@ -144,23 +184,52 @@ def connect(environment: ClusterEnvironment, timeout: timedelta = DEFAULT_TIMEOU
     if (address, port) in state.hosted:
         store, who = state.hosted[address, port], f"this process at {where}"
     elif rank == 0 and not agent and launched_by() is None:
-        host(address, port)
+        host(address, port, environment.job_id())
         store, who = state.hosted[address, port], f"this process at {where}"
     else:
-        store = _client(address, port, rank, deadline)
+        store = find_store(address, port, rank, deadline)
+        if not agent:
+            check_job(store, environment.job_id(), rank, where, deadline)
         who = f"torchrun's agent at {where}" if agent else f"{_host_name()} at {where}"
     if agent:
         store = _attempt_store(store, rank, world_size, timeout, where)
-    if state.job is None:
-        atexit.register(_at_exit, os.getpid())
+    _register_exit()
     state.job = _Job(key, store, who)
     return store
 
 
+def expect(environment: ClusterEnvironment) -> None:
+    """Note that others may wait for this process at the address of ``environment``: if it ends without having come
+    there, it tells them. Under torchrun the agent does."""
+    if environment.creates_processes_externally and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        _state().expected = environment
+        failures.install_excepthook()
+        _register_exit()
+
+
+def note_failure(error: BaseException) -> None:
+    """Note what this process is about to end of: ranks that wait for it are told. The first counts. Never raises."""
+    state = _state()
+    state.failure = state.failure or Failure.from_exception(-1, error)
+
+
+failures.uncaught.append(note_failure)
+
+_exit_registered = False
+
+
+def _register_exit() -> None:
+    global _exit_registered
+    if not _exit_registered:
+        _exit_registered = True
+        atexit.register(_at_exit, os.getpid())
+
+
 def _at_exit(pid: int) -> None:
     if pid == os.getpid():
+        _say_absent()
         say_goodbye()
-        linger(30.0)
+        linger(_state().patience)
         if launched_by() is None:  # a process that a launcher owns doesn't finalize
             settle_threads()
 
@@ -170,38 +239,92 @@ def no_linger() -> None:
     _state().lingers = False
 
 
-def next_generation() -> int:
-    """Count this process's process groups: call it once before each ``init_process_group``, on every rank alike.
+def begin_call() -> None:
+    """Count the calls of a job, on every rank alike: one that a signal has stopped is over when the next one begins."""
+    state = _state()
+    state.call += 1
+    state.patience = _PATIENCE
 
-    A group that uses ``PrefixStore(f"torchhal/{n}", store)`` never reads what an earlier one left.
+
+def next_generation(kind: str = "") -> int:
+    """Count this process's meetings: once for each, on every rank alike, before anything of it can fail.
+
+    A group that uses ``PrefixStore(f"torchhal/{n}", store)`` never reads what an earlier one left. A meeting that one
+    rank gives up fails on all, whenever they come to it, so they are at the same number afterwards.
     """
-    job = _state().job
-    if job is None:
-        return 1
-    job.generation += 1
-    return job.generation
+    meetings = _state().meetings
+    meetings[kind] = meetings.get(kind, 0) + 1
+    return meetings[kind]
 
 
-def generation_store(environment: ClusterEnvironment, timeout: timedelta = DEFAULT_TIMEOUT) -> Store:
+def generation_store(
+    environment: ClusterEnvironment,
+    timeout: timedelta = DEFAULT_TIMEOUT,
+    number: int | None = None,
+    *,
+    kind: str = "",
+    name: str = "set-up of process group {number} at {where}",
+    say: str = "",
+) -> Store:
     """A fresh store for the next process group, after all ranks have asked for theirs.
 
     So a second Trainer in one script can set up again, and a rank that never comes is named here and not hidden in a
     backend's time-out.
 
+    Args:
+        number: of the meeting, as :func:`next_generation` gave it; None: the next one.
+        kind: meetings of different kinds are counted apart.
+        name: of the meeting, for messages.
+        say: what the others may read under ``say/RANK``.
+
     Raises:
         CollectiveTimeoutError: ``missing`` never came within ``timeout``.
+        RankFailedError: another rank has given this meeting up.
         what :func:`connect` raises.
     """
+    number = next_generation(kind) if number is None else number
     store = connect(environment, timeout)
-    world_size = environment.world_size()
+    rank, world_size = environment.global_rank(), environment.world_size()
     if world_size == 1:
         return store
-    number = next_generation()
-    fresh = PrefixedStore(f"torchhal/{number}", store)
+    fresh = PrefixedStore(f"torchhal/{kind}{number}", store)
     where = join_address(environment.main_address, environment.main_port)
-    name = f"set-up of process group {number} at {where}"
-    roll_call(fresh, environment.global_rank(), world_size, timeout, name=name, job=store, node_of=environment.node_of)
+    name = name.format(number=number, where=where)
+    state = _state()
+    state.absent = 0
+    try:
+        fresh.set(f"say/{rank}", say)
+        roll_call(
+            fresh,
+            rank,
+            world_size,
+            timeout,
+            name=name,
+            job=store,
+            call=state.call,
+            node_of=environment.node_of,
+            host=store_host(),
+        )
+    except BaseException as error:
+        if isinstance(error, CollectiveTimeoutError):
+            state.absent = len(error.missing)
+        give_up(fresh, Failure.from_exception(rank, error))
+        raise
+    state.failure = None  # what an earlier set-up failed of, this process has outlived
     return fresh
+
+
+def withdraw(environment: ClusterEnvironment, number: int, error: BaseException) -> None:
+    """Tell ranks that come to meeting ``number`` that this one won't: its own set-up has failed. Never raises."""
+    note_failure(error)
+    if isinstance(error, (DistributedError, LaunchError)):
+        return  # it came there, and has told the others, or can't reach them
+    try:
+        if environment.world_size() > 1:
+            store, rank = connect(environment, _TELL), environment.global_rank()
+            give_up(PrefixedStore(f"torchhal/{number}", store), Failure.from_exception(rank, error))
+    except Exception:  # whoever waits hears of it when this process ends
+        pass
 
 
 def store_host() -> str:
@@ -238,8 +361,71 @@ def say_goodbye() -> None:
         return
     job.left = True
     try:
-        job.store.set(f"left/{job.key[3]}", "1")
-        job.store.add("left", 1)
+        _tell_end(job.store, job.key[3])
+    except RuntimeError:  # nobody there to tell
+        pass
+
+
+def _tell_end(store: Store, rank: int) -> None:
+    failure = _state().failure
+    store.set(f"left/{rank}", "" if failure is None else replace(failure, rank=rank).to_json().decode())
+    store.add("left", 1)
+
+
+def _say_absent() -> None:
+    """Tell those that wait for this process that it ends without having come to where they meet. Never raises."""
+    state = _state()
+    environment, state.expected = state.expected, None
+    if environment is None or state.job is not None:
+        return
+    failure = state.failure
+    deadline = time.monotonic() + (1.0 if failure is None else _TELL.total_seconds())
+    try:
+        address, port, job = environment.main_address, environment.main_port, environment.job_id()
+        world_size, rank = environment.world_size(), _rank_of(environment)
+        if world_size == 1 or (failure is None and rank in (0, None)):
+            return
+        serves = rank == 0
+        if serves:
+            store = _serve(address, port, job)[1]
+        else:
+            try:
+                store = find_store(address, port, rank or 0, deadline)
+            except DistributedError:
+                if rank is not None or not is_own_address(address):
+                    raise
+                store, serves = _serve(address, port, job)[1], True  # this process may be rank 0 itself
+                deadline += _TELL.total_seconds()
+            check_job(store, job, rank or 0, join_address(address, port), deadline)
+        if rank is not None:
+            _tell_end(store, rank)
+        elif failure is not None:
+            here = f"a process of this job on {socket.gethostname()} (process {os.getpid()}), which knows no rank,"
+            store.set("left/unknown", f"{here} {failure.message}")
+        if serves:  # until the others know
+            while store.add("left", 0) < world_size - (rank is None) and time.monotonic() < deadline:
+                time.sleep(0.05)
+    except Exception:  # nobody serves there, or nobody knows where that is
+        pass
+
+
+def _rank_of(environment: ClusterEnvironment) -> int | None:
+    """This process's rank; None where it has none, which may be what it failed of."""
+    try:
+        return environment.global_rank()
+    except TorchhalError:
+        return None
+
+
+def announce_stop(signum: int) -> None:
+    """Tell ranks that wait to meet this one that it leaves this call on a signal: they leave on it, too."""
+    state = _state()
+    state.patience = 3.0  # who has a signal to answer waits no longer for anybody
+    if state.job is None:
+        return
+    failure = state.failure = Failure.from_signal(state.job.key[3], signum)
+    try:
+        state.job.store.set(stopped_key(state.call), failure.to_json().decode())
     except RuntimeError:  # nobody there to tell
         pass
 
@@ -259,147 +445,6 @@ def linger(timeout: float) -> None:
             time.sleep(0.05)
     except RuntimeError:
         pass
-
-
-def roll_call(
-    store: Store,
-    rank: int,
-    world_size: int,
-    timeout: timedelta,
-    *,
-    name: str,
-    job: Store | None = None,
-    node_of: Callable[[int], int | str | None] = lambda rank: None,
-) -> None:
-    """Return when every rank has called this on ``store``.
-
-    Raises:
-        CollectiveTimeoutError: some never came within ``timeout``, or have ended.
-        DistributedError: two processes have one rank, or they mean jobs of different sizes.
-    """
-    _state().absent = 0
-    try:
-        identity = Identity(store, rank, world_size)
-        identity.announce()
-        store.add("here", 1)
-
-        def all_here() -> bool:
-            if store.add("here", 0) < world_size:
-                return False
-            identity.check()
-            return True
-
-        def absent() -> list[int]:
-            return [other for other in range(world_size) if not store.check([f"here/{other}"])]
-
-        def gone() -> list[int]:
-            identity.check()
-            return [] if job is None else [other for other in absent() if job.check([f"left/{other}"])]
-
-        _until(all_here, timeout, name=name, absent=absent, gone=gone, node_of=node_of)
-    except RuntimeError as error:
-        raise _as_distributed_error(error, name) from error
-
-
-def _until(
-    done: Callable[[], bool],
-    timeout: timedelta,
-    *,
-    name: str,
-    absent: Callable[[], list[int]],
-    gone: Callable[[], list[int]] | None = None,
-    node_of: Callable[[int], int | str | None] = lambda rank: None,
-) -> None:
-    start = time.monotonic()
-    look = start + 1.0
-    while not done():
-        for check in list(health_checks):
-            check()
-        now = time.monotonic()
-        if now - start > timeout.total_seconds():
-            missing = absent()
-            _state().absent = len(missing)
-            who = ranks_text(missing) + _nodes_text(missing, node_of)
-            raise CollectiveTimeoutError(
-                f"{name}: {who} did not come within {timeout.total_seconds():g} s. Does every process "
-                "reach this point, and can it reach the address?",
-                name=name,
-                missing=missing,
-            )
-        if gone is not None and now > look:
-            look = now + 1.0
-            if left := gone():
-                raise CollectiveTimeoutError(
-                    f"{name}: {ranks_text(left)} ended without coming here. Every process must run the same script to "
-                    "the same point.",
-                    name=name,
-                    missing=left,
-                )
-        time.sleep(pause(now - start))
-
-
-def _nodes_text(ranks: list[int], node_of: Callable[[int], int | str | None]) -> str:
-    nodes = dict.fromkeys(node for rank in ranks if (node := node_of(rank)) is not None)
-    return f" (node {', '.join(map(str, nodes))})" if nodes else ""
-
-
-def _client(address: str, port: int, rank: int, deadline: float) -> TCPStore:
-    """Connect to the job's store, which may not listen yet."""
-    where = join_address(address, port)
-    start = time.monotonic()
-    problem: OSError | None = None
-    # A plain socket finds out when somebody listens: torch's own retries wait in C++ and print their stack traces.
-    while True:
-        for check in list(health_checks):
-            check()
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise DistributedError(
-                f"rank {rank} found nobody at {where} (MASTER_ADDR, MASTER_PORT) within "
-                f"{time.monotonic() - start:.0f} s: {problem or 'no answer'}. Rank 0 serves there once it is started: "
-                "is it running, is the address right, and does a firewall let it through?"
-            ) from problem
-        try:
-            socket.create_connection((address, port), timeout=min(left, 2.0)).close()
-            break
-        except OSError as error:  # refused, unreachable, or a name that appears late
-            problem = error
-            time.sleep(min(0.05, max(left, 0.0)))
-    try:
-        store = _within(max(1.0, deadline - time.monotonic()), address, port)
-    except RuntimeError as error:
-        raise DistributedError(
-            f"rank {rank} reached {where} (MASTER_ADDR, MASTER_PORT), but what answers there is no store of this job: "
-            "does another program listen at that port?"
-        ) from error
-    store.set_timeout(LONG)
-    return store
-
-
-def _within(seconds: float, address: str, port: int) -> TCPStore:
-    """A client of the store there; RuntimeError if it isn't ready in time.
-
-    torch's own timeout ends with the connection: whoever accepts it and says nothing is waited for without end. So
-    this is done in a thread, which may be left behind.
-    """
-    made: Future[TCPStore] = Future()
-
-    def make() -> None:
-        try:
-            timeout = timedelta(seconds=seconds)
-            made.set_result(TCPStore(address, port, None, False, timeout=timeout, wait_for_workers=False))
-        except Exception as error:
-            made.set_exception(error)
-
-    threading.Thread(target=make, name="torchhal-store", daemon=True).start()
-    deadline = time.monotonic() + seconds
-    while True:
-        for check in list(health_checks):
-            check()
-        if wait([made], timeout=0.2).done:
-            return made.result()
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"no answer within {seconds:.0f} s")
 
 
 def _attempt_store(store: Store, rank: int, world_size: int, timeout: timedelta, where: str) -> Store:
@@ -425,20 +470,14 @@ def _attempt_store(store: Store, rank: int, world_size: int, timeout: timedelta,
                         base.set(f"answer/{base.get(f'ask/{other}').decode()}", nonce)
                 return not waiting
 
-            _until(serve, timeout, name=name, absent=lambda: sorted(waiting))
+            wait_until(serve, timeout, name=name, absent=lambda: sorted(waiting))
         else:
             question = uuid.uuid4().hex
             base.set(f"ask/{rank}", question)
             answer = f"answer/{question}"
-            _until(lambda: base.check([answer]), timeout, name=name, absent=lambda: [0])
+            wait_until(lambda: base.check([answer]), timeout, name=name, absent=lambda: [0])
             nonce = base.get(answer).decode()
             base.set(f"ack/{nonce}/{rank}", "1")
     except RuntimeError as error:
-        raise _as_distributed_error(error, name) from error
+        raise as_distributed_error(error, name, f"torchrun's agent at {where}") from error
     return PrefixedStore(f"torchhal/attempt/{nonce}", store)
-
-
-def _as_distributed_error(error: RuntimeError, name: str) -> DistributedError:
-    if isinstance(error, DistributedError):
-        return error
-    return DistributedError(f"{name}: lost {store_host()}, which is gone or unreachable ({first_line(error)})")

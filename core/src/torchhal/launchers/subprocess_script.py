@@ -15,11 +15,13 @@ from typing import Any, ClassVar
 import torch
 
 from torchhal.cluster.base import ClusterEnvironment
-from torchhal.errors import ConfigurationError, LaunchError, RankFailedError
+from torchhal.errors import ConfigurationError, DistributedError, LaunchError, RankFailedError
 from torchhal.launchers import failures, process, rendezvous
 from torchhal.launchers.base import Launcher
 from torchhal.launchers.children import GRACE, Children
 from torchhal.launchers.command import script_command
+from torchhal.launchers.exit_monitor import ExitMonitor
+from torchhal.launchers.signals import born_blocked, exit_on, is_agreed
 
 NAME = "subprocess_script"
 
@@ -83,14 +85,16 @@ class SubprocessScriptLauncher(Launcher):
             with children.inside():
                 result = function(*args, **kwargs)
         except BaseException as error:
-            cause = None
-            if isinstance(error, RankFailedError) or failures.is_transport_error(error):
+            cause, stop_signal = children.failure, None
+            if isinstance(error, DistributedError) or failures.is_transport_error(error):
                 cause = children.wait_for_failure(1.0)
-            elif children.failure is not None:
-                cause = children.failure
+                stop_signal = children.stop_signal
             children.raised = True
-            # An exit that all agreed on may still have something to write; a failure's others are hung or leaving.
-            children.end(GRACE if isinstance(error, Exception) or self._leaves_alone(error) else 2 * GRACE)
+            children.end(self._grace(error))
+            if self.num_nodes == 1:
+                rendezvous.no_linger()  # nobody is left to say goodbye
+            if cause is None and stop_signal is not None:
+                raise exit_on(stop_signal, agreed=False) from None  # on which left who was waited for
             rank = self.environment.global_rank()
             if cause is None or isinstance(error, RankFailedError) or cause.rank == rank:
                 if self._leaves_alone(error):
@@ -99,6 +103,13 @@ class SubprocessScriptLauncher(Launcher):
             raise cause.error() from error
         children.check()
         return result
+
+    def _grace(self, error: BaseException) -> float:
+        """How long the others may take to end by themselves after ``error``."""
+        if is_agreed(error) is False or (isinstance(error, KeyboardInterrupt) and not is_agreed(error)):
+            return 0.0  # a signal before training, or the second Ctrl-C
+        # An exit that all agreed on may still have something to write; a failure's others are hung or leaving.
+        return GRACE if isinstance(error, Exception) or self._leaves_alone(error) else 2 * GRACE
 
     def _leaves_alone(self, error: BaseException) -> bool:
         """Whether this is an exit in the midst of a call that others are in: a failure, whatever its code.
@@ -130,11 +141,11 @@ class SubprocessScriptLauncher(Launcher):
         node_rank = environment.node_rank() if self.num_nodes > 1 else 0
         address = environment.main_address if self.num_nodes > 1 else "127.0.0.1"
         if self.num_nodes == 1:
-            port = rendezvous.host(address)
+            port = rendezvous.host(address, job=environment.job_id())
         else:
             port = environment.main_port
             if node_rank == 0:
-                rendezvous.host(address, port)
+                rendezvous.host(address, port, environment.job_id())
         launch_id = uuid.uuid4().hex
         started: dict[int, subprocess.Popen[bytes]] = {}
         reports: dict[int, int] = {}
@@ -159,7 +170,7 @@ class SubprocessScriptLauncher(Launcher):
                 child.kill()
                 child.wait()
             raise LaunchError(f"process {len(started) + 1} of {local} could not be started: {error}") from error
-        children = Children(started, reports)
+        children = Children(started, reports, ExitMonitor(node_rank * local) if started else None)
         rendezvous.health_checks.append(children.check)
         failures.install_excepthook()
         atexit.register(_at_exit, children)
@@ -182,7 +193,8 @@ def _start_child(command: list[str], variables: dict[str, str]) -> tuple[int, su
     try:
         # No stdin: one keyboard can't serve several processes. The same process group: a terminal's or a
         # scheduler's signal reaches every rank.
-        child = subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, pass_fds=(writer,))
+        with born_blocked():
+            child = subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, pass_fds=(writer,))
     except BaseException:
         os.close(reader)
         raise

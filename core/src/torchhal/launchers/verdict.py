@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pickle
-import signal
 from collections.abc import Sequence
 from typing import Any
 
 from torchhal.errors import LaunchError
 from torchhal.launchers import failures
 from torchhal.launchers.failures import STILL_HERE, Failure
+from torchhal.launchers.signals import exit_on
 
 
 class Verdict:
@@ -49,9 +49,7 @@ class Verdict:
         if self.problem is not None:
             raise self.problem
         if received and self._is_the_signals():
-            if received[0] == signal.SIGINT:
-                raise KeyboardInterrupt
-            raise SystemExit(128 + received[0])
+            raise exit_on(received[0], agreed=True)  # they have said where they stopped
         if not self.failures:
             return
         codes = {failure.exit_code for failure, _ in self.failures}

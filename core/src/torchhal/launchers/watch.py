@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import sys
 import threading
 import time
@@ -17,9 +19,10 @@ from torchhal.launchers import failures, flight, rendezvous
 from torchhal.launchers.barrier import NamedBarriers
 from torchhal.launchers.failures import Failure
 from torchhal.launchers.hang import HangDump
+from torchhal.launchers.peer import Presence
 from torchhal.launchers.process import leave, write_stderr
 from torchhal.launchers.rendezvous import DEFAULT_TIMEOUT, store_host
-from torchhal.launchers.signals import StopSignals
+from torchhal.launchers.signals import StopRequested, StopSignals, follow
 from torchhal.launchers.stores import EventLog, Store, first_line, own_connection, ranks_text
 
 __all__ = ["RankWatch", "StopSignals", "active_watches"]
@@ -29,7 +32,37 @@ _active: weakref.WeakSet[RankWatch] = weakref.WeakSet()
 
 def active_watches() -> list[RankWatch]:
     """The watches of this process that are started: a launcher tells them of processes that died."""
-    return list(_active)
+    return [watch for watch in _active if watch.pid == os.getpid()]
+
+
+def _report_uncaught(error: BaseException) -> None:
+    """Tell the other ranks of an error that ends this process in the midst of a run, as a loop of one's own may."""
+    for watch in active_watches():
+        watch.report_failure(error)
+
+
+def _stop_at_exit() -> None:
+    """A process that ends without a tear-down has ended all the same, and was not killed."""
+    for watch in active_watches():
+        watch.stop()
+
+
+failures.uncaught.append(_report_uncaught)
+_exit_registered_in = 0
+"""Process in which :func:`_stop_at_exit` is registered; a worker has none of its parent's exit handlers."""
+
+
+_stop_is_agreed = False
+
+
+def stop_is_agreed() -> bool:
+    """Whether the ranks of this process's last watch have begun to agree on where to stop on a signal."""
+    return _stop_is_agreed
+
+
+def _agree() -> None:
+    global _stop_is_agreed
+    _stop_is_agreed = True
 
 
 def _first_choice(signums: list[int]) -> int | None:
@@ -105,6 +138,7 @@ class RankWatch:
             raise ValueError(f"'store' must be a store for a world of {world_size} (got None)")
         self.rank = rank
         self.world_size = world_size
+        self.pid = os.getpid()
         self.position = 0
         """Step boundaries passed; the training loop counts it up."""
         self.flag = False
@@ -153,8 +187,11 @@ class RankWatch:
 
     def start(self) -> RankWatch:
         """Start the thread; idempotent."""
+        global _stop_is_agreed
         if self._store is not None and self._thread is None:
+            _stop_is_agreed = False
             failures.install_excepthook()
+            self._register_exit()
             self.hang.introduce(self._store)
             self._thread_store = own_connection(self._store)
             self._thread = threading.Thread(target=self._run, name="torchhal-watch", daemon=True)
@@ -164,8 +201,20 @@ class RankWatch:
             _active.add(self)
         return self
 
-    def stop(self) -> None:
-        """End the thread and say goodbye: from now on nobody expects this rank. Idempotent, never raises."""
+    def _register_exit(self) -> None:
+        global _exit_registered_in
+        self.pid = os.getpid()
+        if _exit_registered_in != self.pid:
+            _exit_registered_in = self.pid
+            atexit.register(_stop_at_exit)
+
+    def stop(self, error: BaseException | None = None) -> None:
+        """End the thread and say goodbye: from now on nobody expects this rank. Idempotent, never raises.
+
+        Args:
+            error: on which this rank leaves. No failure of the job by itself, for its caller may have expected it; a
+                rank that misses this one hears of it.
+        """
         _active.discard(self)
         thread, self._thread = self._thread, None
         self._stopping = True
@@ -179,7 +228,8 @@ class RankWatch:
             thread.join(timeout=5.0 if self._lost is None else 0.1)  # it may be stuck in a store that is silent
         if self._lost is None:
             try:
-                self._store.set(self._key(f"bye/{self.rank}"), "1")
+                said = "" if error is None else Failure.from_exception(self.rank, error).to_json().decode()
+                self._store.set(self._key(f"bye/{self.rank}"), said)
             except RuntimeError:  # the host is gone: nobody left to tell
                 pass
 
@@ -205,6 +255,9 @@ class RankWatch:
             return
         if isinstance(error, (SystemExit, KeyboardInterrupt)) and self.stop_signal is not None:
             return
+        if isinstance(error, StopRequested):  # in the midst of a set-up
+            self.report_stop(error.signum)
+            return
         announce = self._announce and not failures.was_printed(error)
         failure = Failure.from_exception(self.rank, error, printed=announce)
         self._own = failure
@@ -217,6 +270,23 @@ class RankWatch:
         if announce:
             failures.print_failure(failure)
             failures.mark_printed(error)
+
+    def report_stop(self, signum: int) -> None:
+        """Post that this rank leaves on ``signum`` before training, where the ranks have no step to agree on.
+
+        The others get RankFailedError with that ``stop_signal``, and their threads end who doesn't come back. Never
+        raises.
+        """
+        self._back = True
+        if self._own is not None or self._store is None:
+            return
+        self._own = Failure.from_signal(self.rank, signum)
+        self._note_end()
+        if self._lost is None:
+            try:
+                self._events.post(self._store, {"kind": "failure", "failure": self._own.to_json().decode()})
+            except RuntimeError:
+                pass  # no store, no listeners
 
     def report_for(self, failure: Failure) -> None:
         """Report another rank's failure: for the launcher that saw its process die. Any thread may call it."""
@@ -279,15 +349,13 @@ class RankWatch:
         self._all_dump(f"{name} failed on rank {self.rank}: {first_line(error)}")
         silent = self._silent(token)
         if silent:
-            seen = self.hang.look_at(self._store, silent)
-            return RankFailedError(
-                f"{ranks_text(silent)} is gone without a word: killed (too little memory?), or its process or machine "
-                f"is stopped. No other rank reported a failure.{self.hang.hint(seen)}",
-                rank=silent[0],
-            )
+            return self._silent_ranks_error(silent)
         others = set(range(self.world_size)) - {self.rank}
-        ended = [rank for rank in sorted(others) if self._has_left(rank)]
+        # who waited in vain, too, and had done with it sooner, has not ended because it had done its work
+        ended = [rank for rank in sorted(others - set(self._waited)) if self._has_left(rank)]
         for rank in ended:
+            if (left_on := self._left_on(rank)) is not None:
+                return left_on.error()
             self.hang.write_for(rank, "it has ended its work")
         missing = ended or sorted(others - set(self._waited))
         over = [self.rank] if timed_out else sorted(rank for rank, its_time in self._waited.items() if its_time)
@@ -310,6 +378,28 @@ class RankWatch:
             name=name,
             missing=missing,
         )
+
+    def _silent_ranks_error(self, silent: list[int]) -> RankFailedError:
+        """Name ranks that answer nothing, and say of what only as much as can be seen from here."""
+        assert self._store is not None
+        seen = self.hang.look_at(self._store, silent)
+        try:
+            unready = [rank for rank in silent if not self.hang.is_introduced(self._store, rank)]
+        except RuntimeError:
+            unready = []
+        text = f"{ranks_text(silent)} is gone without a word"
+        if unready == silent:
+            text = f"{ranks_text(silent)} has not come out of its set-up, and does not say why: see its own output"
+        elif all(rank in seen and seen[rank].presence is Presence.GONE for rank in silent):
+            text += ": killed (too little memory?), or ended by C code. No other rank reported a failure"
+        elif any(rank in seen and seen[rank].presence is not Presence.ELSEWHERE for rank in silent):
+            text += ", though its process is there, see below. No rank reported a failure"
+        else:
+            text += (
+                ": its machine can't be looked at from here. It was killed (too little memory?), or its process or "
+                "machine is stopped. No other rank reported a failure"
+            )
+        return RankFailedError(f"{text}.{self.hang.hint(seen)}", rank=silent[0])
 
     # -- hang ------------------------------------------------------------------------------------------------
 
@@ -336,6 +426,15 @@ class RankWatch:
             return bool(self._store.check([self._key(f"bye/{rank}")]))
         except RuntimeError:
             return False
+
+    def _left_on(self, rank: int) -> Failure | None:
+        """The error on which a rank that has left its loop did so."""
+        assert self._store is not None
+        try:
+            data = self._store.get(self._key(f"bye/{rank}"))
+        except RuntimeError:
+            return None
+        return Failure.from_json(data) if data else None
 
     def _silent(self, token: str) -> list[int]:
         """Ranks whose thread did not answer the ping and did not say goodbye."""
@@ -426,7 +525,10 @@ class RankWatch:
         store = self._store
         count = int(self._meet("end of training", timeout, last_word=lambda: str(self._events.count(store))))
         events = [self._events.read(store, index) for index in range(1, count + 1)]
-        return _first_choice([int(event["signum"]) for event in events if event.get("kind") == "stop"])
+        signum = _first_choice([int(event["signum"]) for event in events if event.get("kind") == "stop"])
+        if signum is not None and signum > 0:
+            _agree()
+        return signum
 
     def _post_wishes(self, store: Store) -> None:
         """Post what was not posted yet; on return it is, whichever thread did it."""
@@ -548,6 +650,8 @@ class RankWatch:
             with self._lock:
                 self._agreements.append(agreement)
                 self.flag = True  # first the flag, then the position: see the class's docstring
+            if agreement.signum > 0:
+                _agree()
             position = self.position
             store.set(self._key(f"stop/{agreement.signum}/{self.rank}"), str(position))
             store.add(self._key(f"stop/{agreement.signum}/count"), 1)
@@ -584,10 +688,15 @@ class RankWatch:
     def _learn(self, failure: Failure) -> None:
         if self._failure is None:
             self._failure = failure
+            if failure.stop_signal:
+                follow(failure.stop_signal)
         self._discover()
 
     def _discover(self) -> None:
         rendezvous.no_linger()
+        self._note_end()
+
+    def _note_end(self) -> None:
         if self._discovered is None:
             self._discovered = time.monotonic()
         self.flag = True
@@ -609,6 +718,11 @@ class RankWatch:
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         stack = "".join(traceback.format_stack(frame)[-4:]) if frame is not None else ""
         cause = self._failure
+        stopped = next((one for one in (cause, self._own) if one is not None and one.stop_signal), None)
+        if stopped is not None:
+            failures.send_report(Failure.from_signal(self.rank, stopped.stop_signal))
+            leave(128 + stopped.stop_signal)
+            return
         if cause is not None and not cause.printed and self._announce:
             failures.print_failure(cause)
         if cause is not None:

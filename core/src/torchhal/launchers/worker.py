@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
-from torchhal.launchers import failures, process
+from torchhal.launchers import failures, process, signals
 from torchhal.launchers.failures import Failure
 
 if TYPE_CHECKING:
@@ -73,7 +73,9 @@ def run(assignment: Assignment, connection: Connection) -> None:
 
 
 def _prepare(assignment: Assignment, connection: Connection) -> None:
-    faulthandler.enable()
+    process.open_standard_descriptors()
+    if sys.stderr is not None:
+        faulthandler.enable()
     for other in assignment.others:
         other.close()
     # The supervisor's handlers are not a worker's: after a fork they would answer for it.
@@ -81,6 +83,7 @@ def _prepare(assignment: Assignment, connection: Connection) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             signal.signal(signal.SIGINT, signal.default_int_handler)
+        signals.unblock()
     if assignment.start_method != "spawn":
         # A fork has its parent's exit handlers: their files and connections are not a worker's to close.
         getattr(atexit, "_clear", lambda: None)()
@@ -147,13 +150,13 @@ def perform(
         torch.set_num_threads(threads)
     try:
         function, args, kwargs = read()
-    except BaseException as error:
+    except (Exception, SystemExit) as error:  # which a module may raise that is imported; a Ctrl-C amid it is one
         return "unreadable", f"{type(error).__name__}: {error}"
     value = function(*args, **kwargs)
     if write is not None:
         try:
             write(value)
-        except BaseException as error:
+        except Exception as error:
             return "unsendable", f"{type(value).__qualname__}: {type(error).__name__}: {error}"
     return DONE
 

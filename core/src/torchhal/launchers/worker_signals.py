@@ -8,8 +8,9 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from multiprocessing import resource_tracker
 from typing import Any
+
+from torchhal.launchers.signals import born_blocked
 
 
 def ignore_sigterm_unless_from_parent(worker_id: int) -> None:
@@ -51,13 +52,8 @@ def signals_blocked(loader: Any) -> Iterator[None]:
         yield
         return
     context = getattr(loader, "multiprocessing_context", None) or multiprocessing
-    if context.get_start_method() != "fork":
-        resource_tracker.ensure_running()  # starts with the first such worker, and unblocks the signals on its way
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
-    try:
+    with born_blocked(context.get_start_method()):
         yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class WorkerInit:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchhal.accelerators import Accelerator
+from torchhal.errors import ConfigurationError
 
 
 class Precision:
@@ -45,7 +46,13 @@ class Precision:
     def connect(
         self, model: Any = None, optimizers: Sequence[Any] = (), lr_schedulers: Sequence[Any] = ()
     ) -> tuple[Any, Sequence[Any], Sequence[Any]]:
-        """A place for vendors whose library wants to see all three at once; gives them back. Identity here."""
+        """A place for vendors whose library wants to see all three at once; gives them back. Identity here.
+
+        Called before training, with the model that the strategy has wrapped. What is returned is used from then on: as
+        many optimizers, and schedulers of the same kind, in their places; and the model, one in its place that has its
+        steps, or a module around it, whose forward each ``training_step`` then runs through. A model in another's place
+        should share its parameters: the user's own object is trained no more.
+        """
         return model, optimizers, lr_schedulers
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
@@ -149,11 +156,50 @@ class Precision:
         return f"{type(self).__name__}({self.alias!r})"
 
 
+def connected(
+    precision: Precision, model: Any, optimizers: list[Any], lr_schedulers: list[Any]
+) -> tuple[Any, list[Any], list[Any]]:
+    """What ``precision.connect`` gives back for them.
+
+    Raises:
+        ConfigurationError: it gives back something else than a model, optimizers and schedulers.
+    """
+    answer = precision.connect(model, optimizers, lr_schedulers)
+    rule = f"{type(precision).__name__}.connect must return (model, optimizers, lr_schedulers)"
+    if not isinstance(answer, tuple) or len(answer) != 3:
+        raise ConfigurationError(f"{rule} (got {answer!r})")
+    made, steppers, schedulers = answer[0], list(answer[1]), list(answer[2])
+    if (len(steppers), len(schedulers)) != (len(optimizers), len(lr_schedulers)):
+        raise ConfigurationError(
+            f"{rule}, as many as it was given: {len(optimizers)} optimizer(s) and {len(lr_schedulers)} scheduler(s) "
+            f"(got {len(steppers)} and {len(schedulers)})"
+        )
+    for before, optimizer in zip(optimizers, steppers, strict=True):
+        lacks = [name for name in ("step", "zero_grad", "param_groups", "state_dict") if not hasattr(optimizer, name)]
+        if lacks and optimizer is not before:
+            raise ConfigurationError(f"{rule}: its {type(optimizer).__name__} is no optimizer, it has no {lacks[0]!r}")
+    for before, scheduler in zip(lr_schedulers, schedulers, strict=True):
+        if hasattr(before, "scheduler") and not hasattr(scheduler, "scheduler"):
+            raise ConfigurationError(
+                f"{rule}: a scheduler comes as a {type(before).__name__}, whose attribute 'scheduler' may be replaced "
+                f"(got a {type(scheduler).__name__})"
+            )
+    return made, steppers, schedulers
+
+
 def needs_closure(optimizer: Any) -> bool:
     """Whether ``optimizer.step`` can't do without a closure, which it then evaluates as often as it likes (LBFGS)."""
     # The class's: what a scheduler puts on the instance shows ``self`` as an argument.
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is closure.empty
+
+
+def dense_gradient(parameter: nn.Parameter) -> torch.Tensor:
+    """The gradient of ``parameter``, which has one; of a sparse one its values, which share its memory."""
+    if not parameter.grad.is_sparse:  # type: ignore[union-attr]
+        return parameter.grad  # type: ignore[return-value]
+    parameter.grad = parameter.grad.coalesce()  # type: ignore[union-attr]
+    return parameter.grad._values()
 
 
 def _clip_with_sparse(parameters: Sequence[nn.Parameter], clip_val: float, algorithm: str) -> torch.Tensor | None:
@@ -162,11 +208,7 @@ def _clip_with_sparse(parameters: Sequence[nn.Parameter], clip_val: float, algor
     for parameter in parameters:
         if parameter.grad is None:
             continue
-        if parameter.grad.is_sparse:
-            parameter.grad = parameter.grad.coalesce()
-            values = parameter.grad._values()  # shares memory with the gradient: clipping it clips that
-        else:
-            values = parameter.grad
+        values = dense_gradient(parameter)
         stand_in = nn.Parameter(values, requires_grad=False)
         stand_in.grad = values
         stand_ins.append(stand_in)

@@ -5,21 +5,32 @@ Nothing is started, no device is touched, nothing is written: the same request i
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
+
 from torchhal.accelerators import Accelerator
+from torchhal.cluster.base import ClusterEnvironment, RanksNotMetError
+from torchhal.cluster.job import current_job
 from torchhal.errors import ConfigurationError
 from torchhal.launchers.process import launched_by
 from torchhal.resolve.fit import check_parts
 from torchhal.resolve.given import choose, from_alias, from_object, sort_plugins, substitute
 from torchhal.resolve.hardware import choose_accelerator
-from torchhal.resolve.launching import choose_environment, launcher
+from torchhal.resolve.launching import choose_environment, interactive_alias, launcher
 from torchhal.resolve.plan import Part, Plan, Request
 from torchhal.strategies import Strategy
+from torchhal.terminal import printable
 
 __all__ = ["Part", "Plan", "Request", "resolve"]
 
 
-def resolve(request: Request) -> Plan:
+def resolve(
+    request: Request, *, on_environment_chosen: Callable[[ClusterEnvironment], None] = lambda environment: None
+) -> Plan:
     """Choose five parts, devices and a launcher, or raise before anything starts.
+
+    Args:
+        on_environment_chosen: called with the cluster environment, whatever is refused after that.
 
     Raises:
         ConfigurationError: an argument outside its domain, of a wrong type too, or a conflict between two.
@@ -46,11 +57,19 @@ def resolve(request: Request) -> Plan:
         return {"plugins=": plugins.get(kind), **inside}
 
     environment = choose_environment(sources("cluster_environment"), hardware, notes)
+    on_environment_chosen(environment.value)
     is_given = any(value is not None for value in sources("cluster_environment").values())
     external = bool(environment.value.creates_processes_externally)
+    if said := current_job().check():
+        notes.append(said)
     if external:
         notes.extend(environment.value.recommendations())
-    num_nodes = int(asked_nodes) if not _is_auto(asked_nodes) else environment.value.num_nodes()
+    left_to_launcher: set[str] = set()
+    num_nodes = 1
+    try:
+        num_nodes = int(asked_nodes) if not _is_auto(asked_nodes) else environment.value.num_nodes()
+    except RanksNotMetError:
+        left_to_launcher.add("num_nodes")
     owns_launch = "owns_launch" in environment.value.features
     num_workers = environment.value.num_workers if owns_launch else None
     started = environment.value.world_size() if external else num_workers or 1
@@ -63,11 +82,16 @@ def resolve(request: Request) -> Plan:
             f"{accelerator.alias!r} has none here)"
         )
     several = len(indices) > 1 or num_nodes > 1 or started > 1 or owns_launch
-    strategy = _strategy(request, given, hardware, several, f"{len(indices)} device(s) on {num_nodes} node(s)")
+    count = f"{len(indices)} device(s) on {num_nodes} node(s)"
+    strategy = _strategy(request, given, hardware, environment, several, count)
     chosen: Strategy = strategy.value
     devices_reason = f"one for each of {num_workers} workers" if one_each else f"devices={request.devices!r}"
     if _is_auto(request.devices) and external and chosen.multi_device:
-        indices, devices_reason = _devices_of_processes(chosen, accelerator, environment, indices)
+        try:
+            indices, devices_reason = _devices_of_processes(chosen, accelerator, environment, indices)
+        except RanksNotMetError:
+            left_to_launcher.add("devices")
+            devices_reason = f"devices='auto': one for each process that {environment.alias} has started on this node"
 
     asked = request.precision
     if isinstance(asked, int) and not isinstance(asked, bool):
@@ -82,7 +106,8 @@ def resolve(request: Request) -> Plan:
     chosen.check_fit(precision=precision.value, world_size=world_size)
     # A process of an earlier Trainer's launch may make another one that it never runs: that one's launch is held to it.
     if launched_by() is None and (chosen.multi_device or not external):
-        environment.value.validate_settings(num_devices=local, num_nodes=num_nodes)
+        with suppress(RanksNotMetError):  # the rest is compared when a run begins
+            environment.value.validate_settings(num_devices=local, num_nodes=num_nodes)
     launcher_name, launcher_reason = launcher(strategy, environment, accelerator, local, num_nodes)
     return Plan(
         accelerator=accelerator,
@@ -93,11 +118,12 @@ def resolve(request: Request) -> Plan:
         device_indices=tuple(indices),
         devices=devices,
         devices_reason=devices_reason,
-        num_nodes=num_nodes,
+        num_nodes=None if "num_nodes" in left_to_launcher else num_nodes,
         world_size=world_size,
         launcher=launcher_name,
         launcher_reason=launcher_reason,
-        notes=tuple(notes),
+        left_to_launcher=frozenset(left_to_launcher),
+        notes=tuple(map(printable, notes)),
     )
 
 
@@ -105,13 +131,17 @@ def _is_auto(value: object) -> bool:
     return isinstance(value, str) and value.strip().lower() == "auto"
 
 
-def _strategy(request: Request, given: Part | None, hardware: Accelerator, several: bool, count: str) -> Part:
+def _strategy(
+    request: Request, given: Part | None, hardware: Accelerator, environment: Part, several: bool, count: str
+) -> Part:
     if given is not None:
         return given
     asked = str(request.strategy)
     if _is_auto(asked):
-        alias = hardware.default_parallel_strategy if several else hardware.default_strategy
-        return from_alias("strategy", alias, f"{count} and no strategy named: {hardware.name}'s default")
+        alias, where = hardware.default_strategy, ""
+        if several:
+            alias, where = interactive_alias(hardware.default_parallel_strategy, environment, hardware)
+        return from_alias("strategy", alias, f"{count} and no strategy named: {hardware.name}'s default{where}")
     alias = substitute("strategy", asked, hardware)
     means = "" if alias == asked else f", which on {hardware.name} means {alias}"
     return from_alias("strategy", alias, f"strategy={asked!r}{means}")

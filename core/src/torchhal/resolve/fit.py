@@ -9,7 +9,7 @@ from torchhal.errors import ComponentError, UnsupportedCombinationError
 from torchhal.launchers.process import launched_by
 from torchhal.precision import Precision
 from torchhal.resolve.plan import Part
-from torchhal.strategies import Strategy
+from torchhal.strategies import ParallelStrategy, Strategy
 
 
 def check_parts(
@@ -49,6 +49,7 @@ def check_parts(
             "with 'if trainer.is_global_zero:'"
         )
     check_accelerator(accelerator, strategy)
+    _check_backend(accelerator, strategy)
     _check_precision(accelerator, strategy, precision)
 
 
@@ -73,6 +74,17 @@ def check_accelerator(accelerator: Part, strategy: Part) -> None:
             f"{hardware.default_parallel_strategy!r} for several, or a strategy with {hardware.name!r} in its "
             "'accelerators'"
         )
+
+
+def _check_backend(accelerator: Part, strategy: Part) -> None:
+    hardware: Accelerator = accelerator.value
+    if hardware.backend or not isinstance(strategy.value, ParallelStrategy) or strategy.value.process_group_backend:
+        return
+    raise UnsupportedCombinationError(
+        f"strategy {strategy.alias!r} joins its processes in a process group, and torch has no backend for one that "
+        f"carries tensors of accelerator {accelerator.alias!r}: use {hardware.default_strategy!r}, or give the "
+        "strategy's class process_group_backend=, where you have a backend of your own"
+    )
 
 
 def _check_precision(accelerator: Part, strategy: Part, precision: Part) -> None:

@@ -9,11 +9,14 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from torchhal import registry
 from torchhal.accelerators import Accelerator
 from torchhal.checkpoint import CheckpointIO
 from torchhal.cluster import ClusterEnvironment
 from torchhal.errors import AcceleratorUnavailable, ConfigurationError, PluginError, UnknownAliasError
+from torchhal.hints import meant_by, one_of
 from torchhal.precision import Precision
 from torchhal.resolve.plan import Part
 from torchhal.strategies import Strategy
@@ -49,8 +52,19 @@ def from_object(kind: str, value: Any, reason: str) -> Part:
             ) from None
         instance = value()
     if not isinstance(instance, base):
-        raise ConfigurationError(f"'{kind}' must be an alias, a {base.__name__} or a class of one (got {value!r})")
+        auto = "'auto', " if kind in ("accelerator", "strategy") else ""
+        raise ConfigurationError(
+            f"'{kind}' must be {auto}an alias, a {base.__name__} or a class of one (got {value!r}){_meant(kind, value)}"
+        )
     return Part(kind, _own_alias(instance), instance, reason)
+
+
+def _meant(kind: str, value: Any) -> str:
+    """The end of a sentence about an object that torch has for what is an alias here."""
+    if kind == "accelerator" and isinstance(value, torch.device):
+        return f": write accelerator={value.type!r}" + ("" if value.index is None else f", devices=[{value.index}]")
+    meant = meant_by(kind, getattr(value, "__name__", str(value)).removeprefix("torch."))
+    return f": write {kind}={one_of(meant)}" if meant else ""
 
 
 def _own_alias(value: Any) -> str:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from torchhal import registry
 from torchhal.discovery import USER
 from torchhal.entry import Entry
 from torchhal.errors import AcceleratorUnavailable, ComponentError, ConfigurationError
+from torchhal.hints import DISTRIBUTIONS
 from torchhal.plugin import Availability
 from torchhal.resolve.given import from_alias, from_object
 from torchhal.resolve.plan import Part, Request
+from torchhal.scan import PluginRecord
 from torchhal.strategies import Strategy
 
 
@@ -94,8 +99,35 @@ def _best(strategy: Any, notes: list[str]) -> Part:
         notes.append(
             f"accelerator='auto' takes {winners[0].name!r}; installed but unusable: {'; '.join([*missed, *broken])}"
         )
+    if own and (device := undriven_device(registry.entries("accelerator"), registry.plugins())):
+        notes.append(f"accelerator='auto' takes {winners[0].name!r}, but {device}, or say which you mean")
     reason = "accelerator='auto': the best one available here"
     return Part("accelerator", winners[0].name, winners[0].entry.create(), reason)
+
+
+def undriven_device(entries: Iterable[Entry], plugins: Iterable[PluginRecord]) -> str:
+    """A device that torch itself sees here and none of ``entries`` drives, and what to install; empty for none.
+
+    An extension's device (PrivateUse1) is not meant: whoever imported it knows. Nor is one whose plugin among
+    ``plugins`` the user has disabled.
+    """
+    device = torch.accelerator.current_accelerator()
+    if device is None or device.type == torch._C._get_privateuse1_backend_name():
+        return ""
+    if device.type in {_device_type(entry) for entry in entries} or not torch.accelerator.is_available():
+        return ""
+    distribution = DISTRIBUTIONS.get(device.type)
+    if any(plugin.status == "disabled" and plugin.distribution == distribution for plugin in plugins):
+        return ""
+    remedy = f"pip install {distribution}" if distribution else "install or write a plugin that does"
+    return f"torch sees a device of type {device.type!r} here, which nothing that is installed drives: {remedy}"
+
+
+def _device_type(entry: Entry) -> str:
+    try:
+        return str(entry.load().device_type)
+    except ComponentError:
+        return ""
 
 
 def _missed(unusable: list[_Candidate], usable: list[_Candidate], best: int) -> list[_Candidate]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,6 +10,8 @@ from torchhal import registry
 from torchhal.accelerators import Accelerator
 from torchhal.cluster.variables import given
 from torchhal.errors import ConfigurationError, UnsupportedCombinationError
+from torchhal.launchers.command import why_no_script
+from torchhal.launchers.process import launched_by
 from torchhal.resolve.given import choose, from_alias, substitute
 from torchhal.resolve.plan import Part
 from torchhal.strategies import Strategy
@@ -51,8 +54,24 @@ def choose_environment(sources: Mapping[str, Any], accelerator: Accelerator, not
     return from_alias(KIND, winners[0], "detected from the environment")
 
 
+def interactive_alias(alias: str, environment: Part, accelerator: Accelerator) -> tuple[str, str]:
+    """What stands in for the default strategy ``alias`` where no script can be run again, and why; else ``alias``.
+
+    Workers that inherit everything, for what a cell has defined can't be imported; where they can't be forked, those
+    of spawn, which says what it can't send.
+    """
+    if alias != "ddp" or launched_by() is not None or not why_no_script():
+        return alias, ""
+    if environment.value.creates_processes_externally or "owns_launch" in environment.value.features:
+        return alias, ""
+    forks = "fork" in accelerator.start_methods and "fork" in multiprocessing.get_all_start_methods()
+    workers = substitute("strategy", "ddp_notebook" if forks else "ddp_spawn", accelerator)
+    return workers, ", in a session without a script that could be run again"
+
+
 def launcher(strategy: Part, environment: Part, accelerator: Part, local: int, num_nodes: int) -> tuple[str, str]:
-    """What starts the processes of a node, and why; an error where the device doesn't survive it."""
+    """What starts the processes of a node, and why; an error where the device doesn't survive it, or where that can't
+    start any."""
     if environment.value.creates_processes_externally:
         return "none", f"{environment.alias} has started the processes"
     if "owns_launch" in environment.value.features:
@@ -67,4 +86,13 @@ def launcher(strategy: Part, environment: Part, accelerator: Part, local: int, n
             f"strategy {strategy.alias!r} starts its processes by {method!r}, but accelerator {accelerator.alias!r} "
             f"works in processes started by {', '.join(map(repr, sorted(allowed))) or 'nothing but the script'}"
         )
+    here = multiprocessing.get_all_start_methods()
+    if method in ("spawn", "fork", "forkserver") and method not in here:
+        instead = " or ".join(f"'ddp_{other}'" for other in here if other in allowed)
+        raise UnsupportedCombinationError(
+            f"strategy {strategy.alias!r} starts its processes by {method!r}, which this system doesn't have: use "
+            f"{instead or 'one device'}, or 'ddp' in a script"
+        )
+    if method == "subprocess" and local > 1 and launched_by() is None and (why := why_no_script()):
+        raise UnsupportedCombinationError(f"strategy {strategy.alias!r} runs the script once per process, but {why}")
     return method, f"{local} process(es) on this node, started by torchhal"

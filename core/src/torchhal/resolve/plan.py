@@ -47,10 +47,13 @@ class Plan:
     device_indices: tuple[int, ...]
     devices: tuple[torch.device, ...]
     devices_reason: str
-    num_nodes: int
+    num_nodes: int | None
+    """None: "auto", and known when the ranks have met."""
     world_size: int
     launcher: str
     launcher_reason: str
+    left_to_launcher: frozenset[str] = field(default=frozenset())
+    """``devices`` or ``num_nodes``, where they are "auto" and known when the ranks have met."""
     notes: tuple[str, ...] = field(default=())
     """What the user should hear once, such as an "auto" that fell back."""
 
@@ -63,8 +66,9 @@ class Plan:
             checkpoint_io=self.checkpoint_io.value,
             cluster_environment=None if self.cluster_environment is None else self.cluster_environment.value,
             devices=self.devices,
-            num_nodes=self.num_nodes,
+            num_nodes=self.num_nodes or 1,
         )
+        strategy.left_to_launcher = self.left_to_launcher
         return strategy
 
     def rows(self) -> list[tuple[str, str, str]]:
@@ -74,7 +78,8 @@ class Plan:
         rows.insert(1, ("devices", ", ".join(map(str, self.devices)), self.devices_reason))
         if self.cluster_environment is not None:
             rows.append(("cluster_environment", self.cluster_environment.alias, self.cluster_environment.reason))
-        rows.append(("world_size", str(self.world_size), f"{self.num_nodes} node(s)"))
+        nodes = "nodes are counted when the ranks meet" if self.num_nodes is None else f"{self.num_nodes} node(s)"
+        rows.append(("world_size", str(self.world_size), nodes))
         rows.append(("launcher", self.launcher, self.launcher_reason))
         return rows
 

@@ -17,12 +17,27 @@ from torchhal.accelerators import Accelerator
 from torchhal.accelerators.transfer import move_module
 from torchhal.checkpoint import CheckpointIO
 from torchhal.cluster import ClusterEnvironment
-from torchhal.errors import CheckpointError, CheckpointMismatchError, ConfigurationError, ModelError
+from torchhal.errors import (
+    CheckpointError,
+    CheckpointMismatchError,
+    ConfigurationError,
+    ModelError,
+    UnsupportedCombinationError,
+)
 from torchhal.launchers import ExternalLauncher, Launcher
+from torchhal.launchers.rendezvous import DEFAULT_TIMEOUT
 from torchhal.launchers.watch import RankWatch
 from torchhal.memory import MemoryEstimate, ModelMemory
 from torchhal.overrides import overrides
 from torchhal.precision import Precision
+from torchhal.precision.base import connected, dense_gradient
+from torchhal.strategies.forward_through import forward_through
+from torchhal.strategies.optimizer_state import alike, check_groups, check_optimizer_state
+from torchhal.strategies.sync_batchnorm import (
+    check_sync_batchnorm_layers,
+    restore_batchnorms,
+    synchronize_batchnorms,
+)
 
 _Part = TypeVar("_Part")
 
@@ -87,8 +102,9 @@ class Strategy(ABC):
     """Optimizer steps that one batch of the training loader makes, known after :meth:`setup_model`, where a batch is
     several, as a loader from :meth:`process_dataloader` may give them; None: ``accumulate_grad_batches`` make one."""
 
-    timeout: timedelta = timedelta(minutes=10)
-    """How long a barrier or collective waits for the other ranks."""
+    timeout: timedelta = DEFAULT_TIMEOUT
+    """How long whatever waits for other ranks does so: to meet them, in a barrier, in a collective. Ten minutes by
+    default."""
 
     def __init__(
         self,
@@ -123,17 +139,24 @@ class Strategy(ABC):
         self.cluster_environment = cluster_environment
         self.devices: list[torch.device] = []
         self.num_nodes = 1
+        self.left_to_launcher: frozenset[str] = frozenset()
+        """``devices`` or ``num_nodes``, where they are "auto" and known when the ranks have met."""
         self._reset()
 
     def _reset(self) -> None:
         self.module: nn.Module | None = None
         self.model: Any = None
+        self.model_is_connected = False
+        """Whether :attr:`model` is a wrapper that the precision's ``connect`` gave."""
         self.optimizers: list[Optimizer] = []
         self.lr_scheduler_configs: list[Any] = []
         self._watch: RankWatch | None = None
         self.accumulate_grad_batches = 1
         self.gradient_clip_val: float | None = None
         self.gradient_clip_algorithm = "norm"
+        self.sync_batchnorm = False
+        """Whether the batch norms of a training compute over the batches of all ranks; set before :meth:`connect`."""
+        self._synchronized: list[nn.Module] = []
         self._environment_ready = False
         self.trainer: Any = None
         """The Trainer that runs this strategy, from :meth:`prepare` to :meth:`teardown`; None in a loop by hand."""
@@ -165,6 +188,23 @@ class Strategy(ABC):
 
         Called by ``resolve``, before anything is started, with all other parts chosen.
         """
+
+    def check_sync_batchnorm(self, world_size: int) -> None:
+        """Raise UnsupportedCombinationError if batch norms can't compute over the batches of all ranks.
+
+        Called before anything is started, for ``Trainer(sync_batchnorm=True)``. A strategy whose ranks run the module
+        itself, each on samples of its own, passes and gives their :meth:`batch_group`.
+        """
+        raise UnsupportedCombinationError(
+            f"strategy {self.alias or type(self).__name__!r} can't let batch norms compute over the batches of all "
+            "ranks (sync_batchnorm=True): use one that has a replica in each process, such as 'ddp', or leave "
+            "sync_batchnorm out"
+        )
+
+    def batch_group(self) -> Any:
+        """The process group of the ranks that see the samples of one batch, each its own; None where that is this one
+        alone. Asked after :meth:`setup_environment`."""
+        return None
 
     @property
     def is_set_up(self) -> bool:
@@ -272,8 +312,13 @@ class Strategy(ABC):
         self.precision.setup(self.accelerator, self.root_device)
         store = self.setup_communication()
         if store is not None:
-            self._watch = RankWatch(store, self.global_rank, self.world_size).start()
+            self._watch_ranks(store)
         self._environment_ready = True
+
+    def _watch_ranks(self, store: Store) -> None:
+        """Start :attr:`watch`, once in a life: before the ranks wait for each other in C, if they do in a set-up."""
+        if self._watch is None or self._watch.world_size == 1:
+            self._watch = RankWatch(store, self.global_rank, self.world_size).start()
 
     def setup_communication(self) -> Store | None:
         """Let the ranks find each other; the store through which they tell of failures and wishes to stop.
@@ -288,8 +333,15 @@ class Strategy(ABC):
 
     def connect(self, module: nn.Module) -> None:
         """Take the user's module: ``module`` from now on, and ``model`` until :meth:`setup_model` wraps it."""
+        restore_batchnorms(self._synchronized)
+        self._synchronized = []
         self.module = module
         self.model = module
+        self.model_is_connected = False
+        if self.is_set_up and (group := self.batch_group()) is not None:
+            check_sync_batchnorm_layers(module, self.root_device)
+            if self.sync_batchnorm:
+                self._synchronized = synchronize_batchnorms(module, group)
 
     def prepare(self, trainer: Any) -> None:
         """Run :meth:`setup` and finish what an override of it left out. Called by the Trainer; not for overriding."""
@@ -365,12 +417,37 @@ class Strategy(ABC):
         """
 
     def setup_optimizers(self, optimizers: Sequence[Optimizer], lr_scheduler_configs: Sequence[Any] = ()) -> None:
-        """Take the optimizers over the module's parameters; a subclass may replace them (STR-16)."""
+        """Take the optimizers over the module's parameters; a subclass may replace them (STR-16).
+
+        :attr:`optimizers` and :attr:`lr_scheduler_configs` are what the precision's ``connect`` has made of them, and
+        so is :attr:`model`.
+        """
         for optimizer in optimizers:
             self.precision.check_optimizer(optimizer)
-        self.precision.connect(self.model, optimizers, lr_scheduler_configs)
-        self.optimizers = list(optimizers)
-        self.lr_scheduler_configs = list(lr_scheduler_configs)
+        given = (self.model, list(optimizers), list(lr_scheduler_configs))
+        model, self.optimizers, self.lr_scheduler_configs = connected(self.precision, *given)
+        if model is not self.model:
+            self._take_connected(model)
+
+    def _take_connected(self, model: Any) -> None:
+        """Go on with a model that the precision has put in the place of :attr:`model`, or around it."""
+        if self.model is self.module and callable(getattr(model, "training_step", None)):
+            self.module = self.model = model
+        elif isinstance(model, nn.Module) and any(part is self.module for part in model.modules()):
+            self.model = model
+            self.model_is_connected = True
+        else:
+            name = type(self.precision).__name__
+            raise ConfigurationError(
+                f"{name}.connect must return the model, one in its place with a training_step, or a module that holds "
+                f"it (got {type(model).__name__})"
+            )
+
+    def check_replicas(self) -> None:
+        """Raise DistributedError, on every rank alike, where replicas of the model have come apart.
+
+        Called once, on every rank, when a fit has made its last step. Nothing by default: there is one model.
+        """
 
     def restore_module(self) -> None:
         """Make the user's module whole and unwrapped on every rank, for whatever the program does with it next.
@@ -395,7 +472,10 @@ class Strategy(ABC):
             stack.callback(self._release_model)
 
     def _release_model(self) -> None:
+        restore_batchnorms(self._synchronized)
+        self._synchronized = []
         self.model = self.module
+        self.model_is_connected = False
         self.trainer = None
         self._watch = None
         self._environment_ready = False
@@ -439,7 +519,10 @@ class Strategy(ABC):
     def module_step(self, name: str) -> Callable[..., Any]:
         """The module's step, through ``self.model`` where that wraps it."""
         step: Callable[..., Any] = getattr(self.module, name)
-        return step
+        automatic = getattr(self.module, "automatic_optimization", True)
+        if name != "training_step" or not self.model_is_connected or not automatic:
+            return step
+        return forward_through(self, self.module, step)
 
     def with_precision(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """``function(batch, *rest)`` under the precision: input converted, forward context, output converted."""
@@ -510,6 +593,16 @@ class Strategy(ABC):
         self.unscale_gradients(optimizer)
         return self.precision.clip_gradients(optimizer, clip_val, algorithm)
 
+    def grad_norm(self, optimizer: Optimizer) -> torch.Tensor:
+        """The 2-norm over all gradients of ``optimizer``, on whichever ranks they are: 0-d, unscaled, nothing changed.
+
+        For hooks between the last backward and the step, on every rank. Where ranks have different parameters, or parts
+        of them, as in a pipeline, ``torch.nn.utils.get_total_norm`` sees this rank's alone.
+        """
+        self.unscale_gradients(optimizer)
+        parameters = [parameter for parameter in self.precision.main_params(optimizer) if parameter.grad is not None]
+        return nn.utils.get_total_norm([dense_gradient(parameter) for parameter in parameters])
+
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> int | None:
         """Step. True if parameters were updated, False if the step was skipped (an overflow: schedulers wait), None
         if none was due yet (it doesn't count), a number above 1 if the model is now so many steps further: the state
@@ -577,6 +670,17 @@ class Strategy(ABC):
 
     # -- state and checkpoints -------------------------------------------------------------------------------
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs of the strategy itself, beside all that has a method below: plain data. Called on
+        every rank; rank 0's is saved."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from :meth:`state_dict`, of another strategy too: a key that this one doesn't know is left alone.
+
+        Called on every rank, after the set-up.
+        """
+
     def module_state_dict(self) -> dict[str, Any]:
         """The module's state with the user's own key names, no wrapper's prefix (STR-21). Called on every rank.
 
@@ -604,18 +708,45 @@ class Strategy(ABC):
         state: dict[str, Any] = config.scheduler.state_dict()
         return state
 
+    def check_scheduler_state(self, config: Any, state: Mapping[str, Any]) -> None:
+        """Raise CheckpointMismatchError where a value of ``state`` can't be this scheduler's; change nothing.
+
+        Called on every rank before anything of a checkpoint is restored. An engine that gives a
+        :meth:`scheduler_state` of its own checks that.
+        """
+        for name, value in config.scheduler.state_dict().items():
+            if name in state and not alike(state[name], value):
+                raise CheckpointMismatchError(
+                    f"the state doesn't belong to this {type(config.scheduler).__name__}: it has "
+                    f"{name}={state[name]!r}, and here it is {value!r}"
+                )
+
     def load_scheduler_state(self, config: Any, state: dict[str, Any]) -> None:
         """Continue from :meth:`scheduler_state`."""
+        self.check_scheduler_state(config, state)
         config.scheduler.load_state_dict(state)
+
+    def check_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        """Raise CheckpointMismatchError where ``state`` can't be this optimizer's; change nothing.
+
+        Called on every rank before anything of a checkpoint is restored. Tensors that ``open_checkpoint`` of a sharded
+        checkpoint IO stands in for are known by their shapes and are not read. An engine whose :meth:`optimizer_state`
+        isn't of torch's form, with ``param_groups``, checks its own.
+        """
+        if "param_groups" in state or not overrides(self, Strategy, "load_optimizer_state"):
+            check_optimizer_state(optimizer, state)
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Continue from :meth:`optimizer_state`, with tensors on the parameters' device (STR-26)."""
+        names = [frozenset(group) for group in optimizer.param_groups]
         try:
+            self.check_optimizer_state(optimizer, state)
             optimizer.load_state_dict(state)
-        except (ValueError, KeyError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointMismatchError(
                 f"the optimizer state doesn't belong to this {type(optimizer).__name__}: {error}"
             ) from error
+        check_groups(optimizer, names)
 
     def sync_gradients(self) -> None:
         """Average over the ranks what was accumulated under :meth:`no_backward_sync`."""

@@ -5,15 +5,16 @@ from __future__ import annotations
 import gc
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from torchhal.errors import DistributedError
+from torchhal.errors import CheckpointMismatchError, DistributedError, ModelError
 from torchhal.memory import MemoryEstimate, ModelMemory
+from torchhal.strategies.ddp_buckets import read_bucket_order, set_bucket_order
 from torchhal.strategies.parallel import ParallelStrategy
 
 
@@ -21,16 +22,22 @@ class DDPStrategy(ParallelStrategy):
     """``torch.nn.parallel.DistributedDataParallel`` over one process per device.
 
     Each rank sees its share of the data; gradients are averaged, so the loss of each rank must be a mean over a
-    batch of the same size for the result to equal one process on the joined batch.
+    batch of the same size for the result to equal one process on the joined batch. What else would change weights on
+    each rank by its own batch, ``nn.Embedding(max_norm=...)``, is refused; when a fit ends, the ranks compare checksums
+    of their weights.
 
     Args:
         find_unused_parameters: allow parameters that a step does not use (costs a walk over the graph per step).
         static_graph: promise that every step uses the same parameters in the same order.
-        comm_hook: a DDP communication hook, called with ``comm_state``.
+        comm_hook: a DDP communication hook, called with ``comm_state``. It may let replicas differ by design, as a
+            local SGD does, so with one they are not compared after a fit.
         comm_state: see ``comm_hook``.
         options: ``start_method``, ``process_group_backend``, ``timeout`` and the parts, as in
             :class:`ParallelStrategy`; anything else goes to DistributedDataParallel (``bucket_cap_mb``, ...).
     """
+
+    compares_replicas: ClassVar[bool] = True
+    synchronizes_batchnorms: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -57,13 +64,17 @@ class DDPStrategy(ParallelStrategy):
         self.comm_state = comm_state
         self.ddp_options = options
         self._trained: list[int] = []
+        self._bucket_order: list[str] | None = None
+        """That of the present wrapper, where it was restored; else the wrapper knows."""
+        self._saved_order: list[str] | None = None
+        """That of the run which is continued, until the first epoch begins."""
 
     def wrap_model(self, *, training: bool) -> None:
         assert self.module is not None
         if not training:
             return
         # torch refuses to wrap a module with nothing to train; there is nothing to average either
-        self._trained = self._now_trained()
+        self._trained, self._bucket_order = self._now_trained(), None
         if self._trained:
             self.configure_ddp()
             if isinstance(self.model, DistributedDataParallel):
@@ -77,9 +88,17 @@ class DDPStrategy(ParallelStrategy):
         """Wrap again where parameters were frozen or unfrozen: a wrapper averages what was trained when it was made."""
         super().begin_epoch()
         if self.model is not None and self._now_trained() != self._trained:
+            if self.model_is_connected:
+                raise ModelError(
+                    f"parameters were frozen or unfrozen while {type(self.module).__name__} was trained, and what "
+                    f"{type(self.precision).__name__}.connect has put around the model holds a wrapper that averages "
+                    "those of before: do it before fit, or leave that precision out"
+                )
             self.model = self.module
             gc.collect()  # the old wrapper's hooks on the parameters go with it, and it is part of a cycle
             self.wrap_model(training=True)
+            self._restore_buckets()
+        self._saved_order = None  # a wrapper that comes later is new in the run that is continued, too
 
     def configure_ddp(self) -> None:
         """Replace ``self.model`` by its distributed wrapper; override to use another one."""
@@ -102,8 +121,66 @@ class DDPStrategy(ParallelStrategy):
         super().backward(loss, *args, **kwargs)
         # Here and not at the next forward, where torch looks: a parameter that this rank alone left out keeps the
         # others in their averaging, and whatever collective this rank came to next would be taken for its part in it.
-        if isinstance(self.model, DistributedDataParallel):
+        if isinstance(self.model, DistributedDataParallel) and hasattr(self.model, "_check_reducer_finalized"):
             self.model._check_reducer_finalized()  # type: ignore[no-untyped-call]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The order of the wrapper's buckets, without which a resumed run would round sums otherwise from three ranks
+        on."""
+        state = super().state_dict()
+        order = self._bucket_order
+        if order is None and self.world_size > 1 and isinstance(self.model, DistributedDataParallel):
+            with self.guard("rebuilding of the buckets"):
+                order = read_bucket_order(self.model)
+        return state if order is None else {**state, "ddp_bucket_order": order}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        order = state.get("ddp_bucket_order")
+        if order is not None and not (isinstance(order, list) and all(isinstance(name, str) for name in order)):
+            raise CheckpointMismatchError(f"'ddp_bucket_order' must be a list of names (got {type(order).__name__})")
+        self._saved_order = order
+        self._restore_buckets()
+
+    def accumulated_gradients(self) -> dict[str, torch.Tensor]:
+        """Averaged in copies: this rank goes on with its own, which are averaged with the rest of the accumulation."""
+        assert self.module is not None
+        parameters = list(self.module.parameters())
+        own = [
+            None if parameter.grad is None else parameter.grad.detach().to("cpu", copy=True) for parameter in parameters
+        ]
+        averaged = {name: gradient.clone() for name, gradient in super().accumulated_gradients().items()}
+        for parameter, gradient in zip(parameters, own, strict=True):
+            if gradient is None:
+                parameter.grad = None
+            elif parameter.grad is not None and parameter.grad.layout is torch.strided and not gradient.is_sparse:
+                parameter.grad.copy_(gradient)  # in its place, which may be a bucket
+            else:
+                parameter.grad = gradient.to(parameter.device)
+        return averaged
+
+    def restore_module(self) -> None:
+        self._bucket_order = self.state_dict().get("ddp_bucket_order")  # for a checkpoint that is saved after the run
+        super().restore_module()
+
+    def _restore_buckets(self) -> None:
+        if self._saved_order is None or self.world_size == 1 or not isinstance(self.model, DistributedDataParallel):
+            return
+        with self.guard("rebuilding of the buckets"):
+            if set_bucket_order(self.model, self._saved_order):
+                self._bucket_order = self._saved_order
+
+    def check_replicas(self) -> None:
+        """Where it is DistributedDataParallel that averages in each step: a hook or another wrapper may do so now and
+        then only, as local SGD does."""
+        wrappers = [part for part in self.model.modules() if isinstance(part, DistributedDataParallel)]
+        if wrappers and self.comm_hook is None and not getattr(wrappers[0], "_comm_hooks", ()):
+            super().check_replicas()
+
+    def parameters_to_ignore(self) -> Collection[str]:
+        """Those that ``DistributedDataParallel`` was told to leave alone."""
+        names: Collection[str] = getattr(self.module, "_ddp_params_and_buffers_to_ignore", ())
+        return names
 
     def memory_per_rank(self, model: ModelMemory, world_size: int) -> MemoryEstimate:
         estimate = super().memory_per_rank(model, world_size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from itertools import zip_longest
@@ -26,11 +26,13 @@ from torchhal.launchers import (
     flight,
 )
 from torchhal.launchers.process import write_stderr
-from torchhal.launchers.rendezvous import generation_store
+from torchhal.launchers.rendezvous import generation_store, next_generation, withdraw
 from torchhal.launchers.stores import HashStore, PrefixedStore, Store
 from torchhal.launchers.subprocess_script import shared_threads
 from torchhal.strategies import collectives
 from torchhal.strategies.base import Strategy
+from torchhal.strategies.forward_through import forward_through
+from torchhal.strategies.replica_consistency import check_lookups, find_difference
 
 START_METHODS = ("subprocess", "spawn", "fork", "forkserver")
 
@@ -43,11 +45,20 @@ class ParallelStrategy(Strategy):
             again for each, ``"spawn"``, ``"fork"`` and ``"forkserver"`` start workers that run only the Trainer's
             call.
         process_group_backend: None for the accelerator's.
-        timeout: how long a collective or barrier waits for the other ranks.
+        timeout: how long whatever waits for other ranks does so: to meet them, in a barrier, in a collective.
         parts: see :class:`Strategy`.
     """
 
     multi_device: ClassVar[bool] = True
+
+    compares_replicas: ClassVar[bool] = False
+    """Whether ranks with the same part of the weights (:meth:`part_of`: all of them, by default) must have the same
+    values in it when a fit ends: :meth:`check_replicas` compares them then. Not for a strategy whose ranks have weights
+    of their own for a while, as local SGD does."""
+
+    synchronizes_batchnorms: ClassVar[bool] = False
+    """Whether batch norms can compute over the batches of all ranks, as each runs the module itself, in torch's process
+    group, on samples of its own: :meth:`check_sync_batchnorm` passes then, and :meth:`batch_group` is the world."""
 
     def __init__(
         self,
@@ -70,7 +81,12 @@ class ParallelStrategy(Strategy):
         self.gradients_synced = False
         """Whether :meth:`manual_backward` has run: without it, ranks that optimize by hand drift apart."""
         self._owns_process_group = False
+        self._generation: int | None = None
+        """The number of the set-up that has begun, on all ranks alike."""
+        self._group_store: Store | None = None
+        """The new process group's, while it is set up."""
         self._shared_threads = ExitStack()
+        self._flight_recorder = ExitStack()
         self._error_before: BaseException | None = None
 
     # -- processes and ranks ---------------------------------------------------------------------------------
@@ -85,11 +101,12 @@ class ParallelStrategy(Strategy):
 
     def make_launcher(self) -> Launcher:
         environment = self.environment
+        if environment.creates_processes_externally:
+            self._join(environment)
+            return ExternalLauncher()
         processes = self.num_local_processes(len(self.devices))
         environment.configure(num_nodes=self.num_nodes, local_world_size=processes)
         environment.validate_settings(num_devices=processes, num_nodes=self.num_nodes)
-        if environment.creates_processes_externally:
-            return ExternalLauncher()
         prepare = type(self.accelerator)._register  # or a worker can't unpickle this strategy's devices
         if "owns_launch" in environment.features:
             return environment.make_launcher(device_type=self.accelerator.device_type, prepare=prepare)
@@ -104,6 +121,26 @@ class ParallelStrategy(Strategy):
             start_method=self.start_method,
             prepare=prepare,
         )
+
+    def _join(self, environment: ClusterEnvironment) -> None:
+        """Let the ranks find out what no variable says of their nodes, and compare it with what was asked for."""
+        try:
+            environment.join(self.timeout)
+            if "num_nodes" in self.left_to_launcher:
+                self.num_nodes = environment.num_nodes()
+            if "devices" in self.left_to_launcher:
+                self._take_devices(environment.local_world_size())
+            processes = self.num_local_processes(len(self.devices))
+            environment.configure(num_nodes=self.num_nodes, local_world_size=processes)
+            environment.validate_settings(num_devices=processes, num_nodes=self.num_nodes)
+        except BaseException as error:  # the others will meet in a set-up
+            withdraw(environment, next_generation(), error)
+            raise
+
+    def _take_devices(self, local_world_size: int) -> None:
+        """One for each process of this node, if that is how this strategy works."""
+        if self.num_local_processes(local_world_size) == local_world_size:
+            self.devices = list(self.accelerator.get_parallel_devices(self.accelerator.parse_devices(local_world_size)))
 
     @property
     def root_device(self) -> torch.device:
@@ -127,6 +164,13 @@ class ParallelStrategy(Strategy):
     def world_size(self) -> int:
         return 1 if self.cluster_environment is None else self.cluster_environment.world_size()
 
+    def check_sync_batchnorm(self, world_size: int) -> None:
+        if world_size > 1 and not self.synchronizes_batchnorms:
+            super().check_sync_batchnorm(world_size)
+
+    def batch_group(self) -> Any:
+        return dist.group.WORLD if self.synchronizes_batchnorms and self.world_size > 1 else None
+
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int] | None:
         return {"num_replicas": self.world_size, "rank": self.global_rank}
@@ -137,11 +181,38 @@ class ParallelStrategy(Strategy):
         if self._environment_ready:
             return
         self._error_before = sys.exc_info()[1]
-        self._share_cores()
-        self.accelerator.setup_process(
-            global_rank=self.global_rank, local_rank=self.local_rank, world_size=self.world_size
-        )
-        super().setup_environment()
+        self._generation = next_generation()
+        try:
+            self.environment.join(self.timeout)  # a loop of one's own may come here without a launcher
+            self._share_cores()
+            self.accelerator.setup_process(
+                global_rank=self.global_rank, local_rank=self.local_rank, world_size=self.world_size
+            )
+            super().setup_environment()
+        except BaseException as error:
+            self._leave_set_up(error, self._generation)
+            raise
+        finally:
+            self._group_store = self._generation = None
+
+    def _leave_set_up(self, error: BaseException, generation: int) -> None:
+        """Tell the others that this rank's set-up has failed, and leave nothing of it to the next one."""
+        store = self._group_store
+        if store is None:
+            withdraw(self.environment, generation, error)
+        elif self.world_size > 1:  # they have met already, and some may have gone on
+            self.watch.report_failure(error)
+            self.watch.stop(error)
+            self._watch = None
+        self._shared_threads.close()
+        self._destroy_process_group()
+
+    def _destroy_process_group(self) -> None:
+        if self._owns_process_group:
+            self._owns_process_group = False
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        self._flight_recorder.close()
 
     def _share_cores(self) -> None:
         """Give each process of this node its share of the cores, as a launcher from outside would."""
@@ -165,8 +236,11 @@ class ParallelStrategy(Strategy):
             name = collectives.all_gather_object(uuid.uuid4().hex)[0]
             store = PrefixedStore(f"torchhal/{name}", dist.distributed_c10d._get_default_store())
         else:
-            store = HashStore() if world_size == 1 else generation_store(environment, self.timeout)
-            flight.switch_on()
+            store = HashStore() if world_size == 1 else generation_store(environment, self.timeout, self._generation)
+            self._group_store = store
+            self._watch_ranks(store)  # who waits in init_process_group for a rank that fails there hears of it so only
+            self._flight_recorder.enter_context(flight.recording())
+            _number_groups_anew()
             with failures.one_rank_prefix():
                 dist.init_process_group(
                     self._backend(), store=store, rank=rank, world_size=world_size, timeout=self.timeout
@@ -203,6 +277,13 @@ class ParallelStrategy(Strategy):
         # objects travel through host memory: their own gloo group keeps them off the device
         return f"cpu:gloo,{self.root_device.type}:{backend}"
 
+    def setup_model(self, *, training: bool = True) -> None:
+        share = self.distributed_sampler_kwargs
+        if training and share is not None and share["num_replicas"] > 1:
+            assert self.module is not None, "connect() comes first"
+            check_lookups(self.module, f"each of {share['num_replicas']} replicas would look up, and scale, other rows")
+        super().setup_model(training=training)
+
     def sync_module(self, module: nn.Module) -> None:
         if self.world_size > 1:
             with self.guard("broadcast of the initial weights"):
@@ -234,26 +315,24 @@ class ParallelStrategy(Strategy):
             )
 
     def teardown(self) -> None:
-        self._explain_what_ended_the_loop()
-        self.watch.stop()
+        self.watch.stop(self._explain_what_ended_the_loop())
         try:
             super().teardown()
         finally:
-            if self._owns_process_group:
-                self._owns_process_group = False
-                if dist.is_initialized():
-                    dist.destroy_process_group()
+            self._destroy_process_group()
             self._shared_threads.close()
 
-    def _explain_what_ended_the_loop(self) -> None:
-        """Say what is behind a process group's bare error, on which a loop of one's own ends here.
+    def _explain_what_ended_the_loop(self) -> Exception | None:
+        """Say what is behind a process group's bare error, on which a loop of one's own ends here; return any other.
 
         The Trainer's errors have been explained before, and are none of a process group's any more.
         """
         error, before = sys.exc_info()[1], self._error_before
         self._error_before = None
-        if error is None or error is before or not failures.is_transport_error(error):
-            return  # a life that an error's handler has begun isn't ended by it
+        if not isinstance(error, Exception) or error is before:
+            return None  # a life that an error's handler has begun isn't ended by it
+        if not failures.is_transport_error(error):
+            return error
         explained = self.explain(error)
         if explained is not error:
             note = f"{type(explained).__name__}: {explained}"
@@ -261,6 +340,7 @@ class ParallelStrategy(Strategy):
                 error.add_note(note)
             else:  # Python 3.10
                 write_stderr(f"torchhal: {note}\n")
+        return None
 
     def explain(self, error: BaseException) -> BaseException:
         return error if isinstance(error, DistributedError) else self.watch.explain(error)
@@ -311,6 +391,33 @@ class ParallelStrategy(Strategy):
                 collectives.average_gradients(list(self.module.parameters()))
         self.gradients_synced = True
 
+    def check_replicas(self) -> None:
+        """Raise DistributedError, on every rank alike, where :attr:`compares_replicas` and replicas have come apart.
+
+        The user's module is an ordinary one again by then, as after a run that succeeded.
+        """
+        if not self.compares_replicas or self.world_size == 1 or self.module is None:
+            return
+        ignored = set(self.parameters_to_ignore())
+        parts = [
+            (name, *self.part_of(parameter))
+            for name, parameter in self.module.named_parameters()
+            if name not in ignored and not parameter.is_meta and not is_lazy(parameter)
+        ]
+        with self.guard("comparison of the replicas"):
+            difference = find_difference(parts)
+        if difference:
+            self.restore_module()
+            raise DistributedError(difference)
+
+    def parameters_to_ignore(self) -> Collection[str]:
+        """Names of the parameters that each rank trains by itself; :meth:`check_replicas` leaves them out."""
+        return ()
+
+    def part_of(self, parameter: nn.Parameter) -> tuple[Any, torch.Tensor]:
+        """(a value with the same ``repr`` on every rank with this part of ``parameter``, and on no other; the part)."""
+        return None, parameter
+
     # -- manual optimization and state -----------------------------------------------------------------------
 
     def module_state_dict(self) -> dict[str, Any]:
@@ -325,7 +432,7 @@ class ParallelStrategy(Strategy):
         return state
 
     def module_step(self, name: str) -> Callable[..., Any]:
-        step = super().module_step(name)
+        step: Callable[..., Any] = getattr(self.module, name)
         if name != "training_step" or self.model is self.module:
             return step
         if not getattr(self.module, "automatic_optimization", True):
@@ -337,6 +444,17 @@ class ParallelStrategy(Strategy):
         self.sync_gradients()
 
 
+def _number_groups_anew() -> None:
+    """Let the default group have the number that it has on the other ranks, which is a part of its keys in the store.
+
+    torch counts the groups of a process and begins again when a default group ends. One that failed to come up has been
+    counted and never ends: the rank on which it failed would wait under another number than the rest.
+    """
+    world: Any = getattr(dist.distributed_c10d, "_world", None)
+    if hasattr(world, "group_count"):
+        world.group_count = 0
+
+
 def _own_buffer_memory(module: nn.Module) -> None:
     """Give every buffer that repeats one element, as ``expand`` makes them, memory of its own: a broadcast writes."""
     for owner in module.modules():
@@ -345,36 +463,3 @@ def _own_buffer_memory(module: nn.Module) -> None:
                 stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True)
             ):
                 owner._buffers[name] = buffer.clone(memory_format=torch.contiguous_format)
-
-
-def forward_through(strategy: ParallelStrategy, module: Any, step: Callable[..., Any]) -> Callable[..., Any]:
-    """``step`` run as the forward of ``strategy.model``, which wraps ``module`` and hooks only forward.
-
-    While the wrapper calls the module, the module's forward is the step; inside the step it is its own again, so
-    that the user's ``self(x)`` means what it says. The wrapper is looked up each time: whoever keeps the step does not
-    keep the wrapper, and what it holds of the process group, beyond the strategy's life.
-    """
-    attributes = module.__dict__
-    own_forward: Any = None  # one that was set on the instance, perhaps in the midst of training
-
-    def redirected(*args: Any, **kwargs: Any) -> Any:
-        if own_forward is None:
-            attributes.pop("forward", None)
-        else:
-            attributes["forward"] = own_forward
-        return step(*args, **kwargs)
-
-    def call(*args: Any) -> Any:
-        nonlocal own_forward
-        own_forward = attributes.get("forward")
-        attributes["forward"] = redirected
-        try:
-            return strategy.model(*args)
-        finally:
-            if attributes.get("forward") is redirected:  # the wrapper never reached the module
-                if own_forward is None:
-                    attributes.pop("forward", None)
-                else:
-                    attributes["forward"] = own_forward
-
-    return call

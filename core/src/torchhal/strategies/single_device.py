@@ -13,6 +13,9 @@ from torchhal.strategies.base import Strategy
 class SingleDeviceStrategy(Strategy):
     """Training on one device, and the base class of strategies for one."""
 
+    def check_sync_batchnorm(self, world_size: int) -> None:
+        """One process sees the whole batch. A subclass for which that is a part of one raises."""
+
     def reduce(self, value: Any, op: str = "mean", *, group: Any = None) -> Any:
         return collectives.reduce(value, op, device=self.root_device, alone=True)
 

@@ -38,6 +38,7 @@ def _settings(trainer: Trainer) -> dict[str, str]:
             "accumulate_grad_batches",
             "gradient_clip_val",
             "gradient_clip_algorithm",
+            "sync_batchnorm",
         )
     }
     asked["precision"] = trainer.precision_plugin.alias or type(trainer.precision_plugin).__name__

@@ -17,6 +17,17 @@ def check_bool(name: str, value: Any) -> bool:
     return value
 
 
+def check_optional_bool(name: str, value: Any) -> bool | None:
+    return None if value is None else check_bool(name, value)
+
+
+def check_bool_or_default(name: str, value: Any, default: bool) -> bool:
+    """A bool; ``default`` for None."""
+    if value is not None and not isinstance(value, bool):
+        raise ConfigurationError(f"'{name}' must be a bool, or None for {default} (got {value!r})")
+    return default if value is None else value
+
+
 def check_count(name: str, value: Any, *, minimum: int, unlimited: bool = False) -> int:
     """An int of at least ``minimum``; -1 too where that means without limit. ``True`` is no count."""
     allowed = f"an int of at least {minimum}" + (", or -1 for no limit" if unlimited else "")
@@ -61,16 +72,29 @@ def check_interval(name: str, value: Any) -> int | float:
     )
 
 
-def check_clip(value: Any, algorithm: Any) -> tuple[float | None, str]:
-    if algorithm is None:
-        algorithm = "norm"
-    if algorithm not in ("norm", "value"):
-        raise ConfigurationError(f"'gradient_clip_algorithm' must be 'norm' or 'value' (got {algorithm!r})")
+def check_validation(interval: int | float, every_n_epoch: int | None) -> None:
+    """``val_check_interval`` counts batches where no epoch says when to validate."""
+    if every_n_epoch is None and isinstance(interval, float):
+        raise ConfigurationError(
+            "'val_check_interval' must be a number of batches (int) when check_val_every_n_epoch=None "
+            f"(got {interval!r})"
+        )
+
+
+def check_clip_val(name: str, value: Any) -> float | None:
     if value is None:
-        return None, algorithm
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-        raise ConfigurationError(f"'gradient_clip_val' must be a positive number or None (got {value!r})")
-    return float(value), algorithm
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+        raise ConfigurationError(f"'{name}' must be a positive number, or None or 0 for no clipping (got {value!r})")
+    return float(value) or None
+
+
+def check_clip_algorithm(name: str, value: Any) -> str:
+    if value is None:
+        return "norm"
+    if value not in ("norm", "value"):
+        raise ConfigurationError(f"'{name}' must be 'norm' or 'value' (got {value!r})")
+    return str(value)
 
 
 def check_max_time(value: Any) -> timedelta | None:
@@ -105,9 +129,9 @@ def check_fast_dev_run(value: Any) -> int:
 
 
 def check_deterministic(value: Any) -> bool | str:
-    if isinstance(value, bool) or (isinstance(value, str) and value == "warn"):
-        return value
-    raise ConfigurationError(f"'deterministic' must be True, False or 'warn' (got {value!r})")
+    if value is None or isinstance(value, bool) or (isinstance(value, str) and value == "warn"):
+        return value or False
+    raise ConfigurationError(f"'deterministic' must be True, 'warn', or False or None for neither (got {value!r})")
 
 
 def check_folder(name: str, value: Any) -> str:

@@ -10,6 +10,7 @@ from torchhal.errors import ModelError
 from torchhal.module import ModuleHooks
 from torchhal.overrides import overrides
 from torchhal.trainer.callbacks import Callback
+from torchhal.trainer.part import TrainerPart
 
 
 def positional_arguments(function: Callable[..., Any]) -> int | None:
@@ -46,6 +47,31 @@ def adapt_step(
     return lambda batch, batch_idx, dataloader_idx: step(batch, batch_idx)
 
 
+def adapt_batch_hook(hook: Callable[..., Any], arguments: int) -> Callable[..., Any]:
+    """``call(*arguments)`` for a hook of a batch that may do without the last one, ``dataloader_idx``.
+
+    It is passed, by position or by name, to a hook whose signature takes it.
+    """
+    try:
+        signature = inspect.signature(hook)
+    except (TypeError, ValueError):  # of a builtin: it has to take what is documented
+        return hook
+    given = (None,) * arguments
+    if _binds(signature, *given):
+        return hook
+    if _binds(signature, *given[:-1], dataloader_idx=None):
+        return lambda *args: hook(*args[:-1], dataloader_idx=args[-1])
+    return lambda *args: hook(*args[:-1])
+
+
+def _binds(signature: inspect.Signature, *args: Any, **kwargs: Any) -> bool:
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
+
+
 def _required(function: Callable[..., Any]) -> int:
     return sum(
         parameter.default is parameter.empty
@@ -66,11 +92,11 @@ def module_hook(module: Any, name: str) -> Callable[..., Any] | None:
     return function
 
 
-class Hooks:
+class Hooks(TrainerPart):
     """Who overrides which hook: looked up once per stage, so that a loop calls nothing that is empty."""
 
     def __init__(self, trainer: Any) -> None:
-        self.trainer = trainer
+        super().__init__(trainer)
         self._bound: dict[str, list[Callable[..., Any]]] = {}
 
     def refresh(self) -> None:
@@ -103,6 +129,34 @@ class Hooks:
                 own(*args)
         finally:
             trainer.current_hook = previous
+
+    def of_batch(self, name: str, arguments: int) -> Callable[..., None] | None:
+        """:meth:`call` for a hook of an evaluation's batch, decided once for all batches; None where nobody has it.
+
+        Args:
+            name: the hook.
+            arguments: how many the result is called with; the last one is ``dataloader_idx``, which each body gets if
+                its signature takes it.
+        """
+        trainer, module = self.trainer, self.trainer.module
+        bodies = [adapt_batch_hook(function, 2 + arguments) for function in self.of_callbacks(name)]
+        own = self.of_module(name)
+        if own is not None:
+            own = adapt_batch_hook(own, arguments)
+        if not bodies and own is None:
+            return None
+
+        def call(*args: Any) -> None:
+            previous, trainer.current_hook = trainer.current_hook, name
+            try:
+                for body in bodies:
+                    body(trainer, module, *args)
+                if own is not None:
+                    own(*args)
+            finally:
+                trainer.current_hook = previous
+
+        return call
 
     def has(self, name: str) -> bool:
         return bool(self.of_callbacks(name)) or self.of_module(name) is not None

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from torchhal.checkpoint import CheckpointIO
-from torchhal.errors import CheckpointError, CheckpointMismatchError, ConfigurationError
+from torchhal.checkpoint.look import is_tensor
+from torchhal.errors import (
+    CheckpointError,
+    CheckpointMismatchError,
+    ConfigurationError,
+    DistributedError,
+    TorchhalError,
+)
+from torchhal.plain_hparams import NotPlainError, to_plain
 from torchhal.resolve.checkpoint_ios import usable_ios
-from torchhal.trainer import replicas, rng
+from torchhal.trainer import checkpoint_digests, replicas, rng
+from torchhal.trainer.callback_states import callback_states, load_callback_states, unchanged_by_errors
+from torchhal.trainer.checkpoint_fields import FORMAT, check_format, check_training_state, check_weights
+from torchhal.trainer.trained_by import check_same
 
 if TYPE_CHECKING:
     from torchhal.trainer.trainer import Trainer
-
-FORMAT = 1
 
 
 def dump_checkpoint(trainer: Trainer, *, weights_only: bool = False) -> dict[str, Any]:
@@ -36,19 +44,16 @@ def dump_checkpoint(trainer: Trainer, *, weights_only: bool = False) -> dict[str
         "global_step": trainer.global_step,
         "state_dict": strategy.module_state_dict(),
     }
-    for owner, key, name_key in (
-        (module, "hyper_parameters", "hparams_name"),
-        (trainer.datamodule, "datamodule_hyper_parameters", "datamodule_hparams_name"),
-    ):
-        hparams = getattr(owner, "hparams", None)
-        if isinstance(hparams, Mapping) and hparams:
-            checkpoint[key] = _plain_hparams(trainer, hparams)
-            if getattr(owner, "_hparams_name", None) is not None:  # all of them came in this one argument
-                checkpoint[name_key] = owner._hparams_name
+    for owner in (module, trainer.datamodule):
+        if isinstance(getattr(owner, "hparams", None), Mapping) and owner.hparams:
+            _dump_hparams(trainer, owner, checkpoint)
     if not weights_only:
         checkpoint["optimizer_states"] = [strategy.optimizer_state(optimizer) for optimizer in strategy.optimizers]
         checkpoint["lr_schedulers"] = [strategy.scheduler_state(config) for config in strategy.lr_scheduler_configs]
+        if trainer.trained_by is not None:
+            checkpoint["trained_by"] = trainer.trained_by
         checkpoint["precision"] = strategy.precision.state_dict()
+        checkpoint["strategy"] = strategy.state_dict()
         checkpoint["callbacks"] = callback_states(trainer)
         fit = trainer.fit_loop
         checkpoint["loops"] = {"fit": fit.state_dict(), "results": trainer.results.state_dict()}
@@ -71,107 +76,158 @@ def dump_checkpoint(trainer: Trainer, *, weights_only: bool = False) -> dict[str
             hook(trainer, module, checkpoint)
     if hasattr(module, "on_save_checkpoint"):
         module.on_save_checkpoint(checkpoint)
+    sharded = "sharded" in strategy.checkpoint_io.features
+    if not weights_only and (sharded or trainer.is_global_zero):
+        checkpoint[checkpoint_digests.KEY] = checkpoint_digests.digests(checkpoint, sharded=sharded)
     return checkpoint
 
 
-def callback_states(trainer: Trainer) -> dict[str, Any]:
-    """``{state_key: state}`` of the callbacks that keep one."""
-    states = {}
-    for callback in trainer.callbacks:
-        state = callback.state_dict() if hasattr(callback, "state_dict") else None
-        if state:
-            states[_state_key(callback)] = state
-    return states
-
-
-def load_callback_states(trainer: Trainer, states: Mapping[str, Any]) -> None:
-    for callback in trainer.callbacks:
-        state = states.get(_state_key(callback))
-        if state is not None:
-            callback.load_state_dict(state)
-
-
-def _state_key(callback: Any) -> str:
-    return str(getattr(callback, "state_key", type(callback).__qualname__))
-
-
-def _plain_hparams(trainer: Trainer, hparams: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyperparameters that a ``weights_only`` load reads back; the names of others are said once."""
-    plain = {name: value for name, value in hparams.items() if _is_plain(value)}
-    if lost := [name for name in hparams if name not in plain]:
+def _dump_hparams(trainer: Trainer, owner: Any, checkpoint: dict[str, Any]) -> None:
+    """What ``load_from_checkpoint`` makes ``owner`` of again, and the names of what the caller has to give then."""
+    plain, objects = {}, {}
+    for name, value in owner.hparams.items():
+        try:
+            plain[name] = to_plain(value)
+        except NotPlainError:
+            objects[name] = type(value).__qualname__
+    prefix = "datamodule_" if owner is trainer.datamodule else ""
+    checkpoint[f"{prefix}hyper_parameters"] = plain
+    if getattr(owner, "_hparams_name", None) is not None:  # all of them came in this one argument
+        checkpoint[f"{prefix}hparams_name"] = owner._hparams_name
+    if objects:
+        checkpoint[f"{prefix}hparams_left_out"] = objects
         trainer.warn_once(
-            f"hyperparameters {', '.join(map(repr, lost))} are objects and are not saved in checkpoints: leave them "
-            "out with save_hyperparameters(ignore=[...]), and pass them to load_from_checkpoint"
+            f"hyperparameters {', '.join(map(repr, objects))} are objects and are not saved in checkpoints: pass them "
+            "to load_from_checkpoint, which asks for them, or leave them out with save_hyperparameters(ignore=[...])"
         )
-    return plain
 
 
-def _is_plain(value: Any) -> bool:
-    if value is None or isinstance(value, bool | int | float | complex | str | bytes | torch.Tensor | torch.dtype):
-        return type(value).__module__ in ("builtins", "torch") or isinstance(value, torch.Tensor)
-    if type(value) in (list, tuple, set):
-        return all(map(_is_plain, value))
-    return type(value) is dict and all(_is_plain(key) and _is_plain(item) for key, item in value.items())
+def read_checkpoint(trainer: Trainer, path: str) -> dict[str, Any]:
+    """The checkpoint at ``path``, checked, and shown to callbacks and module, which may change it, before anything is
+    made of it; the module may still change its parameters then.
 
-
-def show_checkpoint(trainer: Trainer, checkpoint: dict[str, Any], path: str) -> None:
-    """Let callbacks and module see what is about to be loaded, while the module may still change its parameters."""
-    module = trainer.module
-    if "state_dict" not in checkpoint:
-        raise CheckpointMismatchError(
-            f"{path!r} is no checkpoint of a Trainer: it has no 'state_dict' (it has "
-            f"{', '.join(map(str, list(checkpoint)[:8]))})"
-        )
+    Raises:
+        CheckpointCorruptError: a value is not what was saved, or can't be; the message names its field.
+        CheckpointMismatchError: another library has written it, or it lacks what this run needs.
+    """
+    module, training = trainer.module, trainer.state.fn == "fit"
+    checkpoint = trainer.strategy.load_checkpoint(path)
+    check_format(checkpoint, path)
+    if training:
+        checkpoint_digests.check_digests(checkpoint, path)
+    check_weights(checkpoint, path)
     for callback in trainer.callbacks:
         hook = getattr(callback, "on_load_checkpoint", None)
         if hook is not None:
             hook(trainer, module, checkpoint)
     if hasattr(module, "on_load_checkpoint"):
         module.on_load_checkpoint(checkpoint)
+    check_weights(checkpoint, path)
+    if training:
+        check_training_state(checkpoint, path)
+    return checkpoint
+
+
+def check_fits(trainer: Trainer, checkpoint: Mapping[str, Any], path: str) -> None:
+    """Raise CheckpointMismatchError where this run has other optimizers, groups or schedulers than the one saved, or
+    can't take their states. Nothing is restored yet."""
+    strategy = trainer.strategy
+    _match(path, "optimizer_states", "optimizer", checkpoint, strategy.optimizers)
+    _match(path, "lr_schedulers", "lr_scheduler", checkpoint, strategy.lr_scheduler_configs)
+    check_same(checkpoint.get("trained_by"), trainer.trained_by, path)
+    for index, (optimizer, state) in enumerate(zip(strategy.optimizers, checkpoint["optimizer_states"], strict=True)):
+        try:
+            with _naming(path, f"optimizer_states/{index}"):
+                strategy.check_optimizer_state(optimizer, state)
+        except CheckpointMismatchError:
+            if problem := _other_weights(trainer, checkpoint, path):  # of another model's checkpoint they say more
+                raise CheckpointMismatchError(problem) from None
+            raise
+    for index, (config, state) in enumerate(
+        zip(strategy.lr_scheduler_configs, checkpoint["lr_schedulers"], strict=True)
+    ):
+        with _naming(path, f"lr_schedulers/{index}"):
+            strategy.check_scheduler_state(config, state)
+
+
+def _other_weights(trainer: Trainer, checkpoint: Mapping[str, Any], path: str) -> str:
+    """What to say where the weights, too, have other shapes or names than the model's; "" where they don't."""
+    module, saved = trainer.strategy.module, checkpoint["state_dict"]
+    own = {} if module is None else module.state_dict()
+    differ = [
+        f"{name!r} has the shape {tuple(saved[name].shape)} in the checkpoint and {tuple(value.shape)} here"
+        for name, value in own.items()
+        if is_tensor(value) and value.numel() and is_tensor(saved.get(name)) and saved[name].shape != value.shape
+    ]  # an engine that has taken the elements of a parameter leaves an empty one in its place
+    differ += [f"the checkpoint lacks {name!r}" for name in own if name not in saved]
+    differ += [f"the model has no {name!r}" for name in saved if name not in own]
+    if not differ:
+        return ""
+    return (
+        f"{path!r}, field 'state_dict': the weights don't belong to {type(module).__name__}: {'; '.join(differ[:4])}"
+        f"{' and others' if len(differ) > 4 else ''}"
+    )
 
 
 def restore_weights(trainer: Trainer, checkpoint: dict[str, Any], path: str) -> None:
-    """The module's weights, through the strategy that has set it up."""
-    module = trainer.module
-    strict = getattr(module, "strict_loading", True)
-    try:
-        trainer.strategy.load_module_state_dict(checkpoint["state_dict"], strict=strict)
-    except CheckpointMismatchError as error:
-        raise CheckpointMismatchError(f"{path!r}: {error}") from error
+    """The module's weights, through the strategy that has set it up; for a fit first whatever may be refused by those
+    alone who take it. On an error the callbacks are as before."""
+    strategy, strict = trainer.strategy, getattr(trainer.module, "strict_loading", True)
+    with unchanged_by_errors(trainer.callbacks):
+        if trainer.state.fn == "fit":
+            load_callback_states(trainer, checkpoint["callbacks"], path)
+            with _naming(path, "precision"):
+                strategy.precision.load_state_dict(checkpoint["precision"])
+            if "strategy" in checkpoint:
+                with _naming(path, "strategy"):
+                    strategy.load_state_dict(checkpoint["strategy"])
+        with _naming(path, "state_dict"):
+            strategy.load_module_state_dict(checkpoint["state_dict"], strict=strict)
 
 
 def restore_training(trainer: Trainer, checkpoint: dict[str, Any], path: str) -> None:
     """Everything else a fit continues from: exact when the number of replicas is the same."""
     strategy, fit = trainer.strategy, trainer.fit_loop
-    if "optimizer_states" not in checkpoint or "loops" not in checkpoint:
-        raise CheckpointMismatchError(
-            f"{path!r} holds weights only, so training can't continue from it: load them into the model "
-            "(load_from_checkpoint) and fit without ckpt_path"
-        )
-    _match(path, "optimizer", checkpoint["optimizer_states"], strategy.optimizers)
-    for optimizer, state in zip(strategy.optimizers, checkpoint["optimizer_states"], strict=True):
-        strategy.load_optimizer_state(optimizer, state)
-    _match(path, "lr_scheduler", checkpoint["lr_schedulers"], strategy.lr_scheduler_configs)
-    for config, state in zip(strategy.lr_scheduler_configs, checkpoint["lr_schedulers"], strict=True):
-        strategy.load_scheduler_state(config, state)
-    strategy.precision.load_state_dict(checkpoint["precision"])
-    load_callback_states(trainer, checkpoint["callbacks"])
+    for index, (optimizer, state) in enumerate(zip(strategy.optimizers, checkpoint["optimizer_states"], strict=True)):
+        with _naming(path, f"optimizer_states/{index}"):
+            strategy.load_optimizer_state(optimizer, state)
+    for index, (config, state) in enumerate(
+        zip(strategy.lr_scheduler_configs, checkpoint["lr_schedulers"], strict=True)
+    ):
+        with _naming(path, f"lr_schedulers/{index}"):
+            strategy.load_scheduler_state(config, state)
     loops = checkpoint["loops"]
     fit.load_state_dict(loops["fit"])
-    trainer.results.load_state_dict(loops["results"])
+    with _naming(path, "loops/results"):
+        trainer.results.load_state_dict(loops["results"])
     if checkpoint.get("gradients") is not None and replicas.keeps_gradients(trainer, checkpoint):
-        strategy.load_accumulated_gradients(checkpoint["gradients"])
+        with _naming(path, "gradients"):
+            strategy.load_accumulated_gradients(checkpoint["gradients"])
         fit.restored_gradients = True
     datamodule = trainer.datamodule
-    if datamodule is not None and type(datamodule).__qualname__ in checkpoint:
-        datamodule.load_state_dict(checkpoint[type(datamodule).__qualname__])
+    if datamodule is not None and (name := type(datamodule).__qualname__) in checkpoint:
+        with _naming(path, name):
+            datamodule.load_state_dict(checkpoint[name])
     replicas.restore_rank(trainer, checkpoint, path)
 
 
-def _match(path: str, what: str, saved: list[Any], present: list[Any]) -> None:
-    if len(saved) != len(present):
+@contextmanager
+def _naming(path: str, field: str) -> Iterator[None]:
+    """What goes wrong inside is the checkpoint's: its path and the field are put into the message."""
+    try:
+        yield
+    except DistributedError:
+        raise
+    except Exception as error:
+        why = str(error) if isinstance(error, TorchhalError) else f"{type(error).__name__}: {error}"
+        raise CheckpointMismatchError(f"{path!r}, field {field!r}: {why}") from error
+
+
+def _match(path: str, field: str, what: str, checkpoint: Mapping[str, Any], present: list[Any]) -> None:
+    if len(checkpoint[field]) != len(present):
         raise CheckpointMismatchError(
-            f"{path!r} holds the state of {len(saved)} {what}(s), but configure_optimizers returned {len(present)}"
+            f"{path!r} holds the state of {len(checkpoint[field])} {what}(s) in its field {field!r}, but "
+            f"configure_optimizers returned {len(present)}"
         )
 
 
@@ -182,15 +238,15 @@ def last_checkpoint(trainer: Trainer) -> str | None:
     per run (``version_N``), the newest earlier run that has a checkpoint.
     """
     io = trainer.strategy.checkpoint_io
-    found: list[tuple[float, str]] = []
+    found: dict[str, str] = {}
     for callback in trainer.checkpoint_callbacks:
         for folder in callback.candidate_folders(trainer):
-            paths = io.list_checkpoints(folder)
-            if paths:
-                newest = paths[-1]
-                found.append((os.path.getmtime(newest) if os.path.exists(newest) else 0.0, newest))
+            if folder in found:
                 break
-    return max(found)[1] if found else None
+            if paths := io.list_checkpoints(folder):
+                found[folder] = paths[-1]
+                break
+    return max(found.values(), key=io.saved_ns, default=None)
 
 
 def _folders(trainer: Trainer) -> str:

@@ -11,6 +11,7 @@ from torch import nn
 
 from torchhal.checkpoint.place import is_url
 from torchhal.errors import ConfigurationError, ModelError
+from torchhal.hints import NAMES
 from torchhal.trainer.callbacks import Callback, ModelCheckpoint, ModelSummary, ProgressBar
 from torchhal.trainer.data import LOADER_HOOKS, EvaluationData
 from torchhal.trainer.loggers import CSVLogger
@@ -34,34 +35,46 @@ class Attachments:
 
 
 def make_loggers(logger: Any, root: str) -> list[Any]:
-    """``logger=``: True, False or None, one logger, or several."""
-    if logger is True:  # it can't append to a file at a URL, where checkpoints alone go
+    """``logger=``: True or None for the default one, False, one logger, or several."""
+    if logger is True or logger is None:  # it can't append to a file at a URL, where checkpoints alone go
         return [CSVLogger(os.getcwd() if is_url(root) else root)]
-    if logger in (False, None):
+    if logger is False:
         return []
     loggers = list(logger) if isinstance(logger, list | tuple) else [logger]
     for item in loggers:
         if not all(hasattr(item, name) for name in ("log_metrics", "version", "log_dir", "finalize")):
-            raise ConfigurationError(f"'logger' must be True, False, a logger or several (got {logger!r})")
+            meant = NAMES["TensorBoardLogger" if logger == "tensorboard" else "CSVLogger"]
+            raise ConfigurationError(
+                f"'logger' must be True, False, a logger or several (got {logger!r}): make an object, as {meant}(...)"
+            )
     return loggers
 
 
 def make_callbacks(
     callbacks: Any,
     *,
-    checkpointing: bool = False,
+    checkpointing: bool | None = None,
     progress_bar: bool = False,
     model_summary: bool = False,
     fast_dev_run: bool = False,
 ) -> list[Any]:
-    """``callbacks=`` and the default ones that are switched on and not among them; checkpoints come last."""
+    """``callbacks=`` and the default ones that are switched on and not among them; checkpoints come last.
+
+    Raises:
+        ConfigurationError: what is no callback; a ModelCheckpoint where ``checkpointing`` was switched off (False).
+    """
     if callbacks is None:
         chosen: list[Any] = []
     else:
         chosen = list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
     for callback in chosen:
         if isinstance(callback, type) or not (isinstance(callback, Callback) or hasattr(callback, "on_train_start")):
-            raise ConfigurationError(f"'callbacks' must be a Callback or several (got {callback!r})")
+            make = f": make an object, {callback.__name__}(...)" if isinstance(callback, type) else ""
+            raise ConfigurationError(f"'callbacks' must be a Callback or several (got {callback!r}){make}")
+    if checkpointing is False and (savers := [c for c in chosen if isinstance(c, ModelCheckpoint)]):
+        raise ConfigurationError(
+            f"'enable_checkpointing' is False, but 'callbacks' holds a {type(savers[0]).__name__}: leave one out"
+        )
     for wanted, kind in ((model_summary, ModelSummary), (progress_bar, ProgressBar), (checkpointing, ModelCheckpoint)):
         if wanted and not any(isinstance(callback, kind) for callback in chosen):
             chosen.append(kind())

@@ -14,6 +14,7 @@ from torchhal.errors import ConfigurationError, ModelError
 from torchhal.launchers.worker_signals import WorkerInit, compose_worker_init, signals_blocked
 from torchhal.seed import SEED_VARIABLE
 from torchhal.trainer import rng, samplers
+from torchhal.trainer.part import TrainerPart
 
 if TYPE_CHECKING:
     from torchhal.trainer.trainer import Trainer
@@ -38,6 +39,21 @@ def _is_sized(loader: Any) -> bool:
     """Whether ``loader`` gives as many batches as its length says: an IterableDataset gives what it has."""
     known = loader_length(loader) is not None
     return known and not isinstance(getattr(loader, "dataset", None), IterableDataset)
+
+
+def is_one_shot(loader: Any) -> bool:
+    """Whether ``loader`` gives its batches only once, as a generator does; one that is its own iterator and knows its
+    length begins again at each ``iter()``."""
+    return isinstance(loader, Iterator) and loader_length(loader) is None
+
+
+def last_batch(loader: Any, length: int | None) -> int | None:
+    """How many batches of ``loader`` an evaluation that uses ``length`` of them reads; None: until it ends.
+
+    Of an IterableDataset in several workers torch only guesses the length: each worker's last batch may be a short one.
+    """
+    several_workers = getattr(loader, "num_workers", 0) > 0
+    return None if several_workers and not _is_sized(loader) and length == loader_length(loader) else length
 
 
 def limit_length(length: int | None, limit: int | float, name: str, *, part: bool = False) -> int | None:
@@ -108,7 +124,7 @@ def check_training_loader(loader: Any) -> None:
 
 def no_batch(what: str, loader: Any) -> ModelError:
     """The error for a loader that gave nothing."""
-    if isinstance(loader, Iterator):
+    if is_one_shot(loader):
         return ModelError(
             f"{what} gave no batch: a {type(loader).__name__} can be read only once. Pass an object that can be "
             "iterated again, such as a DataLoader or a list"
@@ -200,14 +216,17 @@ class EvaluationData:
     """Whether any rank has a batch: the same on every rank, as whoever evaluates must meet the others."""
 
     @classmethod
-    def build(cls, given: Any, trainer: Trainer, limit: int | float, limit_name: str, what: str) -> EvaluationData:
+    def build(
+        cls, given: Any, trainer: Trainer, limit: int | float, limit_name: str, what: str, *, as_trained: bool = False
+    ) -> EvaluationData:
+        """``as_trained``: each rank has the share of the batches that it trains on."""
         loaders = as_loaders(given)
         for loader in loaders:
             check_loader(loader, what)
             if loader_length(loader) == 0 and limit:
                 raise no_batch(f"a loader of {what!r}" if len(loaders) > 1 else f"the loader of {what!r}", loader)
             limit_length(loader_length(loader), limit, limit_name)  # of the whole, so that all ranks raise or none
-        prepared = [prepare_loader(loader, trainer, training=False) for loader in loaders]
+        prepared = [prepare_loader(loader, trainer, training=as_trained) for loader in loaders]
         lengths = [limit_length(loader_length(loader), limit, limit_name, part=True) for loader in prepared]
         exact = [length if _is_sized(loader) else None for length, loader in zip(lengths, prepared, strict=True)]
         told = trainer.strategy.all_gather_object((lengths, exact))
@@ -240,21 +259,33 @@ class EvaluationData:
 
 
 def load_validation_data(trainer: Trainer) -> EvaluationData:
-    """What a fit validates on; nothing where the model has no ``validation_step`` or no batch is wanted."""
-    limit = trainer.overfit_batches or trainer.limit_val_batches
+    """What a fit validates on; nothing where the model has no ``validation_step`` or no batch is wanted.
+
+    Under ``overfit_batches`` each validation loader gives its place to the training loader.
+    """
     module, given = trainer.module, trainer.attachments.validate
     if not callable(getattr(module, "validation_step", None)):
         if given is not None:
             trainer.warn_once(f"{type(module).__name__} has no validation_step, so val_dataloaders is not used")
         return EvaluationData()
-    if not limit:
+    if not (trainer.overfit_batches or trainer.limit_val_batches):
         return EvaluationData()
     found = find_loaders("validate", given, module, trainer.datamodule)
-    name = "overfit_batches" if trainer.overfit_batches else "limit_val_batches"
-    return EvaluationData.build(found, trainer, limit, name, "val_dataloaders")
+    if not trainer.overfit_batches:
+        return EvaluationData.build(found, trainer, trainer.limit_val_batches, "limit_val_batches", "val_dataloaders")
+    trained_on = trainer.reload_train_loader(first=True).given
+    if isinstance(trained_on, Iterator) and as_loaders(found):
+        raise ModelError(
+            "'overfit_batches' validates on the training batches, in the midst of an epoch too, but a "
+            f"{type(trained_on).__name__} can't be read a second time meanwhile: pass a DataLoader or a list, or no "
+            "validation data"
+        )
+    same = [trained_on for _ in as_loaders(found)]
+    limit = trainer.overfit_batches
+    return EvaluationData.build(same, trainer, limit, "overfit_batches", "train_dataloaders", as_trained=True)
 
 
-class TrainingData:
+class TrainingData(TrainerPart):
     """The training loader, one iterator per epoch, and the position in it.
 
     The position is exact: it holds the generators' states from before the epoch's iterator was made, the number
@@ -270,7 +301,7 @@ class TrainingData:
 
     def __init__(self, loader: Any, trainer: Trainer) -> None:
         check_training_loader(loader)
-        self.trainer = trainer
+        super().__init__(trainer)
         self.given = loader
         self.loader = self._whole = prepare_loader(loader, trainer, training=True)
         self.loader_length = loader_length(self.loader)
@@ -278,7 +309,7 @@ class TrainingData:
             raise no_batch("the training loader", loader)
         self.length = limit_length(self.loader_length, *self._limit())
         """Batches of the epoch; of a whole one, ``whole_length``."""
-        self.whole_length, self._whole_loader_length = self.length, self.loader_length
+        self.whole_length, self.whole_loader_length = self.length, self.loader_length
         self.order = self._whole_order = self._own_order()
         self.epoch_rng: dict[str, Any] | None = None
         self.generator_states: list[Any] = []
@@ -361,7 +392,7 @@ class TrainingData:
         if self.loader is not self._whole:
             close_loader(self.loader)
         self.loader, self.order = self._whole, self._whole_order
-        self.length, self.loader_length = self.whole_length, self._whole_loader_length
+        self.length, self.loader_length = self.whole_length, self.whole_loader_length
 
     def rest_from(self, entry: dict[str, Any], used: int) -> dict[str, Any]:
         """The order of an epoch after its first ``used`` items, from a rank's :meth:`position` in the run before."""
@@ -370,6 +401,12 @@ class TrainingData:
             host = {name: state for name, state in entry["epoch_rng"].items() if not name.startswith("device")}
             order.update(rng=host, generators=entry["generators_at_start"])
         return order
+
+    @property
+    def samples(self) -> int | None:
+        """Of an epoch over all ranks; None where the dataset doesn't say."""
+        dataset = getattr(self.given, "dataset", None)
+        return None if isinstance(dataset, IterableDataset) else loader_length(dataset)
 
     def _generators(self) -> list[Any]:
         """The loader's own generators, each once."""
@@ -440,6 +477,8 @@ class TrainingData:
             "generators_at_start": self.generator_states,
             "generators": [generator.get_state() for generator in self._generators()],
             "order": self.order,
+            "samples": self.samples,
+            "length": self.whole_loader_length,
         }
         if hasattr(self.loader, "state_dict") and hasattr(self.loader, "load_state_dict"):
             position["loader"] = self.loader.state_dict()
@@ -455,6 +494,15 @@ def start_iterator(loader: Any) -> Iterator[Any]:
     else:
         iterator = iter(loader)
     return iterator
+
+
+def exhaust_sampler(iterator: Any) -> None:
+    """Reach the end of the sampler of a DataLoader's iterator whose batches are used up, as a for loop does.
+
+    A sampler with a generator of its own draws once more there. The iterator itself isn't asked: a loader need not
+    give, or survive being asked for, more batches than its length.
+    """
+    next(getattr(iterator, "_sampler_iter", iter(())), None)
 
 
 def close_loader(loader: Any) -> None:

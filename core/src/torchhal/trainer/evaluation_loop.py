@@ -15,11 +15,14 @@ from torchhal.trainer.data import (
     EvaluationData,
     batch_transfer,
     close_iterator,
+    exhaust_sampler,
+    last_batch,
     loader_length,
     no_batch,
     start_iterator,
 )
 from torchhal.trainer.lockstep import Lockstep
+from torchhal.trainer.part import TrainerPart
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -57,11 +60,11 @@ def evaluation_mode(trainer: Trainer, word: str) -> Iterator[None]:
             set_train()
 
 
-class EvaluationLoop:
+class EvaluationLoop(TrainerPart):
     """Runs one evaluation and leaves its metrics in the trainer's results."""
 
     def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
+        super().__init__(trainer)
         self.batch_idx = 0
         self.dataloader_idx = 0
 
@@ -103,8 +106,8 @@ class EvaluationLoop:
             trainer.strategy.step_function(step_name), getattr(trainer.module, step_name), several_loaders=several
         )
         transfer = batch_transfer(trainer, trainer.module)
-        start_hook, end_hook = f"on_{word}_batch_start", f"on_{word}_batch_end"
-        batch_start, batch_end = hooks.has(start_hook), hooks.has(end_hook)
+        batch_start = hooks.of_batch(f"on_{word}_batch_start", arguments=3)
+        batch_end = hooks.of_batch(f"on_{word}_batch_end", arguments=4)
         keep = stage == "predict" and trainer.attachments.keep_predictions
         off_device = trainer.strategy.root_device.type != "cpu"  # where predictions would fill the memory
         alone = trainer.world_size == 1  # a rank may be left without a batch
@@ -120,25 +123,30 @@ class EvaluationLoop:
             if length == 0 and lockstep is None:
                 continue
             size = loader_length(loader)
-            limited = length is not None and length != size  # the loader's own end is reached as a for loop does
+            stop = last_batch(loader, length)
             common = data.common[index]
             iterator = start_iterator(loader) if length != 0 else iter(())
             batch_idx = -1
             try:
-                for batch_idx, batch in enumerate(iterator):
+                while batch_idx + 1 != stop:
+                    try:  # a for loop would call iter() again
+                        batch = next(iterator)
+                    except StopIteration:
+                        break
+                    batch_idx += 1
                     self.batch_idx = batch_idx
                     if transfer is not None:
                         batch = transfer(batch, index)
                     start_batch(batch, loader_idx)
-                    if batch_start:
-                        hooks.call(start_hook, batch, batch_idx, index)
+                    if batch_start is not None:
+                        batch_start(batch, batch_idx, index)
                     trainer.current_hook = step_name
                     if lockstep is None:
                         output = step(batch, batch_idx, index)
                     else:
                         output = lockstep.step(step, batch, batch_idx, index)
-                    if batch_end:
-                        hooks.call(end_hook, output, batch, batch_idx, index)
+                    if batch_end is not None:
+                        batch_end(output, batch, batch_idx, index)
                     if keep:
                         kept.append(move_to_device(output, torch.device("cpu")) if off_device else output)
                     del output  # or the next step would run beside all that this one returned
@@ -146,8 +154,8 @@ class EvaluationLoop:
                         watch.position += 1
                         if watch.flag and self._signalled():
                             return outputs, True
-                    if limited and batch_idx + 1 == length:
-                        break
+                if length == size:  # else it was a limit, and what is left of the sampler stays undrawn
+                    exhaust_sampler(iterator)
                 if lockstep is not None:
                     for _ in lockstep.rest():
                         watch.position += 1

@@ -6,11 +6,24 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from torchhal.accelerators.transfer import map_tensors
 from torchhal.errors import ConfigurationError, ModelError
-from torchhal.trainer import rng
+from torchhal.launchers.signals import at_once
+from torchhal.trainer import agreement, replicas, rng
 from torchhal.trainer.calls import module_hook
-from torchhal.trainer.data import TrainingData, batch_transfer, close_iterator, load_validation_data, no_batch
+from torchhal.trainer.data import (
+    TrainingData,
+    batch_transfer,
+    close_iterator,
+    exhaust_sampler,
+    load_validation_data,
+    no_batch,
+)
+from torchhal.trainer.log_options import batch_size_of
 from torchhal.trainer.optimization import Optimization, step_schedulers
+from torchhal.trainer.part import TrainerPart
 
 if TYPE_CHECKING:
     from torchhal.trainer.trainer import Trainer
@@ -36,7 +49,7 @@ class Repositioned(Exception):
     """
 
 
-class FitLoop:
+class FitLoop(TrainerPart):
     """Counters of a fit, and the loop that moves them.
 
     ``epoch`` counts finished epochs, ``batches_done`` the batches used of the running one, ``global_step`` the
@@ -45,7 +58,7 @@ class FitLoop:
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
+        super().__init__(trainer)
         self.epoch = 0
         self.batches_done = 0
         self.batch_idx = 0
@@ -65,10 +78,16 @@ class FitLoop:
         self.step_schedulers = False
         self.lr_scheduler_step: Callable[..., Any] | None = None
         self.deadline: float | None = None
+        self.out_of_time = False
+        """Whether ``max_time`` has ended the latest fit."""
         self.elapsed_before = 0.0
         self.started = 0.0
         self.data: TrainingData | None = None
         self.optimization: Optimization | None = None
+        self.settings_changed = False
+        """Whether a hook has set an argument of the Trainer that the loop has not looked at yet."""
+        self.settings_differ = False
+        """Whether it has set one that the ranks have not compared yet."""
         self._got_batch = False
         self._wish: int | None = None
         self._resume_position: dict[str, Any] | None = None
@@ -143,18 +162,17 @@ class FitLoop:
         trainer = self.trainer
         assert self.data is not None
         self.started = time.monotonic()
-        self.deadline = None
-        if trainer.max_time is not None:
-            self.deadline = self.started + trainer.max_time.total_seconds() - self.elapsed_before
-            if self.elapsed_before >= trainer.max_time.total_seconds():
-                trainer.should_stop = True  # the same on every rank, unlike the clocks
+        self.out_of_time = False
+        self._set_deadline()
+        if trainer.max_time is not None and self.elapsed_before >= trainer.max_time.total_seconds():
+            trainer.should_stop = self.out_of_time = True  # the same on every rank, unlike the clocks
         self._wish = None
         if self.data.length == 0:
             return
         if self._done():
             if self.epoch or self.total_batches:  # not what was asked for, as with max_epochs=0
                 trainer.warn_once(
-                    f"fit has nothing to do: {self._reached()}. To go on, raise trainer.fit_loop.max_epochs or "
+                    f"fit has nothing to do: {self.why_done()}. To go on, raise trainer.fit_loop.max_epochs or "
                     "max_steps; another model wants a Trainer of its own"
                 )
             return
@@ -165,8 +183,9 @@ class FitLoop:
 
     def _run(self) -> None:
         trainer = self.trainer
-        self.optimization = Optimization(trainer)
-        trainer.hooks.call("on_train_start")
+        with at_once():
+            self.optimization = Optimization(trainer)
+            trainer.hooks.call("on_train_start")
         if not self.batches_done:
             self._restore_rng()
         while not self._done():
@@ -196,16 +215,30 @@ class FitLoop:
             return True
         return trainer.should_stop and self._minimum_reached()
 
-    def _reached(self) -> str:
+    def why_done(self) -> str:
+        """What has ended the latest fit, or leaves nothing to do for the next one."""
         trainer = self.trainer
+        if self.data is not None and self.data.length == 0:
+            return "its limit allows no training batch"
         if self._steps_reached():
             return f"max_steps={trainer.max_steps} is reached at optimizer step {self.global_step}"
+        if self.out_of_time:
+            return f"max_time is used up ({trainer.max_time})"
         if trainer.should_stop:
-            return "trainer.should_stop is set, or max_time is used up"
+            reasons = [callback.stop_reason for callback in trainer.early_stopping_callbacks if callback.stop_reason]
+            return f"EarlyStopping: {reasons[0]}" if reasons else "trainer.should_stop is set"
         return f"max_epochs={trainer.max_epochs} is reached after {self.epoch} epoch(s)"
+
+    def _set_deadline(self) -> None:
+        limit = self.trainer.max_time
+        self.deadline = None if limit is None else self.started + limit.total_seconds() - self.elapsed_before
 
     def _late(self) -> bool:
         return self.deadline is not None and time.monotonic() > self.deadline
+
+    def _stop_if_late(self) -> None:
+        if not self.trainer.should_stop and self._late():
+            self.trainer.should_stop = self.out_of_time = True
 
     def _minimum_reached(self) -> bool:
         trainer = self.trainer
@@ -258,7 +291,7 @@ class FitLoop:
             if length is None or self.batches_done < length:
                 stopped = self._run_batches(batches, length)
             else:
-                self._exhaust(batches)
+                exhaust_sampler(batches)
         finally:
             close_iterator(batches)
         if not self.batches_done and not self._got_batch:  # an exhausted generator would "train" all epochs left
@@ -273,25 +306,23 @@ class FitLoop:
         start_batch, hooks, watch = trainer.results.start_batch, trainer.hooks, trainer.strategy.watch
         # everything below that can be known before the first batch is looked up here and nowhere else
         step = optimization.step
-        accumulate = optimization.accumulate
         transfer = batch_transfer(trainer, trainer.module)
         batch_start = hooks.has("on_train_batch_start")
         batch_end = hooks.has("on_train_batch_end")
+        log_loss = not callable(getattr(trainer.module, "log", None))  # a plain module has no way to
         schedulers = self.step_schedulers = self._has_step_schedulers()
         self.lr_scheduler_step = module_hook(trainer.module, "lr_scheduler_step")
-        max_steps = trainer.max_steps
-        # rank 0 may have loggers that others have not, so they don't decide whether ranks meet
-        log_every = trainer.log_every_n_steps if trainer.loggers or trainer.results.leader else 0
-        validate_every = trainer.validation_interval(length)
-        validate_last = validate_every == -1
+        accumulate, max_steps, log_every, validate_every, crossing, deadline = self._settings(length)
         whole = length is not None and length == data.loader_length
-        crossing = trainer.check_val_every_n_epoch is None
-        deadline = self.deadline
         alone = trainer.world_size == 1
         trainer.current_hook = "training_step"
         source = batches if data.loader_length is not None or alone else self._together(batches)
 
-        for batch in source:
+        while True:
+            try:  # a for loop would call iter() again, and a loader that is its own iterator would begin anew
+                batch = next(source)
+            except StopIteration:
+                break
             # nobody looks ahead for the last one of a loader without a length: that would draw random numbers early
             last = length is not None and self.batches_done + 1 >= length
             index = self.batch_idx = self.batches_done
@@ -301,6 +332,8 @@ class FitLoop:
             if batch_start and self._batch_start(batch, index):
                 self._finish_accumulation()
                 return False
+            if self.settings_changed:
+                accumulate, max_steps, log_every, validate_every, crossing, deadline = self._settings(length)
             if accumulate == 1:
                 first = update = True
             else:
@@ -313,34 +346,67 @@ class FitLoop:
             self.total_batches += 1
             if schedulers and update and self.stepped:
                 self._after_update()
+            if log_loss:
+                self._log_loss(output, batch)
             if log_every and self.global_step // log_every != before // log_every:
                 trainer.log_step()
             if batch_end:
-                hooks.call("on_train_batch_end", output, batch, index)
+                hooks.call("on_train_batch_end", without_graph(output), batch, index)
             del output  # or the next step would run beside all that this one returned
             if validate_every and (
-                last if validate_last else (self.total_batches if crossing else index + 1) % validate_every == 0
+                last if validate_every == -1 else (self.total_batches if crossing else index + 1) % validate_every == 0
             ):
                 self._validate()
                 trainer.current_hook = "training_step"
+            if self.settings_changed:
+                accumulate, max_steps, log_every, validate_every, crossing, deadline = self._settings(length)
             # counted after the validation: a signal that cuts it short finds every rank still before this boundary
             watch.position += 1
             if max_steps != -1 and self.global_step >= max_steps:
                 if last and whole:
-                    self._exhaust(batches)
+                    exhaust_sampler(batches)
                 return not last
             late = deadline is not None and time.monotonic() > deadline
             if (watch.flag or trainer.should_stop or late) and self._stop_at_boundary(alone):
                 return not last
             if last:
-                if whole:  # else it was a limit, and what is left of the iterator stays unread
-                    self._exhaust(batches)
+                if whole:  # else it was a limit, and what is left of the sampler stays undrawn
+                    exhaust_sampler(batches)
                 return False
         # the end of a loader that didn't say it was near
         self._finish_accumulation()
         if validate_every and isinstance(trainer.val_check_interval, float) and self.validated_at != self.total_batches:
             self._validate()
         return False
+
+    def _settings(self, length: int | None) -> tuple[int, int, int, int, bool, float | None]:
+        """What each batch of an epoch goes by; asked again when a hook has set some of it."""
+        trainer, optimization = self.trainer, self.optimization
+        assert optimization is not None
+        self.settings_changed = False
+        self._set_deadline()
+        if self.accumulate != trainer.accumulate_grad_batches:
+            if optimization.has_gradients:
+                self.settings_changed = True  # until the accumulation that has begun is at its end
+            else:
+                replicas.change_accumulation(trainer)
+                optimization.accumulate_over(self.accumulate)
+        # rank 0 may have loggers that others have not, so they don't decide whether ranks meet
+        log_every = trainer.log_every_n_steps if trainer.loggers or trainer.results.leader else 0
+        validate_every, crossing = trainer.validation_interval(length), trainer.check_val_every_n_epoch is None
+        return optimization.accumulate, trainer.max_steps, log_every, validate_every, crossing, self.deadline
+
+    def _log_loss(self, output: Any, batch: Any) -> None:
+        """What ``self.log("loss", loss, prog_bar=True, on_step=True, on_epoch=True)`` does in a ``torchhal.Module``."""
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if not isinstance(loss, torch.Tensor) or not loss.numel():
+            return  # skipped, or no affair of this rank's
+        if loss.numel() > 1:  # of a strategy that owns the step
+            loss = loss.detach().mean()
+        size = batch_size_of(batch)
+        self.trainer.results.log(
+            "loss", loss, "training_step", True, None, True, True, batch_size=1 if size is None else size
+        )
 
     def _finish_accumulation(self) -> None:
         """Step with what has accumulated when the epoch ends sooner than expected."""
@@ -361,12 +427,6 @@ class FitLoop:
         if self.step_schedulers and self.stepped:
             self.scheduler_steps += 1
             step_schedulers(self.trainer, "step", self.scheduler_steps, self.lr_scheduler_step)
-
-    @staticmethod
-    def _exhaust(batches: Iterator[Any]) -> None:
-        """Reach the end of an iterator whose batches are used up, as a for loop does: some draw a number there."""
-        for _ in batches:
-            break
 
     def _validate(self) -> None:
         trainer = self.trainer
@@ -393,7 +453,7 @@ class FitLoop:
         if alone:
             if watch.flag and (signum := watch.at_boundary()) is not None:
                 raise Interrupted(signum)
-            trainer.should_stop = trainer.should_stop or self._late()
+            self._stop_if_late()
             return trainer.should_stop and self._minimum_reached()
         # one rank's clock or callback may be alone in this: agree as on a signal, without a collective per step
         wish = STOP_ASKED if trainer.should_stop else OUT_OF_TIME if self._late() else None
@@ -404,6 +464,7 @@ class FitLoop:
             if signum > 0:
                 raise Interrupted(signum)
             trainer.should_stop = True
+            self.out_of_time = signum == OUT_OF_TIME
             return self._minimum_reached()
         return False
 
@@ -427,14 +488,21 @@ class FitLoop:
     def _end_epoch(self, *, complete: bool) -> None:
         trainer = self.trainer
         results = trainer.results
+        if self.optimization is not None:
+            self.optimization.check_losses()
         results.start_batch(None)
         results.finalize_epoch()
         trainer.call_epoch_end("on_train_epoch_end", before_monitors=lambda: self._epoch_schedulers(complete))
         trainer.log_epoch()
         results.reset()
-        trainer.should_stop = trainer.should_stop or self._late()
+        self._stop_if_late()
         if trainer.world_size > 1:
-            trainer.should_stop = trainer.strategy.reduce_boolean_decision(trainer.should_stop, all=False)
+            mine = [int(trainer.should_stop), int(self.settings_differ)]
+            stops, differ = trainer.strategy.reduce(mine, "max")
+            trainer.should_stop = bool(stops)
+            if differ:  # on some rank at least: one that steps by other numbers than the rest would part from it
+                agreement.check_settings(trainer)
+        self.settings_differ = False
         if complete:
             self._next_epoch()
 
@@ -449,6 +517,15 @@ class FitLoop:
         self.epoch += 1
         self.batches_done = 0
         self.epoch_done = False
+
+
+def without_graph(output: Any) -> Any:
+    """What ``training_step`` returned, as hooks see it: a callback that keeps it keeps no graph."""
+    if type(output) is torch.Tensor:
+        return output.detach()
+    return map_tensors(
+        output, lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) and leaf.requires_grad else leaf
+    )
 
 
 def check_can_fit(trainer: Trainer, module: Any) -> None:

@@ -201,6 +201,10 @@ def check_value(name: str, value: Any) -> None:
                 f"'value' of self.log({name!r}, ...) must be a real tensor with one element (got a {kind}tensor of "
                 f"shape {tuple(value.shape)}); reduce it first, e.g. with .mean()"
             )
+        if value.is_meta:
+            raise ValueError(
+                f"'value' of self.log({name!r}, ...) must have a value on this rank (got {value!r}, on the meta device)"
+            )
         return
     if isinstance(value, Mapping) or (is_metric(value) and hasattr(value, "items")):
         raise TypeError(

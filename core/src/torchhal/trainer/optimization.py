@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,8 @@ from torchhal.precision import Precision
 from torchhal.precision.base import needs_closure
 from torchhal.strategies import Strategy
 from torchhal.trainer.calls import adapt_step, module_hook
+from torchhal.trainer.part import TrainerPart
+from torchhal.trainer.settings import refuse_by_hand
 
 if TYPE_CHECKING:
     from torchhal.trainer.trainer import Trainer
@@ -24,6 +27,9 @@ FORMS = (
     "an optimizer, a list of them, (optimizers, schedulers), {'optimizer': ..., 'lr_scheduler': ...}, a tuple of "
     "such dicts, or None"
 )
+
+_TOO_MANY = 100
+"""Batches without a loss from the beginning of a fit, after which it is said."""
 
 
 @dataclass
@@ -133,15 +139,23 @@ def _check_parameters(optimizers: Sequence[Any], module: Any, model: str) -> Non
 
 
 class WrappedOptimizer:
-    """An optimizer as user code sees it: ``step`` goes through precision, strategy, hooks and counters."""
+    """An optimizer as user code sees it: ``step`` goes through precision, strategy, hooks and counters.
 
-    def __init__(self, optimizer: Optimizer, step: Callable[[Optimizer, Callable[[], Any] | None], Any]) -> None:
+    It is good for one fit; the Trainer has others for the next one.
+    """
+
+    def __init__(self, optimizer: Optimizer, optimization: Optimization) -> None:
         self.optimizer = optimizer
-        self._step = step
+        self._optimization = weakref.ref(optimization)  # which holds this in turn
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Run ``closure`` and update the parameters; the closure's value."""
-        return self._step(self.optimizer, closure)
+        optimization = self._optimization()
+        if optimization is None:
+            raise ReferenceError(
+                f"this {type(self.optimizer).__name__} belongs to a fit that is over: call self.optimizers() again"
+            )
+        return optimization.user_step(self.optimizer, closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.optimizer.zero_grad(set_to_none)
@@ -179,21 +193,21 @@ def extract_loss(output: Any, model: str) -> torch.Tensor | None:
     return loss
 
 
-class Optimization:
+class Optimization(TrainerPart):
     """One training step, decided once: which hooks run, who clips, whether gradients accumulate.
 
     :meth:`step` is called for every batch. ``update`` says whether this batch ends an accumulation.
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
+        super().__init__(trainer)
         module, strategy = trainer.module, trainer.strategy
         self.module = module
         self.strategy = strategy
         self.model_name = type(module).__name__
         self.optimizers = strategy.optimizers
         self.automatic = bool(getattr(module, "automatic_optimization", True))
-        self.accumulate = 1 if "owns_accumulation" in strategy.features else trainer.accumulate_grad_batches
+        self.accumulate = 1 if "owns_accumulation" in strategy.features else trainer.fit_loop.accumulate
         self.wrap_optimizers()
         self._check()
         self.run = adapt_step(strategy.step_function("training_step"), module.training_step, several_loaders=False)
@@ -209,10 +223,13 @@ class Optimization:
         trainer.fit_loop.restored_gradients = False
         self.skipped = False
         """Whether the latest ``training_step`` gave no loss."""
+        self._began_at = trainer.fit_loop.total_batches
+        self._without_loss = 0
+        self._epochs_without_loss = 0
 
     def wrap_optimizers(self) -> None:
         """Follow the strategy's list of optimizers, which a callback may change while training."""
-        self.wrapped = [WrappedOptimizer(optimizer, self.user_step) for optimizer in self.optimizers]
+        self.wrapped = [WrappedOptimizer(optimizer, self) for optimizer in self.optimizers]
         self.closures = {id(optimizer): needs_closure(optimizer) for optimizer in self.optimizers}
 
     def _check(self) -> None:
@@ -229,15 +246,18 @@ class Optimization:
                     f"batch several times within one step (got {self.accumulate})"
                 )
             return
-        for name, value, default in (
-            ("gradient_clip_val", trainer.gradient_clip_val, None),
-            ("accumulate_grad_batches", trainer.accumulate_grad_batches, 1),
-        ):
-            if value != default:
-                raise ConfigurationError(
-                    f"'{name}' must be {default} for a model with manual optimization (got {value!r}): "
-                    f"{self.model_name}.training_step does this itself"
-                )
+        refuse_by_hand(self.module, "gradient_clip_val", trainer.gradient_clip_val, None)
+        refuse_by_hand(self.module, "gradient_clip_algorithm", trainer.gradient_clip_algorithm, "norm")
+        refuse_by_hand(self.module, "accumulate_grad_batches", trainer.accumulate_grad_batches, 1)
+
+    def accumulate_over(self, batches: int) -> None:
+        """Take so many batches to a step, from the beginning of one."""
+        self.accumulate = batches
+        self.no_sync = self.strategy.no_backward_sync() if batches > 1 else None
+
+    def bind_clipping(self) -> None:
+        """Look again whether to clip."""
+        self.clip = self.trainer.gradient_clip_val is not None and "owns_clipping" not in self.strategy.features
 
     def _bind_hooks(self) -> None:
         trainer, module, strategy = self.trainer, self.module, self.strategy
@@ -256,7 +276,7 @@ class Optimization:
         self.module_zero_grad = module_hook(module, "optimizer_zero_grad")
         self.module_clip = module_hook(module, "configure_gradient_clipping")
         self.module_step = module_hook(module, "optimizer_step")
-        self.clip = trainer.gradient_clip_val is not None and "owns_clipping" not in strategy.features
+        self.bind_clipping()
         self.closure_inside = self.module_step is not None or any(map(needs_closure, self.optimizers))
         self.shares_loss = trainer.world_size > 1 and any(map(needs_closure, self.optimizers))
         self.plain_backward = (
@@ -342,7 +362,7 @@ class Optimization:
         else:
             found = extract_loss(output, self.model_name)
             if found is None:
-                self.skipped = True
+                self._skip()
                 return output
             loss = found
         if self.check_finite:
@@ -363,6 +383,36 @@ class Optimization:
             self.trainer.hooks.call("on_after_backward")
         self.has_gradients = True
         return output
+
+    def _skip(self) -> None:
+        self.skipped = True
+        self._without_loss += 1
+        if self._without_loss == _TOO_MANY and self._batches() == _TOO_MANY - 1:  # this one has yet to be counted
+            self.trainer.warn_once(self._no_loss(_TOO_MANY))
+
+    def _batches(self) -> int:
+        """Those that this fit has used."""
+        return self.trainer.fit_loop.total_batches - self._began_at
+
+    def check_losses(self) -> None:
+        """At the end of an epoch: warn, and from the second on raise ModelError, where no batch has given a loss.
+
+        One that gives none is left out, which is right for some and pointless for all.
+        """
+        if not self._without_loss or self._without_loss < self._batches():
+            return
+        self._epochs_without_loss += 1
+        if self._epochs_without_loss > 1:
+            raise ModelError(self._no_loss(self._batches()))
+        self.trainer.warn_once(self._no_loss(self._batches()))
+
+    def _no_loss(self, batches: int) -> str:
+        return (
+            f"{self.model_name}.training_step has returned None, or a dict whose 'loss' is None, for each of the "
+            f"{batches} batch(es) since fit began, so nothing is trained: return the loss. A model that steps its "
+            "optimizers itself sets self.automatic_optimization = False, and one that only looks at the data returns "
+            "None from configure_optimizers"
+        )
 
     def _zero_grad(self, batch_idx: int) -> None:
         if self.owns_accumulation:

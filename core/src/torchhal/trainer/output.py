@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from torchhal.launchers.process import write_stderr
 from torchhal.trainer.log_entries import to_host
+from torchhal.trainer.standard_streams import lossy_streams
 
 if TYPE_CHECKING:
     from torchhal.trainer.results import Results
+
+_log = logging.getLogger("torchhal")
 
 
 class TrainerOutput:
@@ -64,18 +69,32 @@ class TrainerOutput:
 
     def print(self, *values: Any, **kwargs: Any) -> None:
         """``print`` on rank 0, above the progress bar."""
-        if self.is_global_zero:
+        if not self.is_global_zero:
+            return
+        with lossy_streams():
             bar = self.progress_bar_callback
             if bar is not None and hasattr(bar, "print"):
                 bar.print(*values, **kwargs)
             else:
                 print(*values, **kwargs)
 
+    def announce(self, line: str) -> None:
+        """A line about the run, on rank 0: to the logger ``torchhal`` at INFO where the program has set logging up for
+        it, else to stderr. Not there if the progress bar is off, or that logger's own level is above INFO."""
+        if not self.is_global_zero:
+            return
+        bar = self.progress_bar_callback
+        if _log.isEnabledFor(logging.INFO) and _log.hasHandlers():
+            _log.info(line)
+        elif bar is not None and bar.is_enabled and _log.level <= logging.INFO:
+            write_stderr(f"torchhal: {line}\n")
+
     def warn_once(self, message: str) -> None:
         """A warning on rank 0, the first time it is given."""
         if message not in self.said and self.is_global_zero:
             self.said.add(message)
-            warnings.warn(message, UserWarning, stacklevel=2)
+            with lossy_streams():
+                warnings.warn(message, UserWarning, stacklevel=2)
 
     def print_results(self, fn: str, results: list[dict[str, float]]) -> None:
         """The metrics of a validation or test, one table per loader."""

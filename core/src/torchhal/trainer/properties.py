@@ -9,6 +9,7 @@ import torch
 
 from torchhal.trainer.callbacks import EarlyStopping, ModelCheckpoint, ProgressBar
 from torchhal.trainer.data import TrainingData, find_loaders
+from torchhal.trainer.settings import TrainerSettings
 
 if TYPE_CHECKING:
     from torchhal.trainer.connect import Attachments
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from torchhal.trainer.results import Results
 
 
-class TrainerProperties:
+class TrainerProperties(TrainerSettings):
     """Read-only views over strategy, loops and results; nothing here changes a run."""
 
     strategy: Any
@@ -27,15 +28,11 @@ class TrainerProperties:
     datamodule: Any
     loggers: list[Any]
     callbacks: list[Any]
-    default_root_dir: str
     plan: Any
     fit_loop: FitLoop
     evaluation_loop: EvaluationLoop
     results: Results
     attachments: Attachments
-    accumulate_grad_batches: int
-    max_epochs: int | None
-    max_steps: int
     log_dir: str | None
     """The folder of the first logger, the same on every rank; None without a logger, and before a run."""
 
@@ -205,7 +202,7 @@ class TrainerProperties:
 
     @property
     def num_sanity_val_batches(self) -> list[int | float]:
-        steps = getattr(self, "num_sanity_val_steps", 0)
+        steps = self.num_sanity_val_steps
         return [length if steps == -1 else min(steps, length) for length in self.num_val_batches]
 
     @property

@@ -53,9 +53,18 @@ def choose_accumulation(trainer: Trainer, data: TrainingData) -> None:
             _accumulate(trainer, batches)
 
 
+def change_accumulation(trainer: Trainer) -> None:
+    """Take the ``accumulate_grad_batches`` that a hook has set, between two optimizer steps. What the script asked for
+    stays known, so a life that goes on from here takes as much to a step."""
+    fit = trainer.fit_loop
+    _accumulate(trainer, trainer.accumulate_grad_batches)
+    fit.step_size = fit.accumulate * share_of_data(trainer)[0] * fit.batch_size
+
+
 def _accumulate(trainer: Trainer, batches: int) -> None:
     trainer.fit_loop.accumulate = batches
-    trainer.accumulate_grad_batches = trainer.strategy.accumulate_grad_batches = batches
+    trainer.strategy.accumulate_grad_batches = batches
+    vars(trainer)["accumulate_grad_batches"] = batches  # nobody has asked for another number, so nothing is refused
 
 
 def _settle_accumulation(trainer: Trainer) -> str:
@@ -80,30 +89,63 @@ def restore_rank(trainer: Trainer, checkpoint: Mapping[str, Any], path: str) -> 
     mine = share_of_data(trainer)
     shares = _shares(ranks)
     changed = _settle_accumulation(trainer)
-    if mine in shares:  # whoever had this share of the data; this very rank, if it was one of them
-        same = len(ranks) == strategy.world_size and shares[strategy.global_rank] == mine
-        entry = ranks[strategy.global_rank if same else shares.index(mine)]
+    # whoever had this share of the data; this very rank, if it was one of them
+    same = len(ranks) == strategy.world_size and shares[strategy.global_rank] == mine
+    entry = ranks[strategy.global_rank if same else shares.index(mine) if mine in shares else 0]
+    others = _other_data(trainer, entry)
+    if _has_same_batches(trainer, checkpoint):
         if fit.batches_done and fit.data is not None and entry["data"] is not None:
             fit.data.take_order(entry["data"])
         fit.resume(entry["data"], entry["rng"])
+        if others:
+            where = f"The epoch goes on at batch {fit.batches_done}, in the order of now. " if fit.batches_done else ""
+            trainer.warn_once(f"{path!r} is continued with other data. {others}{where}{changed}".rstrip())
         return
     position = None
     where = "The next epoch is shared out among all"
     if fit.batches_done:
         used = _used(checkpoint)
         if used is not None and fit.data is not None and fit.data.order is not None:
-            position = _rest(trainer, ranks[0], used)
+            position = _rest(trainer, entry, used)
             where = f"The epoch goes on after its first {used} {_items(fit)}, at batch {fit.batches_done}"
         else:
-            _nearest_batch(trainer, ranks[0])
-            position = ranks[0]["data"] if strategy.global_rank == 0 else None
+            _nearest_batch(trainer, entry)
+            position = entry["data"] if mine in shares or strategy.global_rank == 0 else None
             where = f"The epoch goes on at batch {fit.batches_done}, though the samples before it may be others"
     fit.resume(position, _generators(ranks, strategy.global_rank))
+    if mine in shares:
+        begin = f"{path!r} is continued with other data"
+    else:
+        begin = (
+            f"{path!r} was written by {_world(shares[0][0], len(ranks))} and is continued by "
+            f"{_world(mine[0], strategy.world_size)}"
+        )
     trainer.warn_once(
-        f"{path!r} was written by {_world(shares[0][0], len(ranks))} and is continued by "
-        f"{_world(mine[0], strategy.world_size)}. {where}. {changed}Random numbers, of dropout say, are others "
-        "than they would have been"
+        f"{begin}. {others}{where}. {changed}Random numbers, of dropout say, are others than they would have been"
     )
+
+
+def _has_same_batches(trainer: Trainer, checkpoint: Mapping[str, Any]) -> bool:
+    """Whether this rank has the share of one before, and batches of the same size for an epoch in its midst."""
+    fit = trainer.fit_loop
+    resized = fit.batches_done > 0 and fit.before.get("batch_size", fit.batch_size) != fit.batch_size
+    return share_of_data(trainer) in _shares(checkpoint["ranks"]) and not resized
+
+
+def _other_data(trainer: Trainer, entry: Mapping[str, Any]) -> str:
+    """What is not as it was when the rank of ``entry`` saved, in sentences; "" for nothing."""
+    fit, position = trainer.fit_loop, entry["data"] or {}
+    before = fit.before.get("batch_size", fit.batch_size)
+    said = "" if before == fit.batch_size else f"A batch has {fit.batch_size} sample(s), not {before} as before. "
+    if fit.data is None:
+        return said
+    counts = [("samples", position.get("samples"), fit.data.samples)]
+    if not said and share_of_data(trainer) == tuple(entry.get("share", ())):  # else there are others anyhow
+        counts.append(("batches", position.get("length"), fit.data.whole_loader_length))
+    for what, then, now in counts:
+        if then is not None and now is not None and then != now:
+            return f"{said}The training data has {now} {what}, not {then} as before. "
+    return said
 
 
 def _items(fit: Any) -> str:
@@ -111,8 +153,9 @@ def _items(fit: Any) -> str:
 
 
 def keeps_gradients(trainer: Trainer, checkpoint: Mapping[str, Any]) -> bool:
-    """Whether an accumulation that the checkpoint was written in goes on: with other replicas it begins again."""
-    return share_of_data(trainer) in _shares(checkpoint["ranks"])
+    """Whether an accumulation that the checkpoint was written in goes on: with other replicas, or batches of another
+    size, it begins again."""
+    return _has_same_batches(trainer, checkpoint)
 
 
 def _shares(ranks: list[dict[str, Any]]) -> list[tuple[int, int]]:

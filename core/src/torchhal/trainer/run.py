@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -15,14 +16,28 @@ import torch
 
 from torchhal.accelerators.transfer import move_to_device
 from torchhal.checkpoint.place import is_url
-from torchhal.errors import ModelError, TorchhalError
-from torchhal.launchers.signals import DEFAULT_SIGNALS, StopSignals
-from torchhal.trainer import agreement, checkpointing, replicas, rng
+from torchhal.cluster import ClusterEnvironment
+from torchhal.cluster.job import Job, current_job
+from torchhal.errors import ModelError, RankFailedError, TorchhalError
+from torchhal.launchers import rendezvous
+from torchhal.launchers.process import open_standard_descriptors
+from torchhal.launchers.signals import DEFAULT_SIGNALS, StopRequested, StopSignals, at_once, exit_on
+from torchhal.trainer import agreement, checkpointing, replicas, rng, status_lines
+from torchhal.trainer.callback_states import callback_states, load_callback_states
+from torchhal.trainer.callbacks import ModelCheckpoint
 from torchhal.trainer.calls import module_hook
 from torchhal.trainer.connect import make_callbacks
-from torchhal.trainer.data import EvaluationData, as_loaders, close_loader, find_loaders, load_validation_data
+from torchhal.trainer.data import (
+    EvaluationData,
+    as_loaders,
+    close_loader,
+    find_loaders,
+    is_one_shot,
+    load_validation_data,
+)
 from torchhal.trainer.fit_loop import Interrupted
 from torchhal.trainer.loggers.base import FolderLogger
+from torchhal.trainer.standard_streams import lossy_streams
 from torchhal.trainer.state import TrainerState
 
 if TYPE_CHECKING:
@@ -37,7 +52,15 @@ _STOPPING = "torchhal: stopping after this step; press Ctrl-C again to stop at o
 
 def launch(trainer: Trainer, fn: str, ckpt_path: Any) -> Any:
     """Start the strategy's processes and :func:`run` in each; the result of rank 0, or of this rank."""
+    open_standard_descriptors()
+    with lossy_streams():
+        return _launch(trainer, fn, ckpt_path)
+
+
+def _launch(trainer: Trainer, fn: str, ckpt_path: Any) -> Any:
+    rendezvous.begin_call()
     launcher = trainer.strategy.make_launcher()
+    trainer.num_nodes = trainer.strategy.num_nodes  # "auto" is known by now
     if launcher.returns_to_caller:
         return launcher.launch(run, trainer, fn, ckpt_path)
     choose_log_folders(trainer, fn)  # workers inherit which folder is this run's, and this process knows it too
@@ -71,34 +94,53 @@ def run(trainer: Trainer, fn: str, ckpt_path: Any, *, in_worker: bool = False) -
     def ask(signum: int) -> None:
         trainer.strategy.watch.request_stop(signum)
 
-    environment = trainer.strategy.cluster_environment
+    job = job_of(trainer)
     signals = StopSignals(
         ask,
-        signals=(*DEFAULT_SIGNALS, *(() if environment is None else environment.stop_signals)),
-        notice=_STOPPING if trainer.is_global_zero else None,
+        signals=(*DEFAULT_SIGNALS, *job.stop_signals),
+        notice=(lambda: stopping_notice(trainer)) if trainer.is_global_zero else None,
     )
     failed = hooks_left = True
     try:
         with signals:  # from here on they ask for an orderly stop
+            for signum in signals.kept:
+                name = signal.Signals(signum).name
+                trainer.warn_once(
+                    f"{name}, by which the scheduler announces the end of the job, has a handler of the program's own, "
+                    f"which stays: {fn} does not stop on it, and the job is not requeued. To have that, install none "
+                    f"for {name}, or have another signal sent, see SlurmEnvironment(requeue_signal=...)"
+                )
             set_flags(trainer)
             try:
-                trainer.strategy.setup_environment()
-                say_where_to_dump(trainer, trainer.default_root_dir)
+                with at_once():
+                    trainer.strategy.setup_environment()
+                    say_where_to_dump(trainer, trainer.default_root_dir)
+                    attach(trainer, fn)
+                    status_lines.announce_start(trainer, fn)
+                    set_up(trainer, fn, ckpt_path)
                 if signals.received is not None:
-                    ask(signals.received)  # it came before the ranks knew each other
-                result = work(trainer, fn, ckpt_path)
+                    ask(signals.received)  # a scheduler's warning, perhaps before the ranks knew each other
+                result = work(trainer, fn)
+            except StopRequested as stop:
+                # this rank alone may be here, and there is nothing to save
+                rendezvous.announce_stop(stop.signum)
+                trainer.strategy.watch.report_stop(stop.signum)
+                say_where(trainer, fn, stop.signum, begun=False)
+                raise exit_on(stop.signum, agreed=False) from None
             except Interrupted as interruption:
                 # every rank is here, after the same step: what follows may communicate
-                if fn == "fit" and not trainer.fast_dev_run:
+                if fn == "fit" and trainer.state.stage != "sanity_check" and not trainer.fast_dev_run:
                     save_interrupted(trainer, interruption.signum)
                 say_where(trainer, fn, interruption.signum)
                 if fn == "fit":
                     run_again(trainer, ckpt_path, interruption.signum)
-                raise exit_on(interruption.signum) from None
+                raise exit_on(interruption.signum, agreed=True) from None
             hooks_left = False
             tear_down_hooks(trainer, fn)
             trainer.state.status = "finished"
             trainer.finalize_loggers("success")
+            if fn == "fit":
+                status_lines.announce_end(trainer)
             if in_worker:
                 result = answer(trainer, result)
             else:
@@ -109,6 +151,9 @@ def run(trainer: Trainer, fn: str, ckpt_path: Any, *, in_worker: bool = False) -
         raised = report(trainer, error)
         if hooks_left:
             tear_down_hooks(trainer, fn, failed=True)
+        if isinstance(raised, RankFailedError) and raised.stop_signal:
+            say_where(trainer, fn, raised.stop_signal, begun=has_begun(trainer), left=raised.rank)
+            raise exit_on(raised.stop_signal, agreed=False) from None
         if raised is error:
             raise
         raise raised from error
@@ -127,8 +172,23 @@ def run(trainer: Trainer, fn: str, ckpt_path: Any, *, in_worker: bool = False) -
                 raise
             _log.exception("the tear-down failed too")  # the first error is the one to hear of
     if signals.received is not None:  # too late to stop anything here; whoever sent it wants more than this call ended
-        raise exit_on(signals.received)
+        raise exit_on(signals.received, agreed=True)
     return result
+
+
+def job_of(trainer: Trainer) -> ClusterEnvironment | Job:
+    """Who knows what announces the end of this run, and may start it anew: a strategy of one process has no
+    environment, and may be in a scheduler's job all the same."""
+    environment = trainer.strategy.cluster_environment
+    return current_job() if environment is None else environment
+
+
+def stopping_notice(trainer: Trainer) -> str:
+    """What the first Ctrl-C is answered with, on a line of its own: a bar has not ended its line, nor has the terminal
+    that shows ``^C``."""
+    bar = trainer.progress_bar_callback
+    in_a_line = os.isatty(2) or (bar is not None and bar.is_drawn)
+    return f"\n{_STOPPING}" if in_a_line else _STOPPING
 
 
 def close_loaders(trainer: Trainer) -> None:
@@ -148,23 +208,35 @@ def save_interrupted(trainer: Trainer, signum: int) -> None:
     except Exception:
         if trainer.is_global_zero:
             name, last = signal.Signals(signum).name, checkpointing.last_checkpoint(trainer)
-            print(
+            trainer.print(
                 f"torchhal: fit stopped on {name} at step {trainer.global_step}, which could not be saved, so no "
                 f"scheduler is asked for another life. The newest checkpoint is {last or 'none'}",
                 file=sys.stderr,
-                flush=True,
             )
         raise
 
 
-def say_where(trainer: Trainer, fn: str, signum: int) -> None:
-    """One line for whoever reads the log of a job that was stopped."""
+def has_begun(trainer: Trainer) -> bool:
+    """Whether this call came as far as its steps; a sanity check comes before those of fit."""
+    if trainer.state.fn == "fit":
+        return trainer.fit_loop.optimization is not None
+    return bool(trainer.results.stage == trainer.state.fn)
+
+
+def say_where(trainer: Trainer, fn: str, signum: int, *, begun: bool = True, left: int | None = None) -> None:
+    """One line for whoever reads the log of a job that was stopped, in its steps or before it had ``begun`` them.
+
+    ``left``: the rank that went at once, with which nothing could be saved any more; None where all stopped together.
+    """
     if not trainer.is_global_zero:
         return
+    where = "" if left is None else f", as rank {left} left at once"
     saved = [callback.interrupted_path for callback in trainer.checkpoint_callbacks if callback.interrupted_path]
-    where = f"; saved {saved[0]}, continue with ckpt_path='last'" if fn == "fit" and saved else ""
+    if fn == "fit" and saved and left is None:
+        where = f"; saved {saved[0]}, continue with ckpt_path='last'"
     name = signal.Signals(signum).name
-    print(f"torchhal: {fn} stopped on {name} at step {trainer.global_step}{where}", file=sys.stderr, flush=True)
+    at = f"at step {trainer.global_step}{where}" if begun else "before it began"
+    trainer.print(f"torchhal: {fn} stopped on {name} {at}", file=sys.stderr)
 
 
 def say_where_to_dump(trainer: Trainer, folder: str) -> None:
@@ -175,28 +247,19 @@ def say_where_to_dump(trainer: Trainer, folder: str) -> None:
 
 def run_again(trainer: Trainer, ckpt_path: Any, signum: int) -> None:
     """Let the scheduler start the job anew; it is told whether that would go on from here, or begin again for ever."""
-    environment = trainer.strategy.cluster_environment
-    if environment is None:
-        return
+    job = job_of(trainer)
     if trainer.is_global_zero:
         continues = ckpt_path == "last" and checkpointing.last_checkpoint(trainer) is not None
-        if said := environment.run_again(signum, continues=continues):
-            print(f"torchhal: {said}", file=sys.stderr, flush=True)
+        if said := job.run_again(signum, continues=continues):
+            trainer.print(f"torchhal: {said}", file=sys.stderr)
     # A rank that leaves may end the others, and with them what was asked for. The scheduler may take longer than a
     # collective may; and what this process ends with is the signal's code, whoever comes.
     with suppress(TorchhalError):
         trainer.strategy.watch.barrier("run_again", _RUN_AGAIN_TIMEOUT)
 
 
-def exit_on(signum: int) -> BaseException:
-    """What ends a program on ``signum`` as its sender expects."""
-    return KeyboardInterrupt() if signum == signal.SIGINT else SystemExit(128 + signum)
-
-
-def work(trainer: Trainer, fn: str, ckpt_path: Any) -> Any:
-    """Everything between the start of the processes and the tear-down."""
-    attach(trainer, fn)
-    set_up(trainer, fn, ckpt_path)
+def work(trainer: Trainer, fn: str) -> Any:
+    """Everything between the set-up and the tear-down."""
     if fn != "fit":
         return evaluate(trainer, fn)
     fit(trainer)
@@ -210,7 +273,9 @@ def keep_flags() -> Callable[[], None]:
     anomaly, check_nan = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
 
     def restore() -> None:
-        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        now = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+        if now != (deterministic, warn_only):  # the call imports torch's compiler, which a signal may have cut short
+            torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
         torch.autograd.set_detect_anomaly(anomaly, check_nan)
 
     return restore
@@ -237,6 +302,7 @@ def attach(trainer: Trainer, fn: str) -> None:
     trainer.fit_loop.optimization = None
     if fn == "fit":
         trainer.fit_loop.begin()
+        trainer.trained_by = None
     if trainer.strategy.module is not module:  # what an earlier model was trained with is no state of this one
         trainer.strategy.optimizers, trainer.strategy.lr_scheduler_configs = [], []
     # the folder of a new run is the next free one: decided once, by rank 0
@@ -268,23 +334,26 @@ def set_up(trainer: Trainer, fn: str, ckpt_path: Any) -> None:
         with strategy.init_context():
             module.configure_model()
     trainer.ckpt_path = checkpointing.resolve_path(trainer, ckpt_path)
-    checkpoint = strategy.load_checkpoint(trainer.ckpt_path) if trainer.ckpt_path is not None else None
-    if checkpoint is not None:
+    checkpoint = None
+    if trainer.ckpt_path is not None:
         # before optimizers and wrappers take hold of the parameters: the hooks may replace some
-        checkpointing.show_checkpoint(trainer, checkpoint, trainer.ckpt_path or "")
+        checkpoint = checkpointing.read_checkpoint(trainer, trainer.ckpt_path)
     if fn == "fit":
         replicas.begin(trainer, checkpoint)
     strategy.accumulate_grad_batches = trainer.accumulate_grad_batches
     strategy.gradient_clip_val = trainer.gradient_clip_val
     strategy.gradient_clip_algorithm = trainer.gradient_clip_algorithm
+    strategy.sync_batchnorm = trainer.sync_batchnorm
     if fn == "fit":
         reset_counters(trainer)
     strategy.connect(module)
     trainer.attachments.ready = True
     strategy.prepare(trainer)
     trainer.results.find_leader()
-    trainer.module = strategy.module
+    trainer.follow_module()
     if checkpoint is not None:
+        if fn == "fit":
+            checkpointing.check_fits(trainer, checkpoint, trainer.ckpt_path or "")
         checkpointing.restore_weights(trainer, checkpoint, trainer.ckpt_path or "")
     log_hyperparams(trainer)
     if fn == "fit":
@@ -292,6 +361,8 @@ def set_up(trainer: Trainer, fn: str, ckpt_path: Any) -> None:
         if checkpoint is not None:
             checkpointing.restore_training(trainer, checkpoint, trainer.ckpt_path or "")
         agreement.check_settings(trainer)
+    if checkpoint is not None:
+        status_lines.announce_checkpoint(trainer, fn, checkpoint)
 
 
 def add_model_callbacks(trainer: Trainer) -> None:
@@ -302,6 +373,12 @@ def add_model_callbacks(trainer: Trainer) -> None:
         return  # those of its last call, which know the best checkpoint
     own = configure() or []
     own = list(own) if isinstance(own, Sequence) else [own]
+    trainer.check_hook_names(None, None, own)
+    if not trainer.enable_checkpointing and any(isinstance(callback, ModelCheckpoint) for callback in own):
+        trainer.warn_once(
+            f"'enable_checkpointing' is False, but {type(trainer.module).__name__}.configure_callbacks returned a "
+            "ModelCheckpoint, which saves all the same"
+        )
     replaced = {type(callback) for callback in own}
     kept = [callback for callback in trainer.callbacks if type(callback) not in replaced]
     trainer.callbacks = make_callbacks([*kept, *own])
@@ -330,11 +407,13 @@ def load_fit_data(trainer: Trainer) -> None:
 
 
 def fit(trainer: Trainer) -> None:
-    trainer.hooks.call("on_fit_start")
+    with at_once():
+        trainer.hooks.call("on_fit_start")
     sanity_check(trainer)
     trainer.state.stage = "train"
     trainer.module.train()
     trainer.fit_loop.run()
+    trainer.strategy.check_replicas()
     trainer.hooks.call("on_fit_end")
 
 
@@ -344,27 +423,30 @@ def sanity_check(trainer: Trainer) -> None:
         return
     data = data.first(trainer.num_sanity_val_steps)
     for index, loader in enumerate(data.loaders):
-        if isinstance(loader, Iterator):  # what it gives to the sanity check, no validation sees again
+        if is_one_shot(loader):  # what it gives to the sanity check, no validation sees again
             data.skip(index)
-    if all(isinstance(loader, Iterator) for loader in data.loaders):
+    if all(map(is_one_shot, data.loaders)):
         return
     strategy = trainer.strategy
     before = rng.collect(strategy.accelerator, strategy.root_device)
     trainer.state.stage = "sanity_check"
     trainer.hooks.call("on_sanity_check_start")
-    trainer.evaluation_loop.run("sanity_check", data)
+    _, cut = trainer.evaluation_loop.run("sanity_check", data)
+    if cut:
+        raise Interrupted(trainer.strategy.watch.stop_signal or signal.SIGTERM)
     trainer.hooks.call("on_sanity_check_end")
     trainer.state.stage = trainer.results.stage = "train"
     rng.restore(before, strategy.accelerator, strategy.root_device)
 
 
 def evaluate(trainer: Trainer, fn: str) -> Any:
-    given = find_loaders(fn, getattr(trainer.attachments, fn), trainer.module, trainer.datamodule)
-    if not as_loaders(given):
-        raise ModelError(f"{fn} needs data: its loader is {given!r}")
-    name = "limit_val_batches" if fn == "validate" else f"limit_{fn}_batches"
-    data = EvaluationData.build(given, trainer, getattr(trainer, name), name, "dataloaders")
-    trainer.attachments.evaluation_data = data
+    with at_once():
+        given = find_loaders(fn, getattr(trainer.attachments, fn), trainer.module, trainer.datamodule)
+        if not as_loaders(given):
+            raise ModelError(f"{fn} needs data: its loader is {given!r}")
+        name = "limit_val_batches" if fn == "validate" else f"limit_{fn}_batches"
+        data = EvaluationData.build(given, trainer, getattr(trainer, name), name, "dataloaders")
+        trainer.attachments.evaluation_data = data
     outputs, cut = trainer.evaluation_loop.run(fn, data)
     if cut:
         raise Interrupted(trainer.strategy.watch.stop_signal or signal.SIGTERM)
@@ -429,8 +511,9 @@ def answer(trainer: Trainer, result: Any) -> dict[str, Any]:
         "result": result,
         "state_dict": to_cpu(state) if trainer.is_global_zero else {},
         "log_dir": trainer.log_dir,
+        "run_id": trainer.run_id,
         "loop": trainer.fit_loop.state_dict(),
-        "callbacks": checkpointing.callback_states(trainer),
+        "callbacks": callback_states(trainer),
         "callback_metrics": {name: value.cpu() for name, value in trainer.results.callback_metrics.items()},
         "status": trainer.state.status,
     }
@@ -441,12 +524,12 @@ def absorb(trainer: Trainer, answer: dict[str, Any]) -> Any:
         trainer.module.trainer = trainer
     trainer.strategy.connect(trainer.module)
     trainer.fit_loop.load_state_dict(answer["loop"])
-    trainer.log_dir = answer["log_dir"]
+    trainer.log_dir, trainer.run_id = answer["log_dir"], answer["run_id"]
     trainer.trained_elsewhere = trainer.state.fn == "fit" or trainer.trained_elsewhere
     add_model_callbacks(trainer)  # the worker had them
     for callback in trainer.checkpoint_callbacks:
         callback.setup(trainer, trainer.module, trainer.state.fn or "fit")  # finds its folder, as in the worker
-    checkpointing.load_callback_states(trainer, answer["callbacks"])
+    load_callback_states(trainer, answer["callbacks"])
     take_weights(trainer, answer["state_dict"])  # after the callbacks know where the checkpoints are
     trainer.results.callback_metrics.update(answer["callback_metrics"])
     trainer.state.status = answer["status"]
@@ -479,7 +562,8 @@ def take_weights(trainer: Trainer, state: dict[str, Any]) -> None:
 
 def run_in_worker(trainer: Trainer, fn: str, ckpt_path: Any) -> dict[str, Any]:
     """:func:`run` in a process that was started for it; what the calling process must hear of it."""
-    message: dict[str, Any] = run(trainer, fn, ckpt_path, in_worker=True)
+    with lossy_streams():
+        message: dict[str, Any] = run(trainer, fn, ckpt_path, in_worker=True)
     return message
 
 

@@ -6,12 +6,15 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchhal.errors import ConfigurationError, ModelError
+from torchhal.hints import ATTRIBUTES
+from torchhal.launchers.rendezvous import expect
 from torchhal.resolve import Plan, Request, resolve
 from torchhal.strategies import Strategy
-from torchhal.trainer import arguments, checkpointing, replicas
+from torchhal.trainer import arguments, checkpointing, replicas, trained_by
+from torchhal.trainer.callbacks.written_files import new_run_id
 from torchhal.trainer.calls import Hooks
 from torchhal.trainer.connect import (
     Attachments,
@@ -31,12 +34,14 @@ from torchhal.trainer.data import (
 )
 from torchhal.trainer.evaluation_loop import EvaluationLoop
 from torchhal.trainer.fit_loop import FitLoop, check_can_fit
+from torchhal.trainer.hook_names import check_hook_names
 from torchhal.trainer.optimization import SchedulerConfig, configure_optimizers
 from torchhal.trainer.output import TrainerOutput
 from torchhal.trainer.properties import TrainerProperties
 from torchhal.trainer.results import Results
 from torchhal.trainer.run import launch
 from torchhal.trainer.state import TrainerState
+from torchhal.trainer.unknown_arguments import explain_unknown_arguments
 
 _log = logging.getLogger("torchhal")
 
@@ -51,24 +56,27 @@ class Trainer(TrainerOutput, TrainerProperties):
         num_nodes: machines that take part; "auto": as many as the launcher has started processes on.
         precision: alias ("32-true", "bf16-mixed", ...) or object.
         plugins: precision, checkpoint IO and cluster environment, as objects or aliases.
-        logger: True for CSV files, False, a logger or several.
+        logger: True (or None) for CSV files, False, a logger or several.
         callbacks: one callback or several.
         default_root_dir: where runs are kept; the working directory when None.
         max_epochs, min_epochs, max_steps, min_steps, max_time: when training ends; -1 is no limit. With none of them
             given, 1000 epochs.
         limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches: a number of batches or a
             share of them.
-        overfit_batches: train and validate on so many batches, unshuffled.
+        overfit_batches: train on so many batches, unshuffled, and validate on the same ones.
         fast_dev_run: run so many batches (True: one) of everything, and keep nothing.
         val_check_interval: validate every so many batches, or after a share of the epoch.
         check_val_every_n_epoch: validate in every n-th epoch; None: ``val_check_interval`` counts across epochs.
         num_sanity_val_steps: validation batches before training, to find errors early; -1 for all.
         accumulate_grad_batches: batches per optimizer step.
-        gradient_clip_val, gradient_clip_algorithm: clip to this global norm ("norm") or value ("value").
+        gradient_clip_val, gradient_clip_algorithm: clip to this global norm ("norm") or value ("value"); not at all for
+            None and 0.
         log_every_n_steps: how often step values go to the loggers.
-        enable_checkpointing, enable_progress_bar, enable_model_summary: the default callbacks.
+        enable_checkpointing, enable_progress_bar, enable_model_summary: the default callbacks. A ModelCheckpoint in
+            ``callbacks`` under ``enable_checkpointing=False`` is an error.
         use_distributed_sampler: share the loaders out over the ranks. Training repeats some samples so that every
             rank has as many; evaluation sees each once.
+        sync_batchnorm: let batch norms compute over the batches of all ranks when they train, on any device.
         reload_dataloaders_every_n_epochs: ask for a new training loader so often; 0 is never.
         inference_mode: evaluate under ``torch.inference_mode`` rather than ``no_grad``.
         deterministic: True: only deterministic algorithms; "warn": warn where there is none.
@@ -77,8 +85,10 @@ class Trainer(TrainerOutput, TrainerProperties):
 
     Raises:
         ConfigurationError: an argument outside its domain, or parts that don't fit, before any process starts.
+        UnknownArgumentError: an argument that other trainers have; the message says what it is called here.
     """
 
+    @explain_unknown_arguments
     def __init__(
         self,
         *,
@@ -109,67 +119,56 @@ class Trainer(TrainerOutput, TrainerProperties):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
         log_every_n_steps: int | None = None,
-        enable_checkpointing: bool = True,
-        enable_progress_bar: bool = True,
-        enable_model_summary: bool = True,
+        enable_checkpointing: bool | None = True,
+        enable_progress_bar: bool | None = True,
+        enable_model_summary: bool | None = True,
         use_distributed_sampler: bool = True,
+        sync_batchnorm: bool = False,
         reload_dataloaders_every_n_epochs: int = 0,
         inference_mode: bool = True,
-        deterministic: bool | str = False,
+        deterministic: bool | str | None = False,
         benchmark: bool | None = None,
         detect_anomaly: bool = False,
     ) -> None:
-        self.fast_dev_run = arguments.check_fast_dev_run(fast_dev_run)
+        self.fast_dev_run = fast_dev_run
         self._set_limits(max_epochs, min_epochs, max_steps, min_steps, max_time)
-        self.limit_train_batches = arguments.check_limit("limit_train_batches", limit_train_batches)
-        self.limit_val_batches = arguments.check_limit("limit_val_batches", limit_val_batches)
-        self.limit_test_batches = arguments.check_limit("limit_test_batches", limit_test_batches)
-        self.limit_predict_batches = arguments.check_limit("limit_predict_batches", limit_predict_batches)
-        self.overfit_batches = arguments.check_limit("overfit_batches", overfit_batches, optional=False)
-        self.val_check_interval = arguments.check_interval("val_check_interval", val_check_interval)
-        self.check_val_every_n_epoch = arguments.check_optional_count(
-            "check_val_every_n_epoch", check_val_every_n_epoch, minimum=1
-        )
-        if self.check_val_every_n_epoch is None and isinstance(self.val_check_interval, float):
-            raise ConfigurationError(
-                "'val_check_interval' must be a number of batches (int) when check_val_every_n_epoch=None "
-                f"(got {val_check_interval!r})"
-            )
-        sanity = 2 if num_sanity_val_steps is None else num_sanity_val_steps
-        self.num_sanity_val_steps = arguments.check_count("num_sanity_val_steps", sanity, minimum=0, unlimited=True)
-        self.accumulate_grad_batches = arguments.check_count(
-            "accumulate_grad_batches", accumulate_grad_batches, minimum=1
-        )
-        self.gradient_clip_val, self.gradient_clip_algorithm = arguments.check_clip(
-            gradient_clip_val, gradient_clip_algorithm
-        )
-        self.log_every_n_steps = arguments.check_count(
-            "log_every_n_steps", 50 if log_every_n_steps is None else log_every_n_steps, minimum=0
-        )
-        self.reload_dataloaders_every_n_epochs = arguments.check_count(
-            "reload_dataloaders_every_n_epochs", reload_dataloaders_every_n_epochs, minimum=0
-        )
-        self.use_distributed_sampler = arguments.check_bool("use_distributed_sampler", use_distributed_sampler)
-        self.inference_mode = arguments.check_bool("inference_mode", inference_mode)
-        self.detect_anomaly = arguments.check_bool("detect_anomaly", detect_anomaly)
-        self.deterministic = arguments.check_deterministic(deterministic)
-        self.benchmark = None if benchmark is None else arguments.check_bool("benchmark", benchmark)
-        self.default_root_dir = arguments.check_folder("default_root_dir", default_root_dir)
-        for name, value in (
-            ("enable_checkpointing", enable_checkpointing),
-            ("enable_progress_bar", enable_progress_bar),
-            ("enable_model_summary", enable_model_summary),
-        ):
-            arguments.check_bool(name, value)
+        self.limit_train_batches = limit_train_batches
+        self.limit_val_batches = limit_val_batches
+        self.limit_test_batches = limit_test_batches
+        self.limit_predict_batches = limit_predict_batches
+        self.overfit_batches = overfit_batches
+        self.val_check_interval = val_check_interval
+        self.check_val_every_n_epoch = check_val_every_n_epoch
+        arguments.check_validation(self.val_check_interval, self.check_val_every_n_epoch)
+        self.num_sanity_val_steps = 2 if num_sanity_val_steps is None else num_sanity_val_steps
+        self.accumulate_grad_batches = accumulate_grad_batches
+        self.gradient_clip_val = gradient_clip_val
+        self.gradient_clip_algorithm = gradient_clip_algorithm
+        self.log_every_n_steps = 50 if log_every_n_steps is None else log_every_n_steps
+        self.reload_dataloaders_every_n_epochs = reload_dataloaders_every_n_epochs
+        self.use_distributed_sampler = use_distributed_sampler
+        self.sync_batchnorm = sync_batchnorm
+        self.inference_mode = inference_mode
+        self.detect_anomaly = detect_anomaly
+        self.deterministic = deterministic
+        self.benchmark = benchmark
+        self.default_root_dir = default_root_dir
+        enable_checkpointing = arguments.check_bool_or_default("enable_checkpointing", enable_checkpointing, True)
+        enable_progress_bar = arguments.check_bool_or_default("enable_progress_bar", enable_progress_bar, True)
+        enable_model_summary = arguments.check_bool_or_default("enable_model_summary", enable_model_summary, True)
+        self.enable_checkpointing = enable_checkpointing
         if self.fast_dev_run:
             self._shorten()
-            logger = enable_checkpointing = False
+            logger = False
 
         self.plan: Plan = resolve(
-            Request(accelerator, strategy, devices, num_nodes, precision, () if plugins is None else plugins)
+            Request(accelerator, strategy, devices, num_nodes, precision, () if plugins is None else plugins),
+            on_environment_chosen=expect,
         )
         self.strategy: Strategy = self.plan.build()
         self.num_nodes = self.plan.num_nodes
+        if self.sync_batchnorm:
+            self.strategy.check_sync_batchnorm(self.plan.world_size)
 
         self.state = TrainerState()
         self.module: Any = None
@@ -177,9 +176,13 @@ class Trainer(TrainerOutput, TrainerProperties):
         self.attachments = Attachments()
         self.should_stop = False
         self.ckpt_path: str | None = None
+        self.run_id = new_run_id()
+        """No other run has it, but for those that continue this one in its folder; rank 0's counts."""
         self.log_dir: str | None = None
         self.trained_elsewhere = False
         """Whether the last fit ran in workers that are gone, and their optimizers with them."""
+        self.trained_by: dict[str, Any] | None = None
+        """The optimizers and schedulers of this run as checkpoints name them; None before they are known."""
         self.current_hook: str | None = None
         self.said: set[str] = set()
         self.fit_loop = FitLoop(self)
@@ -188,7 +191,7 @@ class Trainer(TrainerOutput, TrainerProperties):
         self.loggers = make_loggers(logger, self.default_root_dir)
         self.callbacks = make_callbacks(
             callbacks,
-            checkpointing=enable_checkpointing,
+            checkpointing=None if self.fast_dev_run else enable_checkpointing,
             progress_bar=enable_progress_bar,
             model_summary=enable_model_summary,
             fast_dev_run=bool(self.fast_dev_run),
@@ -198,12 +201,20 @@ class Trainer(TrainerOutput, TrainerProperties):
         for note in self.plan.notes:
             self.warn_once(note)
 
+    if not TYPE_CHECKING:  # a type checker would let every name pass
+
+        def __getattr__(self, name: str) -> Any:
+            if hasattr(type(self), name):  # a property raised AttributeError, and Python has dropped it
+                return object.__getattribute__(self, name)
+            advice = f": {ATTRIBUTES[name]}" if name in ATTRIBUTES else ""
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}{advice}", name=name, obj=self
+            )
+
     def _set_limits(self, max_epochs: Any, min_epochs: Any, max_steps: Any, min_steps: Any, max_time: Any) -> None:
-        self.max_time = arguments.check_max_time(max_time)
-        self.max_epochs = arguments.check_optional_count("max_epochs", max_epochs, minimum=0, unlimited=True)
-        self.min_epochs = arguments.check_optional_count("min_epochs", min_epochs, minimum=0)
-        self.max_steps = arguments.check_count("max_steps", max_steps, minimum=0, unlimited=True)
-        self.min_steps = arguments.check_optional_count("min_steps", min_steps, minimum=0)
+        self.max_time = max_time
+        self.max_epochs, self.min_epochs = max_epochs, min_epochs
+        self.max_steps, self.min_steps = max_steps, min_steps
         arguments.check_order("min_epochs", self.min_epochs, "max_epochs", self.max_epochs)
         arguments.check_order("min_steps", self.min_steps, "max_steps", self.max_steps)
         if self.max_epochs is None:
@@ -223,6 +234,7 @@ class Trainer(TrainerOutput, TrainerProperties):
 
     # -- entry points ----------------------------------------------------------------------------------------
 
+    @explain_unknown_arguments
     def fit(
         self,
         model: Any,
@@ -263,6 +275,7 @@ class Trainer(TrainerOutput, TrainerProperties):
         self.should_stop = False
         self._launch("fit", model, attachments, datamodule, ckpt_path)
 
+    @explain_unknown_arguments
     def validate(
         self,
         model: Any = None,
@@ -276,6 +289,7 @@ class Trainer(TrainerOutput, TrainerProperties):
         result: list[dict[str, float]] = self._evaluate("validate", model, attachments, datamodule, ckpt_path, verbose)
         return result
 
+    @explain_unknown_arguments
     def test(
         self,
         model: Any = None,
@@ -289,6 +303,7 @@ class Trainer(TrainerOutput, TrainerProperties):
         result: list[dict[str, float]] = self._evaluate("test", model, attachments, datamodule, ckpt_path, verbose)
         return result
 
+    @explain_unknown_arguments
     def predict(
         self,
         model: Any = None,
@@ -333,10 +348,16 @@ class Trainer(TrainerOutput, TrainerProperties):
 
     def _launch(self, fn: str, model: Any, attachments: Attachments, datamodule: Any, ckpt_path: Any) -> Any:
         path = arguments.check_ckpt_path(ckpt_path)
+        self.check_hook_names(model, datamodule, self.callbacks)
         if self.attachments.asked_for_callbacks is model:
             attachments.asked_for_callbacks = model
         self.module, self.datamodule, self.attachments = model, datamodule, attachments
         return launch(self, fn, path)
+
+    def check_hook_names(self, module: Any, datamodule: Any, callbacks: list[Any]) -> None:
+        """Raise ModelError for a hook that no Trainer calls any more; warn of names that nearly are hooks."""
+        for sentence in check_hook_names(module, datamodule, callbacks):
+            self.warn_once(sentence)
 
     # -- what the loops ask ------------------------------------------------------------------------------------
 
@@ -354,10 +375,21 @@ class Trainer(TrainerOutput, TrainerProperties):
 
     def configure_optimizers(self) -> tuple[list[Any], list[SchedulerConfig]]:
         """The model's optimizers and schedulers; called by the strategy when its parameters are in place."""
+        self.follow_module()
         optimizers, configs = configure_optimizers(self.module)
         if not optimizers:
             self.warn_once(f"{type(self.module).__name__}.configure_optimizers returned None: nothing is optimized")
+        self.trained_by = trained_by.describe(optimizers, configs, self.module)
         return optimizers, configs
+
+    def follow_module(self) -> None:
+        """Go on with the module that the strategy has: a precision may have put it in the place of the user's."""
+        module: Any = self.strategy.module
+        if module is None or module is self.module:
+            return
+        self.module = self.results.module = module
+        if hasattr(type(module), "trainer"):
+            module.trainer = self
 
     def validate_in_fit(self) -> bool:
         """Validate between two training batches; False if a signal cut it short."""
@@ -418,6 +450,7 @@ class Trainer(TrainerOutput, TrainerProperties):
 
     # -- checkpoints -----------------------------------------------------------------------------------------
 
+    @explain_unknown_arguments
     def save_checkpoint(
         self,
         filepath: str | os.PathLike[str],

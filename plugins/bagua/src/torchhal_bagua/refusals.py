@@ -61,6 +61,15 @@ def check_accumulation(name: str, options: Mapping[str, Any], accumulate: int) -
         )
 
 
+def check_clipping(name: str, clip_val: float | None) -> None:
+    """Raise ConfigurationError where the algorithm has used the gradients before they could be clipped."""
+    if clip_val is not None and name == "qadam":
+        raise ConfigurationError(
+            "algorithm 'qadam' has put the gradients into its momentum when 'gradient_clip_val' would clip them (got "
+            f"{clip_val}): leave it out"
+        )
+
+
 def check_model(
     name: str,
     options: Mapping[str, Any],
@@ -84,11 +93,7 @@ def check_model(
             "automatic_optimization=False, which may run several: use algorithm 'gradient_allreduce' with average=True"
         )
     check_accumulation(name, options, accumulate)
-    if clip_val is not None and name == "qadam":
-        raise ConfigurationError(
-            "algorithm 'qadam' has put the gradients into its momentum when 'gradient_clip_val' would clip them (got "
-            f"{clip_val}): leave it out"
-        )
+    check_clipping(name, clip_val)
     for optimizer in optimizers:
         if needs_closure(optimizer):
             raise ModelError(f"Bagua can't share the state of {type(optimizer).__name__}: use another optimizer")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
@@ -16,7 +16,7 @@ from torchhal.launchers.stores import Store
 from torchhal.memory import MemoryEstimate, ModelMemory
 from torchhal.strategies import ParallelStrategy, collectives
 from torchhal_bagua import algorithms, refusals, vendor
-from torchhal_bagua.wrapping import Used, Wrapped, check_qadam
+from torchhal_bagua.wrapping import Used, Wrapped, check_qadam, ignored_names
 
 BATCHES = "bagua_batches"
 """Key in the optimizer's state in checkpoints, which optimizers elsewhere ignore."""
@@ -63,6 +63,8 @@ class BaguaStrategy(ParallelStrategy):
     """
 
     accelerators: ClassVar[frozenset[str] | None] = vendor.accelerators()
+
+    compares_replicas: ClassVar[bool] = True
 
     precisions: ClassVar[frozenset[str] | None] = frozenset({"32-true", "tf32", "16-true", "16-mixed", "bf16-mixed"})
 
@@ -240,6 +242,10 @@ class BaguaStrategy(ParallelStrategy):
     def check_accumulation(self, batches: int) -> None:
         refusals.check_accumulation(self.algorithm, self.algorithm_options, batches)
 
+    def clip_gradients(self, optimizer: Optimizer, clip_val: float, algorithm: str = "norm") -> torch.Tensor | None:
+        refusals.check_clipping(self.algorithm, clip_val)  # a callback may have asked for it after the set-up
+        return super().clip_gradients(optimizer, clip_val, algorithm)
+
     def no_backward_sync(self) -> AbstractContextManager[Any] | None:
         if self._wrapped is None or not self._algorithm.pauses:
             return None
@@ -284,6 +290,14 @@ class BaguaStrategy(ParallelStrategy):
     def sync_gradients(self) -> None:
         if not self._algorithm.own_weights:  # else they are each rank's own
             super().sync_gradients()
+
+    def check_replicas(self) -> None:
+        if not self._algorithm.own_weights:
+            super().check_replicas()
+
+    def parameters_to_ignore(self) -> Collection[str]:
+        """Those that Bagua was told to leave alone."""
+        return () if self.module is None else ignored_names(self.module)
 
     def load_accumulated_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
         assert self.module is not None

@@ -14,6 +14,12 @@ from torch.optim import Optimizer
 from torchhal.errors import ConfigurationError
 
 
+def ignored_names(module: nn.Module) -> list[str]:
+    """Names of the parameters and buffers of ``module`` that Bagua was told to leave alone."""
+    lists = ("_bagua_params_and_buffers_to_ignore", "_ddp_params_and_buffers_to_ignore")
+    return [name.lstrip(".") for listed in lists for name in getattr(module, listed, ())]
+
+
 class Runner(nn.Module):
     """What Bagua wraps. It hooks a module's forward, and a step of the user's may call the user's several times.
 
@@ -27,12 +33,7 @@ class Runner(nn.Module):
         self.step: Callable[..., Any] | None = None
         """What runs as forward: the module unless it is a step."""
         self._bagua_module_name: Any = f"torchhal_{id(module)}"  # a parameter must keep the name it once had
-        ignored = [
-            name
-            for listed in ("_bagua_params_and_buffers_to_ignore", "_ddp_params_and_buffers_to_ignore")
-            for name in getattr(module, listed, ())
-        ]
-        self._bagua_params_and_buffers_to_ignore: Any = [f"module.{name.lstrip('.')}" for name in ignored]
+        self._bagua_params_and_buffers_to_ignore: Any = [f"module.{name}" for name in ignored_names(module)]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return (self.step or self.module)(*args, **kwargs)

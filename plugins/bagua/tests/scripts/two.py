@@ -74,6 +74,30 @@ def like_ddp(folder):
     trainer.print("like_ddp", flush=True)
 
 
+class LeftAlone(Net):
+    """Parameters that Bagua and ddp leave to each rank."""
+
+    _bagua_params_and_buffers_to_ignore = (".bias",)
+    _ddp_params_and_buffers_to_ignore = ("head.bias",)
+
+
+class ByItself(Replicas):
+    """Each rank changes its own."""
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        with torch.no_grad():
+            module.bias.add_(trainer.global_rank)
+            module.head.bias.add_(trainer.global_rank)
+
+
+def left_alone(folder):
+    """What is each rank's own by the user's word is not compared when the fit ends."""
+    replicas = ByItself()
+    trainer, _ = trained(bagua(), LeftAlone, callbacks=[replicas])
+    assert not torch.equal(*replicas.flats)
+    trainer.print("left_alone", flush=True)
+
+
 class Odd(Net):
     """Tied, frozen and 0-dim parameters, odd sizes, and running statistics."""
 
@@ -401,6 +425,7 @@ def _collectives(strategy):
 
 CHECKS = (
     like_ddp,
+    left_alone,
     odd,
     summed,
     in_bytes,

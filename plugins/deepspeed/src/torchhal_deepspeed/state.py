@@ -164,25 +164,27 @@ class EngineState:
             first += len(members)
         return {"state": state, "param_groups": groups, EXTRA: self.extra()}
 
-    def load_optimizer(self, state: Mapping[str, Any]) -> None:
-        """Continue from :meth:`optimizer`, or from the state of the same optimizer under another strategy."""
+    def check_optimizer(self, state: Mapping[str, Any]) -> None:
+        """Raise CheckpointMismatchError where ``state`` has other groups or shapes than this optimizer's."""
         ledger = self.ledger
-        saved_groups, own_groups = state["param_groups"], [group for group in ledger.groups if group]
-        sizes, own = [len(group["params"]) for group in saved_groups], [len(group) for group in ledger.groups]
+        sizes, own = [len(group["params"]) for group in state["param_groups"]], [len(group) for group in ledger.groups]
         if sizes != own:
             raise CheckpointMismatchError(
                 f"the optimizer state doesn't belong to this {type(ledger.base).__name__}: its groups have {sizes} "
                 f"parameters, and here they have {own}"
             )
-        numbered = dict(self._numbered())
-        saved = {numbered[index]: entry for index, entry in state["state"].items() if index in numbered}
-        for parameter, entry in saved.items():
+        for parameter, entry in self._by_parameter(state).items():
             for key, value in entry.items():
                 if _is_divided(value) and tuple(value.shape) != tuple(ledger.shape(parameter)):
                     raise CheckpointMismatchError(
                         f"{key!r} of the optimizer's state of {ledger.name_of[parameter]!r} has the shape "
                         f"{tuple(value.shape)}, and the parameter {tuple(ledger.shape(parameter))}"
                     )
+
+    def load_optimizer(self, state: Mapping[str, Any]) -> None:
+        """Continue from :meth:`optimizer`, or from the state of the same optimizer under another strategy."""
+        self.check_optimizer(state)
+        ledger, saved = self.ledger, self._by_parameter(state)
         ledger.make_state(saved)
         with torch.no_grad():
             for parameter, entry in saved.items():
@@ -191,10 +193,10 @@ class EngineState:
                 for key, value in entry.items():
                     if _is_divided(value):
                         ledger.write(parameter, _read(value), key)
-        present = [group for group in saved_groups if group["params"]]
+        present = [group for group in state["param_groups"] if group["params"]]  # the engine drops empty groups
         for group, other in zip(ledger.base.param_groups, present, strict=False):
             group.update({key: value for key, value in other.items() if key != "params"})
-        assert len(own_groups) == len(present)
+        assert sum(map(bool, ledger.groups)) == len(present)
         self._load_extra(state.get(EXTRA) or {})
 
     def give_back(self) -> Callable[[], None]:
@@ -212,6 +214,10 @@ class EngineState:
                 base.load_state_dict({"state": whole["state"], "param_groups": settings})
 
         return restore
+
+    def _by_parameter(self, state: Mapping[str, Any]) -> dict[nn.Parameter, Any]:
+        numbered = dict(self._numbered())
+        return {numbered[index]: entry for index, entry in state["state"].items() if index in numbered}
 
     def _numbered(self) -> list[tuple[int, nn.Parameter]]:
         return list(enumerate(parameter for group in self.ledger.groups for parameter in group))

@@ -18,8 +18,11 @@ from torchhal.checkpoint.reading import read
 from torchhal.errors import CheckpointError, ConfigurationError, ModelError
 from torchhal.launchers.stores import Store
 from torchhal.memory import MemoryEstimate, ModelMemory
+from torchhal.overrides import overrides
+from torchhal.precision import Precision
 from torchhal.precision.casting import cast_tensors
 from torchhal.strategies import ParallelStrategy, collectives
+from torchhal.strategies.replica_consistency import check_lookups
 from torchhal_deepspeed import settings, suitable, vendor
 from torchhal_deepspeed.checkpoint import DeepSpeedCheckpointIO
 from torchhal_deepspeed.following import forward_of
@@ -72,6 +75,7 @@ class DeepSpeedStrategy(ParallelStrategy):
     precisions: ClassVar[frozenset[str] | None] = frozenset({"32-true", *settings.MIXED})
     default_checkpoint_io: ClassVar[str] = "deepspeed"
     inference_mode: ClassVar[bool] = False  # parameters that are gathered for a validation are used by training
+    compares_replicas: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -197,6 +201,8 @@ class DeepSpeedStrategy(ParallelStrategy):
         if self._is_divided():
             with self.guard("division of a model that an earlier run has built"):
                 divide_anew(self.module, self._deepspeed.zero.Init(config_dict_or_path=config))
+        if training and (self.stage == 3 or self.world_size > 1):
+            check_lookups(self.module, "each rank would look up, and scale, other rows, or those of a copy")
         if self.stage == 3:
             suitable.check_divisible(self.module)
         # what zero.Init has built may be too large for one rank, and stays in parts
@@ -229,6 +235,11 @@ class DeepSpeedStrategy(ParallelStrategy):
 
     def setup_optimizers(self, optimizers: Sequence[Optimizer], lr_scheduler_configs: Sequence[Any] = ()) -> None:
         assert self.module is not None
+        if overrides(self.precision, Precision, "connect"):
+            raise ConfigurationError(
+                f"{type(self.precision).__name__}.connect would put others in the places of model and optimizer, which "
+                "DeepSpeed's engine has: name the precision by its alias, or use strategy='ddp'"
+            )
         optimizer = suitable.only_optimizer(self.module, optimizers)
         self.lr_scheduler_configs = list(lr_scheduler_configs)
         if optimizer is None and "optimizer" not in self.config:
@@ -334,6 +345,19 @@ class DeepSpeedStrategy(ParallelStrategy):
             "to the Trainer of a model that doesn't optimize by hand"
         )
 
+    def grad_norm(self, optimizer: Optimizer) -> torch.Tensor:
+        """Refused as :meth:`clip_gradients` is; after a step ``engine.get_global_grad_norm()`` has it.
+
+        Raises:
+            ConfigurationError: there is an engine.
+        """
+        if self.engine is None:
+            return super().grad_norm(optimizer)
+        raise ConfigurationError(
+            "grad_norm can't reach the gradients, which DeepSpeed's engine has in parts: call "
+            "trainer.strategy.engine.get_global_grad_norm() after the step"
+        )
+
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         """The engine does when it steps."""
 
@@ -387,6 +411,12 @@ class DeepSpeedStrategy(ParallelStrategy):
             return {**super().optimizer_state(optimizer), EXTRA: self._left}
         with self.guard("gathering of the optimizer's state"):
             return self.state.optimizer(stand_ins=self.engine_saves)
+
+    def check_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        if self.state is None:
+            super().check_optimizer_state(optimizer, state)
+        else:
+            self.state.check_optimizer(state)
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         if self.state is None:

@@ -15,6 +15,7 @@ class MPSAccelerator(Accelerator):
 
     name: ClassVar[str] = "mps"
     device_type: ClassVar[str] = "mps"
+    backend: ClassVar[str] = ""
     indexed: ClassVar[bool] = False
     start_methods: ClassVar[frozenset[str]] = frozenset({"spawn", "forkserver"})
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -38,18 +38,20 @@ class TF32Precision(Precision):
                 "or newer; use '32-true'"
             )
         self.teardown()
-        backends = torch.backends
-        switches = [backends.cudnn.conv, backends.cudnn.rnn]  # type: ignore[attr-defined]
+        cudnn = torch.backends.cudnn
+        switches: list[tuple[Any, str, Any]] = [(cudnn, "allow_tf32", True)]
+        if hasattr(cudnn, "conv"):  # since torch 2.9 each operator has its own, and the old ones may raise
+            switches = [(operator, "fp32_precision", "tf32") for operator in (cudnn.conv, cudnn.rnn)]
         try:
             before = torch.get_float32_matmul_precision()
         except RuntimeError:  # somebody has set matmul's own switch, after which torch no longer tells the general one
-            switches.append(backends.cuda.matmul)
+            switches.append((torch.backends.cuda.matmul, "fp32_precision", "tf32"))
         else:  # the general one: with matmul's own set, torch couldn't tell it to libraries that ask
             torch.set_float32_matmul_precision("high")
             self._undo.append(partial(torch.set_float32_matmul_precision, before))
-        for switch in switches:
-            self._undo.append(partial(setattr, switch, "fp32_precision", switch.fp32_precision))
-            switch.fp32_precision = "tf32"
+        for owner, name, value in switches:
+            self._undo.append(partial(setattr, owner, name, getattr(owner, name)))
+            setattr(owner, name, value)
 
     def teardown(self) -> None:
         while self._undo:

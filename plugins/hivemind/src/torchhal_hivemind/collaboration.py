@@ -190,7 +190,10 @@ class Collaboration(hivemind.Optimizer):  # type: ignore[misc]
     def begin_at(self, epoch: int) -> None:
         """Set the collaboration's epoch that this peer's parameters belong to."""
         self.state_averager.local_epoch = epoch
-        self.tracker.report_local_progress(epoch, samples_accumulated=0)
+        # What the tracker has asked the network before goes by its own first epoch, 0: it would take this peer for one
+        # that is out of step, and drop its first batch.
+        with self.tracker.pause_updates():
+            self.tracker.update_epoch(epoch)
 
     def share_state(self) -> None:
         """From now on others may take over this peer's state."""

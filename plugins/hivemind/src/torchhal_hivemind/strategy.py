@@ -23,7 +23,8 @@ from torchhal.errors import ConfigurationError, DistributedError, ModelError, Un
 from torchhal.launchers.process import describe_exit, leave, write_stderr
 from torchhal.precision import Precision
 from torchhal.precision.base import needs_closure
-from torchhal.strategies import SingleDeviceStrategy
+from torchhal.strategies import SingleDeviceStrategy, Strategy
+from torchhal.strategies.replica_consistency import check_lookups
 from torchhal.trainer.calls import module_hook
 from torchhal.trainer.log_options import batch_size_of
 from torchhal_hivemind import settings, vendor
@@ -165,6 +166,9 @@ class HivemindStrategy(SingleDeviceStrategy):
         """Arguments for the strategy of a peer that joins this one's run (STR-43); empty while nobody can."""
         return {"initial_peers": self.addresses, "run_id": self.settings.run_id} if self.addresses else {}
 
+    def check_sync_batchnorm(self, world_size: int) -> None:
+        Strategy.check_sync_batchnorm(self, world_size)  # peers meet once an epoch of theirs, not in a step
+
     def connect(self, module: nn.Module) -> None:
         if module is not self.module:
             self.epoch = 0
@@ -182,7 +186,7 @@ class HivemindStrategy(SingleDeviceStrategy):
         super().setup_optimizers(optimizers, lr_scheduler_configs)
         if threading.current_thread() is not threading.main_thread():
             raise ConfigurationError("strategy 'hivemind' can only train in the main thread: it starts processes there")
-        optimizer = optimizers[0]
+        optimizer = self.optimizers[0]
         self._schedule = Schedule(optimizer, self.lr_scheduler_configs, 0)
         self._sharing = vendor.load(verbose=self.settings.verbose)
         from torchhal_hivemind.collaboration import Collaboration
@@ -221,6 +225,7 @@ class HivemindStrategy(SingleDeviceStrategy):
                 f"{me} clips the average of all peers, and {name}.configure_gradient_clipping would clip what one of "
                 "them adds to it: use the Trainer's gradient_clip_val"
             )
+        check_lookups(module, "each peer would look up, and scale, other rows")
         for key, part in module.named_modules():
             if getattr(part, "sparse", False) and isinstance(part, nn.Embedding | nn.EmbeddingBag):
                 raise UnsupportedCombinationError(
@@ -338,8 +343,18 @@ class HivemindStrategy(SingleDeviceStrategy):
                 if not parameter.requires_grad:  # hivemind has given it zeros, with which weight decay would act
                     parameter.grad = None
         if self.gradient_clip_val is not None:
-            self.clip_gradients(optimizer, self.gradient_clip_val, self.gradient_clip_algorithm)
+            super().clip_gradients(optimizer, self.gradient_clip_val, self.gradient_clip_algorithm)
         self.precision.optimizer_step(optimizer)
+
+    def clip_gradients(self, optimizer: Optimizer, clip_val: float, algorithm: str = "norm") -> torch.Tensor | None:
+        """Refused in a hook of a fit, which sees the gradients of this peer's batch; alone, a step has no others."""
+        if self.trainer is not None and self.settings.averaging == "gradients":
+            raise UnsupportedCombinationError(
+                f"strategy {self.alias or 'hivemind'!r} averages the gradients of all peers when the step is due, and "
+                f"clip_gradients({clip_val}) would clip what one batch of this peer adds to it: use "
+                "Trainer(gradient_clip_val=...), which clips the average"
+            )
+        return super().clip_gradients(optimizer, clip_val, algorithm)
 
     def _check_not_lost(self, peer: Collaboration) -> None:
         limit = self.settings.join_timeout + self.settings.peer_expiration

@@ -11,8 +11,8 @@ _COUNTS = {"FusedAdamW": "step", "FusedAdagrad": "step_t"}
 """Per class: the key under which a group, not each parameter, counts its steps. FusedSGD's state is torch's."""
 
 
-def make_portable(optimizer: Optimizer) -> None:
-    """Let ``optimizer``, one of the bridge's, save and load what torch's optimizer of that kind would.
+def make_portable(optimizer: Optimizer, like: type[Optimizer]) -> None:
+    """Let ``optimizer``, one of the bridge's, save and load what torch's optimizer ``like`` it would.
 
     It also sees to it that FusedAdagrad follows its groups' learning rates, and schedulers with them: by itself it
     keeps to the one that it was made with.
@@ -22,6 +22,7 @@ def make_portable(optimizer: Optimizer) -> None:
         optimizer.register_load_state_dict_pre_hook(_loaded)
     if any("lr_t" in group for group in optimizer.param_groups):
         optimizer.register_step_pre_hook(_follow_rates)
+    optimizer.state_of = like  # type: ignore[attr-defined]  # a resumed run compares it
 
 
 def _follow_rates(optimizer: Optimizer, *_: Any) -> None:

@@ -56,7 +56,7 @@ def fused(optimizer: Optimizer) -> Optimizer:
         made = FusedAdagrad(groups, lr=groups[0]["lr"], initial_accumulator_value=value)
     else:
         made = FusedAdamW(groups)
-    make_portable(made)
+    make_portable(made, type(optimizer))
     return made
 
 

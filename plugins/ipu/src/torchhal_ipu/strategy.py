@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from torchhal.errors import CheckpointMismatchError, ConfigurationError, ModelError, UnsupportedCombinationError
 from torchhal.launchers.process import launched_by
-from torchhal.strategies import SingleDeviceStrategy
+from torchhal.strategies import SingleDeviceStrategy, Strategy
 from torchhal_ipu import loaders, options, refusals
 from torchhal_ipu import optimizers as device_optimizers
 from torchhal_ipu.precision import IPUMixedPrecision
@@ -146,6 +146,9 @@ class IPUStrategy(SingleDeviceStrategy):
         super().setup(trainer)
         if trainer.state.fn == "fit":
             refusals.check_trainer(trainer, self.steps_per_batch or 1, self.lr_scheduler_configs)
+
+    def check_sync_batchnorm(self, world_size: int) -> None:
+        Strategy.check_sync_batchnorm(self, world_size)  # replicas are inside the compiled step
 
     def setup_model(self, *, training: bool = True) -> None:
         super().setup_model(training=training)
@@ -311,6 +314,9 @@ class IPUStrategy(SingleDeviceStrategy):
             "strategy before setup_optimizers"
         )
 
+    def grad_norm(self, optimizer: Optimizer) -> torch.Tensor:
+        raise ConfigurationError("on IPUs gradients live within the compiled step, and no norm of them can be read")
+
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> int | None:
         """How many steps the call has taken; schedulers that follow steps are taken along."""
         if closure is not None:
@@ -353,6 +359,9 @@ class IPUStrategy(SingleDeviceStrategy):
         if running is not None and running.executor.isCompiled():
             random_state = list(running.executor.rng_state)
         return {**state, RANDOM_STATE: random_state}
+
+    def check_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        """Nothing: what the device's optimizer takes, its ``load_state_dict`` alone says."""
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Continue from :meth:`optimizer_state`.

@@ -1,14 +1,17 @@
 """Cut a model into stages at named modules, for a pipeline.
 
-Only the outer forward is traced, down to the modules at which it is cut; what is inside them runs as it is, with its
+Only the outer forward is followed, down to the modules at which it is cut; what is inside them runs as it is, with its
 own control flow, hooks and training mode. A stage calls the model's own submodules, so names, parameters and shared
 state are those of the model.
+
+:func:`cut` says which stage has which modules, before there is a batch. What the stages compute is cut from the forward
+of a batch by :func:`stages_of`.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +20,7 @@ from torch import fx, nn
 
 from torchhal.errors import ConfigurationError, ModelError
 from torchhal.hints import did_you_mean
+from torchhal_parallel.capture import around, leaf_modules
 
 
 @dataclass(frozen=True)
@@ -26,13 +30,16 @@ class Stage:
     Args:
         graph: from the values that come in to those that go out.
         modules: names of the submodules it calls, and of the parameters and buffers it reads itself.
-        inputs, outputs: names of the values at its ends, in order. The last stage gives what the forward returns.
+        inputs, outputs: the nodes of the whole graph that give the values at its ends, in order. The last stage gives
+            what the forward returns.
+        constants: names of the tensors that it has from elsewhere.
     """
 
     graph: fx.Graph
     modules: tuple[str, ...]
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
+    inputs: tuple[fx.Node, ...] = ()
+    outputs: tuple[fx.Node, ...] = ()
+    constants: tuple[str, ...] = ()
 
 
 class _Outline(fx.Tracer):
@@ -109,15 +116,14 @@ def _balanced(weights: Sequence[int], parts: int) -> list[int]:
     return lightest[len(weights)][1]
 
 
-def cut(module: nn.Module, split_points: Sequence[str], arguments: Sequence[str] | None = None) -> list[Stage]:
-    """The stages of ``module.forward``: a new one begins at the call of each module in ``split_points``.
+def cut(module: nn.Module, split_points: Sequence[str]) -> list[Stage]:
+    """The stages of ``module.forward``, each from the call of a module in ``split_points`` on, by what they have.
 
-    ``arguments`` are the names of the arguments that the forward is called with; None: those without a default. Others
-    have their defaults for good, and the module's training mode is that of now where the forward itself reads it.
+    Where the forward can't be followed without a batch, as one that branches on shapes, modules are taken to be called
+    in the order in which they were registered; those without a trained parameter then belong to every stage.
 
     Raises:
         ConfigurationError: a name that isn't there, is given twice, or at which nothing is cut.
-        ModelError: the forward can't be followed: control flow that depends on data, between the modules.
     """
     names = {name for name, _ in module.named_modules() if name}
     for point in split_points:
@@ -128,15 +134,11 @@ def cut(module: nn.Module, split_points: Sequence[str], arguments: Sequence[str]
             )
     if len(set(split_points)) < len(split_points):
         raise ConfigurationError(f"'split_points' must differ from each other (got {list(split_points)!r})")
-    around = {"", *(prefix for point in split_points for prefix in _folders(point))}
+    followed = around(split_points)
     try:
-        graph = _Outline(around).trace(module, concrete_args=_defaults(module, arguments))
-    except Exception as error:
-        raise ModelError(
-            f"the forward of {type(module).__name__} can't be cut into stages ({type(error).__name__}: {error}). It "
-            "may call modules and compute with tensors, but not branch on their values: put what does into a module of "
-            "its own"
-        ) from error
+        graph = _Outline(followed).trace(module, concrete_args=_defaults(module))
+    except Exception:
+        return _stages_by_registration(module, list(split_points), followed)
     for node in list(graph.nodes):  # the tracer asserts that an argument with a default has it
         if node.op == "call_function" and getattr(node.target, "__name__", "") in ("_assert_is_none", "_assert"):
             compared = node.all_input_nodes
@@ -145,26 +147,67 @@ def cut(module: nn.Module, split_points: Sequence[str], arguments: Sequence[str]
                 if other.op == "call_function" and not other.users:
                     graph.erase_node(other)
     for node in list(graph.nodes):
-        if node.op == "placeholder" and not node.users and (arguments is None or node.target not in arguments):
+        if node.op == "placeholder" and not node.users:
             graph.erase_node(node)
-    return _stages(graph, list(split_points), type(module).__name__)
+    return stages_of(graph, split_points, type(module).__name__)
 
 
-def _defaults(module: nn.Module, arguments: Sequence[str] | None) -> dict[str, Any]:
+def _defaults(module: nn.Module) -> dict[str, Any]:
     parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]  # as fx follows the class's
-    return {
-        parameter.name: parameter.default
-        for parameter in parameters
-        if parameter.default is not parameter.empty and (arguments is None or parameter.name not in arguments)
-    }
+    return {parameter.name: parameter.default for parameter in parameters if parameter.default is not parameter.empty}
 
 
-def _folders(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[:count]) for count in range(1, len(parts))]
+def _stages_by_registration(module: nn.Module, points: list[str], followed: set[str]) -> list[Stage]:
+    model = type(module).__name__
+    held: list[list[str]] = [[] for _ in range(len(points) + 1)]
+    everywhere: list[str] = []
+    for name in _direct(module, followed):  # which no module has that is called
+        held[0].append(name)
+    waiting, stage = list(points), 0
+    for name in leaf_modules(module, followed):
+        if name in waiting:
+            if name != waiting[0]:
+                raise ConfigurationError(
+                    f"'split_points' must be in the order in which {model} has its modules: {name!r} comes before "
+                    f"{waiting[0]!r}"
+                )
+            waiting.pop(0)
+            stage += 1
+        trained = any(parameter.requires_grad for parameter in module.get_submodule(name).parameters())
+        (held[stage] if trained else everywhere).append(name)
+    if waiting:
+        raise ConfigurationError(
+            f"cutting at {waiting[0]!r} cuts nothing: the forward of {model} does not call it as a module"
+        )
+    stages = []
+    for index, names in enumerate(held):
+        if not any(name not in _direct(module, followed) for name in names):
+            raise ConfigurationError(f"stage {index} of the pipeline would have no module: cut {model} elsewhere")
+        graph = fx.Graph()
+        for name in (*names, *everywhere):
+            graph.call_module(name) if name not in _direct(module, followed) else graph.get_attr(name)
+        graph.output(None)
+        stages.append(Stage(graph, (*names, *everywhere)))
+    return stages
 
 
-def _stages(graph: fx.Graph, points: list[str], model: str) -> list[Stage]:
+def _direct(module: nn.Module, followed: set[str]) -> list[str]:
+    """Parameters and buffers of the modules whose own forward is followed."""
+    return [
+        f"{path}.{name}" if path else name
+        for path in sorted(followed)
+        for members in (module.get_submodule(path)._parameters, module.get_submodule(path)._buffers)
+        for name, tensor in members.items()
+        if tensor is not None
+    ]
+
+
+def stages_of(graph: fx.Graph, points: Sequence[str], model: str, constants: Set[str] = frozenset()) -> list[Stage]:
+    """``graph`` in parts: a new one begins at the call of each module in ``points``.
+
+    Raises:
+        ConfigurationError: it does not call them, or in another order, or a part would have no module.
+    """
     number: dict[fx.Node, int] = {}
     waiting, stage = list(points), 0
     nodes = [node for node in graph.nodes if node.op != "output"]
@@ -191,7 +234,10 @@ def _stages(graph: fx.Graph, points: list[str], model: str) -> list[Stage]:
         if not any(node.op == "call_module" and number[node] == index for node in nodes):
             raise ConfigurationError(f"stage {index} of the pipeline would have no module: cut {model} elsewhere")
     live = [_live(nodes, number, returned, index, stage) for index in range(stage + 2)]
-    return [_copy(nodes, number, output, live[index], live[index + 1], index, stage) for index in range(stage + 1)]
+    return [
+        _copy(nodes, number, output, live[index], live[index + 1], index, stage, constants)
+        for index in range(stage + 1)
+    ]
 
 
 def _live(
@@ -219,6 +265,7 @@ def _copy(
     outgoing: list[fx.Node],
     index: int,
     last: int,
+    constants: Set[str],
 ) -> Stage:
     part = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -239,16 +286,12 @@ def _copy(
                 modules.append(str(node.target))
     if index == last:
         part.output(torch.fx.node.map_arg(output.args[0], mapped))
-        names: tuple[str, ...] = ()
+        outgoing = []
     else:
         part.output(tuple(mapped(node) for node in outgoing))
-        names = tuple(_name(node) for node in outgoing)
-    return Stage(part, tuple(dict.fromkeys(modules)), tuple(_name(node) for node in incoming), names)
-
-
-def _name(node: fx.Node) -> str:
-    """Return the argument's name for an argument: fx renames one that has a builtin's name, input to input_1."""
-    return str(node.target) if node.op == "placeholder" else node.name
+    names = dict.fromkeys(modules)
+    held = tuple(name for name in names if name not in constants)
+    return Stage(part, held, tuple(incoming), tuple(outgoing), tuple(name for name in names if name in constants))
 
 
 def stage_parameters(module: nn.Module, stage: Stage) -> dict[str, Any]:

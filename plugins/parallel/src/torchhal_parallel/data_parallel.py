@@ -8,13 +8,15 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 from torch.nn.parameter import is_lazy
 
 from torchhal.accelerators.transfer import move_to_device
 from torchhal.errors import ConfigurationError, ModelError, UnsupportedCombinationError
 from torchhal.launchers.process import launched_by
 from torchhal.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
-from torchhal.strategies.parallel import forward_through
+from torchhal.strategies.forward_through import forward_through
+from torchhal.strategies.replica_consistency import check_lookups
 from torchhal.trainer.log_options import batch_size_of
 from torchhal_parallel.part_log import one_log
 from torchhal_parallel.split import merge, merge_training, split_batch
@@ -34,6 +36,8 @@ class PartsStrategy(Strategy):
 
     The module is always the user's own object: the parts run one after another. A device works while the next one's
     part is being queued, and their backward passes run at the same time.
+
+    A loop by hand may call :attr:`model` too: its arguments are divided, and its outputs put together.
     """
 
     multi_device: ClassVar[bool] = True
@@ -44,8 +48,19 @@ class PartsStrategy(Strategy):
     _unmade = False
     """Whether the first forward will make parameters or buffers whose shapes nobody knows yet."""
 
+    _in_step = False
+    """Whether a step that divides its batch by itself runs through :attr:`model`."""
+
     def num_local_processes(self, num_devices: int) -> int:
         return 1
+
+    def check_sync_batchnorm(self, world_size: int) -> None:
+        if len(self.devices) > 1:
+            raise UnsupportedCombinationError(
+                f"strategy {self.alias or 'dp'!r} runs the parts of a batch in turn, and can't let batch norms "
+                "compute over all of them (sync_batchnorm=True): use 'ddp', or leave sync_batchnorm out"
+            )
+        super().check_sync_batchnorm(world_size)
 
     def setup_environment(self) -> None:
         if not self.is_set_up:
@@ -60,9 +75,17 @@ class PartsStrategy(Strategy):
                 f"{type(self.module).__name__} with automatic_optimization=False would step its optimizers as often: "
                 "use 'ddp', or devices=1"
             )
-        super().setup_model(training=training)
         assert self.module is not None
+        if training and len(set(self.devices)) > 1:
+            check_lookups(self.module, "what it writes to a copy on another device is lost")
+        super().setup_model(training=training)
         self._unmade = any(map(is_lazy, (*self.module.parameters(), *self.module.buffers())))
+
+    def wrap_model(self, *, training: bool) -> None:
+        if self.trainer is None and len(self.devices) > 1:
+            assert self.module is not None
+            self.model = InParts(self, self.module)
+        super().wrap_model(training=training)
 
     def explain(self, error: BaseException) -> BaseException:
         """What to do about tensors that a part finds on another part's device."""
@@ -93,6 +116,20 @@ class PartsStrategy(Strategy):
             return merge(outputs, sizes, self.root_device)
 
         return call
+
+    def forward_in_parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The module called with parts of its arguments, one on each device; what it returned, as for the whole."""
+        module = self.module
+        assert module is not None
+        if self._in_step:
+            return module(*args, **kwargs)
+        if self.split is not None:
+            raise ConfigurationError(
+                f"the 'split' of strategy {self.alias or 'dp'!r} divides batches, and strategy.model(...) gets the "
+                "module's own arguments: run a step on the batch, strategy.step_function('training_step'), or leave "
+                "'split' out"
+            )
+        return self.in_parts(lambda given: module(*given[0], **given[1]), "forward")((args, kwargs))
 
     def parts_of(self, batch: Any) -> list[tuple[Any, int]]:
         """The parts of a batch and their numbers of samples."""
@@ -150,6 +187,18 @@ class PartsStrategy(Strategy):
             self.accelerator.set_rng_state(generator.get_state(), device)
 
 
+class InParts(nn.Module):
+    """:attr:`Strategy.model` where no Trainer runs the steps: its forward is ``forward_in_parts`` of the strategy."""
+
+    def __init__(self, strategy: PartsStrategy, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self._strategy = strategy
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._strategy.forward_in_parts(args, kwargs)
+
+
 class DataParallelStrategy(PartsStrategy, SingleDeviceStrategy):
     """One process that drives several devices: each batch is divided among them.
 
@@ -204,10 +253,19 @@ class DDP2Strategy(PartsStrategy, DDPStrategy):
         self.split = _checked(split)
 
     def module_step(self, name: str) -> Callable[..., Any]:
-        step = self.in_parts(Strategy.module_step(self, name), name)
+        step = self.in_parts(getattr(self.module, name), name)
         if name != "training_step" or self.model is self.module:
             return step
-        return forward_through(self, self.module, step)
+        through = forward_through(self, self.module, step)
+
+        def call(*args: Any) -> Any:
+            self._in_step = True
+            try:
+                return through(*args)
+            finally:
+                self._in_step = False
+
+        return through if self.trainer is not None else call
 
 
 def _checked(split: Split | None) -> Split | None:

@@ -11,10 +11,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from torchhal.memory import MemoryEstimate, ModelMemory
+from torchhal.precision import Precision
 from torchhal.strategies import collectives
-from torchhal_parallel.fully_sharded import FullyShardedStrategy
+from torchhal.strategies.replica_consistency import check_lookups
+from torchhal_parallel.fully_sharded import FullyShardedStrategy, check_torch
 from torchhal_parallel.materialize import materialize, tensors_on_meta
-from torchhal_parallel.sharded import StepRunner
 from torchhal_parallel.shares import divided
 
 
@@ -38,6 +39,9 @@ class FSDPStrategy(FullyShardedStrategy):
 
     _unset: Collection[str] = ()
     """Names of the tensors that lie on the meta device on rank 0, too."""
+
+    def check_fit(self, *, precision: Precision, world_size: int) -> None:
+        check_torch(self.alias or "fsdp")
 
     # -- model -----------------------------------------------------------------------------------------------
 
@@ -81,6 +85,10 @@ class FSDPStrategy(FullyShardedStrategy):
                 self.check_same_module(module)
 
     def wrap_model(self, *, training: bool) -> None:
+        assert self.module is not None
+        if training:
+            check_lookups(self.module, "what a forward writes to gathered weights is lost when they are freed")
+        self.check_blocks(sharded=True)
         self.wrap_blocks()
         self.shard_units(self.mesh())
 
@@ -95,9 +103,10 @@ class FSDPStrategy(FullyShardedStrategy):
 
     def module_step(self, name: str) -> Callable[..., Any]:
         step = super().module_step(name)
-        if not isinstance(self.model, StepRunner):
-            return step
-        return self.with_buffers(step) if name == "training_step" else self.then_sharded(step)
+        if name == "training_step":
+            step = self.watch_writes(step)
+            return step if self._runner is None else self.with_buffers(step)
+        return step if self._runner is None else self.then_sharded(step)
 
     # -- memory ----------------------------------------------------------------------------------------------
 

@@ -9,15 +9,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from torchhal.errors import ModelError
+from torchhal.errors import ModelError, UnsupportedCombinationError
 from torchhal.memory import ModelMemory, ParameterMemory
 from torchhal.precision import Precision
 from torchhal.strategies import collectives
 from torchhal_parallel.blocks import check_form, check_policy, find_blocks
 from torchhal_parallel.following import forward_of
+from torchhal_parallel.inner_backward import InnerBackward
+from torchhal_parallel.lost_writes import LostWrites
 from torchhal_parallel.optimizers import one_by_one
 from torchhal_parallel.sharded import ShardedStrategy, StepRunner, followed_by
 from torchhal_parallel.shares import gathered_bytes
@@ -72,15 +75,28 @@ class FullyShardedStrategy(ShardedStrategy):
         self._mesh: Any = None
         self._units: list[Any] = []
         self._ignored: list[nn.Parameter] = []
+        self._inner_backward: InnerBackward | None = None
+        self._lost_writes: LostWrites | None = None
+        self._carried: dict[int, Any] = {}
         self._averaged = True
 
     # -- model -----------------------------------------------------------------------------------------------
 
-    def wrap_blocks(self) -> None:
-        """Set up the recomputation of activations; before anything is divided, with or without a shard axis."""
+    def check_blocks(self, *, sharded: bool) -> None:
+        """Refuse policies and layers that can't be, while the model is whole; ``sharded``: there is a shard axis."""
         assert self.module is not None
         if self.activation_checkpointing is not None:
             check_policy(self.module, self.activation_checkpointing, "activation_checkpointing")
+        if sharded:
+            check_shardable(self.module, self.alias or "fsdp")
+            warning = check_policy(self.module, self.wrap_policy, "wrap_policy")
+            if warning is not None and self.is_global_zero:
+                warnings.warn(warning, stacklevel=2)
+
+    def wrap_blocks(self) -> None:
+        """Set up the recomputation of activations, with or without a shard axis, before units are sharded."""
+        assert self.module is not None
+        if self.activation_checkpointing is not None:
             recompute(self.module, self.activation_checkpointing)
 
     def shard_units(self, mesh: Any, roots: Sequence[nn.Module] | None = None) -> None:
@@ -90,15 +106,11 @@ class FullyShardedStrategy(ShardedStrategy):
         that optimizes by hand are roots of their own: its backward passes run inside the step, which no hook could be
         around.
         """
-        assert self.module is not None
+        assert self.module is not None and self._objects is not None
         alias = self.alias or "fsdp"
-        check_shardable(self.module, alias)
-        warning = check_policy(self.module, self.wrap_policy, "wrap_policy")
-        if warning is not None and self.is_global_zero:
-            warnings.warn(warning, stacklevel=2)
         if roots is None and getattr(self.module, "automatic_optimization", True):
-            self.model = StepRunner(self.module)
-            roots = [self.model]
+            self.model = self._runner = StepRunner(self.module)
+            roots = [self._runner]
         elif roots is None:
             roots = called_parts(self.module)
         self._mesh = mesh
@@ -110,7 +122,14 @@ class FullyShardedStrategy(ShardedStrategy):
             # in one order on every rank: their gradients travel as one message
             self._ignored = [p for name, p in self.module.named_parameters() if name in whole and not p.is_meta]
             self.configure_sharding(unit)
+            self._objects.empty_replaced()
         self.materialize(self.module)  # what is in no unit
+        self._inner_backward = InnerBackward(
+            units,
+            lambda: self._runner is not None and self._runner.running,
+            reshard_after_forward=self.reshard_after_forward,
+        )
+        self._lost_writes = LostWrites(self.module, units, alias)
 
     def _units_in(self, module: nn.Module, roots: Sequence[nn.Module]) -> list[nn.Module]:
         """Inner ones before those that hold them, the roots last."""
@@ -133,11 +152,47 @@ class FullyShardedStrategy(ShardedStrategy):
         if not self.accelerator.backend_averages:
             sharded.set_force_sum_reduction_for_comms(True)
 
+    def carry_hooks(self, hooks: Mapping[int, Any], parameter: nn.Parameter) -> None:
+        """A unit's gradients are those of what it gathers in its forward, always into the same tensors."""
+        self._carried[id(hooks)] = hooks
+        found = (
+            (unit, holder, attribute)
+            for unit in self._units
+            for holder in unit.modules()
+            for attribute, held in holder._parameters.items()
+            if held is parameter
+        )
+        unit, holder, attribute = next(found, (None, None, ""))
+        if unit is None or holder is None:
+            super().carry_hooks(hooks, parameter)
+            return
+
+        def at_forward(unit: nn.Module, args: Any) -> None:
+            if (leaf := holder._parameters.get(attribute)) is not None and leaf is not parameter:
+                self._carried_hooks.carry(hooks, leaf)
+                handle.remove()
+
+        handle = unit.register_forward_pre_hook(at_forward)
+        self._carried_hooks.add(handle)
+
     # -- steps -----------------------------------------------------------------------------------------------
 
     def begin_epoch(self) -> None:
         self._reshard()  # what a hook has called may still be gathered, into parameters that nobody divided
         super().begin_epoch()
+        assert self.module is not None
+        for parameter in self.module.parameters():  # hooks that were registered since
+            hooks = parameter._backward_hooks
+            if self._units and hooks and isinstance(parameter, DTensor) and id(hooks) not in self._carried:
+                self.carry_hooks(hooks, parameter)
+
+    def check_replicas(self) -> None:
+        self._reshard()
+        super().check_replicas()
+
+    def watch_writes(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """A training step that refuses what would be lost, where parameters are sharded."""
+        return step if self._lost_writes is None else self._lost_writes.watched_once(step)
 
     def buffer_source(self) -> tuple[int, Any]:
         """(the rank whose buffers count, the group of ranks that follow it; None for all)."""
@@ -176,6 +231,8 @@ class FullyShardedStrategy(ShardedStrategy):
         return run
 
     def _reshard(self) -> None:
+        if self._inner_backward is not None:
+            self._inner_backward.release()
         for unit in self._units:
             unit.reshard()
 
@@ -205,8 +262,8 @@ class FullyShardedStrategy(ShardedStrategy):
             model = type(self.module).__name__
             return ModelError(
                 f"{error}. Under strategy {self.alias or 'fsdp'!r} the parameters of a unit are whole only while its "
-                f"own forward runs: {model} uses a part of one outside of it. Call the unit, or choose units that are "
-                "called by 'wrap_policy'"
+                f"own forward runs: {model} uses a part of one outside of it, as a penalty over self.parameters() "
+                "does. Call the unit, choose units that are called by 'wrap_policy', or use strategy='ddp'"
             )
         return super().explain(error)
 
@@ -219,6 +276,8 @@ class FullyShardedStrategy(ShardedStrategy):
 
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         super().backward(loss, *args, **kwargs)
+        if self._inner_backward is not None and not kwargs.get("create_graph"):
+            self._inner_backward.release()
         self._averaged = False
 
     def sync_gradients(self) -> None:
@@ -233,7 +292,7 @@ class FullyShardedStrategy(ShardedStrategy):
         super().unscale_gradients(optimizer)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> int | None:
-        if not self.reshard_after_forward:
+        if not self.reshard_after_forward or (self._inner_backward is not None and self._inner_backward.held):
             self._reshard()  # a forward without a backward may have come since
         if closure is not None:
             return super().optimizer_step(optimizer, followed_by(closure, self._average_once))
@@ -270,6 +329,17 @@ class FullyShardedStrategy(ShardedStrategy):
             super().teardown()
         finally:
             self._forget()
+
+
+def check_torch(alias: str) -> None:
+    """Raise UnsupportedCombinationError on a torch whose ``fully_shard`` lacks what its units are told here."""
+    needed = ("set_reshard_after_forward", "set_reshard_after_backward", "set_force_sum_reduction_for_comms")
+    if missing := [name for name in needed if not hasattr(FSDPModule, name)]:
+        raise UnsupportedCombinationError(
+            f"strategy {alias!r} shards by torch's fully_shard and needs torch 2.8 or later: torch {torch.__version__} "
+            f"has no FSDPModule.{missing[0]}. Use another torch, or strategy='zero1', which divides the optimizer's "
+            "state alone"
+        )
 
 
 def check_shardable(module: nn.Module, alias: str) -> None:

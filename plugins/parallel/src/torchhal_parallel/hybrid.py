@@ -7,6 +7,7 @@ import math
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,18 +25,22 @@ from torchhal.strategies import collectives
 from torchhal.strategies.base import Strategy
 from torchhal.trainer import rng
 from torchhal_parallel.cut import check_trained, even_cuts, stage_parameters, untrainable
-from torchhal_parallel.fully_sharded import FullyShardedStrategy
+from torchhal_parallel.divided_regions import DividedRegions
+from torchhal_parallel.fully_sharded import FullyShardedStrategy, check_torch
 from torchhal_parallel.gathering import on_every_rank, on_first_rank
 from torchhal_parallel.layout import gathered, local
 from torchhal_parallel.microbatches import check_loader
 from torchhal_parallel.open_layers import OpenLayers
-from torchhal_parallel.optimizers import one_by_one
+from torchhal_parallel.optimizers import check_separable, one_by_one, with_parameters
 from torchhal_parallel.pipeline import Pipeline, check_schedule, check_schedule_name
+from torchhal_parallel.remote import RemoteParameter, RemoteTensor, remote, remote_gradient
 from torchhal_parallel.shares import buffers_of, divided, stages_of_ranks, tensor_shapes
 from torchhal_parallel.tensor_plan import apply_plan, check_plan_form, plan_of, resolve_plan
 
 AXES = ("pipeline", "data", "shard", "tensor")
 """From the outermost axis of the mesh to the innermost: neighbours share a tensor, which costs most to send."""
+
+_set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # public since torch 2.14
 
 _OF_SHARDS = (("cpu_offload", False), ("mixed_precision", None), ("reshard_after_forward", True))
 
@@ -103,8 +108,8 @@ class HybridStrategy(FullyShardedStrategy):
         self.pipe: Pipeline | None = None
         self._open_layers: OpenLayers | None = None
         self._mine: list[nn.Parameter] = []
+        self._others: list[tuple[RemoteParameter, RemoteTensor]] = []
         self._names: dict[str, torch.Size | None] = {}
-        self._indices: dict[Optimizer, tuple[list[int], list[list[int]]]] = {}
         self._untrainable: dict[str, str] = {}
         self._batch_group: Any = None
         self._loader_seed: int | None = None
@@ -113,12 +118,25 @@ class HybridStrategy(FullyShardedStrategy):
 
     def check_fit(self, *, precision: Precision, world_size: int) -> None:
         sizes = self.sizes_for(world_size)
+        if sizes["shard"] > 1:
+            check_torch(self.alias or "hybrid")
         if "scales_loss" in precision.features and (sizes["tensor"] > 1 or sizes["pipeline"] > 1):
             raise UnsupportedCombinationError(
                 f"strategy {self.alias or 'hybrid'!r} can't compute in precision {precision.alias!r}, which scales the "
                 "loss: ranks of the axes 'tensor' and 'pipeline' have different parameters, and would decide "
                 "differently whether a step is skipped. Use 'bf16-mixed'"
             )
+
+    def check_sync_batchnorm(self, world_size: int) -> None:
+        if self.sizes_for(world_size)["pipeline"] > 1:
+            raise UnsupportedCombinationError(
+                f"strategy {self.alias or 'hybrid'!r} can't let batch norms compute over the whole batch "
+                "(sync_batchnorm=True): a stage sees one microbatch after the other. Use pipeline=1, or leave "
+                "sync_batchnorm out"
+            )
+
+    def batch_group(self) -> Any:
+        return self._batch_group
 
     def _number_of_stages(self, size: int) -> int:
         return size * self.stages_per_rank if self.split_points is None else len(self.split_points) + 1
@@ -132,7 +150,7 @@ class HybridStrategy(FullyShardedStrategy):
             self.root_device.type, tuple(self.sizes[axis] for axis in AXES), mesh_dim_names=AXES
         )
         for axis in AXES:  # torch would let them wait for half an hour
-            dist.distributed_c10d._set_pg_timeout(self.timeout, self.mesh.get_group(axis))
+            _set_timeout(self.timeout, self.mesh.get_group(axis))
         self._batch_group = self._make_batch_group()
         return store
 
@@ -193,12 +211,16 @@ class HybridStrategy(FullyShardedStrategy):
         plan = {}
         if self.sizes["tensor"] > 1:
             plan = resolve_plan(self.module, plan_of(self.module, self.plan), self.sizes["tensor"])
+        self.check_blocks(sharded=self.sizes["shard"] > 1)
         self._share_random_numbers(training)
         if self.sizes["pipeline"] > 1:
             self._cut_stages()
         if plan:
-            apply_plan(self.module, plan, self.mesh["tensor"])
-            self._open_layers = OpenLayers(self.module, plan, self.sizes["tensor"])
+            assert self._objects is not None
+            apply_plan(self.module, plan, self.mesh["tensor"], self._objects.empty_replaced)
+            rank, size = self.rank_in("tensor"), self.sizes["tensor"]
+            regions = DividedRegions(self.module, plan, rank, size, strategy=self)
+            self._open_layers = OpenLayers(self.module, plan, size, regions)
             if self.pipe is not None:
                 self.pipe.watch(self._open_layers)
         self.wrap_blocks()
@@ -264,17 +286,14 @@ class HybridStrategy(FullyShardedStrategy):
     def _drop_others(self, kept: set[int]) -> None:
         """Free the parameters and buffers of other stages: they stay in the model by name and shape."""
         assert self.module is not None
-        empty: dict[int, nn.Parameter] = {}  # tied ones stay tied, or an optimizer would count them twice
-        for owner in self.module.modules():
-            for name, parameter in owner._parameters.items():
-                if parameter is not None and id(parameter) not in kept:
-                    if id(parameter) not in empty:
-                        outline = torch.empty_like(parameter, device="meta")
-                        empty[id(parameter)] = nn.Parameter(outline, requires_grad=parameter.requires_grad)
-                    owner._parameters[name] = empty[id(parameter)]
-            for name, buffer in owner._buffers.items():
-                if buffer is not None and id(buffer) not in kept:
-                    owner._buffers[name] = torch.empty_like(buffer, device="meta")
+        standing_for: dict[int, Any] = {}  # tied ones stay tied, or an optimizer would count them twice
+        for path, owner in self.module.named_modules():
+            for members in (owner._parameters, owner._buffers):
+                for name, tensor in members.items():
+                    if tensor is not None and id(tensor) not in kept:
+                        if id(tensor) not in standing_for:
+                            standing_for[id(tensor)] = remote(tensor, f"{path}.{name}" if path else name)
+                        members[name] = standing_for[id(tensor)]
 
     # -- memory ----------------------------------------------------------------------------------------------
 
@@ -321,18 +340,18 @@ class HybridStrategy(FullyShardedStrategy):
 
     def module_step(self, name: str) -> Callable[..., Any]:
         step = super().module_step(name)
-        if self._open_layers is not None and self.pipe is None:
-            step = self._open_layers.watched_once(step, f"what {name} of {type(self.module).__name__} returns")
         if self.pipe is not None:
-            one_process = step
-            step = (
-                self._train
-                if name == "training_step"
-                else lambda batch, *rest: self._pipe().evaluate(one_process, batch, rest)
-            )
+            step = partial(self._train if name == "training_step" else self.pipe.evaluate, step)
         if name == "training_step":
+            step = self.watch_writes(step)
             return step if self._batch_group is None else self.with_buffers(step)
         return self.then_sharded(step) if self.sizes["shard"] > 1 else step
+
+    def user_step(self, name: str) -> Callable[..., Any]:
+        step = super().user_step(name)
+        if self._open_layers is None or self.pipe is not None:
+            return step
+        return self._open_layers.watched_once(step, f"what {name} of {type(self.module).__name__} returns")
 
     def process_dataloader(self, loader: Any, *, training: bool) -> Any:
         if training and self.pipe is not None:
@@ -347,26 +366,26 @@ class HybridStrategy(FullyShardedStrategy):
     def buffer_source(self) -> tuple[int, Any]:
         return dist.get_global_rank(self._batch_group, 0), self._batch_group
 
-    def _pipe(self) -> Pipeline:
-        assert self.pipe is not None
-        return self.pipe
-
-    def _train(self, batch: Any, *rest: Any) -> Any:
+    def _train(self, step: Callable[..., Any], batch: Any, *rest: Any) -> Any:
         """Forward and backward of a batch, its gradients added to those of the accumulation."""
-        assert self.module is not None
+        assert self.module is not None and self.pipe is not None
         if not self._mine:
             self._mine = [parameter for parameter in self.module.parameters() if not parameter.is_meta]
+            remote_ones = (p for p in self.module.parameters() if isinstance(p, RemoteParameter))
+            self._others = [(parameter, remote_gradient(parameter)) for parameter in remote_ones]
         mine = self._mine
-        step: Any = self.module.training_step
         earlier = [parameter.grad for parameter in mine]
         for parameter in mine:
             parameter.grad = None  # the schedule divides all of .grad by the number of microbatches
-        result = self._pipe().train(step, batch, rest, self._loss_of)
+        result = self.pipe.train(step, batch, rest, self._loss_of)
         for parameter, before in zip(mine, earlier, strict=True):
             if parameter.grad is not None and self.accumulate_grad_batches > 1:
                 local(parameter.grad).div_(self.accumulate_grad_batches)
             if before is not None:
                 parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
+        for other, gradient in self._others:  # so that a hook which looks at all gradients hears that it doesn't
+            if other.requires_grad:
+                other.grad = gradient
         self._averaged = False
         return result
 
@@ -374,6 +393,13 @@ class HybridStrategy(FullyShardedStrategy):
         """What went wrong in a stage, which torch wraps into an error of its own."""
         if self.pipe is not None and "failed to run forward" in str(error) and error.__cause__ is not None:
             return super().explain(error.__cause__)
+        if self._open_layers is not None and not self._units and "mixed torch.Tensor and DTensor" in str(error):
+            model = type(self.module).__name__
+            return ModelError(
+                f"{error}. The parameters of layers in a tensor parallel plan are divided, and {model} computes with "
+                "one outside of its layer, as a penalty over self.parameters() does: leave that layer "
+                "out of the plan, let the optimizer do it (weight_decay), or use strategy='ddp'"
+            )
         return super().explain(error)
 
     def _loss_of(self, result: Any) -> torch.Tensor:
@@ -383,6 +409,8 @@ class HybridStrategy(FullyShardedStrategy):
                 f"the training_step of {type(self.module).__name__} must return a tensor with one element, or a dict "
                 f"with 'loss', under a pipeline (got {result!r})"
             )
+        if isinstance(loss, RemoteTensor):
+            loss.refuse("part of the loss")
         return loss
 
     # -- gradients -------------------------------------------------------------------------------------------
@@ -414,57 +442,50 @@ class HybridStrategy(FullyShardedStrategy):
     def setup_optimizers(self, optimizers: Sequence[Optimizer], lr_scheduler_configs: Sequence[Any] = ()) -> None:
         if self.sizes["tensor"] > 1:
             one_by_one(optimizers, "tensor parallelism")
+        if self.pipe is not None:
+            for optimizer in optimizers:
+                check_separable(optimizer, self.alias or "hybrid", self.accelerator, self.root_device)
         super().setup_optimizers(optimizers, lr_scheduler_configs)
-        for optimizer in optimizers:
-            self._indices_of(optimizer)
 
-    def _indices_of(self, optimizer: Optimizer) -> tuple[list[int], list[list[int]]]:
-        """Which of its parameters this rank has, and the indices in each group, had it all of them.
+    def _take_connected(self, model: Any) -> None:
+        if self.pipe is not None:
+            raise UnsupportedCombinationError(
+                f"{type(self.precision).__name__}.connect gives back a {type(model).__name__} for the model, and "
+                f"strategy {self.alias or 'hybrid'!r} runs the stages of the model one by one, so that no step would "
+                "run through it: use no axis 'pipeline', or another precision"
+            )
+        super()._take_connected(model)
 
-        Groups that are new, those of an optimizer that came while training included, lose here what is on the meta
-        device: parameters of other stages.
-        """
-        kept, groups = self._indices.setdefault(optimizer, ([], []))
-        count = sum(map(len, groups))
-        for group in optimizer.param_groups[len(groups) :]:
-            groups.append(list(range(count, count + len(group["params"]))))
-            kept += [count + i for i, parameter in enumerate(group["params"]) if not parameter.is_meta]
-            count += len(group["params"])
-            group["params"] = [parameter for parameter in group["params"] if not parameter.is_meta]
-        return kept, groups
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> int | None:
+        if self.pipe is None:
+            return super().optimizer_step(optimizer, closure)
+        own = [[each for each in group["params"] if not each.is_meta] for group in optimizer.param_groups]
+        with with_parameters(optimizer, own):
+            return super().optimizer_step(optimizer, closure)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The state with the indices that the whole optimizer would have, whatever this stage's has."""
-        kept, groups = self._indices_of(optimizer)
+        """That of this stage's parameters, with the indices that they have among all."""
         state = super().optimizer_state(optimizer)
-        state["state"] = {kept[index]: entry for index, entry in state["state"].items()}
-        for group, indices in zip(state["param_groups"], groups, strict=True):
-            group["params"] = indices
-        if self.pipe is not None and not self.saves_shards:
+        if self.pipe is None:
+            return state
+        other = _indices_of_others(optimizer)
+        state["state"] = {index: entry for index, entry in state["state"].items() if index not in other}
+        if not self.saves_shards:
             state["state"] = dict(sorted(self._from_all_stages(state["state"]).items()))
         return state
 
+    def check_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        super().check_optimizer_state(optimizer, self._of_stage(optimizer, state))
+
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        kept, groups = self._indices_of(optimizer)
-        known = {index for indices in groups for index in indices}
-        if unknown := sorted(set(state["state"]) - known):
-            raise CheckpointMismatchError(
-                f"the optimizer state belongs to another {type(optimizer).__name__}: it has parameter {unknown[0]}, "
-                f"and there are {len(known)} here"
-            )
-        sizes = [len(group["params"]) for group in state["param_groups"]]
-        if sizes != [len(indices) for indices in groups]:
-            raise CheckpointMismatchError(
-                f"the optimizer state belongs to another {type(optimizer).__name__}: its groups hold {sizes} "
-                f"parameters, and those here {[len(indices) for indices in groups]}"
-            )
-        back = {index: position for position, index in enumerate(kept)}
-        mine = {back[index]: entry for index, entry in state["state"].items() if index in back}
-        own = [
-            {**group, "params": [back[index] for index in indices if index in back]}
-            for group, indices in zip(state["param_groups"], groups, strict=True)
-        ]
-        super().load_optimizer_state(optimizer, {"state": mine, "param_groups": own})
+        super().load_optimizer_state(optimizer, self._of_stage(optimizer, state))
+
+    def _of_stage(self, optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+        """``state`` without that of other stages' parameters."""
+        if self.pipe is None:
+            return dict(state)
+        other = _indices_of_others(optimizer)
+        return {**state, "state": {index: entry for index, entry in state["state"].items() if index not in other}}
 
     # -- state -----------------------------------------------------------------------------------------------
 
@@ -536,11 +557,6 @@ class HybridStrategy(FullyShardedStrategy):
             gradients = self._from_all_stages(gradients)
         return gradients
 
-    def load_accumulated_gradients(self, gradients: Mapping[str, Any]) -> None:
-        assert self.module is not None
-        here = {name for name, parameter in self.module.named_parameters() if not parameter.is_meta}
-        super().load_accumulated_gradients({name: value for name, value in gradients.items() if name in here})
-
     def whole_tensors(self) -> dict[str, torch.Tensor]:
         tensors = super().whole_tensors()
         if self.pipe is None:
@@ -592,3 +608,9 @@ def average_local(parameters: Sequence[nn.Parameter], group: Any) -> None:
 
 def _is_meta(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_meta
+
+
+def _indices_of_others(optimizer: Optimizer) -> set[int]:
+    """Of the parameters that other stages have."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return {index for index, parameter in enumerate(parameters) if parameter.is_meta}

@@ -62,6 +62,19 @@ def like(value: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     )
 
 
+def is_below_float32(tensor: torch.Tensor) -> bool:
+    """Whether it has floating-point numbers of fewer than 32 bits."""
+    return tensor.is_floating_point() and tensor.element_size() < 4
+
+
+def place_of_part(tensor: torch.Tensor) -> Any:
+    """(shape, offset) of this rank's part, or None of a tensor that is whole: the same on ranks with the same part."""
+    if not isinstance(tensor, DTensor):
+        return None
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(shape), tuple(offset)
+
+
 def gathered(value: Any, *, keep: bool) -> Any:
     """A nest with every sharded tensor whole and on the CPU, one at a time. Called on every rank.
 
@@ -103,8 +116,7 @@ def global_norm(
             sharded = tuple(dim for dim, placement in enumerate(gradient.placements) if not placement.is_replicate())
             divided = (gradient.device_mesh, sharded) if sharded else None
         part = local(gradient).detach()
-        narrow = part.is_floating_point() and part.element_size() < 4
-        norm = torch.linalg.vector_norm(part, dtype=torch.float32 if narrow else None)
+        norm = torch.linalg.vector_norm(part, dtype=torch.float32 if is_below_float32(part) else None)
         groups.setdefault((divided, norm.dtype, norm.device), []).append(norm)
     total: torch.Tensor | None = None
     for (divided, _, _), norms in groups.items():

@@ -7,7 +7,7 @@ through the operators that they go into, by the memory that they lie in.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from torchhal.errors import ConfigurationError
+from torchhal_parallel.divided_regions import DividedRegions
 
 _JOINING = ("c10d", "_c10d_functional", "_dtensor")
 """Namespaces of the operators that communicate: who calls one by hand has closed the layer by hand."""
@@ -32,9 +33,10 @@ class OpenLayers:
     A style that is an object decides alone what its layer takes and gives, and is not looked at.
     """
 
-    def __init__(self, module: nn.Module, resolved: Mapping[str, Any], size: int) -> None:
+    def __init__(self, module: nn.Module, resolved: Mapping[str, Any], size: int, regions: DividedRegions) -> None:
         self.module = module
         self.size = size
+        self.regions = regions
         here = {
             name: module.get_submodule(name)
             for name, style in resolved.items()
@@ -44,27 +46,41 @@ class OpenLayers:
         self.rows = {name: layer for name, layer in here.items() if resolved[name] == "rowwise"}
         self.takers = {name: layer for name, layer in here.items() if name not in self.rows}
         """Layers that take whole inputs."""
+        self._watched_calls: set[tuple[str, bool]] = set()
 
-    def watched_once(self, function: Callable[..., Any], what: str) -> Callable[..., Any]:
-        """``function``, whose first call raises ConfigurationError if its result, ``what``, holds parts."""
+    def watched_once(
+        self, function: Callable[..., Any], what: str, regions: Sequence[nn.Module] = ()
+    ) -> Callable[..., Any]:
+        """``function``, whose first call raises ConfigurationError if its result, ``what``, holds parts.
+
+        Or if something in it computes with parts what it would not with the whole; ``regions`` are modules to look at
+        for that beside the model's own. The first with gradients and the first without, of all functions that give
+        ``what``: each validation asks for its step anew.
+        """
         if not self.columns and not self.rows:  # nothing makes or takes parts
             return function
-        called = False
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal called
-            if called:
+            this = (what, torch.is_grad_enabled())
+            if this in self._watched_calls:
                 return function(*args, **kwargs)
-            called = True
-            with self._watched() as parts:
+            self._watched_calls.add(this)
+            with self._watched(regions) as (parts, outside):
                 result = function(*args, **kwargs)
                 self._check(parts, result, what)
+                self.regions.check_result(result, what)
+            if outside:
+                raise ConfigurationError(
+                    f"the 'rowwise' layer {outside[0]!r} is called where no forward of a module around it has called "
+                    "the 'colwise' layer that it closes, and what stands between them can't be compared with one "
+                    "device: let one forward, that of the model or of a part of it, call both"
+                )
             return result
 
         return call
 
     @contextmanager
-    def _watched(self) -> Iterator[_Parts]:
+    def _watched(self, regions: Sequence[nn.Module]) -> Iterator[tuple[_Parts, list[str]]]:
         parts = _Parts()
         model = type(self.module).__name__
 
@@ -89,7 +105,7 @@ class OpenLayers:
             )
             stack.callback(hook.remove)
             stack.enter_context(parts)
-            yield parts
+            yield parts, stack.enter_context(self.regions.watched(parts.are_in, parts.paused, regions))
 
     def _check(self, parts: _Parts, result: Any, what: str) -> None:
         if found := sorted({name for leaf in tree_leaves(result) for name in parts.of(leaf)}):
@@ -115,6 +131,19 @@ class _Parts(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._layers: dict[int, tuple[StorageWeakRef, frozenset[str]]] = {}  # a weak reference keeps the key's meaning
+        self._paused = self._joined = False
+
+    def are_in(self, leaf: Any) -> bool:
+        return bool(self.of(leaf))
+
+    @contextmanager
+    def paused(self) -> Iterator[Callable[[], bool]]:
+        """Note nothing; what it gives says whether an operator has communicated."""
+        self._paused, self._joined = True, False
+        try:
+            yield lambda: self._joined
+        finally:
+            self._paused = False
 
     def mark(self, value: Any, layers: Set[str]) -> None:
         for leaf in tree_leaves(value):
@@ -137,6 +166,9 @@ class _Parts(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         namespace, _, name = func._schema.name.partition("::")
+        if self._paused:
+            self._joined |= namespace in _JOINING and name != "_allgather_base_"  # by which units are gathered
+            return result
         only_shaped = name.startswith("new_") or name.endswith("_like")
         if not self._layers or only_shaped:
             return result

@@ -6,23 +6,29 @@ model with; then, where the last stage is, for each microbatch, with the pipelin
 
 from __future__ import annotations
 
-import copy
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from torch import fx, nn
+from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from torchhal.accelerators.transfer import map_tensors
 from torchhal.errors import ConfigurationError, ModelError
-from torchhal_parallel.cut import Stage, cut, uses
+from torchhal.strategies import collectives
+from torchhal.trainer import rng
+from torchhal_parallel.attribute_reads import PLAIN
+from torchhal_parallel.batch_loss import WholeBatch, detached, is_narrow, unlike_mean, without_traces
+from torchhal_parallel.capture import Capture, around
+from torchhal_parallel.cut import cut, stages_of, uses
 from torchhal_parallel.microbatches import indivisible
 from torchhal_parallel.open_layers import OpenLayers
 from torchhal_parallel.part_log import one_log
-from torchhal_parallel.rehearsal import Rehearsal, once
-from torchhal_parallel.split import merge_training, rows_of
+from torchhal_parallel.rehearsal import Rehearsal, once, silent
+from torchhal_parallel.split import merge, merge_training, rows_of
+from torchhal_parallel.stage import Followed, StageRoot, ends_of
 
 SCHEDULES: Final[Mapping[str, Any]] = {
     "gpipe": ScheduleGPipe,
@@ -33,51 +39,36 @@ SCHEDULES: Final[Mapping[str, Any]] = {
 KEPT_SCHEDULES = 8
 """Shapes of batches whose schedules are kept, as each holds the memory of what it receives."""
 
-KEPT_ENDS = 256
-"""Shapes of batches for which the shapes between the stages are kept."""
+KEPT_FORWARDS = 256
+"""Shapes of batches for which what the stages compute is kept."""
+
+FOLLOWED_IN_A_ROW = 10
+"""After so many batches in a row for each of which the forward was followed anew, that is said."""
+
+COMPARED = 2
+"""Microbatches whose losses are compared with the loss of them together."""
 
 
 class _Recent(dict[Any, Any]):
-    """At most ``limit`` things, made when they are first asked for; the one that was not asked for longest goes."""
+    """At most ``limit`` things, made when they are first asked for, or not right any more.
+
+    The one that was not asked for longest goes.
+    """
 
     def __init__(self, limit: int) -> None:
         super().__init__()
         self.limit = limit
 
-    def get_or_make(self, key: Any, make: Callable[[], Any]) -> Any:
+    def get_or_make(
+        self, key: Any, make: Callable[[], Any], *, is_right: Callable[[Any], bool] = lambda made: True
+    ) -> Any:
         made = self.pop(key, None)
-        if made is None:
+        if made is None or not is_right(made):
             made = make()
             while len(self) >= self.limit:
                 del self[next(iter(self))]
         self[key] = made
         return made
-
-
-class StageRoot(nn.Module):
-    """One stage as a module: its parameters are those of the user's submodules, under their names.
-
-    Which graph runs may change with the training mode and the arguments; what it holds does not.
-    """
-
-    def __init__(self, module: nn.Module, stage: Stage) -> None:
-        super().__init__()
-        self.graph_module = fx.GraphModule(module, stage.graph)
-        self.compute: Callable[..., Any] = self.graph_module.__call__
-        self.dtypes: tuple[torch.dtype, ...] | None = None
-
-    def use(self, graph: fx.Graph, dtypes: tuple[torch.dtype, ...] | None) -> None:
-        """Run ``graph`` from now on; what goes out has ``dtypes``, which the next stage expects."""
-        if self.graph_module.graph is not graph:
-            # not another module: a wrapper may have replaced the parameters in this one, and does so in each step
-            self.graph_module.graph = graph
-        self.dtypes = dtypes
-
-    def forward(self, *values: Any) -> Any:
-        result = self.compute(*values)
-        if self.dtypes is None:
-            return result
-        return tuple(value.to(dtype) for value, dtype in zip(result, self.dtypes, strict=True))
 
 
 class Pipeline:
@@ -122,13 +113,16 @@ class Pipeline:
         self.is_last = len(self.stages) - 1 in self.mine
         self.last_rank = (len(self.stages) - 1) % self.size
         """Pipeline rank of the stage that makes the loss, and does what the step does after ``self(...)``."""
-        self.roots = {index: StageRoot(module, self.stages[index]) for index in self.mine}
+        last = len(self.stages) - 1
+        self.roots = {index: StageRoot(module, self.stages[index], is_last=index == last) for index in self.mine}
         self._rehearsal = Rehearsal(module, strategy)
-        self._outlines = _outlines(module, self.stages)
-        self._cuts: dict[Any, list[Stage]] = {}
-        self._ends = _Recent(KEPT_ENDS)
+        self._capture = Capture(module, around(split_points), strategy.root_device, trainer)
+        self._followed = _Recent(KEPT_FORWARDS)
         self._schedules = _Recent(KEPT_SCHEDULES)
         self._loss: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
+        self._batches = 0
+        self._followed_in_a_row = 0
+        self._said: set[str] = set()
 
     def owns(self, name: str) -> bool:
         """Whether this rank's value of an entry of the model's state counts: its stage changes it, or the step does."""
@@ -138,7 +132,8 @@ class Pipeline:
     def watch(self, layers: OpenLayers) -> None:
         """Let ``layers`` look at what this rank's stages give when they first compute."""
         for index, root in self.roots.items():
-            root.compute = layers.watched_once(root.compute, f"what stage {index} of the pipeline gives")
+            what = f"what stage {index} of the pipeline gives"
+            root.compute = layers.watched_once(root.compute, what, root.graphs)
 
     def relink(self) -> None:
         """Give the model the parameters that a stage reads itself, after something has replaced them in the stage."""
@@ -155,54 +150,201 @@ class Pipeline:
         """Forward and backward of one batch: the gradients of its mean loss are added to the stage's parameters.
 
         Returns:
-            What ``step`` has returned for the microbatches, as for the whole batch and without gradients, on the rank
-            of the last stage; None elsewhere.
+            What ``step`` has returned for the batch, or for its microbatches as for the batch, and without gradients,
+            on the rank of the last stage; None elsewhere.
         """
-        names, tensors, size = self._inputs(self._rehearsal(step, batch, rest), self.microbatches)
-        if size not in (found := _first_dimensions(batch)):
+        tensors, constants, size = self._inputs(self._rehearsal(step, batch, rest), self.microbatches)
+        whole = self.schedule == "gpipe"
+        if not whole and size not in (found := _first_dimensions(batch)):
             raise ModelError(
                 f"the step calls {type(self.module).__name__} with {size} samples, and the tensors of its batch have "
                 f"{', '.join(map(str, sorted(found))) or 'no dimensions'}: a pipeline divides both into the same "
-                "microbatches. Make the batch in the data set or its collate_fn what the model is to be called with"
+                "microbatches. Make the batch in the data set or its collate_fn what the model is to be called with, "
+                "or set schedule='gpipe', under which the step runs once for the batch"
             )
-        schedule = self._schedule(names, tensors, size)
-        rows = size // self.microbatches
-        sizes = [rows] * self.microbatches
-        outputs: list[Any] = [None] * self.microbatches
+        followed, schedule = self._schedule(tensors, constants, size)
         inputs = tuple(tensors.values()) if 0 in self.mine else ()
         guard = self.strategy.guard("a training step of the pipeline")
+        self._batches += 1
         if not self.is_last:
             with guard:
                 schedule.step(*inputs)
+            self._agree(followed)
             return None
-        with one_log(self.trainer, sizes, self.strategy.root_device) as start_part, guard:
+        device = self.strategy.root_device
+        target = torch.arange(size, device="cpu")
+        train = self._train_on_whole if whole else self._train_on_parts
 
-            def loss(output: Any, positions: torch.Tensor) -> torch.Tensor:
-                start = int(positions[0])
-                start_part(start // rows)
+        refusal: ModelError | None = None
+
+        def run(loss: Callable[[Any, int], torch.Tensor]) -> None:
+            def loss_of_part(values: Any, positions: torch.Tensor) -> torch.Tensor:
+                nonlocal refusal
+                try:
+                    if refusal is None:
+                        return loss(followed.output(values), int(positions[0]))
+                except ModelError as error:
+                    if not self._is_compared():
+                        raise
+                    refusal = error  # which all ranks raise when they have done their parts of this batch
+                return sum((value.sum() * 0 for value in values if value.requires_grad), torch.zeros((), device=device))
+
+            self._loss = loss_of_part
+            schedule.step(*inputs, target=target, losses=[])
+            if refusal is not None:
+                raise refusal
+
+        try:
+            with guard:
+                result, unlike, not_compared = train(step, batch, rest, loss_of, size, run)
+        except ModelError as error:
+            if error is refusal:
+                self._agree(followed, str(error))
+            raise
+        finally:
+            self._loss = None  # it holds the batch
+        self._agree(followed, unlike, not_compared)
+        return result
+
+    def _train_on_whole(
+        self, step: Any, batch: Any, rest: tuple[Any, ...], loss_of: Any, size: int, run: Callable[[Any], None]
+    ) -> tuple[Any, str | None, str | None]:
+        result: Any = None
+
+        def loss(output: Any) -> torch.Tensor:
+            nonlocal result
+            with self._rehearsal.answering(once(self.module, output)):
+                result = step(batch, *rest)
+            found: torch.Tensor = loss_of(result)
+            result = detached(result)
+            return found
+
+        sizes = [size // self.microbatches] * self.microbatches
+        whole = WholeBatch(loss, sizes, self.strategy.root_device)
+        run(lambda output, start: whole(output))
+        return result, None, None
+
+    def _train_on_parts(
+        self, step: Any, batch: Any, rest: tuple[Any, ...], loss_of: Any, size: int, run: Callable[[Any], None]
+    ) -> tuple[Any, str | None, str | None]:
+        rows = size // self.microbatches
+        sizes = [rows] * self.microbatches
+        results: list[Any] = [None] * self.microbatches
+        losses: list[Any] = [None] * self.microbatches
+        outputs: list[Any] = []
+        compared = COMPARED if self._is_compared() else 0
+        with one_log(self.trainer, sizes, self.strategy.root_device) as start_part:
+
+            def loss(output: Any, start: int) -> torch.Tensor:
+                part = start // rows
+                start_part(part)
                 with self._rehearsal.answering(once(self.module, output)):
                     result = step(rows_of(batch, size, start, start + rows), *rest)
                 found: torch.Tensor = loss_of(result)
-                outputs[start // rows] = map_tensors(result, _without_graph)
+                results[part], losses[part] = detached(result), found.detach()
+                if part < compared:
+                    outputs.append(detached(output))
                 return found
 
-            self._loss = loss
-            try:
-                schedule.step(*inputs, target=torch.arange(size, device="cpu"), losses=[])
-            finally:
-                self._loss = None  # it holds the batch
+            run(loss)
+        unlike = not_compared = None
+        if compared:
+            given = rows_of(batch, size, 0, compared * rows)
+            unlike, not_compared = self._compare(step, given, rest, loss_of, outputs, losses[:compared], rows)
         with torch.no_grad():
-            return merge_training(outputs, sizes, self.strategy.root_device)
+            return merge_training(results, sizes, self.strategy.root_device), unlike, not_compared
+
+    def _is_compared(self) -> bool:
+        """Whether this is a batch in which the ranks, and the losses, are compared: the first, second, fourth, ...
+
+        In one batch all samples may be of one length.
+        """
+        return self._batches & (self._batches - 1) == 0
+
+    def _agree(self, followed: Followed, refusal: str | None = None, not_compared: str | None = None) -> None:
+        """Raise ModelError on every rank if a last stage brings a ``refusal``, or if the ranks of a pipeline have
+        followed the forward with other numbers.
+
+        Say once on rank 0 if the losses could not be compared.
+        """
+        if not self._is_compared():
+            return
+        pipeline = dist.get_process_group_ranks(self.group)[0]
+        with self.strategy.guard("the comparison of losses"):
+            found = collectives.all_gather_object((refusal, not_compared, pipeline, followed.reads.numbers()))
+        if refusals := [each for each, _, _, _ in found if each is not None]:
+            raise ModelError(refusals[0])
+        if notes := [each for _, each, _, _ in found if each is not None]:
+            self._say("comparison", notes[0])
+        seen: dict[int, dict[str, str]] = {}
+        for _, _, pipeline, numbers in found:
+            first = seen.setdefault(pipeline, numbers)
+            for name in first.keys() & numbers.keys():
+                if first[name] != numbers[name]:
+                    raise ModelError(
+                        f"the forward of {type(self.module).__name__} reads {name!r}, which is {first[name]} on one "
+                        f"rank of the pipeline and {numbers[name]} on another, where each computes its stages of one "
+                        "forward: change it in a hook such as on_train_batch_start, which runs on all ranks, not in a "
+                        "step after self(...), which runs on that of the last stage only"
+                    )
+
+    def _say(self, topic: str, message: str) -> None:
+        """A warning on rank 0, once for each ``topic``."""
+        if topic not in self._said and self.strategy.is_global_zero:
+            warnings.warn(message, stacklevel=2)
+        self._said.add(topic)
+
+    def _compare(
+        self,
+        step: Any,
+        batch: Any,
+        rest: tuple[Any, ...],
+        loss_of: Any,
+        outputs: Sequence[Any],
+        losses: Sequence[torch.Tensor],
+        rows: int,
+    ) -> tuple[str | None, str | None]:
+        """(what is wrong if ``losses`` have another mean than the loss of their microbatches together is, None).
+
+        Or (None, why they were not compared): the loss draws random numbers, or can't be computed for both together.
+
+        Args:
+            batch: the samples of these microbatches, of ``rows`` each.
+            outputs: what the model gave for each.
+        """
+        device = self.strategy.root_device
+        kept = (self.trainer, self.strategy, self.strategy.accelerator)
+        generators = self._rehearsal.generators()
+        try:
+            output = map_tensors(merge(outputs, [rows] * len(outputs), device), _leaf)
+            answer = self._rehearsal.answering(once(self.module, output))
+            with without_traces(self.module, kept), silent(self.module), answer:
+                whole = loss_of(step(batch, *rest)).detach()
+            drawn = self._rehearsal.drawn_from(generators)
+            reason = f"it draws random numbers ({drawn[0]})" if drawn else None
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+        finally:
+            rng.restore(generators, self.strategy.accelerator, device)
+        model = type(self.module).__name__
+        if reason is not None:
+            return None, (
+                f"whether the loss of {model} is a mean over samples could not be tried ({reason}): under schedule="
+                f"{self.schedule!r} a pipeline trains on the mean of the losses of its microbatches. If it is none, "
+                "set schedule='gpipe', which computes the loss of the whole batch"
+            )
+        narrow = is_narrow(device, output)
+        return unlike_mean(model, losses, whole, microbatches=self.microbatches, narrow=narrow), None
 
     def _loss_of_now(self, output: Any, target: torch.Tensor) -> torch.Tensor:
         assert self._loss is not None
         return self._loss(output, target)
 
-    def _schedule(self, names: tuple[str, ...], tensors: dict[str, torch.Tensor], size: int) -> Any:
-        shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors.values())
-        key = (names, shapes, self.module.training)
-        ends = self._use(names, tensors, size // self.microbatches)
-        return self._schedules.get_or_make(key, lambda: self._make_schedule(ends))
+    def _schedule(self, tensors: dict[str, torch.Tensor], constants: dict[str, Any], size: int) -> tuple[Followed, Any]:
+        followed = self._follow(tensors, constants, size // self.microbatches)
+        # the forward that a schedule was made for is kept with it, so that its id remains its own
+        kept = self._schedules.get_or_make(id(followed), lambda: (followed, self._make_schedule(followed.ends)))
+        return followed, kept[1]
 
     def _make_schedule(self, ends: Sequence[tuple[Any, Any]]) -> Any:
         stages = [
@@ -222,16 +364,16 @@ class Pipeline:
 
     # -- evaluation ------------------------------------------------------------------------------------------
 
-    def evaluate(self, step: Callable[..., Any], batch: Any, rest: tuple[Any, ...]) -> Any:
+    def evaluate(self, step: Callable[..., Any], batch: Any, *rest: Any) -> Any:
         """The forward alone, the batch in one piece: ``step``'s result on the rank of the last stage, else None."""
-        names, tensors, size = self._inputs(self._rehearsal(step, batch, rest), 1)
-        ends = self._use(names, tensors, size)
+        tensors, constants, size = self._inputs(self._rehearsal(step, batch, rest), 1)
+        followed = self._follow(tensors, constants, size)
         values: Any = tuple(tensors.values())
         with self.strategy.guard("a forward of the pipeline"):
-            values = self._forward(values, ends)
+            values = self._forward(values, followed.ends)
         if not self.is_last:
             return None
-        with self._rehearsal.answering(once(self.module, values)):
+        with self._rehearsal.answering(once(self.module, followed.output(values))):
             return step(batch, *rest)
 
     def _forward(self, values: Any, ends: Sequence[tuple[Any, Any]]) -> Any:
@@ -242,7 +384,7 @@ class Pipeline:
             if index and owner != (index - 1) % self.size:
                 if self.rank == (index - 1) % self.size:
                     for value in values:
-                        dist.send(value.contiguous(), group=self.group, group_dst=owner)
+                        dist.send(value, group=self.group, group_dst=owner)
                 elif self.rank == owner:
                     values = tuple(torch.empty(end.shape, dtype=end.dtype, device=device) for end in ends[index][0])
                     for value in values:
@@ -253,74 +395,83 @@ class Pipeline:
 
     # -- what a step calls the model with --------------------------------------------------------------------
 
-    def _inputs(self, arguments: dict[str, Any], parts: int) -> tuple[tuple[str, ...], dict[str, torch.Tensor], int]:
-        """(names, tensors in the order in which stage 0 takes them, batch size), checked."""
+    def _inputs(self, arguments: dict[str, Any], parts: int) -> tuple[dict[str, torch.Tensor], dict[str, Any], int]:
+        """(tensors, other arguments, batch size), checked."""
         model = type(self.module).__name__
-        if bad := [name for name, value in arguments.items() if not isinstance(value, torch.Tensor)]:
+        tensors = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
+        others = {name: value for name, value in arguments.items() if name not in tensors}
+        if bad := [name for name, value in others.items() if not isinstance(value, PLAIN)]:
             raise ModelError(
                 f"a pipeline passes tensors from stage to stage, and the step calls {model} with {bad[0]}="
-                f"{arguments[bad[0]]!r}: give the forward a default for it and leave it out"
+                f"{others[bad[0]]!r}: give it tensors, numbers, strings, flags and None"
             )
-        sizes = {tensor.shape[0] if tensor.dim() else None for tensor in arguments.values()}
+        sizes = {tensor.shape[0] if tensor.dim() else None for tensor in tensors.values()}
         if len(sizes) != 1 or None in sizes:
-            raise ModelError(f"all that {model} is called with must be of one batch size (got {sizes})")
+            raise ModelError(f"all tensors that {model} is called with must be of one batch size (got {sizes})")
         size = int(sizes.pop())  # type: ignore[arg-type]
         if size % parts:
             raise indivisible("a batch", size, parts)
-        names = tuple(arguments)
-        stage = self._cut(names)[0]
-        return names, {name: arguments[name] for name in stage.inputs}, size
+        return tensors, others, size
 
-    def _cut(self, names: tuple[str, ...]) -> list[Stage]:
-        key = (names, self.module.training)
-        if key not in self._cuts:
-            stages = cut(self.module, self.split_points, names)
-            for ours, now in zip(self.stages, stages, strict=True):
-                if not set(now.modules) <= set(ours.modules):
-                    raise ModelError(
-                        f"called with {', '.join(names)}, {type(self.module).__name__} uses "
-                        f"{', '.join(sorted(set(now.modules) - set(ours.modules)))} in another stage than without: "
-                        "give its forward no such defaults"
-                    )
-            self._cuts[key] = stages
-        return self._cuts[key]
+    def _follow(self, tensors: dict[str, torch.Tensor], constants: dict[str, Any], rows: int) -> Followed:
+        """The forward for ``rows`` samples of such tensors, which this rank's stages compute from now on."""
+        shapes = tuple((name, tuple(tensor.shape[1:]), tensor.dtype) for name, tensor in tensors.items())
+        given = tuple((name, type(value), value) for name, value in constants.items())
+        key = (shapes, given, rows, self.module.training, torch.is_grad_enabled())
+        changed: str | None = None
 
-    def _use(self, names: tuple[str, ...], tensors: dict[str, torch.Tensor], rows: int) -> list[tuple[Any, Any]]:
-        """Set the graphs that run now; what goes in and out of each stage, as tensors on the meta device."""
-        shapes = tuple((tuple(tensor.shape[1:]), tensor.dtype) for tensor in tensors.values())
-        key = (names, shapes, rows, self.module.training)
-        ends: list[tuple[Any, Any]] = self._ends.get_or_make(key, lambda: self._find_ends(names, tensors, rows))
-        for index, root in self.roots.items():
-            last = index == len(self.stages) - 1
-            root.use(self._cut(names)[index].graph, None if last else tuple(end.dtype for end in ends[index][1]))
-        return ends
+        def is_right(made: Followed) -> bool:
+            nonlocal changed
+            changed = made.reads.differing()
+            return changed is None
 
-    def _find_ends(self, names: tuple[str, ...], tensors: dict[str, torch.Tensor], rows: int) -> list[tuple[Any, Any]]:
-        stages = self._cut(names)
-        values: Any = tuple(
-            torch.empty((rows, *tensor.shape[1:]), dtype=tensor.dtype, device="meta") for tensor in tensors.values()
+        followed: Followed = self._followed.get_or_make(
+            key, lambda: self._cut(tensors, constants, rows), is_right=is_right
         )
-        ends = []
-        for index, stage in enumerate(stages):
-            outline = fx.GraphModule(self._outlines[index], stage.graph)
-            try:
-                with torch.no_grad():
-                    given = outline(*values)
-            except Exception as error:
-                raise ModelError(
-                    f"the shapes of stage {index} of {type(self.module).__name__} can't be found without computing it "
-                    f"({type(error).__name__}: {error}): a pipeline needs to know them beforehand"
-                ) from error
-            outgoing = given if isinstance(given, tuple) else (given,)
-            if bad := [value for value in outgoing if not isinstance(value, torch.Tensor)]:
-                raise ModelError(f"stage {index} of {type(self.module).__name__} gives {bad[0]!r}, which is no tensor")
-            ends.append((_ends(values, index > 0), _ends(outgoing, True)))
-            values = outgoing
-        return ends
+        self._followed_in_a_row = 0 if changed is None else self._followed_in_a_row + 1
+        if self._followed_in_a_row == FOLLOWED_IN_A_ROW:
+            self._say(
+                "attributes",
+                f"the forward of {type(self.module).__name__} reads {changed!r}, which is another in each batch: a "
+                "pipeline follows it anew each time, which may take longer than the step. Make it a buffer, a tensor "
+                "that is changed in place, or an argument of self(...) that is a tensor of one value per sample",
+            )
+        for index, root in self.roots.items():
+            dtypes = tuple(end.dtype for end in followed.ends[index][1])
+            root.use(followed.stages[index], followed.constants, dtypes)
+            root.follow_buffers()
+        return followed
 
+    def _cut(self, tensors: dict[str, torch.Tensor], constants: dict[str, Any], rows: int) -> Followed:
+        model = type(self.module).__name__
+        found = self._capture(tensors, rows, constants)
+        stages = stages_of(found.graph, self.split_points, model, found.constants.keys())
+        for index, (ours, now) in enumerate(zip(self.stages, stages, strict=True)):
+            for name in now.modules:
+                if not uses(ours, name) and not self._is_without_state(name):
+                    raise ModelError(
+                        f"called with {', '.join((*tensors, *constants))}, {model} uses {name!r} in stage {index}, and "
+                        "it was taken for a part of another stage: let its forward call its modules in the order in "
+                        "which they are registered, with or without these arguments"
+                    )
+        results = [found.values[node] for node in found.results]
+        ends = [
+            (
+                ends_of([found.values[node] for node in stage.inputs], index > 0),
+                ends_of([found.values[node] for node in stage.outputs], True),
+            )
+            for index, stage in enumerate(stages)
+        ]
+        ends[-1] = ends[-1][0], ends_of([value if value.dim() else value[None] for value in results], True)
+        scalars = frozenset(index for index, value in enumerate(results) if not value.dim())
+        return Followed(stages, ends, found.returned, found.constants, found.reads, scalars)
 
-def _ends(values: Sequence[torch.Tensor], trained: bool) -> tuple[torch.Tensor, ...]:
-    return tuple(value.detach().clone().requires_grad_(trained and value.is_floating_point()) for value in values)
+    def _is_without_state(self, name: str) -> bool:
+        try:
+            used = self.module.get_submodule(name)
+        except AttributeError:  # a parameter
+            return False
+        return next(used.parameters(), None) is None and next(used.buffers(), None) is None
 
 
 def _first_dimensions(batch: Any) -> set[int]:
@@ -335,32 +486,9 @@ def _first_dimensions(batch: Any) -> set[int]:
     return found
 
 
-def _without_graph(value: Any) -> Any:
-    return value.detach() if isinstance(value, torch.Tensor) else value
-
-
-def _outlines(module: nn.Module, stages: Sequence[Stage]) -> list[dict[str, Any]]:
-    """What each stage's graph refers to, copied to the meta device: for shapes, without memory."""
-    memo: dict[int, Any] = {}
-    for tensor in (*module.parameters(), *module.buffers()):
-        empty = torch.empty_like(tensor, device="meta")
-        memo[id(tensor)] = (
-            nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-        )
-    outlines: list[dict[str, Any]] = []
-    for stage in stages:
-        found: dict[str, Any] = {}
-        for name in stage.modules:
-            owner = module.get_submodule(name.rpartition(".")[0])
-            used = getattr(owner, name.rpartition(".")[2])
-            try:
-                found[name] = memo[id(used)] if isinstance(used, torch.Tensor) else copy.deepcopy(used, memo)
-            except Exception as error:
-                raise ModelError(
-                    f"{name!r} can't be copied to find its shapes ({type(error).__name__}: {error})"
-                ) from error
-        outlines.append(found)
-    return outlines
+def _leaf(value: Any) -> Any:
+    floating = isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+    return value.requires_grad_() if floating else value
 
 
 def check_schedule_name(schedule: str) -> None:

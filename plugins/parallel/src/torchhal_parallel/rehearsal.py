@@ -61,6 +61,9 @@ class Rehearsal:
         self.module = module
         self.strategy = strategy
         self.signature = inspect.signature(type(module).forward)
+        parameters = self.signature.parameters.values()
+        self.further = next((each.name for each in parameters if each.kind is each.VAR_KEYWORD), None)
+        """What the forward calls the keyword arguments that it has no names for."""
         self._looks: dict[str, int] = {}
         self._forward = Answered(module)
 
@@ -76,7 +79,7 @@ class Rehearsal:
     def __call__(self, step: Callable[..., Any], batch: Any, rest: tuple[Any, ...]) -> dict[str, Any]:
         name = getattr(step, "__name__", "step")
         looks = self._looks.get(name, 0)
-        generators = self._generators()
+        generators = self.generators()
         if looks < LOOKS:
             self._looks[name] = looks + 1
             self._run(step, batch, rest)
@@ -93,7 +96,10 @@ class Rehearsal:
 
         def stop(*args: Any, **kwargs: Any) -> Any:
             bound = self.signature.bind(self.module, *args, **kwargs).arguments
-            raise _Called(dict(list(bound.items())[1:]))
+            named = dict(list(bound.items())[1:])
+            if self.further is not None:
+                named |= named.pop(self.further, {})
+            raise _Called(named)
 
         with silent(self.module), self.answering(stop), torch.no_grad():
             try:
@@ -107,15 +113,19 @@ class Rehearsal:
                 ) from error
         raise ModelError(
             f"the step of {model} does not call self(...): a pipeline runs the model's forward, and the step must make "
-            "the loss from what it returns"
+            "the loss from what it returns, as a rank has only its part of the model"
         )
 
-    def _generators(self) -> dict[str, Any]:
+    def generators(self) -> dict[str, Any]:
+        """The state of all generators."""
         return rng.collect(self.strategy.accelerator, self.strategy.root_device)
 
+    def drawn_from(self, generators: Mapping[str, Any]) -> list[str]:
+        """Which of them have moved since they were in that state."""
+        return drawn_between(generators, self.generators())
+
     def _check_generators(self, name: str, generators: Mapping[str, Any]) -> None:
-        now = self._generators()
-        if moved := [kind for kind, before in generators.items() if not _same(before, now[kind])]:
+        if moved := self.drawn_from(generators):
             raise ModelError(
                 f"{name} of {type(self.module).__name__} draws random numbers ({moved[0]}) before it calls self(...): "
                 "under a pipeline they would be others for the stages than for the loss. Draw them in forward, which "
@@ -130,6 +140,11 @@ class Rehearsal:
                 "pipeline runs twice to learn what self is called with: change it after self(...), where a step runs "
                 "once for each microbatch, or in on_train_batch_start"
             )
+
+
+def drawn_between(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Which generators have moved between two states of all of them, by the names that a state has for them."""
+    return [kind for kind, state in before.items() if not _same(state, after[kind])]
 
 
 def once(module: nn.Module, output: Any) -> Callable[..., Any]:

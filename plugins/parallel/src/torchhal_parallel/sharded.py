@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -13,11 +14,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchhal.checkpoint.reading import read
-from torchhal.errors import CheckpointMismatchError, ConfigurationError, ModelError
+from torchhal.errors import CheckpointMismatchError, ConfigurationError, ModelError, TorchhalError
+from torchhal.precision.base import dense_gradient
 from torchhal.strategies import ParallelStrategy, collectives
+from torchhal.strategies.forward_through import forward_through
 from torchhal_parallel.checkpoint.stored import StoredTensor
-from torchhal_parallel.layout import gathered, global_norm, like, local, scale_to, whole
+from torchhal_parallel.gradient_hooks import CarriedHandles, check_accumulation_hooks
+from torchhal_parallel.layout import gathered, global_norm, like, local, place_of_part, scale_to, whole
 from torchhal_parallel.optimizers import check_divisible
+from torchhal_parallel.parameter_objects import ParameterObjects, check_references
 from torchhal_parallel.wrapping import ForwardInstead, Wrapping
 
 _PLACED = ("state_dict", "optimizer_states", "gradients")
@@ -78,17 +83,29 @@ class ShardedStrategy(ParallelStrategy):
     time; with one of the feature ``sharded`` every rank gives its own. Either loads under any other strategy, and
     any other strategy's checkpoints load here.
 
-    After a run the user's module is whole again on every rank, unless ``configure_model`` built it sharded.
+    After a run the user's module is whole again on every rank, unless ``configure_model`` built it sharded. Its
+    parameters are the objects that they were before, so that whoever refers to one sees the trained weight; during the
+    run these are empty, and what takes part in training must not remember them.
     """
 
     inference_mode: ClassVar[bool] = False  # parameters that are gathered for a validation are used by training
+    compares_replicas: ClassVar[bool] = True
+    synchronizes_batchnorms: ClassVar[bool] = True
 
     built_on_meta = False
     """Whether the model is too large for every rank to have whole; ``configure_model`` builds it for each run."""
 
+    _runner: StepRunner | None = None
+    """What the steps run in, where the model as a whole is sharded."""
+
+    _objects: ParameterObjects | None = None
     _wrapping: Wrapping | None = None
     _divided: AbstractSet[nn.Parameter] = frozenset()
     """The parameters that there were when the model was divided."""
+
+    def _reset(self) -> None:
+        super()._reset()
+        self._carried_hooks = CarriedHandles()
 
     # -- the user's module -----------------------------------------------------------------------------------
 
@@ -100,13 +117,70 @@ class ShardedStrategy(ParallelStrategy):
                 f"an earlier run that failed has left {type(self.module).__name__} in parts: build a new one, and "
                 "continue from a checkpoint"
             )
-        self._wrapping = None if self.built_on_meta else Wrapping(self.module)
-        attributes = {name: dict(vars(parameter)) for name, parameter in self.module.named_parameters()}
-        super().setup_model(training=training)
-        for name, parameter in self.module.named_parameters():  # what users mark their parameters with
-            vars(parameter).update(attributes.get(name, {}))
-        if not self.built_on_meta:
-            self.module.__dict__["_torchhal_in_parts"] = True
+        alias = self.alias or type(self).__name__
+        self._objects = ParameterObjects(self.module)
+        self._wrapping = None if self.built_on_meta else Wrapping(self.module, self._objects)
+        try:
+            super().setup_model(training=training)
+        finally:
+            if self._wrapping is not None and self._objects.any_replaced():
+                self.module.__dict__["_torchhal_in_parts"] = True
+        with self._whole_if_refused():
+            self._objects.settle(alias)
+            if training:
+                check_accumulation_hooks(self._objects.replaced(), alias)
+                for name, parameter in self._objects.replaced():
+                    if parameter._backward_hooks:
+                        self.carry_hooks(parameter._backward_hooks, self.module.get_parameter(name))
+            self._check_references()
+
+    @contextmanager
+    def _whole_if_refused(self) -> Iterator[None]:
+        """Put the model back whole, and raise on every rank, when any refuses inside. Called on every rank."""
+        refusal: TorchhalError | None = None
+        try:
+            yield
+        except TorchhalError as error:
+            refusal = error
+        everybody = self.all_gather_object(refusal) if self.world_size > 1 else [refusal]
+        refusal = refusal or next((error for error in everybody if error is not None), None)
+        if refusal is None:
+            return
+        try:
+            self.restore_module()
+            self.barrier("the end of the gathering of a refused model")  # who leaves first closes connections
+        except TorchhalError as error:
+            raise refusal from error
+        raise refusal
+
+    def setup(self, trainer: Any) -> None:
+        training = trainer.state.fn == "fit"
+        self.setup_model(training=training)
+        if training:
+            with self._whole_if_refused():
+                self.setup_optimizers(*trainer.configure_optimizers())
+
+    def _check_references(self, *, through_optimizers: bool = False) -> None:
+        assert self._objects is not None
+        check_references(
+            self._takes_part(), self._objects, skip=(self, self.trainer), alias=self.alias or type(self).__name__,
+            through_optimizers=through_optimizers,
+        )  # fmt: skip
+
+    def carry_hooks(self, hooks: Mapping[int, Any], parameter: nn.Parameter) -> None:
+        """Let ``hooks``, registered on a parameter of the user's, run on the gradient of the one in its place."""
+        self._carried_hooks.carry(hooks, parameter)
+
+    def _takes_part(self) -> dict[str, Any]:
+        """What may use parameters in a fit, by the names that a message gives it."""
+        found: dict[str, Any] = {type(self.module).__name__: self.module}
+        if self.trainer is not None:
+            found |= {f"the callback {type(each).__name__}": each for each in self.trainer.callbacks}
+            found["the datamodule"] = self.trainer.datamodule
+        return found
+
+    def part_of(self, parameter: nn.Parameter) -> tuple[Any, torch.Tensor]:
+        return place_of_part(parameter), local(parameter.detach())
 
     def is_on_meta(self) -> bool:
         """Whether some of the model has no memory yet, on any rank. Called on every rank."""
@@ -130,6 +204,8 @@ class ShardedStrategy(ParallelStrategy):
                     "torch's Adafactor can't compute its statistics of rows and columns of sharded parameters: use "
                     "strategy='zero1', which divides its state too, or another optimizer"
                 )
+        if not getattr(self.module, "automatic_optimization", True) and self._objects is not None:
+            self._check_references(through_optimizers=True)  # a step of its own with an old one would train nothing
         super().setup_optimizers(optimizers, lr_scheduler_configs)
 
     def begin_epoch(self) -> None:
@@ -155,9 +231,11 @@ class ShardedStrategy(ParallelStrategy):
             return
         with self.guard("gathering of the model"):
             whole_model = self.whole_tensors()
+        self._carried_hooks.remove()
         self._wrapping.undo(self.module, whole_model)
         self.module.__dict__.pop("_torchhal_in_parts", None)
-        self.model, self._wrapping = self.module, None
+        self.model, self.model_is_connected = self.module, False
+        self._runner, self._wrapping, self._objects = None, None, None
 
     def whole_tensors(self) -> dict[str, torch.Tensor]:
         """Every parameter and buffer, whole, in the host memory of every rank; one at a time on the devices."""
@@ -170,7 +248,8 @@ class ShardedStrategy(ParallelStrategy):
     def _release_model(self) -> None:
         if self.module is not None:
             ForwardInstead.remove(self.module)  # also of one that a failed run has left in parts
-        self._divided = frozenset()
+        self._carried_hooks.remove()
+        self._divided, self._runner, self._objects, self._wrapping = frozenset(), None, None, None
         super()._release_model()
 
     @property
@@ -180,13 +259,41 @@ class ShardedStrategy(ParallelStrategy):
 
     # -- steps -----------------------------------------------------------------------------------------------
 
-    def module_step(self, name: str) -> Callable[..., Any]:
-        assert self.module is not None
+    def user_step(self, name: str) -> Callable[..., Any]:
+        """The module's own step, with what looks at its first call."""
         step: Callable[..., Any] = getattr(self.module, name)
-        by_hand = name == "training_step" and not getattr(self.module, "automatic_optimization", True)
-        if by_hand or not isinstance(self.model, StepRunner):
-            return step
-        return lambda *args: self.model(step, *args)
+        called = name != "training_step" or self._objects is None
+
+        @functools.wraps(step)
+        def call(*args: Any) -> Any:
+            nonlocal called
+            result = step(*args)
+            if not called and self._objects is not None:
+                self._objects.check_unused(self.alias or type(self).__name__)
+                called = True
+            return result
+
+        return step if called else call
+
+    def module_step(self, name: str) -> Callable[..., Any]:
+        step = self.user_step(name)
+        if name == "training_step":
+            if not getattr(self.module, "automatic_optimization", True):
+                return step
+            if self.model_is_connected:
+                return self._through_connected(step)
+        return step if self._runner is None else lambda *args: self._runner(step, *args)  # type: ignore[misc]
+
+    def _through_connected(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """``step`` as what the model runs that the precision's ``connect`` has put a module around."""
+
+        def call(*args: Any) -> Any:
+            runner = self._runner
+            if runner is None:
+                return forward_through(self, self.module, step)(*args)
+            return forward_through(self, runner, functools.partial(runner.forward, step))(*args)
+
+        return call
 
     # -- state -----------------------------------------------------------------------------------------------
 
@@ -223,12 +330,9 @@ class ShardedStrategy(ParallelStrategy):
         with torch.no_grad():
             return super().load_module_state_dict(parts, strict=strict)
 
-    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        placed: dict[Any, Any] = {}
-        for index, entry in state["state"].items():
-            target = parameters[index] if isinstance(index, int) and index < len(parameters) else None
-            placed[index] = {}
+    def check_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        super().check_optimizer_state(optimizer, state)
+        for index, target, entry in _by_parameter(optimizer, state):
             for key, item in entry.items():
                 shape = getattr(item, "shape", ())
                 if len(shape) and target is not None and target is not local(target) and shape != target.shape:
@@ -237,7 +341,13 @@ class ShardedStrategy(ParallelStrategy):
                         f"parameter {index} has the shape {tuple(shape)}, and the parameter {tuple(target.shape)}. "
                         "Continue with strategy='zero1' or 'ddp', under which parameters are whole"
                     )
-                placed[index][key] = self._placed(f"{key!r} of parameter {index}", item, target)
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        self.check_optimizer_state(optimizer, state)
+        placed = {
+            index: {key: self._placed(f"{key!r} of parameter {index}", item, target) for key, item in entry.items()}
+            for index, target, entry in _by_parameter(optimizer, state)
+        }
         super().load_optimizer_state(optimizer, {**state, "state": placed})
 
     def _placed(self, name: str, value: Any, target: Any) -> Any:
@@ -261,7 +371,7 @@ class ShardedStrategy(ParallelStrategy):
         gradients = {
             name: parameter.grad.detach()
             for name, parameter in self.module.named_parameters()
-            if parameter.grad is not None
+            if parameter.grad is not None and not parameter.is_meta
         }
         if self.saves_shards:
             return gradients
@@ -271,7 +381,7 @@ class ShardedStrategy(ParallelStrategy):
     def load_accumulated_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
         assert self.module is not None
         for name, parameter in self.module.named_parameters():
-            if name in gradients:
+            if name in gradients and not parameter.is_meta:
                 parameter.grad = self._placed(f"the gradient of {name}", gradients[name], parameter.detach())
 
     # -- gradients -------------------------------------------------------------------------------------------
@@ -292,22 +402,35 @@ class ShardedStrategy(ParallelStrategy):
         if algorithm not in ("norm", "value"):
             raise ValueError(f"'algorithm' must be 'norm' or 'value' (got {algorithm!r})")
         self.unscale_gradients(optimizer)
-        gradients = []
-        for parameter in self.precision.main_params(optimizer):
-            if parameter.grad is not None and parameter.grad.is_sparse:
-                parameter.grad = parameter.grad.coalesce()
-                gradients.append(parameter.grad.values())  # shares memory with the gradient: clipping it clips that
-            elif parameter.grad is not None:
-                gradients.append(parameter.grad)
+        gradients = self._gradients(optimizer)
         if algorithm == "value":
             for gradient in gradients:
                 local(gradient).clamp_(-clip_val, clip_val)
             return None
-        with self.guard("the norm of the gradients"):
-            norm = global_norm(gradients, squares=self.sum_of_squares)
+        norm = self._norm(gradients)
         scale_to(gradients, norm, clip_val)
         return norm
+
+    def grad_norm(self, optimizer: Optimizer) -> torch.Tensor:
+        self.unscale_gradients(optimizer)
+        return self._norm(self._gradients(optimizer))
+
+    def _norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        with self.guard("the norm of the gradients"):
+            return global_norm(gradients, squares=self.sum_of_squares)
+
+    def _gradients(self, optimizer: Optimizer) -> list[torch.Tensor]:
+        """Those of the parameters that this rank has, or has a part of."""
+        parameters = [p for p in self.precision.main_params(optimizer) if p.grad is not None and not p.is_meta]
+        return [dense_gradient(parameter) for parameter in parameters]
 
     def sum_of_squares(self, square: torch.Tensor) -> torch.Tensor:
         """The sum of squares over the whole model, from that over the parameters which this rank has a part of."""
         return square
+
+
+def _by_parameter(optimizer: Optimizer, state: Mapping[str, Any]) -> Iterator[tuple[Any, Any, Mapping[str, Any]]]:
+    """Index, parameter (None for an index that has none) and state of each parameter in ``state``."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, entry in state["state"].items():
+        yield index, parameters[index] if isinstance(index, int) and index < len(parameters) else None, entry

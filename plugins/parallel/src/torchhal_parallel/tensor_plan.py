@@ -8,13 +8,14 @@ A plan is ``{"layers.*.attn.q_proj": "colwise", "layers.*.attn.o_proj": "rowwise
 ``rowwise``: a Linear's inputs are divided, as a ``colwise`` layer leaves them; the results are summed.
 ``rowwise_rep``: the same from whole inputs, and an Embedding's rows. ``sequence_parallel``: a norm takes a whole input
 of shape (batch, sequence, ...), computes a part of the sequence, and gives a whole output. Or any
-``torch.distributed.tensor.parallel.ParallelStyle``, which alone decides what it takes and gives.
+``torch.distributed.tensor.parallel.ParallelStyle``, which alone decides what it takes and gives, unless it does the
+same as a name.
 """
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -57,6 +58,15 @@ def styles_of(style: Any) -> list[ParallelStyle]:
     )
 
 
+def _named(style: Any) -> Any:
+    """The name of what ``style``, an object of torch's, does; itself if there is none."""
+    for name in ("colwise", "colwise_rep", "rowwise", "rowwise_rep"):
+        [same] = styles_of(name)
+        if type(style) is type(same) and vars(style) == vars(same):
+            return name
+    return style
+
+
 def plan_of(module: nn.Module, given: Mapping[str, Any] | None) -> Mapping[str, Any]:
     """The strategy's plan, or the module's own ``tensor_parallel_plan``: an attribute, or a method that returns it."""
     plan = given if given is not None else getattr(module, "tensor_parallel_plan", None)
@@ -89,7 +99,8 @@ def resolve_plan(module: nn.Module, plan: Mapping[str, Any], size: int) -> dict[
     """
     modules = {name: submodule for name, submodule in module.named_modules(remove_duplicate=False) if name}
     resolved: dict[str, Any] = {}
-    for pattern, style in plan.items():
+    for pattern, given in plan.items():
+        style = _named(given)
         found = [name for name in modules if _matches(name, pattern)]
         if not found:
             known = {".".join("*" if part.isdigit() else part for part in name.split(".")) for name in modules}
@@ -117,6 +128,11 @@ def _matches(name: str, pattern: str) -> bool:
 
 def _check_layer(name: str, layer: nn.Module, style: Any, size: int) -> None:
     if not isinstance(style, str):
+        if type(style) in (ColwiseParallel, RowwiseParallel) and not isinstance(layer, nn.Linear | nn.Embedding):
+            raise ConfigurationError(  # torch's own would come when other layers are divided
+                f"{type(style).__name__} is for Linear and Embedding, and {name!r} is a {type(layer).__name__}: name "
+                "the layers inside it"
+            )
         return
     if style == "sequence_parallel":
         if not isinstance(layer, nn.LayerNorm | nn.RMSNorm):
@@ -129,6 +145,16 @@ def _check_layer(name: str, layer: nn.Module, style: Any, size: int) -> None:
         raise ConfigurationError(
             f"style {style!r} is for Linear and Embedding, and {name!r} is a {type(layer).__name__}: name the layers "
             "inside it"
+        )
+    if "weight" not in layer._parameters:
+        raise ConfigurationError(
+            f"the weight of {name!r} is computed from other parameters, by a parametrization or a weight norm, which "
+            "can't be sharded: leave the layer out of the plan, or remove what computes it"
+        )
+    if isinstance(layer, nn.Embedding) and layer.max_norm is not None:
+        raise ConfigurationError(
+            f"{name!r} is an Embedding with max_norm={layer.max_norm}, and no rank would have whole rows to bound: "
+            "leave the layer out of the plan, or max_norm"
         )
     if isinstance(layer, nn.Embedding) and style == "rowwise":
         raise ConfigurationError(f"{name!r} is an Embedding, whose input isn't divided: use 'rowwise_rep'")
@@ -210,12 +236,15 @@ def _tied(modules: Mapping[str, nn.Module]) -> list[list[str]]:
     """Names of Linear and Embedding layers that share their weight."""
     groups: dict[int, list[str]] = {}
     for name, layer in modules.items():
-        if isinstance(layer, nn.Linear | nn.Embedding):
-            groups.setdefault(id(layer.weight), []).append(name)
+        weight = layer._parameters.get("weight")  # one that is computed is another object each time
+        if isinstance(layer, nn.Linear | nn.Embedding) and weight is not None:
+            groups.setdefault(id(weight), []).append(name)
     return [names for names in groups.values() if len({id(modules[name]) for name in names}) > 1]
 
 
-def apply_plan(module: nn.Module, resolved: Mapping[str, Any], mesh: Any) -> None:
+def apply_plan(
+    module: nn.Module, resolved: Mapping[str, Any], mesh: Any, after_each: Callable[[], None] = lambda: None
+) -> None:
     """Shard the layers of a resolved plan that ``module`` still has, over ``mesh``; tied weights stay tied."""
     modules = {name: layer for name, layer in module.named_modules(remove_duplicate=False) if name}
     tied = _tied(modules)
@@ -225,6 +254,7 @@ def apply_plan(module: nn.Module, resolved: Mapping[str, Any], mesh: Any) -> Non
                 continue  # another name of a layer that is done
             for part in styles_of(style):
                 parallelize_module(modules[name], mesh, part)
+            after_each()
     for first, *others in tied:
         for name in others:
             modules[name].weight = modules[first].weight

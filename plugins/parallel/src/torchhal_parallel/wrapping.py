@@ -10,6 +10,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from torchhal_parallel.blocks import chosen_blocks
+from torchhal_parallel.gradient_hooks import give_back
+from torchhal_parallel.parameter_objects import ParameterObjects, made_of, marks_of
 
 try:
     from torch.distributed._composable_state import _module_state_mapping as _STATES
@@ -69,7 +71,8 @@ class Wrapping:
     at the first step. Hooks of the user's, whenever they came, stay.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, objects: ParameterObjects) -> None:
+        self._objects = objects
         self._before = [
             (
                 submodule,
@@ -97,7 +100,7 @@ class Wrapping:
                     del submodule.__dict__[name]
             for name in _HOOKS:
                 for key, hook in list(_hooks(submodule, name).items()):
-                    if key not in hooks[name] and _is_torchs(hook):
+                    if key not in hooks[name] and _is_of_a_wrapper(hook):
                         _forget(submodule, key)
             _STATES.pop(submodule, None)  # or torch refuses to shard the module again
         known = {name for names in self._names for name in names}
@@ -109,10 +112,26 @@ class Wrapping:
             value = whole[name]
             now = owner._parameters.get(attribute)
             if now is not None:
-                value = nn.Parameter(value, requires_grad=now.requires_grad)  # a callback may have unfrozen it
-                vars(value).update(vars(now))
+                value = self._restored(now, value)
             for _, owner, attribute in places:
                 setattr(owner, attribute, value)  # an LSTM keeps a list of its own
+
+    def _restored(self, now: nn.Parameter, value: torch.Tensor) -> nn.Parameter:
+        """The parameter that the module had in the place of ``now``, with ``value``."""
+        parameter = self._objects.object_for(now)
+        if parameter is None or not torch._has_compatible_shallow_copy_type(parameter, value):
+            parameter = nn.Parameter(value, requires_grad=now.requires_grad)  # it came while the model was trained
+        elif made_of(parameter) or made_of(value):
+            torch.utils.swap_tensors(parameter, nn.Parameter(value))  # type: ignore[no-untyped-call]
+        else:
+            parameter.grad, parameter.data = None, value
+        parameter.requires_grad_(now.requires_grad)  # a callback may have unfrozen it
+        vars(parameter).update(marks_of(now))
+        for name in self._objects.torchs_marks:
+            vars(parameter).pop(name, None)
+        if parameter is not now:
+            give_back(now, parameter)
+        return parameter
 
 
 def _place(module: nn.Module, name: str) -> tuple[nn.Module, str]:
@@ -137,9 +156,10 @@ def _forget(module: nn.Module, key: Any) -> None:
         _hooks(module, name).pop(key, None)
 
 
-def _is_torchs(hook: Any) -> bool:
+def _is_of_a_wrapper(hook: Any) -> bool:
+    """Whether a hook is torch's for parallelism, or one of this package that waits for a first forward."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     hook = getattr(hook, "hook", hook)  # state dictionaries wrap theirs
     home = getattr(getattr(hook, "__func__", hook), "__module__", None) or type(hook).__module__
-    return str(home).startswith("torch.distributed")
+    return str(home).startswith(("torch.distributed", "torchhal_parallel"))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from torchhal.errors import CheckpointMismatchError
 from torchhal.memory import MemoryEstimate, ModelMemory
 from torchhal.strategies import DDPStrategy, collectives
 from torchhal_parallel.gathering import on_first_rank
-from torchhal_parallel.optimizers import check_divisible
+from torchhal_parallel.optimizers import check_divisible, check_separable, with_parameters
 
 
 class ZeRO1Strategy(DDPStrategy):
@@ -26,16 +26,17 @@ class ZeRO1Strategy(DDPStrategy):
     see this rank's parameters alone.
 
     The step of an optimizer must be a sum of steps over its parameters, as those of all of ``torch.optim`` but LBFGS
-    are. One that needs a closure, as LBFGS does, is refused. Nothing tells of any other that it looks at all parameters
-    together, by the norm of all gradients, say: here it would see those of this rank alone, and compute something else
-    without a word. Such an optimizer needs ``strategy="ddp"``.
+    are. One that needs a closure, as LBFGS does, is refused, and so is one that looks at all parameters together, by
+    the norm of all gradients, say: it would see those of this rank alone. A small copy of it tells.
     """
 
     def setup_optimizers(self, optimizers: Sequence[Optimizer], lr_scheduler_configs: Sequence[Any] = ()) -> None:
         for optimizer in optimizers:
             check_divisible(optimizer, self.alias or "zero1")
+            if self.world_size > 1:
+                check_separable(optimizer, self.alias or "zero1", self.accelerator, self.root_device)
         super().setup_optimizers(optimizers, lr_scheduler_configs)
-        self._owners = [_owners(optimizer, self.world_size) for optimizer in optimizers]
+        self._owners = [_owners(optimizer, self.world_size) for optimizer in self.optimizers]
         self._shares: dict[Optimizer, tuple[int, list[list[torch.Tensor]]]] = {}
 
     def owner_of(self, optimizer: Optimizer) -> dict[torch.Tensor, int]:
@@ -47,18 +48,11 @@ class ZeRO1Strategy(DDPStrategy):
             owners |= {parameter: index % self.world_size for index, parameter in enumerate(order)}
         return owners
 
-    @contextmanager
-    def only_mine(self, optimizer: Optimizer) -> Iterator[None]:
+    def only_mine(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """The optimizer with this rank's parameters alone."""
         owner, rank = self.owner_of(optimizer), self.global_rank
-        everything = [group["params"] for group in optimizer.param_groups]
-        for group in optimizer.param_groups:
-            group["params"] = [parameter for parameter in group["params"] if owner[parameter] == rank]
-        try:
-            yield
-        finally:
-            for group, parameters in zip(optimizer.param_groups, everything, strict=True):
-                group["params"] = parameters
+        own = [[each for each in group["params"] if owner[each] == rank] for group in optimizer.param_groups]
+        return with_parameters(optimizer, own)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> int | None:
         if self.world_size == 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import signal
 import time
 import uuid
@@ -15,7 +16,7 @@ from torchhal.errors import LaunchError
 from torchhal.launchers import payload, process
 from torchhal.launchers.base import Launcher
 from torchhal.launchers.failures import Failure
-from torchhal.launchers.signals import NotedSignals
+from torchhal.launchers.signals import NotedSignals, exit_on
 from torchhal.launchers.verdict import Verdict
 from torchhal_ray import placement, tune, vendor
 from torchhal_ray.mailbox import Letters
@@ -39,14 +40,21 @@ INSTEAD = (
     "workers' nodes is sent there with ray.init(runtime_env={'py_modules': [...]})"
 )
 
+_ON_SIGTERM = re.compile(r"receives a SIGTERM|exit code 143")
+"""What Ray says of a worker that its own handler of SIGTERM, or that of ``worker``, has ended."""
+
 _PRIVATE = (process.LAUNCH_ID, process.LAUNCH_KIND, process.PARENT_PID, process.PARENT_IS_MAIN, process.REPORT_FD)
+
+_JOB = ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID")
+"""What rank 0 needs to have the scheduler's job requeued in which this process runs, and its Ray cluster."""
 
 
 class ActorLauncher(Launcher):
     """Runs the function in actors of a placement group; the caller waits for them and is no rank.
 
-    SIGINT and SIGTERM to this process are passed on to the workers, as SIGTERM; they get ``stop_timeout`` seconds to
-    save. Then KeyboardInterrupt or ``SystemExit(128 + signal)`` is raised here.
+    SIGINT and SIGTERM to this process are passed on to the workers, as SIGTERM, and the environment's stop signals as
+    what they are; the workers get ``stop_timeout`` seconds to save. Then KeyboardInterrupt or
+    ``SystemExit(128 + signal)`` is raised here.
     """
 
     name: ClassVar[str] = "ray"
@@ -71,13 +79,19 @@ class ActorLauncher(Launcher):
             self.bundles, self.per_bundle, self.placement = num_nodes, per_node, "STRICT_SPREAD"
 
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        ray = vendor.connect(self.settings.init)
-        cloudpickle = ray.cloudpickle
-        with closing(
-            payload.pack_function(function, args, kwargs, self.prepare, instead=INSTEAD, pickle_module=cloudpickle)
-        ) as file:
-            content = file.content()
-        with NotedSignals() as signals:
+        try:
+            ray = vendor.connect(self.settings.init)
+            with closing(
+                payload.pack_function(
+                    function, args, kwargs, self.prepare, instead=INSTEAD, pickle_module=ray.cloudpickle
+                )
+            ) as file:
+                content = file.content()
+        except SystemExit as error:
+            if error.code == signal.SIGTERM:  # of the handler that ray.init installs
+                raise exit_on(signal.SIGTERM, agreed=False) from None
+            raise
+        with NotedSignals(self.settings.stop_signals) as signals:
             crew = _Crew(ray, self, signals)
             try:
                 crew.start(content)
@@ -154,7 +168,7 @@ class _Crew:
 
     def _variables(self, launch_id: str, seat: Seat) -> dict[str, str]:
         """All but the meeting place, which rank 0 finds."""
-        passed = {name: value for name, value in os.environ.items() if name.startswith("TORCHHAL_")}
+        passed = {name: value for name, value in os.environ.items() if name.startswith("TORCHHAL_") or name in _JOB}
         ranks = process.rank_variables(
             launch_id=launch_id,
             kind=self._launcher.name,
@@ -230,7 +244,8 @@ class _Crew:
             if len(self._signals.received) > passed_on:
                 passed_on = len(self._signals.received)
                 if passed_on == 1:
-                    self._signal(signal.SIGTERM)
+                    first = self._signals.received[0]
+                    self._signal(signal.SIGTERM if first == signal.SIGINT else first)
                 self._end_soon(self._settings.stop_timeout if passed_on == 1 else 0.0)
             if self._end_at is not None and time.monotonic() > self._end_at:
                 if self._signals.received:
@@ -253,14 +268,18 @@ class _Crew:
             self.result = result
         failure = self.verdict.take(rank, message)
         if failure is not None:
-            self._end_soon(self._settings.stop_timeout if failure.stopped else GRACE)
+            agreed = failure.stopped and not failure.stop_signal
+            self._end_soon(self._settings.stop_timeout if agreed else GRACE)
         elif self.verdict.problem is not None:
             self._end_soon(0.0)
 
     def _died(self, rank: int, error: BaseException) -> None:
         seat = self._seats[rank]
-        message = f"on node {seat.address} ({seat.node_id[:8]}) died: {_reason(error)}"
-        self.verdict.failures.append((Failure(rank, message), None))
+        reason = _reason(error)
+        failure = Failure(rank, f"on node {seat.address} ({seat.node_id[:8]}) died: {reason}")
+        if self._signals.received and _ON_SIGTERM.search(reason):  # before it had begun the call
+            failure = Failure.from_signal(rank, self._signals.received[0])
+        self.verdict.failures.append((failure, None))
         self._end_soon(DEATH_GRACE)
 
     def _end_soon(self, seconds: float) -> None:

@@ -45,8 +45,8 @@ import torch
 if sys.platform == "linux":
     import fcntl
 
-TORCH_MINOR = "2.13"
-"""The torch minor whose internal headers the sources were written against."""
+TORCH_MINORS = ("2.13",)
+"""The torch minors whose internal headers the sources are tested with, the newest last."""
 
 CSRC = Path(__file__).parent / "csrc"
 
@@ -69,11 +69,11 @@ def check_torch() -> None:
     """
     installed = str(torch.__version__)
     minor = ".".join(installed.split(".")[:2])
-    if minor != TORCH_MINOR:
+    if minor not in TORCH_MINORS:
         raise BuildError(
-            f"this torchhal-simulator is for torch {TORCH_MINOR}, whose internal headers it uses, and torch "
-            f"{installed} is installed: install 'torch=={TORCH_MINOR}.*', or a torchhal-simulator made for torch "
-            f"{minor}"
+            f"this torchhal-simulator is for torch {' and '.join(TORCH_MINORS)}, whose internal headers it uses, and "
+            f"torch {installed} is installed: install 'torch=={TORCH_MINORS[-1]}.*', or a torchhal-simulator made for "
+            f"torch {minor}"
         )
 
 

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 
 from torchhal_simulator import __version__
-from torchhal_simulator.build import TORCH_MINOR
 from torchhal_simulator.flavours import Flavour
 
 
@@ -96,7 +95,7 @@ class DeviceModule(ModuleType):
 
     def get_device_properties(self, device: Any = None) -> DeviceProperties:
         return DeviceProperties(
-            f"simulated {self._flavour.device_type} (torchhal-simulator {__version__} for torch {TORCH_MINOR})",
+            f"simulated {self._flavour.device_type} (torchhal-simulator {__version__} on torch {torch.__version__})",
             int(self._ops.memory_limit(self._index(device))),
         )
 

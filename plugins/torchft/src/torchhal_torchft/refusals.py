@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from torchhal.errors import UnsupportedCombinationError
 from torchhal.precision.base import needs_closure
+from torchhal.strategies.replica_consistency import check_lookups
 
 
 def check_model(me: str, module: Any, optimizers: Sequence[Optimizer]) -> None:
@@ -30,6 +31,7 @@ def check_model(me: str, module: Any, optimizers: Sequence[Optimizer]) -> None:
             f"{me} steps with gradients that it has averaged, and {type(optimizers[0]).__name__} evaluates the model "
             "within a step: use an optimizer that needs no closure"
         )
+    check_lookups(module, "each replica group would look up, and scale, other rows")
     for key, part in module.named_modules():
         if getattr(part, "sparse", False) and isinstance(part, nn.Embedding | nn.EmbeddingBag):
             raise UnsupportedCombinationError(

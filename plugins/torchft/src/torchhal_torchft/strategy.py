@@ -17,7 +17,7 @@ from torchhal.cluster import ClusterEnvironment
 from torchhal.errors import DistributedError, ModelError
 from torchhal.memory import MemoryEstimate, ModelMemory
 from torchhal.precision import Precision
-from torchhal.strategies import SingleDeviceStrategy
+from torchhal.strategies import SingleDeviceStrategy, Strategy
 from torchhal.trainer import samplers
 from torchhal.trainer.fit_loop import Interrupted, Repositioned
 from torchhal_torchft import settings, state, vendor
@@ -142,6 +142,9 @@ class TorchFTStrategy(SingleDeviceStrategy):
         return {"lighthouse_addr": self.settings.lighthouse_addr} if self._group is not None else {}
 
     # -- set-up ----------------------------------------------------------------------------------------------
+
+    def check_sync_batchnorm(self, world_size: int) -> None:
+        Strategy.check_sync_batchnorm(self, world_size)  # groups may leave in the midst of a forward
 
     def setup_optimizers(self, optimizers: Sequence[Optimizer], lr_scheduler_configs: Sequence[Any] = ()) -> None:
         check_model(self._me, self.module, optimizers)

@@ -55,6 +55,11 @@ class _Ahead:
                 raise self._source.error from None
             raise
 
+    @property
+    def _sampler_iter(self) -> Iterator[Any]:
+        """What the loops ask once more when all batches are used: the threads have read on, to the loader's end."""
+        return self
+
     def _shutdown_workers(self) -> None:
         """End the threads, then what they read from. The loops call it as they do a DataLoader's."""
         self._threads.close()

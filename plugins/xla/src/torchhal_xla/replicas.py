@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,8 @@ class XLAStrategy(LazyStrategy, ParallelStrategy):
         start_method: ``"spawn"`` or ``"forkserver"``: the process that calls ``fit`` must not take a chip itself.
         options: as in :class:`LazyStrategy` and :class:`torchhal.strategies.ParallelStrategy`.
     """
+
+    compares_replicas: ClassVar[bool] = True
 
     def __init__(self, *, start_method: str = "spawn", **options: Any) -> None:
         if start_method not in START_METHODS:

@@ -1,7 +1,8 @@
-"""Take away the modules of the kinds that were not asked for."""
+"""Take away the modules of the kinds that were not asked for, and what was compiled beside the template."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 MODULES = {
@@ -16,3 +17,7 @@ WANTED = "{{ cookiecutter.__kinds }}".split(",")
 for kind, module in MODULES.items():
     if kind not in WANTED:
         Path("src", "{{ cookiecutter.__package }}", module).unlink()
+
+# pip compiles every .py file that it installs, those of the template too, and cookiecutter copies all that it finds.
+for cache in list(Path().rglob("__pycache__")):
+    shutil.rmtree(cache)

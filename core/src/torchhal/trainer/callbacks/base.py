@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import inspect
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     import torch
     from torch.optim import Optimizer
 
@@ -19,8 +25,17 @@ class Callback:
     that the model has too the callbacks come first, except at the end of an epoch: there ``EarlyStopping`` and
     ``ModelCheckpoint`` come after the model, so that they see what it logged.
 
-    ``module`` is the user's model. What a hook communicates it must communicate on every rank.
+    ``module`` is the user's model. A hook of an evaluation's batch that doesn't take ``dataloader_idx`` isn't given it.
+    What a hook communicates it must communicate on every rank.
     """
+
+    _made_with: str = ""
+    """The arguments of ``__init__``, in words or as a digest, which tell callbacks of one ``state_key`` apart."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if inspect.isfunction(cls.__dict__.get("__init__")):
+            cls.__init__ = _records_arguments(cls.__init__)  # type: ignore[method-assign]
 
     # -- a run ---------------------------------------------------------------------------------------------------
 
@@ -63,7 +78,7 @@ class Callback:
         """Before each training batch."""
 
     def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """After each training batch; ``outputs`` is what ``training_step`` returned."""
+        """After each training batch; ``outputs`` is what ``training_step`` returned, without the graph."""
 
     # -- evaluation --------------------------------------------------------------------------------------------------
 
@@ -157,7 +172,12 @@ class Callback:
 
     @property
     def state_key(self) -> str:
-        """The name under which :meth:`state_dict` is saved; two callbacks of one class need different ones."""
+        """The name under which :meth:`state_dict` is saved.
+
+        Where several callbacks of a Trainer have the same, the arguments that their ``__init__`` got are added (of long
+        ones a digest), and after that a number, by their order. Of an argument that is no number, string, list, tuple
+        or dict only the class counts. A dataclass has no ``__init__`` of its own, so its objects are numbered.
+        """
         return type(self).__qualname__
 
     def state_dict(self) -> dict[str, Any]:
@@ -170,6 +190,55 @@ class Callback:
     def _generate_state_key(self, **settings: Any) -> str:
         """A state key that tells callbacks of one class with different ``settings`` apart."""
         return f"{type(self).__qualname__}{settings!r}"
+
+
+_MAX_WORDS = 80
+"""Characters of arguments that a key in a checkpoint spells out; of longer ones it has a digest."""
+
+_MAX_PIECES = 10_000
+"""Values and brackets of the arguments that count: of a list of millions its beginning."""
+
+
+def _records_arguments(init: Callable[..., None]) -> Callable[..., None]:
+    signature = inspect.signature(init)
+
+    @functools.wraps(init)
+    def initialize(self: Callback, *args: Any, **kwargs: Any) -> None:
+        if "_made_with" not in self.__dict__:  # set already where a derived class's calls this one
+            self.__dict__["_made_with"] = _in_words(signature, (self, *args), kwargs)
+        init(self, *args, **kwargs)
+
+    return initialize
+
+
+def _in_words(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    try:
+        bound = signature.bind(*args, **kwargs).arguments
+    except TypeError:  # the constructor says it better
+        return ""
+    named = sorted(list(bound.items())[1:])  # without self
+    pieces = chain.from_iterable(_pieces(value, f", {name}=") for name, value in named)
+    words = "".join(islice(pieces, _MAX_PIECES)).removeprefix(", ")
+    return words if len(words) <= _MAX_WORDS else hashlib.sha256(words.encode(errors="replace")).hexdigest()[:16]
+
+
+def _pieces(value: Any, before: str = "") -> Iterator[str]:
+    """The text of a value that is the same in every process, bit by bit; of an object the name of its class."""
+    if value is None or isinstance(value, bool | int | float | str):
+        yield before + repr(value)
+    elif isinstance(value, list | tuple):
+        yield f"{before}["
+        for index, item in enumerate(value):
+            yield from _pieces(item, ", " if index else "")
+        yield "]"
+    elif isinstance(value, dict):
+        yield f"{before}{{"
+        for index, (key, item) in enumerate(value.items()):
+            yield from _pieces(key, ", " if index else "")
+            yield from _pieces(item, ": ")
+        yield "}"
+    else:
+        yield before + type(value).__qualname__
 
 
 __all__ = ["Callback"]

@@ -27,10 +27,13 @@ from torchhal.trainer.callbacks.clock import SharedClock
 from torchhal.trainer.callbacks.monitored import (
     check_mode,
     check_monitor,
+    check_score,
     is_better,
     missing_metric,
     validates_once_per_epoch,
 )
+from torchhal.trainer.callbacks.written_files import WrittenFiles
+from torchhal.trainer.unknown_arguments import explain_unknown_arguments
 
 if TYPE_CHECKING:
     from torchhal.trainer import Trainer
@@ -43,10 +46,11 @@ _STATE_OF_FOLDER = ("best_k_models", "last_model_path", "_newest", "_interrupted
 class ModelCheckpoint(Callback):
     """Saves checkpoints while training, and keeps the best or the newest of them.
 
-    Rank 0 decides what is saved and what goes, and tells the others. A file is deleted only when its successor is
-    durable, and only if this run, or the one it resumes in the same folder, wrote it; another run's file of the
-    same name is left alone and the new one gets ``-v1``, ``-v2``, ... Nothing is saved in a sanity check or under
-    ``fast_dev_run``. When a signal ends the run between two steps, one more checkpoint to resume from is written.
+    Rank 0 decides what is saved and what goes, and tells the others. A file is deleted or replaced only when its
+    successor is durable, and only if this run, or the one it resumes in the same folder, wrote it, which a record in
+    the folder's ``.torchhal`` has to show; anything else of the same name is left alone and the new file gets ``-v1``,
+    ``-v2``, ... Nothing is saved in a sanity check or under ``fast_dev_run``. When a signal ends the run between two
+    steps, one more checkpoint to resume from is written.
 
     Args:
         dirpath: the folder, or an fsspec URL; ``<log folder of the first logger>/checkpoints`` by default.
@@ -66,7 +70,7 @@ class ModelCheckpoint(Callback):
         save_on_train_epoch_end: True: at the end of training epochs; False: after validations. By default at the
             end of epochs that have one validation, at their end, or none, else after each validation; without
             ``monitor`` at the end of epochs as well.
-        enable_version_counter: False overwrites files of other runs.
+        enable_version_counter: False overwrites checkpoints of other runs; what is no checkpoint stays.
 
     Raises:
         ConfigurationError, TypeError, ValueError: arguments outside their domain, or that exclude each other.
@@ -81,6 +85,7 @@ class ModelCheckpoint(Callback):
     monitors = True
     """Called at the end of an epoch after the model, with all values in."""
 
+    @explain_unknown_arguments
     def __init__(
         self,
         dirpath: str | os.PathLike[str] | None = None,
@@ -133,6 +138,7 @@ class ModelCheckpoint(Callback):
         self._doomed: list[str] = []  # own files that have a successor
         self._seen_at: tuple[int, int] | None = None
         self._written_at: tuple[int, int] | None = None
+        self._files = WrittenFiles("", "")
         self._step_seen = 0
         self._validated = False
         self._unsettled: _Unsettled | None = None
@@ -168,8 +174,19 @@ class ModelCheckpoint(Callback):
         """Choose the folder, together with the other ranks; nothing is created yet."""
         self.dirpath = self._given_dirpath or self._default_folder(trainer)
         self._validated = False
+        self._files = WrittenFiles(trainer.run_id, self.state_key, trainer.strategy.checkpoint_io.storage_options)
+
+    def on_load_checkpoint(self, trainer: Trainer, module: Any, checkpoint: dict[str, Any]) -> None:
+        """Find out, before a fit, whether the run that wrote this checkpoint wrote into the same folder."""
+        path = normal_folder(trainer.ckpt_path or "")
+        if trainer.state.fn == "fit" and os.path.dirname(path) == self.dirpath and trainer.is_global_zero:
+            self._files.adopt(path)
+            if self._files.run != trainer.run_id:
+                for callback in trainer.checkpoint_callbacks:  # in other folders, too: it was one run that wrote them
+                    callback._files.run = self._files.run
 
     def on_train_start(self, trainer: Trainer, module: Any) -> None:
+        trainer.run_id = self._files.run  # not before: a checkpoint that is refused is continued by nobody
         self._step_seen = trainer.global_step
         if self.train_time_interval is not None:
             self._clock.start(trainer.global_step)
@@ -234,8 +251,12 @@ class ModelCheckpoint(Callback):
         before = self._snapshot()
         self._replace("last_model_path" if self.save_last else "_interrupted", path)
         self._written_at = _position(trainer)
-        trainer.save_checkpoint(path)
-        self._unsettled = _Unsettled(before)
+        try:
+            trainer.save_checkpoint(path)
+        except BaseException:
+            self._give_up(trainer, before, (path,))
+            raise
+        self._unsettled = _Unsettled(before, (path,))
         self._settle(trainer)
 
     # -- saving ------------------------------------------------------------------------------------------------------
@@ -250,12 +271,13 @@ class ModelCheckpoint(Callback):
         self._settle(trainer)
         trainer.results.share_steps()
         path, score, evicted, last = self._agree(trainer, lambda: self._decide(trainer, top_k))
+        paths = tuple(each for each in (path, last) if each is not None)
         before, link = self._snapshot(), None
         self._seen_at = position
         if score is not None:
             self.current_score = torch.tensor(score, dtype=torch.float64)
         try:
-            if path is not None or last is not None:
+            if paths:
                 self._written_at = position
                 self._replace("_interrupted", "")
                 if last is not None:
@@ -263,7 +285,7 @@ class ModelCheckpoint(Callback):
                 if path is not None:
                     self._keep(path, evicted)
                 # The state is that of after the save, so that a run resumed from this very file knows its own.
-                trainer.save_checkpoint(path if path is not None else last or "", self.save_weights_only)
+                trainer.save_checkpoint(paths[0], self.save_weights_only)
                 if path is not None and last is not None:
                     can_link = self._can_link(trainer, path)
                     if can_link and "async" in trainer.strategy.checkpoint_io.features:
@@ -271,11 +293,11 @@ class ModelCheckpoint(Callback):
                     elif not can_link or not self._link(trainer, path, last):
                         trainer.save_checkpoint(last, self.save_weights_only)
         except BaseException:
-            self._restore(before)
+            self._give_up(trainer, before, paths)
             raise
-        if path is not None or last is not None:
+        if paths:
             text = f"saved {path or last}" + (f" ({self.monitor}={score:.6g})" if score is not None else "")
-            self._unsettled = _Unsettled(before, text if self.verbose else "", link)
+            self._unsettled = _Unsettled(before, paths, text if self.verbose else "", link)
             if "async" not in trainer.strategy.checkpoint_io.features:
                 self._settle(trainer)
 
@@ -362,8 +384,11 @@ class ModelCheckpoint(Callback):
                     if not self._link(trainer, source, target):
                         raise CheckpointError(f"{source!r} is not there to get the second name {target!r}")
             except Exception:
-                self._restore(unsettled.before)
+                self._give_up(trainer, unsettled.before, unsettled.paths)
                 raise
+            if trainer.is_global_zero:
+                for path in unsettled.paths:
+                    self._files.wrote(path)
         self._delete_doomed(trainer)
         if unsettled is None:
             return
@@ -374,14 +399,25 @@ class ModelCheckpoint(Callback):
         if unsettled.text:
             trainer.print(unsettled.text)
 
+    def _give_up(self, trainer: Trainer, before: Mapping[str, Any], paths: tuple[str, ...]) -> None:
+        """A save has failed: what is known of files is as it was before it."""
+        self._restore(before)
+        if trainer.is_global_zero:
+            for path in paths:
+                self._files.release(path)
+
     def _delete_doomed(self, trainer: Trainer) -> None:
-        doomed, self._doomed = self._doomed, []
         kept = self._own()
-        for path in doomed:
-            if path in kept:
+        doomed, self._doomed = [path for path in self._doomed if path not in kept], []
+        if not doomed:
+            return
+        for path, own in zip(doomed, self._agree(trainer, lambda: [*map(self._files.owns, doomed)]), strict=True):
+            if not own:
                 continue
             try:
                 trainer.strategy.remove_checkpoint(path)
+                if trainer.is_global_zero:
+                    self._files.release(path)
             except (CheckpointError, OSError) as error:
                 self._doomed.append(path)
                 trainer.warn_once(f"an old checkpoint can't be removed, which will be tried again: {error}")
@@ -436,16 +472,26 @@ class ModelCheckpoint(Callback):
         return join(self.dirpath or "", f"{name}{version}{self.FILE_EXTENSION}")
 
     def _free_path(self, trainer: Trainer, pattern: str, replaced: set[str | None]) -> str:
-        """A path nobody has: not another run, and not what this one keeps beside what is ``replaced``."""
+        """A path nobody has: not another run, and not what this one keeps beside what is ``replaced``. On rank 0."""
         values = self._values(trainer)
         path = self.format_checkpoint_name(values, pattern)
+        if not self.enable_version_counter:
+            self._check_replaceable(trainer, path)
+            self._files.claim(path, force=True)
+            return path
         version = self.STARTING_VERSION
         kept = self._own() - replaced
-        exists = trainer.strategy.checkpoint_io.exists
-        while self.enable_version_counter and path not in replaced and (path in kept or exists(path)):
+        while path in kept or not self._files.claim(path):
             path = self.format_checkpoint_name(values, pattern, version)
             version += 1
         return path
+
+    def _check_replaceable(self, trainer: Trainer, path: str) -> None:
+        if self._files.is_taken(path) and not trainer.strategy.checkpoint_io.exists(path):
+            raise CheckpointError(
+                f"{path!r} is there and is no checkpoint, so it is not overwritten: move it away, choose another "
+                "'filename', or leave out enable_version_counter=False, with which the new file gets another name"
+            )
 
     def _own(self) -> set[str | None]:
         """The files of this run that are to stay."""
@@ -483,7 +529,7 @@ class ModelCheckpoint(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue; in another folder than before only the best so far is remembered, and nothing there is deleted."""
-        state = dict(state_dict)
+        state = _check_state(state_dict)
         if state.pop("dirpath") == self.dirpath:
             self._restore(state)
             return
@@ -499,11 +545,37 @@ class ModelCheckpoint(Callback):
             setattr(self, name, copy.copy(value))
 
 
+def _check_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy; TypeError or KeyError, which names it, for a value that no ModelCheckpoint has."""
+    for name in ("dirpath", "best_model_path", "last_model_path", "_newest", "_interrupted"):
+        if not isinstance(state[name], str) and not (name == "dirpath" and state[name] is None):
+            raise TypeError(f"{name!r} must be a str (got {state[name]!r})")
+    for name in ("best_model_score", "current_score"):
+        if state[name] is not None:
+            check_score(name, state[name])
+    best = state["best_k_models"]
+    if not isinstance(best, Mapping) or not all(isinstance(path, str) for path in best):
+        raise TypeError(f"'best_k_models' must be a dict from paths to scores (got {best!r})")
+    for score in best.values():
+        check_score("best_k_models", score)
+    if not isinstance(state["_doomed"], list) or not all(isinstance(path, str) for path in state["_doomed"]):
+        raise TypeError(f"'_doomed' must be a list of paths (got {state['_doomed']!r})")
+    for name, kinds in (("_seen_at", (int, int)), ("_written_at", (int, int)), ("_inherited", (str, object))):
+        pair = state[name]
+        pairs = isinstance(pair, tuple | list) and len(pair) == 2 and all(map(isinstance, pair, kinds))
+        if pair is not None and not pairs:
+            raise TypeError(f"{name!r} must be a pair or None (got {pair!r})")
+    if state["_inherited"] is not None:
+        check_score("_inherited", state["_inherited"][1])
+    return dict(state)
+
+
 @dataclass(frozen=True)
 class _Unsettled:
-    """A save that may not be durable yet: what was known before it, what to say and which link to make after it."""
+    """A save that may not be durable yet: what was known before it, its files, what to say and which link to make."""
 
     before: dict[str, Any]
+    paths: tuple[str, ...]
     text: str = ""
     link: tuple[str, str] | None = None
 

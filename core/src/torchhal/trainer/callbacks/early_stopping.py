@@ -13,10 +13,12 @@ from torchhal.trainer.callbacks.monitored import (
     check_mode,
     check_monitor,
     check_number,
+    check_score,
     is_better,
     missing_metric,
     validates_once_per_epoch,
 )
+from torchhal.trainer.unknown_arguments import explain_unknown_arguments
 
 if TYPE_CHECKING:
     from torchhal.trainer import Trainer
@@ -49,6 +51,7 @@ class EarlyStopping(Callback):
     monitors = True
     """Called at the end of an epoch after the model, with all values in."""
 
+    @explain_unknown_arguments
     def __init__(
         self,
         monitor: str,
@@ -85,6 +88,12 @@ class EarlyStopping(Callback):
         self.wait_count = 0
         self.stopped_epoch = 0
         self.best_score = torch.tensor(math.inf if self.mode == "min" else -math.inf)
+        self.stop_reason = ""
+        """Why it has stopped the latest fit; "" if it hasn't."""
+
+    def setup(self, trainer: Trainer, module: Any, stage: str) -> None:
+        if stage == "fit":
+            self.stop_reason = ""
 
     def on_train_epoch_end(self, trainer: Trainer, module: Any) -> None:
         if self._checks_epochs(trainer):
@@ -113,6 +122,7 @@ class EarlyStopping(Callback):
         if reason:
             trainer.should_stop = True
             self.stopped_epoch = trainer.current_epoch
+            self.stop_reason = f"{self.monitor}: {reason}"
         if self.verbose and reason is not None:
             trainer.print(f"{self.monitor}: {reason or f'improved to {number:.6g}'}")
 
@@ -147,6 +157,6 @@ class EarlyStopping(Callback):
         return {"wait_count": self.wait_count, "stopped_epoch": self.stopped_epoch, "best_score": self.best_score}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.wait_count = state_dict["wait_count"]
-        self.stopped_epoch = state_dict["stopped_epoch"]
-        self.best_score = torch.as_tensor(state_dict["best_score"])
+        counts = [check_count(name, state_dict[name], minimum=0) for name in ("wait_count", "stopped_epoch")]
+        self.best_score = torch.as_tensor(check_score("best_score", state_dict["best_score"]))
+        self.wait_count, self.stopped_epoch = counts

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torchhal.errors import ConfigurationError
 from torchhal.trainer.arguments import check_bool
 from torchhal.trainer.callbacks.base import Callback
+from torchhal.trainer.unknown_arguments import explain_unknown_arguments
 
 if TYPE_CHECKING:
     from torchhal.trainer import Trainer
@@ -30,6 +31,7 @@ class LearningRateMonitor(Callback):
         log_weight_decay: also log weight decay, with ``-weight_decay``.
     """
 
+    @explain_unknown_arguments
     def __init__(
         self, logging_interval: str | None = None, log_momentum: bool = False, log_weight_decay: bool = False
     ) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from torchhal.errors import ConfigurationError
 
 
@@ -28,6 +30,13 @@ def check_number(name: str, value: Any, *, optional: bool = False) -> Any:
     if value != value:
         raise ValueError(f"'{name}' must be a number (got {value!r})")
     return value
+
+
+def check_score(name: str, value: Any) -> Any:
+    """A number, as a tensor or not, of a state."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
+        return value
+    return check_number(name, value)
 
 
 def is_better(mode: str, candidate: float, reference: float) -> bool:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchhal.trainer.arguments import check_bool, check_count
 from torchhal.trainer.callbacks.base import Callback
+from torchhal.trainer.unknown_arguments import explain_unknown_arguments
 
 if TYPE_CHECKING:
     from torchhal.trainer import Trainer
@@ -31,6 +32,7 @@ class ProgressBar(Callback):
         leave: leave each epoch's bar standing, rather than only the last one.
     """
 
+    @explain_unknown_arguments
     def __init__(self, refresh_rate: int = 1, leave: bool = False) -> None:
         self.refresh_rate = check_count("refresh_rate", refresh_rate, minimum=0)
         self.leave = check_bool("leave", leave)
@@ -53,9 +55,14 @@ class ProgressBar(Callback):
     def is_enabled(self) -> bool:
         return self._enabled and self.refresh_rate > 0
 
+    @property
+    def is_drawn(self) -> bool:
+        """Whether a bar stands on the last line."""
+        return self._train is not None or self._evaluation is not None
+
     def print(self, *values: Any, sep: str = " ", end: str = "\n", file: Any = None) -> None:
         """``print``, above the bars."""
-        if self._train is None and self._evaluation is None:
+        if not self.is_drawn or (file or sys.stdout) is None:
             print(*values, sep=sep, end=end, file=file)
         else:
             _tqdm().write(sep.join(map(str, values)), end=end, file=file or sys.stdout)
@@ -170,7 +177,7 @@ class ProgressBar(Callback):
         self._close()
 
     def _open(self, trainer: Trainer, title: str, *, leave: bool, total: int | None = None) -> Any:
-        if not self.is_enabled or not trainer.is_global_zero:
+        if not self.is_enabled or not trainer.is_global_zero or sys.stderr is None:
             return None
         kind = _tqdm()
         self._interval = _INTERVAL_S if _is_live(kind) else _INTERVAL_IN_FILE_S

@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from torchhal.memory import format_bytes
 from torchhal.trainer.arguments import check_count
 from torchhal.trainer.callbacks.base import Callback
+from torchhal.trainer.unknown_arguments import explain_unknown_arguments
 
 if TYPE_CHECKING:
     from torchhal.trainer import Trainer
@@ -20,6 +22,7 @@ class ModelSummary(Callback):
         max_depth: how deep to list: 1 for the model's children, 2 for theirs too, -1 for all, 0 for no table.
     """
 
+    @explain_unknown_arguments
     def __init__(self, max_depth: int = 1) -> None:
         self.max_depth = check_count("max_depth", max_depth, minimum=0, unlimited=True)
 
@@ -53,7 +56,7 @@ def summarize(module: nn.Module, max_depth: int = 1) -> str:
         for row in rows:
             lines.append(f"{row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]:>{widths[2]}}".rstrip())
         lines.insert(1, "-" * max(map(len, lines)))
-    total = f"{_grouped(trainable)} trainable parameters, {_grouped(frozen)} frozen, {size / 1e6:.3g} MB"
+    total = f"{_grouped(trainable)} trainable parameters, {_grouped(frozen)} frozen, {format_bytes(size)}"
     lines.append(total + (" (without those that the first batch will shape)" if lazy else ""))
     return "\n".join(lines)
 

@@ -13,6 +13,7 @@ from typing import Any
 from torchhal.checkpoint.leftovers import new_temporary_name
 from torchhal.trainer.arguments import check_count
 from torchhal.trainer.loggers.base import FolderLogger, as_dict, is_rank_zero
+from torchhal.trainer.unknown_arguments import explain_unknown_arguments
 
 
 class CSVLogger(FolderLogger):
@@ -33,6 +34,7 @@ class CSVLogger(FolderLogger):
     METRICS_FILE = "metrics.csv"
     HPARAMS_FILE = "hparams.json"
 
+    @explain_unknown_arguments
     def __init__(
         self,
         save_dir: str | os.PathLike[str],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +11,9 @@ from torchhal.trainer.loggers.base import FolderLogger, as_dict, is_rank_zero
 
 
 class TensorBoardLogger(FolderLogger):
-    """Writes event files to ``save_dir/name/version_N``; needs the package ``tensorboard``.
+    """Writes an event file to ``save_dir/name/version_N``; needs the package ``tensorboard``.
+
+    The calls of a Trainer, ``fit``, then ``test``, write to one file, which is closed with the logger or the program.
 
     Args:
         save_dir: the folder of all experiments.
@@ -35,6 +38,7 @@ class TensorBoardLogger(FolderLogger):
         self._prefix = f"{prefix}-" if prefix else ""
         self._options = writer_options
         self._writer: Any = None
+        self._process = 0
         self._hparams: dict[str, Any] = {}
         self._writer_class()  # a missing package shows here, not after the first epoch
 
@@ -58,8 +62,9 @@ class TensorBoardLogger(FolderLogger):
         writes nothing."""
         if not is_rank_zero():
             return _Silent()
-        if self._writer is None:
-            self._writer = self._writer_class()(log_dir=self.log_dir, **self._options)
+        if self._writer is None or self._process != os.getpid():  # a fork has no thread that would write
+            self._writer, self._process = self._writer_class()(log_dir=self.log_dir, **self._options), os.getpid()
+            weakref.finalize(self, _close, self._writer, self._process)
         return self._writer
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
@@ -91,20 +96,18 @@ class TensorBoardLogger(FolderLogger):
         Raises:
             OSError: it could not be written, at once or by the writer's thread before.
         """
-        if self._writer is not None:
+        if self._writer is not None and self._process == os.getpid():
             self._writer.flush()
-
-    def finalize(self, status: str) -> None:
-        if self._writer is not None:
-            writer, self._writer = self._writer, None
-            try:
-                writer.flush()  # which, unlike close, raises what the writer's thread met
-            finally:
-                writer.close()
 
     def __getstate__(self) -> dict[str, Any]:
         """A writer is an open file and a thread: a copy in another process makes its own."""
         return {**super().__getstate__(), "_writer": None}
+
+
+def _close(writer: Any, pid: int) -> None:
+    """Close it in the process that opened it."""
+    if os.getpid() == pid:
+        writer.close()
 
 
 class _Silent:

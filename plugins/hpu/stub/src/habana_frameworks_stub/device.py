@@ -9,7 +9,7 @@ import torch
 
 import torchhal_simulator
 from habana_frameworks_stub import autocast
-from torchhal_simulator.build import TORCH_MINOR
+from torchhal_simulator.build import TORCH_MINORS
 
 
 def flag(name: str) -> bool:
@@ -24,8 +24,8 @@ def _load() -> Any:
     return device
 
 
-assert torch.__version__.startswith(f"{TORCH_MINOR}."), (
-    f"Error: Compile-time major/minor PyTorch version {TORCH_MINOR} differs from run-time {torch.__version__}."
+assert ".".join(torch.__version__.split(".")[:2]) in TORCH_MINORS, (
+    f"Error: Compile-time major/minor PyTorch version {TORCH_MINORS[-1]} differs from run-time {torch.__version__}."
 )
 DEVICE = _load()
 """The simulator's device module; the vendor's functions go through it."""

@@ -147,6 +147,10 @@ class AsyncCheckpointIO(CheckpointIO):
         self._join()
         return self.inner.list_checkpoints(folder)
 
+    def saved_ns(self, path: str | os.PathLike[str]) -> int:
+        self._join()
+        return self.inner.saved_ns(path)
+
     def link_checkpoint(self, source: str | os.PathLike[str], target: str | os.PathLike[str]) -> bool:
         self._join()
         return self.inner.link_checkpoint(source, target)

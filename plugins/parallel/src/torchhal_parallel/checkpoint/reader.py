@@ -36,6 +36,7 @@ _ALLOWED = {
     "torch": {"Size"},
     "torch.serialization": {"_get_layout"},
     "pathlib": {"Path", "PosixPath", "WindowsPath", "PurePosixPath"},
+    "pathlib._local": {"Path", "PosixPath", "WindowsPath", "PurePosixPath"},  # where Python 3.13 has them
     "collections": {"OrderedDict"},
     "torch.distributed.checkpoint.api": set(),
 }  # fmt: skip

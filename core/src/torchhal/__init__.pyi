@@ -1,0 +1,18 @@
+"""The public names, for type checkers and completion: ``__init__.py`` imports each when it is first used."""
+
+from torchhal.module import DataModule as DataModule
+from torchhal.module import Module as Module
+from torchhal.plugin import Availability as Availability
+from torchhal.plugin import Component as Component
+from torchhal.plugin import hookimpl as hookimpl
+from torchhal.registry import plugins as plugins
+from torchhal.registry import register as register
+from torchhal.seed import seed_everything as seed_everything
+from torchhal.trainer import Trainer as Trainer
+from torchhal.trainer.callbacks import Callback as Callback
+from torchhal.trainer.callbacks import EarlyStopping as EarlyStopping
+from torchhal.trainer.callbacks import LearningRateMonitor as LearningRateMonitor
+from torchhal.trainer.callbacks import ModelCheckpoint as ModelCheckpoint
+from torchhal.trainer.callbacks import ProgressBar as ProgressBar
+
+__version__: str

@@ -1,0 +1,29 @@
+"""The order of saves: a time that is later than that of every checkpoint this process has saved or loaded.
+
+The clock of a host may be set back, and a run may go on on another host. What decides which of its checkpoints is the
+last is that one was loaded before the other was saved. After L. Lamport, "Time, Clocks, and the Ordering of Events in a
+Distributed System", Communications of the ACM 21(7), 1978.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+_lock = threading.Lock()
+_newest_ns = 0
+
+
+def next_ns() -> int:
+    """The time for a save that begins now, in ns since the epoch."""
+    global _newest_ns
+    with _lock:
+        _newest_ns = max(time.time_ns(), _newest_ns + 1)
+        return _newest_ns
+
+
+def seen(saved_ns: int) -> None:
+    """A checkpoint of this time was loaded: what is saved from now on is later."""
+    global _newest_ns
+    with _lock:
+        _newest_ns = max(_newest_ns, saved_ns)

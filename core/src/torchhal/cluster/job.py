@@ -1,0 +1,131 @@
+"""The scheduler's job that this process belongs to: the signals that announce its end, and how it is requeued.
+
+Whoever starts the ranks - srun, torchhal itself, torchrun, mpirun - the job is the same.
+"""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import time
+
+from torchhal.cluster.variables import given
+from torchhal.errors import ConfigurationError
+from torchhal.launchers.process import describe_exit
+from torchhal.launchers.signals import NotedSignals
+
+_SWITCH = "TORCHHAL_REQUEUE"
+
+_END_TIMEOUT = 60.0
+"""Seconds to wait for the SIGTERM of a job that was put back: Slurm sends it within one."""
+
+_ASK = 'trap "" HUP INT TERM USR1 USR2; exec scontrol requeue "$1"'
+"""Slurm ends scontrol, a process of the job, as it ends the others, and often before scontrol has said how it went."""
+
+
+class Job:
+    """A job of no scheduler that is known here: nothing announces its end but SIGTERM and SIGINT."""
+
+    stop_signals: tuple[int, ...] = ()
+    """Signals, beside SIGTERM and SIGINT, by which the scheduler announces the end: a fit that gets one saves and ends
+    with 128 and its number."""
+
+    def check(self) -> str:
+        """Raise ConfigurationError for a switch that means nothing; return what the user should know of it, or ""."""
+        if not _switch():
+            return ""
+        return (
+            f"{_SWITCH}=1 asks for a requeue, but this process belongs to no job of Slurm's (SLURM_JOB_ID is not set)"
+        )
+
+    def run_again(self, signum: int, *, continues: bool) -> str:
+        """Ask the scheduler for another life of this job: see :meth:`ClusterEnvironment.run_again`."""
+        return ""
+
+
+class SlurmJob(Job):
+    """A job of Slurm's: a step of any number of tasks, a batch script, a shell of ``salloc``.
+
+    Args:
+        requeue: put the job back into the queue when ``requeue_signal`` has stopped a fit that can go on.
+            TORCHHAL_REQUEUE=1 or 0 in the environment has the last word.
+        requeue_signal: a number or name; what ``sbatch --signal`` says. It stops a fit as SIGTERM does, requeued or
+            not.
+
+    Raises:
+        ConfigurationError: no such signal, or one that can't be handled.
+    """
+
+    def __init__(self, *, requeue: bool = False, requeue_signal: int | str = "SIGUSR1") -> None:
+        if not isinstance(requeue, bool):
+            raise ConfigurationError(f"'requeue' must be a bool (got {requeue!r})")
+        self.requeue = requeue
+        self.stop_signals = (_signal(requeue_signal),)
+
+    def check(self) -> str:
+        _switch()
+        return ""
+
+    def run_again(self, signum: int, *, continues: bool) -> str:
+        switch = _switch()
+        # Who sends SIGTERM, scancel or a preemption, has decided about the job already.
+        if signum not in self.stop_signals or not (self.requeue if switch is None else switch):
+            return ""
+        if not continues:
+            return (
+                "the job is not requeued, for it would not go on from here: call fit with ckpt_path='last', and keep "
+                "the ModelCheckpoint"
+            )
+        return requeue()
+
+
+def current_job() -> Job:
+    """The job that the variables of this process speak of."""
+    return SlurmJob() if given("SLURM_JOB_ID") else Job()
+
+
+def requeue() -> str:
+    """Put this job of Slurm's into the queue again, and say how that went, when Slurm begins to end its processes.
+
+    Until then none may leave by itself: a batch script whose step has ended while the job is put back ends the job, in
+    every second case, which then has failed and has no other life (Slurm 22.05).
+
+    An element of an array goes by its own name: the job number that one of the elements has is the whole array's.
+    """
+    array, task = given("SLURM_ARRAY_JOB_ID"), given("SLURM_ARRAY_TASK_ID")
+    job = f"{array}_{task}" if array and task else given("SLURM_JOB_ID")
+    with NotedSignals() as noted:
+        if shutil.which("scontrol") is None:
+            return f"job {job} is not requeued: there is no scontrol here (in a container, mount Slurm's client)"
+        ask = ["/bin/sh", "-c", _ASK, "sh", job]
+        try:
+            done = subprocess.run(ask, capture_output=True, text=True, timeout=60, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return f"job {job} is not requeued: {error}"
+        if done.returncode < 0:
+            return f"job {job} may not be requeued: scontrol {describe_exit(done.returncode)}"
+        if done.returncode:
+            return f"job {job} is not requeued: scontrol says {(done.stderr or done.stdout).strip()!r}"
+        deadline = time.monotonic() + _END_TIMEOUT
+        while not noted.received and time.monotonic() < deadline:
+            time.sleep(0.05)
+    return f"job {job} is requeued"
+
+
+def _switch() -> bool | None:
+    """What TORCHHAL_REQUEUE says; None where it isn't set."""
+    value = given(_SWITCH)
+    if value not in ("", "0", "1"):
+        raise ConfigurationError(f"{_SWITCH} must be 1 or 0 in the environment (got {value!r})")
+    return value == "1" if value else None
+
+
+def _signal(value: int | str) -> int:
+    try:
+        found = signal.Signals[value] if isinstance(value, str) else signal.Signals(value)
+    except (KeyError, ValueError):
+        raise ConfigurationError(f"'requeue_signal' must be a signal, such as 'SIGUSR1' (got {value!r})") from None
+    if found.name in ("SIGKILL", "SIGSTOP") or isinstance(value, bool):
+        raise ConfigurationError(f"'requeue_signal' must be a signal that can be handled (got {value!r})")
+    return int(found)

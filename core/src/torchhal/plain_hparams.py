@@ -1,0 +1,150 @@
+"""Hyperparameters as plain data, which a checkpoint can hold and a load needs no code of, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import pathlib
+import sys
+from argparse import Namespace
+from collections import OrderedDict
+from collections.abc import Mapping
+from enum import Enum
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from torchhal.module import Hyperparameters
+
+_KIND = "__torchhal__"
+"""The key of a dict that stands for a value of another type: which, with its parts beside it."""
+
+
+class NotPlainError(TypeError):
+    """A value that is an object, with no plain form."""
+
+
+def to_plain(value: Any) -> Any:
+    """``value`` of ``None``, numbers, strings, tensors, and lists, tuples, sets and dicts of them; where it has another
+    type that :func:`from_plain` can make again, a dict that says so.
+
+    Raises:
+        NotPlainError: it is another object, such as a module, a function or a class.
+    """
+    if type(value) is bytes and not value:  # which a weights_only load refuses
+        return _stand_in("bytes")
+    if value is None or type(value) in (bool, int, float, complex, str, bytes, torch.dtype):
+        return value
+    if isinstance(value, torch.Tensor):
+        return value
+    if type(value) in (list, tuple, set):
+        return type(value)(map(to_plain, value))
+    if isinstance(value, Enum):  # before what it may be as well, a str or an int
+        return _stand_in("enum", type=_name_of(type(value)), name=value.name)
+    if _from_omegaconf(value):
+        from omegaconf import OmegaConf
+
+        return _stand_in("omegaconf", value=to_plain(OmegaConf.to_container(value, resolve=False)))
+    if isinstance(value, pathlib.PurePath):
+        return _stand_in("path", pure=not isinstance(value, pathlib.Path), value=str(value))
+    if isinstance(value, torch.device):
+        return _stand_in("device", value=str(value))
+    if isinstance(value, torch.Size):
+        return _stand_in("size", value=list(value))
+    if isinstance(value, datetime.timedelta):
+        return _stand_in("timedelta", value=[value.days, value.seconds, value.microseconds])
+    if isinstance(value, datetime.datetime | datetime.date) and type(value) in (datetime.datetime, datetime.date):
+        return _stand_in(type(value).__name__, value=value.isoformat())
+    if isinstance(value, range):
+        return _stand_in("range", value=[value.start, value.stop, value.step])
+    if isinstance(value, frozenset):
+        return _stand_in("frozenset", value=[*map(to_plain, value)])
+    if type(value) in (Namespace, SimpleNamespace):
+        return _stand_in(type(value).__name__, value=to_plain(vars(value)))
+    if type(value).__module__ == "numpy" and getattr(value, "shape", None) == () and hasattr(value, "item"):
+        return to_plain(value.item())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return _stand_in("dataclass", type=_name_of(type(value)), value=fields)
+    if type(value) in (dict, OrderedDict, Hyperparameters):
+        plain = {to_plain(key): to_plain(item) for key, item in value.items()}
+        return _stand_in("dict", value=plain) if _KIND in plain else plain
+    raise NotPlainError(f"a {type(value).__qualname__} has no plain form")
+
+
+def from_plain(value: Any) -> Any:
+    """The value that :func:`to_plain` was given.
+
+    Nothing is imported, and no code of the file's choice runs: an Enum or a dataclass has to be imported already, and
+    is filled without its constructor.
+
+    Raises:
+        ValueError: a value can't be made again; the message says of which type it was.
+    """
+    if type(value) in (list, tuple, set):
+        return type(value)(map(from_plain, value))
+    if not isinstance(value, Mapping):
+        return value
+    kind, content = value.get(_KIND), value.get("value", "")
+    if kind is None:
+        return {key: from_plain(item) for key, item in value.items()}
+    try:
+        if kind in _SIMPLE:
+            return _SIMPLE[kind](content)
+        if kind == "path":
+            return (pathlib.PurePath if value["pure"] else pathlib.Path)(content)
+        if kind == "omegaconf":
+            from omegaconf import OmegaConf
+
+            return OmegaConf.create(from_plain(content))
+        if kind == "enum":
+            return _found(value["type"], Enum)[value["name"]]
+        if kind == "dataclass":
+            made = object.__new__(_found(value["type"], object))
+            for name, item in from_plain(content).items():
+                object.__setattr__(made, name, item)
+            return made
+    except Exception as error:
+        raise ValueError(f"a {value.get('type', kind)} can't be made again from {content!r} ({error})") from error
+    raise ValueError(f"there is no kind of hyperparameter {kind!r}")
+
+
+_SIMPLE: dict[Any, Any] = {
+    "bytes": lambda _: b"",
+    "device": torch.device,
+    "size": torch.Size,
+    "timedelta": lambda parts: datetime.timedelta(*parts),
+    "datetime": datetime.datetime.fromisoformat,
+    "date": datetime.date.fromisoformat,
+    "range": lambda parts: range(*parts),
+    "frozenset": lambda items: frozenset(map(from_plain, items)),
+    "Namespace": lambda values: Namespace(**from_plain(values)),
+    "SimpleNamespace": lambda values: SimpleNamespace(**from_plain(values)),
+    "dict": lambda values: {key: from_plain(item) for key, item in values.items()},
+}
+
+
+def _stand_in(kind: str, **parts: Any) -> dict[str, Any]:
+    return {_KIND: kind, **parts}
+
+
+def _from_omegaconf(value: Any) -> bool:
+    omegaconf = sys.modules.get("omegaconf")
+    return omegaconf is not None and isinstance(value, omegaconf.Container)
+
+
+def _name_of(kind: type) -> str:
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def _found(name: str, base: type) -> Any:
+    """The class of a name of :func:`_name_of`, in a module that is imported: a dataclass or an Enum, no other."""
+    module, _, path = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    known = isinstance(found, type) and issubclass(found, base) and (base is Enum or dataclasses.is_dataclass(found))
+    if not known:
+        raise ValueError(f"{name!r} is not imported: import it before the load")
+    return found

@@ -1,0 +1,155 @@
+"""Whether a saved optimizer state can be this optimizer's, asked before it is loaded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from torchhal.accelerators.transfer import map_tensors
+from torchhal.checkpoint.look import is_tensor
+from torchhal.errors import CheckpointMismatchError
+
+
+def check_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Raise CheckpointMismatchError for another number of groups or parameters, or for values of other types or shapes.
+
+    Left to torch, these are raised in the first ``step``, as KeyErrors and shapes that can't be broadcast. Tensors that
+    have not been read are taken by their shapes.
+    """
+    state = map_tensors(state, _outline, is_leaf=is_tensor)
+    saved, own = state["param_groups"], optimizer.param_groups
+    sizes, own_sizes = [[len(group["params"]) for group in groups] for groups in (saved, own)]
+    if sizes != own_sizes:
+        raise _mismatch(optimizer, f"its groups hold {sizes} parameters, and those here {own_sizes}")
+    for number, (before, here) in enumerate(zip(saved, own, strict=True)):
+        for name, value in here.items():
+            if name != "params" and name in before and not alike(before[name], value):
+                raise _mismatch(optimizer, f"group {number} has {name}={before[name]!r}, and here {value!r}")
+    _check_names(optimizer, _completed(optimizer, saved), [frozenset(group) for group in own])
+    parameters = dict(
+        zip(
+            (index for group in saved for index in group["params"]),
+            (parameter for group in own for parameter in group["params"]),
+            strict=True,
+        )
+    )
+    for index, entry in state["state"].items():
+        if isinstance(index, int) and index not in parameters:
+            raise _mismatch(optimizer, f"it has parameter {index}, and there are {len(parameters)} here")
+        if not isinstance(entry, Mapping):
+            raise _mismatch(optimizer, f"that of parameter {index} is a {type(entry).__name__}, not a dict")
+    for group in saved:
+        examples: dict[int, dict[str, Any]] = {}
+        for index in group["params"]:
+            if entry := state["state"].get(index):
+                shape = parameters[index].shape
+                if len(shape) not in examples:
+                    examples[len(shape)] = _example(optimizer, group, len(shape))
+                _check_entry(optimizer, index, entry, shape, examples[len(shape)])
+
+
+def _outline(leaf: Any) -> Any:
+    """For a tensor that has not been read one of its shape: with a number where it is one, else without values."""
+    if not is_tensor(leaf) or isinstance(leaf, torch.Tensor):
+        return leaf
+    device = "cpu" if math.prod(leaf.shape) == 1 else "meta"
+    return torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)
+
+
+def _completed(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """``groups`` with what the optimizer's ``__setstate__`` adds to those of older releases, where that can be tried;
+    else those that it has, of which nothing is lost."""
+    try:
+        trial: Any = object.__new__(type(optimizer))
+        trial.__setstate__(
+            {"defaults": dict(optimizer.defaults), "state": {}, "param_groups": [dict(group) for group in groups]}
+        )
+        return list(trial.param_groups)
+    except Exception:
+        return optimizer.param_groups
+
+
+def _example(optimizer: Optimizer, group: Mapping[str, Any], dimensions: int) -> dict[str, Any]:
+    """What an optimizer of this class, one of torch's, keeps of a parameter of shape (2, 3, ...) with the options in
+    ``group``; empty for one that isn't torch's, or can't be tried (LBFGS wants a closure).
+    """
+    if not type(optimizer).__module__.startswith("torch.optim"):
+        return {}
+    make: Any = type(optimizer)
+    plain = {name: False for name in ("capturable", "differentiable", "foreach", "fused") if name in group}
+    for layout in (torch.strided, torch.sparse_coo):  # SparseAdam takes the latter only
+        parameter = torch.nn.Parameter(torch.zeros(_example_shape(dimensions)))
+        parameter.grad = torch.zeros(parameter.shape, layout=layout)
+        try:
+            made = make([{**group, **plain, "params": [parameter]}])
+            made.step()
+        except Exception:
+            continue
+        return dict(made.state[parameter])
+    return {}
+
+
+def _example_shape(dimensions: int) -> torch.Size:
+    return torch.Size(range(2, 2 + dimensions))
+
+
+def _check_entry(
+    optimizer: Optimizer, index: int, entry: Mapping[str, Any], shape: torch.Size, example: Mapping[str, Any]
+) -> None:
+    """That of one parameter, beside the ``example`` of one with as many dimensions."""
+    if lost := sorted(example.keys() - entry.keys()):
+        raise _mismatch(optimizer, f"that of parameter {index} lacks {', '.join(map(repr, lost))}")
+    for key, kept in example.items():
+        value = entry[key]
+        if _is_number(kept):
+            if not _is_number(value) or not math.isfinite(value) or (key == "step" and value < 0):
+                raise _mismatch(optimizer, f"{key!r} of parameter {index} is {value!r}, not a number it could have")
+        elif isinstance(kept, torch.Tensor) and not isinstance(value, torch.Tensor):
+            raise _mismatch(optimizer, f"{key!r} of parameter {index} is {value!r}, not a tensor")
+        elif isinstance(kept, torch.Tensor) and kept.shape == _example_shape(len(shape)) and value.shape != shape:
+            raise _mismatch(
+                optimizer,
+                f"{key!r} of parameter {index} has the shape {tuple(value.shape)}, and that one {tuple(shape)}",
+            )
+
+
+def check_groups(optimizer: Optimizer, names: Sequence[frozenset[str]]) -> None:
+    """Raise CheckpointMismatchError if a group has lost some of ``names``, those of its values before a load."""
+    _check_names(optimizer, optimizer.param_groups, names)
+
+
+def _check_names(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], names: Sequence[frozenset[str]]) -> None:
+    for number, (group, before) in enumerate(zip(groups, names, strict=True)):
+        if lost := sorted(before - group.keys()):
+            raise _mismatch(optimizer, f"group {number} lacks {', '.join(map(repr, lost))}")
+
+
+def _mismatch(optimizer: Optimizer, why: str) -> CheckpointMismatchError:
+    return CheckpointMismatchError(f"the optimizer state doesn't belong to this {type(optimizer).__name__}: {why}")
+
+
+def alike(saved: Any, own: Any) -> bool:
+    """Whether a value of a state, by its type, may take the place of one that is there."""
+    if own is None:
+        return saved is None or isinstance(saved, bool | int | float | torch.Tensor)
+    if isinstance(own, bool):
+        return saved is None or isinstance(saved, bool)  # torch's switches have three positions
+    if _is_number(own):
+        return not isinstance(saved, bool) and _is_number(saved) and float(saved) == float(saved)
+    if isinstance(own, tuple | list):
+        return (
+            isinstance(saved, tuple | list)
+            and len(saved) == len(own)
+            and all(alike(*pair) for pair in zip(saved, own, strict=True))
+        )
+    if isinstance(own, str):
+        return isinstance(saved, str)
+    return True
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, bool | int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)

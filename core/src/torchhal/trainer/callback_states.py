@@ -1,0 +1,96 @@
+"""Which state in a checkpoint is which callback's."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torchhal.errors import CheckpointMismatchError
+
+if TYPE_CHECKING:
+    from torchhal.trainer.trainer import Trainer
+
+
+def callback_states(trainer: Trainer) -> dict[str, Any]:
+    """``{key: state}`` of the callbacks that keep one."""
+    states = {}
+    for callback, key in zip(trainer.callbacks, _keys(trainer.callbacks), strict=True):
+        state = callback.state_dict() if hasattr(callback, "state_dict") else None
+        if state:
+            states[key] = state
+    return states
+
+
+def load_callback_states(trainer: Trainer, states: Mapping[str, Any], path: str | None = None) -> None:
+    """Give each callback the state of its key; one that was not there before begins anew.
+
+    Args:
+        path: the checkpoint that ``states`` come from, for messages; None for what another process of this run says.
+
+    Raises:
+        CheckpointMismatchError: a callback refuses its state, or several could have one and nothing says which.
+    """
+    keys = _keys(trainer.callbacks)
+    unclaimed = [saved for saved in states if saved not in keys]
+    for callback, key in zip(trainer.callbacks, keys, strict=True):
+        if key not in states:
+            if hasattr(callback, "load_state_dict"):
+                _check_nobody_elses(callback, key, unclaimed, path)
+            continue
+        try:
+            callback.load_state_dict(states[key])
+        except Exception as error:
+            if path is None:
+                raise
+            raise CheckpointMismatchError(
+                f"{path!r} can't be continued from: {type(callback).__name__} refuses its state, the field "
+                f"{f'callbacks/{key}'!r} ({type(error).__name__}: {error})"
+            ) from error
+
+
+@contextmanager
+def unchanged_by_errors(callbacks: Sequence[Any]) -> Iterator[None]:
+    """Give ``callbacks`` back the attributes that they have now if what is done inside fails; what they have changed in
+    place stays changed."""
+    before = [dict(getattr(callback, "__dict__", {})) for callback in callbacks]
+    try:
+        yield
+    except BaseException:
+        for callback, attributes in zip(callbacks, before, strict=True):
+            if attributes:
+                vars(callback).clear()
+                vars(callback).update(attributes)
+        raise
+
+
+def _keys(callbacks: Sequence[Any]) -> list[str]:
+    """One for each: its ``state_key``, and where others have the same, the arguments it was made with, and a number.
+
+    So two averages of other decays find their own again, in whatever order they are given. A callback that is the only
+    one of its key has the plain one, as in releases that knew no other.
+    """
+    bases = [str(_base(callback)) for callback in callbacks]
+    several = Counter(bases)
+    keys: list[str] = []
+    for callback, base in zip(callbacks, bases, strict=True):
+        key = base if several[base] == 1 else f"{base}({getattr(callback, '_made_with', '')})"
+        seen = sum(key == other.partition("#")[0] for other in keys)
+        keys.append(key if not seen else f"{key}#{seen + 1}")
+    return keys
+
+
+def _base(callback: Any) -> Any:
+    return getattr(callback, "state_key", type(callback).__qualname__)
+
+
+def _check_nobody_elses(callback: Any, key: str, unclaimed: Sequence[str], path: str | None) -> None:
+    """Raise where the checkpoint has states of such callbacks that no other of this Trainer's takes."""
+    base = str(_base(callback))
+    if others := [saved for saved in unclaimed if saved == base or saved.startswith(f"{base}(")]:
+        raise CheckpointMismatchError(
+            f"{path!r} can't be continued from: it holds {', '.join(map(repr, others))} in 'callbacks', and the "
+            f"Trainer has {key!r}, so nothing says whose state is whose. Give the callbacks that the run was saved "
+            "with, or each a 'state_key' of its own"
+        )

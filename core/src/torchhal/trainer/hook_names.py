@@ -1,0 +1,133 @@
+"""Methods that look like hooks and that no Trainer calls: removed names are refused, near misses are said."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from torchhal.errors import ModelError
+from torchhal.hints import nearest
+from torchhal.module import ModuleHooks
+from torchhal.trainer.callbacks import Callback
+from torchhal.trainer.data import LOADER_HOOKS
+
+REMOVED: Final[Mapping[str, str]] = {
+    "training_epoch_end": "on_train_epoch_end(self), with what the steps gave kept on self",
+    "validation_epoch_end": "on_validation_epoch_end(self), with what the steps gave kept on self",
+    "test_epoch_end": "on_test_epoch_end(self), with what the steps gave kept on self",
+    "predict_epoch_end": "on_predict_epoch_end(self), with what the steps gave kept on self",
+    "training_step_end": "training_step itself, or on_train_batch_end",
+    "validation_step_end": "validation_step itself, or on_validation_batch_end",
+    "test_step_end": "test_step itself, or on_test_batch_end",
+    "predict_step_end": "predict_step itself, or on_predict_batch_end",
+    "on_epoch_start": "on_train_epoch_start, on_validation_epoch_start or on_test_epoch_start",
+    "on_epoch_end": "on_train_epoch_end, on_validation_epoch_end or on_test_epoch_end",
+    "on_batch_start": "on_train_batch_start",
+    "on_batch_end": "on_train_batch_end",
+    "on_pretrain_routine_start": "on_fit_start",
+    "on_pretrain_routine_end": "on_train_start",
+    "on_init_start": "setup",
+    "on_init_end": "setup",
+    "on_before_accelerator_backend_setup": "setup",
+    "on_configure_sharded_model": "setup",
+    "configure_sharded_model": "configure_model",
+    "on_post_move_to_device": "configure_model, where weights may be tied",
+    "on_keyboard_interrupt": "on_exception",
+    "on_hpc_save": "on_save_checkpoint",
+    "on_hpc_load": "on_load_checkpoint",
+    "on_train_dataloader": "train_dataloader",
+    "on_val_dataloader": "val_dataloader",
+    "on_test_dataloader": "test_dataloader",
+    "on_predict_dataloader": "predict_dataloader",
+    "tbptt_split_batch": "training_step, with self.automatic_optimization = False and a backward for each piece",
+    "get_progress_bar_dict": "self.log(..., prog_bar=True)",
+}
+"""Hooks that trainers once called, and what takes their place."""
+
+_STEPS: Final = ("training_step", "validation_step", "test_step", "predict_step")
+_MODULE: Final = frozenset(name for name in vars(ModuleHooks) if not name.startswith("_")) | {
+    *_STEPS,
+    *LOADER_HOOKS.values(),
+    "configure_optimizers",
+}
+_CALLBACK: Final = frozenset(name for name in vars(Callback) if not name.startswith("_"))
+_DATA: Final = frozenset(
+    {"prepare_data", "setup", "teardown", "state_dict", "load_state_dict", *LOADER_HOOKS.values()}
+    | {"on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"}
+)
+_LIBRARIES: Final = ("torch", "torchhal", "lightning", "pytorch_lightning")
+"""Whose classes define hooks for others to override; their names are no user's mistake."""
+_ENDINGS: Final = ("_step", "_epoch_end", "_dataloader")
+_SAME_WORD: Final[Mapping[str, str]] = {
+    "val": "validation",
+    "valid": "validation",
+    "training": "train",
+    "testing": "test",
+    "prediction": "predict",
+    "begin": "start",
+    "step": "batch",
+}
+"""Words in the names of other libraries' hooks, and those that stand for them here."""
+
+
+def check_hook_names(module: Any, datamodule: Any, callbacks: list[Any]) -> list[str]:
+    """Raise ModelError for a removed hook; the names that were probably meant to be hooks, in sentences.
+
+    Only methods that users have defined are looked at, and of those only the ones that are named like hooks:
+    ``on_...``, ``..._step``, ``..._epoch_end`` and ``..._dataloader``. Others are their own business.
+    """
+    said = []
+    for owner, known in ((module, _MODULE), (datamodule, _DATA), *((callback, _CALLBACK) for callback in callbacks)):
+        own = set(_own_methods(owner))
+        for name in sorted(own - known):
+            what = f"{type(owner).__name__}.{name}"
+            if name in REMOVED:
+                raise ModelError(f"{what} is no hook any more, and would never be called: use {REMOVED[name]}")
+            if name.startswith("on_") and name in _MODULE | _CALLBACK:
+                where = "models and callbacks" if name in _MODULE & _CALLBACK else "models"
+                said.append(f"{what} is a hook of {where}, and the Trainer never calls it there")
+            elif meant := _meant(name, known, own):
+                said.append(f"{what} is no hook, and the Trainer never calls it; did you mean {meant}?")
+    step = getattr(module, "training_step", None)
+    if callable(step) and "optimizer_idx" in inspect.signature(step).parameters:
+        raise ModelError(
+            f"{type(module).__name__}.training_step takes 'optimizer_idx', which no Trainer gives it any more: with "
+            "several optimizers set self.automatic_optimization = False, and step self.optimizers() in training_step"
+        )
+    return said
+
+
+def _own_methods(owner: Any) -> Iterator[str]:
+    """Names of the functions that the user has defined, on a class or on the object."""
+    if owner is None:
+        return
+    for cls in type(owner).__mro__:
+        if cls is object or cls.__module__.partition(".")[0] in _LIBRARIES:
+            continue
+        yield from (name for name, value in vars(cls).items() if callable(value) and not name.startswith("_"))
+    yield from (name for name, value in vars(owner).items() if inspect.isroutine(value) and not name.startswith("_"))
+
+
+def _meant(name: str, known: frozenset[str], own: set[str]) -> str | None:
+    """The hook that ``name`` was probably to be, unless the object has that one too."""
+    meant = None
+    if name.startswith("on_"):
+        usual = "_".join(_SAME_WORD.get(word, word) for word in name.split("_"))
+        meant = usual if usual in known else REMOVED.get(usual) or nearest(usual, known, cutoff=0.87)
+    else:
+        ending = next((ending for ending in _ENDINGS if name.endswith(ending)), None)
+        if ending is not None:
+            meant = _with_that_ending(name.removesuffix(ending), ending, known)
+    return None if meant in own else meant
+
+
+def _with_that_ending(stem: str, ending: str, known: frozenset[str]) -> str | None:
+    """The known hook of that ending whose stem is ``stem`` cut short or drawn out, or nearly it."""
+    stems = {hook.removesuffix(ending).removeprefix("on_"): hook for hook in known if hook.endswith(ending)}
+    for other, hook in stems.items():
+        short, long = sorted((stem, other), key=len)
+        if long.startswith(short) and (len(short) >= 4 or short == "val"):
+            return hook
+    near = nearest(stem, stems, cutoff=0.85)
+    return None if near is None else stems[near]

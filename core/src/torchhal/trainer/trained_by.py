@@ -1,0 +1,76 @@
+"""Which optimizers and schedulers a run was trained by, and over which parameters: a state is of no use to others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from torchhal.errors import CheckpointMismatchError
+
+
+def describe(optimizers: Sequence[Any], configs: Sequence[Any], module: nn.Module) -> dict[str, Any]:
+    """The classes of ``optimizers`` and of the schedulers in ``configs``; the names in ``module`` of each group.
+
+    An optimizer that saves its state as another class would, a vendor's fused AdamW for instance, has that class as its
+    attribute ``state_of``.
+    """
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    return {
+        "optimizers": [
+            {
+                "class": getattr(optimizer, "state_of", type(optimizer)).__qualname__,
+                "groups": [
+                    [names[id(parameter)] for parameter in group["params"] if id(parameter) in names]
+                    for group in optimizer.param_groups
+                ],
+            }
+            for optimizer in optimizers
+        ],
+        "lr_schedulers": [type(config.scheduler).__qualname__ for config in configs],
+    }
+
+
+def check_same(saved: Mapping[str, Any] | None, now: Mapping[str, Any] | None, path: str) -> None:
+    """Raise CheckpointMismatchError where a state would go to another optimizer, group or scheduler than it came from.
+
+    Args:
+        saved: what :func:`describe` gave in the run that wrote ``path``; None if that didn't say.
+        now: what it gives here.
+    """
+    if saved is None or now is None:
+        return
+    for what, before, here in (
+        ("optimizer", [each["class"] for each in saved["optimizers"]], [each["class"] for each in now["optimizers"]]),
+        ("lr_scheduler", saved["lr_schedulers"], now["lr_schedulers"]),
+    ):
+        if before != here:
+            raise CheckpointMismatchError(
+                f"{path!r} (field 'trained_by') holds the state of the {what}(s) {_listed(before)}, but "
+                "configure_optimizers returned "
+                f"{_listed(here)}: return those again, in that order, or load the weights alone into the model "
+                "(load_from_checkpoint) and fit without ckpt_path"
+            )
+    places = _places(saved)
+    for name, place in _places(now).items():
+        if places.get(name, place) != place:
+            (optimizer, group), (other, other_group) = place, places[name]
+            raise CheckpointMismatchError(
+                f"{path!r} (field 'trained_by') holds the state of parameter {name!r} in group {other_group} of "
+                f"optimizer {other}, but configure_optimizers puts it into group {group} of optimizer {optimizer}: "
+                "keep the groups, and their order, as they were"
+            )
+
+
+def _places(description: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    return {
+        name: (number, index)
+        for number, optimizer in enumerate(description["optimizers"])
+        for index, group in enumerate(optimizer["groups"])
+        for name in group
+    }
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) or "none"

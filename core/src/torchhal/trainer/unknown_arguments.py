@@ -1,0 +1,58 @@
+"""Errors for arguments that a call of the Trainer, or a callback or logger of torchhal's, doesn't take: what they are
+called here, or where they belong."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar, cast
+
+from torchhal.errors import UnknownArgumentError
+from torchhal.hints import argument_advice, nearest
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+_CALLS: dict[str, tuple[str, ...]] = {}
+"""Every call that was decorated -> its arguments."""
+
+
+def explain_unknown_arguments(call: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Let ``call``, a method, raise an error that tells what to write instead of an argument that it doesn't take."""
+    parameters = list(inspect.signature(call).parameters.values())[1:]
+    names = tuple(parameter.name for parameter in parameters)
+    positional = sum(parameter.kind is not parameter.KEYWORD_ONLY for parameter in parameters)
+    label = call.__qualname__.removesuffix(".__init__") + "()"
+    _CALLS[label] = names
+
+    @functools.wraps(call)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not kwargs.keys() <= known:
+            unknown = {name: value for name, value in kwargs.items() if name not in known}
+            reasons = [_reason(label, name, value) for name, value in unknown.items()]
+            raise UnknownArgumentError("\n".join(reasons), names=tuple(unknown))
+        if args and not positional:
+            raise UnknownArgumentError(
+                f"{label} takes its arguments by name (got {', '.join(map(repr, args))}): write {label[:-1]}max_epochs="
+                f"..., accelerator=..., ...); the model goes to fit",
+                names=(),
+            )
+        return method(self, *args, **kwargs)
+
+    known, method = set(names), cast("Callable[..., Any]", call)
+    return cast("Callable[_P, _R]", checked)
+
+
+def _reason(label: str, name: str, value: Any) -> str:
+    said = f"{label} got an unexpected keyword argument {name!r}"
+    owners = [owner for owner, names in _CALLS.items() if name in names]
+    reasons = [f"it is an argument of {' and '.join(owners)}"] if owners else []
+    if advice := argument_advice(name, value):
+        reasons.append(advice)
+    if reasons:
+        return f"{said}: {'; '.join(reasons)}"
+    names = _CALLS[label]
+    if near := nearest(name, names):
+        return f"{said}; did you mean {near!r}?"
+    return f"{said}; it takes {', '.join(names)}"

@@ -1,0 +1,433 @@
+"""A signal before training has begun: every process is gone soon, with the signal's code."""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import torchhal
+from torchhal.errors import RankFailedError
+from torchhal.launchers import failures, signals, watch
+from torchhal.launchers.children import Children
+from torchhal.launchers.failures import Failure
+from torchhal.launchers.signals import StopRequested, StopSignals, exit_on
+
+sys.path.insert(0, str(Path(__file__).parent / "scripts"))
+from limits import scaled
+from running import HERE, Job, wait_for_notes
+from tiers import slow
+
+GONE_WITHIN = scaled(15)
+CODES = {signal.SIGINT: (130, -signal.SIGINT), signal.SIGTERM: (143, -signal.SIGTERM)}
+"""128 and the number, or the signal itself, which a shell shows as that: Python dies so of KeyboardInterrupt."""
+
+STRATEGIES = ["ddp", "ddp_spawn", "ddp_fork", "ddp_forkserver", "ddp_notebook", "torchrun"]
+MOMENTS = int(os.environ.get("TESTS_MOMENTS", "8"))
+"""Of each launcher, others in each session: 20 are a minute and a half of waiting."""
+SIGNALS = pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Start scripts/starting.py by a strategy, or by torchrun."""
+    jobs = []
+
+    def start(strategy, **config):
+        config = {"out": str(tmp_path), "strategy": "ddp" if strategy == "torchrun" else strategy, **config}
+        command = [sys.executable]
+        if strategy == "torchrun":
+            command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        jobs.append(Job(*command, HERE / "starting.py", json.dumps(config), PYTHONWARNINGS="ignore"))
+        jobs[-1].strategy = strategy
+        return jobs[-1]
+
+    yield start
+    for one in jobs:
+        one.kill()
+
+
+def stop(job, signum, who="group"):
+    """Send the signal, wait for the end of all; the job."""
+    signalled = time.monotonic()
+    if who == "group":
+        os.killpg(job.process.pid, signum)
+    else:
+        os.kill(who, signum)
+    try:
+        job.finish(timeout=90)
+    except AssertionError as error:
+        raise AssertionError(f"{signum!r}: {error}") from None
+    job.took = time.monotonic() - signalled
+    return job
+
+
+def assert_stopped(job, signum):
+    if job.strategy == "torchrun":  # the agent's code is its own, and it looks after its workers now and then
+        assert job.code != 0, job.err
+        assert job.took < 2 * GONE_WITHIN, job.err
+    else:
+        assert job.code in CODES[signum], (job.code, job.err)
+        assert job.took < GONE_WITHIN, job.err
+        assert not re.search(r"^([\w.]+Error\b|torchhal: rank \d+ failed)", job.err, re.MULTILINE), job.err
+    assert not job.left
+
+
+def wait_until(there):
+    deadline = time.monotonic() + scaled(90)
+    while not there():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+# -- one process ---------------------------------------------------------------------------------------------
+
+
+class Signalled(torchhal.Module):
+    """Sends this process a signal in one hook, and notes the hooks that are called."""
+
+    def __init__(self, at, signum):
+        super().__init__()
+        self.at, self.signum, self.called = at, signum, []
+        self.layer = torch.nn.Linear(4, 1)
+
+    def note(self, name):
+        self.called.append(name)
+        if name == self.at:
+            signal.raise_signal(self.signum)
+            self.called.append("went on")
+
+    def prepare_data(self):
+        self.note("prepare_data")
+
+    def setup(self, stage):
+        self.note("setup")
+
+    def configure_model(self):
+        self.note("configure_model")
+
+    def configure_optimizers(self):
+        self.note("configure_optimizers")
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    def train_dataloader(self):
+        self.note("train_dataloader")
+        return loader()
+
+    def val_dataloader(self):
+        self.note("val_dataloader")
+        return loader()
+
+    def on_fit_start(self):
+        self.note("on_fit_start")
+
+    def on_train_start(self):
+        self.note("on_train_start")
+
+    def training_step(self, batch, batch_idx):
+        self.note("training_step")
+        return self.layer(batch[0]).mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.note("validation_step")
+
+    def teardown(self, stage):
+        self.called.append("teardown")
+
+
+def loader():
+    return DataLoader(TensorDataset(torch.ones(8, 4)), 2)
+
+
+BEFORE = [
+    "prepare_data", "setup", "configure_model", "configure_optimizers", "train_dataloader", "val_dataloader",
+    "on_fit_start", "on_train_start",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BEFORE)
+@SIGNALS
+def test_a_signal_in_a_hook_before_training_ends_the_run_there(name, signum, tmp_path, capfd):
+    model = Signalled(name, signum)
+    trainer = torchhal.Trainer(accelerator="cpu", max_epochs=1, default_root_dir=tmp_path, enable_progress_bar=False)
+    handlers = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)}
+    with pytest.raises(KeyboardInterrupt if signum == signal.SIGINT else SystemExit) as caught:
+        trainer.fit(model)
+    assert signum == signal.SIGINT or caught.value.code == 143
+    assert "went on" not in model.called and "training_step" not in model.called
+    assert model.called[-1] == "teardown"
+    assert f"torchhal: fit stopped on {signal.Signals(signum).name} before it began\n" in capfd.readouterr().err
+    assert not list(tmp_path.rglob("*.ckpt"))  # there is nothing to save
+    assert {one: signal.getsignal(one) for one in handlers} == handlers
+
+
+def test_a_signal_in_the_sanity_check_ends_the_run_after_that_batch(tmp_path, capfd):
+    model = Signalled("validation_step", signal.SIGTERM)
+    trainer = torchhal.Trainer(accelerator="cpu", max_epochs=1, default_root_dir=tmp_path, enable_progress_bar=False)
+    with pytest.raises(SystemExit) as caught:
+        trainer.fit(model)
+    assert caught.value.code == 143
+    assert model.called.count("validation_step") == 1 and "training_step" not in model.called
+    assert "torchhal: fit stopped on SIGTERM at step 0\n" in capfd.readouterr().err
+    assert not list(tmp_path.rglob("*.ckpt"))
+
+
+@pytest.mark.parametrize("fn", ["validate", "test", "predict"])
+def test_a_signal_before_an_evaluation_ends_it(fn):
+    class Model(Signalled):
+        test_step = predict_step = Signalled.validation_step
+
+    model = Model("setup", signal.SIGTERM)
+    with pytest.raises(SystemExit) as caught:
+        getattr(torchhal.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False), fn)(model, loader())
+    assert caught.value.code == 143
+    assert "validation_step" not in model.called
+
+
+@pytest.mark.parametrize(
+    ("fn", "hook", "says"),
+    [
+        ("fit", "setup", "before it began"),
+        ("fit", "validation_step", "before it began"),  # of the sanity check
+        ("fit", "training_step", "at step 0, as rank 1 left at once"),
+        ("validate", "setup", "before it began"),
+        ("validate", "validation_step", "at step 0, as rank 1 left at once"),
+    ],
+)
+def test_where_a_run_was_when_another_rank_left_it(fn, hook, says, tmp_path, capfd):
+    class Model(Signalled):
+        def note(self, name):
+            if name == hook:
+                raise RankFailedError("rank 1 was interrupted", rank=1, stop_signal=signal.SIGINT)
+
+    trainer = torchhal.Trainer(accelerator="cpu", max_epochs=1, default_root_dir=tmp_path, enable_progress_bar=False)
+    with pytest.raises(KeyboardInterrupt):
+        getattr(trainer, fn)(Model("", 0))
+    assert f"torchhal: {fn} stopped on SIGINT {says}\n" in capfd.readouterr().err
+
+
+def test_a_warning_of_the_scheduler_waits_for_a_step(tmp_path):
+    """What requeues a job wants a checkpoint to go on from."""
+    asked = []
+    with StopSignals(asked.append, signals=(*signals.DEFAULT_SIGNALS, signal.SIGUSR1)) as stop, stop.at_once():
+        signal.raise_signal(signal.SIGUSR1)
+        assert asked == [signal.SIGUSR1]
+
+
+def test_the_second_interrupt_interrupts_the_clean_up_too():
+    with pytest.raises(KeyboardInterrupt), StopSignals(lambda signum: None) as stop, stop.at_once():
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except StopRequested:
+            signal.raise_signal(signal.SIGTERM)  # of the launcher, which passes it on: it disturbs no clean-up
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_caught_interrupts_leave_one_excepthook(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    counted = []
+    monkeypatch.setattr(failures, "uncaught", [counted.append])
+    for _ in range(3):
+        failures.install_excepthook()  # as a fit does
+        interrupt = exit_on(signal.SIGINT, agreed=True)
+    sys.excepthook(KeyboardInterrupt, interrupt, None)
+    assert capsys.readouterr().err == "" and counted == []
+    sys.excepthook(ValueError, error := ValueError("boom"), None)
+    assert capsys.readouterr().err == "ValueError: boom\n" and counted == [error]
+    sys.excepthook(KeyboardInterrupt, KeyboardInterrupt(), None)
+    assert capsys.readouterr().err == "KeyboardInterrupt\n"
+
+
+def test_an_error_after_caught_interrupts_is_printed_once():
+    """In a program, with its status."""
+    code = """if True:
+        import signal, sys
+        from torchhal.launchers import failures, signals
+        for _ in range(2):
+            failures.install_excepthook()
+            try:
+                raise signals.exit_on(signal.SIGINT, agreed=True)
+            except KeyboardInterrupt:
+                pass
+        raise ValueError("boom")
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=scaled(60), check=False)
+    assert done.returncode == 1
+    assert done.stderr.count("ValueError: boom") == done.stderr.count("Traceback") == 1, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "signum"),
+    [
+        (exit_on(signal.SIGTERM, agreed=False), signal.SIGTERM),
+        (exit_on(signal.SIGINT, agreed=False), signal.SIGINT),
+        (KeyboardInterrupt(), signal.SIGINT),
+        (exit_on(signal.SIGTERM, agreed=True), 0),
+        (exit_on(signal.SIGINT, agreed=True), 0),
+        (SystemExit(143), 0),
+        (ValueError("x"), 0),
+    ],
+)
+def test_a_report_tells_a_stop_of_one_rank_from_that_of_all(error, signum):
+    failure = Failure.from_json(Failure.from_exception(1, error).to_json())
+    assert failure.stop_signal == signum
+    assert failure.error().stop_signal == signum
+
+
+@pytest.fixture
+def children():
+    """Those of a launcher, one that runs ``code``."""
+    made = []
+
+    def start(code):
+        reading, writing = os.pipe()
+        child = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
+        os.close(writing)
+        made.append(Children({1: child}, {1: reading}))
+        return made[-1]
+
+    yield start
+    for one in made:
+        one.end(0.0)
+
+
+@pytest.mark.parametrize(
+    "end", ["raise SystemExit(143)", "import os; os.kill(os.getpid(), 15)", "import os; os._exit(143)"]
+)
+def test_a_child_that_left_on_a_signal_ends_who_waits_for_it(children, monkeypatch, end):
+    monkeypatch.setattr(watch, "_stop_is_agreed", False)
+    one = children(end)
+    wait_until(lambda: one.stop_signal is not None)
+    with pytest.raises(SystemExit) as caught:
+        one.check()
+    assert caught.value.code == 143 and one.failure is None
+    assert signals.is_agreed(caught.value) is False
+
+
+def test_a_child_that_was_faster_to_stop_ends_nobody(children, monkeypatch):
+    monkeypatch.setattr(watch, "_stop_is_agreed", True)
+    one = children("raise SystemExit(143)")
+    wait_until(one._done.is_set)
+    one.check()
+    assert one.stop_signal is None and one.failure is None
+
+
+STUCK = """
+import sys, time
+import torch.distributed as dist
+from torchhal.launchers.signals import StopRequested, StopSignals
+
+with StopSignals(lambda signum: None, grace=float(sys.argv[3])) as stop, stop.at_once():
+    print("ready", flush=True)
+    if sys.argv[1] == "in C":
+        dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=0, world_size=2)
+    while True:
+        try:
+            time.sleep(60)
+        except BaseException:
+            pass
+"""
+
+
+@pytest.mark.parametrize("where", ["in C", "in a loop that takes every exception"])
+def test_who_can_t_be_interrupted_leaves(tmp_path, where):
+    process = subprocess.Popen(
+        [sys.executable, "-c", STUCK, where, str(tmp_path / "store"), "0.5"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout.readline() == "ready\n", process.stderr.read()
+    time.sleep(0.5)
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == 143
+    assert re.search(r"SIGTERM came \d s ago, before training, and has not ended the run: process \d+ leaves", said)
+    assert "ProcessGroupGloo(" in said or 'File "<string>", line 12' in said  # where it was
+
+
+# -- several processes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_fork", slow("ddp_spawn"), slow("ddp_forkserver"), slow("torchrun")])
+@pytest.mark.parametrize(
+    ("at", "ranks", "who", "signum"),
+    [
+        ("setup", [0, 1], "group", signal.SIGINT),
+        slow("setup", [0, 1], "group", signal.SIGTERM),
+        ("prepare_data", [0], 0, signal.SIGTERM),  # while rank 1 waits for it
+        slow("setup", [0], 1, signal.SIGTERM),  # who waits in a barrier, while rank 0 sleeps
+        slow("on_fit_start", [1], 1, signal.SIGINT),  # while rank 0 waits in a collective of the sanity check
+    ],
+)
+def test_a_signal_in_the_set_up_ends_all_ranks(start, tmp_path, strategy, at, ranks, who, signum):
+    job = start(strategy, at=at, ranks=ranks)
+    for rank in ranks:
+        wait_until((tmp_path / f"rank{rank}.json").exists)
+    time.sleep(0.5)
+    if who != "group":
+        name = "rank" if who in ranks else "pid"
+        who = json.loads((tmp_path / f"{name}{who}.json").read_text())["pid"]
+    assert_stopped(stop(job, signum, who), signum)
+    assert not (tmp_path / "trained").exists()
+    if strategy == "ddp":
+        assert f"torchhal: fit stopped on {signal.Signals(signum).name} before it began\n" in job.err, job.err
+        assert who != "group" or (tmp_path / "cleaned0").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_signal_at_a_random_moment_of_the_start(start, tmp_path, strategy):
+    """Moments from the script's first line until training has begun, Ctrl-C and SIGTERM, to all or to the first."""
+    choose = random.Random()
+    job = start(strategy)
+    # torchrun forgets a worker that it is about to start when the signal comes
+    begun = [tmp_path / name for name in (("begun0", "begun1") if strategy == "torchrun" else ("begun",))]
+    wait_until(lambda: all(file.exists() for file in begun))
+    at = time.monotonic()
+    wait_until((tmp_path / "trained").exists)
+    whole = time.monotonic() - at + 0.5
+    stop(job, signal.SIGTERM)
+    for _ in range(MOMENTS):
+        for file in (*begun, tmp_path / "trained"):
+            file.unlink(missing_ok=True)
+        signum, who = choose.choice([signal.SIGINT, signal.SIGTERM]), choose.choice(["group", "first"])
+        moment = choose.uniform(0, whole)
+        job = start(strategy)
+        wait_until(lambda: all(file.exists() for file in begun))
+        time.sleep(moment)
+        try:
+            assert_stopped(stop(job, signum, who if who == "group" else job.process.pid), signum)
+        except AssertionError as error:
+            raise AssertionError(f"{signum!r} to the {who}, {moment:.2f} of {whole:.2f} s") from error
+
+
+@pytest.mark.slow
+@pytest.mark.cold_start
+@SIGNALS
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn"])
+def test_a_signal_while_other_ranks_still_import(start, tmp_path, strategy, signum):
+    """They leave at once, and rank 0 was waiting for them: for ten minutes."""
+    job = start(strategy)
+    wait_until((tmp_path / "begun").exists)
+    wait_until(lambda: len(job.descendants()) > 1)
+    time.sleep(1.5)  # rank 0 has come to its wait, the other to the middle of import torch
+    assert_stopped(stop(job, signum), signum)
+    assert not (tmp_path / "trained").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.cold_start
+def test_again_means_at_once(start, tmp_path):
+    job = start("ddp", at="setup", ranks=[0, 1])
+    wait_for_notes(tmp_path, 2)
+    os.killpg(job.process.pid, signal.SIGINT)
+    time.sleep(0.05)
+    assert_stopped(stop(job, signal.SIGINT), signal.SIGINT)

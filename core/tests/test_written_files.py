@@ -1,0 +1,348 @@
+"""A run deletes and replaces what it wrote itself, in its own folder, and nothing else."""
+
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import limits
+import pytest
+import torch
+from torch import nn
+
+from torchhal import ModelCheckpoint, Module, Trainer
+from torchhal.checkpoint import TorchCheckpointIO
+from torchhal.errors import CheckpointError
+from torchhal.trainer.callbacks.written_files import WrittenFiles, new_run_id
+
+HERE = f"{Path(__file__).parent}:{Path(limits.__file__).parent}"
+
+
+class Net(Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def fit(folder, steps, ckpt_path=None, callbacks=None, **options):
+    """One save per step."""
+    options = {"filename": "{step}", "every_n_train_steps": 1, **options}
+    trainer = Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False, max_steps=steps,
+        callbacks=callbacks or [ModelCheckpoint(folder, **options)],
+    )  # fmt: skip
+    trainer.fit(Net(), torch.ones(9, 1, 2), ckpt_path=ckpt_path)
+    return trainer
+
+
+def names(folder):
+    return sorted(name for name in os.listdir(folder) if name != ".torchhal")
+
+
+def change(path, **values):
+    """Alter the state of the only callback in a checkpoint."""
+    checkpoint = torch.load(path, weights_only=True)
+    checkpoint.pop("digests", None)
+    [state] = checkpoint["callbacks"].values()
+    state.update(values)
+    torch.save(checkpoint, path)
+
+
+# -- deleting ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("field", ["_doomed", "_newest", "_interrupted", "last_model_path", "best_model_path"])
+def test_a_path_in_a_state_is_no_reason_to_delete_it(tmp_path, field, inside):
+    runs, elsewhere = tmp_path / "runs", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    fit(runs, 2)
+    victims = [(runs if inside else elsewhere) / name for name in ("thesis.tex", "mine.ckpt")]
+    victims[0].write_text("years of work")
+    shutil.copy(runs / "step=2.ckpt", victims[1])
+    for victim in victims:
+        change(runs / "step=2.ckpt", **{field: [str(victim)] if field == "_doomed" else str(victim)})
+        fit(runs, 5, ckpt_path=runs / "step=2.ckpt")
+        assert victim.exists()
+
+
+def test_a_run_that_resumes_a_copy_deletes_nothing_of_who_is_there_now(tmp_path):
+    runs, copy = tmp_path / "runs", tmp_path / "copy.ckpt"
+    fit(runs, 2)
+    shutil.copy(runs / "step=2.ckpt", copy)
+    shutil.rmtree(runs)
+    fit(runs, 2, save_last=True)
+    before = {name: (runs / name).read_bytes() for name in names(runs)}
+    fit(runs, 6, ckpt_path=copy, save_last=True)
+    assert {name: (runs / name).read_bytes() for name in before} == before
+    assert set(names(runs)) == {"step=2.ckpt", "last.ckpt", "step=6.ckpt", "last-v1.ckpt"}
+
+
+def test_a_resumed_run_goes_on_with_the_files_of_the_one_before(tmp_path):
+    fit(tmp_path, 2, save_last=True)
+    fit(tmp_path, 4, ckpt_path="last", save_last=True)
+    assert names(tmp_path) == ["last.ckpt", "step=4.ckpt"]
+    records = sorted(os.listdir(tmp_path / ".torchhal"))
+    assert records == ["last.ckpt.json", "step=4.ckpt.json"]
+
+
+def test_so_do_its_callbacks_in_other_folders(tmp_path):
+    def callbacks():
+        every = {"every_n_train_steps": 1}
+        return [
+            ModelCheckpoint(tmp_path / "newest", "{step}", **every),
+            ModelCheckpoint(tmp_path / "kept", "{step}", monitor="step", mode="max", save_last=True, **every),
+        ]
+
+    fit(None, 2, callbacks=callbacks())
+    fit(None, 4, callbacks=callbacks(), ckpt_path=tmp_path / "kept" / "step=2.ckpt")
+    assert names(tmp_path / "newest") == ["step=4.ckpt"] and names(tmp_path / "kept") == ["last.ckpt", "step=4.ckpt"]
+
+
+def test_a_run_that_was_refused_to_continue_is_another(tmp_path):
+    class Other(Net):
+        def configure_optimizers(self):
+            return torch.optim.Adam(self.parameters())
+
+    fit(tmp_path, 2, save_last=True)
+    before = {name: (tmp_path / name).read_bytes() for name in names(tmp_path)}
+    trainer = fit(tmp_path / "elsewhere", 0)
+    trainer.callbacks = [ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_last=True)]
+    with pytest.raises(CheckpointError, match="holds the state of the optimizer"):
+        trainer.fit(Other(), torch.ones(9, 1, 2), ckpt_path=tmp_path / "last.ckpt")
+    trainer.max_steps = 2
+    trainer.fit(Other(), torch.ones(9, 1, 2))
+    for name, content in before.items():
+        assert (tmp_path / name).read_bytes() == content, name
+
+
+def test_a_file_that_somebody_put_in_the_place_of_the_runs_own_stays(tmp_path):
+    class Replaces(ModelCheckpoint):
+        def on_train_batch_start(self, trainer, *args):
+            if trainer.global_step == 2:
+                os.replace(tmp_path / "notes", tmp_path / "step=2.ckpt")
+
+    (tmp_path / "notes").write_text("not a checkpoint")
+    fit(tmp_path, 4, callbacks=[Replaces(tmp_path, "{step}", every_n_train_steps=1)])
+    assert (tmp_path / "step=2.ckpt").read_text() == "not a checkpoint"
+    assert names(tmp_path) == ["step=2.ckpt", "step=4.ckpt"]
+
+
+def test_what_another_callback_of_the_run_wrote_is_not_ones_own(tmp_path):
+    each = ModelCheckpoint(tmp_path, "a-{step}", every_n_train_steps=1)
+    other = ModelCheckpoint(tmp_path, "b-{step}", every_n_train_steps=1)
+    fit(tmp_path, 2, callbacks=[each, other])
+    checkpoint = torch.load(tmp_path / "a-step=2.ckpt", weights_only=True)
+    del checkpoint["digests"]
+    checkpoint["callbacks"][each.state_key]["_newest"] = str(tmp_path / "b-step=2.ckpt")
+    torch.save(checkpoint, tmp_path / "a-step=2.ckpt")
+    fit(tmp_path, 3, tmp_path / "a-step=2.ckpt", [ModelCheckpoint(tmp_path, "a-{step}", every_n_train_steps=1)])
+    assert (tmp_path / "b-step=2.ckpt").exists()
+
+
+# -- replacing ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["last.ckpt", "step=4.ckpt"])
+@pytest.mark.parametrize("kind", ["text", "empty", "folder", "dangling link", "pipe"])
+def test_somebodys_file_of_that_name_stays(tmp_path, name, kind):
+    path = tmp_path / name
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "dangling link":
+        path.symlink_to(tmp_path / "nothing")
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.write_text("mine" if kind == "text" else "")
+    before = os.lstat(path)
+    fit(tmp_path, 4, save_last=True)
+    after = os.lstat(path)
+    assert (after.st_ino, after.st_mtime_ns, after.st_size) == (before.st_ino, before.st_mtime_ns, before.st_size)
+    assert f"{path.stem}-v1.ckpt" in names(tmp_path)
+
+
+def test_without_versions_only_checkpoints_are_overwritten(tmp_path):
+    fit(tmp_path, 2, filename="best", enable_version_counter=False)
+    fit(tmp_path, 3, filename="best", enable_version_counter=False)
+    assert names(tmp_path) == ["best.ckpt"]
+    assert torch.load(tmp_path / "best.ckpt", weights_only=True)["global_step"] == 3
+    (tmp_path / "best.ckpt").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"best\.ckpt' is there and is no checkpoint.*move it away"):
+        fit(tmp_path, 2, filename="best", enable_version_counter=False)
+    assert (tmp_path / "best.ckpt").read_text() == "mine"
+
+
+RUN = """
+import sys, torch
+sys.path += sys.argv[1].split(":")
+from test_written_files import Net, Trainer, ModelCheckpoint
+from torchhal import Callback
+
+class Together(Callback):
+    def on_train_batch_end(self, trainer, *args):
+        print(trainer.global_step, flush=True)
+        input()
+
+folder, own = sys.argv[2:]
+saves = ModelCheckpoint(folder, "x", every_n_train_steps=1, save_last=True)
+trainer = Trainer(
+    accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False, max_steps=4,
+    callbacks=[Together(), saves],
+)
+trainer.fit(Net(), torch.ones(9, 1, 2))
+print(saves.best_model_path, saves.last_model_path, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_two_runs_in_one_folder_have_names_of_their_own(tmp_path):
+    """Both come to each save at the same time."""
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-c", RUN, HERE, str(tmp_path), str(number)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )
+        for number in range(2)
+    ]  # fmt: skip
+    for step in range(1, 5):
+        assert [run.stdout.readline().split() for run in runs] == [[str(step)]] * 2
+        for run in runs:
+            run.stdin.write("\n")
+            run.stdin.flush()
+    paths = [run.communicate(timeout=limits.scaled(60))[0].split() for run in runs]
+    assert [run.returncode for run in runs] == [0, 0]
+    assert len({path for own in paths for path in own}) == 4
+    assert names(tmp_path) == sorted(os.path.basename(path) for own in paths for path in own)
+    for path in itertools.chain(*paths):
+        assert torch.load(path, weights_only=True)["global_step"] == 4
+
+
+# -- the record --------------------------------------------------------------------------------------------------------
+
+
+def test_one_of_many_gets_a_name(tmp_path):
+    import concurrent.futures
+
+    path = str(tmp_path / "x.ckpt")
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        for number in range(50):
+            got = [*pool.map(lambda _, path=f"{path}{number}": WrittenFiles(new_run_id(), "w").claim(path), range(8))]
+            assert sum(got) == 1
+
+
+@pytest.mark.parametrize("url", [False, True])
+def test_a_claim_is_given_back_and_a_version_counts(tmp_path, url):
+    import fsspec
+
+    path = f"memory://records-{tmp_path.name}/x.ckpt" if url else str(tmp_path / "x.ckpt")
+
+    def write(content):
+        with fsspec.open(path, "wb") as file:
+            file.write(content)
+
+    mine, other = WrittenFiles(new_run_id(), "w"), WrittenFiles(new_run_id(), "w")
+    assert mine.claim(path) and not other.claim(path)
+    mine.release(path)
+    assert other.claim(path) and not mine.claim(path)
+    other.release(path)
+    assert mine.claim(path)
+    write(b"one")
+    mine.wrote(path)
+    mine.release(path)  # it is there
+    assert mine.owns(path) and not other.owns(path) and not other.claim(path)
+    again = WrittenFiles(new_run_id(), "w")
+    again.adopt(path)
+    assert again.owns(path) and again.run == mine.run
+    write(b"three")
+    assert not mine.owns(path) and not mine.claim(path)
+    stranger = WrittenFiles(new_run_id(), "w")
+    stranger.adopt(path)
+    assert stranger.run not in (mine.run, other.run)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"run": "x"}', b"\xff"])
+def test_a_damaged_record_proves_nothing(tmp_path, content):
+    path = tmp_path / "x.ckpt"
+    mine = WrittenFiles(new_run_id(), "w")
+    assert mine.claim(str(path))
+    path.write_text("x")
+    mine.wrote(str(path))
+    (tmp_path / ".torchhal" / "x.ckpt.json").write_bytes(content)
+    assert not mine.owns(str(path)) and not mine.claim(str(path))
+    path.unlink()
+    assert mine.claim(str(path))
+
+
+def test_a_failed_save_leaves_no_claim(tmp_path, monkeypatch):
+    def fails(*args, **options):
+        raise CheckpointError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TorchCheckpointIO, "save_checkpoint", fails)
+        with pytest.raises(CheckpointError, match="no room"):
+            fit(tmp_path, 2)
+    assert os.listdir(tmp_path / ".torchhal") == []
+    fit(tmp_path, 1)
+    assert names(tmp_path) == ["step=1.ckpt"]
+
+
+# -- which is the last -------------------------------------------------------------------------------------------------
+
+
+def test_a_clock_that_goes_back_changes_nothing(tmp_path, monkeypatch):
+    fit(tmp_path, 2, save_top_k=-1)
+    now = time.time_ns
+    monkeypatch.setattr(time, "time_ns", lambda: now() - 2 * 3600 * 10**9)
+    trainer = fit(tmp_path, 4, ckpt_path="last", save_top_k=-1)
+    assert trainer.ckpt_path == str(tmp_path / "step=2.ckpt")
+    assert fit(tmp_path, 5, ckpt_path="last", save_top_k=-1).ckpt_path == str(tmp_path / "step=4.ckpt")
+    listed = TorchCheckpointIO().list_checkpoints(tmp_path)
+    assert [Path(path).name for path in listed] == [f"step={step}.ckpt" for step in range(1, 6)]
+
+
+LATER = """
+import sys, time
+sys.path += sys.argv[1].split(":")
+back = int(sys.argv[3]) * 3600 * 10**9
+now, wall = time.time_ns, time.time
+time.time_ns, time.time = lambda: now() - back, lambda: wall() - back / 1e9
+from test_written_files import fit
+print(fit(sys.argv[2], int(sys.argv[4]), ckpt_path="last", save_top_k=-1).ckpt_path)
+"""
+
+
+@pytest.mark.slow
+def test_so_do_the_clocks_of_several_hosts(tmp_path):
+    """Each life of the run on a host whose clock is two hours behind the one before."""
+    for life in range(3):
+        hours, steps = str(2 * life), str(2 * life + 2)
+        command = [sys.executable, "-c", LATER, HERE, str(tmp_path), hours, steps]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limits.scaled(60), check=False)
+        assert done.returncode == 0, done.stderr
+        expected = "None" if life == 0 else str(tmp_path / f"step={2 * life}.ckpt")
+        assert done.stdout.split()[-1] == expected
+
+
+def test_the_last_of_two_folders_is_the_one_that_was_saved_later(tmp_path, monkeypatch):
+    def callbacks():
+        return [
+            ModelCheckpoint(tmp_path / "often", "{step}", every_n_train_steps=1),
+            ModelCheckpoint(tmp_path / "rarely", "{step}", every_n_train_steps=3),
+        ]
+
+    now = time.time_ns
+    fit(None, 4, callbacks=callbacks())
+    os.utime(tmp_path / "rarely" / "step=3.ckpt", (2**31, 2**31))  # copied, touched, restored from a backup
+    monkeypatch.setattr(time, "time_ns", lambda: now() - 10**15)
+    trainer = fit(None, 5, ckpt_path="last", callbacks=callbacks())
+    assert trainer.ckpt_path == str(tmp_path / "often" / "step=4.ckpt")

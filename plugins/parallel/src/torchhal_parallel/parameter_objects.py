@@ -1,0 +1,235 @@
+"""The parameter objects of a user's module, while other tensors train in their places and afterwards.
+
+What divides a model puts new parameters into its modules. Whoever remembers an old one, in a list say, would go on with
+a weight that nobody trains, and nothing would tell. So the old objects are emptied: all of their elements are NaN, in
+the memory of one. After the run they hold the trained weights, and are the module's parameters again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from functools import partial
+from itertools import islice
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from torchhal.errors import ModelError
+
+_MOST_OBJECTS = 200_000
+"""How many objects under one root :func:`find_references` looks at: what is beyond is data, not part of a model."""
+
+_MOST_ITEMS = 10_000
+"""How many items of one container it looks at."""
+
+_CONTAINERS: Final[tuple[Any, ...]] = (list, tuple, deque, set, frozenset)
+
+
+def made_of(tensor: Any) -> list[str]:
+    """The attributes of a tensor subclass that are the tensors it is made of; none of a tensor with its own memory."""
+    return list(tensor.__tensor_flatten__()[0]) if is_traceable_wrapper_subclass(tensor) else []
+
+
+def empty(tensor: torch.Tensor) -> None:
+    """Free the memory of ``tensor``, of those that it is made of too: it keeps its shape, and no number."""
+    if inner := made_of(tensor):
+        for name in inner:
+            empty(getattr(tensor, name))
+        return
+    number = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
+    tensor.data = torch.full((), number, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+
+
+def marks_of(parameter: torch.Tensor) -> dict[str, Any]:
+    """What users have set on ``parameter``: its attributes without those that it is made of."""
+    inner = made_of(parameter)
+    return {name: value for name, value in vars(parameter).items() if name not in inner}
+
+
+class ParameterObjects:
+    """The parameters that ``module`` has now, by all of their names."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.by_name = dict(module.named_parameters(remove_duplicate=False))
+        self._in_place = {id(parameter): parameter for parameter in self.by_name.values()}
+        self._stands_for: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+        self._marks = {identity: marks_of(parameter) for identity, parameter in self._in_place.items()}
+        self.torchs_marks: set[str] = set()
+        """Names of the attributes that dividing the model has given to parameters."""
+
+    def any_replaced(self) -> bool:
+        """Whether the module has others in the place of some, or fewer."""
+        return not {id(parameter) for parameter in self.by_name.values()} <= set(map(id, self.module.parameters()))
+
+    def empty_replaced(self) -> None:
+        """Free those that the module has others in the place of by now."""
+        now = set(map(id, self.module.parameters()))
+        for identity in [identity for identity in self._in_place if identity not in now]:
+            empty(self._in_place.pop(identity))
+
+    def settle(self, alias: str) -> None:
+        """Note what trains in the place of which; the module has been divided by strategy ``alias``.
+
+        Raises:
+            ModelError: a parameter was replaced under one of its names only.
+        """
+        self.empty_replaced()
+        places: dict[int, tuple[str, nn.Parameter]] = {}
+        apart: list[tuple[str, str]] = []
+        for name, now in self.module.named_parameters(remove_duplicate=False):
+            original = self.by_name.get(name)
+            if original is None:
+                continue
+            first, there = places.setdefault(id(original), (name, now))
+            if there is not now:
+                apart.append((first, name))
+            marks = self._marks[id(original)]  # what users mark their parameters with
+            self.torchs_marks |= (marks_of(now).keys() | marks_of(original).keys()) - marks.keys()
+            if now is not original:
+                vars(now).update(marks)
+                self._stands_for[id(now)] = (now, original)
+        for first, name in apart:
+            raise ModelError(
+                f"{first!r} and {name!r} of {type(self.module).__name__} are one parameter, and strategy {alias!r} "
+                "would divide it under one of these names only: give each a parameter of its own, or look it up where "
+                "it is used"
+            )
+
+    def replaced(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(name, the user's object) of each parameter that another trains in the place of."""
+        originals = {id(original) for _, original in self._stands_for.values()}
+        for name, parameter in self.by_name.items():
+            if id(parameter) in originals:
+                originals.remove(id(parameter))
+                yield name, parameter
+
+    def check_unused(self, alias: str) -> None:
+        """Raise ModelError if a graph that is there refers to a parameter that another trains in the place of."""
+        for name, parameter in self.replaced():
+            if parameter._use_count() > 1:  # type: ignore[attr-defined]
+                raise ModelError(
+                    f"the training step of {type(self.module).__name__} computes with {name!r} by a reference from "
+                    f"before the model was divided, and strategy {alias!r} trains another object in its place: look "
+                    "parameters up where they are used, by self.get_parameter(name) say"
+                )
+
+    def object_for(self, now: nn.Parameter) -> nn.Parameter | None:
+        """The user's object in whose place ``now`` trains; itself if it is one; None for one that came since."""
+        if id(now) in self._stands_for:
+            return self._stands_for[id(now)][1]
+        return now if id(now) in self._in_place else None
+
+
+def check_references(
+    roots: Mapping[str, Any], objects: ParameterObjects, skip: Any, alias: str, *, through_optimizers: bool = False
+) -> None:
+    """Raise ModelError if what takes part in training remembers a parameter that another has taken the place of.
+
+    Args:
+        roots: what takes part, by the names that a message gives it.
+        objects: of a module that strategy ``alias`` has divided.
+        skip: objects to leave alone, whatever they refer to.
+        alias: see above.
+        through_optimizers: see :func:`find_references`.
+    """
+    replaced = {id(parameter): name for name, parameter in objects.replaced()}
+    if not replaced:
+        return
+    for path, name, what in find_references(roots, replaced, skip, through_optimizers=through_optimizers):
+        raise ModelError(
+            f"{path} remembers {what}{name!r} from before the model was divided, and strategy {alias!r} trains another "
+            "object in its place: what is computed from this one would be wrong. Look parameters up by name where they "
+            "are used (self.named_parameters(), self.get_parameter(name)), and make optimizers and their groups in "
+            "configure_optimizers"
+        )
+
+
+def find_references(
+    roots: Mapping[str, Any], parameters: Mapping[int, str], skip: Any = (), *, through_optimizers: bool = True
+) -> Iterator[tuple[str, str, str]]:
+    """Where the objects under ``roots`` refer to a parameter, or hold its ``id()``.
+
+    Goes through attributes, containers, closures and partial functions, nearest first, but not through the parameters
+    that a module holds as such. Containers are list, tuple, set, dict and deque: any other may make its items, or read
+    them from a disk, when it is asked for them.
+
+    Args:
+        roots: by the beginnings of paths.
+        parameters: names, by ``id()``.
+        skip: objects to leave alone.
+        through_optimizers: whether one that an optimizer steps counts. Before ``configure_optimizers`` an attribute may
+            hold that of an earlier fit.
+
+    Yields:
+        (path, the parameter's name, "" or "the id() of ").
+    """
+    seen = {id(thing) for thing in (*skip, parameters)}
+    for root in roots.items():  # each with a limit of its own: data is large, and must not hide what is in a callback
+        yield from _references_under(root, parameters, seen, through_optimizers=through_optimizers)
+
+
+def _references_under(
+    root: tuple[str, Any], parameters: Mapping[int, str], seen: set[int], *, through_optimizers: bool
+) -> Iterator[tuple[str, str, str]]:
+    waiting = deque([root])
+    room = _MOST_OBJECTS
+    while waiting:
+        path, thing = waiting.popleft()
+        if isinstance(thing, torch.Tensor):
+            if id(thing) in parameters:
+                yield path, parameters[id(thing)], ""
+        elif isinstance(thing, int):
+            if thing in parameters:
+                yield path, parameters[thing], "the id() of "
+        elif isinstance(thing, Optimizer) and not through_optimizers:
+            continue
+        elif id(thing) not in seen and not isinstance(thing, str | bytes | float | complex | type | ModuleType):
+            seen.add(id(thing))
+            for held in islice(_held(path, thing), room):
+                room -= 1
+                waiting.append(held)
+
+
+def _held(path: str, thing: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(thing, dict):  # by the methods of dict and of the others, whatever a subclass does in their place
+        yield from ((f"a key of {path}", key) for key in islice(dict.keys(thing), _MOST_ITEMS))
+        yield from (
+            (f"{path}[{key if isinstance(key, int) else repr(key)[:40]}]", value)
+            for key, value in islice(dict.items(thing), _MOST_ITEMS)
+        )
+    elif kind := next((kind for kind in _CONTAINERS if isinstance(thing, kind)), None):
+        indexed = not issubclass(kind, set | frozenset)
+        for index, value in enumerate(islice(kind.__iter__(thing), _MOST_ITEMS)):
+            yield f"{path}[{index}]" if indexed else path, value
+    elif isinstance(thing, FunctionType):
+        names = thing.__code__.co_freevars
+        for name, cell in zip(names, thing.__closure__ or (), strict=True):
+            try:
+                yield f"{name!r} of the function {path}", cell.cell_contents
+            except ValueError:  # not set yet
+                continue
+        yield f"a default of {path}", thing.__defaults__
+        yield f"a default of {path}", thing.__kwdefaults__
+    elif isinstance(thing, partial):
+        yield from ((f"an argument of {path}", value) for value in (thing.func, thing.args, thing.keywords))
+    elif isinstance(thing, MethodType):
+        yield path, thing.__self__
+    elif isinstance(thing, BuiltinFunctionType) or thing is None:
+        return
+    else:
+        path = f"{path} ({type(thing).__name__})" if isinstance(thing, Optimizer) else path
+        for slot in getattr(type(thing), "__slots__", ()):
+            if isinstance(slot, str) and slot not in ("__dict__", "__weakref__") and hasattr(thing, slot):
+                yield f"{path}.{slot}", getattr(thing, slot)
+        own = {"_parameters", "_buffers", "_flat_weights"} if isinstance(thing, nn.Module) else set()
+        for name, value in getattr(thing, "__dict__", {}).items():
+            if isinstance(thing, nn.Module) and name == "_modules":
+                yield from ((f"{path}.{child}", module) for child, module in value.items())
+            elif name not in own and not str(name).startswith("__composable_api_state_key"):
+                yield f"{path}.{name}", value

@@ -1,0 +1,136 @@
+"""Parameters, buffers and gradients of another stage of a pipeline: shapes without values, and what may be done so.
+
+Each rank has the whole model by name, with these in the places of what it lacks. Code that treats every parameter by
+itself runs as it is, as the rank that has the values computes the same with them. Code that looks at all parameters
+together would compute something else without a word: here it gets an error that says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from torchhal.errors import ModelError
+
+_READING = ("aten::_local_scalar_dense", "aten::equal")
+"""Operators that give a number of the host; ``item``, ``bool`` and ``allclose`` end in one of them."""
+
+
+class RemoteTensor(torch.Tensor):
+    """A tensor on the meta device whose values are on another rank.
+
+    What is computed from one is another. To read a value, or to write one into a tensor that this rank has, raises
+    ModelError.
+    """
+
+    __slots__ = ("what",)
+    what: str
+    """Of which parameter or buffer, or of whose gradient, it was computed."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        source = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, RemoteTensor))
+        namespace_and_name = func._schema.name
+        name = namespace_and_name.partition("::")[2]
+        if name.startswith("new_") or name.endswith("_like"):  # of its shape, on whichever device
+            with torch._C._DisableTorchDispatch():
+                made = func(*args, **kwargs)
+            return source._like(made) if made.is_meta else made
+        device = kwargs.get("device")
+        if namespace_and_name in _READING or (device is not None and torch.device(device).type != "meta"):
+            source.refuse("read")
+        if any(not leaf.is_meta for leaf in _written(func, args, kwargs)):
+            source.refuse("written into a tensor of this rank")
+        with torch._C._DisableTorchDispatch():
+            args, kwargs = tree_map_only(torch.Tensor, _shape_of, (args, kwargs))
+            try:
+                result = func(*args, **kwargs)
+            except (RuntimeError, NotImplementedError, ValueError) as error:
+                source.refuse(f"computed with ({type(error).__name__}: {error})")
+        return tree_map_only(torch.Tensor, source._like, result)
+
+    def _like(self, result: torch.Tensor) -> torch.Tensor:
+        return result if isinstance(result, RemoteTensor) else _remote(RemoteTensor, result, self.what)
+
+    def refuse(self, done: str) -> NoReturn:
+        """Say what was to be ``done`` with it, and what to call instead."""
+        raise ModelError(
+            f"{self.what} is in another stage of the pipeline, where its values are, and was to be {done} here: code "
+            "over all parameters has those of one stage alone. For the norm of all gradients call "
+            "trainer.strategy.grad_norm(optimizer); to clip by it set Trainer(gradient_clip_val=...), or call "
+            "self.clip_gradients(...) in configure_gradient_clipping. A penalty over parameters, a copy of the model "
+            "that follows it (EMA), or another number made of all of them needs a strategy under which each rank has "
+            "the model, such as 'ddp' or 'zero3'"
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"<{self.what}, in another stage of the pipeline, of shape {tuple(self.shape)}>"
+
+    def __format__(self, spec: str) -> str:
+        return repr(self) if self.dim() else self.refuse("read")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RemoteTensor:
+        if id(self) not in memo:
+            memo[id(self)] = _remote(type(self), self, self.what, self.requires_grad)
+        return memo[id(self)]  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        self.refuse("saved")
+
+    def numpy(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self.refuse("read")
+
+    def tolist(self) -> NoReturn:
+        self.refuse("read")
+
+    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self.refuse("read")
+
+
+class RemoteParameter(RemoteTensor, nn.Parameter):
+    """A parameter whose values are on another rank."""
+
+    __slots__ = ()
+
+
+def remote(tensor: torch.Tensor, name: str) -> RemoteTensor:
+    """What stands for ``tensor``, the parameter or buffer ``name``, on the ranks of other stages."""
+    kind = RemoteParameter if isinstance(tensor, nn.Parameter) else RemoteTensor
+    return _remote(kind, tensor, repr(name), tensor.requires_grad)
+
+
+def remote_gradient(parameter: RemoteParameter) -> RemoteTensor:
+    """What stands for the gradient of ``parameter`` between its backward, on another rank, and the next."""
+    return _remote(RemoteTensor, parameter, f"the gradient of {parameter.what}")
+
+
+def _remote(kind: Any, tensor: torch.Tensor, what: str, requires_grad: bool = False) -> RemoteTensor:
+    with torch._C._DisableTorchDispatch():
+        made: RemoteTensor = torch.Tensor._make_subclass(kind, _shape_of(tensor), requires_grad)
+    made.what = what
+    return made
+
+
+def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` itself if it has no values here, else one on the meta device of its shape and strides."""
+    if tensor.is_meta:
+        return tensor
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
+    """The tensors that an operator changes in place."""
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[index] if index < len(args) else kwargs.get(argument.name)
+        yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))

@@ -1,0 +1,186 @@
+"""Code over all parameters or all samples of a pipeline: right, or refused by name before the first optimizer step."""
+
+import io
+
+import pytest
+import staged
+import together
+import torch
+from tiers import slow
+from torch import nn
+
+from torchhal.accelerators import CPUAccelerator
+from torchhal.errors import ConfigurationError, ModelError
+from torchhal_parallel.optimizers import check_separable
+from torchhal_parallel.remote import remote, remote_gradient
+
+pytestmark = pytest.mark.timeout(170)
+
+
+def same(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        torch.testing.assert_close(value, theirs[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("strategy, world", [("pipeline", "world2"), ("zero3", "world2"), ("ddp", "world2")])
+def test_the_norm_of_all_gradients_is_that_of_one_process(request, strategy, world):
+    expected, norms = together.fitted("single_device", "Clipped")
+    results = request.getfixturevalue(world).run(together.fitted, strategy, "Clipped", timeout=60)
+    if strategy == "pipeline":  # the others have other data
+        for _, ours in results:
+            assert ours == pytest.approx(norms, rel=1e-4)
+        same(results[0][0], expected)
+    for _, ours in results:
+        assert ours == pytest.approx(results[0][1], rel=1e-5) and ours
+
+
+def test_code_that_treats_each_parameter_by_itself_runs_as_it_is(world2):
+    expected, _ = together.fitted("single_device", "Bounded")
+    same(world2.run(together.fitted, "pipeline", "Bounded", timeout=60)[0][0], expected)
+
+
+OVER_ALL_PARAMETERS = [
+    ("ClipsAllParameters", "trainer.strategy.grad_norm"),
+    ("ClipsAfterBackward", "self.clip_gradients"),
+    ("ClipsTheGroups", "gradient_clip_val"),
+    ("AddsUpSquares", "the gradient of 'layers."),
+    ("LogsTheNorm", "the gradient of 'layers."),
+    ("WithTeacher", "(EMA)"),
+    ("WithFusedTeacher", "(EMA)"),
+    ("SavesItself", "saved"),
+]
+
+
+@pytest.mark.parametrize("model, word", OVER_ALL_PARAMETERS, ids=lambda value: value)
+def test_code_over_all_parameters_hears_that_it_has_one_stage(world2, model, word):
+    found = world2.run(together.refused, "pipeline", model, timeout=60)
+    assert any(kind in ("ModelError", "ValueError") and word in message for kind, message, _ in found), found
+    for kind, message, steps in found:
+        assert kind != "nothing" and steps == 0
+        assert "another stage of the pipeline" in message
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_a_penalty_over_all_parameters_is_refused_by_all_ranks_together(world2, schedule):
+    for kind, message, steps in world2.run(together.refused, "pipeline", "Penalized", None, None, schedule):
+        assert (kind, steps) == ("ModelError", 0), message
+        assert "A penalty over parameters" in message and "'layers.0.weight'" in message
+
+
+@pytest.mark.parametrize("strategy", ["pipeline", slow("zero1")])
+@pytest.mark.parametrize("optimizer", ["GlobalNorm", slow("AroundGlobalNorm")])
+def test_an_optimizer_over_all_parameters_is_refused(world2, strategy, optimizer):
+    for kind, message, steps in world2.run(together.refused, strategy, None, optimizer, timeout=60):
+        assert (kind, steps) == ("ConfigurationError", 0), message
+        assert optimizer.removesuffix("GlobalNorm") in message and "'ddp'" in message
+
+
+def test_an_optimizer_over_each_parameter_is_not(world2):
+    expected, _ = together.fitted("single_device", None, "LayerNorms")
+    same(world2.run(together.fitted, "pipeline", None, "LayerNorms", timeout=60)[0][0], expected)
+
+
+@pytest.mark.parametrize("name", together.OPTIMIZERS)
+def test_a_small_copy_tells_whether_gradients_of_others_count(name):
+    torch.manual_seed(5)
+    net = nn.Sequential(nn.Linear(3, 1000), nn.Linear(1000, 2), nn.LayerNorm(2)).bfloat16()
+    before = [parameter.clone() for parameter in net.parameters()]
+    optimizer = together.OPTIMIZERS[name](net.parameters())
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    generator = torch.get_rng_state()
+    if name.endswith("LayerNorms"):
+        check_separable(optimizer, "pipeline", CPUAccelerator(), torch.device("cpu"))
+    else:
+        with pytest.raises(ConfigurationError, match=f"{name.removesuffix('GlobalNorm')}.*all of them together"):
+            check_separable(optimizer, "pipeline", CPUAccelerator(), torch.device("cpu"))
+    assert torch.equal(generator, torch.get_rng_state()) and not optimizer.state
+    assert all(map(torch.equal, net.parameters(), before))
+    assert all(parameter.grad is None for parameter in net.parameters())
+
+
+def test_an_optimizer_that_can_not_be_tried_is_told_of():
+    class Odd(torch.optim.SGD):
+        def step(self, closure=None):
+            raise RuntimeError("no copies")
+
+    with pytest.warns(UserWarning, match="Odd treats each parameter by itself could not be tried .*no copies"):
+        check_separable(Odd([nn.Parameter(torch.ones(2))]), "pipeline", CPUAccelerator(), torch.device("cpu"))
+
+
+def test_what_is_computed_of_a_remote_tensor_is_one():
+    weight = remote(nn.Parameter(torch.ones(3, 2)), "head.weight")
+    weight.grad = remote_gradient(weight)
+    mine = torch.ones(3, 2)
+    assert isinstance(weight, nn.Parameter) and weight.is_meta and weight.requires_grad
+    for value in (weight.detach().norm(), mine + weight, torch.stack([mine, weight]), weight.grad.pow(2).sum()):
+        assert value.is_meta and "head.weight" in repr(value)
+    with torch.no_grad():
+        weight.mul_(mine).clamp_(-1, 1)
+        torch._foreach_mul_([weight, weight.grad], 0.5)
+    assert torch.zeros_like(weight, device="cpu").tolist() == [[0.0] * 2] * 3
+    weight.grad.zero_()
+    weight.grad = None
+    for read in (
+        lambda: weight.sum().item(),
+        lambda: bool(weight.norm() > 1),
+        lambda: float(weight.detach()[0, 0]),
+        weight.tolist,
+        lambda: weight.detach().numpy(),
+        weight.cpu,
+        lambda: torch.equal(mine, weight),
+        lambda: mine.add_(weight.detach()),
+        lambda: mine.copy_(weight.detach()),
+        lambda: torch.add(mine, weight.detach(), out=mine),
+        lambda: torch._foreach_mul_([mine, weight.detach()], 0.5),
+        lambda: torch.save(weight, io.BytesIO()),
+    ):
+        with pytest.raises(ModelError, match=r"'head\.weight'.* is in another stage of the pipeline"):
+            read()
+    assert torch.equal(mine, torch.ones(3, 2))
+
+
+# -- over all samples ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", ["MeanOverTokens", "Contrastive"])
+def test_a_loss_that_is_no_mean_over_samples_is_refused(world2, model):
+    data = "padded" if model == "MeanOverTokens" else None
+    for kind, message, steps in world2.run(together.refused, "pipeline", model, None, data, timeout=60):
+        assert (kind, steps) == ("ModelError", 0)
+        for word in (model, "4 microbatches", "no mean over samples", "schedule='gpipe'"):
+            assert word in message
+
+
+def test_batches_of_one_length_do_not_hide_it_for_long(world2):
+    _, (kind, message, steps) = world2.run(
+        together.refused, "pipeline", "MeanOverTokens", None, "padded_later", timeout=60
+    )
+    assert (kind, steps) == ("ModelError", 1), message
+
+
+@pytest.mark.parametrize("model", ["MeanOverTokens", "Contrastive"])
+def test_gpipe_computes_the_loss_of_the_whole_batch(world2, model):
+    loss, expected, calls = together.trained("single_device", model)
+    first, last = world2.run(together.trained, "pipeline", model, "gpipe", timeout=60)
+    assert last[0] == pytest.approx(loss, rel=1e-5)
+    assert last[2] == calls, "a step sees each batch once, and whole"
+    same(first[1], expected)
+
+
+def test_a_sum_over_what_the_batch_counts_is_right_under_any_schedule(world2):
+    loss, expected, calls = together.trained("single_device", "SumOverTokens")
+    first, last = world2.run(together.trained, "pipeline", "SumOverTokens", "1f1b", timeout=60)
+    assert last[0] == pytest.approx(loss, rel=1e-5)
+    assert last[2] == [4] * 4 * len(calls), "the comparison leaves no traces"
+    same(first[1], expected)
+
+
+def test_two_microbatches_are_compared_and_a_loss_with_noise_is_told_of_once(world2):
+    (first, rehearsed), (last, sizes) = world2.run(together.compared, "NoisyOnceAgain", timeout=60)
+    assert last == [] and len(first) == 1
+    for word in ("NoisyOnceAgain", "draws random numbers (torch)", "schedule='1f1b'", "schedule='gpipe'"):
+        assert word in first[0]
+    parts = staged.BATCH // 4
+    assert [size for size in sizes if size != staged.BATCH] == ([parts] * 4 + [2 * parts]) * 2
+    assert set(rehearsed) == {staged.BATCH}

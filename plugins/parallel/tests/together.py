@@ -1,0 +1,295 @@
+"""In a rank of a test's world: code that looks at all parameters, or at all samples of a batch, together."""
+
+import copy
+import io
+import warnings
+from collections import deque
+
+import staged
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from torchhal_parallel.hybrid import HybridStrategy
+
+# -- over all parameters -------------------------------------------------------------------------------------
+
+
+class Clipped(staged.Stack):
+    """Reads the norm of all gradients in a hook, and clips by it itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.norms = []
+
+    def on_before_optimizer_step(self, optimizer):
+        self.norms.append(float(self.trainer.strategy.grad_norm(optimizer)))
+
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        self.norms.append(float(self.clip_gradients(optimizer, 0.05)))
+
+
+class Bounded(staged.Stack):
+    """Each parameter by itself: clamped, decayed, followed by a copy that nobody saves."""
+
+    def on_train_start(self):
+        self.followers = [parameter.detach().clone() for parameter in self.parameters()]
+
+    def on_before_optimizer_step(self, optimizer):
+        for parameter in self.parameters():
+            parameter.grad.clamp_(-0.01, 0.01)
+
+    @torch.no_grad()
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        for parameter, follower in zip(self.parameters(), self.followers, strict=True):
+            parameter.mul_(0.999).clamp_(-0.4, 0.4)
+            follower.lerp_(parameter, 0.1)
+            if parameter.dim() == 2:
+                parameter.div_(parameter.norm(dim=1, keepdim=True).clamp(min=1.0))
+
+
+class ClipsAllParameters(staged.Stack):
+    def on_before_optimizer_step(self, optimizer):
+        nn.utils.clip_grad_norm_(self.parameters(), 0.05)
+
+
+class ClipsAfterBackward(staged.Stack):
+    def on_after_backward(self):
+        nn.utils.clip_grad_norm_([parameter for parameter in self.parameters() if parameter.requires_grad], 0.05)
+
+
+class ClipsTheGroups(staged.Stack):
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        nn.utils.clip_grad_norm_([each for group in optimizer.param_groups for each in group["params"]], 0.05)
+
+
+class AddsUpSquares(staged.Stack):
+    def on_before_optimizer_step(self, optimizer):
+        squares = [p.grad.pow(2).sum().item() for p in self.parameters() if p.grad is not None]
+        self.log("norm", sum(squares) ** 0.5)
+
+
+class LogsTheNorm(staged.Stack):
+    def on_before_optimizer_step(self, optimizer):
+        self.log("norm", torch.stack([p.grad.norm() for p in self.parameters() if p.grad is not None]).norm())
+
+
+class Penalized(staged.Stack):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) + 0.1 * sum(p.square().sum() for p in self.parameters())
+
+
+class WithTeacher(staged.Stack):
+    """A copy that follows the weights, whole on each rank as no stage has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.teacher = copy.deepcopy(self.layers).requires_grad_(False)
+
+    @torch.no_grad()
+    def on_before_optimizer_step(self, optimizer):
+        for slow, fast in zip(self.teacher.parameters(), self.layers.parameters(), strict=True):
+            slow.mul_(0.9).add_(fast, alpha=0.1)
+
+
+class WithFusedTeacher(WithTeacher):
+    @torch.no_grad()
+    def on_before_optimizer_step(self, optimizer):
+        torch._foreach_lerp_(list(self.teacher.parameters()), list(self.layers.parameters()), 0.1)
+
+
+class SavesItself(staged.Stack):
+    def on_before_optimizer_step(self, optimizer):
+        torch.save(self.state_dict(), io.BytesIO())
+
+
+class GlobalNorm(torch.optim.AdamW):
+    """Clips inside of its step."""
+
+    def step(self, closure=None):
+        nn.utils.clip_grad_norm_([each for group in self.param_groups for each in group["params"]], 0.5)
+        return super().step(closure)
+
+
+class CountedNorm(torch.optim.Optimizer):
+    """Divides by a norm that it adds up as a number of Python."""
+
+    def __init__(self, params, lr=0.01):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        parameters = [each for group in self.param_groups for each in group["params"] if each.grad is not None]
+        norm = sum(each.grad.square().sum().item() for each in parameters) ** 0.5
+        for each in parameters:
+            each.sub_(each.grad / max(1.0, norm), alpha=self.defaults["lr"])
+
+
+class LayerNorms(CountedNorm):
+    """LAMB and LARS: the norm of each parameter by itself, compared in Python."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each.grad is not None and (size := each.grad.norm()) > 0:
+                    each.sub_(each.grad * (each.norm().item() / size), alpha=group["lr"])
+
+
+class Around(torch.optim.Optimizer):
+    """Wraps another optimizer, whose groups are its own."""
+
+    def __init__(self, params, inner):
+        self.inner = inner(list(params))
+        super().__init__(self.inner.param_groups, {})
+        self.param_groups = self.inner.param_groups
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+
+OPTIMIZERS = {
+    "GlobalNorm": GlobalNorm,
+    "CountedNorm": CountedNorm,
+    "LayerNorms": LayerNorms,
+    "AroundGlobalNorm": lambda parameters: Around(parameters, GlobalNorm),
+    "AroundLayerNorms": lambda parameters: Around(parameters, LayerNorms),
+}
+
+
+def stack_with(optimizer):
+    module = staged.Stack()
+    module.configure_optimizers = lambda: OPTIMIZERS[optimizer](module.parameters())
+    return module
+
+
+class Seen(staged.Callback):
+    """The whole weights at the end."""
+
+    def on_train_end(self, trainer, module):
+        self.state = {name: value.clone() for name, value in trainer.strategy.module_state_dict().items()}
+
+
+def fitted(strategy, model, optimizer=None):
+    """(weights on rank 0, the module) after a fit."""
+    seen = Seen()
+    module = stack_with(optimizer) if optimizer else globals()[model]()
+    run = staged.trainer(strategy, callbacks=seen)
+    run.fit(module, DataLoader(staged.samples(), staged.BATCH))
+    return seen.state, getattr(module, "norms", None)
+
+
+def refused(strategy, model, optimizer=None, data=None, schedule=None):
+    """(kind of error, message, optimizer steps before it) of a fit that can't be right."""
+    if schedule is not None:
+        strategy = HybridStrategy(pipeline=2, schedule=schedule, microbatches=4)
+    module = stack_with(optimizer) if optimizer else globals()[model]()
+    run = staged.trainer(strategy)
+    try:
+        run.fit(module, DataLoader(globals()[data]() if data else staged.samples(), staged.BATCH))
+    except Exception as error:
+        return type(error).__name__, str(error), run.global_step
+    return "nothing", "", run.global_step
+
+
+# -- over all samples ----------------------------------------------------------------------------------------
+
+
+class MeanOverTokens(staged.Stack):
+    """A loss that is a mean over the tokens that are no padding, of which samples have other numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = deque()
+
+    def losses(self, batch):
+        x, y, mask = batch
+        squares = (self(x).squeeze(-1) - y).square()
+        self.calls.append(len(x))
+        return squares, mask
+
+    def training_step(self, batch, batch_idx):
+        squares, mask = self.losses(batch)
+        loss = (squares * mask).sum() / mask.sum()
+        self.log("loss", loss, on_epoch=True)
+        return loss
+
+
+class SumOverTokens(MeanOverTokens):
+    """The same loss, divided by what the batch says of itself: right under any schedule."""
+
+    def training_step(self, batch, batch_idx):
+        squares, mask = self.losses(batch[:3])
+        loss = (squares * mask).sum() / (len(mask) * batch[3])
+        self.log("loss", loss, on_epoch=True)
+        return loss
+
+
+class Contrastive(staged.Stack):
+    """Each sample against all others of its batch; what the loss says of the batch is part of the result."""
+
+    def training_step(self, batch, batch_idx):
+        output = self(batch[0]).squeeze(-1)
+        loss = F.cross_entropy(-(output[:, None] - batch[1].squeeze(-1)).square(), torch.arange(len(output)))
+        return {"loss": loss, "outputs": output}
+
+
+class Noisy(staged.Stack):
+    """Labels with noise, drawn after the forward: another loss each time."""
+
+    def training_step(self, batch, batch_idx):
+        output = self(batch[0])
+        return F.mse_loss(output, batch[1] + torch.randn_like(output))
+
+
+SIZES = []
+"""Samples of each call of a step; where no comparison puts back what a step leaves."""
+
+
+class NoisyOnceAgain(Noisy):
+    def training_step(self, batch, batch_idx):
+        SIZES.append(len(batch[0]))
+        return super().training_step(batch, batch_idx)
+
+
+def compared(model):
+    """(the warnings of this rank, the sizes of the batches that its steps have seen) of a fit of two batches."""
+    SIZES.clear()
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        staged.trainer("pipeline", max_epochs=1, limit_train_batches=2).fit(
+            globals()[model](), DataLoader(staged.samples(), staged.BATCH)
+        )
+    return [str(each.message) for each in found if "mean over samples" in str(each.message)], list(SIZES)
+
+
+def padded(count=staged.SAMPLES, equal=0):
+    """Samples of 1 to 5 tokens, the first ``equal`` of three each."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(count, 5, 4, generator=generator)
+    lengths = torch.randint(1, 6, (count,), generator=generator)
+    lengths[:equal] = 3
+    return TensorDataset(x, x.sum(2), (torch.arange(5) < lengths[:, None]).float())
+
+
+def padded_later():
+    return padded(equal=staged.BATCH)
+
+
+def with_mean_length(items):
+    x, y, mask = (torch.stack(column) for column in zip(*items, strict=True))
+    return x, y, mask, mask.sum() / len(mask)
+
+
+def trained(strategy, model, schedule=None, microbatches=4):
+    """(epoch's loss, weights on rank 0, sizes of the batches that steps have seen)."""
+    if strategy == "pipeline":
+        strategy = HybridStrategy(pipeline=2, schedule=schedule, microbatches=microbatches)
+    seen = Seen()
+    module = globals()[model]()
+    run = staged.trainer(strategy, callbacks=seen)
+    data = staged.samples() if model in ("Contrastive", "Noisy") else padded()
+    collate = with_mean_length if model == "SumOverTokens" else None
+    run.fit(module, DataLoader(data, staged.BATCH, collate_fn=collate))
+    return float(run.callback_metrics.get("loss", 0.0)), seen.state, list(getattr(module, "calls", ()))
