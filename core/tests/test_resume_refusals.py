@@ -115,6 +115,55 @@ def test_the_state_of_every_optimizer_of_torch_is_its_own(name, options):
     check_optimizer_state(optimizer, optimizer.state_dict())
 
 
+def adam_with_a_hook(hook):
+    optimizer = torch.optim.Adam([nn.Parameter(torch.ones(2, 3))])
+    optimizer.param_groups[0]["bias_correction"] = True  # as optimizers of vendors have, and torch's states lack
+    optimizer.register_load_state_dict_pre_hook(hook)
+    return optimizer
+
+
+def state_of_torch():
+    optimizer = torch.optim.Adam([parameter := nn.Parameter(torch.ones(2, 3))])
+    parameter.grad = torch.ones(2, 3)
+    optimizer.step()
+    return optimizer.state_dict()
+
+
+def test_a_state_is_checked_as_the_hooks_of_a_load_make_it():
+    def convert(optimizer, state):
+        state["param_groups"][0]["bias_correction"] = True  # in place, as torch allows
+
+    optimizer, state = adam_with_a_hook(convert), state_of_torch()
+    before = copy.deepcopy(state["param_groups"])
+    check_optimizer_state(optimizer, state)
+    assert state["param_groups"] == before
+    state["state"][0]["exp_avg"] = torch.zeros(3, 3)
+    with pytest.raises(CheckpointMismatchError, match="'exp_avg' of parameter 0 has the shape"):
+        check_optimizer_state(optimizer, state)
+
+
+def test_a_hook_that_raises_is_named():
+    def convert(optimizer, state):
+        raise KeyError("moments")
+
+    with pytest.raises(CheckpointMismatchError, match=r"Adam: its hook .*convert.* raised KeyError: 'moments'"):
+        check_optimizer_state(adam_with_a_hook(convert), state_of_torch())
+
+
+def test_an_optimizer_that_loads_by_itself_takes_what_it_can():
+    class Converting(torch.optim.Adam):
+        def load_state_dict(self, state_dict):
+            groups = [{**group, "scale": group.get("scale", 1.0)} for group in state_dict["param_groups"]]
+            super().load_state_dict({**state_dict, "param_groups": groups})
+
+    optimizer = Converting([nn.Parameter(torch.ones(2, 3))])
+    optimizer.param_groups[0]["scale"] = 2.0
+    check_optimizer_state(optimizer, state_of_torch())
+    optimizer.load_state_dict(state_of_torch())
+    with pytest.raises(CheckpointMismatchError, match="its groups hold"):
+        check_optimizer_state(optimizer, {"state": {}, "param_groups": [{"params": [0, 1]}]})
+
+
 @contextmanager
 def unchanged(model, *callbacks):
     """What is refused inside leaves the weights, a new optimizer and the callbacks as they were."""

@@ -18,13 +18,16 @@ def check_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> Non
     """Raise CheckpointMismatchError for another number of groups or parameters, or for values of other types or shapes.
 
     Left to torch, these are raised in the first ``step``, as KeyErrors and shapes that can't be broadcast. Tensors that
-    have not been read are taken by their shapes.
+    have not been read are taken by their shapes. What the optimizer's ``load_state_dict`` pre-hooks make of the state
+    is what is checked; of one with a ``load_state_dict`` of its own, only the number of groups and parameters.
     """
-    state = map_tensors(state, _outline, is_leaf=is_tensor)
+    state = _after_hooks(optimizer, map_tensors(state, _outline, is_leaf=is_tensor))
     saved, own = state["param_groups"], optimizer.param_groups
     sizes, own_sizes = [[len(group["params"]) for group in groups] for groups in (saved, own)]
     if sizes != own_sizes:
         raise _mismatch(optimizer, f"its groups hold {sizes} parameters, and those here {own_sizes}")
+    if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
+        return
     for number, (before, here) in enumerate(zip(saved, own, strict=True)):
         for name, value in here.items():
             if name != "params" and name in before and not alike(before[name], value):
@@ -58,6 +61,21 @@ def _outline(leaf: Any) -> Any:
         return leaf
     device = "cpu" if math.prod(leaf.shape) == 1 else "meta"
     return torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)
+
+
+def _after_hooks(optimizer: Optimizer, state: dict[str, Any]) -> Mapping[str, Any]:
+    """What ``load_state_dict`` begins with; the hooks get copies, which they may change."""
+    # torch has public ways to add such hooks, and none to run them without a load
+    for hook in getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", {}).values():
+        entries = {key: dict(entry) if isinstance(entry, Mapping) else entry for key, entry in state["state"].items()}
+        groups = [dict(group) for group in state["param_groups"]]
+        state = {**state, "state": entries, "param_groups": groups}
+        try:
+            changed = hook(optimizer, state)
+        except Exception as error:
+            raise _mismatch(optimizer, f"its hook {hook!r} raised {type(error).__name__}: {error}") from error
+        state = state if changed is None else changed
+    return state
 
 
 def _completed(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
