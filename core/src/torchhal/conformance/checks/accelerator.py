@@ -519,7 +519,7 @@ def data_workers(bench: Bench) -> None:
     methods = bench.subject.part.start_methods
     method = next((name for name in ("fork", "forkserver", "spawn") if name in methods), None)
     require(method is not None, f"'start_methods' must hold fork, forkserver or spawn (got {sorted(methods)})")
-    got = bench.elsewhere(_load_data, bench.subject, method, timeout=60)
+    got = bench.elsewhere(_load_data, bench.subject, method, timeout=120)
     bench.fresh()
     same("what two workers loaded", got, [index * index for index in range(8)])
 
@@ -529,7 +529,7 @@ def _load_data(subject: Any, method: str) -> list[int]:
     device = accelerator.get_parallel_devices([0])[0]
     accelerator.setup_device(device)
     torch.ones(3, device=device).sum().item()
-    loader = DataLoader(_Numbers(), batch_size=2, num_workers=2, multiprocessing_context=method, timeout=15)
+    loader = DataLoader(_Numbers(), batch_size=2, num_workers=2, multiprocessing_context=method, timeout=60)
     return [int(number) for batch in loader for number in batch]
 
 
