@@ -17,6 +17,9 @@ WORKSTEAL := --numprocesses 4 --dist worksteal
 PYTEST = $(RUNNER) $(BIN)/python -m pytest $(WORKSTEAL)
 PYTEST_XLA = $(RUNNER) $(XLA)/bin/python -m pytest --numprocesses 4 --dist loadfile
 
+# The thousands of processes that the tests start read bytecode; without it, each compiles what it imports.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-all test-rest test-xla test-newest check lint bench conformance cluster-tools clean
 
 demo: $(VENV)/demo.stamp  ## train a small conv net with ddp on two CPU processes
