@@ -26,7 +26,7 @@ def check_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> Non
     sizes, own_sizes = [[len(group["params"]) for group in groups] for groups in (saved, own)]
     if sizes != own_sizes:
         raise _mismatch(optimizer, f"its groups hold {sizes} parameters, and those here {own_sizes}")
-    if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
+    if getattr(optimizer.load_state_dict, "__func__", None) is not Optimizer.load_state_dict:
         return
     for number, (before, here) in enumerate(zip(saved, own, strict=True)):
         for name, value in here.items():
