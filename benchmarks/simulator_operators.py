@@ -1,6 +1,6 @@
 """The share of torch's operators that give the same on the simulated accelerator as on the CPU.
 
-    python benchmarks/simulator_operators.py [--flavour sim] [--processes 2] [--only NAME ...]
+    python benchmarks/simulator_operators.py [--flavour sim] [--processes 2] [--only NAME ... | --every N]
 
 The operators and their sample inputs are torch's own database, the one that torch tests its backends with. An operator
 agrees if for each of its float32 samples
@@ -280,14 +280,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--flavour", default="sim", choices=("sim", "hpu"))
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="operators to judge; all of the database by default")
+    some = parser.add_mutually_exclusive_group()
+    some.add_argument("--only", nargs="+", metavar="NAME", help="operators to judge; all of the database by default")
+    some.add_argument("--every", type=int, default=1, metavar="N", help="judge one operator in N")
     arguments = parser.parse_args()
     start = time.perf_counter()
     flavour = arguments.flavour
     prepare(flavour)
     names = [name for name, op in OPERATORS.items() if torch.float32 in op.dtypes]
     other = len(OPERATORS) - len(names)
-    names = arguments.only or names
+    names = arguments.only or names[:: arguments.every]
     parts = [names[index::32] for index in range(32)]
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(arguments.processes, context, prepare, (flavour,)) as pool:
