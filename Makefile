@@ -13,7 +13,7 @@ PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml plu
 
 # Most of a test's time is waiting, for a grace or for another process: more workers than cores. What the first to be
 # done finds left of the others' tests it takes over.
-WORKSTEAL := --numprocesses 4 --dist worksteal
+WORKSTEAL := --numprocesses 5 --dist worksteal
 PYTEST = $(RUNNER) $(BIN)/python -m pytest $(WORKSTEAL)
 PYTEST_XLA = $(RUNNER) $(XLA)/bin/python -m pytest --numprocesses 4 --dist loadfile
 
