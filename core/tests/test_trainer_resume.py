@@ -2,6 +2,7 @@
 
 import random
 import re
+import warnings
 
 import hardware
 import numpy
@@ -11,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 
-from torchhal import Callback, Module, Trainer
+from torchhal import Callback, DataModule, Module, Trainer
 from torchhal.errors import CheckpointMismatchError
 from torchhal.trainer import rng
 
@@ -432,3 +433,56 @@ def test_another_models_checkpoint_is_refused_by_name(tmp_path):
 def test_a_missing_file_is_named():
     with pytest.raises(FileNotFoundError, match=r"nowhere\.ckpt"):
         fit("shuffled", [], ckpt_path="nowhere.ckpt")
+
+
+class Staged(DataModule):
+    """Hands out other data from its second run on, as a curriculum does; its state knows which is on."""
+
+    def __init__(self):
+        self.stage, self.asked = 0, []
+
+    def loader(self, kind):
+        self.asked.append((kind, self.stage))
+        return DataLoader([(torch.full((4,), float(self.stage)), 0)] * 4, batch_size=2)
+
+    def train_dataloader(self):
+        return self.loader("train")
+
+    def val_dataloader(self):
+        return self.loader("validate")
+
+    def test_dataloader(self):
+        return self.loader("test")
+
+    def state_dict(self):
+        return {"stage": self.stage}
+
+    def load_state_dict(self, state):
+        self.stage = state["stage"] + 1
+
+
+class Estimates(Net):
+    def configure_optimizers(self):
+        self.trainer.estimated_stepping_batches  # noqa: B018  # which asks for the training loader
+        return torch.optim.SGD(self.parameters(), lr=0.02)
+
+    def test_step(self, batch, batch_idx):
+        self.seen = batch[0][0, 0].item()
+
+
+@pytest.mark.parametrize("model", [Net, Estimates])
+def test_a_data_module_has_its_state_before_its_loaders_are_made(tmp_path, model):
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "devices": 1}
+    quiet |= {"accelerator": hardware.name(), "enable_checkpointing": False, "num_sanity_val_steps": 0}
+    trainer = Trainer(max_epochs=1, **quiet)
+    trainer.fit(model(), datamodule=Staged())
+    trainer.save_checkpoint(tmp_path / "first.ckpt")
+    resumed = Staged()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # continued with other data
+        Trainer(max_epochs=2, **quiet).fit(model(), datamodule=resumed, ckpt_path=tmp_path / "first.ckpt")
+    assert resumed.asked == [("train", 1), ("validate", 1)]
+    tested, net = Staged(), Estimates()
+    Trainer(**quiet).test(net, datamodule=tested, ckpt_path=tmp_path / "first.ckpt", verbose=False)
+    assert tested.asked == [("test", 1)]
+    assert net.seen == 1.0

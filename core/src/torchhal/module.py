@@ -574,7 +574,7 @@ class DataModule(_HasHyperparameters):
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Read it back."""
+        """Read it back: after ``setup``, before the first loader is made, in whatever begins with a checkpoint."""
 
     def _restore(self, checkpoint: dict[str, Any], *, strict: bool) -> None:
         self.load_state_dict(checkpoint.get(type(self).__qualname__, {}))

@@ -128,6 +128,14 @@ def read_checkpoint(trainer: Trainer, path: str) -> dict[str, Any]:
     return checkpoint
 
 
+def restore_datamodule(trainer: Trainer, checkpoint: Mapping[str, Any], path: str) -> None:
+    """The data module's state, before any of its loaders is made: they may depend on it."""
+    datamodule = trainer.datamodule
+    if hasattr(datamodule, "load_state_dict") and (name := type(datamodule).__qualname__) in checkpoint:
+        with _naming(path, name):
+            datamodule.load_state_dict(checkpoint[name])
+
+
 def check_fits(trainer: Trainer, checkpoint: Mapping[str, Any], path: str) -> None:
     """Raise CheckpointMismatchError where this run has other optimizers, groups or schedulers than the one saved, or
     can't take their states. Nothing is restored yet."""
@@ -204,10 +212,6 @@ def restore_training(trainer: Trainer, checkpoint: dict[str, Any], path: str) ->
         with _naming(path, "gradients"):
             strategy.load_accumulated_gradients(checkpoint["gradients"])
         fit.restored_gradients = True
-    datamodule = trainer.datamodule
-    if datamodule is not None and (name := type(datamodule).__qualname__) in checkpoint:
-        with _naming(path, name):
-            datamodule.load_state_dict(checkpoint[name])
     replicas.restore_rank(trainer, checkpoint, path)
 
 

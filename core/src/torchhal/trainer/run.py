@@ -338,6 +338,7 @@ def set_up(trainer: Trainer, fn: str, ckpt_path: Any) -> None:
     if trainer.ckpt_path is not None:
         # before optimizers and wrappers take hold of the parameters: the hooks may replace some
         checkpoint = checkpointing.read_checkpoint(trainer, trainer.ckpt_path)
+        checkpointing.restore_datamodule(trainer, checkpoint, trainer.ckpt_path)
     if fn == "fit":
         replicas.begin(trainer, checkpoint)
     strategy.accumulate_grad_batches = trainer.accumulate_grad_batches

@@ -46,7 +46,7 @@ class Callback:
         """After everything, also after an error."""
 
     def on_fit_start(self, trainer: Trainer, module: Any) -> None:
-        """When fit begins; ranks can communicate, nothing is loaded from a checkpoint yet."""
+        """When fit begins: ranks can communicate, and what the run continues from is loaded."""
 
     def on_fit_end(self, trainer: Trainer, module: Any) -> None:
         """When fit has ended without an error."""
