@@ -770,4 +770,4 @@ def fit_bounded(devices):
 
 def test_a_layer_that_writes_to_its_weight_by_the_batch_is_refused(world2):
     for said in world2.run(fit_bounded, 2):
-        assert "'table' is a EmbeddingBag with max_norm=2.0" in said and "2 replicas" in said and "renorm_" in said
+        assert "'table' is an EmbeddingBag with max_norm=2.0" in said and "2 replicas" in said and "renorm_" in said

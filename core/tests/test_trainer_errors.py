@@ -33,7 +33,7 @@ from torchhal.errors import (
     UnknownArgumentError,
 )
 from torchhal.trainer.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, ModelSummary, ProgressBar
-from torchhal.trainer.loggers import CSVLogger
+from torchhal.trainer.loggers import CSVLogger, TensorBoardLogger
 
 NAN, INF = float("nan"), float("inf")
 
@@ -280,6 +280,9 @@ def test_an_argument_that_a_call_does_not_take(call, message):
         (lambda: ProgressBar(refreshrate=2), "did you mean 'refresh_rate'?"),
         (lambda: ModelSummary(depth=2), "did you mean 'max_depth'?"),
         (lambda: CSVLogger("logs", versoin=3), "did you mean 'version'?"),
+        (lambda: TensorBoardLogger("logs", versoin=3), "did you mean 'version'?"),
+        (lambda: TensorBoardLogger("logs", flush_sec=3), "did you mean 'flush_secs'?"),
+        (lambda: TensorBoardLogger("logs", log_dir="here"), "TensorBoardLogger() got an unexpected keyword argument"),
     ],
 )  # fmt: skip
 def test_an_argument_that_a_callback_or_logger_does_not_take(make, message):

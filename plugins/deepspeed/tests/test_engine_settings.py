@@ -119,7 +119,7 @@ def test_before_anything_is_trained(world2, config, options, words):
         (2, "Closure", "ModelError", "LBFGS"),
         (2, "OwnClipping", "ModelError", "configure_gradient_clipping"),
         (2, "SparseGradients", "ModelError", "sparse=True"),
-        (2, "BoundedRows", "ModelError", "'words' is a Embedding with max_norm=1.0"),
+        (2, "BoundedRows", "ModelError", "'words' is an Embedding with max_norm=1.0"),
         (2, "Double", "ModelError", "'head.weight' of Double is torch.float64"),
         (2, "Torn", "ModelError", "rank 0 computes its loss with 'own.0.bias' of Torn, and rank 1 without it"),
         (2, "ClippingByHand", "ConfigurationError", "config={'gradient_clipping': 0.5}"),

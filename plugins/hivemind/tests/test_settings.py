@@ -204,7 +204,7 @@ def test_rows_that_a_lookup_would_scale_on_each_peer_by_itself_are_refused():
         accelerator="cpu", strategy=HivemindStrategy(target_batch_size=8), logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, max_epochs=1,
     )  # fmt: skip
-    with pytest.raises(ModelError, match=r"'embed' is a Embedding with max_norm=1.0.* each peer would look up"):
+    with pytest.raises(ModelError, match=r"'embed' is an Embedding with max_norm=1.0.* each peer would look up"):
         trainer.fit(Bounded(sgd), [torch.ones(4, 2)])
     assert "hivemind.dht" not in sys.modules
 

@@ -34,7 +34,7 @@ def check_lookups(module: nn.Module, why: str) -> None:
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.max_norm is not None:
             bound = f"self.{name}.weight.data.renorm_({layer.norm_type}, 0, {layer.max_norm})"
             raise ModelError(
-                f"{name!r} is a {type(layer).__name__} with max_norm={layer.max_norm}, which writes to its weight "
+                f"{name!r} is an {type(layer).__name__} with max_norm={layer.max_norm}, which writes to its weight "
                 f"whenever rows are looked up, and {why}. Leave max_norm out and bound all rows alike between the "
                 f"steps, by {bound} in on_train_batch_start, or train on one device"
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, ParamSpec, TypeVar, cast
 
 from torchhal.errors import UnknownArgumentError
@@ -24,14 +24,12 @@ def explain_unknown_arguments(call: Callable[_P, _R]) -> Callable[_P, _R]:
     names = tuple(parameter.name for parameter in parameters)
     positional = sum(parameter.kind is not parameter.KEYWORD_ONLY for parameter in parameters)
     label = call.__qualname__.removesuffix(".__init__") + "()"
-    _CALLS[label] = names
+    add_call(label, names)
 
     @functools.wraps(call)
     def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not kwargs.keys() <= known:
-            unknown = {name: value for name, value in kwargs.items() if name not in known}
-            reasons = [_reason(label, name, value) for name, value in unknown.items()]
-            raise UnknownArgumentError("\n".join(reasons), names=tuple(unknown))
+            refuse_unknown(label, kwargs)
         if args and not positional:
             raise UnknownArgumentError(
                 f"{label} takes its arguments by name (got {', '.join(map(repr, args))}): write {label[:-1]}max_epochs="
@@ -42,6 +40,18 @@ def explain_unknown_arguments(call: Callable[_P, _R]) -> Callable[_P, _R]:
 
     known, method = set(names), cast("Callable[..., Any]", call)
     return cast("Callable[_P, _R]", checked)
+
+
+def add_call(label: str, names: Collection[str]) -> None:
+    """Know which arguments ``label``, "CSVLogger()" say, takes: errors of other calls name it for them, too."""
+    _CALLS[label] = tuple(names)
+
+
+def refuse_unknown(label: str, arguments: Mapping[str, Any]) -> None:
+    """Raise UnknownArgumentError, with what to write instead, for those that ``label`` doesn't take."""
+    if unknown := [name for name in arguments if name not in _CALLS[label]]:
+        reasons = [_reason(label, name, arguments[name]) for name in unknown]
+        raise UnknownArgumentError("\n".join(reasons), names=tuple(unknown))
 
 
 def _reason(label: str, name: str, value: Any) -> str:

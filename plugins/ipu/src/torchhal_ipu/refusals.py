@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchhal.errors import ConfigurationError, ModelError
+from torchhal.strategies.replica_consistency import check_lookups
 from torchhal.trainer.calls import module_hook
 
 _HOOKS = {
@@ -24,7 +25,8 @@ _HOOKS = {
 def check_model(module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     """
     Raises:
-        ModelError: no optimizer, several, one that leaves trainable parameters out, or manual optimization.
+        ModelError: no optimizer, several, one that leaves trainable parameters out, manual optimization, or a layer
+            that writes to its own weight.
     """
     name = type(module).__name__
     if not getattr(module, "automatic_optimization", True):
@@ -32,6 +34,7 @@ def check_model(module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
             f"{name} has automatic_optimization=False, and on IPUs backward and update are part of the compiled step: "
             "use automatic optimization"
         )
+    check_lookups(module, "poptorch doesn't say whether a compiled step keeps that")
     if len(optimizers) != 1:
         raise ModelError(f"{name}.configure_optimizers must return one optimizer for IPUs (got {len(optimizers)})")
     held = {id(parameter) for group in optimizers[0].param_groups for parameter in group["params"]}

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import weakref
 from collections.abc import Mapping
 from typing import Any
 
 from torchhal.trainer.loggers.base import FolderLogger, as_dict, is_rank_zero
+from torchhal.trainer.unknown_arguments import add_call, refuse_unknown
+
+_OWN = {"save_dir", "name", "version", "prefix"}
 
 
 class TensorBoardLogger(FolderLogger):
@@ -24,6 +28,7 @@ class TensorBoardLogger(FolderLogger):
 
     Raises:
         ModuleNotFoundError: ``tensorboard`` is not installed.
+        UnknownArgumentError: the writer has no such option.
     """
 
     def __init__(
@@ -40,7 +45,9 @@ class TensorBoardLogger(FolderLogger):
         self._writer: Any = None
         self._process = 0
         self._hparams: dict[str, Any] = {}
-        self._writer_class()  # a missing package shows here, not after the first epoch
+        writer = self._writer_class()  # a missing package shows here, not after the first epoch
+        add_call("TensorBoardLogger()", _OWN | (inspect.signature(writer).parameters.keys() - {"log_dir"}))
+        refuse_unknown("TensorBoardLogger()", writer_options)
 
     @staticmethod
     def _writer_class() -> Any:
