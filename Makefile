@@ -13,7 +13,7 @@ PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml plu
 
 # Most of a test's time is waiting, for a grace or for another process: more workers than cores. What the first to be
 # done finds left of the others' tests it takes over.
-WORKSTEAL := --numprocesses 5 --dist worksteal
+WORKSTEAL := --numprocesses 4 --dist worksteal
 PYTEST = $(RUNNER) $(BIN)/python -m pytest $(WORKSTEAL)
 PYTEST_XLA = $(RUNNER) $(XLA)/bin/python -m pytest --numprocesses 4 --dist loadfile
 
@@ -32,7 +32,7 @@ test-all: check  ## everything but torch_xla, in thirty minutes
 	$(PYTEST)
 
 test-rest: $(VENV)/dev.stamp  ## what test leaves out
-	$(PYTEST) -m slow
+	$(PYTEST) --numprocesses 5 -m slow  # which wait more than those of test
 
 check: $(VENV)/dev.stamp
 	$(BIN)/ruff check .

@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
+from unittest import mock
 
 import hardware
 import pytest
@@ -49,6 +50,29 @@ def joined():
     """A strategy between its set-up and its teardown; tensors that are made meanwhile lie on the rank's device."""
     with hardware.device(), joined_ranks() as strategy:
         yield strategy
+
+
+# -- set-up --------------------------------------------------------------------------------------------------
+
+
+def set_up_with_a_late_rank():
+    made = dist.init_process_group
+
+    def late(*args, **kwargs):
+        made(*args, **kwargs)
+        if rank() == 0:
+            time.sleep(1)
+        done.append(time.monotonic())
+
+    done = []
+    with mock.patch.object(dist, "init_process_group", late), joined():
+        return done[0], time.monotonic()
+
+
+def test_no_rank_goes_on_before_all_are_connected(world2):
+    """It might fail, and would close connections that others still wait for."""
+    connected, gone_on = zip(*world2.run(set_up_with_a_late_rank), strict=True)
+    assert min(gone_on) >= max(connected)  # one clock for all processes
 
 
 # -- reduce --------------------------------------------------------------------------------------------------

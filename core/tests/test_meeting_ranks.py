@@ -267,6 +267,7 @@ def test_rank_0_says_that_its_address_is_another_host_s(monkeypatch, port):
     with pytest.raises(LaunchError, match=rf"rank 0 runs on .* {ELSEWHERE} is {ELSEWHERE}, another.*set MASTER_ADDR"):
         rendezvous.host(ELSEWHERE, port)
     with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that are over may linger
         probe.bind(("", port))  # and serves no longer
 
 

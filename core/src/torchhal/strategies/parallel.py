@@ -246,6 +246,8 @@ class ParallelStrategy(Strategy):
                     self._backend(), store=store, rank=rank, world_size=world_size, timeout=self.timeout
                 )
             self._owns_process_group = True
+            # a rank that is through, and fails, would close connections that others are about to use
+            self.barrier("connections of the process group")
             self._name_default_backend(dist.group.WORLD)
         return store
 
