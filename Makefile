@@ -13,7 +13,8 @@ PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml plu
 
 # Most of a test's time is waiting, for a grace or for another process: more workers than cores. What the first to be
 # done finds left of the others' tests it takes over.
-WORKSTEAL := --numprocesses 4 --dist worksteal
+WORKERS := 4
+WORKSTEAL = --numprocesses $(WORKERS) --dist worksteal
 PYTEST = $(RUNNER) $(BIN)/python -m pytest $(WORKSTEAL)
 PYTEST_XLA = $(RUNNER) $(XLA)/bin/python -m pytest --numprocesses 4 --dist loadfile
 
@@ -31,8 +32,10 @@ test: check  ## in ten minutes: linters, types, and of every package and every w
 test-all: check  ## everything but torch_xla, in thirty minutes
 	$(PYTEST)
 
+# These tests wait more than those of test.
+test-rest: WORKERS := 5
 test-rest: $(VENV)/dev.stamp  ## what test leaves out
-	$(PYTEST) --numprocesses 5 -m slow  # which wait more than those of test
+	$(PYTEST) -m slow
 
 check: $(VENV)/dev.stamp
 	$(BIN)/ruff check .

@@ -64,12 +64,14 @@ def _outline(leaf: Any) -> Any:
 
 
 def _after_hooks(optimizer: Optimizer, state: dict[str, Any]) -> Mapping[str, Any]:
-    """What ``load_state_dict`` begins with; the hooks get copies, which they may change."""
+    """What ``load_state_dict`` begins with; the hooks get a copy, which they may change."""
     # torch has public ways to add such hooks, and none to run them without a load
-    for hook in getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", {}).values():
-        entries = {key: dict(entry) if isinstance(entry, Mapping) else entry for key, entry in state["state"].items()}
-        groups = [dict(group) for group in state["param_groups"]]
-        state = {**state, "state": entries, "param_groups": groups}
+    hooks = getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", None)
+    if not hooks:
+        return state
+    entries = {key: dict(entry) if isinstance(entry, Mapping) else entry for key, entry in state["state"].items()}
+    state = {**state, "state": entries, "param_groups": [dict(group) for group in state["param_groups"]]}
+    for hook in hooks.values():
         try:
             changed = hook(optimizer, state)
         except Exception as error:

@@ -24,12 +24,12 @@ def explain_unknown_arguments(call: Callable[_P, _R]) -> Callable[_P, _R]:
     names = tuple(parameter.name for parameter in parameters)
     positional = sum(parameter.kind is not parameter.KEYWORD_ONLY for parameter in parameters)
     label = call.__qualname__.removesuffix(".__init__") + "()"
-    add_call(label, names)
+    _CALLS[label] = names
 
     @functools.wraps(call)
     def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not kwargs.keys() <= known:
-            refuse_unknown(label, kwargs)
+            refuse_unknown(label, kwargs, names)
         if args and not positional:
             raise UnknownArgumentError(
                 f"{label} takes its arguments by name (got {', '.join(map(repr, args))}): write {label[:-1]}max_epochs="
@@ -42,27 +42,21 @@ def explain_unknown_arguments(call: Callable[_P, _R]) -> Callable[_P, _R]:
     return cast("Callable[_P, _R]", checked)
 
 
-def add_call(label: str, names: Collection[str]) -> None:
-    """Know which arguments ``label``, "CSVLogger()" say, takes: errors of other calls name it for them, too."""
-    _CALLS[label] = tuple(names)
-
-
-def refuse_unknown(label: str, arguments: Mapping[str, Any]) -> None:
-    """Raise UnknownArgumentError, with what to write instead, for those that ``label`` doesn't take."""
-    if unknown := [name for name in arguments if name not in _CALLS[label]]:
-        reasons = [_reason(label, name, arguments[name]) for name in unknown]
+def refuse_unknown(label: str, arguments: Mapping[str, Any], names: Collection[str]) -> None:
+    """Raise UnknownArgumentError, with what to write instead, for ``arguments`` of ``label`` that aren't ``names``."""
+    if unknown := [name for name in arguments if name not in names]:
+        reasons = [_reason(label, name, arguments[name], names) for name in unknown]
         raise UnknownArgumentError("\n".join(reasons), names=tuple(unknown))
 
 
-def _reason(label: str, name: str, value: Any) -> str:
+def _reason(label: str, name: str, value: Any, names: Collection[str]) -> str:
     said = f"{label} got an unexpected keyword argument {name!r}"
-    owners = [owner for owner, names in _CALLS.items() if name in names]
+    owners = [owner for owner, taken in _CALLS.items() if name in taken]
     reasons = [f"it is an argument of {' and '.join(owners)}"] if owners else []
     if advice := argument_advice(name, value):
         reasons.append(advice)
     if reasons:
         return f"{said}: {'; '.join(reasons)}"
-    names = _CALLS[label]
     if near := nearest(name, names):
         return f"{said}; did you mean {near!r}?"
     return f"{said}; it takes {', '.join(names)}"

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchhal.trainer.loggers.base import FolderLogger, as_dict, is_rank_zero
-from torchhal.trainer.unknown_arguments import add_call, refuse_unknown
+from torchhal.trainer.unknown_arguments import refuse_unknown
 
-_OWN = {"save_dir", "name", "version", "prefix"}
+_OWN = ("save_dir", "name", "version", "prefix")
 
 
 class TensorBoardLogger(FolderLogger):
@@ -46,8 +46,8 @@ class TensorBoardLogger(FolderLogger):
         self._process = 0
         self._hparams: dict[str, Any] = {}
         writer = self._writer_class()  # a missing package shows here, not after the first epoch
-        add_call("TensorBoardLogger()", _OWN | (inspect.signature(writer).parameters.keys() - {"log_dir"}))
-        refuse_unknown("TensorBoardLogger()", writer_options)
+        options = [name for name in inspect.signature(writer).parameters if name != "log_dir"]
+        refuse_unknown("TensorBoardLogger()", writer_options, [*_OWN, *options])
 
     @staticmethod
     def _writer_class() -> Any:
