@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from cluster_hosts import LAUNCHERS, MPICH, OPEN_MPI, TOOLS, Cluster, cluster_of, needs
 from pages import blocks_of, write_files
 from tiers import slow
@@ -28,7 +29,6 @@ PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 TRAIN = """
 import sys
 import torch
-from sklearn.datasets import load_digits
 from torch.utils.data import DataLoader, TensorDataset
 import torchhal
 
@@ -56,19 +56,23 @@ class Weights(torchhal.Callback):
             print("RESULT", trainer.world_size, *total, flush=True)
 
 
-images, labels = (torch.tensor(part[:480]) for part in load_digits(return_X_y=True))
+images, labels = torch.load("digits.pt")
 trainer = torchhal.Trainer(
     accelerator="cpu", strategy=strategy, devices=2 if strategy == "ddp2" else "auto", num_nodes=num_nodes,
     max_epochs=1, callbacks=[Weights()], logger=False, enable_checkpointing=False,
     enable_progress_bar=False, enable_model_summary=False,
 )
-trainer.fit(Digits(), DataLoader(TensorDataset(images.float() / 16, labels), 48 // trainer.world_size))
+trainer.fit(Digits(), DataLoader(TensorDataset(images, labels), 48 // trainer.world_size))
 """
 
 
 @pytest.fixture(scope="module")
 def cluster():
+    from sklearn.datasets import load_digits  # here: each worker of each session collects this file
+
     with cluster_of(2) as made:
+        images, labels = (torch.tensor(part[:480]) for part in load_digits(return_X_y=True))
+        torch.save((images.float() / 16, labels), made.folder / "digits.pt")
         (made.folder / "train.py").write_text(TRAIN)
         yield made
 
@@ -466,8 +470,6 @@ if trainer.is_global_zero:
 @pytest.mark.slow
 def test_a_job_that_is_requeued_three_times_ends_as_one_left_alone(slurm):
     """Signal, save, scontrol requeue, the next life from the same batch: the weights are the same, bit for bit."""
-    import torch
-
     (slurm.folder / "requeued.py").write_text(REQUEUED)
     for name, pause in (("disturbed", "0.25"), ("alone", "0")):
         folder = slurm.folder / name

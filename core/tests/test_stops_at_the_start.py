@@ -72,12 +72,14 @@ def stop(job, signum, who="group"):
 
 def assert_stopped(job, signum):
     if job.strategy == "torchrun":  # the agent's code is its own, and it looks after its workers now and then
+        # and Python loses a Ctrl-C that it raises in a callback of an import: the agent kills such a worker after 30 s
         assert job.code != 0, job.err
-        assert job.took < 2 * GONE_WITHIN, job.err
+        assert job.took < 3 * GONE_WITHIN, job.err
     else:
         assert job.code in CODES[signum], (job.code, job.err)
         assert job.took < GONE_WITHIN, job.err
-        assert not re.search(r"^([\w.]+Error\b|torchhal: rank \d+ failed)", job.err, re.MULTILINE), job.err
+        ended_of = job.err.rpartition("During handling of the above exception")[2]  # which may be a library's own
+        assert not re.search(r"^([\w.]+Error\b|torchhal: rank \d+ failed)", ended_of, re.MULTILINE), job.err
     assert not job.left
 
 

@@ -58,8 +58,8 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.up(x)))
 
 
-def fit(module, strategy, devices, callbacks=(), batches=4):
-    trainer = training.small(strategy, devices, callbacks=list(callbacks), max_epochs=2)
+def fit(module, strategy, devices, callbacks=(), batches=4, **options):
+    trainer = training.small(strategy, devices, callbacks=list(callbacks), max_epochs=2, **options)
     module.train_dataloader = lambda: training.loader(trainer, models.Transformer, batches=batches)
     trainer.fit(module)
     return {name: value.clone() for name, value in module.state_dict().items()}
@@ -114,6 +114,55 @@ def test_hooks_on_parameters_run(world2, strategy):
     expected = check_alike(world2, "Hooked", strategy, reference)
     assert torch.equal(expected["blocks.0.up.weight"], Net().blocks[0].up.weight)
     assert not torch.equal(expected["embed.weight"], Net().embed.weight)
+
+
+class HookedStages(Hooked):
+    """Hooks that are not linear, of all kinds, in both stages; the batch is computed in parts."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[1].up.register_full_backward_hook(lambda layer, inward, outward: (inward[0].clamp(-1e-3, 1e-3),))
+
+    def on_train_start(self):
+        self.get_parameter("blocks.0.down.weight").register_post_accumulate_grad_hook(take_the_sign)
+
+
+def take_the_sign(weight):
+    weight.grad.sign_()
+
+
+def final_in_stages(model, schedule, data, accumulate):
+    strategy = HybridStrategy(pipeline=2, data=data, schedule=schedule, microbatches=4)
+    return fit(model(), strategy, 2 * data, accumulate_grad_batches=accumulate)
+
+
+@pytest.mark.parametrize(("schedule", "accumulate"), [("1f1b", 1), slow("1f1b", 2), slow("gpipe", 1)])
+def test_hooks_in_a_pipeline_see_gradients_of_a_batch(world2, schedule, accumulate):
+    expected = fit(HookedStages(), "single_device", 1, accumulate_grad_batches=accumulate)
+    for found in world2.run(final_in_stages, HookedStages, schedule, 1, accumulate, timeout=60):
+        for key, value in found.items():
+            torch.testing.assert_close(value, expected[key], rtol=1e-4, atol=1e-5, msg=key)
+
+
+@pytest.mark.slow
+def test_hooks_in_two_pipelines_see_gradients_of_their_own_batches(world2, world4):
+    expected = world2.run(final, "Hooked", "ddp", 2)[0]
+    for found in world4.run(final_in_stages, Hooked, "1f1b", 2, 1, timeout=60):
+        for key, value in found.items():
+            torch.testing.assert_close(value, expected[key], rtol=1e-4, atol=1e-5, msg=key)
+
+
+@pytest.mark.slow
+def test_hooks_in_stages_that_are_sharded_are_refused(world4):
+    for found in world4.run(refused_with_shards, timeout=60):
+        assert found[0] == "ModelError" and "averages the gradients of each microbatch" in found[1], found
+
+
+def refused_with_shards():
+    try:
+        return fit(Hooked(), HybridStrategy(pipeline=2, shard=2), 4)
+    except Exception as error:
+        return type(error).__name__, str(error)
 
 
 def fit_hooked_twice(strategy):

@@ -179,7 +179,7 @@ def connect(environment: ClusterEnvironment, timeout: timedelta = DEFAULT_TIMEOU
         return state.job.store
     where = join_address(address, port)
     deadline = time.monotonic() + timeout.total_seconds()
-    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    agent = _under_agent()
     store: Store
     if (address, port) in state.hosted:
         store, who = state.hosted[address, port], f"this process at {where}"
@@ -201,7 +201,7 @@ def connect(environment: ClusterEnvironment, timeout: timedelta = DEFAULT_TIMEOU
 def expect(environment: ClusterEnvironment) -> None:
     """Note that others may wait for this process at the address of ``environment``: if it ends without having come
     there, it tells them. Under torchrun the agent does."""
-    if environment.creates_processes_externally and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    if environment.creates_processes_externally and not _under_agent():
         _state().expected = environment
         failures.install_excepthook()
         _register_exit()
@@ -319,12 +319,20 @@ def withdraw(environment: ClusterEnvironment, number: int, error: BaseException)
     note_failure(error)
     if isinstance(error, (DistributedError, LaunchError)):
         return  # it came there, and has told the others, or can't reach them
+    ends = not isinstance(error, Exception)  # of a signal, of which torchrun's agent hears or has heard
+    if ends and _under_agent() and _state().job is None:
+        return
     try:
         if environment.world_size() > 1:
             store, rank = connect(environment, _TELL), environment.global_rank()
             give_up(PrefixedStore(f"torchhal/{number}", store), Failure.from_exception(rank, error))
     except Exception:  # whoever waits hears of it when this process ends
         pass
+
+
+def _under_agent() -> bool:
+    """Whether torchrun's agent serves the job's store."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def store_host() -> str:

@@ -82,8 +82,7 @@ class WholeBatch:
                 raise
             finally:
                 self.outputs, self.leaves = [], []
-            # the schedule divides all gradients by the number of microbatches
-            (loss * len(self.sizes)).backward()  # type: ignore[no-untyped-call]
+            loss.backward()  # type: ignore[no-untyped-call]
         return torch.zeros((), device=self.device) if made is None else made
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -35,6 +36,44 @@ class CarriedHooks:
             placements = [Replicate() if each.is_partial() else each for each in gradient.placements]
             gradient = gradient.redistribute(placements=placements)
         return like(result, gradient)
+
+
+class HooksOfBatch:
+    """The hooks of ``parameters``, which see the gradient of a batch and not those of the parts it is computed in."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.parameters = [p for p in parameters if p._backward_hooks or p._post_accumulate_grad_hooks]
+
+    @contextmanager
+    def held_back(self) -> Iterator[None]:
+        """Let none of them run in this block, for all that backward knows."""
+        found = [
+            hooks
+            for parameter in self.parameters
+            for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
+            if hooks
+        ]
+        kept = [dict(hooks) for hooks in found]
+        for hooks in found:
+            hooks.clear()
+        try:
+            yield
+        finally:
+            for hooks, before in zip(found, kept, strict=True):
+                hooks.update(before)
+
+    def on_gradients(self) -> None:
+        """Let those of ``Tensor.register_hook`` run on ``.grad``, which is that of the batch alone."""
+        for parameter in self.parameters:
+            if parameter.grad is not None and (hooks := parameter._backward_hooks):
+                parameter.grad = CarriedHooks(hooks)(parameter.grad)
+
+    def after_accumulation(self) -> None:
+        """Let those of ``register_post_accumulate_grad_hook`` run."""
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                for hook in tuple((parameter._post_accumulate_grad_hooks or {}).values()):
+                    hook(parameter)
 
 
 class CarriedHandles:

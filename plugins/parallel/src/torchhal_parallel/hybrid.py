@@ -28,6 +28,7 @@ from torchhal_parallel.cut import check_trained, even_cuts, stage_parameters, un
 from torchhal_parallel.divided_regions import DividedRegions
 from torchhal_parallel.fully_sharded import FullyShardedStrategy, check_torch
 from torchhal_parallel.gathering import on_every_rank, on_first_rank
+from torchhal_parallel.gradient_hooks import HooksOfBatch
 from torchhal_parallel.layout import gathered, local
 from torchhal_parallel.microbatches import check_loader
 from torchhal_parallel.open_layers import OpenLayers
@@ -347,6 +348,16 @@ class HybridStrategy(FullyShardedStrategy):
             return step if self._batch_group is None else self.with_buffers(step)
         return self.then_sharded(step) if self.sizes["shard"] > 1 else step
 
+    def carry_hooks(self, hooks: Mapping[int, Any], parameter: nn.Parameter) -> None:
+        if self.pipe is not None and self._units:
+            raise ModelError(
+                f"a parameter of {type(self.module).__name__}, of shape {tuple(parameter.shape)}, has a hook of "
+                f"register_hook, and strategy {self.alias or 'hybrid'!r} averages the gradients of each microbatch "
+                "over the ranks of the axis 'shard': no hook would see that of a batch. Use shard=1 (axis 'data'), or "
+                "pipeline=1, or change gradients in on_before_optimizer_step"
+            )
+        super().carry_hooks(hooks, parameter)
+
     def user_step(self, name: str) -> Callable[..., Any]:
         step = super().user_step(name)
         if self._open_layers is None or self.pipe is not None:
@@ -374,15 +385,19 @@ class HybridStrategy(FullyShardedStrategy):
             remote_ones = (p for p in self.module.parameters() if isinstance(p, RemoteParameter))
             self._others = [(parameter, remote_gradient(parameter)) for parameter in remote_ones]
         mine = self._mine
+        hooks = HooksOfBatch(mine)
         earlier = [parameter.grad for parameter in mine]
         for parameter in mine:
-            parameter.grad = None  # the schedule divides all of .grad by the number of microbatches
-        result = self.pipe.train(step, batch, rest, self._loss_of)
+            parameter.grad = None
+        with hooks.held_back():
+            result = self.pipe.train(
+                step, batch, rest, self._loss_of, accumulate_grad_batches=self.accumulate_grad_batches
+            )
+        hooks.on_gradients()
         for parameter, before in zip(mine, earlier, strict=True):
-            if parameter.grad is not None and self.accumulate_grad_batches > 1:
-                local(parameter.grad).div_(self.accumulate_grad_batches)
             if before is not None:
                 parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
+        hooks.after_accumulation()
         for other, gradient in self._others:  # so that a hook which looks at all gradients hears that it doesn't
             if other.requires_grad:
                 other.grad = gradient

@@ -146,8 +146,23 @@ class Pipeline:
 
     # -- training --------------------------------------------------------------------------------------------
 
-    def train(self, step: Callable[..., Any], batch: Any, rest: tuple[Any, ...], loss_of: Callable[[Any], Any]) -> Any:
+    def train(
+        self,
+        step: Callable[..., Any],
+        batch: Any,
+        rest: tuple[Any, ...],
+        loss_of: Callable[[Any], Any],
+        *,
+        accumulate_grad_batches: int = 1,
+    ) -> Any:
         """Forward and backward of one batch: the gradients of its mean loss are added to the stage's parameters.
+
+        Args:
+            step: the module's own.
+            batch: its first argument.
+            rest: the others.
+            loss_of: the loss in what the step returns.
+            accumulate_grad_batches: what the loss is divided by, before the backward as hooks see its gradients.
 
         Returns:
             What ``step`` has returned for the batch, or for its microbatches as for the batch, and without gradients,
@@ -196,7 +211,7 @@ class Pipeline:
 
         try:
             with guard:
-                result, unlike, not_compared = train(step, batch, rest, loss_of, size, run)
+                result, unlike, not_compared = train(step, batch, rest, loss_of, size, run, accumulate_grad_batches)
         except ModelError as error:
             if error is refusal:
                 self._agree(followed, str(error))
@@ -207,7 +222,14 @@ class Pipeline:
         return result
 
     def _train_on_whole(
-        self, step: Any, batch: Any, rest: tuple[Any, ...], loss_of: Any, size: int, run: Callable[[Any], None]
+        self,
+        step: Any,
+        batch: Any,
+        rest: tuple[Any, ...],
+        loss_of: Any,
+        size: int,
+        run: Callable[[Any], None],
+        accumulate_grad_batches: int,
     ) -> tuple[Any, str | None, str | None]:
         result: Any = None
 
@@ -217,7 +239,7 @@ class Pipeline:
                 result = step(batch, *rest)
             found: torch.Tensor = loss_of(result)
             result = detached(result)
-            return found
+            return found / accumulate_grad_batches
 
         sizes = [size // self.microbatches] * self.microbatches
         whole = WholeBatch(loss, sizes, self.strategy.root_device)
@@ -225,7 +247,14 @@ class Pipeline:
         return result, None, None
 
     def _train_on_parts(
-        self, step: Any, batch: Any, rest: tuple[Any, ...], loss_of: Any, size: int, run: Callable[[Any], None]
+        self,
+        step: Any,
+        batch: Any,
+        rest: tuple[Any, ...],
+        loss_of: Any,
+        size: int,
+        run: Callable[[Any], None],
+        accumulate_grad_batches: int,
     ) -> tuple[Any, str | None, str | None]:
         rows = size // self.microbatches
         sizes = [rows] * self.microbatches
@@ -244,7 +273,7 @@ class Pipeline:
                 results[part], losses[part] = detached(result), found.detach()
                 if part < compared:
                     outputs.append(detached(output))
-                return found
+                return found / (self.microbatches * accumulate_grad_batches)
 
             run(loss)
         unlike = not_compared = None
@@ -360,7 +389,7 @@ class Pipeline:
             for index in self.mine
         ]
         given: Any = stages if self.schedule == "interleaved_1f1b" else stages[0]
-        return SCHEDULES[self.schedule](given, self.microbatches, loss_fn=self._loss_of_now)
+        return SCHEDULES[self.schedule](given, self.microbatches, loss_fn=self._loss_of_now, scale_grads=False)
 
     # -- evaluation ------------------------------------------------------------------------------------------
 
