@@ -12,6 +12,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parent / "tests"))
 import costs
+import distribution
 import limits
 import simulated
 import warm_start
@@ -32,9 +33,11 @@ def pytest_configure(config):
         warm_start.install()
 
 
+@pytest.hookimpl(trylast=True)  # when -m and -k have deselected
 def pytest_collection_modifyitems(config, items):
     limits.scale_timeouts(config, items)
     simulated.skip_on_another_torch(items)
+    distribution.order(items)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -48,6 +48,7 @@ def measure() -> None:
 def install() -> None:
     measure()
     if slowness() > 1:
+        os.environ.setdefault("TORCHHAL_CONFORMANCE_SLOWNESS", str(slowness()))
         for name in ("communicate", "wait"):
             setattr(subprocess.Popen, name, _scaling(getattr(subprocess.Popen, name)))
     if importlib.util.find_spec("hypothesis"):

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 
-from torchhal import Callback, DataModule, Module, Trainer
+from torchhal import Callback, DataModule, ModelCheckpoint, Module, Trainer
 from torchhal.errors import CheckpointMismatchError
 from torchhal.trainer import rng
 
@@ -110,12 +110,13 @@ def loader(kind):
     raise AssertionError(kind)
 
 
-def fit(kind, callbacks, *, ckpt_path=None, **options):
+def fit(kind, callbacks, *, ckpt_path=None, given=True, **options):
     random.seed(3)
     numpy.random.seed(3)
     torch.manual_seed(3)
     model = Net()
-    data = loader(kind)
+    data = loader(kind) if given else None
+    model.train_dataloader = lambda: loader(kind)
     defaults = {
         "accelerator": hardware.name(), "devices": 1, "max_epochs": 3, "logger": False, "enable_checkpointing": False,
         "enable_progress_bar": False, "enable_model_summary": False,
@@ -172,6 +173,19 @@ PLACES = [
 @pytest.mark.parametrize("kind", ["shuffled", "generator", "weighted", "unbatched", "stream"])
 def test_everywhere(tmp_path, kind, hook, count):
     check(tmp_path, kind, hook, count)
+
+
+@pytest.mark.parametrize("kind", ["generator", "weighted"])
+@pytest.mark.parametrize("every", [0, 1, 2])
+@pytest.mark.parametrize("given", [True, False], ids=["object", "method"])
+def test_where_modelcheckpoint_saves_at_the_end_of_an_epoch(tmp_path, kind, given, every):
+    """The epoch is over: the next one goes on with the loader's own generator, unless it has a new loader."""
+    keep = ModelCheckpoint(dirpath=tmp_path, filename="{epoch}", save_top_k=-1)
+    options = {"reload_dataloaders_every_n_epochs": every, "given": given}
+    _, whole = fit(kind, [keep], enable_checkpointing=True, **options)
+    for epoch in range(2):
+        _, second = fit(kind, [], ckpt_path=tmp_path / f"epoch={epoch}.ckpt", **options)
+        assert second.losses == whole.losses[6 * (epoch + 1) :]
 
 
 @pytest.mark.parametrize(

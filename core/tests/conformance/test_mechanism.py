@@ -24,6 +24,7 @@ from torchhal.conformance import report as reports
 from torchhal.conformance.check import Check, CheckFailed, Skipped, check, environment
 from torchhal.conformance.expect import close, raises, same
 from torchhal.conformance.html import page
+from torchhal.conformance.limits import SLOWNESS
 from torchhal.conformance.run import Result, shared_server
 from torchhal.conformance.world import Silent, World
 from torchhal.errors import ConfigurationError, UnknownAliasError
@@ -276,8 +277,19 @@ def world():
     world.stop()
 
 
+def test_limits_are_longer_where_the_machine_is_slow(world: World, monkeypatch) -> None:
+    monkeypatch.setenv(SLOWNESS, "3")
+    with pytest.raises(Silent, match=r"rank 2 HANG after 1\.5 s"):
+        world.run(ranks_sleep, 2, timeout=0.5)
+    for value in ("much", "0.5", "nan", "inf", ""):
+        monkeypatch.setenv(SLOWNESS, value)
+        with pytest.raises(ValueError, match=f"{SLOWNESS} must be a number of at least 1"):
+            world.run(ranks_sleep, -1)
+
+
 def test_a_silent_rank_is_a_hang_by_name_and_the_world_is_made_anew(world: World, monkeypatch) -> None:
     monkeypatch.setattr(sys.modules["torchhal.conformance.world"], "GRACE", 2)
+    monkeypatch.delenv(SLOWNESS, raising=False)
     assert world.run(ranks_sleep, -1) == [0, 1, 2]
     before = list(world._pids)
     with pytest.raises(Silent, match=r"(?s)rank 2 HANG after 1 s.*ranks_sleep"):

@@ -51,6 +51,15 @@ def test_data_workers_of_ranks_with_one_batch_draw_the_same(world2, alias):
     assert len(set(first)) == len(first) == 8, "each batch, each epoch other numbers"
 
 
+@pytest.mark.slow
+def test_a_resumed_run_s_data_workers_draw_what_those_of_the_unbroken_run_drew(world2, tmp_path):
+    unbroken = world2.run(training.resumed_with_a_worker, tmp_path / "unbroken", None, timeout=100)
+    path = tmp_path / "unbroken" / "epoch=0.ckpt"
+    resumed = world2.run(training.resumed_with_a_worker, tmp_path / "resumed", path, timeout=100)
+    for before, after in zip(unbroken, resumed, strict=True):
+        assert after == {1: before[1]} and before[0] != before[1]
+
+
 def test_dropout_between_the_divided_layers_is_that_of_one_device(world2):
     """The ranks of a layer were seeded differently; rank 0's numbers count."""
     expected = training.dropped_out("single_device", 1)

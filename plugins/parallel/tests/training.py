@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDatas
 from torchhal import Callback, ModelCheckpoint, Trainer
 from torchhal.checkpoint import TorchCheckpointIO
 from torchhal.errors import ModelError
+from torchhal_parallel.hybrid import HybridStrategy
 
 
 class Losses(Callback):
@@ -237,6 +238,24 @@ def augmented(strategy, devices):
     small(strategy, devices, callbacks=Note()).fit(
         module, DataLoader(models.RandomSamples(), models.BATCH, num_workers=1)
     )
+    return sums
+
+
+def resumed_with_a_worker(folder, ckpt_path):
+    """The sums of this rank's batches, which a data worker has drawn, by epoch, of a run that saves each."""
+    sums = {}
+
+    class Note(Callback):
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            sums.setdefault(trainer.current_epoch, []).append(float(batch[0].sum()))
+
+    multiprocessing.current_process()._config["daemon"] = False
+    module = wrong.Marked()
+    torch.manual_seed(5)
+    callbacks = [Note(), ModelCheckpoint(dirpath=folder, save_top_k=-1, filename="{epoch}")]
+    trainer = small(HybridStrategy(data=2), 2, callbacks=callbacks, enable_checkpointing=True, default_root_dir=folder)
+    loader = DataLoader(models.RandomSamples(), models.BATCH, num_workers=1)
+    trainer.fit(module, loader, ckpt_path=ckpt_path)
     return sums
 
 

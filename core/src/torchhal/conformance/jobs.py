@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from torchhal.conformance.check import CheckFailed
 from torchhal.conformance.launcher_tables import variables
+from torchhal.conformance.limits import scaled
 
 TAG: Final = "TORCHHAL_CONFORMANCE_JOB"
 """In every process of a job, as its descendants inherit the environment."""
@@ -59,12 +60,13 @@ class Job:
         Raises:
             CheckFailed: it is still running after ``timeout`` seconds.
         """
+        timeout = scaled(timeout)
         try:
             code = self._process.wait(timeout)
         except subprocess.TimeoutExpired:
             self.kill()
             raise CheckFailed(f"the program HANGS: it runs after {timeout:g} s\n{self.output()}") from None
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + scaled(PATIENCE)
         while (left := self._descendants()) and time.monotonic() < deadline:
             time.sleep(0.05)
         self.kill()

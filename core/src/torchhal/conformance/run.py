@@ -25,6 +25,7 @@ from torchhal.conformance import rank
 from torchhal.conformance.bench import Bench
 from torchhal.conformance.check import Check, CheckFailed, Skipped, environment, not_applicable
 from torchhal.conformance.fork_server import ForkServer
+from torchhal.conformance.limits import scaled
 from torchhal.conformance.subject import Subject, missing
 from torchhal.conformance.torch_state import restore, torch_state
 from torchhal.conformance.world import World
@@ -142,7 +143,7 @@ def _alarm(one: Check) -> Iterator[None]:
     if one.worlds or not usable or signal.getitimer(signal.ITIMER_REAL)[0]:
         yield
         return
-    seconds = max(PATIENCE, 2 * one.timeout)
+    seconds = scaled(max(PATIENCE, 2 * one.timeout))
 
     def ring(signum: int, frame: FrameType | None) -> None:
         stack = "".join(traceback.format_stack(frame)[-6:])

@@ -27,6 +27,7 @@ from typing import Any, Final
 
 from torchhal.conformance.check import CheckFailed, Skipped
 from torchhal.conformance.fork_server import ForkServer
+from torchhal.conformance.limits import scaled
 from torchhal.launchers.stores import TCPStore
 
 GRACE: Final = 3.0
@@ -94,6 +95,7 @@ class World:
             except OSError:
                 raise Silent(f"world of {self.size}: rank {rank} DIED before the check began") from None
         outcomes: dict[int, Outcome] = {}
+        timeout = scaled(timeout)
         deadline = time.monotonic() + timeout
         while len(outcomes) < self.size:
             waiting = {rank: c for rank, c in enumerate(self._connections) if rank not in outcomes}
@@ -109,7 +111,7 @@ class World:
                     told = f"\n{self._told(outcomes)}" if any(o.error for o in outcomes.values()) else ""
                     raise Silent(f"world of {self.size}: rank {rank} DIED{told}{self._printed([rank])}") from None
                 if outcomes[rank].error:
-                    deadline = min(deadline, time.monotonic() + GRACE)
+                    deadline = min(deadline, time.monotonic() + scaled(GRACE))
         return [outcomes[rank] for rank in range(self.size)]
 
     def _report_silence(self, waiting: Iterable[int], outcomes: dict[int, Outcome], timeout: float) -> None:

@@ -409,14 +409,20 @@ class TrainingData(TrainerPart):
         return None if isinstance(dataset, IterableDataset) else loader_length(dataset)
 
     def _generators(self) -> list[Any]:
-        """The loader's own generators, each once."""
+        """The loader's own generators, each once, and the one that a strategy may have given it."""
         found: list[Any] = []
-        batches = getattr(self.given, "batch_sampler", None)
-        for owner in (self.given, getattr(self.given, "sampler", None), batches, getattr(batches, "sampler", None)):
+        given, batches = self.given, getattr(self.given, "batch_sampler", None)
+        owners = (given, getattr(given, "sampler", None), batches, getattr(batches, "sampler", None), self._whole)
+        for owner in owners:
             generator = getattr(owner, "generator", None)
             if generator is not None and hasattr(generator, "get_state") and all(generator is not g for g in found):
                 found.append(generator)
         return found
+
+    def restore_generators(self, states: list[torch.Tensor]) -> None:
+        """Let the loader's own generators draw on from ``states``, which were saved with a :meth:`position`."""
+        for generator, state in zip(self._generators(), states, strict=False):
+            generator.set_state(state)
 
     def epoch(self, epoch: int) -> Iterator[Any]:
         """A fresh epoch from its first batch."""
@@ -452,13 +458,10 @@ class TrainingData(TrainerPart):
             then()
             return iterator
         rng.restore(self.epoch_rng, strategy.accelerator, strategy.root_device)
-        generators = self._generators()
-        for generator, state in zip(generators, self.generator_states, strict=False):
-            generator.set_state(state)
+        self.restore_generators(self.generator_states)
 
         def arrived() -> None:
-            for generator, state in zip(generators, position["generators"], strict=False):
-                generator.set_state(state)
+            self.restore_generators(position["generators"])
             then()
 
         indexed = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)

@@ -164,8 +164,12 @@ class FitLoop(TrainerPart):
         self.started = time.monotonic()
         self.out_of_time = False
         self._set_deadline()
-        if trainer.max_time is not None and self.elapsed_before >= trainer.max_time.total_seconds():
-            trainer.should_stop = self.out_of_time = True  # the same on every rank, unlike the clocks
+        if trainer.max_time is not None:
+            late = int(self.elapsed_before >= trainer.max_time.total_seconds())
+            if trainer.world_size > 1:  # the clock of any: after a fit each has its own
+                late = int(trainer.strategy.reduce(late, "max"))
+            if late:
+                trainer.should_stop = self.out_of_time = True
         self._wish = None
         if self.data.length == 0:
             return
@@ -257,19 +261,25 @@ class FitLoop(TrainerPart):
     def _batches(self) -> Iterator[Any]:
         """The epoch's batches that are left."""
         assert self.data is not None
+        position, self._resume_position = self._resume_position, None
         if not self.batches_done:
-            self._resume_position = None
+            begins_anew = self._reloads_data() and self.trainer.attachments.train is None  # by train_dataloader
+            if position is not None and not begins_anew:
+                self.data.restore_generators(position["generators"])
             return self.data.epoch(self.epoch)
-        position = self._resume_position or self.data.position()
-        self._resume_position = None
+        position = position or self.data.position()
         return self.data.resume(self.epoch, self.batches_done, position, self._restore_rng)
+
+    def _reloads_data(self) -> bool:
+        """Whether this epoch begins by asking for its loaders again."""
+        every = self.trainer.reload_dataloaders_every_n_epochs
+        return bool(every) and self.epoch % every == 0
 
     def _run_epoch(self) -> None:
         trainer = self.trainer
         data = self.data
         assert data is not None
-        every = trainer.reload_dataloaders_every_n_epochs
-        if every and self.epoch % every == 0 and not data.is_new:
+        if self._reloads_data() and not data.is_new:
             data = trainer.reload_train_loader()
             trainer.attachments.validation_data = load_validation_data(trainer)
         resuming = self.batches_done > 0
@@ -497,9 +507,9 @@ class FitLoop(TrainerPart):
         results.reset()
         self._stop_if_late()
         if trainer.world_size > 1:
-            mine = [int(trainer.should_stop), int(self.settings_differ)]
-            stops, differ = trainer.strategy.reduce(mine, "max")
-            trainer.should_stop = bool(stops)
+            mine = [int(trainer.should_stop), int(self.out_of_time), int(self.settings_differ)]
+            stops, late, differ = trainer.strategy.reduce(mine, "max")
+            trainer.should_stop, self.out_of_time = bool(stops), bool(late)
             if differ:  # on some rank at least: one that steps by other numbers than the rest would part from it
                 agreement.check_settings(trainer)
         self.settings_differ = False

@@ -101,7 +101,7 @@ def restore_rank(trainer: Trainer, checkpoint: Mapping[str, Any], path: str) -> 
             where = f"The epoch goes on at batch {fit.batches_done}, in the order of now. " if fit.batches_done else ""
             trainer.warn_once(f"{path!r} is continued with other data. {others}{where}{changed}".rstrip())
         return
-    position = None
+    position = None if fit.batches_done else entry["data"]
     where = "The next epoch is shared out among all"
     if fit.batches_done:
         used = _used(checkpoint)
