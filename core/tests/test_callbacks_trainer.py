@@ -301,15 +301,6 @@ class TestDurability:
         ]
 
     def test_an_old_file_that_can_not_go_is_tried_again(self, tmp_path):
-        class Stubborn(TorchCheckpointIO):
-            refused = 0
-
-            def remove_checkpoint(self, path):
-                self.refused += 1
-                if self.refused == 1:
-                    raise CheckpointError("busy")
-                super().remove_checkpoint(path)
-
         with pytest.warns(UserWarning, match="busy"):
             fit(tmp_path, ModelCheckpoint(tmp_path, "{epoch}"), max_epochs=3, plugins=[Stubborn()])
         assert names(tmp_path) == ["epoch=2.ckpt"]
@@ -583,6 +574,18 @@ class OnRanks(Net):
         self.log("score", scores[self.trainer.current_epoch], sync_dist=False)
 
 
+class Stubborn(TorchCheckpointIO):
+    """The first removal fails."""
+
+    refused = 0
+
+    def remove_checkpoint(self, path):
+        self.refused += 1
+        if self.refused == 1:
+            raise CheckpointError("busy")
+        super().remove_checkpoint(path)
+
+
 def test_ranks_never_disagree(tmp_path):
     callback = ModelCheckpoint(
         tmp_path / "c", "{epoch}", monitor="score", save_last=True, train_time_interval=None, every_n_epochs=1
@@ -596,6 +599,7 @@ def test_ranks_never_disagree(tmp_path):
         default_root_dir=tmp_path,
         logger=CSVLogger(tmp_path),
         callbacks=[callback, timed, EarlyStopping("score", patience=2)],
+        plugins=[Stubborn()],  # only rank 0 removes files, and every rank knows which are still there
         enable_progress_bar=False,
         enable_model_summary=False,
     )

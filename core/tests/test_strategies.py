@@ -1018,6 +1018,8 @@ class SpyIO(TorchCheckpointIO):
 
     def remove_checkpoint(self, path):
         self.calls.append(("remove", path))
+        if path == "busy":
+            raise OSError("in use")
 
 
 def through_the_io():
@@ -1037,6 +1039,14 @@ def through_the_io():
             assert r != 0 and "'somewhere' was not written: rank 0: OSError: no space left" in str(error)
         else:
             raise AssertionError(f"rank {r} thinks that it was saved")
+        try:
+            strategy.remove_checkpoint("busy")
+        except OSError as error:
+            assert r == 0 and "in use" in str(error)
+        except CheckpointError as error:
+            assert r != 0 and "'busy' was not removed: rank 0: OSError: in use" in str(error)
+        else:
+            raise AssertionError(f"rank {r} thinks that it was removed")
 
 
 def test_checkpoints_go_through_the_given_io(world):

@@ -816,9 +816,17 @@ class Strategy(ABC):
         return self.checkpoint_io.load_checkpoint(path, map_location="cpu", weights_only=weights_only)
 
     def remove_checkpoint(self, path: str) -> None:
-        """Remove what :meth:`save_checkpoint` wrote. Called on every rank; rank 0 acts unless the IO is sharded."""
+        """Remove what :meth:`save_checkpoint` wrote. Called on every rank; returns, or raises, on all of them alike.
+
+        Rank 0 acts unless the IO is sharded.
+        """
+        error: BaseException | None = None
         if self.is_global_zero or "sharded" in self.checkpoint_io.features:
-            self.checkpoint_io.remove_checkpoint(path)
+            try:
+                self.checkpoint_io.remove_checkpoint(path)
+            except Exception as raised:
+                error = raised
+        self._raise_alike(error, f"checkpoint {path!r} was not removed")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.alias!r})" if self.alias else f"{type(self).__name__}()"
