@@ -69,6 +69,55 @@ def fit(tmp_path, *callbacks, model=None, scores=(), ckpt_path=None, validate=Tr
     return trainer
 
 
+class TestAnotherTrainer:
+    """One callback object, several Trainers: the folds of a cross-validation."""
+
+    def test_each_saves_and_finds_its_own_best(self, tmp_path):
+        callback = ModelCheckpoint(monitor="score", save_last=True)
+        for fold, scores in enumerate([[0.1, 0.2], [0.4, 0.3]]):
+            fit(tmp_path / str(fold), callback, scores=scores)
+            best = ["epoch=0-step=4.ckpt", "epoch=1-step=8.ckpt"][fold]
+            assert names(tmp_path / str(fold) / "checkpoints") == [best, "last.ckpt"]
+            assert callback.best_model_path == str(tmp_path / str(fold) / "checkpoints" / best)
+
+    def test_nothing_of_the_other_is_deleted_in_one_folder(self, tmp_path):
+        callback = ModelCheckpoint(tmp_path)
+        for _ in range(2):
+            fit(tmp_path, callback, max_epochs=1)
+        assert names(tmp_path) == ["epoch=0-step=4-v1.ckpt", "epoch=0-step=4.ckpt"]
+        assert callback.best_model_path == str(tmp_path / "epoch=0-step=4-v1.ckpt")
+
+    def test_patience_begins_anew(self, tmp_path):
+        callback = EarlyStopping("score", patience=2)
+        for scores in ([0.1, 0.2, 0.3, 0.4], [0.8, 0.9, 0.7, 0.6]):
+            epochs = fit(tmp_path, callback, scores=scores).current_epoch
+            assert (epochs, callback.stopped_epoch) == ((3, 2) if scores[0] == 0.1 else (4, 0))
+
+    @pytest.mark.slow
+    def test_in_workers_too(self, tmp_path):
+        callback = ModelCheckpoint(save_top_k=-1)
+        for fold in ("0", "1"):
+            fit(tmp_path / fold, callback, max_epochs=1, validate=False, strategy="ddp_spawn")
+            assert names(tmp_path / fold / "checkpoints") == ["epoch=0-step=4.ckpt"]
+            assert os.path.dirname(callback.best_model_path) == str(tmp_path / fold / "checkpoints")
+
+    def test_a_second_fit_of_the_same_goes_on(self, tmp_path):
+        callback = ModelCheckpoint(tmp_path, monitor="score")
+        model = Net([0.1, 0.2, 0.3])
+        trainer = fit(tmp_path, callback, model=model)
+        trainer.fit_loop.max_epochs = 3
+        trainer.fit(model, BATCHES, BATCHES[:1])
+        assert names(tmp_path) == ["epoch=0-step=4.ckpt"]
+
+    def test_a_checkpoint_that_leads_back_skips_no_save(self, tmp_path):
+        model, back = Net(), tmp_path / "back.ckpt"
+        fit(tmp_path, max_steps=2, model=model, enable_checkpointing=False).save_checkpoint(back)
+        trainer = fit(tmp_path, ModelCheckpoint(tmp_path / "c", save_top_k=-1), max_epochs=1, model=model)
+        os.remove(tmp_path / "c" / "epoch=0-step=4.ckpt")
+        trainer.fit(model, BATCHES, BATCHES[:1], ckpt_path=back)
+        assert names(tmp_path / "c") == ["epoch=0-step=4.ckpt"]
+
+
 def names(folder):
     """What is in a folder of checkpoints, but for the records of who wrote them."""
     return sorted({*os.listdir(folder)} - {".torchhal"}) if os.path.isdir(folder) else []

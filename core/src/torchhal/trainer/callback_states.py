@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torchhal.errors import CheckpointMismatchError
+from torchhal.trainer.callbacks import Callback
 
 if TYPE_CHECKING:
     from torchhal.trainer.trainer import Trainer
@@ -48,6 +49,18 @@ def load_callback_states(trainer: Trainer, states: Mapping[str, Any], path: str 
                 f"{path!r} can't be continued from: {type(callback).__name__} refuses its state, the field "
                 f"{f'callbacks/{key}'!r} ({type(error).__name__}: {error})"
             ) from error
+
+
+def reset_callbacks(trainer: Trainer) -> None:
+    """Begin anew in callbacks that have served another Trainer, as in the folds of a cross-validation.
+
+    A second fit of the same Trainer goes on, and so do they.
+    """
+    for callback in trainer.callbacks:
+        if isinstance(callback, Callback) and callback._trainer_id != trainer.trainer_id:
+            if callback._trainer_id:  # else what it knows was given to it by hand
+                callback._reset_state()
+            callback._trainer_id = trainer.trainer_id
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from torchhal.launchers import rendezvous
 from torchhal.launchers.process import open_standard_descriptors
 from torchhal.launchers.signals import DEFAULT_SIGNALS, StopRequested, StopSignals, at_once, exit_on
 from torchhal.trainer import agreement, checkpointing, replicas, rng, status_lines
-from torchhal.trainer.callback_states import callback_states, load_callback_states
+from torchhal.trainer.callback_states import callback_states, load_callback_states, reset_callbacks
 from torchhal.trainer.callbacks import ModelCheckpoint
 from torchhal.trainer.calls import module_hook
 from torchhal.trainer.connect import make_callbacks
@@ -323,6 +323,8 @@ def set_up(trainer: Trainer, fn: str, ckpt_path: Any) -> None:
             prepare()
     strategy.barrier("prepare_data")
     add_model_callbacks(trainer)
+    if fn == "fit":
+        reset_callbacks(trainer)
     for callback in trainer.callbacks:
         if hasattr(callback, "setup"):
             callback.setup(trainer, module, fn)
@@ -528,6 +530,8 @@ def absorb(trainer: Trainer, answer: dict[str, Any]) -> Any:
     trainer.log_dir, trainer.run_id = answer["log_dir"], answer["run_id"]
     trainer.trained_elsewhere = trainer.state.fn == "fit" or trainer.trained_elsewhere
     add_model_callbacks(trainer)  # the worker had them
+    if trainer.state.fn == "fit":
+        reset_callbacks(trainer)
     for callback in trainer.checkpoint_callbacks:
         callback.setup(trainer, trainer.module, trainer.state.fn or "fit")  # finds its folder, as in the worker
     load_callback_states(trainer, answer["callbacks"])

@@ -176,6 +176,8 @@ class Trainer(TrainerOutput, TrainerProperties):
         self.attachments = Attachments()
         self.should_stop = False
         self.ckpt_path: str | None = None
+        self.trainer_id = new_run_id()
+        """This object's and that of its copies in workers, whichever run it continues."""
         self.run_id = new_run_id()
         """No other run has it, but for those that continue this one in its folder; rank 0's counts."""
         self.log_dir: str | None = None

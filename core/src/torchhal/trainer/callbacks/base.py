@@ -32,6 +32,9 @@ class Callback:
     _made_with: str = ""
     """The arguments of ``__init__``, in words or as a digest, which tell callbacks of one ``state_key`` apart."""
 
+    _trainer_id: str = ""
+    """The Trainer that this object last fitted with."""
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if inspect.isfunction(cls.__dict__.get("__init__")):
@@ -186,6 +189,9 @@ class Callback:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict`; called on every rank before training starts."""
+
+    def _reset_state(self) -> None:
+        """Forget what belongs to one run; called before a fit, where the last one was another Trainer's."""
 
     def _generate_state_key(self, **settings: Any) -> str:
         """A state key that tells callbacks of one class with different ``settings`` apart."""

@@ -126,7 +126,9 @@ class ModelCheckpoint(Callback):
         if self.save_last and filename == self.CHECKPOINT_NAME_LAST:
             raise ConfigurationError(f"'filename' must not be {filename!r} with save_last=True, which writes that file")
         self._set_triggers(every_n_train_steps, train_time_interval, every_n_epochs)
+        self._reset_state()
 
+    def _reset_state(self) -> None:
         self.best_model_path = ""
         self.best_model_score: torch.Tensor | None = None
         self.best_k_models: dict[str, torch.Tensor] = {}
@@ -188,6 +190,13 @@ class ModelCheckpoint(Callback):
     def on_train_start(self, trainer: Trainer, module: Any) -> None:
         trainer.run_id = self._files.run  # not before: a checkpoint that is refused is continued by nobody
         self._step_seen = trainer.global_step
+        # A checkpoint that knows nothing of this callback may lead back to where it has been: what is trained from
+        # there on is saved again.
+        position = _position(trainer)
+        if self._seen_at != position:
+            self._seen_at = None
+        if self._written_at != position:
+            self._written_at = None
         if self.train_time_interval is not None:
             self._clock.start(trainer.global_step)
 

@@ -85,6 +85,9 @@ class EarlyStopping(Callback):
             else check_bool("check_on_train_epoch_end", check_on_train_epoch_end)
         )
         self.log_rank_zero_only = check_bool("log_rank_zero_only", log_rank_zero_only)
+        self._reset_state()
+
+    def _reset_state(self) -> None:
         self.wait_count = 0
         self.stopped_epoch = 0
         self.best_score = torch.tensor(math.inf if self.mode == "min" else -math.inf)
