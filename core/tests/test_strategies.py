@@ -256,7 +256,8 @@ def nothing_to_train():
             strategy.connect(model)
             strategy.setup_model()
             assert strategy.model is strategy.module is model
-            assert strategy.no_backward_sync() is None
+            with strategy.no_backward_sync():  # which pauses once something is unfrozen and wrapped
+                assert strategy.model is model and "require_backward_grad_sync" not in vars(model)
         strategy.connect(model)
         strategy.setup_model(training=False)
         assert strategy.model is model

@@ -1,5 +1,6 @@
 """ddp through the Trainer, in real processes: the numbers of one process, and every way to fail."""
 
+import itertools
 import json
 import os
 import pickle
@@ -470,6 +471,124 @@ def test_what_is_unfrozen_while_training_is_averaged(world2):
     for name, expected in model.state_dict().items():
         assert torch.equal(mine[name], theirs[name]), name
         torch.testing.assert_close(mine[name], expected, rtol=1e-5, atol=1e-6, msg=name)
+
+
+class Changing(Thawed):
+    """Layers are frozen and unfrozen in the midst of an epoch: ``plan`` says at which batch of all, and where."""
+
+    PLANS = {
+        "unfrozen between two batches": ("hook", [0], {3: (0, True)}),
+        "unfrozen in a step": ("step", [0], {3: (0, True)}),
+        "unfrozen in the first epoch, all": ("hook", [0, 2], {3: (0, True), 5: (2, True)}),
+        "all unfrozen in a step": ("step", [0, 2], {3: (0, True), 5: (2, True)}),
+        "frozen between two batches": ("hook", [], {3: (2, False), 5: (0, False), 6: (2, True)}),
+    }
+
+    def __init__(self, plan):
+        super().__init__()
+        self.where, frozen, self.plan = self.PLANS[plan]
+        for index, layer in enumerate(self.layers):
+            layer.requires_grad_(index not in frozen)
+
+    def change(self):
+        if self.calls in self.plan:
+            index, trained = self.plan[self.calls]
+            self.layers[index].requires_grad_(trained)
+
+    def on_train_batch_start(self, batch, batch_idx):
+        if self.where == "hook":
+            self.change()
+
+    def on_train_epoch_start(self):
+        pass
+
+    def training_step(self, batch, batch_idx):
+        if self.where == "step":
+            self.change()
+        loss = super().training_step(batch, batch_idx)
+        return loss if loss.requires_grad else None
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit_changing(strategy, plans):
+    found = []
+    for plan in plans:
+        for accumulate in (1, 4):
+            model = Changing(plan)
+            loader = torch.utils.data.DataLoader(rows(64), 4, shuffle=False)
+            trainer = Trainer(
+                accelerator=hardware.name(), devices=2, strategy=strategy, max_epochs=1, logger=False,
+                enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+                accumulate_grad_batches=accumulate,
+            )  # fmt: skip
+            trainer.fit(model, loader)
+            found.append({name: tensor.cpu() for name, tensor in model.state_dict().items()})
+    return found
+
+
+def changed_alone(plan, accumulate):
+    model = Changing(plan)
+    optimizer = model.configure_optimizers()
+    for index, batch in enumerate(rows(64).reshape(8, 4, 2, 3).transpose(1, 2).reshape(8, 8, 3)):
+        model.on_train_batch_start(batch, index)
+        loss = model.training_step(batch, index)
+        if loss is not None:
+            (loss / accumulate).backward()
+        if index % accumulate == accumulate - 1:
+            optimizer.step()
+            optimizer.zero_grad()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_what_is_frozen_or_unfrozen_within_an_epoch_is_averaged(world2, strategy):
+    if strategy == "zero1":
+        pytest.importorskip("torchhal_parallel")
+    found = zip(*world2.run(fit_changing, strategy, list(Changing.PLANS)), strict=True)
+    for (plan, accumulate), (mine, theirs) in zip(itertools.product(Changing.PLANS, (1, 4)), found, strict=True):
+        for name, expected in changed_alone(plan, accumulate).items():
+            what = f"{name}, {plan}, {accumulate}"
+            torch.testing.assert_close(mine[name], expected, rtol=1e-5, atol=1e-6, msg=what)
+            assert torch.equal(mine[name], theirs[name]), what
+
+
+class FrozenTooLate(Thawed):
+    """What its step freezes, the averaging waits for."""
+
+    def training_step(self, batch, batch_idx):
+        self.layers[2].weight.requires_grad_(batch_idx < 2)
+        return super().training_step(batch, batch_idx)
+
+
+class UnfrozenApart(Thawed):
+    """Each rank unfreezes another part of a layer."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        if batch_idx == 2:
+            (self.layers[0].weight if self.trainer.global_rank else self.layers[0].bias).requires_grad_(True)
+
+
+def fail_to_fit(kind):
+    with pytest.raises((ModelError, DistributedError)) as caught:
+        Trainer(
+            accelerator=hardware.name(), devices=2, strategy="ddp", max_epochs=1, logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        ).fit(globals()[kind](), torch.utils.data.DataLoader(rows(32), 4))  # fmt: skip
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("FrozenTooLate", "'layers.2.weight' of FrozenTooLate were frozen while a step ran"),
+        ("UnfrozenApart", "where rank 0 has .*'layers.0.weight', .*False.*, rank 1 has .*'layers.0.weight', .*True"),
+    ],
+)
+def test_what_the_ranks_cannot_average_is_refused_in_the_step(world2, kind, words):
+    for text in world2.run(fail_to_fit, kind):
+        assert re.search(words, text), text
 
 
 def test_a_line_search_takes_the_same_way_on_every_rank(world2):

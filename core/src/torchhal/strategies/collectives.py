@@ -355,13 +355,14 @@ def broadcast_copies(
 # -- gradients -----------------------------------------------------------------------------------------------
 
 
-def average_gradients(parameters: Sequence[nn.Parameter], group: Any = None) -> None:
+def average_gradients(parameters: Sequence[nn.Parameter], group: Any = None, *, frozen: bool = False) -> None:
     """Replace each ``.grad`` by its mean over the ranks; one that exists on some rank only counts as zero elsewhere.
 
     What is equal on all ranks already stays so, up to the last bit, so this may follow every backward of an
-    accumulation. Sparse gradients stay sparse unless another rank has a dense one for the same parameter.
+    accumulation. Sparse gradients stay sparse unless another rank has a dense one for the same parameter. Those of
+    frozen parameters are left alone without ``frozen``.
     """
-    trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    trainable = [parameter for parameter in parameters if frozen or parameter.requires_grad]
     if not trainable:
         return
     gradients_there = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import uuid
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from itertools import zip_longest
@@ -297,24 +297,16 @@ class ParallelStrategy(Strategy):
         """Raise on every rank alike when the ranks built different models."""
         tensors = [*module.named_parameters(), *module.named_buffers()]
         lazy = [name for name, tensor in tensors if is_lazy(tensor)]
-        described = [
-            (name, "lazy" if is_lazy(tensor) else tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad)
-            for name, tensor in tensors
-        ]
-        everybody = collectives.all_gather_object(described)
-        for rank, others in enumerate(everybody[1:], start=1):
-            if others != everybody[0]:
-                pairs = zip_longest(everybody[0], others, fillvalue="nothing in its place")
-                first = next(pair for pair in pairs if pair[0] != pair[1])
-                raise DistributedError(
-                    "every rank must build the same model (names, shapes, dtypes, what is trained, in one order), but "
-                    f"where rank 0 has {first[0]}, rank {rank} has {first[1]}"
-                )
+        _check_alike(tensors)
         if lazy:
             raise ModelError(
                 f"{', '.join(map(repr, lazy[:3]))} of {type(module).__name__} have no shape yet, and ranks can't share "
                 "them: run a dummy batch through the model in __init__ or configure_model"
             )
+
+    def check_same_parameters(self, module: nn.Module) -> None:
+        """Raise on every rank alike when the ranks train different parameters by now."""
+        _check_alike(list(module.named_parameters()))
 
     def teardown(self) -> None:
         self.watch.stop(self._explain_what_ended_the_loop())
@@ -455,6 +447,22 @@ def _number_groups_anew() -> None:
     world: Any = getattr(dist.distributed_c10d, "_world", None)
     if hasattr(world, "group_count"):
         world.group_count = 0
+
+
+def _check_alike(tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+    described = [
+        (name, "lazy" if is_lazy(tensor) else tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad)
+        for name, tensor in tensors
+    ]
+    everybody = collectives.all_gather_object(described)
+    for rank, others in enumerate(everybody[1:], start=1):
+        if others != everybody[0]:
+            pairs = zip_longest(everybody[0], others, fillvalue="nothing in its place")
+            first = next(pair for pair in pairs if pair[0] != pair[1])
+            raise DistributedError(
+                "every rank must build the same model (names, shapes, dtypes, what is trained, in one order), but "
+                f"where rank 0 has {first[0]}, rank {rank} has {first[1]}"
+            )
 
 
 def _own_buffer_memory(module: nn.Module) -> None:

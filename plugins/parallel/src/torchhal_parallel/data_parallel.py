@@ -15,7 +15,6 @@ from torchhal.accelerators.transfer import move_to_device
 from torchhal.errors import ConfigurationError, ModelError, UnsupportedCombinationError
 from torchhal.launchers.process import launched_by
 from torchhal.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
-from torchhal.strategies.forward_through import forward_through
 from torchhal.strategies.replica_consistency import check_lookups
 from torchhal.trainer.log_options import batch_size_of
 from torchhal_parallel.part_log import one_log
@@ -254,9 +253,9 @@ class DDP2Strategy(PartsStrategy, DDPStrategy):
 
     def module_step(self, name: str) -> Callable[..., Any]:
         step = self.in_parts(getattr(self.module, name), name)
-        if name != "training_step" or self.model is self.module:
+        if name != "training_step":
             return step
-        through = forward_through(self, self.module, step)
+        through = self.through_wrapper(step)
 
         def call(*args: Any) -> Any:
             self._in_step = True

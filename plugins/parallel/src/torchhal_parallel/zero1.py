@@ -73,8 +73,8 @@ class ZeRO1Strategy(DDPStrategy):
                 by_rank[owner].append(parameter)
             self._shares[optimizer] = len(owners), by_rank
         for rank, parameters in enumerate(self._shares[optimizer][1]):
-            # looked at in each step: a hook may unfreeze one at any, and ranks that don't send it drift apart
-            if moved := [parameter for parameter in parameters if parameter.requires_grad]:
+            # looked at in each step: a hook may unfreeze one at any, or freeze one that has a gradient for it
+            if moved := [each for each in parameters if each.requires_grad or each.grad is not None]:
                 collectives.broadcast_tensors(moved, src=rank)
 
     # -- memory ----------------------------------------------------------------------------------------------
