@@ -10,6 +10,7 @@ import torch
 import training
 from tiers import slow
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -826,6 +827,52 @@ def test_a_gradient_inside_a_step_may_be_differentiated(world2, strategy, name):
         assert isinstance(found, dict), found
         for key, value in found.items():
             torch.testing.assert_close(value, expected[key], rtol=1e-4, atol=1e-5, msg=key)
+
+
+# -- numbers of parameters and gradients -------------------------------------------------------------------------
+
+
+class ByNorm(torch.optim.Optimizer):
+    """Each parameter's step is as long as the largest element of its gradient says."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.add_(parameter.grad, alpha=-group["lr"] / (1 + float(parameter.grad.abs().max())))
+
+
+class ByNumbers(Net):
+    """Python numbers of the loss's weights, of all gradients and of each change what is trained."""
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * (1 + self.head.weight.norm().item())
+
+    def on_before_optimizer_step(self, optimizer):
+        gradients = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
+        norm = sum(gradient.norm().item() ** 2 for gradient in gradients) ** 0.5
+        if any(gradient.mean() > 1e-3 for gradient in gradients):
+            norm *= 2
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 / (norm + int((self.head.weight > 0).sum()) / 100)
+
+    def configure_optimizers(self):
+        return ByNorm(self.parameters())
+
+
+@pytest.mark.parametrize("strategy", DIVIDED)
+def test_numbers_of_divided_tensors_are_those_of_the_whole(world2, strategy):
+    reference = "one" if strategy == "tensor_parallel" else "ddp"
+    check_alike(world2, "ByNumbers", strategy, reference)
+    assert world2.run(number_handlers) == [[]] * 2
+
+
+def number_handlers():
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    return [str(operator) for operator in handlers if "_local_scalar_dense" in str(operator)]
 
 
 # -- parameters that are made of other tensors -------------------------------------------------------------------

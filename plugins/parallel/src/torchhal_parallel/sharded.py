@@ -23,6 +23,7 @@ from torchhal_parallel.gradient_hooks import CarriedHandles, check_accumulation_
 from torchhal_parallel.layout import gathered, global_norm, like, local, place_of_part, scale_to, whole
 from torchhal_parallel.optimizers import check_divisible
 from torchhal_parallel.parameter_objects import ParameterObjects, check_references
+from torchhal_parallel.whole_numbers import WholeNumbers
 from torchhal_parallel.wrapping import ForwardInstead, Wrapping
 
 _PLACED = ("state_dict", "optimizer_states", "gradients")
@@ -106,6 +107,7 @@ class ShardedStrategy(ParallelStrategy):
     def _reset(self) -> None:
         super()._reset()
         self._carried_hooks = CarriedHandles()
+        self._whole_numbers = WholeNumbers(self.guard)
 
     # -- the user's module -----------------------------------------------------------------------------------
 
@@ -125,6 +127,7 @@ class ShardedStrategy(ParallelStrategy):
         finally:
             if self._wrapping is not None and self._objects.any_replaced():
                 self.module.__dict__["_torchhal_in_parts"] = True
+        self._whole_numbers.enable()
         with self._whole_if_refused():
             self._objects.settle(alias)
             if training:
@@ -249,6 +252,7 @@ class ShardedStrategy(ParallelStrategy):
         if self.module is not None:
             ForwardInstead.remove(self.module)  # also of one that a failed run has left in parts
         self._carried_hooks.remove()
+        self._whole_numbers.disable()
         self._divided, self._runner, self._objects, self._wrapping = frozenset(), None, None, None
         super()._release_model()
 
