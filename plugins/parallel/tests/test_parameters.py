@@ -829,6 +829,54 @@ def test_a_gradient_inside_a_step_may_be_differentiated(world2, strategy, name):
             torch.testing.assert_close(value, expected[key], rtol=1e-4, atol=1e-5, msg=key)
 
 
+class PenaltyThroughPlan(Critic):
+    """Late, as a penalty at some steps only is."""
+
+    tensor_parallel_plan = {"first": "colwise", "last": "rowwise"}
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.first(x)))
+
+    def training_step(self, batch, batch_idx):
+        if self.global_step < 2:
+            return self(batch[0]).square().mean()
+        return super().training_step(batch, batch_idx)
+
+
+class PenaltyByWeights(PenaltyThroughPlan):
+    def training_step(self, batch, batch_idx):
+        loss = self(batch[0]).square().mean()
+        gradients = torch.autograd.grad(loss, list(self.first.parameters()), create_graph=True)
+        return loss + sum(gradient.square().sum() for gradient in gradients)
+
+
+@pytest.mark.parametrize("name", ["PenaltyThroughPlan", "PenaltyByWeights"])
+def test_a_gradient_through_divided_layers_may_not_be_differentiated(world2, name):
+    for kind, said in world2.run(penalised, "tensor_parallel", 2, name):
+        assert kind == "ModelError", said
+        assert "'last'" in said and "create_graph=True" in said and "'tensor_parallel'" in said
+
+
+class OutsideOfPlan(Critic):
+    """The first derivative through divided layers, the second beside them."""
+
+    tensor_parallel_plan = {"first": "colwise_rep"}
+
+    def training_step(self, batch, batch_idx):
+        x = self.first(batch[0].requires_grad_(True))
+        (gradient,) = torch.autograd.grad(self.last(torch.tanh(x)).sum(), x, create_graph=True)
+        (plain,) = torch.autograd.grad(self(batch[0]).sum(), batch[0])
+        return (gradient.norm(dim=1) - 1).square().mean() + self(batch[0] + plain).square().mean()
+
+
+def test_other_gradients_inside_a_step_are_right_where_layers_are_divided(world2):
+    expected = penalised("single_device", 1, "OutsideOfPlan")
+    for found in world2.run(penalised, "tensor_parallel", 2, "OutsideOfPlan"):
+        assert isinstance(found, dict), found
+        for key, value in found.items():
+            torch.testing.assert_close(value, expected[key], rtol=1e-4, atol=1e-5, msg=key)
+
+
 # -- numbers of parameters and gradients -------------------------------------------------------------------------
 
 

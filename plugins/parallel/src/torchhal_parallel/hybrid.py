@@ -26,6 +26,7 @@ from torchhal.strategies.base import Strategy
 from torchhal.trainer import rng
 from torchhal_parallel.cut import check_trained, even_cuts, stage_parameters, untrainable
 from torchhal_parallel.divided_regions import DividedRegions
+from torchhal_parallel.double_backward import refuse_double_backward
 from torchhal_parallel.fully_sharded import FullyShardedStrategy, check_torch
 from torchhal_parallel.gathering import on_every_rank, on_first_rank
 from torchhal_parallel.gradient_hooks import HooksOfBatch
@@ -219,6 +220,8 @@ class HybridStrategy(FullyShardedStrategy):
         if plan:
             assert self._objects is not None
             apply_plan(self.module, plan, self.mesh["tensor"], self._objects.empty_replaced)
+            if training:
+                refuse_double_backward(self.module, plan, self.alias or "hybrid")
             rank, size = self.rank_in("tensor"), self.sizes["tensor"]
             regions = DividedRegions(self.module, plan, rank, size, strategy=self)
             self._open_layers = OpenLayers(self.module, plan, size, regions)
