@@ -19,7 +19,7 @@ from torchhal import Callback, Module
 from torchhal.errors import ConfigurationError, DistributedError, ModelError
 from torchhal_parallel import parameter_objects
 from torchhal_parallel.hybrid import HybridStrategy
-from torchhal_parallel.parameter_objects import ParameterObjects, empty
+from torchhal_parallel.parameter_objects import Memory, ParameterObjects, empty
 from torchhal_parallel.wrapping import Wrapping
 
 pytestmark = pytest.mark.timeout(120)
@@ -416,6 +416,43 @@ REMEMBERED = [
 ]
 
 
+class Viewing(Net):
+    """Under ddp, each view follows the weight that is trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", self.head.weight.data[:2], persistent=False)
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * (1 + self.scale.square().sum())
+
+
+class ByAddress(Net):
+    def __init__(self):
+        super().__init__()
+        self.decays = {weight.data_ptr(): 0.5 for weight in self.parameters() if weight.dim() > 1}
+
+    def configure_optimizers(self):
+        groups = [
+            {"params": [weight], "weight_decay": self.decays.get(weight.data_ptr(), 0.0)}
+            for weight in self.parameters()
+        ]
+        return torch.optim.SGD(groups, lr=0.1)
+
+
+@pytest.mark.parametrize("strategy", ["zero3", slow("tensor_parallel")])
+@pytest.mark.parametrize(
+    "name, path, what",
+    [
+        ("Viewing", "Viewing.scale", "the memory of 'head.weight'"),
+        ("ByAddress", "a key of ByAddress.decays", "the data_ptr() of '"),
+    ],
+)
+def test_what_remembers_the_memory_of_a_parameter_is_refused(world2, strategy, name, path, what):
+    for kind, said in world2.run(final, name, strategy, 2):
+        assert kind == "ModelError" and f"{path} remembers {what}" in said
+
+
 @pytest.mark.parametrize("strategy", ["zero3", "tensor_parallel", "pipeline"])
 @pytest.mark.parametrize("name, path, parameter", REMEMBERED, ids=[case[0] for case in REMEMBERED])
 def test_what_remembers_a_parameter_is_refused(world2, strategy, name, path, parameter):
@@ -597,11 +634,27 @@ def test_an_outside_reference_follows_the_weight(world2, strategy, model):
 
 class TestFindReferences:
     def find(self, **roots):
-        weight = self.weight
-        return list(parameter_objects.find_references(roots, {id(weight): "w"}))
+        return list(parameter_objects.find_references(roots, {id(self.weight): "w"}, memory=self.memory))
 
     def setup_method(self):
         self.weight = nn.Parameter(torch.ones(2))
+        self.memory = Memory()
+        self.memory.add("w", self.weight)
+
+    def test_views_and_addresses_from_before_it_was_freed(self):
+        row, array, address = self.weight.detach()[:1], self.weight.detach().numpy(), self.weight.data_ptr()
+        kept = [self.weight.data.clone(), row, array, torch.ones(2), torch.ones(2).numpy(), address, address + 4]
+        empty(self.weight)
+        memory, by_address = "the memory of ", "the data_ptr() of "
+        assert self.find(a=kept) == [
+            ("a[1]", "w", memory), ("a[5]", "w", by_address), ("a[2]", "w", memory)
+        ]  # fmt: skip
+
+    def test_what_lies_where_a_freed_one_was_is_another(self):
+        storage = self.weight.untyped_storage()._cdata
+        empty(self.weight)
+        others = [torch.ones(2) for _ in range(100)]
+        assert storage not in [other.untyped_storage()._cdata for other in others] and self.find(a=others) == []
 
     def test_a_module_may_hold_its_own(self):
         module = nn.Module()

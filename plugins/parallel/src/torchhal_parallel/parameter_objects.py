@@ -16,6 +16,8 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -45,6 +47,45 @@ def empty(tensor: torch.Tensor) -> None:
     tensor.data = torch.full((), number, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
 
 
+def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
+    """The memory in which ``tensor`` lies, or those that it is made of; none of one that has no memory of its own."""
+    if inner := made_of(tensor):
+        for part in (getattr(tensor, name) for name in inner):
+            if isinstance(part, torch.Tensor):  # a DTensor's mesh isn't
+                yield from storages_of(part)
+    elif not tensor.is_meta and not is_lazy(tensor) and tensor.layout is torch.strided:
+        yield tensor.untyped_storage()
+
+
+class Memory:
+    """Where parameters lie, to be known by when they have been freed or moved; each part by a name."""
+
+    def __init__(self) -> None:
+        self._storages: dict[int, tuple[StorageWeakRef, str]] = {}  # a weak reference keeps the key's meaning
+        self._addresses: dict[int, str] = {}
+
+    def add(self, name: str, parameter: torch.Tensor) -> None:
+        for storage in storages_of(parameter):
+            if storage.nbytes():
+                reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+                self._storages.setdefault(reference.cdata, (reference, name))
+                if not made_of(parameter):
+                    self._addresses.setdefault(parameter.data_ptr(), name)
+
+    def update(self, other: Memory) -> None:
+        self._storages = {**other._storages, **self._storages}
+        self._addresses = {**other._addresses, **self._addresses}
+
+    def shared_by(self, tensor: torch.Tensor) -> str | None:
+        """The name of one of which ``tensor`` is a view."""
+        found = (self._storages.get(storage._cdata) for storage in storages_of(tensor)) if self._storages else ()
+        return next((name for _, name in filter(None, found)), None)
+
+    def at(self, address: int) -> str | None:
+        """The name of one whose ``data_ptr()`` this was."""
+        return self._addresses.get(address)
+
+
 def marks_of(parameter: torch.Tensor) -> dict[str, Any]:
     """What users have set on ``parameter``: its attributes without those that it is made of."""
     inner = made_of(parameter)
@@ -60,6 +101,9 @@ class ParameterObjects:
         self._in_place = {id(parameter): parameter for parameter in self.by_name.values()}
         self._stands_for: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         self._marks = {identity: marks_of(parameter) for identity, parameter in self._in_place.items()}
+        self._memory: dict[int, Memory] = {}
+        for name, parameter in self.by_name.items():
+            self._memory.setdefault(id(parameter), Memory()).add(name, parameter)
         self.torchs_marks: set[str] = set()
         """Names of the attributes that dividing the model has given to parameters."""
 
@@ -70,8 +114,10 @@ class ParameterObjects:
     def empty_replaced(self) -> None:
         """Free those that the module has others in the place of by now."""
         now = set(map(id, self.module.parameters()))
-        for identity in [identity for identity in self._in_place if identity not in now]:
-            empty(self._in_place.pop(identity))
+        for name, parameter in self.by_name.items():
+            if id(parameter) in self._in_place and id(parameter) not in now:
+                self._memory[id(parameter)].add(name, parameter)  # a device's memory by now
+                empty(self._in_place.pop(id(parameter)))
 
     def settle(self, alias: str) -> None:
         """Note what trains in the place of which; the module has been divided by strategy ``alias``.
@@ -109,6 +155,13 @@ class ParameterObjects:
                 originals.remove(id(parameter))
                 yield name, parameter
 
+    def memory_of_replaced(self) -> Memory:
+        """Where those lay."""
+        memory = Memory()
+        for _, parameter in self.replaced():
+            memory.update(self._memory[id(parameter)])
+        return memory
+
     def check_unused(self, alias: str) -> None:
         """Raise ModelError if a graph that is there refers to a parameter that another trains in the place of."""
         for name, parameter in self.replaced():
@@ -141,7 +194,8 @@ def check_references(
     replaced = {id(parameter): name for name, parameter in objects.replaced()}
     if not replaced:
         return
-    for path, name, what in find_references(roots, replaced, skip, through_optimizers=through_optimizers):
+    memory = objects.memory_of_replaced()
+    for path, name, what in find_references(roots, replaced, skip, memory, through_optimizers=through_optimizers):
         raise ModelError(
             f"{path} remembers {what}{name!r} from before the model was divided, and strategy {alias!r} trains another "
             "object in its place: what is computed from this one would be wrong. Look parameters up by name where they "
@@ -151,9 +205,14 @@ def check_references(
 
 
 def find_references(
-    roots: Mapping[str, Any], parameters: Mapping[int, str], skip: Any = (), *, through_optimizers: bool = True
+    roots: Mapping[str, Any],
+    parameters: Mapping[int, str],
+    skip: Any = (),
+    memory: Memory | None = None,
+    *,
+    through_optimizers: bool = True,
 ) -> Iterator[tuple[str, str, str]]:
-    """Where the objects under ``roots`` refer to a parameter, or hold its ``id()``.
+    """Where the objects under ``roots`` refer to a parameter or its memory, or hold its ``id()`` or ``data_ptr()``.
 
     Goes through attributes, containers, closures and partial functions, nearest first, but not through the parameters
     that a module holds as such. Containers are list, tuple, set, dict and deque: any other may make its items, or read
@@ -163,19 +222,21 @@ def find_references(
         roots: by the beginnings of paths.
         parameters: names, by ``id()``.
         skip: objects to leave alone.
+        memory: where the parameters lay.
         through_optimizers: whether one that an optimizer steps counts. Before ``configure_optimizers`` an attribute may
             hold that of an earlier fit.
 
     Yields:
-        (path, the parameter's name, "" or "the id() of ").
+        (path, the parameter's name, "" or what of it, as "the id() of ").
     """
-    seen = {id(thing) for thing in (*skip, parameters)}
+    memory = memory or Memory()
+    seen = {id(thing) for thing in (*skip, parameters, memory)}
     for root in roots.items():  # each with a limit of its own: data is large, and must not hide what is in a callback
-        yield from _references_under(root, parameters, seen, through_optimizers=through_optimizers)
+        yield from _references_under(root, parameters, memory, seen, through_optimizers=through_optimizers)
 
 
 def _references_under(
-    root: tuple[str, Any], parameters: Mapping[int, str], seen: set[int], *, through_optimizers: bool
+    root: tuple[str, Any], parameters: Mapping[int, str], memory: Memory, seen: set[int], *, through_optimizers: bool
 ) -> Iterator[tuple[str, str, str]]:
     waiting = deque([root])
     room = _MOST_OBJECTS
@@ -184,9 +245,13 @@ def _references_under(
         if isinstance(thing, torch.Tensor):
             if id(thing) in parameters:
                 yield path, parameters[id(thing)], ""
+            elif (name := memory.shared_by(thing)) is not None:
+                yield path, name, "the memory of "
         elif isinstance(thing, int):
             if thing in parameters:
                 yield path, parameters[thing], "the id() of "
+            elif (name := memory.at(thing)) is not None:
+                yield path, name, "the data_ptr() of "
         elif isinstance(thing, Optimizer) and not through_optimizers:
             continue
         elif id(thing) not in seen and not isinstance(thing, str | bytes | float | complex | type | ModuleType):
@@ -220,6 +285,8 @@ def _held(path: str, thing: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"an argument of {path}", value) for value in (thing.func, thing.args, thing.keywords))
     elif isinstance(thing, MethodType):
         yield path, thing.__self__
+    elif type(thing).__module__ == "numpy":
+        yield path, getattr(thing, "base", None)  # the tensor of which an array is a view
     elif isinstance(thing, BuiltinFunctionType) or thing is None:
         return
     else:
@@ -227,9 +294,9 @@ def _held(path: str, thing: Any) -> Iterator[tuple[str, Any]]:
         for slot in getattr(type(thing), "__slots__", ()):
             if isinstance(slot, str) and slot not in ("__dict__", "__weakref__") and hasattr(thing, slot):
                 yield f"{path}.{slot}", getattr(thing, slot)
-        own = {"_parameters", "_buffers", "_flat_weights"} if isinstance(thing, nn.Module) else set()
+        own = {"_parameters", "_flat_weights"} if isinstance(thing, nn.Module) else set()
         for name, value in getattr(thing, "__dict__", {}).items():
-            if isinstance(thing, nn.Module) and name == "_modules":
-                yield from ((f"{path}.{child}", module) for child, module in value.items())
+            if isinstance(thing, nn.Module) and name in ("_modules", "_buffers"):
+                yield from ((f"{path}.{child}", held) for child, held in value.items())
             elif name not in own and not str(name).startswith("__composable_api_state_key"):
                 yield f"{path}.{name}", value
