@@ -31,10 +31,21 @@ pieces of a message are attributes of the error.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 
 class TorchhalError(Exception):
-    """Base of every error that torchhal raises on purpose."""
+    """Base of every error that torchhal raises on purpose.
+
+    They travel between processes: pickle keeps their class, message and attributes, whatever their ``__init__`` takes.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restored, (type(self), self.args), self.__dict__
+
+
+def _restored(kind: type[TorchhalError], args: tuple[Any, ...]) -> TorchhalError:
+    return kind.__new__(kind, *args)  # BaseException.__new__ keeps the args, of which the message is made
 
 
 class PluginError(TorchhalError):
