@@ -227,6 +227,15 @@ def test_max_time_is_noticed_between_epochs(monkeypatch):
     assert fit(3, model=SlowEnd(), max_time={"seconds": 10})[1].count("train") == 3
 
 
+def test_a_fit_with_nothing_to_do_stops_the_clock(monkeypatch):
+    clock = Clock(monkeypatch)
+    trainer, model = fit(2, max_epochs=1)
+    with pytest.warns(UserWarning, match="nothing to do"):
+        trainer.fit(model, batches(2))
+    clock.now += 100
+    assert trainer.fit_loop.elapsed() == 0
+
+
 def test_max_time_counts_what_a_resumed_run_has_used(monkeypatch, tmp_path):
     clock = Clock(monkeypatch)
 

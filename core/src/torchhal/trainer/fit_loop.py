@@ -159,6 +159,12 @@ class FitLoop(TrainerPart):
 
     def run(self) -> None:
         """Train until a limit is reached or somebody asks to stop."""
+        try:
+            self._run()
+        finally:  # also where there was nothing to do, or the clock would run on after the fit
+            self.elapsed_before, self.started = self.elapsed(), 0.0
+
+    def _run(self) -> None:
         trainer = self.trainer
         assert self.data is not None
         self.started = time.monotonic()
@@ -180,13 +186,6 @@ class FitLoop(TrainerPart):
                     "max_steps; another model wants a Trainer of its own"
                 )
             return
-        try:
-            self._run()
-        finally:
-            self.elapsed_before, self.started = self.elapsed(), 0.0
-
-    def _run(self) -> None:
-        trainer = self.trainer
         with at_once():
             self.optimization = Optimization(trainer)
             trainer.hooks.call("on_train_start")
