@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from torchhal import Callback, EarlyStopping, ModelCheckpoint, Module, Trainer
 from torchhal.errors import CheckpointError, CheckpointMismatchError, TorchhalError
 from torchhal.strategies import Strategy
-from torchhal.strategies.optimizer_state import check_optimizer_state
+from torchhal.strategies.optimizer_state import check_optimizer_state, check_scheduler_state
 from torchhal.trainer.callback_states import callback_states
 from torchhal.trainer.checkpointing import read_checkpoint
 
@@ -218,6 +218,10 @@ def test_a_state_goes_to_the_optimizer_group_and_scheduler_it_came_from(saved, m
         (lambda state: state["param_groups"][0].pop("eps"), "group 0 lacks 'eps'"),
         (lambda state: state["param_groups"][0]["params"].append(7), "its groups hold .3, 2. parameters"),
         (lambda state: state["state"].update({9: {}}), "it has parameter 9, and there are 4 here"),
+        (
+            lambda state: state["param_groups"][1].update(betas=(0.9, -1.999)),
+            "group 1 has options that it doesn't take: Invalid beta parameter at index 1: -1.999",
+        ),
         (lambda state: state.pop("state"), "KeyError: 'state'"),
         (lambda state: state.pop("param_groups"), "KeyError: 'param_groups'"),
     ],
@@ -233,13 +237,49 @@ def test_a_state_that_no_step_could_use_is_refused_before_one(saved, change, say
     assert "optimizer_states/0" in str(caught.value)
 
 
-def test_a_schedulers_state_is_refused_before_anything_changes(saved):
+def test_a_parameter_that_lost_its_state_is_named(saved):
+    checkpoint = torch.load(saved, weights_only=True)
+    del checkpoint["optimizer_states"][0]["state"][1], checkpoint["digests"]
+    torch.save(checkpoint, saved)
+    with pytest.warns(UserWarning, match="'optimizer_states/0': it has no state of the parameters numbered 1, which"):
+        assert fit(Net(), ckpt_path=saved, max_steps=5).global_step == 5
+
+
+class Recording(torch.optim.lr_scheduler.LRScheduler):
+    """Keeps what a new one doesn't have yet."""
+
+    def __init__(self, optimizer, warmup: int = 2):
+        self.warmup, self.history, self.phase, self.best = warmup, [], None, None
+        super().__init__(optimizer)
+
+    def get_lr(self):
+        self.history.append(self.last_epoch)
+        self.phase = self.best = "warm" if self.last_epoch < self.warmup else "cold"
+        return self.base_lrs
+
+
+def test_what_a_users_scheduler_keeps_may_grow():
+    def make():
+        return Recording(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1))
+
+    used, new = make(), make()
+    used.optimizer.step()
+    used.step()
+    new.phase, state = None, used.state_dict()
+    check_scheduler_state(new, state)
+    for name, value in (("base_lrs", [0.1, 0.1]), ("warmup", 1.5), ("last_epoch", "one"), ("history", 3)):
+        with pytest.raises(CheckpointMismatchError, match=f"to this Recording: it has {name}="):
+            check_scheduler_state(new, {**state, name: value})
+
+
+@pytest.mark.parametrize(("name", "value"), [("gamma", "half"), ("step_size", 1.5), ("last_epoch", 2.5)])
+def test_a_schedulers_state_is_refused_before_anything_changes(saved, name, value):
     checkpoint = torch.load(saved, weights_only=True)
     del checkpoint["digests"]
-    checkpoint["lr_schedulers"][0]["gamma"] = "half"
+    checkpoint["lr_schedulers"][0][name] = value
     torch.save(checkpoint, saved)
     model, stopping = Net(), EarlyStopping("val_loss", patience=99)
-    says = r"field .lr_schedulers/0.: the state doesn't belong to this StepLR: it has gamma='half'"
+    says = f"field .lr_schedulers/0.: the state doesn't belong to this StepLR: it has {name}={value!r}"
     with unchanged(model, stopping), pytest.raises(CheckpointMismatchError, match=says):
         fit(model, callbacks=[stopping], ckpt_path=saved)
 

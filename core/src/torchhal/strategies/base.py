@@ -32,7 +32,7 @@ from torchhal.overrides import overrides
 from torchhal.precision import Precision
 from torchhal.precision.base import connected, dense_gradient
 from torchhal.strategies.forward_through import forward_through
-from torchhal.strategies.optimizer_state import alike, check_groups, check_optimizer_state
+from torchhal.strategies.optimizer_state import check_groups, check_optimizer_state, check_scheduler_state
 from torchhal.strategies.sync_batchnorm import (
     check_sync_batchnorm_layers,
     restore_batchnorms,
@@ -714,12 +714,7 @@ class Strategy(ABC):
         Called on every rank before anything of a checkpoint is restored. An engine that gives a
         :meth:`scheduler_state` of its own checks that.
         """
-        for name, value in config.scheduler.state_dict().items():
-            if name in state and not alike(state[name], value):
-                raise CheckpointMismatchError(
-                    f"the state doesn't belong to this {type(config.scheduler).__name__}: it has "
-                    f"{name}={state[name]!r}, and here it is {value!r}"
-                )
+        check_scheduler_state(config.scheduler, state)
 
     def load_scheduler_state(self, config: Any, state: dict[str, Any]) -> None:
         """Continue from :meth:`scheduler_state`."""

@@ -1,7 +1,8 @@
-"""Whether a saved optimizer state can be this optimizer's, asked before it is loaded."""
+"""Whether a saved state can be this optimizer's or scheduler's, asked before it is loaded."""
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,6 +13,9 @@ from torch.optim import Optimizer
 from torchhal.accelerators.transfer import map_tensors
 from torchhal.checkpoint.look import is_tensor
 from torchhal.errors import CheckpointMismatchError
+
+_IMPLEMENTATIONS = ("capturable", "differentiable", "foreach", "fused")
+"""Options that choose how a step is computed, which depend on devices and not on each other's values."""
 
 
 def check_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
@@ -30,8 +34,10 @@ def check_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> Non
         return
     for number, (before, here) in enumerate(zip(saved, own, strict=True)):
         for name, value in here.items():
-            if name != "params" and name in before and not alike(before[name], value):
+            if name != "params" and name in before and not _alike(before[name], value, grows=not _is_torchs(optimizer)):
                 raise _mismatch(optimizer, f"group {number} has {name}={before[name]!r}, and here {value!r}")
+        if not _refusal(optimizer, here) and (problem := _refusal(optimizer, before)):
+            raise _mismatch(optimizer, f"group {number} has options that it doesn't take: {problem}")
     _check_names(optimizer, _completed(optimizer, saved), [frozenset(group) for group in own])
     parameters = dict(
         zip(
@@ -53,6 +59,40 @@ def check_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> Non
                 if len(shape) not in examples:
                     examples[len(shape)] = _example(optimizer, group, len(shape))
                 _check_entry(optimizer, index, entry, shape, examples[len(shape)])
+
+
+def check_scheduler_state(scheduler: Any, state: Mapping[str, Any]) -> None:
+    """Raise CheckpointMismatchError where a value of ``state`` can't be this scheduler's.
+
+    What a class that isn't torch's keeps beside torch's own attributes may grow, and may become something from None.
+    """
+    counts = _counts(type(scheduler))
+    for name, value in scheduler.state_dict().items():
+        if name not in state:
+            continue
+        grows = not _is_torchs(scheduler) and name not in ("base_lrs", "_last_lr")
+        saved = state[name]
+        if not _alike(saved, value, grows=grows) or (
+            name in counts and _is_fraction(saved) and not _is_fraction(value)
+        ):
+            raise CheckpointMismatchError(
+                f"the state doesn't belong to this {type(scheduler).__name__}: it has {name}={saved!r}, and here it is "
+                f"{value!r}"
+            )
+
+
+def _counts(kind: type) -> set[str]:
+    """The attributes of a scheduler class that are whole numbers: those it has from arguments that say so."""
+    parameters = inspect.signature(kind.__init__).parameters.values()
+    return {"last_epoch", "_step_count", *(each.name for each in parameters if each.annotation in (int, "int"))}
+
+
+def _is_fraction(value: Any) -> bool:
+    return isinstance(value, float) and not value.is_integer()
+
+
+def _is_torchs(owner: Any) -> bool:
+    return type(owner).__module__.startswith("torch.optim")
 
 
 def _outline(leaf: Any) -> Any:
@@ -93,14 +133,42 @@ def _completed(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> Seq
         return optimizer.param_groups
 
 
+def _refusal(optimizer: Optimizer, group: Mapping[str, Any]) -> str:
+    """What the constructor of one of torch's classes says of the options in ``group``, but for lr, which schedulers may
+    lead out of its domain; "" for nothing."""
+    if not _is_torchs(optimizer):
+        return ""
+    make: Any = type(optimizer)
+    names = inspect.signature(make).parameters.keys() & group.keys() - {"params", "lr", *_IMPLEMENTATIONS}
+    try:
+        make([torch.nn.Parameter(torch.zeros(1))], **{name: group[name] for name in names})
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def parameters_without_state(optimizer: Optimizer, state: Mapping[str, Any]) -> list[int]:
+    """The numbers of those that are trained and of which ``state``, in torch's form, knows nothing, while it knows of
+    others: they got no gradient before the save, or their state was taken out."""
+    if "param_groups" not in state or not state["state"]:
+        return []
+    numbers = (number for group in state["param_groups"] for number in group["params"])
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return [
+        number
+        for number, parameter in zip(numbers, parameters, strict=False)
+        if parameter.requires_grad and number not in state["state"]
+    ]
+
+
 def _example(optimizer: Optimizer, group: Mapping[str, Any], dimensions: int) -> dict[str, Any]:
     """What an optimizer of this class, one of torch's, keeps of a parameter of shape (2, 3, ...) with the options in
     ``group``; empty for one that isn't torch's, or can't be tried (LBFGS wants a closure).
     """
-    if not type(optimizer).__module__.startswith("torch.optim"):
+    if not _is_torchs(optimizer):
         return {}
     make: Any = type(optimizer)
-    plain = {name: False for name in ("capturable", "differentiable", "foreach", "fused") if name in group}
+    plain = {name: False for name in _IMPLEMENTATIONS if name in group}
     for layout in (torch.strided, torch.sparse_coo):  # SparseAdam takes the latter only
         parameter = torch.nn.Parameter(torch.zeros(_example_shape(dimensions)))
         parameter.grad = torch.zeros(parameter.shape, layout=layout)
@@ -152,8 +220,16 @@ def _mismatch(optimizer: Optimizer, why: str) -> CheckpointMismatchError:
     return CheckpointMismatchError(f"the optimizer state doesn't belong to this {type(optimizer).__name__}: {why}")
 
 
-def alike(saved: Any, own: Any) -> bool:
-    """Whether a value of a state, by its type, may take the place of one that is there."""
+def _alike(saved: Any, own: Any, *, grows: bool = False) -> bool:
+    """Whether a value of a state, by its type, may take the place of one that is there.
+
+    Args:
+        grows: whether it may be None, replace None whatever it is, and be a sequence of another length.
+    """
+    if grows and (own is None or saved is None):
+        return True
+    if grows and isinstance(own, tuple | list):
+        return isinstance(saved, tuple | list)
     if own is None:
         return saved is None or isinstance(saved, bool | int | float | torch.Tensor)
     if isinstance(own, bool):
@@ -164,7 +240,7 @@ def alike(saved: Any, own: Any) -> bool:
         return (
             isinstance(saved, tuple | list)
             and len(saved) == len(own)
-            and all(alike(*pair) for pair in zip(saved, own, strict=True))
+            and all(_alike(*pair) for pair in zip(saved, own, strict=True))
         )
     if isinstance(own, str):
         return isinstance(saved, str)

@@ -18,6 +18,7 @@ from torchhal.errors import (
 )
 from torchhal.plain_hparams import NotPlainError, to_plain
 from torchhal.resolve.checkpoint_ios import usable_ios
+from torchhal.strategies.optimizer_state import parameters_without_state
 from torchhal.trainer import checkpoint_digests, replicas, rng
 from torchhal.trainer.callback_states import callback_states, load_callback_states, unchanged_by_errors
 from torchhal.trainer.checkpoint_fields import FORMAT, check_format, check_training_state, check_weights
@@ -147,6 +148,12 @@ def check_fits(trainer: Trainer, checkpoint: Mapping[str, Any], path: str) -> No
         try:
             with _naming(path, f"optimizer_states/{index}"):
                 strategy.check_optimizer_state(optimizer, state)
+                if checkpoint_digests.KEY not in checkpoint and (lost := parameters_without_state(optimizer, state)):
+                    trainer.warn_once(
+                        f"{path!r}, field 'optimizer_states/{index}': it has no state of the parameters numbered "
+                        f"{', '.join(map(str, lost[:8]))}{' and others' if len(lost) > 8 else ''}, which begin without "
+                        "one. If they had got gradients, continue from a checkpoint that was not edited"
+                    )
         except CheckpointMismatchError:
             if problem := _other_weights(trainer, checkpoint, path):  # of another model's checkpoint they say more
                 raise CheckpointMismatchError(problem) from None
