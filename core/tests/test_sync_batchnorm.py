@@ -142,16 +142,18 @@ class Copies(Callback):
     """What an average of the weights does: a copy of the model, in the midst of a run."""
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        for copied in (copy.deepcopy(module.body), pickle.loads(pickle.dumps(module.body))):
+        self.copied = copy.deepcopy(module.body)
+        for copied in (self.copied, pickle.loads(pickle.dumps(module.body))):
             copied(torch.ones(2, 4, device=module.device) * (1 + trainer.global_rank))  # alone, and no rank waits
 
 
-def fitted(sync):
+def fitted(sync, model=None, copies=None):
     trainer = Trainer(
         accelerator=hardware.name(), strategy="ddp", devices=size(), max_epochs=2, sync_batchnorm=sync, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[Copies()],
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[copies or Copies()],
     )  # fmt: skip
-    model = Net()
+    model = model or Net()
     trainer.fit(model, DataLoader(data(), 12 // size()))
     assert "forward" not in model.body[1].__dict__
     state = _state(model)
@@ -189,6 +191,24 @@ def test_a_fit_is_that_of_one_process(world, plain):
 class Own(nn.BatchNorm1d):
     def forward(self, input):
         return super().forward(input) + 1
+
+
+def copy_fitted():
+    """Train with a copy that was made in a run, and with its like made before."""
+    copies, states = Copies(), []
+    fitted(True, copies=copies)
+    fresh = Net().body
+    fresh.load_state_dict(copies.copied.state_dict())
+    for body in (copies.copied, fresh):
+        model = Net()
+        model.body, model.remembered = body, [body[1]]
+        states.append(fitted(True, model))
+    return states
+
+
+def test_a_copy_of_the_model_is_synchronized_in_a_fit_of_its_own(world2):
+    for of_copy, of_fresh in world2.run(copy_fitted):
+        assert all(torch.equal(of_copy[name], value) for name, value in of_fresh.items())
 
 
 def refused(kind):

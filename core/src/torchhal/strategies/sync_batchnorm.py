@@ -34,7 +34,7 @@ def synchronize_batchnorms(module: nn.Module, group: Any) -> list[nn.Module]:
     for name, layer in module.named_modules():
         if not isinstance(layer, _BatchNorm) or isinstance(layer, nn.SyncBatchNorm):
             continue
-        if type(layer).forward is not _BatchNorm.forward or "forward" in layer.__dict__:
+        if type(layer).forward is not _BatchNorm.forward or not _is_torch_forward(layer):
             raise ModelError(
                 f"{name or 'the model'!r} is a {type(layer).__name__} with a forward of its own, which can't be made "
                 "to compute over the batches of all ranks: use torch's batch norm, or leave sync_batchnorm out"
@@ -43,6 +43,12 @@ def synchronize_batchnorms(module: nn.Module, group: Any) -> list[nn.Module]:
     for layer in layers:
         layer.__dict__["forward"] = _SynchronizedForward(layer, group)
     return list(layers)
+
+
+def _is_torch_forward(layer: nn.Module) -> bool:
+    """Whether the layer has no forward of its own; a copy that was made in a run keeps torch's as an attribute."""
+    own = layer.__dict__.get("forward")
+    return own is None or (isinstance(own, MethodType) and own == MethodType(type(layer).forward, layer))
 
 
 def restore_batchnorms(layers: list[nn.Module]) -> None:
