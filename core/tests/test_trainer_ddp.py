@@ -591,6 +591,37 @@ def test_what_the_ranks_cannot_average_is_refused_in_the_step(world2, kind, word
         assert re.search(words, text), text
 
 
+class ByHand(Thawed):
+    def __init__(self, averaged):
+        super().__init__()
+        self.automatic_optimization = False
+        self.averaged = averaged
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss) if self.averaged else loss.backward()
+        optimizer.step()
+
+
+def fit_by_hand_twice():
+    trainer = Trainer(
+        accelerator=hardware.name(), devices=2, strategy="ddp", max_epochs=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    loader = torch.utils.data.DataLoader(rows(32), 4)
+    trainer.fit(ByHand(averaged=True), loader)
+    trainer.fit_loop.max_epochs, model = 2, ByHand(averaged=False)
+    with pytest.raises((ModelError, DistributedError), match=r"call self\.manual_backward\(loss\) instead"):
+        trainer.fit(model, loader)
+    return model.calls
+
+
+def test_each_fit_that_steps_by_hand_has_to_average(world2):
+    assert world2.run(fit_by_hand_twice) == [1, 1]
+
+
 def test_a_line_search_takes_the_same_way_on_every_rank(world2):
     """Each rank's own loss would let one evaluate once more than the other, which waits for it in the averaging."""
     (mine, calls), (theirs, others) = world2.run(fit_in_ranks, "lbfgs")

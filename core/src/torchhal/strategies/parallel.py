@@ -79,7 +79,7 @@ class ParallelStrategy(Strategy):
         self.process_group_backend = process_group_backend
         self.timeout = timeout
         self.gradients_synced = False
-        """Whether :meth:`manual_backward` has run: without it, ranks that optimize by hand drift apart."""
+        """Whether :meth:`manual_backward` has run in this life: without it, ranks that optimize by hand drift apart."""
         self._owns_process_group = False
         self._generation: int | None = None
         """The number of the set-up that has begun, on all ranks alike."""
@@ -278,6 +278,10 @@ class ParallelStrategy(Strategy):
             return backend
         # objects travel through host memory: their own gloo group keeps them off the device
         return f"cpu:gloo,{self.root_device.type}:{backend}"
+
+    def connect(self, module: nn.Module) -> None:
+        super().connect(module)
+        self.gradients_synced = False
 
     def setup_model(self, *, training: bool = True) -> None:
         share = self.distributed_sampler_kwargs
