@@ -79,7 +79,7 @@ def divided(model, styles=STYLES, rank=0, accelerator=None, device="cpu"):
 
 
 def first_step(model, *args, layers=None, what="what training_step returns", **options):
-    step = (layers or divided(model, **options)).watched_once(model, what)
+    step = (layers or divided(model, **options)).watched(model, what)
     return step(*(args or (torch.randn(3, WIDTH),)))
 
 
@@ -99,15 +99,16 @@ def noted(call):
 # -- how often -----------------------------------------------------------------------------------------------
 
 
-def test_of_equal_blocks_one_is_compared_once_a_run():
+def test_of_equal_blocks_one_is_compared_in_each_call_that_is_a_power_of_two():
     model = Model()
     layers = divided(model)
-    assert forwards(lambda: first_step(model, layers=layers)) == 6 + 2
-    assert forwards(lambda: first_step(model, layers=layers)) == 6
-    with torch.no_grad():
-        for _ in range(3):  # each validation asks for its step anew, and has batches of its own
-            call = lambda: first_step(model, torch.randn(5, WIDTH), layers=layers, what="what validation_step returns")  # noqa: E731
-            assert forwards(call) == 6
+    call = lambda: first_step(model, layers=layers)  # noqa: E731
+    assert [forwards(call) - 6 for _ in range(9)] == [2, 2, 0, 2, 0, 0, 0, 2, 0]
+    with torch.no_grad():  # each validation asks for its step anew, and has batches of its own
+        call = lambda: first_step(model, torch.randn(5, WIDTH), layers=layers, what="what validation_step returns")  # noqa: E731
+        assert [forwards(call) - 6 for _ in range(3)] == [2, 2, 0]
+    model.eval()
+    assert forwards(lambda: first_step(model, layers=layers)) == 6 + 2, "another mode has calls of its own"
 
 
 @pytest.mark.parametrize("change", ["function", "attribute", "shape", "class"])
@@ -130,6 +131,53 @@ def test_the_only_wrong_one_of_many_blocks_is_found():
     model.blocks[4].between = lambda parts: parts.softmax(-1)
     with pytest.raises(ConfigurationError, match=r"between 'blocks.4.up' .* 'blocks.4.down' .*softmax"):
         first_step(model)
+
+
+class OnlyTraining(Block):
+    def forward(self, x):
+        parts = self.up(x)
+        return x + self.down(parts.softmax(-1) if self.training else parts)
+
+
+def test_what_only_the_mode_that_trains_computes_is_found():
+    first_step(Model(OnlyTraining).eval())
+    with pytest.raises(ConfigurationError, match="softmax"):
+        first_step(Model(OnlyTraining))
+
+
+class Later(Block):
+    steps = 0
+
+    def forward(self, x):
+        self.steps += 1
+        parts = self.up(x)
+        return x + self.down(parts.softmax(-1) if self.steps > 6 else parts)
+
+
+def test_what_begins_later_is_found_later():
+    model = Model(Later)
+    layers = divided(model)
+    for _ in range(7):
+        first_step(model, layers=layers)
+    with pytest.raises(ConfigurationError, match="softmax"):
+        first_step(model, layers=layers)
+
+
+class NowAndThen(Block):
+    """Right, whatever is drawn and counted: another path in each call."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        if random.random() < 0.5 or torch.rand(()) < 0.3:
+            return x
+        return x + self.down(self.up(x) * (1 + self.calls % 2))
+
+
+def test_both_forwards_begin_with_the_same_numbers_and_attributes():
+    random.seed(0)
+    assert not noted(lambda: [first_step(Model(NowAndThen)) for _ in range(6)])
 
 
 # -- what it leaves ------------------------------------------------------------------------------------------
@@ -379,7 +427,7 @@ def test_keys_that_every_rank_has_whole_are_refused(keys):
 def test_an_error_of_sizes_elsewhere_stays_what_it_is():
     model = Model()
     head = nn.Linear(3, 3)
-    step = divided(model).watched_once(lambda x: head(x * model(x)), "what training_step returns")
+    step = divided(model).watched(lambda x: head(x * model(x)), "what training_step returns")
     with pytest.raises(RuntimeError, match=r"size|shape") as found:
         step(torch.randn(3, WIDTH))
     assert not isinstance(found.value, ConfigurationError)

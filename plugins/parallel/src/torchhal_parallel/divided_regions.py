@@ -2,11 +2,11 @@
 
 There each rank computes with its part of an output. Activations and attention over heads do with a part what they do
 with the whole; a softmax, mean or norm over what is divided, a chunk of joined projections and a reshape into a fixed
-number of heads don't, and no error tells. So a module in which parts are made and used up computes twice more in the
-first step: once with layers that give all of their outputs, then with layers that give this rank's part of them. What
-reaches a row-wise layer must be the same part of what reaches it on one device. Nothing is sent, and the layers have
-random weights: those of a model may hide the difference, as a projection that begins at zero does. Of modules that are
-alike, as the blocks of a transformer, one is compared, once a run.
+number of heads don't, and no error tells. So a module in which parts are made and used up computes twice more in some
+steps, in the mode that it is in: once with layers that give all of their outputs, then with layers that give this
+rank's part of them. What reaches a row-wise layer must be the same part of what reaches it on one device. Nothing is
+sent, and the layers have random weights: those of a model may hide the difference, as a projection that begins at zero
+does. Of modules that are alike, as the blocks of a transformer, one is compared in each of those steps.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class _Call:
 
 
 class DividedRegions:
-    """Watches the layers of a resolved plan while a function computes for the first time.
+    """Watches the layers of a resolved plan while a function computes.
 
     Args:
         module: the whole model.
@@ -118,6 +118,7 @@ class DividedRegions:
         outside: list[str] = []
         beyond = False
         self._nodes = nodes = Nodes()
+        self._compared = set()
         kinds = KindsOfCalls(self.module, {layer: self.styles[name] for name, layer in self.layers.items()})
 
         def begins(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -268,15 +269,14 @@ class DividedRegions:
         generators = rng.collect(strategy.accelerator, strategy.root_device)
         try:
             # without a graph: a checkpointed block would find more saved tensors than its recomputation
-            with (
-                torch.no_grad(), paused() as joined, without_traces(call.module, kept), _evaluating(call.module),
-                _in_full_precision(call.module),
-            ):  # fmt: skip
+            with torch.no_grad(), paused() as joined:
                 run = _Runs(layers, self.styles, self.rank, self.size)
                 for run.divided in (False, True):
-                    args, kwargs = _copies(call.given)
-                    with run.in_places(), _NoRandomNumbers():
-                        call.module.forward(*args, **kwargs)
+                    rng.restore(generators, strategy.accelerator, strategy.root_device)  # both skip the same blocks
+                    with without_traces(call.module, kept), _in_full_precision(call.module):
+                        args, kwargs = _copies(call.given)
+                        with run.in_places(), _NoRandomNumbers():
+                            call.module.forward(*args, **kwargs)
                     if joined():
                         break
                 return run, joined()
@@ -393,14 +393,6 @@ class _Dropouts(TorchFunctionMode):
         elif func is F.scaled_dot_product_attention and (args[4] if len(args) > 4 else kwargs.get("dropout_p")):
             self.seen(args[0] if args else kwargs["query"])
         return func(*args, **kwargs)
-
-
-@contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode, which the modules take back with their other attributes (:func:`without_traces`)."""
-    for each in module.modules():
-        each.training = False
-    yield
 
 
 @contextmanager

@@ -365,7 +365,7 @@ class HybridStrategy(FullyShardedStrategy):
         step = super().user_step(name)
         if self._open_layers is None or self.pipe is not None:
             return step
-        return self._open_layers.watched_once(step, f"what {name} of {type(self.module).__name__} returns")
+        return self._open_layers.watched(step, f"what {name} of {type(self.module).__name__} returns")
 
     def process_dataloader(self, loader: Any, *, training: bool) -> Any:
         if training and self.pipe is not None:

@@ -1,4 +1,4 @@
-"""Find, while a model computes for the first time, what of its results is made of one rank's part of a layer.
+"""Find, in some of a model's steps, what of their results is made of one rank's part of a layer.
 
 A ``colwise`` layer that no ``rowwise`` one closes fails nowhere: each rank goes on with its part, and the losses of
 the ranks differ. Names and sizes alone don't tell which layer takes the output of which, so here the parts are followed
@@ -46,25 +46,24 @@ class OpenLayers:
         self.rows = {name: layer for name, layer in here.items() if resolved[name] == "rowwise"}
         self.takers = {name: layer for name, layer in here.items() if name not in self.rows}
         """Layers that take whole inputs."""
-        self._watched_calls: set[tuple[str, bool]] = set()
+        self._calls: dict[tuple[str, bool, bool], int] = {}
 
-    def watched_once(
-        self, function: Callable[..., Any], what: str, regions: Sequence[nn.Module] = ()
-    ) -> Callable[..., Any]:
-        """``function``, whose first call raises ConfigurationError if its result, ``what``, holds parts.
+    def watched(self, function: Callable[..., Any], what: str, regions: Sequence[nn.Module] = ()) -> Callable[..., Any]:
+        """``function``, of which some calls raise ConfigurationError if the result, ``what``, holds parts.
 
         Or if something in it computes with parts what it would not with the whole; ``regions`` are modules to look at
-        for that beside the model's own. The first with gradients and the first without, of all functions that give
-        ``what``: each validation asks for its step anew.
+        for that beside the model's own. Of the calls of all functions that give ``what``, as each validation asks for
+        its step anew, these are the first, the second, the fourth, the eighth and so on, as a forward may change its
+        ways: those with gradients and those without, in training and in evaluation mode counted by themselves.
         """
         if not self.columns and not self.rows:  # nothing makes or takes parts
             return function
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            this = (what, torch.is_grad_enabled())
-            if this in self._watched_calls:
+            kind = (what, torch.is_grad_enabled(), self.module.training)
+            self._calls[kind] = number = self._calls.get(kind, 0) + 1
+            if number & (number - 1):  # no power of two
                 return function(*args, **kwargs)
-            self._watched_calls.add(this)
             with self._watched(regions) as (parts, outside):
                 result = function(*args, **kwargs)
                 self._check(parts, result, what)

@@ -133,7 +133,7 @@ class Pipeline:
         """Let ``layers`` look at what this rank's stages give when they first compute."""
         for index, root in self.roots.items():
             what = f"what stage {index} of the pipeline gives"
-            root.compute = layers.watched_once(root.compute, what, root.graphs)
+            root.compute = layers.watched(root.compute, what, root.graphs)
 
     def relink(self) -> None:
         """Give the model the parameters that a stage reads itself, after something has replaced them in the stage."""
