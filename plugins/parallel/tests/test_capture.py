@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torchhal.errors import ModelError
 from torchhal.trainer import rng
 from torchhal_parallel.capture import Capture, around
+from torchhal_parallel.cut import check_trained, cut, untrainable
 from torchhal_parallel.rehearsal import drawn_between
 
 pytestmark = pytest.mark.timeout(170)
@@ -179,6 +180,23 @@ def test_the_mode_of_a_layer_that_reads_it_is_noticed_and_followed():
     assert reads.differing() is None
     module.layers[1].train()
     assert reads.differing() == "layers.1.1.training"
+
+
+def test_tensors_that_a_forward_makes_are_no_part_of_the_model():
+    module = Net(lambda module, x: x + torch.full((4,), 0.5))
+    attributes = set(vars(module))
+    stages = cut(module, ["layers.2"])
+    assert set(vars(module)) == attributes
+    assert [name for stage in stages for name in stage.modules if "constant" in name] == []
+
+
+def test_a_tied_weight_is_known_by_each_of_its_names():
+    module = nn.Sequential(Net(), Net())
+    module[1].layers[3].linear.weight = module[0].layers[0].linear.weight
+    stages = cut(module, ["1"])
+    assert untrainable(module, stages[::-1]).keys() >= {"0.layers.0.linear.weight", "1.layers.3.linear.weight"}
+    with pytest.raises(ModelError, match="is used in the stages 0, 1"):
+        check_trained(module, untrainable(module, stages[::-1]))
 
 
 # -- in stages -----------------------------------------------------------------------------------------------

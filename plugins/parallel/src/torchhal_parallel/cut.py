@@ -135,10 +135,15 @@ def cut(module: nn.Module, split_points: Sequence[str]) -> list[Stage]:
     if len(set(split_points)) < len(split_points):
         raise ConfigurationError(f"'split_points' must differ from each other (got {list(split_points)!r})")
     followed = around(split_points)
+    attributes = set(vars(module))
     try:
         graph = _Outline(followed).trace(module, concrete_args=_defaults(module))
     except Exception:
         return _stages_by_registration(module, list(split_points), followed)
+    finally:
+        made = vars(module).keys() - attributes  # tensors that the forward makes, which the tracer keeps there
+        for name in made:
+            delattr(module, name)
     for node in list(graph.nodes):  # the tracer asserts that an argument with a default has it
         if node.op == "call_function" and getattr(node.target, "__name__", "") in ("_assert_is_none", "_assert"):
             compared = node.all_input_nodes
@@ -146,6 +151,11 @@ def cut(module: nn.Module, split_points: Sequence[str]) -> list[Stage]:
             for other in compared:
                 if other.op == "call_function" and not other.users:
                     graph.erase_node(other)
+    for node in list(graph.nodes):
+        if node.op == "get_attr" and node.target in made:
+            with graph.inserting_before(node):
+                node.replace_all_uses_with(graph.call_function(torch.zeros, ((),)))
+            graph.erase_node(node)
     for node in list(graph.nodes):
         if node.op == "placeholder" and not node.users:
             graph.erase_node(node)
@@ -311,15 +321,16 @@ def uses(stage: Stage, name: str) -> bool:
 def untrainable(module: nn.Module, stages: Sequence[Stage]) -> dict[str, str]:
     """Names of the parameters and buffers that several stages have, or none, and why they can't be trained so."""
     owners: dict[int, set[int]] = {}
-    names: dict[int, str] = {}
+    names: dict[int, list[str]] = {}  # tied ones have several, and a stage knows them by any
     for index, stage in enumerate(stages):
         for name, tensor in stage_parameters(module, stage).items():
             owners.setdefault(id(tensor), set()).add(index)
-            names.setdefault(id(tensor), name)
+            names.setdefault(id(tensor), []).append(name)
     several = {
-        names[key]: f"is used in the stages {', '.join(map(str, sorted(having)))} of the pipeline, and each would "
+        name: f"is used in the stages {', '.join(map(str, sorted(having)))} of the pipeline, and each would "
         "train a copy of its own: cut the model where one stage has all its uses, or untie it"
         for key, having in owners.items()
+        for name in names[key]
         if len(having) > 1
     }
     nowhere = {
