@@ -1,14 +1,16 @@
 """A forward that a pipeline follows once stays the user's: what it reads may change, what it does once is refused."""
 
 import random
+import re
 from types import SimpleNamespace
 
 import changing
 import numpy
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from torchhal.errors import ModelError
 from torchhal.trainer import rng
@@ -138,6 +140,202 @@ def test_what_it_sets_to_the_same_or_writes_in_place_is_not():
         return x
 
     follow(Net(act))()
+
+
+# -- what it tells autograd ----------------------------------------------------------------------------------
+
+
+class Signs(torch.autograd.Function):
+    """A straight-through estimator."""
+
+    @staticmethod
+    def forward(ctx, x, scale):
+        ctx.scale = scale
+        return x.sign() * scale
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.scale, None
+
+
+class Doubled(torch.autograd.Function):
+    """In place, with a gradient of its own."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 7
+
+
+def gradient_of_a_sum(module, x):
+    (gradient,) = torch.autograd.grad((x**3).sum(), x, create_graph=True)
+    return gradient + torch.func.vmap(lambda row: row * row.sum())(x)
+
+
+def with_parts_without_gradients(module, x):
+    with torch.no_grad():
+        aside = Signs.apply(x * 3, 2.0)
+        with torch.enable_grad():
+            more = x * 2
+    return aside + more + module.layers[0](x.detach().requires_grad_()).detach()
+
+
+def checkpointed(use_reentrant):
+    def act(module, x):
+        again = checkpoint(module.layers[3], x, use_reentrant=use_reentrant)
+        return checkpoint(lambda value: module.layers[3](value).sin(), again, use_reentrant=use_reentrant)
+
+    return act
+
+
+def out_of_autocast(module, x):
+    with torch.autocast("cpu", enabled=False):
+        return x.float() @ torch.full((4, 4), 1 / 3)
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda module, x: Signs.apply(x, 0.5) * x,
+        lambda module, x: Doubled.apply(x * 1),
+        checkpointed(True),
+        checkpointed(False),
+        gradient_of_a_sum,
+        with_parts_without_gradients,
+        out_of_autocast,
+    ],
+    ids=["function", "in_place", "reentrant", "checkpoint", "grad", "no_grad", "out_of_autocast"],
+)
+def test_the_graph_gives_the_gradients_of_the_forward(act, autocast):
+    torch.manual_seed(0)
+    module, x = Net(act), torch.randn(4, 4)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        captured = Capture(module, around(["layers.2"]), torch.device("cpu"))({"x": x}, 4, {})
+        for name, tensor in captured.constants.items():
+            setattr(module, name, tensor)
+        results = module(x), fx.GraphModule(module, captured.graph)(x)[0]
+    gradients = []
+    for result in results:
+        module.zero_grad()
+        (result * x).sum().backward()
+        gradients.append([parameter.grad for parameter in module.parameters()])
+    torch.testing.assert_close(results[1], results[0])
+    rounding = {"rtol": 2e-2, "atol": 2e-2} if autocast else {}  # of a weight that is used several times
+    torch.testing.assert_close(gradients[1], gradients[0], **rounding)
+    assert captured.recomputes == (act.__name__ == "act")
+
+
+def with_a_hook_on_a_node(module, x):
+    (x * 2).grad_fn.register_hook(lambda inputs, outputs: None)
+    return x
+
+
+def with_data_assigned(module, x):
+    x = x.clone()
+    x.data = x.data * 2
+    return x
+
+
+def with_rounded_activations(module, x):
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.round(), lambda tensor: tensor):
+        return x.tanh()
+
+
+def with_its_weight_changed(module, x):
+    with torch.no_grad():
+        module.layers[0].linear.weight.data.mul_(1 - x.mean())
+    return x
+
+
+def detached_in_place(module, x):
+    aside = x * 2
+    aside.detach_()
+    return x * aside
+
+
+def logged(module, x):
+    module.log("mean", x.mean())
+    return x
+
+
+def optimized(x):
+    function = torch.jit.script(scripted)
+    for _ in range(3):  # afterwards it computes gradients by a graph of its own
+        function(torch.ones(4, 4, requires_grad=True))
+    return function(x)
+
+
+def scripted(x):
+    return x * torch.sigmoid(x)
+
+
+class Logging(Net):
+    def log(self, name, value):
+        raise AssertionError
+
+
+@pytest.mark.parametrize(
+    "act, words",
+    [
+        (lambda module, x: x.register_hook(lambda gradient: gradient / 2) and x, "registers a hook on a tensor"),
+        (lambda module, x: x.retain_grad() or x, "retain_grad"),
+        (with_a_hook_on_a_node, "looks at the grad_fn"),
+        (with_data_assigned, "assigns to .data"),
+        (with_rounded_activations, "saved_tensors_hooks"),
+        (with_its_weight_changed, "changes the parameter 'layers.0.linear.weight' in place"),
+        (detached_in_place, "a gradient of its own"),
+        (lambda module, x: optimized(x), "a gradient of its own"),
+        (lambda module, x: Signs.apply(x, object()), "calls Signs, which has a backward of its own"),
+        (logged, "logs 'mean'"),
+    ],
+    ids=["hook", "retain", "node", "data", "saved", "weight", "detach_", "script", "object", "log"],
+)
+def test_what_it_tells_autograd_or_the_trainer_is_refused(act, words):
+    with pytest.raises(ModelError, match=f"the forward of Logging .*{re.escape(words)}"):
+        follow(Logging(act))()
+
+
+def test_an_argument_that_is_changed_in_place_is_refused():
+    class First(Net):
+        def forward(self, x):
+            x[:, 0].mul_(2)
+            return super().forward(x)
+
+    with pytest.raises(ModelError, match="changes its argument 'x' in place"):
+        follow(First())()
+
+
+def test_weights_may_be_kept_in_bounds():
+    def act(module, x):
+        with torch.no_grad():
+            module.layers[0].linear.weight.clamp_(-1, 1)
+        return x
+
+    follow(Net(act))()
+
+
+def test_a_hook_on_the_backward_of_what_is_cut_is_refused():
+    module = nn.Sequential(Net(), nn.Linear(4, 4))
+    module[0].register_full_backward_hook(lambda *given: None)
+    with pytest.raises(ModelError, match="'0' is cut into stages"):
+        Capture(module, around(["0.layers.2"]), torch.device("cpu"))({"input": torch.ones(4, 4)}, 4, {})
+
+
+def test_layers_may_do_all_of_these():
+    class Hooked(Layer):
+        def forward(self, x):
+            if x.requires_grad:
+                x.register_hook(lambda gradient: gradient * 2)
+            return Signs.apply(super().forward(x), object() and 1.0)
+
+    module = Net()
+    module.layers[1] = Hooked()
+    follow(module)()
 
 
 # -- what it reads -------------------------------------------------------------------------------------------

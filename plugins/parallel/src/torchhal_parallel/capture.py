@@ -3,8 +3,9 @@
 The forward runs as plain Python, on tensors without values on the run's device. So it may branch on shapes, flags and
 None, make tensors with or without ``device=``, and return any container. What is recorded are the operators that reach
 the dispatcher and the calls of modules, for these shapes and flags alone; and which attributes the forward has read, as
-it is another graph when one of them changes. Random numbers of Python and NumPy, and changes of attributes, would be
-made once instead of in each batch: they are refused.
+it is another graph when one of them changes. Random numbers of Python and NumPy, changes of attributes, and what the
+forward tells autograd, would be made once instead of in each batch: they are refused. An ``autograd.Function`` is
+recorded as one call.
 """
 
 from __future__ import annotations
@@ -22,12 +23,16 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointFunction
 
 from torchhal.accelerators.transfer import map_tensors
 from torchhal.errors import ModelError
 from torchhal.trainer import rng
 from torchhal_parallel.attribute_reads import PLAIN, AttributeReads
-from torchhal_parallel.rehearsal import drawn_between
+from torchhal_parallel.gradient_check import AutogradCalls, check_gradients
+from torchhal_parallel.recorded_calls import FunctionCall, InContext, is_mutable, is_same_again
+from torchhal_parallel.rehearsal import drawn_between, logging_by
+from torchhal_parallel.remote import written
 from torchhal_parallel.stand_in import StandIn, standing_in
 
 CONSTANT = "_constant"
@@ -52,6 +57,7 @@ class Captured:
         values: the fake tensor that each node gave.
         constants: tensors that the graph reads by names of their own.
         reads: the attributes by whose values the forward is this one.
+        recomputes: whether it asks autograd not to keep activations, by ``torch.utils.checkpoint``, say.
     """
 
     graph: fx.Graph
@@ -60,6 +66,7 @@ class Captured:
     values: dict[fx.Node, torch.Tensor]
     constants: dict[str, torch.Tensor]
     reads: AttributeReads
+    recomputes: bool
 
 
 class Capture:
@@ -113,6 +120,7 @@ class Capture:
         graph = fx.Graph()
         recorder = _Recorder(self, graph)
         reads = AttributeReads(self.owners, self._copied)
+        calls = AutogradCalls(type(self.module).__name__, lambda: recorder.silent)
         for submodule, made in self._copies:
             vars(made)["training"] = submodule.training
         arguments: dict[str, Any] = {}
@@ -120,12 +128,20 @@ class Capture:
             for name, tensor in tensors.items():
                 arguments[name] = torch.empty((rows, *tensor.shape[1:]), dtype=tensor.dtype, device=self.device)
                 recorder.bind(arguments[name], graph.placeholder(name))
+                recorder.protected[_storage(arguments[name])] = f"its argument {name!r}"
         forward: Any = type(self.module).forward
         torch.clear_autocast_cache()  # of casts that another forward has made
         generators = rng.collect_host()
         try:
             with standing_in(self._stand_ins):
-                with reads.recorded(lambda: recorder.silent), self.mode, recorder, recorder.calls_recorded():
+                with (
+                    self._logs_refused(recorder),
+                    reads.recorded(lambda: recorder.silent),
+                    self.mode,
+                    recorder,
+                    recorder.calls_recorded(),
+                    calls,
+                ):
                     returned = forward(self.module, **arguments, **constants)
                 assigned = [own for held, key, own in self._stand_ins if held.get(key) is not own]
                 reads.changed += [self.attributes[id(own)] for own in assigned]
@@ -152,7 +168,24 @@ class Capture:
         returned = map_tensors(returned, place_of)
         graph.output(tuple(results))
         _erase_unused(graph)
-        return Captured(graph, results, returned, recorder.values, recorder.constants, reads.settle())
+        if recorder.with_grad:
+            with self.mode:
+                check_gradients(graph, recorder.values, recorder.trained, type(self.module).__name__)
+        return Captured(
+            graph, results, returned, recorder.values, recorder.constants, reads.settle(), recorder.recomputes
+        )
+
+    @contextmanager
+    def _logs_refused(self, recorder: _Recorder) -> Iterator[None]:
+        def log(name: Any, *args: Any, **kwargs: Any) -> None:
+            if not recorder.silent:  # a layer logs when it runs in earnest
+                raise ModelError(
+                    f"the forward of {type(self.module).__name__} logs {name!r}, and a pipeline follows it once, "
+                    "without values: return the value with the result, and log it in the step after self(...)"
+                )
+
+        with logging_by(self.module, log):
+            yield
 
     def _check_effects(self, reads: AttributeReads, drawn: Sequence[str]) -> None:
         model = type(self.module).__name__
@@ -198,9 +231,16 @@ class _Recorder(TorchDispatchMode):
         self.nodes: dict[int, fx.Node] = {}
         self.values: dict[fx.Node, torch.Tensor] = {}  # which also keeps the ids in ``nodes`` theirs
         self.constants: dict[str, torch.Tensor] = {}
+        self.trained: dict[fx.Node, bool] = {}
         self.silent = False
+        self.recomputes = False
         self.with_grad = torch.is_grad_enabled()
         self.autocast = self._autocast()
+        self.protected: dict[int, str] = {}
+        """What is in a storage that the forward must not write to."""
+        for _, key, tensor in capture._stand_ins:
+            if isinstance(tensor, nn.Parameter):
+                self.protected[_storage(tensor)] = f"the parameter {capture.attributes.get(id(tensor), key)!r}"
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -210,31 +250,105 @@ class _Recorder(TorchDispatchMode):
         makes = any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result))
         if not makes and not func._schema.is_mutable:  # a question of shape, dtype or device
             return result
+        self._check_written(func, args, kwargs)
+        self._look_at_saved_tensors_hooks()
         operands = self.node_of(args, func.__name__), self.node_of(kwargs, func.__name__)
-        if self.with_grad and not torch.is_grad_enabled():
-            node = self.graph.call_function(without_grad, (func, *operands[0]), operands[1])
-        else:
-            node = self.graph.call_function(func, *operands)
-        self.bind(result, node)
+        with_grad = torch.is_grad_enabled() or not self.with_grad
+        own_autocast = self._autocast() != self.autocast
+        target = func
+        if not with_grad or own_autocast:
+            kind = self.capture.device.type if own_autocast else None
+            target = InContext(func, with_grad=with_grad, autocast=kind)
+        self.bind(result, self.graph.call_function(target, *operands))
         return result
+
+    def _check_written(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Raise ModelError if an operator writes to an argument, or to a parameter by what may be in a batch."""
+        for tensor in written(func, args, kwargs):
+            what = self.protected.get(_storage(tensor))
+            if what is None or (what.startswith("the parameter") and is_same_again(func, args, kwargs)):
+                continue
+            raise ModelError(
+                f"the forward of {type(self.capture.module).__name__} changes {what} in place, by {func.__name__}, and "
+                "a pipeline does so for each microbatch, on the rank of one stage. Compute with a copy (.clone()) of "
+                "an argument; write to parameters between the steps, in on_train_batch_start say"
+            )
+
+    def _look_at_saved_tensors_hooks(self) -> None:
+        """Raise ModelError for hooks of the user's on what autograd keeps; note torch's own, which save memory."""
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True) if self.with_grad else None
+        if hooks is None:
+            return
+        self.recomputes = True
+        if not str(getattr(hooks[0], "__module__", "")).startswith("torch."):
+            raise ModelError(
+                f"the forward of {type(self.capture.module).__name__} computes under saved_tensors_hooks of its own, "
+                "which a pipeline does not follow between modules: enter them inside of a module that is called"
+            )
 
     @contextmanager
     def calls_recorded(self) -> Iterator[None]:
         """Calls of the model's modules, but for those whose forward is followed, are recorded as such."""
         original: Callable[..., Any] = nn.Module.__call__
+        apply = vars(torch.autograd.Function)["apply"]
         names, around = self.capture.names, self.capture.around
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             name = names.get(id(module))
             if self.silent or name is None or name in around:
+                if not self.silent and (module._backward_hooks or module._backward_pre_hooks):
+                    raise ModelError(
+                        f"{name or type(module).__name__!r} is cut into stages of a pipeline and has a hook on its "
+                        "backward, which runs in several of them: register it on the layers"
+                    )
                 return original(module, *args, **kwargs)
             return self.call_module(name, args, kwargs)
 
+        def call_function(kind: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.silent:
+                return apply.__func__(kind, *args, **kwargs)
+            return self.call_function(kind, args, kwargs)
+
         nn.Module.__call__ = call  # type: ignore[method-assign]
+        torch.autograd.Function.apply = classmethod(call_function)  # type: ignore[assignment]
         try:
             yield
         finally:
             nn.Module.__call__ = original  # type: ignore[method-assign]
+            torch.autograd.Function.apply = apply  # type: ignore[method-assign]
+
+    def call_function(self, kind: Any, args: Any, kwargs: Any) -> Any:
+        """Record ``kind.apply(...)`` of an ``autograd.Function``, whose backward is another than that of its forward.
+
+        That of a reentrant checkpoint has none of its own, so that what it calls is recorded.
+        """
+        if kind is CheckpointFunction:
+            self.recomputes = True
+            function, _, *inputs = args
+            with torch.set_grad_enabled(torch.is_grad_enabled() and any(map(_requires_grad, inputs))):
+                return function(*inputs)
+        given = tree_leaves((args, kwargs))
+        strange = next((leaf for leaf in given if not isinstance(leaf, (torch.Tensor, *PLAIN))), None)
+        in_transform = torch._C._are_functorch_transforms_active()
+        if strange is not None or in_transform or self._autocast() != self.autocast:
+            how = "with a " + type(strange).__name__ if strange is not None else "under an autocast of its own"
+            raise ModelError(
+                f"the forward of {type(self.capture.module).__name__} calls {kind.__name__}, which has a backward of "
+                f"its own, between its modules {'under a transform of torch.func' if in_transform else how}, which a "
+                "pipeline does not follow: do it inside of a module that is called"
+            )
+        operands = self.node_of(args, repr(kind.__name__)), self.node_of(kwargs, repr(kind.__name__))
+        self.silent = True
+        try:
+            result = kind.apply(*args, **kwargs)
+        finally:
+            self.silent = False
+        with_grad = torch.is_grad_enabled() or not self.with_grad
+        target: Any = FunctionCall(kind)
+        if not with_grad:
+            target = InContext(target, with_grad=False, autocast=None)
+        self.bind(result, self.graph.call_function(target, *operands))
+        return result
 
     def call_module(self, name: str, args: Any, kwargs: Any) -> Any:
         if self._autocast() != self.autocast:
@@ -242,6 +356,7 @@ class _Recorder(TorchDispatchMode):
                 f"the forward of {type(self.capture.module).__name__} calls {name!r} under a torch.autocast of its "
                 "own, which a pipeline does not follow between modules: enter it inside of that module"
             )
+        self._look_at_saved_tensors_hooks()
         operands = self.node_of(args, repr(name)), self.node_of(kwargs, repr(name))
         generators = rng.collect_host()  # what a module draws when it runs for its shapes, it draws again in each batch
         self.silent = True
@@ -261,6 +376,7 @@ class _Recorder(TorchDispatchMode):
                 node = self.graph.call_function(torch.ops.aten.detach.default, (node,))
             self.nodes[id(value)] = node
             self.values[node] = value
+            self.trained[node] = value.requires_grad
         elif isinstance(value, tuple | list):
             for index, item in enumerate(value):
                 self._bind_item(item, operator.getitem, node, index, detach)
@@ -318,10 +434,12 @@ class _Recorder(TorchDispatchMode):
         return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
 
-def without_grad(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """An operator that the forward ran under ``torch.no_grad()``."""
-    with torch.no_grad():
-        return function(*args, **kwargs)
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _requires_grad(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def around(split_points: Sequence[str]) -> set[str]:
@@ -353,9 +471,3 @@ def _erase_unused(graph: fx.Graph) -> None:
             continue
         if not is_mutable(node):
             graph.erase_node(node)
-
-
-def is_mutable(node: fx.Node) -> bool:
-    """Whether a node changes a tensor in place."""
-    schema = getattr(node.args[0] if node.target is without_grad else node.target, "_schema", None)
-    return schema is not None and bool(schema.is_mutable)

@@ -474,6 +474,13 @@ class Pipeline:
     def _cut(self, tensors: dict[str, torch.Tensor], constants: dict[str, Any], rows: int) -> Followed:
         model = type(self.module).__name__
         found = self._capture(tensors, rows, constants)
+        if found.recomputes:
+            self._say(
+                "recomputation",
+                f"the forward of {model} calls torch.utils.checkpoint, or another that keeps activations elsewhere, "
+                "between its modules: a pipeline follows what is computed there, and keeps the activations. Use "
+                "HybridStrategy(pipeline=..., activation_checkpointing=...), or do it inside of the layers",
+            )
         stages = stages_of(found.graph, self.split_points, model, found.constants.keys())
         for index, (ours, now) in enumerate(zip(self.stages, stages, strict=True)):
             for name in now.modules:

@@ -167,9 +167,16 @@ def once(module: nn.Module, output: Any) -> Callable[..., Any]:
 @contextmanager
 def silent(module: nn.Module) -> Iterator[None]:
     """What the step logs inside is dropped: it logs again when it runs in earnest."""
+    with logging_by(module, lambda *args, **kwargs: None):
+        yield
+
+
+@contextmanager
+def logging_by(module: nn.Module, log: Callable[..., None]) -> Iterator[None]:
+    """``module.log`` and ``module.log_dict`` are ``log`` inside."""
     names = [name for name in ("log", "log_dict") if hasattr(type(module), name) and name not in module.__dict__]
     for name in names:
-        module.__dict__[name] = lambda *args, **kwargs: None
+        module.__dict__[name] = log
     try:
         yield
     finally:

@@ -48,7 +48,7 @@ class RemoteTensor(torch.Tensor):
         device = kwargs.get("device")
         if namespace_and_name in _READING or (device is not None and torch.device(device).type != "meta"):
             source.refuse("read")
-        if any(not leaf.is_meta for leaf in _written(func, args, kwargs)):
+        if any(not leaf.is_meta for leaf in written(func, args, kwargs)):
             source.refuse("written into a tensor of this rank")
         with torch._C._DisableTorchDispatch():
             args, kwargs = tree_map_only(torch.Tensor, _shape_of, (args, kwargs))
@@ -127,7 +127,7 @@ def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
+def written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
     """The tensors that an operator changes in place."""
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:

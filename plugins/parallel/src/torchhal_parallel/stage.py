@@ -13,8 +13,9 @@ from torch import fx, nn
 from torchhal.accelerators.transfer import map_tensors
 from torchhal.errors import ModelError
 from torchhal_parallel.attribute_reads import AttributeReads
-from torchhal_parallel.capture import Result, is_mutable
+from torchhal_parallel.capture import Result
 from torchhal_parallel.cut import Stage
+from torchhal_parallel.recorded_calls import is_mutable
 
 
 class StageGraph(nn.Module):
