@@ -11,7 +11,7 @@ from torch import nn
 
 from torchhal.accelerators import CPUAccelerator
 from torchhal.errors import ConfigurationError, ModelError
-from torchhal_parallel.optimizers import check_separable
+from torchhal_parallel.optimizers import MOST_STEPS, check_separable
 from torchhal_parallel.remote import remote, remote_gradient
 
 pytestmark = pytest.mark.timeout(170)
@@ -97,6 +97,36 @@ def test_a_small_copy_tells_whether_gradients_of_others_count(name):
     assert torch.equal(generator, torch.get_rng_state()) and not optimizer.state
     assert all(map(torch.equal, net.parameters(), before))
     assert all(parameter.grad is None for parameter in net.parameters())
+
+
+def test_an_optimizer_that_looks_at_all_parameters_later_is_refused_before_that_step():
+    class Late(torch.optim.SGD):
+        steps = 0
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            self.steps += 1
+            parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+            norm = torch.stack([parameter.grad.norm() for parameter in parameters]).norm() if self.steps > 20 else 1.0
+            for parameter in parameters:
+                parameter.sub_(parameter.grad / norm)
+
+    late = Late(nn.Linear(3, 2).parameters())
+    trial = check_separable(late, "pipeline", CPUAccelerator(), torch.device("cpu"))
+    generator = torch.get_rng_state()
+    with pytest.raises(ConfigurationError, match=r"Late looks at all of them together"):
+        for _ in range(21):
+            trial.before_step()
+    assert trial.done <= 21 and late.steps == 0 and torch.equal(generator, torch.get_rng_state())
+
+
+def test_steps_are_tried_before_they_are_done_up_to_a_number():
+    sgd = type("Own", (torch.optim.SGD,), {})(nn.Linear(3, 2).parameters(), lr=0.1)
+    trial = check_separable(sgd, "pipeline", CPUAccelerator(), torch.device("cpu"))
+    for done in range(1, 2 * MOST_STEPS):
+        trial.before_step()
+        assert trial.tried >= min(done, MOST_STEPS)
+    assert trial.tried == MOST_STEPS
 
 
 def test_an_optimizer_that_can_not_be_tried_is_told_of():

@@ -33,7 +33,7 @@ from torchhal_parallel.gradient_hooks import HooksOfBatch
 from torchhal_parallel.layout import gathered, local
 from torchhal_parallel.microbatches import check_loader
 from torchhal_parallel.open_layers import OpenLayers
-from torchhal_parallel.optimizers import check_separable, one_by_one, with_parameters
+from torchhal_parallel.optimizers import OptimizerTrial, check_separable, one_by_one, with_parameters
 from torchhal_parallel.pipeline import Pipeline, check_schedule, check_schedule_name
 from torchhal_parallel.remote import RemoteParameter, RemoteTensor, remote, remote_gradient
 from torchhal_parallel.shares import buffers_of, divided, stages_of_ranks, tensor_shapes
@@ -113,6 +113,7 @@ class HybridStrategy(FullyShardedStrategy):
         self._others: list[tuple[RemoteParameter, RemoteTensor]] = []
         self._names: dict[str, torch.Size | None] = {}
         self._untrainable: dict[str, str] = {}
+        self._trials: dict[int, OptimizerTrial | None] = {}
         self._batch_group: Any = None
         self._loader_seed: int | None = None
 
@@ -462,7 +463,8 @@ class HybridStrategy(FullyShardedStrategy):
             one_by_one(optimizers, "tensor parallelism")
         if self.pipe is not None:
             for optimizer in optimizers:
-                check_separable(optimizer, self.alias or "hybrid", self.accelerator, self.root_device)
+                trial = check_separable(optimizer, self.alias or "hybrid", self.accelerator, self.root_device)
+                self._trials[id(optimizer)] = trial
         super().setup_optimizers(optimizers, lr_scheduler_configs)
 
     def _take_connected(self, model: Any) -> None:
@@ -477,6 +479,8 @@ class HybridStrategy(FullyShardedStrategy):
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> int | None:
         if self.pipe is None:
             return super().optimizer_step(optimizer, closure)
+        if (trial := self._trials.get(id(optimizer))) is not None:
+            trial.before_step()
         own = [[each for each in group["params"] if not each.is_meta] for group in optimizer.param_groups]
         with with_parameters(optimizer, own):
             return super().optimizer_step(optimizer, closure)

@@ -18,7 +18,10 @@ from torchhal.precision.base import needs_closure
 from torchhal.trainer import rng
 
 STEPS = 3
-"""How often an optimizer is tried: some look at all parameters from their second step on."""
+"""How often an optimizer is tried at first: some look at all parameters from their second step on."""
+
+MOST_STEPS = 256
+"""How many steps are tried in all, while as many are done."""
 
 
 def check_divisible(optimizer: Optimizer, alias: str) -> None:
@@ -30,54 +33,107 @@ def check_divisible(optimizer: Optimizer, alias: str) -> None:
         )
 
 
-def check_separable(optimizer: Optimizer, alias: str, accelerator: Accelerator, device: torch.device) -> None:
+def check_separable(
+    optimizer: Optimizer, alias: str, accelerator: Accelerator, device: torch.device
+) -> OptimizerTrial | None:
     """Refuse an optimizer whose step on one parameter depends on the gradients of others, as by a global norm.
 
     A copy of it is tried on tensors of a few elements, as nothing else tells. Those of torch are known: all but LBFGS
-    treat each parameter by itself.
+    treat each parameter by itself. Returned is what tries later steps (:meth:`OptimizerTrial.before_step`).
     """
     if type(optimizer).__module__.partition(".")[0] == "torch":
-        return
-    name = type(optimizer).__name__
-    state = rng.collect(accelerator, device)
-    try:
-        quiet, loud = (_steps(optimizer, scale, device) for scale in (1.0, None))
-    except Exception as error:
+        return None
+    trial = OptimizerTrial(optimizer, alias, accelerator, device)
+    trial.run(STEPS)
+    return trial
+
+
+class OptimizerTrial:
+    """Two copies of an optimizer with small tensors for its parameters: only every second's gradients differ."""
+
+    def __init__(self, optimizer: Optimizer, alias: str, accelerator: Accelerator, device: torch.device) -> None:
+        self.name = type(optimizer).__name__
+        self.alias = alias
+        self.accelerator = accelerator
+        self.device = device
+        self.tried = self.done = 0
+        self._copies: list[_SmallCopy] = []
+        state = rng.collect(accelerator, device)
+        try:
+            for scale in (1.0, None):
+                torch.manual_seed(0)
+                self._copies.append(_SmallCopy(optimizer, scale, device))
+        except Exception as error:
+            self._give_up(error)
+        finally:
+            rng.restore(state, accelerator, device)
+
+    def before_step(self) -> None:
+        """Before the second step, the fourth, the eighth, ... try those up to the next of these."""
+        self.done += 1
+        if 2 * self.done > self.tried and self.tried < MOST_STEPS and self.done & (self.done - 1) == 0:
+            self.run(min(2 * self.done, MOST_STEPS) - self.tried)
+
+    def run(self, steps: int) -> None:
+        """Let both take ``steps`` more; raise ConfigurationError if what they train has become another."""
+        if len(self._copies) < 2:
+            return
+        state = rng.collect(self.accelerator, self.device)
+        try:
+            for each in self._copies:
+                torch.manual_seed(1 + self.tried)
+                each.run(steps)
+        except Exception as error:
+            self._give_up(error)
+            return
+        finally:
+            rng.restore(state, self.accelerator, self.device)
+        self.tried += steps
+        quiet, loud = (each.values() for each in self._copies)
+        if any(not torch.equal(one, other) for one, other in zip(quiet[::2], loud[::2], strict=True)):
+            raise ConfigurationError(
+                f"strategy {self.alias!r} divides the parameters among the ranks, and {self.name} looks at all of them "
+                "together: the gradient of one changes its step on others, as by the norm of all gradients. Use "
+                "another optimizer, with Trainer(gradient_clip_val=...) if it is to clip, or strategy='ddp'"
+            )
+
+    def _give_up(self, error: Exception) -> None:
+        self._copies = []
         warnings.warn(
-            f"whether {name} treats each parameter by itself could not be tried ({type(error).__name__}: {error}): if "
-            f"it looks at all of them together, by the norm of all gradients, say, strategy {alias!r} steps otherwise "
-            "than one process",
+            f"whether {self.name} treats each parameter by itself could not be tried ({type(error).__name__}: {error}):"
+            f" if it looks at all of them together, by the norm of all gradients, say, strategy {self.alias!r} steps "
+            "otherwise than one process",
             stacklevel=2,
         )
-        return
-    finally:
-        rng.restore(state, accelerator, device)
-    if any(not torch.equal(one, other) for one, other in zip(quiet[::2], loud[::2], strict=True)):
-        raise ConfigurationError(
-            f"strategy {alias!r} divides the parameters among the ranks, and {name} looks at all of them together: the "
-            "gradient of one changes its step on others, as by the norm of all gradients. Use another optimizer, with "
-            "Trainer(gradient_clip_val=...) if it is to clip, or strategy='ddp'"
-        )
 
 
-def _steps(optimizer: Optimizer, scale: float | None, device: torch.device) -> list[torch.Tensor]:
-    """The parameters of a small copy after some steps, every second one's gradients being ``scale`` times as large.
+class _SmallCopy:
+    """An optimizer, every second one of whose parameters has gradients ``scale`` times as large as they are drawn.
 
     None: as many as their dtype can have without an overflow of their squares.
     """
-    torch.manual_seed(0)
-    stand_ins = {
-        parameter: _stand_in(parameter, device) for group in optimizer.param_groups for parameter in group["params"]
-    }
-    twin = _twin(optimizer, stand_ins, {id(parameter): stand_in for parameter, stand_in in stand_ins.items()})
-    parameters = list(stand_ins.values())
-    for _ in range(STEPS):
-        for index, parameter in enumerate(parameters):
-            large = scale or (1e2 if parameter.dtype is torch.float16 else 1e6)
-            gradient = torch.randn(parameter.shape, dtype=parameter.dtype) * (large if index % 2 else 1.0)
-            parameter.grad = gradient.to(device)
-        type(optimizer).step(twin)
-    return [parameter.detach().nan_to_num() for parameter in parameters]
+
+    def __init__(self, optimizer: Optimizer, scale: float | None, device: torch.device) -> None:
+        stand_ins = {
+            parameter: _stand_in(parameter, device) for group in optimizer.param_groups for parameter in group["params"]
+        }
+        memo = {id(parameter): stand_in for parameter, stand_in in stand_ins.items()}
+        self.step = type(optimizer).step
+        self.twin = _twin(optimizer, stand_ins, memo)
+        self.parameters = list(stand_ins.values())
+        self.scale = scale
+        self.device = device
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            for index, parameter in enumerate(self.parameters):
+                large = self.scale or (1e2 if parameter.dtype is torch.float16 else 1e6)
+                gradient = torch.randn(parameter.shape, dtype=parameter.dtype) * (large if index % 2 else 1.0)
+                parameter.grad = gradient.to(self.device)
+            self.step(self.twin)
+
+    def values(self) -> list[torch.Tensor]:
+        return [parameter.detach().nan_to_num() for parameter in self.parameters]
 
 
 def _stand_in(parameter: torch.Tensor, device: torch.device) -> torch.Tensor:
