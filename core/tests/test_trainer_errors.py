@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchhal
-from torchhal import Callback, Module, Trainer
+from torchhal import Callback, DataModule, Module, Trainer
 from torchhal.errors import (
     CheckpointError,
     ConfigurationError,
@@ -453,6 +453,10 @@ class Empty(Module):
             r"\(got a list of 1 loader\(s\)\): pass that loader itself",
         ),
         (lambda t: t.fit(Net(), BATCHES, 5), r"'val_dataloaders' must be an iterable of batches.*\(got 5\)"),
+        (lambda t: t.fit(Net(), datamodule=3), r"'datamodule' must be a DataModule, or have one of .*\(got 3\)"),
+        (lambda t: t.fit(Net(), datamodule=DataLoader(torch.ones(3, 1))), r"must be .*; loaders go into the arguments"),
+        (lambda t: t.fit(Net(), datamodule=DataModule), r"'datamodule' must be a DataModule .*: make an object"),
+        (lambda t: t.test(Net(), datamodule=3), r"'datamodule' must be a DataModule"),
         (lambda t: t.validate(), r"validate needs a model: pass one, or fit one with this Trainer first"),
         (lambda t: t.test(Net(), BATCHES), r"Net has no test_step: define it to test"),
         (lambda t: t.validate(Empty(), BATCHES), r"Empty has no validation_step: define it to validate"),
@@ -465,6 +469,35 @@ class Empty(Module):
 def test_a_model_or_data_that_lacks_something(monkeypatch, call, message):
     refuse_to_start(monkeypatch)
     with pytest.raises(ModelError, match=message):
+        call(make())
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda t: t.save_checkpoint(3), r"'filepath' must be a path \(got 3\)"),
+        (lambda t: t.save_checkpoint(b"x"), r"'filepath' must be a path \(got b'x'\)"),
+        (lambda t: t.save_checkpoint(""), r"'filepath' must be a path \(got ''\)"),
+        (lambda t: t.save_checkpoint("x", 3), r"'weights_only' must be a bool \(got 3\)"),
+        (lambda t: t.save_checkpoint("x", True, 3), r"'storage_options' must be a dict .*\(got 3\)"),
+        (lambda t: t.save_checkpoint("x", True, {1: 2}), r"'storage_options' must be a dict .*\(got \{1: 2\}\)"),
+        (lambda t: t.validate(Net(), BATCHES, verbose=3), r"'verbose' must be a bool \(got 3\)"),
+        (lambda t: t.predict(Net(), BATCHES, return_predictions=None), r"'return_predictions' must be a bool"),
+        (lambda t: Net.load_from_checkpoint(3), r"'checkpoint_path' must be a path \(got 3\)"),
+        (lambda t: Net.load_from_checkpoint("x", strict=3), r"'strict' must be a bool \(got 3\)"),
+        (lambda t: Net.load_from_checkpoint("x", weights_only=None), r"'weights_only' must be a bool \(got None\)"),
+        (
+            lambda t: Net.load_from_checkpoint("x", checkpoint_io="dcp"),
+            r"'checkpoint_io' must be a CheckpointIO.*'dcp'",
+        ),
+        (lambda t: Net().save_hyperparameters({}, logger=1), r"'logger' must be a bool \(got 1\)"),
+        (lambda t: Net().clip_gradients(None, "1"), r"'gradient_clip_val' must be a positive number.*\(got '1'\)"),
+        (lambda t: Net().clip_gradients(None, 1.0, "l2"), r"'gradient_clip_algorithm' must be 'norm' or 'value'"),
+    ],
+)
+def test_arguments_of_methods_are_checked_as_the_trainers_own(monkeypatch, call, message):
+    refuse_to_start(monkeypatch)
+    with pytest.raises(ConfigurationError, match=message):
         call(make())
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
-from torchhal.errors import CheckpointMismatchError, ModelError
+from torchhal.errors import CheckpointMismatchError, ConfigurationError, ModelError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -61,6 +61,8 @@ class _HasHyperparameters:
             ignore: arguments to leave out, such as modules.
             logger: whether the loggers get them too.
         """
+        if not isinstance(logger, bool):
+            raise ConfigurationError(f"'logger' must be a bool (got {logger!r})")
         self.__dict__["_log_hyperparams"] = logger
         ignored = {ignore} if isinstance(ignore, str) else set(ignore)
         frame = inspect.currentframe()
@@ -104,12 +106,22 @@ class _HasHyperparameters:
         dataclasses, OmegaConf's containers and the like come back as what they were.
 
         Raises:
+            ConfigurationError: an argument of this method outside its domain.
             FileNotFoundError, CheckpointError: see ``TorchCheckpointIO.load_checkpoint``.
             CheckpointMismatchError: the arguments or the weights don't fit the class, or an argument was an object,
                 which no checkpoint holds, and is not among ``arguments``.
         """
-        from torchhal.checkpoint import TorchCheckpointIO
+        from torchhal.checkpoint import CheckpointIO, TorchCheckpointIO
+        from torchhal.trainer.arguments import check_bool, check_path
 
+        check_path("checkpoint_path", checkpoint_path)
+        check_bool("strict", strict)
+        check_bool("weights_only", weights_only)
+        if checkpoint_io is not None and not isinstance(checkpoint_io, CheckpointIO):
+            raise ConfigurationError(
+                f"'checkpoint_io' must be a CheckpointIO, the object that wrote the file, or None (got "
+                f"{checkpoint_io!r})"
+            )
         io = TorchCheckpointIO() if checkpoint_io is None else checkpoint_io
         checkpoint = io.load_checkpoint(checkpoint_path, map_location=map_location, weights_only=weights_only)
         saved = cls._saved_arguments(checkpoint, checkpoint_path, arguments)
@@ -492,10 +504,14 @@ class Module(_HasHyperparameters, ModuleHooks, nn.Module):
         Returns:
             The norm over all gradients before, on whichever ranks they are; None where nothing is clipped by it.
         """
+        from torchhal.trainer.arguments import check_clip_algorithm, check_clip_val
+
+        gradient_clip_val = check_clip_val("gradient_clip_val", gradient_clip_val)
+        algorithm = check_clip_algorithm("gradient_clip_algorithm", gradient_clip_algorithm)
         if gradient_clip_val is None:
             return None
         norm: torch.Tensor | None = self.trainer.strategy.clip_gradients(
-            getattr(optimizer, "optimizer", optimizer), gradient_clip_val, gradient_clip_algorithm or "norm"
+            getattr(optimizer, "optimizer", optimizer), gradient_clip_val, algorithm
         )
         return norm
 

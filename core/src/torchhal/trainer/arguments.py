@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from datetime import timedelta
 from numbers import Integral
 from typing import Any
@@ -140,6 +141,21 @@ def check_folder(name: str, value: Any) -> str:
     if not isinstance(path, str) or not path:
         raise ConfigurationError(f"'{name}' must be a path or None (got {value!r})")
     return path
+
+
+def check_path(name: str, value: Any) -> str:
+    """A path or an fsspec URL, as str."""
+    path = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if not isinstance(path, str) or not path:
+        raise ConfigurationError(f"'{name}' must be a path (got {value!r})")
+    return path
+
+
+def check_storage_options(value: Any) -> dict[str, Any] | None:
+    """Keywords of a file system."""
+    if value is None or (isinstance(value, Mapping) and all(isinstance(key, str) for key in value)):
+        return None if value is None else dict(value)
+    raise ConfigurationError(f"'storage_options' must be a dict of the file system's options, or None (got {value!r})")
 
 
 def check_ckpt_path(value: Any) -> str | None:

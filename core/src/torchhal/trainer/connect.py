@@ -103,6 +103,18 @@ def check_model(model: Any) -> Any:
     return model
 
 
+def check_datamodule(datamodule: Any) -> None:
+    """Raise ModelError for what gives no data: a class, a number, a loader in the wrong place."""
+    if isinstance(datamodule, type):
+        raise ModelError(f"'datamodule' must be a DataModule (got {datamodule!r}): make an object, as Data(...)")
+    hooks = LOADER_HOOKS.values()
+    if datamodule is not None and not any(callable(getattr(datamodule, hook, None)) for hook in hooks):
+        raise ModelError(
+            f"'datamodule' must be a DataModule, or have one of {', '.join(dict.fromkeys(hooks))} (got "
+            f"{datamodule!r}); loaders go into the arguments before it"
+        )
+
+
 def check_no_second(datamodule: Any, name: str, given: Any) -> None:
     if datamodule is not None and given is not None:
         raise ConfigurationError(

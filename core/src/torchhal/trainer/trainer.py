@@ -18,6 +18,7 @@ from torchhal.trainer.callbacks.written_files import new_run_id
 from torchhal.trainer.calls import Hooks
 from torchhal.trainer.connect import (
     Attachments,
+    check_datamodule,
     check_model,
     check_no_second,
     find_source,
@@ -264,6 +265,7 @@ class Trainer(TrainerOutput, TrainerProperties):
             train_dataloaders, datamodule = None, train_dataloaders
         check_no_second(datamodule, "train_dataloaders", train_dataloaders)
         check_no_second(datamodule, "val_dataloaders", val_dataloaders)
+        check_datamodule(datamodule)
         if train_dataloaders is not None:
             check_training_loader(train_dataloaders)
         for loader in as_loaders(val_dataloaders):
@@ -318,13 +320,15 @@ class Trainer(TrainerOutput, TrainerProperties):
 
         A list of lists with several loaders. ``return_predictions=False`` keeps nothing, for callbacks that write.
         """
-        attachments = Attachments(predict=dataloaders, keep_predictions=return_predictions)
+        keep = arguments.check_bool("return_predictions", return_predictions)
+        attachments = Attachments(predict=dataloaders, keep_predictions=keep)
         result: list[Any] | None = self._evaluate("predict", model, attachments, datamodule, ckpt_path, False)
         return result
 
     def _evaluate(
         self, fn: str, model: Any, attachments: Attachments, datamodule: Any, ckpt_path: Any, verbose: bool
     ) -> Any:
+        arguments.check_bool("verbose", verbose)
         model = self.module if model is None else check_model(model)
         if model is None:
             raise ModelError(f"{fn} needs a model: pass one, or fit one with this Trainer first")
@@ -334,6 +338,7 @@ class Trainer(TrainerOutput, TrainerProperties):
             setattr(attachments, fn, None)
             given, datamodule = None, given
         check_no_second(datamodule, "dataloaders", given)
+        check_datamodule(datamodule)
         for loader in as_loaders(given):
             check_loader(loader, "dataloaders")
         if datamodule is None and given is None and model is self.module:
@@ -463,7 +468,11 @@ class Trainer(TrainerOutput, TrainerProperties):
 
         Raises:
             CheckpointError: on every rank, when it could not be written; an older file of that name is intact.
+            ConfigurationError: an argument outside its domain.
         """
+        path = arguments.check_path("filepath", filepath)
+        arguments.check_bool("weights_only", weights_only)
+        storage_options = arguments.check_storage_options(storage_options)
         if self.module is None or self.strategy.module is None:
             raise ModelError("save_checkpoint needs a model: fit, validate, test or predict first")
         if self.trained_elsewhere and not weights_only and not self.strategy.is_set_up:
@@ -477,7 +486,7 @@ class Trainer(TrainerOutput, TrainerProperties):
             strategy.setup_environment()
         try:
             checkpoint = checkpointing.dump_checkpoint(self, weights_only=weights_only)
-            strategy.save_checkpoint(checkpoint, os.fspath(filepath), storage_options=storage_options)
+            strategy.save_checkpoint(checkpoint, path, storage_options=storage_options)
         finally:
             if after_the_run:
                 strategy.teardown()
