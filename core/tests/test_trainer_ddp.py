@@ -896,9 +896,9 @@ def test_ranks_send_digests_and_names_of_what_differs_alone(world2):
 
 
 class Bounded(Module):
-    def __init__(self):
+    def __init__(self, **options):
         super().__init__()
-        self.table = torch.nn.EmbeddingBag(6, 3, max_norm=2.0)
+        self.table = torch.nn.EmbeddingBag(6, 3, **options)
 
     def training_step(self, batch, batch_idx):
         return self.table(batch).square().mean()
@@ -907,17 +907,22 @@ class Bounded(Module):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def fit_bounded(devices):
+def fit_bounded(devices, **options):
     trainer = Trainer(
         accelerator="cpu", devices=devices, strategy="ddp", max_epochs=1, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     try:
-        trainer.fit(Bounded(), torch.utils.data.DataLoader(torch.arange(12).reshape(4, 3) % 6, 2))
+        trainer.fit(Bounded(**options), torch.utils.data.DataLoader(torch.arange(12).reshape(4, 3) % 6, 2))
     except ModelError as error:
         return str(error)
 
 
-def test_a_layer_that_writes_to_its_weight_by_the_batch_is_refused(world2):
-    for said in world2.run(fit_bounded, 2):
+def fit_both():
+    return fit_bounded(2, max_norm=2.0), fit_bounded(2, scale_grad_by_freq=True)
+
+
+def test_a_layer_that_writes_to_its_weight_or_counts_by_the_batch_is_refused(world2):
+    for said, frequent in world2.run(fit_both):
         assert "'table' is an EmbeddingBag with max_norm=2.0" in said and "2 replicas" in said and "renorm_" in said
+        assert "'table' is an EmbeddingBag with scale_grad_by_freq=True" in frequent and "2 replicas" in frequent

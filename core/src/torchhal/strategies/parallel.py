@@ -32,7 +32,7 @@ from torchhal.launchers.subprocess_script import shared_threads
 from torchhal.strategies import collectives
 from torchhal.strategies.base import Strategy
 from torchhal.strategies.forward_through import forward_through
-from torchhal.strategies.replica_consistency import check_lookups, find_difference
+from torchhal.strategies.replica_consistency import check_frequencies, check_lookups, find_difference
 
 START_METHODS = ("subprocess", "spawn", "fork", "forkserver")
 
@@ -287,7 +287,9 @@ class ParallelStrategy(Strategy):
         share = self.distributed_sampler_kwargs
         if training and share is not None and share["num_replicas"] > 1:
             assert self.module is not None, "connect() comes first"
-            check_lookups(self.module, f"each of {share['num_replicas']} replicas would look up, and scale, other rows")
+            replicas = f"each of {share['num_replicas']} replicas"
+            check_lookups(self.module, f"{replicas} would look up, and scale, other rows")
+            check_frequencies(self.module, replicas)
         super().setup_model(training=training)
 
     def sync_module(self, module: nn.Module) -> None:

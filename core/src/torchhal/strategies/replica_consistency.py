@@ -40,8 +40,27 @@ def check_lookups(module: nn.Module, why: str) -> None:
             )
 
 
-def find_difference(parts: Iterable[NamedPart]) -> str:
+def check_frequencies(module: nn.Module, who: str) -> None:
+    """Raise ModelError for an embedding with ``scale_grad_by_freq``, which divides the gradient of a row by how often a
+    batch looks it up.
+
+    Args:
+        module: the whole model.
+        who: what counts in its own share of the batch alone, to go on with.
+    """
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.scale_grad_by_freq:
+            raise ModelError(
+                f"{name!r} is an {type(layer).__name__} with scale_grad_by_freq=True, which divides the gradient of a "
+                f"row by how often the batch looks it up, and {who} would count in its own share of the batch alone. "
+                "Leave scale_grad_by_freq out, or train on one device"
+            )
+
+
+def find_difference(parts: Iterable[NamedPart], when: str = "after the fit") -> str:
     """Say, in the same words on every rank, where ranks with the same part have other values in it; "" if nowhere.
+
+    ``when`` begins the sentence.
 
     A difference within :func:`rounding` is a warning on rank 0 instead. Called on every rank of the process group. Each
     sends one digest; a checksum of each part where these differ, as those of ranks with different parts do; and names
@@ -66,7 +85,7 @@ def find_difference(parts: Iterable[NamedPart]) -> str:
     ranks = ", ".join(map(str, differing[key]))
     count = len({name for name, _ in named.values()})
     others = f" and {count - 1} more" if count > 1 else ""
-    said = f"after the fit {named[key][0]!r}{others} differ between ranks {ranks}, by {apart[key]:.1e} of the norm"
+    said = f"{when} {named[key][0]!r}{others} differ between ranks {ranks}, by {apart[key]:.1e} of the norm"
     if excess[key] < 1:
         if dist.get_rank() == 0:
             warnings.warn(f"{said}: they have rounded differently. What is saved is the first one's", stacklevel=2)

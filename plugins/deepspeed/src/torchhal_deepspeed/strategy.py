@@ -22,7 +22,7 @@ from torchhal.overrides import overrides
 from torchhal.precision import Precision
 from torchhal.precision.casting import cast_tensors
 from torchhal.strategies import ParallelStrategy, collectives
-from torchhal.strategies.replica_consistency import check_lookups
+from torchhal.strategies.replica_consistency import check_frequencies, check_lookups
 from torchhal_deepspeed import settings, suitable, vendor
 from torchhal_deepspeed.checkpoint import DeepSpeedCheckpointIO
 from torchhal_deepspeed.following import forward_of
@@ -203,6 +203,8 @@ class DeepSpeedStrategy(ParallelStrategy):
                 divide_anew(self.module, self._deepspeed.zero.Init(config_dict_or_path=config))
         if training and (self.stage == 3 or self.world_size > 1):
             check_lookups(self.module, "each rank would look up, and scale, other rows, or those of a copy")
+        if training and self.world_size > 1:
+            check_frequencies(self.module, "each rank")
         if self.stage == 3:
             suitable.check_divisible(self.module)
         # what zero.Init has built may be too large for one rank, and stays in parts

@@ -24,7 +24,7 @@ from torchhal.launchers.process import describe_exit, leave, write_stderr
 from torchhal.precision import Precision
 from torchhal.precision.base import needs_closure
 from torchhal.strategies import SingleDeviceStrategy, Strategy
-from torchhal.strategies.replica_consistency import check_lookups
+from torchhal.strategies.replica_consistency import check_frequencies, check_lookups
 from torchhal.trainer.calls import module_hook
 from torchhal.trainer.log_options import batch_size_of
 from torchhal_hivemind import settings, vendor
@@ -226,6 +226,7 @@ class HivemindStrategy(SingleDeviceStrategy):
                 "them adds to it: use the Trainer's gradient_clip_val"
             )
         check_lookups(module, "each peer would look up, and scale, other rows")
+        check_frequencies(module, "each peer")
         for key, part in module.named_modules():
             if getattr(part, "sparse", False) and isinstance(part, nn.Embedding | nn.EmbeddingBag):
                 raise UnsupportedCombinationError(

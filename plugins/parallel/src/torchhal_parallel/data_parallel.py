@@ -15,7 +15,7 @@ from torchhal.accelerators.transfer import move_to_device
 from torchhal.errors import ConfigurationError, ModelError, UnsupportedCombinationError
 from torchhal.launchers.process import launched_by
 from torchhal.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
-from torchhal.strategies.replica_consistency import check_lookups
+from torchhal.strategies.replica_consistency import check_frequencies, check_lookups
 from torchhal.trainer.log_options import batch_size_of
 from torchhal_parallel.part_log import one_log
 from torchhal_parallel.split import merge, merge_training, split_batch
@@ -77,6 +77,8 @@ class PartsStrategy(Strategy):
         assert self.module is not None
         if training and len(set(self.devices)) > 1:
             check_lookups(self.module, "what it writes to a copy on another device is lost")
+        if training and len(self.devices) > 1:
+            check_frequencies(self.module, "each part of a batch")
         super().setup_model(training=training)
         self._unmade = any(map(is_lazy, (*self.module.parameters(), *self.module.buffers())))
 

@@ -23,6 +23,7 @@ from torchhal.memory import MemoryEstimate, ModelMemory, ParameterMemory
 from torchhal.precision import Precision
 from torchhal.strategies import collectives
 from torchhal.strategies.base import Strategy
+from torchhal.strategies.replica_consistency import check_frequencies
 from torchhal.trainer import rng
 from torchhal_parallel.cut import check_trained, even_cuts, stage_parameters, untrainable
 from torchhal_parallel.divided_regions import DividedRegions
@@ -217,6 +218,8 @@ class HybridStrategy(FullyShardedStrategy):
         self.check_blocks(sharded=self.sizes["shard"] > 1)
         self._share_random_numbers(training)
         if self.sizes["pipeline"] > 1:
+            if training:
+                check_frequencies(self.module, "each microbatch")
             self._cut_stages()
         if plan:
             assert self._objects is not None

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from torchhal.errors import UnsupportedCombinationError
 from torchhal.precision.base import needs_closure
-from torchhal.strategies.replica_consistency import check_lookups
+from torchhal.strategies.replica_consistency import check_frequencies, check_lookups
 
 
 def check_model(me: str, module: Any, optimizers: Sequence[Optimizer]) -> None:
@@ -32,6 +32,7 @@ def check_model(me: str, module: Any, optimizers: Sequence[Optimizer]) -> None:
             "within a step: use an optimizer that needs no closure"
         )
     check_lookups(module, "each replica group would look up, and scale, other rows")
+    check_frequencies(module, "each replica group")
     for key, part in module.named_modules():
         if getattr(part, "sparse", False) and isinstance(part, nn.Embedding | nn.EmbeddingBag):
             raise UnsupportedCombinationError(
