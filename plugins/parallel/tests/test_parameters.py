@@ -734,6 +734,12 @@ class BoundedByHand(Net):
         return self.head(self.norm(x))
 
 
+class Counting(Net):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(20, 8, scale_grad_by_freq=True)
+
+
 class Clamping(Block):
     def forward(self, x):
         self.up.weight.data.clamp_(-0.1, 0.1)
@@ -744,6 +750,15 @@ class Clamped(Net):
     def __init__(self):
         super().__init__()
         self.blocks[1] = Clamping()
+
+
+class WrittenByBatch(Net):
+    """Each rank scales weights by what is in its batch, those of a block and those that the root holds."""
+
+    def forward(self, tokens):
+        with torch.no_grad():
+            self.blocks[1].up.weight.mul_(1 - 0.01 * tokens.float().mean())
+        return super().forward(tokens)
 
 
 class ClampedInStep(Net):
@@ -758,6 +773,12 @@ class ClampedInStep(Net):
 def test_an_embedding_that_bounds_its_rows_is_refused(world2, strategy):
     for kind, said in world2.run(final, "Bounded", strategy, 2):
         assert kind == "ModelError" and "'embed'" in said and "max_norm=1.0" in said and "renorm_(2.0, 0, 1.0)" in said
+
+
+@pytest.mark.parametrize("strategy, who", [("zero3", "each of 2 replicas"), ("pipeline", "each microbatch")])
+def test_an_embedding_that_counts_its_rows_is_refused(world2, strategy, who):
+    for kind, said in world2.run(final, "Counting", strategy, 2):
+        assert kind == "ModelError" and "'embed'" in said and "scale_grad_by_freq=True" in said and who in said
 
 
 def test_an_embedding_that_bounds_its_rows_is_right_where_ranks_share_a_batch(world2):
@@ -784,6 +805,14 @@ def test_a_write_that_would_be_lost_is_refused(world2, strategy, name, parameter
 def test_replicas_that_a_forward_has_parted_are_found_after_the_fit(world2):
     for kind, said in world2.run(final, "BoundedByHand", "ddp", 2):
         assert kind == "DistributedError" and "'embed.weight'" in said and "ranks 0, 1" in said
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+def test_a_write_by_the_batch_to_what_is_divided_is_refused(world2, strategy):
+    for kind, said in world2.run(final, "WrittenByBatch", strategy, 2):
+        assert kind == ("DistributedError" if strategy == "zero1" else "ModelError")
+        assert "'blocks.1.up.weight'" in said
+        assert ("before optimizer step 1 " if strategy == "zero1" else "has it in parts") in said
 
 
 class Drifting(Net):

@@ -1,4 +1,8 @@
-"""Find, in the first training step, what a forward writes to gathered parameters: it is lost when they are freed."""
+"""Find, in the first training step, what a forward writes to sharded parameters.
+
+What it writes to gathered ones is lost when they are freed, and what it writes to the parts differs from rank to rank
+where it depends on the batch.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +28,8 @@ class LostWrites:
         self.model = type(module).__name__
         self.units = units
         self.alias = alias
+        self.steps_inside = not getattr(module, "automatic_optimization", True)
+        """Whether optimizers step inside the step, and so write to parameters themselves."""
         self.names = {id(parameter): name for name, parameter in module.named_parameters()}
         self.sharded = {
             (id(owner), attribute): parameter
@@ -45,9 +51,30 @@ class LostWrites:
             with ExitStack() as stack:
                 for unit in self.units:  # before the unit's own hook, which frees what was gathered
                     stack.callback(unit.register_forward_hook(self._check, prepend=True).remove)
-                return step(*args, **kwargs)
+                before = self._sums()
+                output = step(*args, **kwargs)
+                self._check_parts(before)
+                return output
 
         return call
+
+    def _sums(self) -> list[int]:
+        """The bits of each part added up, which nearly every write changes, one through ``.data`` too."""
+        if self.steps_inside:
+            return []
+        parts = [local(parameter.detach()) for parameter in self.sharded.values()]
+        sums = [part.contiguous().view(torch.uint8).sum(dtype=torch.int64) for part in parts]
+        return torch.stack(sums).tolist() if sums else []
+
+    def _check_parts(self, before: list[int]) -> None:
+        for parameter, now, then in zip(self.sharded.values(), self._sums(), before, strict=False):
+            if now != then:
+                raise ModelError(
+                    f"a forward of {self.model} writes to {self.names.get(id(parameter), 'a parameter')!r} while "
+                    f"strategy {self.alias!r} has it in parts: by what is in its own batch, each rank would change its "
+                    "part otherwise. Write to parameters between the steps, in on_train_batch_start say, or use "
+                    "strategy='single_device'"
+                )
 
     def _check(self, unit: nn.Module, args: Any, output: Any) -> None:
         for owner in unit.modules():

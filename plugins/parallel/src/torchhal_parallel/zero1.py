@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from torchhal.errors import CheckpointMismatchError
+from torchhal.errors import CheckpointMismatchError, DistributedError
 from torchhal.memory import MemoryEstimate, ModelMemory
 from torchhal.strategies import DDPStrategy, collectives
+from torchhal.strategies.replica_consistency import find_difference
 from torchhal_parallel.gathering import on_first_rank
 from torchhal_parallel.optimizers import check_divisible, check_separable, with_parameters
 
@@ -38,6 +39,7 @@ class ZeRO1Strategy(DDPStrategy):
         super().setup_optimizers(optimizers, lr_scheduler_configs)
         self._owners = [_owners(optimizer, self.world_size) for optimizer in self.optimizers]
         self._shares: dict[Optimizer, tuple[int, list[list[torch.Tensor]]]] = {}
+        self._steps = 0
 
     def owner_of(self, optimizer: Optimizer) -> dict[torch.Tensor, int]:
         """The rank that steps each parameter."""
@@ -58,12 +60,29 @@ class ZeRO1Strategy(DDPStrategy):
         if self.world_size == 1:
             return super().optimizer_step(optimizer, closure)
         self.unscale_gradients(optimizer)  # over all parameters: every rank must come to the same decision
+        self._steps += 1
+        if self._steps & (self._steps - 1) == 0:  # a power of two
+            self._check_alike_before_step(optimizer)
         with self.only_mine(optimizer):
             stepped = super().optimizer_step(optimizer, closure)
         if stepped:
             with self.guard("sending of the updated parameters"):
                 self._share(optimizer)
         return stepped
+
+    def _check_alike_before_step(self, optimizer: Optimizer) -> None:
+        """Raise DistributedError, on every rank alike, where something has written to replicas of a parameter by what
+        is in a rank's batch: the step would send one rank's values over those of the others."""
+        assert self.module is not None
+        own, ignored = self.owner_of(optimizer), set(self.parameters_to_ignore())
+        named = self.module.named_parameters()
+        with self.guard("comparison of the replicas"):
+            difference = find_difference(
+                [(name, None, each) for name, each in named if each in own and name not in ignored],
+                f"before optimizer step {self._steps}",
+            )
+        if difference:
+            raise DistributedError(difference)
 
     def _share(self, optimizer: Optimizer) -> None:
         owners = self.owner_of(optimizer)
