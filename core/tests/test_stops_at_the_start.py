@@ -426,6 +426,33 @@ def test_a_signal_while_other_ranks_still_import(start, tmp_path, strategy, sign
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="nothing tells what signals wait for a process")
+def test_a_worker_that_imports_for_long_need_not_take_its_signal(tmp_path):
+    """SIGTERM is blocked there until the main script is imported, and the others would wait for that."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, threading\n"
+        "if __name__ != '__main__':\n"
+        "    open(f'{os.path.dirname(__file__)}/pid{os.getpid()}', 'w').close()\n"
+        "    threading.Event().wait(120)\n"
+        "from torchhal import Module, Trainer\n"
+        "class Net(Module):\n"
+        "    def training_step(self, batch, batch_idx): pass\n"
+        "    def configure_optimizers(self): pass\n"
+        "if __name__ == '__main__':\n"
+        "    Trainer(accelerator='cpu', devices=2, strategy='ddp_spawn').fit(Net(), [1])\n"
+    )
+    job = Job(sys.executable, script)
+    job.strategy = "ddp_spawn"
+    try:
+        wait_until(lambda: len(list(tmp_path.glob("pid*"))) == 2)
+        pid = int(next(tmp_path.glob("pid*")).name.removeprefix("pid"))
+        assert_stopped(stop(job, signal.SIGTERM, pid), signal.SIGTERM)
+    finally:
+        job.kill()
+
+
+@pytest.mark.slow
 @pytest.mark.cold_start
 def test_again_means_at_once(start, tmp_path):
     job = start("ddp", at="setup", ranks=[0, 1])

@@ -23,7 +23,7 @@ from torchhal.launchers.base import Launcher
 from torchhal.launchers.failures import Failure
 from torchhal.launchers.openmp import put_threads_away
 from torchhal.launchers.payload import NamelessFile, collect_settings, pack_function
-from torchhal.launchers.signals import NotedSignals, born_blocked
+from torchhal.launchers.signals import NotedSignals, born_blocked, is_pending
 from torchhal.launchers.verdict import Verdict
 from torchhal.launchers.worker import Assignment, run
 
@@ -127,6 +127,7 @@ class _Worker:
         self.process = worker
         self.connection = connection
         self.ready = False
+        self.signalled = False
         self.done = False
         self.ended = False
         self.failure: Failure | None = None
@@ -223,6 +224,7 @@ class _Crew:
             multiprocessing.connection.wait(listening, timeout=0.1)
             for worker in self._workers:
                 self._read(worker)
+            self._take_pending()
             now = time.monotonic()
             if len(signals.received) > passed_on:
                 # A terminal's Ctrl-C has reached the workers too, and a second one means "at once" to them.
@@ -320,6 +322,19 @@ class _Crew:
         for worker in self._workers:
             if not (worker.ready or worker.ended):
                 worker.process.kill()
+
+    def _take_pending(self) -> None:
+        """End workers that a SIGTERM waits for which have not begun: they would take it only after importing the main
+        script, which may take long, and the others would wait for them."""
+        for worker in self._workers:
+            if worker.ready or worker.ended or self._signals.received:
+                continue
+            pid = worker.process.pid
+            if pid is None or not is_pending(pid, signal.SIGTERM):
+                continue
+            if worker.signalled:
+                self._signals.received.append(signal.SIGTERM)
+            worker.signalled = True  # one to all of them has reached this process too by the next time
 
     def _end_soon(self, seconds: float) -> None:
         at = time.monotonic() + seconds

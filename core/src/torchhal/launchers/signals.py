@@ -288,6 +288,16 @@ def born_blocked(start_method: str = "fork") -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def is_pending(pid: int, signum: int) -> bool:
+    """Whether the process has that signal blocked and waiting for it; False where /proc doesn't tell."""
+    try:
+        with open(f"/proc/{pid}/status") as status:
+            masks = [line.split()[1] for line in status if line.startswith("ShdPnd:")]
+    except OSError:
+        return False
+    return bool(masks) and bool(int(masks[0], 16) >> (signum - 1) & 1)
+
+
 def unblock() -> None:
     """Take the signals that :func:`born_blocked` has held back, now."""
     if hasattr(signal, "pthread_sigmask"):
