@@ -1002,7 +1002,37 @@ def test_numbers_of_divided_tensors_are_those_of_the_whole(world2, strategy):
 
 def number_handlers():
     handlers = DTensor._op_dispatcher._custom_op_handlers
-    return [str(operator) for operator in handlers if "_local_scalar_dense" in str(operator)]
+    found = [str(operator) for operator in handlers if "_local_scalar_dense" in str(operator)]
+    return found + ["data"] * ("data" in vars(DTensor))
+
+
+class ByData(torch.optim.Optimizer):
+    """Steps as many of the older optimizers do; of what views give it only reads."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                first = parameter.grad[0].norm()
+                parameter.data = parameter.data - group["lr"] * parameter.grad.data * (1 + first)
+
+
+class AssignsData(Net):
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.head.weight.data = self.head.weight.data.clamp(-0.2, 0.2)
+        self.head.bias.data = torch.linspace(-1, 1, 20)
+        self.embed.weight[0].clone().zero_()
+
+    def configure_optimizers(self):
+        return ByData(self.parameters())
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3", "tensor_parallel"])
+def test_data_of_a_parameter_can_be_assigned(world2, strategy):
+    check_alike(world2, "AssignsData", strategy, "one" if strategy == "tensor_parallel" else "ddp")
+    assert world2.run(number_handlers) == [[]] * 2
 
 
 # -- parameters that are made of other tensors -------------------------------------------------------------------

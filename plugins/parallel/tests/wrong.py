@@ -599,6 +599,39 @@ class Factored(Transformer):
         return torch.optim.Adafactor(self.parameters(), lr=0.01)
 
 
+class Resilient(Transformer):
+    def configure_optimizers(self):
+        return torch.optim.Rprop(self.parameters())
+
+
+class GradientByWeights(Transformer):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        gradients = torch.autograd.grad(loss, list(self.parameters()), create_graph=True)
+        return loss + sum(gradient.square().sum() for gradient in gradients)
+
+
+class Triangular(Transformer):
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        with torch.no_grad():
+            self.layers[0].up.weight.tril_()
+
+
+class ZeroedRow(Transformer):
+    """What would be lost; a divided layer's weight lies in rows of several ranks."""
+
+    def on_before_optimizer_step(self, optimizer):
+        for weight in (self.layers[0].up.weight, self.layers[0].down.weight):
+            weight.grad[0].zero_()
+            weight.grad[:, 3] *= 0
+
+
+class SetElement(Transformer):
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        with torch.no_grad():
+            self.layers[0].up.weight[7, 3] = 0.5
+
+
 class ByRows(torch.optim.Optimizer):
     """One number per row, as sharded as the parameter; computed without torch's help."""
 

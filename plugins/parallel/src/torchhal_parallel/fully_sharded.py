@@ -265,6 +265,12 @@ class FullyShardedStrategy(ShardedStrategy):
                 f"own forward runs: {model} uses a part of one outside of it, as a penalty over self.parameters() "
                 "does. Call the unit, choose units that are called by 'wrap_policy', or use strategy='ddp'"
             )
+        if self._units and "differentiated Tensor" in str(error) and "not have been used" in str(error):
+            return ModelError(
+                f"{error} Under strategy {self.alias or 'fsdp'!r} the parameters of a unit are others while its own "
+                f"forward runs, and {type(self.module).__name__} asks for a gradient by those of before or after it: "
+                "leave gradients by parameters to the backward of the loss, or use strategy='ddp' or 'zero1'"
+            )
         return super().explain(error)
 
     # -- optimizers and gradients ----------------------------------------------------------------------------

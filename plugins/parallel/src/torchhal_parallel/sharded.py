@@ -23,8 +23,14 @@ from torchhal_parallel.gradient_hooks import CarriedHandles, check_accumulation_
 from torchhal_parallel.layout import gathered, global_norm, like, local, place_of_part, scale_to, whole
 from torchhal_parallel.optimizers import check_divisible
 from torchhal_parallel.parameter_objects import ParameterObjects, check_references
-from torchhal_parallel.whole_numbers import WholeNumbers
+from torchhal_parallel.plain_semantics import PlainSemantics
 from torchhal_parallel.wrapping import ForwardInstead, Wrapping
+
+_NOT_FOR_PARTS = (
+    "not have a sharding strategy registered", "Sharding propagation failed", "not supported for tensor subclasses",
+    "in-place operations that require placement changes", "not supported with DTensor", "along the sharded dim",
+)  # fmt: skip
+"""Words of torch's errors for what it can't do with a divided tensor."""
 
 _PLACED = ("state_dict", "optimizer_states", "gradients")
 """The parts of a checkpoint whose tensors this strategy's own methods load, each rank its own share."""
@@ -107,7 +113,7 @@ class ShardedStrategy(ParallelStrategy):
     def _reset(self) -> None:
         super()._reset()
         self._carried_hooks = CarriedHandles()
-        self._whole_numbers = WholeNumbers(self.guard)
+        self._plain_semantics = PlainSemantics(self.guard)
 
     # -- the user's module -----------------------------------------------------------------------------------
 
@@ -127,7 +133,7 @@ class ShardedStrategy(ParallelStrategy):
         finally:
             if self._wrapping is not None and self._objects.any_replaced():
                 self.module.__dict__["_torchhal_in_parts"] = True
-        self._whole_numbers.enable()
+        self._plain_semantics.enable()
         with self._whole_if_refused():
             self._objects.settle(alias)
             if training:
@@ -207,6 +213,11 @@ class ShardedStrategy(ParallelStrategy):
                     "torch's Adafactor can't compute its statistics of rows and columns of sharded parameters: use "
                     "strategy='zero1', which divides its state too, or another optimizer"
                 )
+            if divided and isinstance(optimizer, torch.optim.Rprop):
+                raise ConfigurationError(
+                    "torch's Rprop sets chosen elements of its gradients, which it can't where they are sharded: use "
+                    "strategy='zero1', which divides its state too, or another optimizer"
+                )
         if not getattr(self.module, "automatic_optimization", True) and self._objects is not None:
             self._check_references(through_optimizers=True)  # a step of its own with an old one would train nothing
         super().setup_optimizers(optimizers, lr_scheduler_configs)
@@ -252,7 +263,7 @@ class ShardedStrategy(ParallelStrategy):
         if self.module is not None:
             ForwardInstead.remove(self.module)  # also of one that a failed run has left in parts
         self._carried_hooks.remove()
-        self._whole_numbers.disable()
+        self._plain_semantics.disable()
         self._divided, self._runner, self._objects, self._wrapping = frozenset(), None, None, None
         super()._release_model()
 
@@ -260,6 +271,17 @@ class ShardedStrategy(ParallelStrategy):
     def saves_shards(self) -> bool:
         """Whether the checkpoint IO takes each rank's part as it is."""
         return "sharded" in self.checkpoint_io.features
+
+    def explain(self, error: BaseException) -> BaseException:
+        """What to do about an operator that torch has no way to compute with parts."""
+        alias = self.alias or type(self).__name__
+        if isinstance(error, RuntimeError) and any(words in str(error) for words in _NOT_FOR_PARTS):
+            return ModelError(
+                f"{error} Strategy {alias!r} divides parameters and gradients among the ranks, and torch can't do this "
+                "with a divided tensor: compute with what its full_tensor() gives, which all ranks must call, and "
+                "write a whole result back by weight.data = value, or use strategy='ddp' or 'zero1'"
+            )
+        return super().explain(error)
 
     # -- steps -----------------------------------------------------------------------------------------------
 

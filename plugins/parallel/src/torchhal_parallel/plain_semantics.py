@@ -1,0 +1,176 @@
+"""Let divided tensors do what plain ones do, or say that they can't, where torch's DTensor is silently different.
+
+``.item()``, ``float()``, ``int()`` and ``bool()`` give the number that stands in this rank's memory: of a norm of a
+sharded gradient that of this rank's part. ``weight.data = value`` changes nothing. ``weight[0]``, a view of a plain
+tensor, is gathered where it is divided, so that what is written to it is lost. Operators between tensors are right or
+errors, and ``.tolist()`` and ``.numpy()`` are errors.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
+
+from torchhal.errors import ModelError
+from torchhal_parallel.layout import like, local, whole
+
+if not hasattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers"):
+    raise ImportError(
+        f"torch {torch.__version__} has no DTensor._op_dispatcher._custom_op_handlers, without which .item() of a "
+        "divided tensor would be the number of one rank's part: use another torch, or another torchhal-parallel"
+    )
+
+_aten = torch.ops.aten
+_NUMBER = _aten._local_scalar_dense.default
+_VIEWS = (
+    _aten.select.int, _aten.slice.Tensor, _aten.split.Tensor, _aten.split_with_sizes.default, _aten.diagonal.default,
+)  # fmt: skip
+"""Operators by which one writes to some elements of a tensor, and that gather a divided one."""
+
+_WHAT = "the number (.item(), float(), int() or bool()) of a divided tensor, which all ranks must ask for"
+
+_lock = threading.Lock()
+_enabled: list[PlainSemantics] = []
+_before: dict[Any, Any] = {}
+_gathered: dict[int, StorageWeakRef] = {}
+"""The memory of what was gathered for a view and is still there."""
+
+
+class PlainSemantics:
+    """While enabled, a number is gathered by all ranks that have a part of its tensor; they all must ask for it.
+
+    ``.data`` can be assigned to, and a write to a view that would be lost raises ModelError.
+
+    Args:
+        guard: makes a context, given what is done in it, in which the ranks communicate.
+    """
+
+    def __init__(self, guard: Callable[[str], AbstractContextManager[None]]) -> None:
+        self.guard = guard
+
+    def enable(self) -> None:
+        with _lock:
+            if self not in _enabled:
+                _enabled.append(self)
+            if len(_enabled) == 1 and not _before:
+                _handle({_NUMBER: _number_of_whole, **dict.fromkeys(_VIEWS, _view)})
+                DTensor.data = property(torch.Tensor.data.__get__, _assign)  # type: ignore[assignment,attr-defined]
+
+    def disable(self) -> None:
+        """Let torch do what it does by itself, if no other run needs this one. Idempotent."""
+        with _lock:
+            if self in _enabled:
+                _enabled.remove(self)
+                if not _enabled:
+                    _unhandle(list(_before))
+                    _gathered.clear()
+                    del DTensor.data
+
+
+def _handlers() -> dict[Any, Any]:
+    """torch's handlers of operators on DTensors; it may put another dict in the place of this one."""
+    return DTensor._op_dispatcher._custom_op_handlers
+
+
+def _handle(handlers: dict[Any, Any]) -> None:
+    for operator, handler in handlers.items():
+        _before.setdefault(operator, _handlers().get(operator))
+        _handlers()[operator] = handler
+
+
+def _unhandle(operators: Any) -> None:
+    for operator in operators:
+        _handlers().pop(operator, None)
+        if (before := _before.pop(operator, None)) is not None:
+            _handlers()[operator] = before
+
+
+def _by_torch(operator: Any, args: Any, kwargs: Any, *, instead: Callable[..., Any]) -> Any:
+    """What torch itself computes; ``instead`` is what handles the operator otherwise."""
+    handlers = _handlers()
+    handlers.pop(operator, None)
+    if (before := _before.get(operator)) is not None:
+        handlers[operator] = before
+    try:
+        return operator(*args, **kwargs)
+    finally:
+        if operator in _before:
+            handlers[operator] = instead
+
+
+def _number_of_whole(operator: Any, args: Any, kwargs: Any) -> Any:
+    tensor = args[0].detach()
+    if all(placement.is_replicate() for placement in tensor.placements):
+        return operator(tensor.to_local())
+    with _enabled[-1].guard(_WHAT):
+        return operator(whole(tensor))
+
+
+def _view(operator: Any, args: Any, kwargs: Any) -> Any:
+    result = _by_torch(operator, args, kwargs, instead=_view)
+    source = args[0]
+    if isinstance(source, DTensor) and source.grad_fn is None:  # a parameter or a gradient, no activation
+        own = source._local_tensor.untyped_storage()._cdata
+        for view in tree_leaves(result):
+            storage = view._local_tensor.untyped_storage()
+            if storage._cdata != own:
+                if not _gathered:
+                    _handle(dict.fromkeys(_writing() - _before.keys(), _write))
+                reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+                _gathered[reference.cdata] = reference
+    return result
+
+
+def _write(operator: Any, args: Any, kwargs: Any) -> Any:
+    for key in [key for key, reference in _gathered.items() if reference.expired()]:  # type: ignore[no-untyped-call]
+        del _gathered[key]
+    for tensor in tree_leaves(args[0]):
+        if isinstance(tensor, DTensor) and tensor._local_tensor.untyped_storage()._cdata in _gathered:
+            raise ModelError(
+                f"{operator.name()} writes to a view of a parameter or gradient, as weight[0].zero_() and weight[0] = "
+                f"1 do. Its elements, of the shape {tuple(tensor.shape)}, were gathered from several ranks, of which "
+                "each has a part, and the write would be lost: write to the whole, as by weight.mul_(mask) or "
+                "weight.data = value, or use strategy='ddp' or 'zero1'"
+            )
+    result = _by_torch(operator, args, kwargs, instead=_write)
+    if not _gathered:
+        _unhandle(_writing() & _before.keys())
+    return result
+
+
+@functools.cache
+def _writing() -> frozenset[Any]:
+    """The operators that write to their first argument."""
+    found = set()
+    for schema in torch._C._jit_get_all_schemas():
+        first = schema.arguments[0] if schema.arguments else None
+        namespace, _, name = schema.name.partition("::")
+        if namespace != "aten" or first is None or first.alias_info is None or not first.alias_info.is_write:
+            continue
+        if operator := getattr(getattr(_aten, name, None), schema.overload_name or "default", None):
+            found.add(operator)
+    return frozenset(found)
+
+
+def _assign(tensor: DTensor, value: Any) -> None:
+    """``tensor.data = value``."""
+    if value.shape != tensor.shape or value.dtype != tensor.dtype:
+        raise ModelError(
+            f"a parameter or gradient of {tuple(tensor.shape)} elements of {tensor.dtype}, of which each rank has a "
+            f"part, can't take .data of {tuple(value.shape)} elements of {value.dtype}: replace it before fit"
+        )
+    new: Any = value.detach()
+    with torch.no_grad():
+        if isinstance(new, DTensor):
+            new = new.redistribute(tensor.device_mesh, tensor.placements)
+        else:
+            new = like(new, tensor.detach())
+        tensor._local_tensor.copy_(local(new))
