@@ -32,6 +32,8 @@ CASES = [
     ("zero3", "Resilient", None, "ConfigurationError", ["Rprop", "strategy='zero1'"]),
     ("tensor_parallel", "Resilient", None, "ConfigurationError", ["Rprop", "strategy='zero1'"]),
     ("zero3", "GradientByWeights", None, "ModelError", ["GradientByWeights asks for a gradient", "'zero3'"]),
+    ("zero3", "Transformed", None, "ModelError", ["torch.func", "'zero3'"]),
+    ("tensor_parallel", "Transformed", None, "ModelError", ["torch.func", "torch.autograd.grad"]),
     ("zero3", "Triangular", None, "ModelError", ["aten.tril_", "'zero3'", "full_tensor()"]),
     ("zero2", "ZeroedRow", None, "ModelError", ["zero_", "(32,)", "would be lost"]),
     ("tensor_parallel", "ZeroedRow", None, "ModelError", ["zero_", "would be lost"]),

@@ -611,6 +611,13 @@ class GradientByWeights(Transformer):
         return loss + sum(gradient.square().sum() for gradient in gradients)
 
 
+class Transformed(Transformer):
+    def training_step(self, batch, batch_idx):
+        embedded = self.embed(batch[0]).detach()
+        gradient = torch.func.grad(lambda x: self.layers[0](x).sum())(embedded)
+        return super().training_step(batch, batch_idx) + gradient.square().mean()
+
+
 class Triangular(Transformer):
     def on_train_batch_end(self, outputs, batch, batch_idx):
         with torch.no_grad():

@@ -263,7 +263,8 @@ class FullyShardedStrategy(ShardedStrategy):
             return ModelError(
                 f"{error}. Under strategy {self.alias or 'fsdp'!r} the parameters of a unit are whole only while its "
                 f"own forward runs: {model} uses a part of one outside of it, as a penalty over self.parameters() "
-                "does. Call the unit, choose units that are called by 'wrap_policy', or use strategy='ddp'"
+                "does, or by a transform of torch.func. Call the unit, choose units that are called by 'wrap_policy', "
+                "or use strategy='ddp'"
             )
         if self._units and "differentiated Tensor" in str(error) and "not have been used" in str(error):
             return ModelError(

@@ -281,6 +281,12 @@ class ShardedStrategy(ParallelStrategy):
                 "with a divided tensor: compute with what its full_tensor() gives, which all ranks must call, and "
                 "write a whole result back by weight.data = value, or use strategy='ddp' or 'zero1'"
             )
+        if isinstance(error, RuntimeError) and self._objects is not None and "functorch transforms" in str(error):
+            return ModelError(
+                f"transforms of torch.func can't go through layers that strategy {alias!r} divides: let "
+                f"{type(self.module).__name__} take the gradient by torch.autograd.grad, or use strategy='ddp' or "
+                "'zero1'"
+            )
         return super().explain(error)
 
     # -- steps -----------------------------------------------------------------------------------------------
