@@ -76,6 +76,11 @@ def test_an_optimizer_over_all_parameters_is_refused(world2, strategy, optimizer
         assert optimizer.removesuffix("GlobalNorm") in message and "'ddp'" in message
 
 
+def test_zero1_refuses_an_optimizer_that_comes_to_all_parameters_later(world2):
+    for _, message, steps in world2.run(together.refused, "zero1", None, "LateNorm", timeout=60):
+        assert "LateNorm looks at all of them together" in message and 0 < steps <= 4
+
+
 def test_an_optimizer_over_each_parameter_is_not(world2):
     expected, _ = together.fitted("single_device", None, "LayerNorms")
     same(world2.run(together.fitted, "pipeline", None, "LayerNorms", timeout=60)[0][0], expected)

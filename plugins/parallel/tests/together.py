@@ -112,6 +112,23 @@ class GlobalNorm(torch.optim.AdamW):
         return super().step(closure)
 
 
+class LateNorm(torch.optim.Optimizer):
+    """Divides by the norm of all gradients after a warm-up of four steps."""
+
+    steps = 0
+
+    def __init__(self, params, lr=0.01):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.steps += 1
+        parameters = [each for group in self.param_groups for each in group["params"] if each.grad is not None]
+        norm = nn.utils.get_total_norm([each.grad for each in parameters]) if self.steps > 4 else 1.0
+        for parameter in parameters:
+            parameter.sub_(0.01 * parameter.grad / norm)
+
+
 class CountedNorm(torch.optim.Optimizer):
     """Divides by a norm that it adds up as a number of Python."""
 
@@ -150,6 +167,7 @@ class Around(torch.optim.Optimizer):
 
 
 OPTIMIZERS = {
+    "LateNorm": LateNorm,
     "GlobalNorm": GlobalNorm,
     "CountedNorm": CountedNorm,
     "LayerNorms": LayerNorms,

@@ -28,7 +28,8 @@ class ZeRO1Strategy(DDPStrategy):
 
     The step of an optimizer must be a sum of steps over its parameters, as those of all of ``torch.optim`` but LBFGS
     are. One that needs a closure, as LBFGS does, is refused, and so is one that looks at all parameters together, by
-    the norm of all gradients, say: it would see those of this rank alone. A small copy of it tells.
+    the norm of all gradients, say: it would see those of this rank alone. A small copy of it tells, which is tried
+    before the first step and again before the second, the fourth, the eighth, and so on.
     """
 
     def setup_optimizers(self, optimizers: Sequence[Optimizer], lr_scheduler_configs: Sequence[Any] = ()) -> None:
@@ -63,6 +64,8 @@ class ZeRO1Strategy(DDPStrategy):
         self._steps += 1
         if self._steps & (self._steps - 1) == 0:  # a power of two
             self._check_alike_before_step(optimizer)
+            # from the state of now: some look at all parameters together after a warm-up only
+            check_separable(optimizer, self.alias or "zero1", self.accelerator, self.root_device)
         with self.only_mine(optimizer):
             stepped = super().optimizer_step(optimizer, closure)
         if stepped:
