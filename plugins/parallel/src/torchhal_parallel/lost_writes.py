@@ -31,7 +31,7 @@ class LostWrites:
         self.steps_inside = not getattr(module, "automatic_optimization", True)
         """Whether optimizers step inside the step, and so write to parameters themselves."""
         self.names = {id(parameter): name for name, parameter in module.named_parameters()}
-        self.sharded = {
+        self.sharded: dict[tuple[int, str], Any] = {
             (id(owner), attribute): parameter
             for unit in units
             for owner in unit.modules()
