@@ -15,7 +15,7 @@ from torchhal.memory import MemoryEstimate, ModelMemory
 from torchhal.strategies import DDPStrategy, collectives
 from torchhal.strategies.replica_consistency import find_difference
 from torchhal_parallel.gathering import on_first_rank
-from torchhal_parallel.optimizers import check_divisible, check_separable, with_parameters
+from torchhal_parallel.optimizers import OptimizerTrial, check_divisible, check_separable, with_parameters
 
 
 class ZeRO1Strategy(DDPStrategy):
@@ -28,15 +28,17 @@ class ZeRO1Strategy(DDPStrategy):
 
     The step of an optimizer must be a sum of steps over its parameters, as those of all of ``torch.optim`` but LBFGS
     are. One that needs a closure, as LBFGS does, is refused, and so is one that looks at all parameters together, by
-    the norm of all gradients, say: it would see those of this rank alone. A small copy of it tells, which is tried
-    before the first step and again before the second, the fourth, the eighth, and so on.
+    the norm of all gradients, say: it would see those of this rank alone. A small copy of it tells, which steps ahead
+    of it.
     """
 
     def setup_optimizers(self, optimizers: Sequence[Optimizer], lr_scheduler_configs: Sequence[Any] = ()) -> None:
+        self._trials: dict[int, OptimizerTrial | None] = {}
         for optimizer in optimizers:
             check_divisible(optimizer, self.alias or "zero1")
             if self.world_size > 1:
-                check_separable(optimizer, self.alias or "zero1", self.accelerator, self.root_device)
+                trial = check_separable(optimizer, self.alias or "zero1", self.accelerator, self.root_device)
+                self._trials[id(optimizer)] = trial
         super().setup_optimizers(optimizers, lr_scheduler_configs)
         self._owners = [_owners(optimizer, self.world_size) for optimizer in self.optimizers]
         self._shares: dict[Optimizer, tuple[int, list[list[torch.Tensor]]]] = {}
@@ -64,8 +66,8 @@ class ZeRO1Strategy(DDPStrategy):
         self._steps += 1
         if self._steps & (self._steps - 1) == 0:  # a power of two
             self._check_alike_before_step(optimizer)
-            # from the state of now: some look at all parameters together after a warm-up only
-            check_separable(optimizer, self.alias or "zero1", self.accelerator, self.root_device)
+        if (trial := self._trials.get(id(optimizer))) is not None:
+            trial.before_step()
         with self.only_mine(optimizer):
             stepped = super().optimizer_step(optimizer, closure)
         if stepped:
