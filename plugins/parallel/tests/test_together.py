@@ -1,6 +1,7 @@
 """Code over all parameters or all samples of a pipeline: right, or refused by name before the first optimizer step."""
 
 import io
+import operator
 
 import pytest
 import staged
@@ -12,7 +13,7 @@ from torch import nn
 from torchhal.accelerators import CPUAccelerator
 from torchhal.errors import ConfigurationError, ModelError
 from torchhal_parallel.optimizers import MOST_STEPS, check_separable
-from torchhal_parallel.remote import remote, remote_gradient
+from torchhal_parallel.remote import RemoteWriteError, remote, remote_gradient
 
 pytestmark = pytest.mark.timeout(170)
 
@@ -44,6 +45,8 @@ OVER_ALL_PARAMETERS = [
     ("ClipsAllParameters", "trainer.strategy.grad_norm"),
     ("ClipsAfterBackward", "self.clip_gradients"),
     ("ClipsTheGroups", "gradient_clip_val"),
+    pytest.param("DividesByTheNorm", "the gradient of 'layers.", marks=pytest.mark.slow),
+    pytest.param("ScalesParameters", "'layers.", marks=pytest.mark.slow),
     ("AddsUpSquares", "the gradient of 'layers."),
     ("LogsTheNorm", "the gradient of 'layers."),
     ("WithTeacher", "(EMA)"),
@@ -59,6 +62,21 @@ def test_code_over_all_parameters_hears_that_it_has_one_stage(world2, model, wor
     for kind, message, steps in found:
         assert kind != "nothing" and steps == 0
         assert "another stage of the pipeline" in message
+
+
+@pytest.mark.parametrize(
+    "model, word", [("OfInputs", "'x', which requires a gradient"), ("OfWeights", "differentiates by")], ids=str
+)
+def test_a_penalty_on_gradients_is_refused(world2, model, word):
+    found = world2.run(together.refused, "pipeline", model, timeout=60)
+    assert any(kind == "ModelError" and word in message and "'zero3'" in message for kind, message, _ in found), found
+    assert all(kind != "nothing" and steps == 0 for kind, _, steps in found)
+
+
+@pytest.mark.slow
+def test_a_gradient_that_is_assigned_from_all_of_them_is_explained(world2):
+    found = world2.run(together.refused, "pipeline", "AssignsGradients", timeout=60)
+    assert any(kind == "ModelError" and "trainer.strategy.grad_norm" in message for kind, message, _ in found), found
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
@@ -164,14 +182,20 @@ def test_what_is_computed_of_a_remote_tensor_is_one():
         lambda: weight.detach().numpy(),
         weight.cpu,
         lambda: torch.equal(mine, weight),
-        lambda: mine.add_(weight.detach()),
-        lambda: mine.copy_(weight.detach()),
-        lambda: torch.add(mine, weight.detach(), out=mine),
-        lambda: torch._foreach_mul_([mine, weight.detach()], 0.5),
         lambda: torch.save(weight, io.BytesIO()),
     ):
         with pytest.raises(ModelError, match=r"'head\.weight'.* is in another stage of the pipeline"):
             read()
+    for write in (
+        lambda: mine.add_(weight.detach()),
+        lambda: mine.copy_(weight.detach()),
+        lambda: torch.add(mine, weight.detach(), out=mine),
+        lambda: torch._foreach_mul_([mine, weight.detach()], 0.5),
+        lambda: operator.itruediv(mine, weight.norm()),
+        lambda: operator.imul(mine, weight.detach().norm()),
+    ):
+        with pytest.raises(RemoteWriteError, match=r"'head\.weight'.* is in another stage of the pipeline"):
+            write()
     assert torch.equal(mine, torch.ones(3, 2))
 
 

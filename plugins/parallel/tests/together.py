@@ -70,6 +70,45 @@ class AddsUpSquares(staged.Stack):
         self.log("norm", sum(squares) ** 0.5)
 
 
+class DividesByTheNorm(staged.Stack):
+    def on_before_optimizer_step(self, optimizer):
+        norm = sum(p.grad.pow(2).sum() for p in self.parameters()).sqrt()
+        for p in self.parameters():
+            p.grad /= norm
+
+
+class ScalesParameters(staged.Stack):
+    """In place, which torch would let Python do by another tensor."""
+
+    @torch.no_grad()
+    def on_before_optimizer_step(self, optimizer):
+        total = sum(p.sum() for p in self.parameters())
+        for p in self.parameters():
+            p *= 1 + 0.01 * total
+
+
+class AssignsGradients(staged.Stack):
+    def on_before_optimizer_step(self, optimizer):
+        norm = sum(p.grad.pow(2).sum() for p in self.parameters()).sqrt()
+        for p in self.parameters():
+            p.grad = p.grad / norm
+
+
+class OfInputs(staged.Stack):
+    def training_step(self, batch, batch_idx):
+        x = batch[0].clone().requires_grad_()
+        output = self(x)
+        (gradient,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+        return F.mse_loss(output, batch[1]) + gradient.square().mean()
+
+
+class OfWeights(staged.Stack):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        gradients = torch.autograd.grad(loss, list(self.parameters()), create_graph=True)
+        return loss + sum(gradient.square().sum() for gradient in gradients)
+
+
 class LogsTheNorm(staged.Stack):
     def on_before_optimizer_step(self, optimizer):
         self.log("norm", torch.stack([p.grad.norm() for p in self.parameters() if p.grad is not None]).norm())

@@ -415,6 +415,8 @@ class HybridStrategy(FullyShardedStrategy):
         """What went wrong in a stage, which torch wraps into an error of its own."""
         if self.pipe is not None and "failed to run forward" in str(error) and error.__cause__ is not None:
             return super().explain(error.__cause__)
+        if self.pipe is not None and (found := self.pipe.explained(error)) is not None:
+            return found
         if self._open_layers is not None and not self._units and "mixed torch.Tensor and DTensor" in str(error):
             model = type(self.module).__name__
             return ModelError(

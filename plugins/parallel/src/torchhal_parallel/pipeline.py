@@ -7,7 +7,8 @@ model with; then, where the last stage is, for each microbatch, with the pipelin
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -27,6 +28,7 @@ from torchhal_parallel.microbatches import indivisible
 from torchhal_parallel.open_layers import OpenLayers
 from torchhal_parallel.part_log import one_log
 from torchhal_parallel.rehearsal import Rehearsal, once, silent
+from torchhal_parallel.remote import INSTEAD, RemoteWriteError
 from torchhal_parallel.split import merge, merge_training, rows_of
 from torchhal_parallel.stage import Followed, StageRoot, ends_of
 
@@ -144,6 +146,33 @@ class Pipeline:
                     holder = root.graph_module.get_submodule(name.rpartition(".")[0])
                     owner._parameters[attribute] = holder._parameters[attribute]
 
+    def explained(self, error: BaseException) -> ModelError | None:
+        """What an error of torch's means in a pipeline; None if it may be of elsewhere."""
+        said, model = str(error), type(self.module).__name__
+        if "appears to not have been used in the graph" in said:
+            return ModelError(
+                f"{error} A step of {model} differentiates by torch.autograd.grad: on the rank of a pipeline that "
+                "makes the loss it leads to parameters of its stages at most, as earlier layers are on other ranks. A "
+                "penalty on gradients needs a strategy under which each rank has the model, such as 'ddp' or 'zero3'"
+            )
+        if isinstance(error, RemoteWriteError):
+            return ModelError(said)
+        if "assign a gradient with device type 'meta'" in said or "set_data(tensor)" in said:
+            return ModelError(
+                f"{error}. In a pipeline that is what becomes of a number made of all parameters or gradients, which "
+                f"are in several stages: {INSTEAD}"
+            )
+        return None
+
+    @contextmanager
+    def _explaining(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if (found := self.explained(error)) is None:
+                raise
+            raise found from error
+
     # -- training --------------------------------------------------------------------------------------------
 
     def train(
@@ -235,7 +264,7 @@ class Pipeline:
 
         def loss(output: Any) -> torch.Tensor:
             nonlocal result
-            with self._rehearsal.answering(once(self.module, output)):
+            with self._rehearsal.answering(once(self.module, output)), self._explaining():
                 result = step(batch, *rest)
             found: torch.Tensor = loss_of(result)
             result = detached(result)
@@ -267,7 +296,7 @@ class Pipeline:
             def loss(output: Any, start: int) -> torch.Tensor:
                 part = start // rows
                 start_part(part)
-                with self._rehearsal.answering(once(self.module, output)):
+                with self._rehearsal.answering(once(self.module, output)), self._explaining():
                     result = step(rows_of(batch, size, start, start + rows), *rest)
                 found: torch.Tensor = loss_of(result)
                 results[part], losses[part] = detached(result), found.detach()
@@ -433,6 +462,13 @@ class Pipeline:
             raise ModelError(
                 f"a pipeline passes tensors from stage to stage, and the step calls {model} with {bad[0]}="
                 f"{others[bad[0]]!r}: give it tensors, numbers, strings, flags and None"
+            )
+        if asked := [name for name, tensor in tensors.items() if tensor.requires_grad]:
+            raise ModelError(
+                f"the step calls {model} with {asked[0]!r}, which requires a gradient, and a pipeline has none for "
+                "what the model is called with: the layers are on several ranks. A gradient penalty, or another use of "
+                "torch.autograd.grad with respect to inputs, needs a strategy under which each rank has the model, "
+                "such as 'ddp' or 'zero3'; otherwise call self(x.detach())"
             )
         sizes = {tensor.shape[0] if tensor.dim() else None for tensor in tensors.values()}
         if len(sizes) != 1 or None in sizes:

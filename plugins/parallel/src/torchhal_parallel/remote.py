@@ -8,23 +8,41 @@ together would compute something else without a word: here it gets an error that
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from torchhal.errors import ModelError
+from torchhal.errors import ModelError, TorchhalError
 
 _READING = ("aten::_local_scalar_dense", "aten::equal")
 """Operators that give a number of the host; ``item``, ``bool`` and ``allclose`` end in one of them."""
 
 
+INSTEAD: Final = (
+    "code over all parameters has those of one stage alone. For the norm of all gradients call "
+    "trainer.strategy.grad_norm(optimizer); to clip by it set Trainer(gradient_clip_val=...), or call "
+    "self.clip_gradients(...) in configure_gradient_clipping. A penalty over parameters, a copy of the model that "
+    "follows it (EMA), or another number made of all of them needs a strategy under which each rank has the model, "
+    "such as 'ddp' or 'zero3'"
+)
+"""What to do where code would look at all parameters."""
+
+
+class RemoteWriteError(TorchhalError, RuntimeError):
+    """Values of another rank were to be written into a tensor of this one: a ModelError that is no TypeError.
+
+    In ``parameter *= number`` torch takes a TypeError for a reason to let Python make a new tensor, and the parameter
+    would stay what it was.
+    """
+
+
 class RemoteTensor(torch.Tensor):
     """A tensor on the meta device whose values are on another rank.
 
-    What is computed from one is another. To read a value, or to write one into a tensor that this rank has, raises
-    ModelError.
+    What is computed from one is another. To read a value raises ModelError; to write one into a tensor that this rank
+    has, RemoteWriteError.
     """
 
     __slots__ = ("what",)
@@ -49,7 +67,7 @@ class RemoteTensor(torch.Tensor):
         if namespace_and_name in _READING or (device is not None and torch.device(device).type != "meta"):
             source.refuse("read")
         if any(not leaf.is_meta for leaf in written(func, args, kwargs)):
-            source.refuse("written into a tensor of this rank")
+            raise RemoteWriteError(source.reason("written into a tensor of this rank"))
         with torch._C._DisableTorchDispatch():
             args, kwargs = tree_map_only(torch.Tensor, _shape_of, (args, kwargs))
             try:
@@ -63,14 +81,12 @@ class RemoteTensor(torch.Tensor):
 
     def refuse(self, done: str) -> NoReturn:
         """Say what was to be ``done`` with it, and what to call instead."""
-        raise ModelError(
-            f"{self.what} is in another stage of the pipeline, where its values are, and was to be {done} here: code "
-            "over all parameters has those of one stage alone. For the norm of all gradients call "
-            "trainer.strategy.grad_norm(optimizer); to clip by it set Trainer(gradient_clip_val=...), or call "
-            "self.clip_gradients(...) in configure_gradient_clipping. A penalty over parameters, a copy of the model "
-            "that follows it (EMA), or another number made of all of them needs a strategy under which each rank has "
-            "the model, such as 'ddp' or 'zero3'"
-        )
+        raise ModelError(self.reason(done))
+
+    def reason(self, done: str) -> str:
+        """Why nothing can be ``done`` with it here, and what to call instead."""
+        what = f"{self.what} is in another stage of the pipeline, where its values are"
+        return f"{what}, and was to be {done} here: {INSTEAD}"
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"<{self.what}, in another stage of the pipeline, of shape {tuple(self.shape)}>"
