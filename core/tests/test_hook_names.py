@@ -107,6 +107,64 @@ def test_optimizer_idx_is_refused():
         fit(Two())
 
 
+@pytest.mark.parametrize("hook", ["optimizer_step", "optimizer_zero_grad", "lr_scheduler_step", "backward"])
+def test_optimizer_idx_is_refused_in_every_hook(hook):
+    def old(self, one, two, three, optimizer_idx=0, closure=None):
+        raise AssertionError("called")
+
+    with pytest.raises(ModelError, match=rf"Net\.{hook} takes 'optimizer_idx', which no Trainer gives"):
+        fit(type("Net", (Net,), {hook: old})())
+
+
+@pytest.mark.parametrize(
+    ("base", "name", "says"),
+    [
+        (
+            Net,
+            "on_train_batch_end",
+            r"must take \(self, outputs, batch, batch_idx\).*is defined as .*",
+        ),
+        (Net, "on_validation_batch_end", r"must take \(self, outputs, batch, batch_idx, dataloader_idx\)"),
+        (Net, "setup", r"must take \(self, stage\)"),
+        (Callback, "on_train_epoch_end", r"must take \(self, trainer, module\)"),
+        (Callback, "on_train_batch_start", r"must take \(self, trainer, module, batch, batch_idx\)"),
+    ],
+)
+def test_a_hook_that_can_not_be_called_is_refused(base, name, says):
+    owner = type(base.__name__, (base,), {name: lambda self: None})()
+    with pytest.raises(ModelError, match=rf"{base.__name__}\.{name} {says}"):
+        fit(**{{Net: "model", Callback: "callback"}[base]: owner})
+
+
+def test_a_hook_may_leave_out_the_loader_and_add_what_has_a_default():
+    class Own(Net):
+        def setup(self, stage=None): ...
+        def on_validation_batch_end(self, outputs, batch, batch_idx): ...
+        def on_train_batch_end(self, outputs, batch, batch_idx, unused=0): ...
+        def on_test_batch_end(self, outputs, batch, *, dataloader_idx=0, **others): ...
+        def on_predict_batch_end(self, *args): ...
+
+    with pytest.raises(ModelError, match=r"Own\.on_test_batch_end must take"):
+        fit(Own())
+    del Own.on_test_batch_end
+
+    class OwnData(Data):
+        def setup(self, stage): ...
+
+    class OwnCallback(Callback):
+        def setup(self, trainer, module, stage): ...
+
+    fit(Own(), OwnData(), OwnCallback())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"), [("train_step", "training_step"), ("configure_optimizer", "configure_optimizers")]
+)
+def test_a_step_of_another_name_is_said_where_it_is_missed(wrong, right):
+    with pytest.raises(ModelError, match=rf"it has no {right} \(its {wrong} is no hook"):
+        fit(type("Net", (Net,), {wrong: method, right: None})())
+
+
 NEAR = [
     (Net, "on_train_epoch_ends", "on_train_epoch_end"),
     (Net, "on_training_epoch_end", "on_train_epoch_end"),

@@ -501,6 +501,12 @@ def test_arguments_of_methods_are_checked_as_the_trainers_own(monkeypatch, call,
         call(make())
 
 
+@pytest.mark.parametrize(("name", "value"), [("precision", "bf16-true"), ("accelerator", "gpu")])
+def test_what_a_trainer_was_made_with_stays(name, value):
+    with pytest.raises(ConfigurationError, match=rf"can't become '{value}'.*new one, Trainer\({name}='{value}'\)"):
+        setattr(make(), name, value)
+
+
 @pytest.mark.parametrize("path", [5, True, "", b"x", 1.5])
 def test_a_ckpt_path_that_is_none(monkeypatch, path):
     refuse_to_start(monkeypatch)

@@ -81,7 +81,7 @@ def check_scheduler_state(scheduler: Any, state: Mapping[str, Any]) -> None:
             )
 
 
-def _counts(kind: type) -> set[str]:
+def _counts(kind: Any) -> set[str]:
     """The attributes of a scheduler class that are whole numbers: those it has from arguments that say so."""
     parameters = inspect.signature(kind).parameters.values()
     return {"last_epoch", "_step_count", *(each.name for each in parameters if each.annotation in (int, "int"))}

@@ -21,6 +21,7 @@ from torchhal.trainer.data import (
     load_validation_data,
     no_batch,
 )
+from torchhal.trainer.hook_names import near_miss
 from torchhal.trainer.log_options import batch_size_of
 from torchhal.trainer.optimization import Optimization, step_schedulers
 from torchhal.trainer.part import TrainerPart
@@ -545,7 +546,9 @@ def check_can_fit(trainer: Trainer, module: Any) -> None:
         ("configure_optimizers", "returns the optimizer"),
     ):
         if not callable(getattr(module, method, None)):
-            raise ModelError(f"{name} can't be fitted: it has no {method}. Define one that {what}")
+            other = near_miss(module, method)
+            said = f" (its {other} is no hook, and never called)" if other else ""
+            raise ModelError(f"{name} can't be fitted: it has no {method}{said}. Define one that {what}")
     if trainer.max_epochs == -1 and trainer.max_steps == -1 and trainer.max_time is None:
         trainer.warn_once("max_epochs=-1 and no max_steps or max_time: training runs until somebody stops it")
     if trainer.max_epochs is None and trainer.max_steps == -1 and trainer.max_time is None:

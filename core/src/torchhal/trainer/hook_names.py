@@ -72,14 +72,17 @@ _SAME_WORD: Final[Mapping[str, str]] = {
 
 
 def check_hook_names(module: Any, datamodule: Any, callbacks: list[Any]) -> list[str]:
-    """Raise ModelError for a removed hook; the names that were probably meant to be hooks, in sentences.
+    """Raise ModelError for a removed hook, or one that can't be called as it is; the names that were probably meant to
+    be hooks, in sentences.
 
     Only methods that users have defined are looked at, and of those only the ones that are named like hooks:
     ``on_...``, ``..._step``, ``..._epoch_end`` and ``..._dataloader``. Others are their own business.
     """
     said = []
-    for owner, known in ((module, _MODULE), (datamodule, _DATA), *((callback, _CALLBACK) for callback in callbacks)):
+    owners = [(module, _MODULE, ModuleHooks), (datamodule, _DATA, ModuleHooks)]
+    for owner, known, base in (*owners, *((callback, _CALLBACK, Callback) for callback in callbacks)):
         own = set(_own_methods(owner))
+        _check_signatures(owner, own & known, base)
         for name in sorted(own - known):
             what = f"{type(owner).__name__}.{name}"
             if name in REMOVED:
@@ -89,13 +92,48 @@ def check_hook_names(module: Any, datamodule: Any, callbacks: list[Any]) -> list
                 said.append(f"{what} is a hook of {where}, and the Trainer never calls it there")
             elif meant := _meant(name, known, own):
                 said.append(f"{what} is no hook, and the Trainer never calls it; did you mean {meant}?")
-    step = getattr(module, "training_step", None)
-    if callable(step) and "optimizer_idx" in inspect.signature(step).parameters:
-        raise ModelError(
-            f"{type(module).__name__}.training_step takes 'optimizer_idx', which no Trainer gives it any more: with "
-            "several optimizers set self.automatic_optimization = False, and step self.optimizers() in training_step"
-        )
     return said
+
+
+def near_miss(owner: Any, hook: str) -> str | None:
+    """A method that the user has probably meant to be ``hook``."""
+    return next((name for name in sorted(set(_own_methods(owner))) if _meant(name, frozenset({hook}), set())), None)
+
+
+def _check_signatures(owner: Any, hooks: set[str], base: type) -> None:
+    """Raise ModelError for a hook that takes other arguments than the Trainer calls it with: those of ``base``'s."""
+    for name in sorted(hooks):
+        what, hook = f"{type(owner).__name__}.{name}", getattr(owner, name)
+        try:
+            shown, called = inspect.signature(hook), inspect.signature(hook, follow_wrapped=False)
+        except (TypeError, ValueError):  # of a builtin
+            continue
+        if "optimizer_idx" in shown.parameters:
+            raise ModelError(
+                f"{what} takes 'optimizer_idx', which no Trainer gives it any more: with several optimizers set "
+                "self.automatic_optimization = False, and step self.optimizers() in training_step"
+            )
+        given = list(inspect.signature(getattr(base, name)).parameters.values())[1:] if hasattr(base, name) else None
+        if given is None or isinstance(vars(base).get(name), property):
+            continue
+        words = [each for each in given if each.kind is each.POSITIONAL_OR_KEYWORD]
+        without = [each for each in words if each.name != "dataloader_idx" or each.default is each.empty]
+        ways = [([None] * len(words), {}), ([None] * len(without), {})]
+        if len(without) < len(words):
+            ways.append(([None] * len(without), {"dataloader_idx": None}))
+        if not any(_binds(called, args, kwargs) for args, kwargs in ways):
+            raise ModelError(
+                f"{what} must take ({', '.join(['self', *(each.name for each in words)])}), with which the Trainer "
+                f"calls it; it is defined as {name}{shown}"
+            )
+
+
+def _binds(signature: inspect.Signature, args: list[None], kwargs: Mapping[str, None]) -> bool:
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
 
 
 def _own_methods(owner: Any) -> Iterator[str]:
@@ -117,7 +155,9 @@ def _meant(name: str, known: frozenset[str], own: set[str]) -> str | None:
         meant = usual if usual in known else REMOVED.get(usual) or nearest(usual, known, cutoff=0.87)
     else:
         ending = next((ending for ending in _ENDINGS if name.endswith(ending)), None)
-        if ending is not None:
+        if name.startswith("configure_"):
+            meant = nearest(name, known, cutoff=0.87)
+        elif ending is not None:
             meant = _with_that_ending(name.removesuffix(ending), ending, known)
     return None if meant in own else meant
 

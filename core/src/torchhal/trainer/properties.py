@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from torchhal.errors import ConfigurationError
 from torchhal.trainer.callbacks import EarlyStopping, ModelCheckpoint, ProgressBar
 from torchhal.trainer.data import TrainingData, find_loaders
 from torchhal.trainer.settings import TrainerSettings
@@ -17,6 +18,13 @@ if TYPE_CHECKING:
     from torchhal.trainer.fit_loop import FitLoop
     from torchhal.trainer.optimization import SchedulerConfig
     from torchhal.trainer.results import Results
+
+
+def _made_with(name: str, value: Any, now: Any) -> ConfigurationError:
+    return ConfigurationError(
+        f"'{name}' can't become {value!r}: this Trainer was made with {now!r}. Make a new one, "
+        f"Trainer({name}={value!r})"
+    )
 
 
 class TrainerProperties(TrainerSettings):
@@ -75,6 +83,10 @@ class TrainerProperties(TrainerSettings):
     def accelerator(self) -> Any:
         return self.strategy.accelerator
 
+    @accelerator.setter
+    def accelerator(self, accelerator: Any) -> None:
+        raise _made_with("accelerator", accelerator, self.strategy.accelerator.name)
+
     @property
     def precision_plugin(self) -> Any:
         return self.strategy.precision
@@ -82,6 +94,10 @@ class TrainerProperties(TrainerSettings):
     @property
     def precision(self) -> str:
         return str(self.strategy.precision.alias)
+
+    @precision.setter
+    def precision(self, precision: Any) -> None:
+        raise _made_with("precision", precision, self.precision)
 
     # -- counters and state ----------------------------------------------------------------------------------
 
