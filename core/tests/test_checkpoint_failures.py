@@ -24,6 +24,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from torchhal.checkpoint import TorchCheckpointIO, leftovers, local
 from torchhal.checkpoint.crc import Sum, combine, torch_describes_records
 from torchhal.errors import CheckpointCorruptError, CheckpointError
+from torchhal.trainer.callbacks.written_files import WrittenFiles
 
 OLD, NEW = {"w": torch.zeros(100)}, {"w": torch.ones(1_000_000)}
 
@@ -112,6 +113,13 @@ def test_a_full_disk_is_named_and_leaves_the_old_one(io_: TorchCheckpointIO, sma
     assert os.listdir(small_disk) == ["x"]
     assert torch.equal(io_.load_checkpoint(small_disk / "x")["w"], OLD["w"])
     io_.save_checkpoint({"w": torch.ones(150_000)}, small_disk / "x")
+
+
+def test_a_read_only_disk_is_named(small_disk: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    files = WrittenFiles("run", "writer")
+    with pytest.raises(CheckpointError, match=r"x' could not be saved \(OSError: .*Read-only file system"):
+        files.claim(str(small_disk / "x"))
 
 
 def test_a_folder_that_takes_no_file_is_an_error(io_: TorchCheckpointIO) -> None:

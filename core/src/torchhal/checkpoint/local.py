@@ -106,6 +106,7 @@ class LocalPlace(Place):
         return [about.st_ino, about.st_mtime_ns, about.st_size if stat.S_ISREG(about.st_mode) else None]
 
     def create(self, content: bytes) -> bool:
+        os.makedirs(os.path.dirname(self.path) or ".", exist_ok=True)  # a folder that can't be made is said as that
         try:
             with self._beside(content) as temporary:
                 os.link(temporary, self.path)
