@@ -118,7 +118,7 @@ def _check_signatures(owner: Any, hooks: set[str], base: type) -> None:
             continue
         words = [each for each in given if each.kind is each.POSITIONAL_OR_KEYWORD]
         without = [each for each in words if each.name != "dataloader_idx" or each.default is each.empty]
-        ways = [([None] * len(words), {}), ([None] * len(without), {})]
+        ways: list[tuple[list[None], dict[str, None]]] = [([None] * len(words), {}), ([None] * len(without), {})]
         if len(without) < len(words):
             ways.append(([None] * len(without), {"dataloader_idx": None}))
         if not any(_binds(called, args, kwargs) for args, kwargs in ways):
