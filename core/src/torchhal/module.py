@@ -7,6 +7,7 @@ A model needn't derive from :class:`Module`: any ``nn.Module`` with ``training_s
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 import warnings
 import weakref
@@ -112,11 +113,12 @@ class _HasHyperparameters:
                 which no checkpoint holds, and is not among ``arguments``.
         """
         from torchhal.checkpoint import CheckpointIO, TorchCheckpointIO
-        from torchhal.trainer.arguments import check_bool, check_path
 
-        check_path("checkpoint_path", checkpoint_path)
-        check_bool("strict", strict)
-        check_bool("weights_only", weights_only)
+        if not isinstance(checkpoint_path, str | os.PathLike) or not os.fspath(checkpoint_path):
+            raise ConfigurationError(f"'checkpoint_path' must be a path (got {checkpoint_path!r})")
+        for name, flag in (("strict", strict), ("weights_only", weights_only)):
+            if not isinstance(flag, bool):
+                raise ConfigurationError(f"'{name}' must be a bool (got {flag!r})")
         if checkpoint_io is not None and not isinstance(checkpoint_io, CheckpointIO):
             raise ConfigurationError(
                 f"'checkpoint_io' must be a CheckpointIO, the object that wrote the file, or None (got "
@@ -504,14 +506,10 @@ class Module(_HasHyperparameters, ModuleHooks, nn.Module):
         Returns:
             The norm over all gradients before, on whichever ranks they are; None where nothing is clipped by it.
         """
-        from torchhal.trainer.arguments import check_clip_algorithm, check_clip_val
-
-        gradient_clip_val = check_clip_val("gradient_clip_val", gradient_clip_val)
-        algorithm = check_clip_algorithm("gradient_clip_algorithm", gradient_clip_algorithm)
         if gradient_clip_val is None:
             return None
         norm: torch.Tensor | None = self.trainer.strategy.clip_gradients(
-            getattr(optimizer, "optimizer", optimizer), gradient_clip_val, algorithm
+            getattr(optimizer, "optimizer", optimizer), gradient_clip_val, gradient_clip_algorithm or "norm"
         )
         return norm
 
