@@ -32,8 +32,8 @@ test: check  ## in ten minutes: linters, types, and of every package and every w
 test-all: check  ## everything but torch_xla, in thirty minutes
 	$(PYTEST)
 
-# These tests wait more than those of test.
-test-rest: WORKERS := 5
+# These tests wait more than those of test, and begin with those that wait longest.
+test-rest: WORKERS := 6
 test-rest: $(VENV)/dev.stamp  ## what test leaves out
 	$(PYTEST) -m slow
 
