@@ -240,6 +240,7 @@ def test_parameters_of_every_kind(place):
     assert all(isinstance(parameter, nn.Parameter) for parameter in module.parameters())
 
 
+@pytest.mark.simulator
 def test_what_the_parts_return_must_agree():
     pytest.importorskip("torchhal_simulator")
     with pytest.raises(ModelError, match=r"\['device'\] \('sim:0', 'sim:1'\): return tensors"):
@@ -447,6 +448,7 @@ def test_logs_what_one_device_logs(place, tmp_path):
                 assert float(row[name]) == pytest.approx(float(text), rel=close, nan_ok=True), name
 
 
+@pytest.mark.simulator
 @pytest.mark.parametrize("fn", ["fit", "validate"])
 def test_a_batch_waits_for_no_device(fn):
     """Parts, logs and seeds: many batches wait as often as few."""
@@ -551,6 +553,7 @@ def collate(samples):
     return {"item": Item(torch.stack(x)), "y": torch.stack(y), "name": [f"n{int(label)}" for label in y], "scale": 2}
 
 
+@pytest.mark.simulator
 def test_predictions_come_merged_and_in_order():
     for place in PLACES:
         if place[0] == "sim":
@@ -798,6 +801,7 @@ def test_a_loss_that_is_none_is_named():
         make(("cpu", 2)).fit(Wrong(), DataLoader(dataset(models.ConvNet), 8))
 
 
+@pytest.mark.simulator
 @pytest.mark.parametrize("kind", ["attribute", "checkpointing"])
 def test_tensors_on_the_wrong_device_are_explained(kind):
     pytest.importorskip("torchhal_simulator")

@@ -306,7 +306,7 @@ class _Recorder(TorchDispatchMode):
 
         def call_function(kind: Any, *args: Any, **kwargs: Any) -> Any:
             if self.silent:
-                return apply.__func__(kind, *args, **kwargs)
+                return apply.__get__(None, kind)(*args, **kwargs)
             return self.call_function(kind, args, kwargs)
 
         nn.Module.__call__ = call  # type: ignore[method-assign]

@@ -54,6 +54,9 @@ class InnerBackward:
         for unit in self.units:
             state = unit._get_fsdp_state()
             if state._is_root:
+                context = state._state_ctx  # since torch 2.15 this notes who ends a backward, until that has ended
+                if getattr(context, "manual_backward_finalization_active", False) is None:
+                    context.manual_backward_finalization_active = context.manual_backward_finalization
                 state._root_post_backward_final_callback()
         for unit in self.units:
             unit.reshard()
