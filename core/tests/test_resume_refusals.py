@@ -469,6 +469,7 @@ def test_a_checkpoint_of_lightning_is_named_as_one(tmp_path):
         (("loops", "fit", "elapsed"), math.nan),
         (("loops", "fit", "accumulate"), 0),
         (("loops", "fit", "batches_done"), "3"),
+        (("loops", "fit", "batches_done"), 2**70),
         (("loops", "results", "ranks"), {}),
         (("loops", "results", "ranks", 0, "train", 0, "reduction"), "median"),
         (("loops", "results", "ranks", 0, "train", 0, "reduction"), torch.zeros(2)),

@@ -16,7 +16,7 @@ from torchhal.errors import ConfigurationError, ModelError
 from torchhal.trainer.callbacks import EarlyStopping
 from torchhal.trainer.data import limit_length
 from torchhal.trainer.loggers import Logger
-from torchhal.trainer.samplers import distribute
+from torchhal.trainer.samplers import distribute, with_skip
 
 pytestmark = pytest.mark.usefixtures("accelerator")
 
@@ -891,3 +891,11 @@ class Kept(DataLoader):
 def test_a_subclass_of_dataloader_stays_one():
     mine = distribute(Kept(DATA, 2, shuffle=True, note="x"), num_replicas=2, rank=0, training=True, seed=0)
     assert type(mine) is Kept and mine.note == "x" and len(mine) == 4
+
+
+@pytest.mark.parametrize("batch_size", [2, None])
+def test_what_is_skipped_ends_with_the_data(batch_size):
+    """A checkpoint may say that an epoch was at its thousand millionth batch."""
+    come = []
+    loader = with_skip(DataLoader(DATA, batch_size), 2**40, lambda: come.append(True))
+    assert list(loader) == [] and come == [True]

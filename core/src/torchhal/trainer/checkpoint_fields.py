@@ -18,6 +18,9 @@ from torchhal.trainer.log_options import REDUCTIONS
 FORMAT = 1
 _STAGES = ("train", "validate", "test")
 
+_MOST = 2**53
+"""Of anything that is counted: more is no run's, and some loops would count so far."""
+
 
 class Field:
     """A value in a checkpoint with its place there (``"ranks/0/share"``), which every complaint names."""
@@ -65,6 +68,8 @@ class Field:
     def count(self, minimum: int = 0) -> int:
         if type(self.value) is not int or self.value < minimum:
             raise self.refuse(f"an int of at least {minimum}")
+        if self.value > _MOST:
+            raise self.refuse(f"an int of at most {_MOST}")
         return self.value
 
     def flag(self) -> bool:

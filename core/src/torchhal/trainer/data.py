@@ -470,7 +470,8 @@ class TrainingData(TrainerPart):
             return iter(samplers.with_skip(loader, skip, arrived))
         iterator = start_iterator(loader)
         for _ in range(skip):
-            next(iterator, None)
+            if next(iterator, arrived) is arrived:  # fewer batches than there were
+                break
         arrived()
         return iterator
 

@@ -203,7 +203,8 @@ class _Skipping:
     def __iter__(self) -> Iterator[Any]:
         iterator = iter(self.inner)
         for _ in range(self.skip):
-            next(iterator, None)
+            if next(iterator, self) is self:  # fewer than there were
+                break
         self.then()
         yield from iterator
 
