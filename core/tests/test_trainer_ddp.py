@@ -339,6 +339,17 @@ def test_a_rank_with_a_batch_more_is_an_error_on_all(tmp_path):
     assert_nothing_left(tmp_path / "run")
 
 
+def test_a_batch_that_one_rank_alone_skips_is_an_error_on_all(tmp_path):
+    """It would be averaged with the next one of the other rank, and with max_steps nothing would ever hang."""
+    skipped_by_all = run(tmp_path / "both", skips={"1": [0, 1]}, trainer={"max_epochs": 1})
+    assert skipped_by_all.code == 0, skipped_by_all.stderr
+    assert [skipped_by_all.rank(rank)["steps"] for rank in range(2)] == [2, 2]
+    result = run(tmp_path / "one", skips={"1": [1]}, collective_timeout=6, trainer={"max_steps": 2})
+    assert result.code != 0
+    assert "batch 1, for which training_step returned None" in result.stderr
+    assert_nothing_left(tmp_path / "one")
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("accelerator")
 def test_loaders_without_length_end_together(tmp_path):

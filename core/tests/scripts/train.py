@@ -69,6 +69,8 @@ class Net(Module):
         self.log("train_loss", loss, on_step=False, on_epoch=True)
         if self.config.get("misdeed") == "log_on_rank_zero" and self.global_rank == 0:
             self.log("lonely", loss, on_step=True, sync_dist=True)
+        if self.global_rank in self.config.get("skips", {}).get(str(batch_idx), []):
+            return None
         return loss
 
     def validation_step(self, batch, batch_idx):

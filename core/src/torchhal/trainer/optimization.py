@@ -217,6 +217,8 @@ class Optimization(TrainerPart):
         self.alone = trainer.world_size == 1
         self.check_finite = trainer.detect_anomaly
         self.no_sync = strategy.no_backward_sync() if self.accumulate > 1 else None
+        self.averages = True
+        """Whether the ranks average gradients in the backward of this batch."""
         self._bind_hooks()
         self.has_gradients = trainer.fit_loop.restored_gradients
         """Whether a backward has run since the last optimizer step."""
@@ -253,6 +255,7 @@ class Optimization(TrainerPart):
     def accumulate_over(self, batches: int) -> None:
         """Take so many batches to a step, from the beginning of one."""
         self.accumulate = batches
+        self.averages = True
         self.no_sync = self.strategy.no_backward_sync() if batches > 1 else None
 
     def bind_clipping(self) -> None:
@@ -303,6 +306,7 @@ class Optimization(TrainerPart):
             self.trainer.fit_loop.count_step()
             return output
         if self.no_sync is not None:
+            self.averages = update
             if not update:
                 with self.no_sync:
                     return self.forward_backward(batch, batch_idx, first)
@@ -389,6 +393,10 @@ class Optimization(TrainerPart):
         self._without_loss += 1
         if self._without_loss == _TOO_MANY and self._batches() == _TOO_MANY - 1:  # this one has yet to be counted
             self.trainer.warn_once(self._no_loss(_TOO_MANY))
+        if self.averages and not self.alone:
+            # A rank that skips alone would average its next batch with this one of the others, and end a step early.
+            batch = self.trainer.fit_loop.total_batches
+            self.strategy.barrier(f"batch {batch}, for which training_step returned None")
 
     def _batches(self) -> int:
         """Those that this fit has used."""
