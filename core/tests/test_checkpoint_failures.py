@@ -12,6 +12,7 @@ import threading
 import time
 import zlib
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
+from torchhal import Module, Trainer
 from torchhal.checkpoint import TorchCheckpointIO, leftovers, local
 from torchhal.checkpoint.crc import Sum, combine, torch_describes_records
 from torchhal.errors import CheckpointCorruptError, CheckpointError
+from torchhal.trainer.callbacks import ModelCheckpoint
 from torchhal.trainer.callbacks.written_files import WrittenFiles
 
 OLD, NEW = {"w": torch.zeros(100)}, {"w": torch.ones(1_000_000)}
@@ -120,6 +123,31 @@ def test_a_read_only_disk_is_named(small_disk: Path) -> None:
     files = WrittenFiles("run", "writer")
     with pytest.raises(CheckpointError, match=r"x' could not be saved \(OSError: .*Read-only file system"):
         files.claim(str(small_disk / "x"))
+
+
+class Line(Module):
+    def __init__(self, steps: list[int]) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.steps = steps
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        self.steps.append(batch_idx)
+        return self.layer(batch).sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_a_read_only_disk_is_named_before_the_first_step(small_disk: Path, tmp_path: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    steps: list[int] = []
+    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    for folder, taken in ((small_disk / "new" / "run", False), (tmp_path / "new" / "run", True)):
+        trainer = Trainer(accelerator="cpu", max_epochs=1, callbacks=ModelCheckpoint(folder), **quiet)
+        with nullcontext() if taken else pytest.raises(CheckpointError, match=f"'{small_disk}' may not be written to"):
+            trainer.fit(Line(steps), [torch.ones(2, 1)])
+        assert bool(steps) == taken
 
 
 def test_a_folder_that_takes_no_file_is_an_error(io_: TorchCheckpointIO) -> None:

@@ -792,8 +792,15 @@ def test_a_read_only_folder_is_no_success(tmp_path):
 
 def test_a_folder_that_is_a_file_is_no_success(tmp_path):
     (tmp_path / "out").write_text("in the way")
-    done = script(tmp_path, "trainer(ModelCheckpoint(folder), max_epochs=1).fit(Net(), BATCHES)")
+    done = script(
+        tmp_path,
+        """
+        announce = At("on_train_batch_start", lambda trainer: print("a step"))
+        trainer(announce, ModelCheckpoint(os.path.join(folder, "below")), max_epochs=1).fit(Net(), BATCHES)
+        """,
+    )
     assert done.returncode == 1 and "CheckpointError" in done.stderr and str(tmp_path / "out") in done.stderr
+    assert "a step" not in done.stdout
     assert (tmp_path / "out").read_text() == "in the way"
 
 
@@ -848,6 +855,22 @@ def test_sigterm_leaves_a_loadable_checkpoint(tmp_path, hook, save_last):
     resumed = make(ModelCheckpoint(tmp_path / "out"), max_epochs=2)
     resumed.fit(Net(), BATCHES * 2, ckpt_path="last")
     assert resumed.global_step > steps or resumed.current_epoch == 2
+
+
+def test_a_stop_at_a_step_that_was_just_saved_names_that_file(tmp_path):
+    done = script(
+        tmp_path,
+        """
+        def act(trainer):
+            if trainer.global_step == 4:
+                os.kill(os.getpid(), signal.SIGTERM)
+        trainer(At("on_train_batch_end", act), ModelCheckpoint(folder, every_n_train_steps=2), max_epochs=99).fit(
+            Net(), BATCHES * 2)
+        """,
+    )
+    assert done.returncode == 143, done.stderr
+    (saved,) = (tmp_path / "out").glob("*.ckpt")
+    assert f"saved {saved}, continue with ckpt_path='last'" in done.stderr, done.stderr
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from torchhal.errors import CheckpointError, ConfigurationError
 from torchhal.trainer.arguments import check_bool, check_count, check_optional_count
 from torchhal.trainer.callbacks.base import Callback
 from torchhal.trainer.callbacks.checkpoint_files import (
+    check_writable,
     earlier_runs,
     join,
     normal_folder,
@@ -141,6 +142,7 @@ class ModelCheckpoint(Callback):
         self._seen_at: tuple[int, int] | None = None
         self._written_at: tuple[int, int] | None = None
         self._files = WrittenFiles("", "")
+        self._durable_path = ""  # of the latest save
         self._step_seen = 0
         self._validated = False
         self._unsettled: _Unsettled | None = None
@@ -177,6 +179,9 @@ class ModelCheckpoint(Callback):
         self.dirpath = self._given_dirpath or self._default_folder(trainer)
         self._validated = False
         self._files = WrittenFiles(trainer.run_id, self.state_key, trainer.strategy.checkpoint_io.storage_options)
+        if stage == "fit" and not trainer.fast_dev_run and (self.save_top_k != 0 or self.save_last):
+            folder = self.dirpath
+            self._agree(trainer, lambda: check_writable(folder))
 
     def on_load_checkpoint(self, trainer: Trainer, module: Any, checkpoint: dict[str, Any]) -> None:
         """Find out, before a fit, whether the run that wrote this checkpoint wrote into the same folder."""
@@ -241,8 +246,8 @@ class ModelCheckpoint(Callback):
 
     @property
     def interrupted_path(self) -> str:
-        """The file that a signal made this run write last; empty without one."""
-        return self._interrupted or (self.last_model_path if self.save_last else "")
+        """The file from which a run that a signal has ended goes on; empty without one."""
+        return self._interrupted or (self.last_model_path if self.save_last else self._durable_path)
 
     def save_interrupted(self, trainer: Trainer) -> None:
         """Save a state to resume from, since a signal ends the run here. Called on every rank."""
@@ -395,6 +400,7 @@ class ModelCheckpoint(Callback):
             except Exception:
                 self._give_up(trainer, unsettled.before, unsettled.paths)
                 raise
+            self._durable_path = unsettled.paths[0]
             if trainer.is_global_zero:
                 for path in unsettled.paths:
                     self._files.wrote(path)

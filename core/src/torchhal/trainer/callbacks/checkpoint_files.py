@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from torchhal.checkpoint.place import is_url
+from torchhal.errors import CheckpointError
 
 
 def normal_folder(path: str | os.PathLike[str]) -> str:
@@ -15,6 +16,22 @@ def normal_folder(path: str | os.PathLike[str]) -> str:
 
 def join(folder: str, name: str) -> str:
     return f"{folder}/{name}" if is_url(folder) else os.path.join(folder, name)
+
+
+def check_writable(folder: str) -> None:
+    """Raise CheckpointError if this process may not write to a local ``folder``, which need not exist yet."""
+    if is_url(folder):
+        return
+    existing = folder
+    while not os.path.lexists(existing) and os.path.dirname(existing) != existing:
+        existing = os.path.dirname(existing)
+    if os.path.isdir(existing) and os.access(existing, os.W_OK | os.X_OK):
+        return
+    why = "may not be written to, or lies on a read-only disk" if os.path.isdir(existing) else "is no folder"
+    raise CheckpointError(
+        f"ModelCheckpoint is to save in {folder!r}, but {existing!r} {why}: give ModelCheckpoint(dirpath=...) or "
+        "Trainer(default_root_dir=...) another folder, or save nothing, with enable_checkpointing=False"
+    )
 
 
 def earlier_runs(folder: str) -> list[str]:
