@@ -89,10 +89,10 @@ def test_a_run_that_resumes_a_copy_deletes_nothing_of_who_is_there_now(tmp_path)
 
 def test_a_resumed_run_goes_on_with_the_files_of_the_one_before(tmp_path):
     fit(tmp_path, 2, save_last=True)
-    fit(tmp_path, 4, ckpt_path="last", save_last=True)
+    run = fit(tmp_path, 4, ckpt_path="last", save_last=True).run_id
     assert names(tmp_path) == ["last.ckpt", "step=4.ckpt"]
     records = sorted(os.listdir(tmp_path / ".torchhal"))
-    assert records == ["last.ckpt.json", "step=4.ckpt.json"]
+    assert records == [f"{run}.owner-1", "last.ckpt.json", "step=4.ckpt.json"]
 
 
 def test_so_do_its_callbacks_in_other_folders(tmp_path):
@@ -270,7 +270,56 @@ def test_a_claim_is_given_back_and_a_version_counts(tmp_path, url):
     assert stranger.run not in (mine.run, other.run)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"run": "x"}', b"\xff"])
+ADOPTING = """
+import sys, time
+from pathlib import Path
+from torchhal.trainer.callbacks.written_files import WrittenFiles
+folder, name = Path(sys.argv[1]), sys.argv[2]
+(folder / name).touch()
+while len(list(folder.glob("process*"))) < 3:
+    time.sleep(0.001)
+for number in range(20):
+    files = WrittenFiles("0" * 16, "w")
+    files.adopt(str(folder / f"{number}.ckpt"))
+    print(number, files.run, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_run_that_is_over_is_continued_by_one_process_at_a_time(tmp_path):
+    """Two jobs that resume from one folder would delete each other's files."""
+    (tmp_path / "process0").touch()
+    wrote = "import sys; from torchhal.trainer.callbacks.written_files import WrittenFiles, new_run_id\n"
+    wrote += "for n in range(20):\n path = f'{sys.argv[1]}/{n}.ckpt'; files = WrittenFiles(new_run_id(), 'w')\n"
+    wrote += " assert files.claim(path); open(path, 'w').close(); files.wrote(path)"
+    subprocess.run([sys.executable, "-c", wrote, tmp_path], check=True, timeout=60)
+    for _ in range(2):  # those who continued the runs are over, too
+        both = [
+            subprocess.Popen(
+                [sys.executable, "-c", ADOPTING, tmp_path, f"process{number}"], stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE, text=True,
+            )
+            for number in (1, 2)
+        ]  # fmt: skip
+        lines = [[process.stdout.readline().split() for _ in range(20)] for process in both]
+        for process in both:
+            process.communicate(timeout=60)
+        for one, other in zip(*lines, strict=True):
+            assert one[0] == other[0]
+            assert sum(int(run, 16) != 0 for run in (one[1], other[1])) == 1
+        for name in ("process1", "process2"):
+            (tmp_path / name).unlink()
+    assert len([name for name in os.listdir(tmp_path / ".torchhal") if ".owner-" in name]) == 20
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"", b"{", b"[]", b'{"run": "x"}', b"\xff",
+        b'{"run": "../../x", "writer": "w", "version": null, "machine": "", "process": 1}',
+        b'{"run": "0123456789abcdef", "writer": "w", "version": null, "machine": "", "process": "1"}',
+    ],
+)  # fmt: skip
 def test_a_damaged_record_proves_nothing(tmp_path, content):
     path = tmp_path / "x.ckpt"
     mine = WrittenFiles(new_run_id(), "w")
@@ -279,6 +328,9 @@ def test_a_damaged_record_proves_nothing(tmp_path, content):
     mine.wrote(str(path))
     (tmp_path / ".torchhal" / "x.ckpt.json").write_bytes(content)
     assert not mine.owns(str(path)) and not mine.claim(str(path))
+    other = WrittenFiles(own := new_run_id(), "w")
+    other.adopt(str(path))
+    assert other.run == own and os.listdir(tmp_path / ".torchhal") == ["x.ckpt.json"]
     path.unlink()
     assert mine.claim(str(path))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 from collections.abc import Mapping
 from contextlib import suppress
@@ -16,6 +17,9 @@ from torchhal.trainer.callbacks.checkpoint_files import join
 
 FOLDER = ".torchhal"
 """Beside the checkpoints; a record is called as its checkpoint is, with ``.json``."""
+_RUN_ID = re.compile("[0-9a-f]{16}")
+OWNER = ".owner-"
+"""The file that names the process which continues a run is called as the run, this, and a number."""
 
 
 class WrittenFiles:
@@ -86,13 +90,39 @@ class WrittenFiles:
             self._record_place(path).remove()
 
     def adopt(self, path: str) -> None:
-        """This run continues from ``path``: if a run that has ended wrote that, it is this one from now on."""
+        """Become the run that wrote ``path``, which this one continues, unless that lives or another continues it."""
         record = self._read(path)
-        if record is None or not self._is_that_file(record, self._place(path)):
+        if record is None or not self._is_that_file(record, self._place(path)) or not _is_over(record):
             return
-        elsewhere, here = record["machine"] != machine(), record["process"] == os.getpid()
-        if elsewhere or here or _writer_has_died(record):  # of another host it can't be known
-            self.run = str(record["run"])
+        run = str(record["run"])
+        with suppress(OSError, CheckpointError):  # as in a folder that takes no file: what is written there says so
+            if self._take_over(path, run):
+                self.run = run
+
+    def _take_over(self, path: str, run: str) -> bool:
+        """Whether this process, of all that continue a run in this folder, is the one that goes on as it.
+
+        Each that does makes a file of the next number, which one of several callers can.
+        """
+        before = self._owners(path, run)
+        if before and not _is_over(_parsed(self._content(before[max(before)]))):
+            return False
+        number = max(before, default=0) + 1
+        own = self._in_folder(path, f"{run}{OWNER}{number}")
+        if not own.create(json.dumps({"machine": machine(), "process": os.getpid()}).encode()):
+            return False
+        if max(self._owners(path, run), default=number) > number:  # others came and went since ``before``
+            own.remove()
+            return False
+        for place in before.values():
+            place.remove()
+        return True
+
+    def _owners(self, path: str, run: str) -> dict[int, Place]:
+        pattern = re.compile(rf".*[/\\]{run}{re.escape(OWNER)}(\d+)")
+        folder = place_of(join(os.path.dirname(path), FOLDER), self.storage_options, folder=True)
+        matches = ((pattern.fullmatch(place.shown), place) for place in folder.children())
+        return {int(match[1]): place for match, place in matches if match}
 
     # -- records -----------------------------------------------------------------------------------------------------
 
@@ -108,17 +138,23 @@ class WrittenFiles:
         return place_of(path, self.storage_options)
 
     def _record_place(self, path: str) -> Place:
-        folder, name = os.path.split(path)
-        return place_of(join(join(folder, FOLDER), f"{name}.json"), self.storage_options)
+        return self._in_folder(path, f"{os.path.basename(path)}.json")
+
+    def _in_folder(self, path: str, name: str) -> Place:
+        return place_of(join(join(os.path.dirname(path), FOLDER), name), self.storage_options)
 
     def _read(self, path: str) -> dict[str, Any] | None:
-        try:
-            with self._record_place(path).reading() as file:
-                record = json.loads(file.read())
-        except (OSError, ValueError, CheckpointError):
+        record = _parsed(self._content(self._record_place(path)))
+        if record is None or not {"run", "writer", "version"} <= record.keys():
             return None
-        known = isinstance(record, dict) and {"run", "writer", "version", "machine", "process"} <= record.keys()
-        return record if known else None
+        return record if _RUN_ID.fullmatch(str(record["run"])) else None  # it becomes a file's name
+
+    def _content(self, place: Place) -> bytes:
+        try:
+            with place.reading() as file:
+                return file.read()
+        except (OSError, CheckpointError):
+            return b""
 
     def _text(self, version: Any) -> bytes:
         about = {
@@ -137,6 +173,24 @@ class WrittenFiles:
 def new_run_id() -> str:
     """A name that no other run has."""
     return secrets.token_hex(8)
+
+
+def _parsed(content: bytes) -> dict[str, Any] | None:
+    """Return a record that names a machine and a process; None for anything else."""
+    try:
+        record = json.loads(content)
+    except ValueError:
+        return None
+    named = isinstance(record, dict) and isinstance(record.get("machine"), str) and type(record.get("process")) is int
+    return record if named else None
+
+
+def _is_over(record: Mapping[str, Any] | None) -> bool:
+    """Whether the process of a record is gone, is this one, or was one of another machine, which can't be known."""
+    if record is None:
+        return False
+    here = record["machine"] == machine()
+    return not here or record["process"] == os.getpid() or _writer_has_died(record)
 
 
 def _writer_has_died(record: Mapping[str, Any]) -> bool:
