@@ -14,6 +14,7 @@ import unittest.mock
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import hardware
 import pytest
@@ -38,6 +39,7 @@ from torchhal.launchers import failures
 from torchhal.precision import FullPrecision, MixedPrecision, Precision, SinglePrecision
 from torchhal.resolve import Request, resolve
 from torchhal.strategies import DDPStrategy, ParallelStrategy, SingleDeviceStrategy, Strategy
+from torchhal.strategies.forward_through import forward_through
 
 pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("accelerator")]
 
@@ -572,6 +574,62 @@ def own_face():
 def test_the_module_is_itself_inside_the_step(world2):
     """STR-21"""
     world2.run(own_face)
+
+
+class Wrapper(nn.Module):
+    """Hooks the module that it wraps, as torch's wrapper does for its mixed precision."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module, self.calls = module, []
+        self.handle = module.register_forward_pre_hook(self.before)
+
+    def before(self, module, inputs):
+        self.calls.append(len(inputs))
+
+    def forward(self, *args):
+        return self.module(*args)
+
+
+@pytest.mark.parametrize("global_hooks", [False, True])
+def test_the_modules_hooks_are_those_of_its_own_forward(global_hooks):
+    """The wrapper's belong to its call, which runs the step."""
+    seen = []
+
+    def training_step(batch, batch_idx):
+        seen.append("step")
+        late = model.register_forward_hook(lambda module, inputs, output: seen.append("late"))
+        output = model(batch)
+        late.remove()
+        if batch_idx == 1:
+            raise ValueError("boom")
+        return output
+
+    class Line(nn.Linear):
+        pass
+
+    model = Line(2, 1)
+    handles = [
+        model.register_forward_pre_hook(lambda module, inputs: seen.append(len(inputs)) or (inputs[0] * 0,)),
+        model.register_forward_hook(lambda module, inputs, output: seen.append("after") or output + 1),
+        model.register_full_backward_hook(lambda module, inputs, outputs: seen.append("backward")),
+    ]
+    wrapper = Wrapper(model)
+    step = forward_through(SimpleNamespace(model=wrapper), model, training_step)
+    if global_hooks:
+        handles.append(nn.modules.module.register_module_forward_hook(lambda *_: None))
+    expected = ["step", 1, "after", "late"]
+    output = step(torch.ones(3, 2), 0)
+    assert seen == expected and wrapper.calls == [2, 1]
+    assert torch.equal(output, (model.bias + 1).expand(3, 1))
+    output.sum().backward()
+    assert seen == [*expected, "backward"]
+    with pytest.raises(ValueError, match="boom"):
+        step(torch.ones(3, 2), 1)
+    assert seen[5:] == expected and "forward" not in vars(model)
+    for handle in (*handles, wrapper.handle):
+        handle.remove()
+    assert not any(vars(model)[name] for name in ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks"))
 
 
 def batch_norm():

@@ -117,6 +117,33 @@ def test_hooks_on_parameters_run(world2, strategy):
     assert not torch.equal(expected["embed.weight"], Net().embed.weight)
 
 
+class HookedItself(Net):
+    """Hooks of the model are those of its forward, though a step of it may run as the forward of what wraps it."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+        self.register_forward_pre_hook(lambda module, inputs: (inputs[0].flip(1),))
+        self.register_full_backward_pre_hook(lambda module, gradients: (gradients[0] * 0.25,))
+
+    def on_fit_start(self):
+        self.register_forward_hook(self.count)
+
+    def count(self, module, inputs, output):
+        self.calls += module.training
+        return output * 0.5
+
+    def on_train_end(self):
+        assert self.calls == self.trainer.global_step
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", slow("zero2"), "zero3", "tensor_parallel"])
+def test_hooks_on_the_model_see_its_forward(world2, strategy):
+    expected = check_alike(world2, "HookedItself", strategy, "one")
+    plain = final("Net", "single_device", 1)
+    assert not torch.allclose(expected["head.weight"], plain["head.weight"])
+
+
 class HookedStages(Hooked):
     """Hooks that are not linear, of all kinds, in both stages; the batch is computed in parts."""
 

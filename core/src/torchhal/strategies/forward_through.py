@@ -2,38 +2,76 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def forward_through(strategy: Any, module: Any, step: Callable[..., Any]) -> Callable[..., Any]:
     """``step`` run as the forward of ``strategy.model``, which wraps ``module`` and hooks only forward.
 
     While the wrapper calls the module, the module's forward is the step; inside the step it is its own again, so
-    that the user's ``self(x)`` means what it says. The wrapper is looked up each time: whoever keeps the step does not
-    keep the wrapper, and what it holds of the process group, beyond the strategy's life.
+    that the user's ``self(x)`` means what it says. So are its hooks: those that the user has registered belong to
+    ``self(x)`` and would see the step's batch and loss otherwise, while those of the wrapper belong to its call. The
+    wrapper is looked up each time: whoever keeps the step does not keep the wrapper, and what it holds of the process
+    group, beyond the strategy's life.
     """
     attributes = module.__dict__
-    own_forward: Any = None  # one that was set on the instance, perhaps in the midst of training
+    own: dict[str, Any] = {}
+    """What stands in for attributes of the module; a forward only if one was set on the instance."""
+
+    def restore() -> None:
+        if "forward" not in own:
+            attributes.pop("forward", None)
+        attributes.update(own)
 
     def redirected(*args: Any, **kwargs: Any) -> Any:
-        if own_forward is None:
-            attributes.pop("forward", None)
-        else:
-            attributes["forward"] = own_forward
-        return step(*args, **kwargs)
+        hidden = {name: attributes[name] for name in own if name != "forward"}
+        restore()
+        output = step(*args, **kwargs)
+        if hidden:  # torch looks them up once more, if the wrapper has hooks or there are global ones
+            own.update((name, attributes[name]) for name in hidden)
+            attributes.update(hidden)
+        return output
 
     def call(*args: Any) -> Any:
-        nonlocal own_forward
-        own_forward = attributes.get("forward")
+        own.clear()
+        if "forward" in attributes:
+            own["forward"] = attributes["forward"]
+        wrapper = strategy.model
+        if any(map(attributes.get, _HOOKS)):
+            for name in _HOOKS:
+                own[name] = attributes[name]
+                attributes[name] = _of_wrapper(own[name], wrapper, module)
         attributes["forward"] = redirected
         try:
-            return strategy.model(*args)
+            return wrapper(*args)
         finally:
             if attributes.get("forward") is redirected:  # the wrapper never reached the module
-                if own_forward is None:
-                    attributes.pop("forward", None)
-                else:
-                    attributes["forward"] = own_forward
+                restore()
+            else:
+                attributes.update((name, own[name]) for name in own if name != "forward")
 
     return call
+
+
+def _of_wrapper(hooks: OrderedDict[int, Any], wrapper: Any, module: Any) -> OrderedDict[int, Any]:
+    """Those hooks that a wrapper has registered, or the library that it is from.
+
+    torch's DistributedDataParallel registers methods of its own; functions of torch come from ``torch.nn.utils``, which
+    the user has called.
+    """
+    library = _package(type(wrapper))
+    is_library = library not in ("torch", "__main__", _package(type(module)))
+
+    def is_own(hook: Any) -> bool:
+        hook = getattr(hook, "func", hook)
+        return getattr(hook, "__self__", None) is wrapper or (is_library and _package(hook) == library)
+
+    return OrderedDict((number, hook) for number, hook in hooks.items() if is_own(hook))
+
+
+def _package(named: Any) -> str:
+    return str(getattr(named, "__module__", "")).partition(".")[0]
