@@ -12,7 +12,7 @@ from torch import nn
 
 from torchhal.accelerators import CPUAccelerator
 from torchhal.errors import ConfigurationError, ModelError
-from torchhal_parallel.optimizers import MOST_STEPS, check_separable
+from torchhal_parallel.optimizers import MOST_STEPS, check_separable, with_parameters
 from torchhal_parallel.remote import RemoteWriteError, remote, remote_gradient
 
 pytestmark = pytest.mark.timeout(170)
@@ -36,15 +36,45 @@ def test_the_norm_of_all_gradients_is_that_of_one_process(request, strategy, wor
         assert ours == pytest.approx(results[0][1], rel=1e-5) and ours
 
 
-def test_code_that_treats_each_parameter_by_itself_runs_as_it_is(world2):
-    expected, _ = together.fitted("single_device", "Bounded")
-    same(world2.run(together.fitted, "pipeline", "Bounded", timeout=60)[0][0], expected)
+@pytest.mark.parametrize("model", ["Bounded", slow("BoundsInStepHooks")])
+def test_code_that_treats_each_parameter_by_itself_runs_as_it_is(world2, model):
+    expected, _ = together.fitted("single_device", model)
+    same(world2.run(together.fitted, "pipeline", model, timeout=60)[0][0], expected)
+
+
+@pytest.mark.parametrize("model", ["ClipsInAStepHook", slow("BoundsInStepHooks")])
+def test_hooks_of_the_step_see_all_parameters(world2, model):
+    """Under zero1 a rank steps only some of them."""
+    expected = world2.run(together.fitted, "ddp", model, timeout=60)[0][0]
+    same(world2.run(together.fitted, "zero1", model, timeout=60)[0][0], expected)
+
+
+def test_hooks_of_the_step_come_and_go_within_one():
+    calls = []
+
+    def once(optimizer, args, kwargs):
+        calls.append([len(group["params"]) for group in optimizer.param_groups])
+        optimizer.register_step_post_hook(lambda *_: calls.append("late"))
+        handle.remove()
+
+    weights = [nn.Parameter(torch.ones(2)) for _ in range(3)]
+    sgd = torch.optim.SGD([{"params": weights[:2]}, {"params": weights[2:]}], lr=0.1)
+    handle = sgd.register_step_pre_hook(once)
+    sgd.register_step_post_hook(lambda *_: calls.append("after"))
+    for expected in ([[2, 1], "after", "late"], ["after", "late"]):
+        calls.clear()
+        with with_parameters(sgd, [weights[:1], []]):
+            assert [len(group["params"]) for group in sgd.param_groups] == [1, 0]
+            sgd.step()
+        assert calls == expected
+        assert [len(group["params"]) for group in sgd.param_groups] == [2, 1]
 
 
 OVER_ALL_PARAMETERS = [
     ("ClipsAllParameters", "trainer.strategy.grad_norm"),
     ("ClipsAfterBackward", "self.clip_gradients"),
     ("ClipsTheGroups", "gradient_clip_val"),
+    ("ClipsInAStepHook", "gradient_clip_val"),
     pytest.param("DividesByTheNorm", "the gradient of 'layers.", marks=pytest.mark.slow),
     pytest.param("ScalesParameters", "'layers.", marks=pytest.mark.slow),
     ("AddsUpSquares", "the gradient of 'layers."),
@@ -112,7 +142,8 @@ def test_a_small_copy_tells_whether_gradients_of_others_count(name):
     optimizer = together.OPTIMIZERS[name](net.parameters())
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
     generator = torch.get_rng_state()
-    if name.endswith("LayerNorms") or name.startswith("Late"):  # whose norm comes after the steps that are tried
+    # Late's norm comes after the steps that are tried
+    if name.endswith("LayerNorms") or name in ("LateNorm", "AddsNoise"):
         check_separable(optimizer, "pipeline", CPUAccelerator(), torch.device("cpu"))
     else:
         with pytest.raises(ConfigurationError, match=f"{name.removesuffix('GlobalNorm')}.*all of them together"):

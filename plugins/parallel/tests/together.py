@@ -64,6 +64,35 @@ class ClipsTheGroups(staged.Stack):
         nn.utils.clip_grad_norm_([each for group in optimizer.param_groups for each in group["params"]], 0.05)
 
 
+class ClipsInAStepHook(staged.Stack):
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        optimizer.register_step_pre_hook(self.clip)
+        return optimizer
+
+    @staticmethod
+    def clip(optimizer, args, kwargs):
+        nn.utils.clip_grad_norm_([each for group in optimizer.param_groups for each in group["params"]], 0.05)
+
+
+class BoundsInStepHooks(staged.Stack):
+    """Each parameter by itself."""
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        optimizer.register_step_pre_hook(self.bound)
+        optimizer.register_step_post_hook(self.bound)
+        return optimizer
+
+    @staticmethod
+    def bound(optimizer, args, kwargs):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.clamp_(-0.01, 0.01)
+                with torch.no_grad():
+                    parameter.clamp_(-0.3, 0.3)
+
+
 class AddsUpSquares(staged.Stack):
     def on_before_optimizer_step(self, optimizer):
         squares = [p.grad.pow(2).sum().item() for p in self.parameters() if p.grad is not None]
@@ -205,7 +234,27 @@ class Around(torch.optim.Optimizer):
         return self.inner.step(closure)
 
 
+class SharesTheRate(torch.optim.SGD):
+    """Divides its rate by the number of parameters."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for parameter in parameters:
+            parameter.sub_(parameter.grad, alpha=0.1 / len(parameters))
+
+
+class AddsNoise(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad + 0.01 * torch.randn_like(parameter), alpha=0.1)
+
+
 OPTIMIZERS = {
+    "SharesTheRate": SharesTheRate,
+    "AddsNoise": AddsNoise,
     "LateNorm": LateNorm,
     "GlobalNorm": GlobalNorm,
     "CountedNorm": CountedNorm,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,8 @@ from torchhal.trainer import rng
 
 STEPS = 3
 """How often an optimizer is tried at first: some look at all parameters from their second step on."""
+
+_STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 MOST_STEPS = 256
 """How many steps are tried in all, while as many are done."""
@@ -36,7 +38,7 @@ def check_divisible(optimizer: Optimizer, alias: str) -> None:
 def check_separable(
     optimizer: Optimizer, alias: str, accelerator: Accelerator, device: torch.device
 ) -> OptimizerTrial | None:
-    """Refuse an optimizer whose step on one parameter depends on the gradients of others, as by a global norm.
+    """Refuse an optimizer whose step on one parameter depends on others, by a global norm or by how many there are.
 
     A copy of it is tried on tensors of a few elements, as nothing else tells. Those of torch are known: all but LBFGS
     treat each parameter by itself. Returned is what tries later steps (:meth:`OptimizerTrial.before_step`).
@@ -49,7 +51,7 @@ def check_separable(
 
 
 class OptimizerTrial:
-    """Two copies of an optimizer with small tensors for its parameters: only every second's gradients differ."""
+    """Copies of an optimizer with small parameters: of every second one gradients differ, or it is missing."""
 
     def __init__(self, optimizer: Optimizer, alias: str, accelerator: Accelerator, device: torch.device) -> None:
         self.name = type(optimizer).__name__
@@ -60,9 +62,9 @@ class OptimizerTrial:
         self._copies: list[_SmallCopy] = []
         state = rng.collect(accelerator, device)
         try:
-            for scale in (1.0, None):
+            for scale, divided in ((1.0, False), (None, False), (1.0, True)):
                 torch.manual_seed(0)
-                self._copies.append(_SmallCopy(optimizer, scale, device))
+                self._copies.append(_SmallCopy(optimizer, scale, device, divided))
         except Exception as error:
             self._give_up(error)
         finally:
@@ -75,8 +77,8 @@ class OptimizerTrial:
             self.run(min(2 * self.done, MOST_STEPS) - self.tried)
 
     def run(self, steps: int) -> None:
-        """Let both take ``steps`` more; raise ConfigurationError if what they train has become another."""
-        if len(self._copies) < 2:
+        """Let each take ``steps`` more; raise ConfigurationError if what they train has become another."""
+        if not self._copies:
             return
         state = rng.collect(self.accelerator, self.device)
         try:
@@ -89,13 +91,18 @@ class OptimizerTrial:
         finally:
             rng.restore(state, self.accelerator, self.device)
         self.tried += steps
-        quiet, loud = (each.values() for each in self._copies)
-        if any(not torch.equal(one, other) for one, other in zip(quiet[::2], loud[::2], strict=True)):
-            raise ConfigurationError(
-                f"strategy {self.alias!r} divides the parameters among the ranks, and {self.name} looks at all of them "
-                "together: the gradient of one changes its step on others, as by the norm of all gradients. Use "
-                "another optimizer, with Trainer(gradient_clip_val=...) if it is to clip, or strategy='ddp'"
-            )
+        quiet, loud, part = self._copies
+        if not _same(quiet, loud):
+            why = "the gradient of one changes its step on others, as by the norm of all gradients"
+        elif not part.drew and not _same(quiet, part):  # what draws noise draws other noise without the others
+            why = "without some of them its step on the others changes, as by how many there are"
+        else:
+            return
+        raise ConfigurationError(
+            f"strategy {self.alias!r} divides the parameters among the ranks, and {self.name} looks at all of them "
+            f"together: {why}. Use another optimizer, with Trainer(gradient_clip_val=...) if it is to clip, or "
+            "strategy='ddp'"
+        )
 
     def _give_up(self, error: Exception) -> None:
         self._copies = []
@@ -110,10 +117,12 @@ class OptimizerTrial:
 class _SmallCopy:
     """An optimizer, every second one of whose parameters has gradients ``scale`` times as large as they are drawn.
 
-    None: as many as their dtype can have without an overflow of their squares.
+    Args:
+        scale: None: as much as their dtype can have without an overflow of their squares.
+        divided: it has none of these parameters.
     """
 
-    def __init__(self, optimizer: Optimizer, scale: float | None, device: torch.device) -> None:
+    def __init__(self, optimizer: Optimizer, scale: float | None, device: torch.device, divided: bool) -> None:
         stand_ins = {
             parameter: _stand_in(parameter, device) for group in optimizer.param_groups for parameter in group["params"]
         }
@@ -123,6 +132,12 @@ class _SmallCopy:
         self.parameters = list(stand_ins.values())
         self.scale = scale
         self.device = device
+        self.drew = False
+        """Whether a step has drawn random numbers from torch's generator of the host."""
+        if divided:
+            kept = set(self.parameters[::2])
+            for group in self.twin.param_groups:
+                group["params"] = [parameter for parameter in group["params"] if parameter in kept]
 
     def run(self, steps: int) -> None:
         for _ in range(steps):
@@ -130,10 +145,17 @@ class _SmallCopy:
                 large = self.scale or (1e2 if parameter.dtype is torch.float16 else 1e6)
                 gradient = torch.randn(parameter.shape, dtype=parameter.dtype) * (large if index % 2 else 1.0)
                 parameter.grad = gradient.to(self.device)
+            before = torch.get_rng_state()
             self.step(self.twin)
+            self.drew = self.drew or not torch.equal(before, torch.get_rng_state())
 
     def values(self) -> list[torch.Tensor]:
         return [parameter.detach().nan_to_num() for parameter in self.parameters]
+
+
+def _same(one: _SmallCopy, other: _SmallCopy) -> bool:
+    """Whether the parameters that every copy trains alike are equal: the first, the third and so on."""
+    return all(map(torch.equal, one.values()[::2], other.values()[::2]))
 
 
 def _stand_in(parameter: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -173,15 +195,38 @@ def _small(value: Any, parameter: torch.Tensor, stand_in: torch.Tensor, memo: di
 
 @contextmanager
 def with_parameters(optimizer: Optimizer, parameters: Sequence[list[torch.Tensor]]) -> Iterator[None]:
-    """``optimizer`` with these in its groups."""
+    """``optimizer`` with these in its groups; the hooks of its step see all, as code elsewhere does."""
     everything = [group["params"] for group in optimizer.param_groups]
+    hooks = {name: (found, set(found)) for name in _STEP_HOOKS if (found := getattr(optimizer, name, None))}
+
+    def seeing_all(hook: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            with _groups_of(optimizer, everything):
+                return hook(*args)
+
+        return call
+
+    for name, (own, _) in hooks.items():
+        setattr(optimizer, name, OrderedDict((number, seeing_all(hook)) for number, hook in own.items()))
+    try:
+        with _groups_of(optimizer, parameters):
+            yield
+    finally:
+        for name, (own, before) in hooks.items():  # of which some may be gone, and others new
+            own.update((number, hook) for number, hook in getattr(optimizer, name).items() if number not in before)
+            setattr(optimizer, name, own)
+
+
+@contextmanager
+def _groups_of(optimizer: Optimizer, parameters: Sequence[list[torch.Tensor]]) -> Iterator[None]:
+    before = [group["params"] for group in optimizer.param_groups]
     for group, own in zip(optimizer.param_groups, parameters, strict=True):
         group["params"] = own
     try:
         yield
     finally:
-        for group, whole in zip(optimizer.param_groups, everything, strict=True):
-            group["params"] = whole
+        for group, own in zip(optimizer.param_groups, before, strict=False):  # a hook may have added a group
+            group["params"] = own
 
 
 def one_by_one(optimizers: Sequence[Optimizer], what: str) -> None:
