@@ -12,6 +12,7 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
+from limits import scaled
 
 from torchhal.errors import CollectiveTimeoutError, DistributedError, RankFailedError
 from torchhal.launchers import failures, identity, peer, rendezvous, store_client, stores, watch
@@ -189,7 +190,7 @@ def test_who_lost_a_rank_does_not_wait_for_its_goodbye(crew, monkeypatch):
 def test_a_timeout_names_the_ranks_that_took_no_part(crew):
     watches = crew(3)
     lost = RuntimeError("Timed out waiting 8000ms for recv operation to complete")
-    results = on_all(watches[:2], lambda one: one.explain(lost, timeout=0.5, name="reduce"))
+    results = on_all(watches[:2], lambda one: one.explain(lost, timeout=scaled(0.5), name="reduce"))
     for result in results:
         assert isinstance(result, CollectiveTimeoutError)
         assert (result.missing, result.name) == ((2,), "reduce")
@@ -199,10 +200,10 @@ def test_a_timeout_names_the_ranks_that_took_no_part(crew):
 def test_a_rank_that_waited_in_vain_and_left_sooner_has_not_done_its_work(crew):
     watches = crew(2)
     lost = RuntimeError("Timed out waiting 8000ms for recv operation to complete")
-    first = watches[0].explain(lost, timeout=0.1, name="reduce")
+    first = watches[0].explain(lost, timeout=scaled(0.1), name="reduce")
     assert isinstance(first, CollectiveTimeoutError) and first.missing == (1,)
     watches[0].stop()
-    second = watches[1].explain(lost, timeout=0.1, name="backward")
+    second = watches[1].explain(lost, timeout=scaled(0.1), name="backward")
     assert "every rank waited for another collective" in str(second), second
 
 
@@ -210,7 +211,7 @@ def test_a_rank_that_answers_nothing_is_named(crew):
     watches = crew(3)
     watches[1]._stopping = True  # as if killed: no goodbye
     time.sleep(0.1)
-    error = watches[0].explain(RuntimeError("Connection closed by peer"), timeout=0.5)
+    error = watches[0].explain(RuntimeError("Connection closed by peer"), timeout=scaled(0.5))
     assert isinstance(error, RankFailedError)
     assert error.rank == 1
     assert "gone without a word" in str(error)
@@ -236,7 +237,7 @@ def test_a_rank_whose_set_up_failed_and_that_lives_was_not_killed(crew, server):
 
 def test_a_rank_that_has_not_come_out_of_its_set_up_was_not_killed(crew, server):
     first, _ = unstarted(crew, server)
-    error = first.explain(LOST, timeout=0.2)
+    error = first.explain(LOST, timeout=scaled(0.2))
     assert str(error).startswith("rank 1 has not come out of its set-up")
     assert "memory" not in str(error)
 
@@ -255,7 +256,7 @@ def test_of_a_silent_rank_only_what_can_be_seen_is_said(crew, monkeypatch, prese
     second.stop()
     monkeypatch.setattr(first, "_has_left", lambda rank: False)
     monkeypatch.setattr(peer, "look_at", lambda whereabouts: Sighting(presence, seen))
-    error = first.explain(LOST, timeout=0.2)
+    error = first.explain(LOST, timeout=scaled(0.2))
     assert isinstance(error, RankFailedError) and error.rank == 1
     assert ("too little memory?" in str(error)) == memory, error
     assert f"rank 1: {seen}" in str(error)
@@ -265,7 +266,7 @@ def test_a_rank_that_left_its_loop_on_an_error_has_not_done_its_work(crew):
     """In a loop of one's own the tear-down comes before anybody has heard of the error."""
     first, second = crew(2)
     second.stop(ValueError("a bad batch"))
-    error = first.explain(LOST, timeout=0.2)
+    error = first.explain(LOST, timeout=scaled(0.2))
     assert isinstance(error, RankFailedError)
     assert str(error).startswith("rank 1 failed: ValueError: a bad batch")
 
@@ -281,7 +282,7 @@ def test_a_process_that_ends_without_a_tear_down_was_not_killed(crew, monkeypatc
     first, second = crew(2)
     monkeypatch.setattr(watch, "active_watches", lambda: [second])
     watch._stop_at_exit()
-    error = first.explain(LOST, timeout=0.2)
+    error = first.explain(LOST, timeout=scaled(0.2))
     assert isinstance(error, CollectiveTimeoutError) and "rank 1 has ended its work" in str(error)
 
 

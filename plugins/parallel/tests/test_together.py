@@ -274,3 +274,29 @@ def test_two_microbatches_are_compared_and_a_loss_with_noise_is_told_of_once(wor
     parts = staged.BATCH // 4
     assert [size for size in sizes if size != staged.BATCH] == ([parts] * 4 + [2 * parts]) * 2
     assert set(rehearsed) == {staged.BATCH}
+
+
+@pytest.mark.parametrize(
+    "model, schedule", [("Centred", "1f1b"), slow("Centred", "gpipe"), slow("CentredLayer", "1f1b")]
+)
+def test_a_forward_that_mixes_samples_is_refused(world2, model, schedule):
+    """By all ranks, before the first optimizer step, though a dropout makes each of its training steps another."""
+    for kind, message, steps in world2.run(together.refused, "pipeline", model, None, None, schedule, timeout=60):
+        assert (kind, steps) == ("ModelError", 0), message
+        assert f"the forward of {model} mixes samples" in message and "'zero3'" in message
+
+
+@pytest.mark.parametrize(
+    "model, word",
+    [
+        ("BatchNormed", "'layers.1' is a batch norm: it normalizes with the statistics of 4 samples"),
+        slow("SpectralNormed", "changes the buffer 'layers.0.parametrizations.weight.0._u'"),
+        ("NoisyForward", None), slow("Bounded", None),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_microbatches_make_another_is_said_once(world2, model, word):
+    (first, modes), (second, same_modes) = world2.run(together.warned, model, "1f1b", timeout=60)
+    assert modes == same_modes == [1] * 4
+    assert second == [] and len(first) == (word is not None), first
+    assert word is None or word in first[0]

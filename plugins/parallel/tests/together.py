@@ -341,6 +341,51 @@ class Contrastive(staged.Stack):
         return {"loss": loss, "outputs": output}
 
 
+class Centred(staged.Stack):
+    """Subtracts the mean over the batch between two layers, which a microbatch has another one of."""
+
+    def __init__(self):
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x):
+        x = self.drop(torch.tanh(self.layers[1](self.layers[0](x))))
+        x = x - x.mean(0)
+        return self.head(self.layers[3](self.layers[2](x)))
+
+
+class CentredIn(nn.Module):
+    def forward(self, x):
+        return x - x.mean(0)
+
+
+class CentredLayer(staged.Stack):
+    """The same in a module of the second stage that is called whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers.append(CentredIn())
+
+
+class BatchNormed(staged.Stack):
+    def __init__(self):
+        super().__init__()
+        self.layers.insert(1, nn.BatchNorm1d(4))
+
+
+class SpectralNormed(staged.Stack):
+    def __init__(self):
+        super().__init__()
+        nn.utils.parametrizations.spectral_norm(self.layers[0])
+
+
+class NoisyForward(staged.Stack):
+    """Draws random numbers in evaluation, too, so that nothing can be compared."""
+
+    def forward(self, x):
+        return super().forward(x + 0.1 * torch.randn_like(x))
+
+
 class Noisy(staged.Stack):
     """Labels with noise, drawn after the forward: another loss each time."""
 
@@ -368,6 +413,19 @@ def compared(model):
             globals()[model](), DataLoader(staged.samples(), staged.BATCH)
         )
     return [str(each.message) for each in found if "mean over samples" in str(each.message)], list(SIZES)
+
+
+def warned(model, schedule):
+    """The warnings of this rank in a fit, and how many modules were in evaluation at each batch's end."""
+    module = globals()[model]()
+    modes = []
+    module.on_train_start = lambda: module.layers[3].eval()
+    module.on_train_batch_end = lambda *_: modes.append([each.training for each in module.modules()].count(False))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        strategy = HybridStrategy(pipeline=2, schedule=schedule, microbatches=4)
+        staged.trainer(strategy, max_epochs=1).fit(module, DataLoader(staged.samples(), staged.BATCH))
+    return [str(each.message) for each in found if "microbatch" in str(each.message)], modes
 
 
 def padded(count=staged.SAMPLES, equal=0):

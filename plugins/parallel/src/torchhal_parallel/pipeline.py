@@ -29,6 +29,14 @@ from torchhal_parallel.open_layers import OpenLayers
 from torchhal_parallel.part_log import one_log
 from torchhal_parallel.rehearsal import Rehearsal, once, silent
 from torchhal_parallel.remote import INSTEAD, RemoteWriteError
+from torchhal_parallel.sample_independence import (
+    BATCH_NORM,
+    batch_norm_in_training,
+    buffer_versions,
+    changed_more_than_once,
+    dependence,
+    has_own_statistics,
+)
 from torchhal_parallel.split import merge, merge_training, rows_of
 from torchhal_parallel.stage import Followed, StageRoot, ends_of
 
@@ -210,10 +218,12 @@ class Pipeline:
         inputs = tuple(tensors.values()) if 0 in self.mine else ()
         guard = self.strategy.guard("a training step of the pipeline")
         self._batches += 1
+        versions = buffer_versions(self.module) if self._is_compared() else {}
         if not self.is_last:
             with guard:
                 schedule.step(*inputs)
             self._agree(followed)
+            self._check_samples(tensors, constants, size // self.microbatches, versions)
             return None
         device = self.strategy.root_device
         target = torch.arange(size, device="cpu")
@@ -248,6 +258,7 @@ class Pipeline:
         finally:
             self._loss = None  # it holds the batch
         self._agree(followed, unlike, not_compared)
+        self._check_samples(tensors, constants, size // self.microbatches, versions)
         return result
 
     def _train_on_whole(
@@ -311,6 +322,72 @@ class Pipeline:
             unlike, not_compared = self._compare(step, given, rest, loss_of, outputs, losses[:compared], rows)
         with torch.no_grad():
             return merge_training(results, sizes, self.strategy.root_device), unlike, not_compared
+
+    def _check_samples(
+        self, tensors: dict[str, torch.Tensor], constants: dict[str, Any], rows: int, versions: dict[str, int]
+    ) -> None:
+        """Raise ModelError on every rank if the forward mixes samples; say once what else microbatches make another.
+
+        The forwards of two microbatches, and of both together, are compared in evaluation, where nothing is dropped.
+
+        Args:
+            rows: samples of a microbatch.
+            versions: those of the buffers before this batch.
+        """
+        if not self._is_compared() or self.microbatches == 1:
+            return
+        model = type(self.module).__name__
+        notes: dict[str, str] = {}
+        if (name := batch_norm_in_training(self.module)) is not None:
+            notes["batch norm"] = BATCH_NORM.format(model=model, name=name, rows=rows)
+        if name := changed_more_than_once(versions, buffer_versions(self.module), self.microbatches):
+            notes["buffers"] = (
+                f"the forward of {model} changes the buffer {name!r}, and a pipeline runs it for each of the "
+                f"{self.microbatches} microbatches of a batch: it is changed as often"
+            )
+        found: float | None = None
+        generators = self._rehearsal.generators()
+        try:
+            found = self._dependence(tensors, constants, rows)
+            drew = bool(self._rehearsal.drawn_from(generators))
+        finally:
+            rng.restore(generators, self.strategy.accelerator, self.strategy.root_device)
+        with self.strategy.guard("the comparison of forwards"):
+            ranks = collectives.all_gather_object((found, drew, notes))
+        for topic, note in [item for _, _, each in ranks for item in each.items()]:
+            self._say(topic, note)
+        if any(drew for _, drew, _ in ranks):
+            return
+        if differences := [each for each, _, _ in ranks if each is not None]:
+            raise ModelError(
+                f"the forward of {model} mixes samples: for two microbatches together it gives something else than for "
+                f"each alone ({100 * max(differences):.2g} % of its norm), and a pipeline runs it for each. Let it "
+                "treat each sample by itself, as a layer norm does, or use a strategy under which each rank has the "
+                "model, such as 'zero3'"
+            )
+
+    def _dependence(self, tensors: dict[str, torch.Tensor], constants: dict[str, Any], rows: int) -> float | None:
+        """What :func:`dependence` finds, on the rank of the last stage; None elsewhere, and if it can't be tried."""
+        if has_own_statistics(self.module):
+            return None
+        parts = [(0, rows), (rows, 2 * rows), (0, 2 * rows)]
+        given = [{name: tensor[start:stop] for name, tensor in tensors.items()} for start, stop in parts]
+        kept = (self.trainer, self.strategy, self.strategy.accelerator)
+        with without_traces(self.module, kept), torch.no_grad():
+            self.module.eval()
+            try:
+                for each, (start, stop) in zip(given, parts, strict=True):
+                    self._follow(each, constants, stop - start)
+            except Exception:  # on every rank alike; a model need not be able to do this
+                return None
+            outputs: list[Any] = []
+            with self.strategy.guard("a forward of the pipeline"):
+                for each, (start, stop) in zip(given, parts, strict=True):
+                    ends = self._follow(each, constants, stop - start).ends
+                    outputs.append(self._forward(tuple(each.values()), ends))
+        if not self.is_last:
+            return None
+        return dependence(outputs[:2], outputs[2], rows=rows, narrow=is_narrow(self.strategy.root_device, outputs))
 
     def _is_compared(self) -> bool:
         """Whether this is a batch in which the ranks, and the losses, are compared: the first, second, fourth, ...

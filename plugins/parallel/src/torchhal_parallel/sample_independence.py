@@ -1,0 +1,66 @@
+"""Check that a forward treats the samples of a batch independently, as one that runs for each microbatch has to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+BATCH_NORM = (
+    "a pipeline runs the forward of {model} for each microbatch, and {name!r} is a batch norm: it normalizes with the "
+    "statistics of {rows} samples at a time. Take a group or layer norm, fewer microbatches, or HybridStrategy("
+    "pipeline=..., data=...) in its place if that is too few"
+)
+
+
+def batch_norm_in_training(module: nn.Module) -> str | None:
+    """The name of the first batch norm whose statistics are those of what it is called with."""
+    return next((name for name, each in module.named_modules() if isinstance(each, _BatchNorm) and each.training), None)
+
+
+def has_own_statistics(module: nn.Module) -> bool:
+    """Whether a batch norm has statistics of what it is called with even in evaluation."""
+    return any(isinstance(each, _BatchNorm) and each.running_mean is None for each in module.modules())
+
+
+def buffer_versions(module: nn.Module) -> dict[str, int]:
+    """How often each buffer was changed in place, but for those of batch norms."""
+    return {
+        f"{path}.{name}" if path else name: buffer._version
+        for path, owner in module.named_modules()
+        if not isinstance(owner, _BatchNorm)
+        for name, buffer in owner._buffers.items()
+        if buffer is not None
+    }
+
+
+def changed_more_than_once(before: dict[str, int], after: dict[str, int], microbatches: int) -> str | None:
+    """The first buffer that each of several microbatches has changed."""
+    return next((name for name in before if after.get(name, 0) - before[name] >= microbatches > 1), None)
+
+
+def dependence(
+    alone: Sequence[Sequence[torch.Tensor]], together: Sequence[torch.Tensor], *, rows: int, narrow: bool
+) -> float | None:
+    """How much a forward of some microbatches together differs from those of each, relative to its norm.
+
+    None where it is as much as sums that are rounded in another order differ, or can't be compared.
+
+    Args:
+        alone: what was given for each microbatch, of ``rows`` samples.
+        together: what was given for all of them.
+        narrow: something was computed in 16 bits.
+    """
+    tolerance = 0.1 if narrow else 1e-3
+    for index, whole in enumerate(together):
+        parts = [values[index] for values in alone]
+        one_per_sample = all(part.dim() and part.shape[0] == rows for part in parts)
+        if not one_per_sample or not whole.is_floating_point() or whole.shape[0] != rows * len(parts):
+            continue
+        expected, joined = whole.double(), torch.cat(parts).double()
+        difference = float((expected - joined).norm() / expected.norm().clamp(min=1e-6))
+        if difference > tolerance:  # False for what isn't finite
+            return difference
+    return None
