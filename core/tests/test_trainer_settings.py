@@ -1,5 +1,6 @@
 """Arguments of the Trainer that callbacks set while it runs: taken, or refused by name, and never ignored."""
 
+import warnings
 from datetime import timedelta
 
 import pytest
@@ -282,6 +283,28 @@ def test_what_made_the_trainer_is_refused_always(name, value):
     trainer, _ = fit(Callback())
     with pytest.raises(ConfigurationError, match=rf"'{name}' can't become .* any more: the Trainer was made with"):
         setattr(trainer, name, value)
+
+
+@pytest.mark.parametrize("name", ["strategy", "num_nodes", "accelerator", "precision"])
+def test_what_the_constructor_has_decided_is_refused(name):
+    trainer, _ = fit(Callback())
+    with pytest.raises(ConfigurationError, match=rf"'{name}'.* new one"):
+        setattr(trainer, name, 2)
+
+
+def test_a_name_that_is_no_setting_is_said():
+    trainer, _ = fit(Callback())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer.experiment = trainer.max_gap = "mine"
+    for name, advice in (
+        ("acumulate_grad_batches", "did you mean 'accumulate_grad_batches'"),
+        ("max_epoch", "did you mean 'max_epochs'"),
+        ("devices", "pass it to a new one"), ("enable_progress_bar", "pass it to a new one"),
+    ):  # fmt: skip
+        with pytest.warns(UserWarning, match=rf"no setting '{name}'.*{advice}"):
+            setattr(trainer, name, 4)
+        assert getattr(trainer, name) == 4
 
 
 def test_contradictions_are_refused():

@@ -160,8 +160,10 @@ _ARGUMENTS: Final[Mapping[str, str]] = {
     "write Trainer(enable_checkpointing={value})": "checkpoint_callback checkpointing enable_checkpoint",
     "write Trainer(callbacks=[ModelCheckpoint(...)])": (
         "save_strategy save_steps save_total_limit save_interval save_every checkpoint_interval checkpoint_every "
-        "checkpoint_dir load_best_model_at_end metric_for_best_model greater_is_better save_best_only"
+        "checkpoint_dir load_best_model_at_end metric_for_best_model greater_is_better"
     ),
+    "write ModelCheckpoint(monitor=..., save_top_k=1), in Trainer(callbacks=[...])": "save_best_only",
+    "write ModelCheckpoint(dirpath=..., filename=...), in Trainer(callbacks=[...])": "ckpt_dir filepath",
     "write Trainer(callbacks=[EarlyStopping(...)])": "early_stop_callback early_stopping early_stop patience",
     "write Trainer(callbacks=[...])": "callback callback_list",
     "write Trainer(enable_progress_bar=False) for none, or callbacks=[ProgressBar(refresh_rate=...)]": (

@@ -52,9 +52,11 @@ def from_object(kind: str, value: Any, reason: str) -> Part:
             ) from None
         instance = value()
     if not isinstance(instance, base):
+        article = "an" if base.__name__[0] in "AEIOU" else "a"
         auto = "'auto', " if kind in ("accelerator", "strategy") else ""
         raise ConfigurationError(
-            f"'{kind}' must be {auto}an alias, a {base.__name__} or a class of one (got {value!r}){_meant(kind, value)}"
+            f"'{kind}' must be {auto}an alias, {article} {base.__name__} or a class of one (got {value!r})"
+            f"{_meant(kind, value)}"
         )
     return Part(kind, _own_alias(instance), instance, reason)
 

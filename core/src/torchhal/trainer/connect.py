@@ -34,6 +34,9 @@ class Attachments:
     evaluation_data: EvaluationData = field(default_factory=EvaluationData)
 
 
+_OF_LOGGERS = ("log_metrics", "version", "log_dir", "finalize")
+
+
 def make_loggers(logger: Any, root: str) -> list[Any]:
     """``logger=``: True or None for the default one, False, one logger, or several."""
     if logger is True or logger is None:  # it can't append to a file at a URL, where checkpoints alone go
@@ -42,8 +45,10 @@ def make_loggers(logger: Any, root: str) -> list[Any]:
         return []
     loggers = list(logger) if isinstance(logger, list | tuple) else [logger]
     for item in loggers:
-        if not all(hasattr(item, name) for name in ("log_metrics", "version", "log_dir", "finalize")):
+        if isinstance(item, type) or not all(hasattr(item, name) for name in _OF_LOGGERS):
             meant = NAMES["TensorBoardLogger" if logger == "tensorboard" else "CSVLogger"]
+            if isinstance(item, type) and all(hasattr(item, name) for name in _OF_LOGGERS):
+                meant = item.__name__
             raise ConfigurationError(
                 f"'logger' must be True, False, a logger or several (got {logger!r}): make an object, as {meant}(...)"
             )

@@ -152,7 +152,10 @@ def _meant(name: str, known: frozenset[str], own: set[str]) -> str | None:
     meant = None
     if name.startswith("on_"):
         usual = "_".join(_SAME_WORD.get(word, word) for word in name.split("_"))
-        meant = usual if usual in known else REMOVED.get(usual) or nearest(usual, known, cutoff=0.87)
+        meant = usual if usual in known else REMOVED.get(usual)
+        meant = meant or nearest(name, known, cutoff=0.87) or nearest(usual, known, cutoff=0.87)
+    elif same := next((hook for hook in sorted(known) if _without_case(hook) == _without_case(name)), None):
+        meant = same
     else:
         ending = next((ending for ending in _ENDINGS if name.endswith(ending)), None)
         if name.startswith("configure_"):
@@ -160,6 +163,11 @@ def _meant(name: str, known: frozenset[str], own: set[str]) -> str | None:
         elif ending is not None:
             meant = _with_that_ending(name.removesuffix(ending), ending, known)
     return None if meant in own else meant
+
+
+def _without_case(name: str) -> str:
+    """``set_up``, ``setUp`` and ``setups`` are written alike."""
+    return name.replace("_", "").lower().removesuffix("s")
 
 
 def _with_that_ending(stem: str, ending: str, known: frozenset[str]) -> str | None:

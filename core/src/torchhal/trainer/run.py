@@ -60,7 +60,7 @@ def launch(trainer: Trainer, fn: str, ckpt_path: Any) -> Any:
 def _launch(trainer: Trainer, fn: str, ckpt_path: Any) -> Any:
     rendezvous.begin_call()
     launcher = trainer.strategy.make_launcher()
-    trainer.num_nodes = trainer.strategy.num_nodes  # "auto" is known by now
+    vars(trainer)["num_nodes"] = trainer.strategy.num_nodes  # "auto" is known by now
     if launcher.returns_to_caller:
         return launcher.launch(run, trainer, fn, ckpt_path)
     choose_log_folders(trainer, fn)  # workers inherit which folder is this run's, and this process knows it too

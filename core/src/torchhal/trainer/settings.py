@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 from torchhal.errors import ConfigurationError
+from torchhal.hints import nearest
 from torchhal.precision.base import needs_closure
 from torchhal.trainer import arguments
 
@@ -159,12 +160,39 @@ def _clip_from_now_on(trainer: Trainer) -> None:
         trainer.fit_loop.optimization.bind_clipping()
 
 
+_DECIDED = frozenset({"strategy", "num_nodes"})
+"""Attributes that the constructor has decided."""
+_ARGUMENTS_ONLY = frozenset({"devices", "plugins", "enable_progress_bar", "enable_model_summary"})
+"""Its arguments that are no attributes; a class of the user's own may have attributes of these names."""
+
+
+def _check_attribute(trainer: Any, name: str) -> None:
+    """Raise ConfigurationError for what is decided once; warn of an argument that is none, or nearly a setting."""
+    owner = type(trainer).__name__
+    if name in _DECIDED:
+        raise ConfigurationError(f"{name!r} of a {owner} is decided when it is made: pass it to a new one")
+    settings = [key for cls in type(trainer).__mro__ for key, value in vars(cls).items() if isinstance(value, Setting)]
+    if name in _ARGUMENTS_ONLY:
+        advice = "it is decided when the Trainer is made: pass it to a new one"
+    elif near := nearest(name, settings, cutoff=0.87):
+        advice = f"did you mean {near!r}?"
+    else:
+        return
+    trainer.warn_once(f"{owner} has no setting {name!r}, and nothing reads this attribute; {advice}")
+
+
 class TrainerSettings:
     """Those arguments of the Trainer that it has as attributes.
 
     While a run is on, from the end of its ``setup`` hooks, a new value is taken with the next batch, or refused by a
-    ConfigurationError where it would come too late. Every rank must set the same.
+    ConfigurationError where it would come too late. Every rank must set the same. An argument that no Trainer has as an
+    attribute, or a name that is nearly a setting, is set with a warning; what the constructor has decided is refused.
     """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "hooks" in vars(self) and (name in _DECIDED or not (name in vars(self) or hasattr(type(self), name))):
+            _check_attribute(self, name)
+        object.__setattr__(self, name, value)
 
     fast_dev_run = Setting[int](lambda name, value: arguments.check_fast_dev_run(value), fits=_refuse_always)
     max_epochs = Setting[int | None](partial(_OPTIONAL, unlimited=True), fits=_in_order)

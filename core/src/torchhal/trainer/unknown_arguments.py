@@ -52,6 +52,8 @@ def refuse_unknown(label: str, arguments: Mapping[str, Any], names: Collection[s
 def _reason(label: str, name: str, value: Any, names: Collection[str]) -> str:
     said = f"{label} got an unexpected keyword argument {name!r}"
     owners = [owner for owner, taken in _CALLS.items() if name in taken]
+    if not label.startswith("Trainer"):  # to a callback, the arguments of the Trainer's methods are of another kind
+        owners = [owner for owner in owners if "." not in owner]
     reasons = [f"it is an argument of {' and '.join(owners)}"] if owners else []
     if advice := argument_advice(name, value):
         reasons.append(advice)
