@@ -31,6 +31,19 @@ class Word(str, enum.Enum):
     YES = "yes"
 
 
+class Bits(enum.Flag):
+    READ = 1
+    WRITE = 2
+
+
+@dataclasses.dataclass
+class Prepared:
+    name: str
+
+    def __post_init__(self):
+        self.title = self.name.title()
+
+
 @dataclasses.dataclass(frozen=True)
 class Config:
     width: int = 3
@@ -73,6 +86,10 @@ VALUES = [
     OmegaConf.create([1, {"a": 2}]),
     {"__torchhal__": "path", "value": 3},
     [pathlib.Path("x"), {"k": (Kind.SMALL,)}],
+    {Kind.SMALL: 1, Kind.LARGE: {pathlib.Path("x"): [2]}, ("a", Kind.SMALL): 3, 4: None},
+    {Kind.SMALL, "a"},
+    Bits.READ | Bits.WRITE,
+    Prepared("x"),
 ]
 
 

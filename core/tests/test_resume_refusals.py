@@ -436,7 +436,7 @@ def test_a_callback_more_or_less_is_nobodys_loss(tmp_path):
 
 
 @pytest.mark.parametrize("form", [99, "1", True, None, 0])
-@pytest.mark.parametrize("what", ["fit", "test"])
+@pytest.mark.parametrize("what", ["fit", "test", "load_from_checkpoint"])
 def test_another_format_is_refused(saved, form, what):
     checkpoint = torch.load(saved, weights_only=True)
     checkpoint["torchhal_format"] = form
@@ -446,8 +446,29 @@ def test_another_format_is_refused(saved, form, what):
     model.test_step = model.validation_step
     trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
     with pytest.raises(CheckpointMismatchError, match="'torchhal_format'") as caught:
-        getattr(trainer, what)(model, data(), ckpt_path=saved)
+        if what == "load_from_checkpoint":
+            Net.load_from_checkpoint(saved)
+        else:
+            getattr(trainer, what)(model, data(), ckpt_path=saved)
     assert str(saved) in str(caught.value)
+
+
+def test_weights_alone_are_no_checkpoint_of_a_trainer(tmp_path):
+    torch.save(Net().state_dict(), tmp_path / "weights.pt")
+    with pytest.raises(CheckpointMismatchError, match=r"weights\.pt' is no checkpoint of a Trainer.*load_state_dict"):
+        Net.load_from_checkpoint(tmp_path / "weights.pt")
+
+
+@pytest.mark.parametrize("use", ["load_from_checkpoint", "ckpt_path", "dirpath"])
+def test_a_url_that_no_file_system_is_for_is_named(use):
+    url = "nosuch://x/y.ckpt"
+    with pytest.raises(CheckpointError, match=r"'nosuch://x/.*can't be reached.*fsspec's"):
+        if use == "load_from_checkpoint":
+            Net.load_from_checkpoint(url)
+        elif use == "ckpt_path":
+            fit(Net(), ckpt_path=url)
+        else:
+            fit(Net(), callbacks=[ModelCheckpoint("nosuch://x/y")], enable_checkpointing=True, max_steps=1)
 
 
 def test_a_checkpoint_of_lightning_is_named_as_one(tmp_path):

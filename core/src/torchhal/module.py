@@ -113,6 +113,7 @@ class _HasHyperparameters:
                 which no checkpoint holds, and is not among ``arguments``.
         """
         from torchhal.checkpoint import CheckpointIO, TorchCheckpointIO
+        from torchhal.checkpoint.trainer_format import check_format
 
         if not isinstance(checkpoint_path, str | os.PathLike) or not os.fspath(checkpoint_path):
             raise ConfigurationError(f"'checkpoint_path' must be a path (got {checkpoint_path!r})")
@@ -126,6 +127,7 @@ class _HasHyperparameters:
             )
         io = TorchCheckpointIO() if checkpoint_io is None else checkpoint_io
         checkpoint = io.load_checkpoint(checkpoint_path, map_location=map_location, weights_only=weights_only)
+        check_format(checkpoint, str(checkpoint_path))
         saved = cls._saved_arguments(checkpoint, checkpoint_path, arguments)
         accepted = inspect.signature(cls.__init__).parameters
         whole: Any = checkpoint.get(f"{cls._hyperparameter_prefix}hparams_name")
@@ -140,7 +142,7 @@ class _HasHyperparameters:
                 f"{cls.__name__} can't be built from {str(checkpoint_path)!r}: {error}. Pass what the checkpoint "
                 "lacks as arguments, or call save_hyperparameters() in __init__"
             ) from error
-        loaded._restore(checkpoint, strict=strict)
+        loaded._restore(checkpoint, str(checkpoint_path), strict=strict)
         return loaded
 
     @classmethod
@@ -172,7 +174,7 @@ class _HasHyperparameters:
                 ) from error
         return saved
 
-    def _restore(self, checkpoint: dict[str, Any], *, strict: bool) -> None:
+    def _restore(self, checkpoint: dict[str, Any], path: str, *, strict: bool) -> None:
         raise NotImplementedError
 
 
@@ -542,12 +544,20 @@ class Module(_HasHyperparameters, ModuleHooks, nn.Module):
             ),
         )
 
-    def _restore(self, checkpoint: dict[str, Any], *, strict: bool) -> None:
+    def _restore(self, checkpoint: dict[str, Any], path: str, *, strict: bool) -> None:
+        if not isinstance(checkpoint.get("state_dict"), Mapping):
+            raise CheckpointMismatchError(
+                f"{path!r} is no checkpoint of a Trainer: it has no 'state_dict' (it has "
+                f"{', '.join(map(str, list(checkpoint)[:8]))}). If it is a state dict itself, load it by "
+                f"load_state_dict(torch.load({path!r}))"
+            )
         self.on_load_checkpoint(checkpoint)
         try:
             self.load_state_dict(checkpoint["state_dict"], strict=strict)
         except (RuntimeError, KeyError) as error:
-            raise CheckpointMismatchError(f"the weights don't belong to {type(self).__name__}: {error}") from error
+            raise CheckpointMismatchError(
+                f"{path!r}: the weights don't belong to {type(self).__name__}: {error}"
+            ) from error
 
 
 class DataModule(_HasHyperparameters):
@@ -590,5 +600,5 @@ class DataModule(_HasHyperparameters):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Read it back: after ``setup``, before the first loader is made, in whatever begins with a checkpoint."""
 
-    def _restore(self, checkpoint: dict[str, Any], *, strict: bool) -> None:
+    def _restore(self, checkpoint: dict[str, Any], path: str, *, strict: bool) -> None:
         self.load_state_dict(checkpoint.get(type(self).__qualname__, {}))

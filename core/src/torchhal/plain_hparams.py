@@ -9,7 +9,7 @@ import sys
 from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Mapping
-from enum import Enum
+from enum import Enum, Flag
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,8 +38,13 @@ def to_plain(value: Any) -> Any:
         return value
     if isinstance(value, torch.Tensor):
         return value
-    if type(value) in (list, tuple, set):
+    if type(value) in (list, tuple):
         return type(value)(map(to_plain, value))
+    if type(value) is set:
+        items = [*map(to_plain, value)]
+        return set(items) if _are_hashable(items) else _stand_in("set", value=items)
+    if isinstance(value, Flag):  # a combination of several has no name
+        return _stand_in("flag", type=_name_of(type(value)), value=value.value)
     if isinstance(value, Enum):  # before what it may be as well, a str or an int
         return _stand_in("enum", type=_name_of(type(value)), name=value.name)
     if _from_omegaconf(value):
@@ -65,10 +70,15 @@ def to_plain(value: Any) -> Any:
     if type(value).__module__ == "numpy" and getattr(value, "shape", None) == () and hasattr(value, "item"):
         return to_plain(value.item())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-        return _stand_in("dataclass", type=_name_of(type(value)), value=fields)
+        names = [field.name for field in dataclasses.fields(value)]
+        names += [name for name in getattr(value, "__dict__", ()) if name not in names]  # set in __post_init__
+        parts = {name: to_plain(getattr(value, name)) for name in names}
+        return _stand_in("dataclass", type=_name_of(type(value)), value=parts)
     if type(value) in (dict, OrderedDict, Hyperparameters):
-        plain = {to_plain(key): to_plain(item) for key, item in value.items()}
+        keys, items = [*map(to_plain, value)], [*map(to_plain, value.values())]
+        if not _are_hashable(keys):
+            return _stand_in("pairs", value=[*map(list, zip(keys, items, strict=True))])
+        plain = dict(zip(keys, items, strict=True))
         return _stand_in("dict", value=plain) if _KIND in plain else plain
     raise NotPlainError(f"a {type(value).__qualname__} has no plain form")
 
@@ -98,6 +108,8 @@ def from_plain(value: Any) -> Any:
             from omegaconf import OmegaConf
 
             return OmegaConf.create(from_plain(content))
+        if kind == "flag":
+            return _found(value["type"], Enum)(content)
         if kind == "enum":
             return _found(value["type"], Enum)[value["name"]]
         if kind == "dataclass":
@@ -118,11 +130,21 @@ _SIMPLE: dict[Any, Any] = {
     "datetime": datetime.datetime.fromisoformat,
     "date": datetime.date.fromisoformat,
     "range": lambda parts: range(*parts),
+    "set": lambda items: set(map(from_plain, items)),
+    "pairs": lambda pairs: {from_plain(key): from_plain(item) for key, item in pairs},
     "frozenset": lambda items: frozenset(map(from_plain, items)),
     "Namespace": lambda values: Namespace(**from_plain(values)),
     "SimpleNamespace": lambda values: SimpleNamespace(**from_plain(values)),
     "dict": lambda values: {key: from_plain(item) for key, item in values.items()},
 }
+
+
+def _are_hashable(values: list[Any]) -> bool:
+    try:
+        set(values)
+    except TypeError:
+        return False
+    return True
 
 
 def _stand_in(kind: str, **parts: Any) -> dict[str, Any]:

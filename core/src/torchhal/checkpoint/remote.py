@@ -47,7 +47,15 @@ def remote_place(url: str, options: Mapping[str, Any], call_options: Mapping[str
     from fsspec.core import url_to_fs
     from fsspec.implementations.local import LocalFileSystem
 
-    fs, path = url_to_fs(url, **{**options, **(call_options or {})})
+    try:
+        fs, path = url_to_fs(url, **{**options, **(call_options or {})})
+    except ValueError as error:
+        raise CheckpointError(
+            f"{url!r} can't be reached ({error}): its protocol must be one of fsspec's, as in 's3://bucket/name', and "
+            "a local path has none"
+        ) from error
+    except ImportError as error:
+        raise CheckpointError(f"{url!r} can't be reached here: {error}") from error
     if isinstance(fs, LocalFileSystem):
         _refuse(call_options or {}, frozenset(), url)
         return LocalPlace(path, url)

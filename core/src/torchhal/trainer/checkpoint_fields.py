@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
+from torchhal.checkpoint import trainer_format
 from torchhal.checkpoint.look import is_tensor
 from torchhal.errors import CheckpointCorruptError, CheckpointMismatchError
 from torchhal.trainer.log_options import REDUCTIONS
 
-FORMAT = 1
 _STAGES = ("train", "validate", "test")
 
 _MOST = 2**53
@@ -101,19 +101,16 @@ class Field:
 
 def check_format(checkpoint: Mapping[str, Any], path: str) -> None:
     """Raise CheckpointMismatchError for a checkpoint that another library, or a later release, has written."""
-    found = checkpoint.get("torchhal_format")
-    if found is None and (theirs := checkpoint.get("pytorch-lightning_version")) is not None:
+    if (
+        checkpoint.get("torchhal_format") is None
+        and (theirs := checkpoint.get("pytorch-lightning_version")) is not None
+    ):
         raise CheckpointMismatchError(
             f"{path!r} was written by Lightning {theirs}, whose loops, callbacks and data positions are others: "
             "training can't continue from it. Its weights are in its 'state_dict': load them into the model "
             "(load_from_checkpoint), and pass no ckpt_path"
         )
-    if "torchhal_format" in checkpoint and (type(found) is not int or found != FORMAT):
-        raise CheckpointMismatchError(
-            f"{path!r} has the format {_short(found)} (field 'torchhal_format', written by torchhal "
-            f"{checkpoint.get('torchhal_version')}), and this torchhal reads format {FORMAT}: install the release that "
-            "wrote it, or a later one"
-        )
+    trainer_format.check_format(checkpoint, path)
 
 
 def check_weights(checkpoint: Mapping[str, Any], path: str) -> None:

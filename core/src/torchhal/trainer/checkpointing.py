@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchhal.checkpoint import CheckpointIO
 from torchhal.checkpoint.look import is_tensor
+from torchhal.checkpoint.trainer_format import FORMAT
 from torchhal.errors import (
     CheckpointError,
     CheckpointMismatchError,
@@ -21,7 +22,7 @@ from torchhal.resolve.checkpoint_ios import usable_ios
 from torchhal.strategies.optimizer_state import parameters_without_state
 from torchhal.trainer import checkpoint_digests, replicas, rng
 from torchhal.trainer.callback_states import callback_states, load_callback_states, unchanged_by_errors
-from torchhal.trainer.checkpoint_fields import FORMAT, check_format, check_training_state, check_weights
+from torchhal.trainer.checkpoint_fields import check_format, check_training_state, check_weights
 from torchhal.trainer.trained_by import check_same
 
 if TYPE_CHECKING:

@@ -178,10 +178,11 @@ class ModelCheckpoint(Callback):
         """Choose the folder, together with the other ranks; nothing is created yet."""
         self.dirpath = self._given_dirpath or self._default_folder(trainer)
         self._validated = False
-        self._files = WrittenFiles(trainer.run_id, self.state_key, trainer.strategy.checkpoint_io.storage_options)
+        storage_options = trainer.strategy.checkpoint_io.storage_options
+        self._files = WrittenFiles(trainer.run_id, self.state_key, storage_options)
         if stage == "fit" and not trainer.fast_dev_run and (self.save_top_k != 0 or self.save_last):
             folder = self.dirpath
-            self._agree(trainer, lambda: check_writable(folder))
+            self._agree(trainer, lambda: check_writable(folder, storage_options))
 
     def on_load_checkpoint(self, trainer: Trainer, module: Any, checkpoint: dict[str, Any]) -> None:
         """Find out, before a fit, whether the run that wrote this checkpoint wrote into the same folder."""

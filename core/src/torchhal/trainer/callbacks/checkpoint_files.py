@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from typing import Any
 
-from torchhal.checkpoint.place import is_url
+from torchhal.checkpoint.place import is_url, place_of
 from torchhal.errors import CheckpointError
 
 
@@ -18,9 +20,13 @@ def join(folder: str, name: str) -> str:
     return f"{folder}/{name}" if is_url(folder) else os.path.join(folder, name)
 
 
-def check_writable(folder: str) -> None:
-    """Raise CheckpointError if this process may not write to a local ``folder``, which need not exist yet."""
+def check_writable(folder: str, storage_options: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if this process may not write to ``folder``, which need not exist yet.
+
+    Of one at a URL, only whether there is a file system for it, and none is asked.
+    """
     if is_url(folder):
+        place_of(join(folder, "x"), storage_options)
         return
     existing = folder
     while not os.path.lexists(existing) and os.path.dirname(existing) != existing:
