@@ -255,13 +255,13 @@ class TestSlurmEndsAJob:
         return folder / "out"
 
     def wait(self, out, word, seconds=90):
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + scaled(seconds)
         while not (out.exists() and word in out.read_text()):
             assert time.monotonic() < deadline, f"never {word!r}: {out.read_text() if out.exists() else ''}"
             time.sleep(0.2)
 
     def gone(self, slurm, name, seconds=60):
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + scaled(seconds)
         while slurm.run("squeue", "-h", "-n", name, "-o", "%i"):
             assert time.monotonic() < deadline
             time.sleep(0.2)
@@ -303,7 +303,7 @@ class TestSlurmEndsAJob:
         slurm.run("srun", "-p", "urgent", "-N2", "--exclusive", "true")
         self.wait(out, "fit stopped on SIGTERM at step")
         (step,) = re.findall(r"fit stopped on SIGTERM at step (\d+); saved", out.read_text())
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + scaled(90)
         while not (again := re.findall(r"^step (\d+)$", out.read_text().partition("fit stopped")[2], re.MULTILINE)):
             assert time.monotonic() < deadline, out.read_text()
             job = slurm.run("squeue", "-h", "-t", "PENDING", "-n", "preempted", "-o", "%i").strip()

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from cluster_hosts import LAUNCHERS, MPICH, OPEN_MPI, TOOLS, Cluster, cluster_of, needs
+from limits import scaled
 from pages import blocks_of, write_files
 from tiers import slow
 
@@ -489,7 +490,7 @@ def test_a_job_that_is_requeued_three_times_ends_as_one_left_alone(slurm):
         return [int(step) for count, step in rows if int(count) == life]
 
     def wait(what: str, done: Callable[[], bool], seconds: float = 90) -> None:
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + scaled(seconds)
         while not done():
             if time.monotonic() > deadline:
                 said = out.read_text() if out.exists() else ""
@@ -538,7 +539,7 @@ def test_an_element_of_an_array_is_requeued_alone(slurm):
     )
     job = slurm.run("sbatch", "--parsable", "-J", "elements", str(script)).strip()
     first, second = (slurm.folder / f"element-{number}" for number in range(2))
-    deadline = time.monotonic() + 150
+    deadline = time.monotonic() + scaled(150)
 
     def wait(what: str, done: Callable[[], bool]) -> None:
         while not done():
@@ -577,7 +578,7 @@ def test_a_job_whose_ranks_torchhal_starts_is_requeued(slurm, start):
         f"{start}{sys.executable} {folder}/train.py {folder} 0.25\n"
     )
     slurm.run("sbatch", "-J", f"own-{name}", str(job))
-    deadline = time.monotonic() + 150
+    deadline = time.monotonic() + scaled(150)
 
     def wait(what: str, done: Callable[[], bool]) -> None:
         while not done():

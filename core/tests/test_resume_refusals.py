@@ -185,6 +185,21 @@ def unchanged(model, *callbacks):
         assert config["scheduler"].state_dict() == other["scheduler"].state_dict()
 
 
+def reordered():
+    """The parameters of each group come in another order."""
+    model = Net()
+    make = model.configure_optimizers
+
+    def configure_optimizers():
+        made = make()
+        for group in made[0][0].param_groups:
+            group["params"].reverse()
+        return made
+
+    model.configure_optimizers = configure_optimizers
+    return model
+
+
 # -- other optimizers ------------------------------------------------------------------------------------------------
 
 
@@ -195,6 +210,7 @@ def unchanged(model, *callbacks):
         (Net("SGD"), "holds the state of the optimizer.s. Adam, but configure_optimizers returned SGD"),
         (Net(reverse=True), "of parameter 'body.2.weight' in group 1 of optimizer 0, but .* group 0 of optimizer 0"),
         (Net(groups=1), "of parameter 'body.2.weight' in group 1 of optimizer 0, but .* group 0 of optimizer 0"),
+        (reordered(), "holds the state of the parameters .* gives them in the order .*a set has none"),
         (Net(scheduler="CosineAnnealingLR"), "lr_scheduler.s. StepLR, but .* returned CosineAnnealingLR"),
         (
             Net(scheduler=None),

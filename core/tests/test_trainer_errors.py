@@ -480,6 +480,9 @@ def test_a_model_or_data_that_lacks_something(monkeypatch, call, message):
     ("call", "message"),
     [
         (lambda t: t.save_checkpoint(3), r"'filepath' must be a path \(got 3\)"),
+        (lambda t: Net().clip_gradients(None, "1"), r"'gradient_clip_val' must be a positive number.*\(got '1'\)"),
+        (lambda t: Net().clip_gradients(None, -1.0), r"'gradient_clip_val' must be a positive number.*\(got -1.0\)"),
+        (lambda t: Net().clip_gradients(None, 1.0, "l2"), r"'gradient_clip_algorithm' must be 'norm' or 'value'"),
         (lambda t: t.save_checkpoint(b"x"), r"'filepath' must be a path \(got b'x'\)"),
         (lambda t: t.save_checkpoint(""), r"'filepath' must be a path \(got ''\)"),
         (lambda t: t.save_checkpoint("x", 3), r"'weights_only' must be a bool \(got 3\)"),

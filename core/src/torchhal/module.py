@@ -7,7 +7,6 @@ A model needn't derive from :class:`Module`: any ``nn.Module`` with ``training_s
 from __future__ import annotations
 
 import inspect
-import os
 import sys
 import warnings
 import weakref
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
+from torchhal.arguments import check_bool, check_clip_algorithm, check_clip_val, check_path
 from torchhal.errors import CheckpointMismatchError, ConfigurationError, ModelError
 
 if TYPE_CHECKING:
@@ -115,11 +115,9 @@ class _HasHyperparameters:
         from torchhal.checkpoint import CheckpointIO, TorchCheckpointIO
         from torchhal.checkpoint.trainer_format import check_format
 
-        if not isinstance(checkpoint_path, str | os.PathLike) or not os.fspath(checkpoint_path):
-            raise ConfigurationError(f"'checkpoint_path' must be a path (got {checkpoint_path!r})")
-        for name, flag in (("strict", strict), ("weights_only", weights_only)):
-            if not isinstance(flag, bool):
-                raise ConfigurationError(f"'{name}' must be a bool (got {flag!r})")
+        check_path("checkpoint_path", checkpoint_path)
+        check_bool("strict", strict)
+        check_bool("weights_only", weights_only)
         if checkpoint_io is not None and not isinstance(checkpoint_io, CheckpointIO):
             raise ConfigurationError(
                 f"'checkpoint_io' must be a CheckpointIO, the object that wrote the file, or None (got "
@@ -505,13 +503,22 @@ class Module(_HasHyperparameters, ModuleHooks, nn.Module):
     ) -> torch.Tensor | None:
         """Clip between the last backward and the step, in manual optimization or ``configure_gradient_clipping``.
 
+        Args:
+            gradient_clip_val: the largest norm or value; None or 0 for no clipping.
+            gradient_clip_algorithm: "norm", the default, or "value".
+
         Returns:
             The norm over all gradients before, on whichever ranks they are; None where nothing is clipped by it.
+
+        Raises:
+            ConfigurationError: an argument outside its domain.
         """
+        gradient_clip_val = check_clip_val("gradient_clip_val", gradient_clip_val)
+        gradient_clip_algorithm = check_clip_algorithm("gradient_clip_algorithm", gradient_clip_algorithm)
         if gradient_clip_val is None:
             return None
         norm: torch.Tensor | None = self.trainer.strategy.clip_gradients(
-            getattr(optimizer, "optimizer", optimizer), gradient_clip_val, gradient_clip_algorithm or "norm"
+            getattr(optimizer, "optimizer", optimizer), gradient_clip_val, gradient_clip_algorithm
         )
         return norm
 

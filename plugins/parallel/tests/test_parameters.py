@@ -839,7 +839,31 @@ def test_a_write_by_the_batch_to_what_is_divided_is_refused(world2, strategy):
     for kind, said in world2.run(final, "WrittenByBatch", strategy, 2):
         assert kind == ("DistributedError" if strategy == "zero1" else "ModelError")
         assert "'blocks.1.up.weight'" in said
-        assert ("before optimizer step 1 " if strategy == "zero1" else "has it in parts") in said
+        assert ("before step 1 of its optimizer" if strategy == "zero1" else "has it in parts") in said
+
+
+class TwoOptimizers(Net):
+    """The first one's parameters are written to by each rank from the second batch on."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(self.embed.parameters(), lr=0.1), torch.optim.SGD(self.head.parameters(), lr=0.1)]
+
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(super().training_step(batch, batch_idx))
+        with torch.no_grad():
+            self.embed.weight.add_(0.1 * self.trainer.global_rank * batch_idx)
+        for optimizer in self.optimizers():
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_replicas_of_each_of_two_optimizers_are_compared(world2):
+    for kind, said in world2.run(final, "TwoOptimizers", "zero1", 2):
+        assert kind == "DistributedError" and "before step 2 of its optimizer" in said and "'embed.weight'" in said
 
 
 class Drifting(Net):

@@ -174,6 +174,21 @@ def test_an_optimizer_that_looks_at_all_parameters_later_is_refused_before_that_
     assert trial.done <= 21 and late.steps == 0 and torch.equal(generator, torch.get_rng_state())
 
 
+def test_an_optimizer_that_takes_no_empty_group_is_still_tried():
+    class NormPerGroup(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure=None):
+            for group in self.param_groups:
+                norm = torch.stack([each.grad.norm() for each in group["params"]]).norm()
+                for each in group["params"]:
+                    each.sub_(each.grad / norm)
+
+    weights = [nn.Parameter(torch.ones(2)) for _ in range(4)]
+    optimizer = NormPerGroup([{"params": some} for some in (weights[:1], weights[1:2], weights[2:])])
+    with pytest.raises(ConfigurationError, match="NormPerGroup looks at all of them"):
+        check_separable(optimizer, "pipeline", CPUAccelerator(), torch.device("cpu"))
+
+
 def test_steps_are_tried_before_they_are_done_up_to_a_number():
     sgd = type("Own", (torch.optim.SGD,), {})(nn.Linear(3, 2).parameters(), lr=0.1)
     trial = check_separable(sgd, "pipeline", CPUAccelerator(), torch.device("cpu"))

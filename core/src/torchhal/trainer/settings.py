@@ -7,10 +7,10 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
+from torchhal import arguments
 from torchhal.errors import ConfigurationError
 from torchhal.hints import nearest
 from torchhal.precision.base import needs_closure
-from torchhal.trainer import arguments
 
 if TYPE_CHECKING:
     from torchhal.trainer.trainer import Trainer

@@ -52,6 +52,15 @@ def check_same(saved: Mapping[str, Any] | None, now: Mapping[str, Any] | None, p
                 f"{_listed(here)}: return those again, in that order, or load the weights alone into the model "
                 "(load_from_checkpoint) and fit without ckpt_path"
             )
+    for number, (before, here) in enumerate(zip(saved["optimizers"], now["optimizers"], strict=True)):
+        for index, (old, new) in enumerate(zip(before["groups"], here["groups"], strict=False)):
+            common = set(old) & set(new)
+            if [name for name in old if name in common] != [name for name in new if name in common]:
+                raise CheckpointMismatchError(
+                    f"{path!r} (field 'trained_by') holds the state of the parameters {_listed(old[:4])}, ... in group "
+                    f"{index} of optimizer {number}, but configure_optimizers gives them in the order "
+                    f"{_listed(new[:4])}, ...: a state goes by its place. Keep the order; a set has none"
+                )
     places = _places(saved)
     for name, place in _places(now).items():
         if places.get(name, place) != place:

@@ -8,12 +8,13 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from torchhal import arguments
 from torchhal.errors import ConfigurationError, ModelError
 from torchhal.hints import ATTRIBUTES
 from torchhal.launchers.rendezvous import expect
 from torchhal.resolve import Plan, Request, resolve
 from torchhal.strategies import Strategy
-from torchhal.trainer import arguments, checkpointing, replicas, trained_by
+from torchhal.trainer import checkpointing, replicas, trained_by
 from torchhal.trainer.callbacks.written_files import new_run_id
 from torchhal.trainer.calls import Hooks
 from torchhal.trainer.connect import (

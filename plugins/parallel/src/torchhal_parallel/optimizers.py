@@ -81,20 +81,24 @@ class OptimizerTrial:
         if not self._copies:
             return
         state = rng.collect(self.accelerator, self.device)
+        quiet, loud, *divided = self._copies
         try:
             for each in self._copies:
                 torch.manual_seed(1 + self.tried)
                 each.run(steps)
         except Exception as error:
-            self._give_up(error)
-            return
+            if divided and each is divided[0]:  # one that can't do without the others, perhaps with an empty group
+                self._copies = [quiet, loud]
+            else:
+                self._give_up(error)
+                return
         finally:
             rng.restore(state, self.accelerator, self.device)
         self.tried += steps
-        quiet, loud, part = self._copies
+        part = self._copies[2] if len(self._copies) > 2 else None
         if not _same(quiet, loud):
             why = "the gradient of one changes its step on others, as by the norm of all gradients"
-        elif not part.drew and not _same(quiet, part):  # what draws noise draws other noise without the others
+        elif part and not part.drew and not _same(quiet, part):  # what draws noise draws other noise without the others
             why = "without some of them its step on the others changes, as by how many there are"
         else:
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -42,7 +43,8 @@ class ZeRO1Strategy(DDPStrategy):
         super().setup_optimizers(optimizers, lr_scheduler_configs)
         self._owners = [_owners(optimizer, self.world_size) for optimizer in self.optimizers]
         self._shares: dict[Optimizer, tuple[int, list[list[torch.Tensor]]]] = {}
-        self._steps = 0
+        self._steps: Counter[int] = Counter()
+        """Of each optimizer."""
 
     def owner_of(self, optimizer: Optimizer) -> dict[torch.Tensor, int]:
         """The rank that steps each parameter."""
@@ -63,9 +65,9 @@ class ZeRO1Strategy(DDPStrategy):
         if self.world_size == 1:
             return super().optimizer_step(optimizer, closure)
         self.unscale_gradients(optimizer)  # over all parameters: every rank must come to the same decision
-        self._steps += 1
-        if self._steps & (self._steps - 1) == 0:  # a power of two
-            self._check_alike_before_step(optimizer)
+        self._steps[id(optimizer)] = step = self._steps[id(optimizer)] + 1
+        if step & (step - 1) == 0:  # a power of two
+            self._check_alike_before_step(optimizer, step)
         if (trial := self._trials.get(id(optimizer))) is not None:
             trial.before_step()
         with self.only_mine(optimizer):
@@ -75,7 +77,7 @@ class ZeRO1Strategy(DDPStrategy):
                 self._share(optimizer)
         return stepped
 
-    def _check_alike_before_step(self, optimizer: Optimizer) -> None:
+    def _check_alike_before_step(self, optimizer: Optimizer, step: int) -> None:
         """Raise DistributedError, on every rank alike, where something has written to replicas of a parameter by what
         is in a rank's batch: the step would send one rank's values over those of the others."""
         assert self.module is not None
@@ -84,7 +86,7 @@ class ZeRO1Strategy(DDPStrategy):
         with self.guard("comparison of the replicas"):
             difference = find_difference(
                 [(name, None, each) for name, each in named if each in own and name not in ignored],
-                f"before optimizer step {self._steps}",
+                f"before step {step} of its optimizer",
             )
         if difference:
             raise DistributedError(difference)
@@ -100,6 +102,10 @@ class ZeRO1Strategy(DDPStrategy):
             # looked at in each step: a hook may unfreeze one at any, or freeze one that has a gradient for it
             if moved := [each for each in parameters if each.requires_grad or each.grad is not None]:
                 collectives.broadcast_tensors(moved, src=rank)
+
+    def _release_model(self) -> None:
+        super()._release_model()
+        self._trials = {}  # copies of the optimizers
 
     # -- memory ----------------------------------------------------------------------------------------------
 

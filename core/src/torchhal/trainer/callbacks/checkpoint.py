@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from torchhal.arguments import check_bool, check_count, check_optional_count
 from torchhal.checkpoint.place import is_url
 from torchhal.errors import CheckpointError, ConfigurationError
-from torchhal.trainer.arguments import check_bool, check_count, check_optional_count
 from torchhal.trainer.callbacks.base import Callback
 from torchhal.trainer.callbacks.checkpoint_files import (
     check_writable,

@@ -1,4 +1,4 @@
-"""Types and ranges of the Trainer's arguments, checked in one place before anything uses them."""
+"""Check types and ranges of what users pass to the Trainer, its callbacks and a Module's methods."""
 
 from __future__ import annotations
 
