@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from torchhal import Callback, EarlyStopping, ModelCheckpoint, Module, Trainer
-from torchhal.errors import CheckpointError, CheckpointMismatchError, TorchhalError
+from torchhal.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError, TorchhalError
 from torchhal.strategies import Strategy
 from torchhal.strategies.optimizer_state import check_optimizer_state, check_scheduler_state
 from torchhal.trainer.callback_states import callback_states
@@ -473,6 +473,14 @@ def test_weights_alone_are_no_checkpoint_of_a_trainer(tmp_path):
     torch.save(Net().state_dict(), tmp_path / "weights.pt")
     with pytest.raises(CheckpointMismatchError, match=r"weights\.pt' is no checkpoint of a Trainer.*load_state_dict"):
         Net.load_from_checkpoint(tmp_path / "weights.pt")
+
+
+@pytest.mark.parametrize("field", ["hyper_parameters", "hparams_left_out"])
+@pytest.mark.parametrize("value", [5, "x", [("a", 1)], {3: 1}])
+def test_hyperparameters_that_can_t_be_are_named(tmp_path, field, value):
+    torch.save({"state_dict": Net().state_dict(), field: value}, tmp_path / "x.ckpt")
+    with pytest.raises(CheckpointCorruptError, match=rf"x\.ckpt' is damaged: its field '{field}'"):
+        Net.load_from_checkpoint(tmp_path / "x.ckpt")
 
 
 @pytest.mark.parametrize("use", ["load_from_checkpoint", "ckpt_path", "dirpath"])

@@ -7,6 +7,7 @@ A model needn't derive from :class:`Module`: any ``nn.Module`` with ``training_s
 from __future__ import annotations
 
 import inspect
+import reprlib
 import sys
 import warnings
 import weakref
@@ -17,7 +18,7 @@ import torch
 from torch import nn
 
 from torchhal.arguments import check_bool, check_clip_algorithm, check_clip_val, check_path
-from torchhal.errors import CheckpointMismatchError, ConfigurationError, ModelError
+from torchhal.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigurationError, ModelError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -152,6 +153,13 @@ class _HasHyperparameters:
         accepted = inspect.signature(cls.__init__).parameters.values()
         any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted)
         names = {parameter.name for parameter in accepted}
+        for field in ("hparams_left_out", "hyper_parameters"):
+            found = checkpoint.get(f"{prefix}{field}")
+            if found is not None and not (isinstance(found, Mapping) and all(isinstance(name, str) for name in found)):
+                raise CheckpointCorruptError(
+                    f"{str(path)!r} is damaged: its field '{prefix}{field}' must be a dict from names to values (got "
+                    f"{reprlib.repr(found)})"
+                )
         objects = checkpoint.get(f"{prefix}hparams_left_out") or {}
         if asked := [name for name in objects if name not in given and (any_name or name in names)]:
             listing = ", ".join(f"{name}=... (a {objects[name]})" for name in asked)
