@@ -2,6 +2,7 @@
 
 import collections.abc
 import functools
+import gc
 from types import SimpleNamespace
 
 import models
@@ -72,6 +73,30 @@ def final(name, strategy, devices):
         return fit(globals()[name](), strategy, devices)
     except Exception as error:
         return type(error).__name__, str(error)
+
+
+class TriedOnce(Net):
+    """A forward in ``__init__``, of which a cycle is left that holds its graph."""
+
+    def __init__(self):
+        super().__init__()
+        cycle = [self(torch.zeros(1, 3, dtype=torch.long))]
+        cycle.append(cycle)
+
+
+def final_without_collections(name, strategy, devices):
+    """The same where Python collects no garbage by itself, as large runs have it."""
+    gc.disable()
+    try:
+        return final(name, strategy, devices)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("strategy", [slow("zero2"), "zero3"])
+def test_garbage_uses_no_parameter(world2, strategy):
+    for found in world2.run(final_without_collections, "TriedOnce", strategy, 2, timeout=60):
+        assert isinstance(found, dict), found
 
 
 def check_alike(world, name, strategy, reference):

@@ -7,6 +7,7 @@ the memory of one. After the run they hold the trained weights, and are the modu
 
 from __future__ import annotations
 
+import gc
 from collections import deque
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -164,13 +165,19 @@ class ParameterObjects:
 
     def check_unused(self, alias: str) -> None:
         """Raise ModelError if a graph that is there refers to a parameter that another trains in the place of."""
-        for name, parameter in self.replaced():
-            if parameter._use_count() > 1:  # type: ignore[attr-defined]
-                raise ModelError(
-                    f"the training step of {type(self.module).__name__} computes with {name!r} by a reference from "
-                    f"before the model was divided, and strategy {alias!r} trains another object in its place: look "
-                    "parameters up where they are used, by self.get_parameter(name) say"
-                )
+        if self._first_used() is None:
+            return
+        gc.collect()  # a graph may be garbage, which waits for long in a run that collects seldom
+        if (name := self._first_used()) is not None:
+            raise ModelError(
+                f"the training step of {type(self.module).__name__} computes with {name!r} by a reference from "
+                f"before the model was divided, and strategy {alias!r} trains another object in its place: look "
+                "parameters up where they are used, by self.get_parameter(name) say"
+            )
+
+    def _first_used(self) -> str | None:
+        uses = ((name, parameter._use_count()) for name, parameter in self.replaced())  # type: ignore[attr-defined]
+        return next((name for name, count in uses if count > 1), None)
 
     def object_for(self, now: nn.Parameter) -> nn.Parameter | None:
         """The user's object in whose place ``now`` trains; itself if it is one; None for one that came since."""
