@@ -58,17 +58,23 @@ def forward_through(strategy: Any, module: Any, step: Callable[..., Any]) -> Cal
 
 
 def _of_wrapper(hooks: OrderedDict[int, Any], wrapper: Any, module: Any) -> OrderedDict[int, Any]:
-    """Those hooks that a wrapper has registered, or the library that it is from.
+    """Those hooks that a wrapper has registered, the library that it is from, or ``torch.distributed``.
 
-    torch's DistributedDataParallel registers methods of its own; functions of torch come from ``torch.nn.utils``, which
-    the user has called.
+    torch's DistributedDataParallel registers methods of its own, and ``fully_shard`` those of its state; torch's other
+    functions come from ``torch.nn.utils``, which the user has called.
     """
     library = _package(type(wrapper))
     is_library = library not in ("torch", "__main__", _package(type(module)))
 
     def is_own(hook: Any) -> bool:
         hook = getattr(hook, "func", hook)
-        return getattr(hook, "__self__", None) is wrapper or (is_library and _package(hook) == library)
+        owner = getattr(hook, "__self__", None)
+        places = [str(getattr(each, "__module__", "")) for each in (hook, type(owner))]
+        return (
+            owner is wrapper
+            or any(place.startswith("torch.distributed.") for place in places)
+            or (is_library and _package(hook) == library)
+        )
 
     return OrderedDict((number, hook) for number, hook in hooks.items() if is_own(hook))
 

@@ -346,12 +346,13 @@ class Pipeline:
                 f"{self.microbatches} microbatches of a batch: it is changed as often"
             )
         found: float | None = None
-        generators = self._rehearsal.generators()
+        generators, in_a_row = self._rehearsal.generators(), self._followed_in_a_row
         try:
             found = self._dependence(tensors, constants, rows)
             drew = bool(self._rehearsal.drawn_from(generators))
         finally:
             rng.restore(generators, self.strategy.accelerator, self.strategy.root_device)
+            self._followed_in_a_row = in_a_row
         with self.strategy.guard("the comparison of forwards"):
             ranks = collectives.all_gather_object((found, drew, notes))
         for topic, note in [item for _, _, each in ranks for item in each.items()]:
