@@ -560,16 +560,13 @@ class Module(_HasHyperparameters, ModuleHooks, nn.Module):
         )
 
     def _restore(self, checkpoint: dict[str, Any], path: str, *, strict: bool) -> None:
-        if not isinstance(checkpoint.get("state_dict"), Mapping):
-            raise CheckpointMismatchError(
-                f"{path!r} is no checkpoint of a Trainer: it has no 'state_dict' (it has "
-                f"{', '.join(map(str, list(checkpoint)[:8]))}). If it is a state dict itself, load it by "
-                f"load_state_dict(torch.load({path!r}))"
-            )
+        from torchhal.checkpoint.trainer_format import check_has_weights
+
+        check_has_weights(checkpoint, path)
         self.on_load_checkpoint(checkpoint)
         try:
             self.load_state_dict(checkpoint["state_dict"], strict=strict)
-        except (RuntimeError, KeyError) as error:
+        except (RuntimeError, KeyError, TypeError) as error:  # TypeError: it is no dict
             raise CheckpointMismatchError(
                 f"{path!r}: the weights don't belong to {type(self).__name__}: {error}"
             ) from error

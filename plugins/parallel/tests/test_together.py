@@ -14,6 +14,7 @@ from torchhal.accelerators import CPUAccelerator
 from torchhal.errors import ConfigurationError, ModelError
 from torchhal_parallel.optimizers import MOST_STEPS, check_separable, with_parameters
 from torchhal_parallel.remote import RemoteWriteError, remote, remote_gradient
+from torchhal_parallel.sample_independence import buffer_versions
 
 pytestmark = pytest.mark.timeout(170)
 
@@ -315,3 +316,13 @@ def test_what_microbatches_make_another_is_said_once(world2, model, word):
     assert modes == same_modes == [1] * 4
     assert second == [] and len(first) == (word is not None), first
     assert word is None or word in first[0]
+
+
+def test_a_buffer_that_was_made_in_inference_mode_has_no_count():
+    """As one that a validation has assigned."""
+    layer = nn.Linear(1, 1)
+    layer.register_buffer("kept", torch.ones(1))
+    assert buffer_versions(layer).keys() == {"kept"}
+    with torch.inference_mode():
+        layer.kept = torch.ones(1)
+    assert buffer_versions(layer) == {}

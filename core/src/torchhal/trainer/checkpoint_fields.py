@@ -115,11 +115,7 @@ def check_format(checkpoint: Mapping[str, Any], path: str) -> None:
 
 def check_weights(checkpoint: Mapping[str, Any], path: str) -> None:
     """Raise CheckpointMismatchError unless ``state_dict`` can be a module's."""
-    if "state_dict" not in checkpoint:
-        raise CheckpointMismatchError(
-            f"{path!r} is no checkpoint of a Trainer: it has no 'state_dict' (it has "
-            f"{', '.join(map(str, list(checkpoint)[:8]))})"
-        )
+    trainer_format.check_has_weights(checkpoint, path)
     state = Field(checkpoint["state_dict"], "state_dict", path).dict()
     for name in state.value:
         if not isinstance(name, str):

@@ -32,7 +32,7 @@ def buffer_versions(module: nn.Module) -> dict[str, int]:
         for path, owner in module.named_modules()
         if not isinstance(owner, _BatchNorm)
         for name, buffer in owner._buffers.items()
-        if buffer is not None
+        if buffer is not None and not buffer.is_inference()  # which has no count
     }
 
 
