@@ -16,6 +16,7 @@ from torch import nn
 from torchhal import ModelCheckpoint, Module, Trainer
 from torchhal.checkpoint import TorchCheckpointIO
 from torchhal.errors import CheckpointError
+from torchhal.trainer.callbacks import written_files
 from torchhal.trainer.callbacks.written_files import WrittenFiles, new_run_id
 
 HERE = f"{Path(__file__).parent}:{Path(limits.__file__).parent}"
@@ -92,7 +93,7 @@ def test_a_resumed_run_goes_on_with_the_files_of_the_one_before(tmp_path):
     run = fit(tmp_path, 4, ckpt_path="last", save_last=True).run_id
     assert names(tmp_path) == ["last.ckpt", "step=4.ckpt"]
     records = sorted(os.listdir(tmp_path / ".torchhal"))
-    assert records == [f"{run}.owner-1", "last.ckpt.json", "step=4.ckpt.json"]
+    assert records == [f"{run}.owner-0", "last.ckpt.json", "step=4.ckpt.json"]
 
 
 def test_so_do_its_callbacks_in_other_folders(tmp_path):
@@ -312,6 +313,61 @@ def test_a_run_that_is_over_is_continued_by_one_process_at_a_time(tmp_path):
     assert len([name for name in os.listdir(tmp_path / ".torchhal") if ".owner-" in name]) == 20
 
 
+ON_ANOTHER_HOST = """
+import socket, sys
+sys.path += sys.argv[1].split(":")
+socket.gethostname = lambda: "another"
+from torchhal.trainer.callbacks import written_files
+from test_written_files import fit, SILENT_S
+written_files.RENEWED_S, written_files.EXPIRES_S = SILENT_S / 8, SILENT_S
+from torchhal import Callback, ModelCheckpoint
+
+class Waits(Callback):
+    def on_train_batch_end(self, trainer, *args):
+        if trainer.global_step == 3:
+            print("saved", flush=True)
+            input()
+
+saves = ModelCheckpoint(sys.argv[2], "{step}", every_n_train_steps=1, save_last=True)
+fit(None, 5, callbacks=[saves, Waits()])
+"""
+SILENT_S = 1.0
+
+
+def test_a_run_on_another_host_is_continued_when_it_is_over_and_not_before(tmp_path, monkeypatch):
+    """While it lives nothing of its own is deleted or replaced; killed, its files are those of the run that resumes."""
+    monkeypatch.setattr(written_files, "EXPIRES_S", limits.scaled(SILENT_S))
+    there = subprocess.Popen(
+        [sys.executable, "-c", ON_ANOTHER_HOST, HERE, tmp_path],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert there.stdout.readline() == "saved\n"
+    before = names(tmp_path)
+    time.sleep(1.5 * limits.scaled(SILENT_S))  # it lives, and saves nothing
+    fit(tmp_path, 4, ckpt_path="last", save_last=True)
+    assert names(tmp_path) == sorted([*before, "last-v1.ckpt", "step=4.ckpt"])
+    (tmp_path / "step=4.ckpt").unlink()
+    (tmp_path / "last-v1.ckpt").unlink()
+    there.kill()
+    there.wait()
+    fit(tmp_path, 6, ckpt_path="last", save_last=True)
+    assert names(tmp_path) == ["last.ckpt", "step=6.ckpt"]
+
+
+def test_a_run_that_another_host_has_continued_meanwhile_is_another_from_then_on(tmp_path):
+    path = str(tmp_path / "last.ckpt")
+    stood_still = WrittenFiles(run := new_run_id(), "w")
+    stood_still.hold(path)
+    assert stood_still.claim(path)
+    (tmp_path / ".torchhal" / f"{run}.owner-0").rename(tmp_path / ".torchhal" / f"{run}.owner-1")
+    (tmp_path / ".torchhal" / f"{run}.owner-1").write_text('{"machine": "00000000", "process": 1}')
+    (tmp_path / "last.ckpt").touch()
+    stood_still.hold(path)
+    assert not stood_still.owns(path) and not stood_still.claim(path)
+
+
 @pytest.mark.parametrize(
     "content",
     [
@@ -343,7 +399,7 @@ def test_a_failed_save_leaves_no_claim(tmp_path, monkeypatch):
         patch.setattr(TorchCheckpointIO, "save_checkpoint", fails)
         with pytest.raises(CheckpointError, match="no room"):
             fit(tmp_path, 2)
-    assert os.listdir(tmp_path / ".torchhal") == []
+    assert not [name for name in os.listdir(tmp_path / ".torchhal") if name.endswith(".json")]
     fit(tmp_path, 1)
     assert names(tmp_path) == ["step=1.ckpt"]
 

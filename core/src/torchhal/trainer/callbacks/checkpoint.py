@@ -245,6 +245,9 @@ class ModelCheckpoint(Callback):
     def on_train_end(self, trainer: Trainer, module: Any) -> None:
         self._settle(trainer)
 
+    def teardown(self, trainer: Trainer, module: Any, stage: str) -> None:
+        self._files.let_go()
+
     @property
     def interrupted_path(self) -> str:
         """The file from which a run that a signal has ended goes on; empty without one."""
@@ -491,6 +494,7 @@ class ModelCheckpoint(Callback):
         """A path nobody has: not another run, and not what this one keeps beside what is ``replaced``. On rank 0."""
         values = self._values(trainer)
         path = self.format_checkpoint_name(values, pattern)
+        self._files.hold(path)
         if not self.enable_version_counter:
             self._check_replaceable(trainer, path)
             self._files.claim(path, force=True)

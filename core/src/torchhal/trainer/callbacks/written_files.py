@@ -6,6 +6,9 @@ import json
 import os
 import re
 import secrets
+import threading
+import time
+import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -19,7 +22,9 @@ FOLDER = ".torchhal"
 """Beside the checkpoints; a record is called as its checkpoint is, with ``.json``."""
 _RUN_ID = re.compile("[0-9a-f]{16}")
 OWNER = ".owner-"
-"""The file that names the process which continues a run is called as the run, this, and a number."""
+"""The file that names the process whose a run is now is called as the run, this, and a number."""
+RENEWED_S, EXPIRES_S = 10.0, 60.0
+"""How often a process says that its fit still runs, and after what silence another machine may go on as its run."""
 
 
 class WrittenFiles:
@@ -39,6 +44,30 @@ class WrittenFiles:
         self.run = run
         self.writer = writer
         self.storage_options = storage_options or {}
+        self._held: dict[str, int] = {}  # the number of this process's owner file, by folder
+
+    def hold(self, path: str) -> None:
+        """Be the process of this run in the folder of ``path`` until :meth:`let_go`, as others see; or, if another is
+        that by now, become a run of its own. Call before :meth:`claim`.
+
+        Raises:
+            CheckpointError: nothing can be written there.
+        """
+        folder = os.path.dirname(path)
+        try:
+            if folder in self._held:
+                if self._owner_place(path, self.run, self._held[folder]).is_taken():
+                    return
+                self.run, self._held = new_run_id(), {}  # this process stood still, and another continues the run
+            if not self._take_over(path, self.run):
+                self.run = new_run_id()
+                self._take_over(path, self.run)
+        except OSError as error:
+            raise CheckpointError(f"{path!r} could not be saved ({type(error).__name__}: {error})") from error
+
+    def let_go(self) -> None:
+        """The fit is over: whoever continues it on another machine may go on as this run."""
+        _renewed.discard(self)
 
     def is_taken(self, path: str) -> bool:
         """Whether anything is at ``path``."""
@@ -90,33 +119,80 @@ class WrittenFiles:
             self._record_place(path).remove()
 
     def adopt(self, path: str) -> None:
-        """Become the run that wrote ``path``, which this one continues, unless that lives or another continues it."""
+        """Become the run that wrote ``path``, which this one continues, unless that lives or another continues it.
+
+        On another machine than its own a run lives until it has said nothing for :data:`EXPIRES_S`, which this waits
+        for.
+        """
         record = self._read(path)
-        if record is None or not self._is_that_file(record, self._place(path)) or not _is_over(record):
+        if record is None or not self._is_that_file(record, self._place(path)):
             return
         run = str(record["run"])
         with suppress(OSError, CheckpointError):  # as in a folder that takes no file: what is written there says so
-            if self._take_over(path, run):
+            if self._take_over(path, run, record):
                 self.run = run
 
-    def _take_over(self, path: str, run: str) -> bool:
+    def _take_over(self, path: str, run: str, record: Mapping[str, Any] | None = None) -> bool:
         """Whether this process, of all that continue a run in this folder, is the one that goes on as it.
 
         Each that does makes a file of the next number, which one of several callers can.
         """
         before = self._owners(path, run)
-        if before and not _is_over(_parsed(self._content(before[max(before)]))):
+        if before:
+            newest = before[max(before)]
+            if _is_this_process(_parsed(self._content(newest))):  # another callback's, or of an earlier fit
+                self._keep(path, max(before))
+                return True
+            if not self._is_over(path, newest):
+                return False
+        elif record is not None and not _is_over_here(record):
             return False
-        number = max(before, default=0) + 1
-        own = self._in_folder(path, f"{run}{OWNER}{number}")
-        if not own.create(json.dumps({"machine": machine(), "process": os.getpid()}).encode()):
+        number = max(before, default=-1) + 1
+        own = self._owner_place(path, run, number)
+        if not own.create(_owner_text()):
             return False
         if max(self._owners(path, run), default=number) > number:  # others came and went since ``before``
             own.remove()
             return False
         for place in before.values():
             place.remove()
+        self._keep(path, number)
         return True
+
+    def _keep(self, path: str, number: int) -> None:
+        self._held[os.path.dirname(path)] = number
+        _renew(self)
+
+    def _is_over(self, path: str, owner: Place) -> bool:
+        """Whether the process of an owner file is gone; on another machine, whether it stays silent.
+
+        Ages are by the clock of the file system: two hosts' may differ by more than any limit.
+        """
+        content, version = self._content(owner), owner.version()
+        about = _parsed(content)
+        if about is None or about["machine"] == machine():
+            return about is not None and _writer_has_died(about)
+        probe = self._in_folder(path, f"now-{secrets.token_hex(8)}")
+        probe.create(b"now")
+        silent_s = (probe.modified_ns() - owner.modified_ns()) / 1e9
+        probe.remove()
+        until = time.monotonic() + EXPIRES_S - min(max(silent_s, 0.0), EXPIRES_S)
+        while (left := until - time.monotonic()) > 0:
+            time.sleep(min(left, 1.0))
+            if self._content(owner) != content or owner.version() != version:  # opened, so that NFS looks again
+                return False
+        return True
+
+    def renew(self) -> None:
+        """Say that this process still is the one of its run, where no other has become that."""
+        for folder, number in [*self._held.items()]:
+            own = self._owner_place(join(folder, "x"), self.run, number)
+            with suppress(OSError, CheckpointError):
+                if own.is_taken():
+                    own.write(_owner_text())
+
+    def _owner_place(self, path: str, run: str, number: int) -> Place:
+        return self._in_folder(path, f"{run}{OWNER}{number}")
 
     def _owners(self, path: str, run: str) -> dict[int, Place]:
         pattern = re.compile(rf".*[/\\]{run}{re.escape(OWNER)}(\d+)")
@@ -185,13 +261,38 @@ def _parsed(content: bytes) -> dict[str, Any] | None:
     return record if named else None
 
 
-def _is_over(record: Mapping[str, Any] | None) -> bool:
-    """Whether the process of a record is gone, is this one, or was one of another machine, which can't be known."""
-    if record is None:
-        return False
-    here = record["machine"] == machine()
-    return not here or record["process"] == os.getpid() or _writer_has_died(record)
+def _is_over_here(record: Mapping[str, Any]) -> bool:
+    """Whether the process of a record is known to be gone, or is this one."""
+    return _is_this_process(record) or _writer_has_died(record)
+
+
+def _is_this_process(record: Mapping[str, Any] | None) -> bool:
+    return record is not None and bool(record["machine"] == machine() and record["process"] == os.getpid())
 
 
 def _writer_has_died(record: Mapping[str, Any]) -> bool:
     return bool(record["machine"] == machine() and process_is_dead(record["process"]))
+
+
+def _owner_text() -> bytes:
+    return json.dumps({"machine": machine(), "process": os.getpid(), "at": time.monotonic_ns()}).encode()
+
+
+_renewed: weakref.WeakSet[WrittenFiles] = weakref.WeakSet()
+_renewing: threading.Thread | None = None
+
+
+def _renew(files: WrittenFiles) -> None:
+    """Renew what ``files`` holds as long as it lives and doesn't let go; one thread does it for all."""
+    global _renewing
+    _renewed.add(files)
+    if _renewing is None or not _renewing.is_alive():  # nor is a parent's in a fork
+        _renewing = threading.Thread(target=_renew_all, name="torchhal-renews-runs", daemon=True)
+        _renewing.start()
+
+
+def _renew_all() -> None:
+    while True:
+        time.sleep(RENEWED_S)
+        for files in [*_renewed]:
+            files.renew()
