@@ -37,6 +37,7 @@ CASES = [
     ("zero3", "Triangular", None, "ModelError", ["aten.tril_", "'zero3'", "full_tensor()"]),
     ("zero2", "ZeroedRow", None, "ModelError", ["zero_", "(32,)", "would be lost"]),
     ("tensor_parallel", "ZeroedRow", None, "ModelError", ["zero_", "would be lost"]),
+    ("tensor_parallel", "WrittenByOut", None, "ModelError", ["aten::mul.out", "would be lost"]),
     ("zero3", "SetElement", None, "ModelError", ["aten::copy_", "would be lost"]),
     ("tensor_parallel", "NoPlan", None, "ConfigurationError", ["needs a plan", "tensor_parallel_plan", "NoPlan"]),
     ("tensor_parallel", "Misspelt", None, "ConfigurationError", ["'layers.*.attn.q_proj'", "attention.q_proj'?"]),
@@ -126,6 +127,10 @@ def test_a_layer_may_be_closed_by_hand(world2):
 @pytest.mark.parametrize("model", ["GroupedHeads", "DropsBetween", "WithHandWrittenNorm"])
 def test_what_treats_each_part_by_itself_is_left_alone(world2, model):
     assert world2.run(training.attempt, "tensor_parallel", 2, model, timeout=60) == [("nothing", "")] * 2
+
+
+def test_a_write_to_a_view_of_an_activation_in_a_validation_is_no_lost_one(world2):
+    assert world2.run(training.attempt_validation, "WrittenActivation", timeout=60) == [("nothing", "")] * 2
 
 
 def test_the_comparison_with_one_device_leaves_nothing_behind(world2):

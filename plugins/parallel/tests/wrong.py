@@ -633,6 +633,20 @@ class ZeroedRow(Transformer):
             weight.grad[:, 3] *= 0
 
 
+class WrittenByOut(Transformer):
+    def on_before_optimizer_step(self, optimizer):
+        row = self.layers[0].up.weight.grad[0]
+        torch.mul(row, 0.5, out=row)
+
+
+class WrittenActivation(Transformer):
+    """Under ``no_grad`` an activation has no ``grad_fn`` either; what is written to is used, and so is right."""
+
+    def validation_step(self, batch, batch_idx):
+        row = (self.layers[0].up.weight * 2)[0]
+        assert row.mul_(2).full_tensor().equal(self.layers[0].up.weight.full_tensor()[0] * 4)
+
+
 class SetElement(Transformer):
     def on_train_batch_end(self, outputs, batch, batch_idx):
         with torch.no_grad():

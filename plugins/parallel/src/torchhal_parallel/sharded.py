@@ -113,7 +113,9 @@ class ShardedStrategy(ParallelStrategy):
     def _reset(self) -> None:
         super()._reset()
         self._carried_hooks = CarriedHandles()
-        self._plain_semantics = PlainSemantics(self.guard)
+        self._plain_semantics = PlainSemantics(
+            self.guard, lambda: () if self.module is None else self.module.parameters()
+        )
 
     # -- the user's module -----------------------------------------------------------------------------------
 
