@@ -702,6 +702,23 @@ class TestFindReferences:
             ("a[1]", "w", memory), ("a[5]", "w", by_address), ("a[2]", "w", memory)
         ]  # fmt: skip
 
+    def test_a_neighbour_in_one_storage_is_no_view(self):
+        flat = torch.ones(6)
+        self.weight = nn.Parameter(flat[2:4])
+        self.memory = Memory()
+        for name, parameter in (("v", flat[4:]), ("w", self.weight)):
+            self.memory.add(name, parameter)
+        empty(self.weight)
+        assert self.find(a=[flat[:2], flat[0::6], flat[3:3]]) == []
+        assert self.find(a=[flat, flat[1:3], flat[5:]]) == [
+            (f"a[{index}]", name, "the memory of ") for index, name in enumerate("vwv")
+        ]
+
+    def test_a_number_may_be_a_string(self):
+        address = str(self.weight.data_ptr())
+        found = self.find(a={str(id(self.weight)): 0, hex(id(self.weight)): 1}, b=[address, "0x", "1_0", "", "7"])
+        assert sorted(found) == [("a key of a", "w", "the id() of ")] * 2 + [("b[0]", "w", "the data_ptr() of ")]
+
     def test_what_lies_where_a_freed_one_was_is_another(self):
         storage = self.weight.untyped_storage()._cdata
         empty(self.weight)

@@ -141,7 +141,7 @@ def _view(operator: Any, args: Any, kwargs: Any) -> Any:
 
 @contextmanager
 def watched_writes(check: Callable[[Any, Any, Any], None]) -> Iterator[None]:
-    """Call ``check`` with each operator, and its arguments, that writes to a divided tensor inside; costs some 50 us."""
+    """Call ``check`` with each operator, and its arguments, that writes to a divided tensor inside; some 50 us."""
     handlers = _handlers()
     outside = None if _gathered else (dict(handlers), dict(_before))
     _handle_writes()
