@@ -7,7 +7,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from torchhal import Trainer
 from torchhal.errors import ConfigurationError, UnsupportedCombinationError
-from torchhal.precision import FullPrecision
+from torchhal.precision import FullPrecision, SinglePrecision
+from torchhal_parallel import pipeline
 from torchhal_parallel.blocks import check_policy, find_blocks
 from torchhal_parallel.cut import even_cuts
 from torchhal_parallel.fsdp import FSDPStrategy
@@ -154,6 +155,17 @@ def test_the_axes_must_make_the_world():
     assert HybridStrategy(data=None, tensor=2).sizes_for(6)["data"] == 3
     with pytest.raises(ConfigurationError, match="a multiple of 4"):
         HybridStrategy(data=None, tensor=2, pipeline=2).sizes_for(6)
+
+
+def test_a_torch_whose_schedules_scale_gradients_is_refused_before_the_set_up(monkeypatch):
+    class OfBefore:
+        def __init__(self, stage, n_microbatches, loss_fn=None):
+            """As without ``scale_grads``."""
+
+    monkeypatch.setitem(pipeline.SCHEDULES, "gpipe", OfBefore)
+    HybridStrategy(data=2, schedule="gpipe").check_fit(precision=SinglePrecision(), world_size=2)
+    with pytest.raises(UnsupportedCombinationError, match=r"OfBefore of torch .* has no argument 'scale_grads'"):
+        HybridStrategy(pipeline=2, schedule="gpipe").check_fit(precision=SinglePrecision(), world_size=2)
 
 
 @pytest.mark.parametrize("value", [0, -1, True, 1.5, "2"])

@@ -35,7 +35,7 @@ from torchhal_parallel.layout import gathered, local
 from torchhal_parallel.microbatches import check_loader
 from torchhal_parallel.open_layers import OpenLayers
 from torchhal_parallel.optimizers import OptimizerTrial, check_separable, one_by_one, with_parameters
-from torchhal_parallel.pipeline import Pipeline, check_schedule, check_schedule_name
+from torchhal_parallel.pipeline import Pipeline, check_schedule, check_schedule_name, check_schedules_of_torch
 from torchhal_parallel.remote import RemoteParameter, RemoteTensor, remote, remote_gradient
 from torchhal_parallel.shares import buffers_of, divided, stages_of_ranks, tensor_shapes
 from torchhal_parallel.tensor_plan import apply_plan, check_plan_form, plan_of, resolve_plan
@@ -124,6 +124,8 @@ class HybridStrategy(FullyShardedStrategy):
         sizes = self.sizes_for(world_size)
         if sizes["shard"] > 1:
             check_torch(self.alias or "hybrid")
+        if sizes["pipeline"] > 1:
+            check_schedules_of_torch(self.schedule, self.alias or "hybrid")
         if "scales_loss" in precision.features and (sizes["tensor"] > 1 or sizes["pipeline"] > 1):
             raise UnsupportedCombinationError(
                 f"strategy {self.alias or 'hybrid'!r} can't compute in precision {precision.alias!r}, which scales the "

@@ -56,7 +56,7 @@ def spans_of(tensor: torch.Tensor) -> Iterator[tuple[torch.UntypedStorage, int, 
             if isinstance(part, torch.Tensor):  # a DTensor's mesh isn't
                 yield from spans_of(part)
     elif not tensor.is_meta and not is_lazy(tensor) and tensor.layout is torch.strided and tensor.numel():
-        first, size = tensor.storage_offset(), tensor.element_size()
+        first, size = int(tensor.storage_offset()), tensor.element_size()
         steps = sum((count - 1) * stride for count, stride in zip(tensor.shape, tensor.stride(), strict=True))
         yield tensor.untyped_storage(), first * size, (first + steps + 1) * size
 

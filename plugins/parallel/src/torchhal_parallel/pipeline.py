@@ -6,6 +6,7 @@ model with; then, where the last stage is, for each microbatch, with the pipelin
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from torchhal.accelerators.transfer import map_tensors
-from torchhal.errors import ConfigurationError, ModelError
+from torchhal.errors import ConfigurationError, ModelError, UnsupportedCombinationError
 from torchhal.strategies import collectives
 from torchhal.trainer import rng
 from torchhal_parallel.attribute_reads import PLAIN
@@ -645,6 +646,16 @@ def check_schedule_name(schedule: str) -> None:
     """Raise ConfigurationError for a schedule that isn't there."""
     if schedule not in SCHEDULES:
         raise ConfigurationError(f"'schedule' must be one of {', '.join(map(repr, SCHEDULES))} (got {schedule!r})")
+
+
+def check_schedules_of_torch(schedule: str, alias: str) -> None:
+    """Raise UnsupportedCombinationError on a torch whose schedule can't be told to leave gradients as they are."""
+    if "scale_grads" not in inspect.signature(SCHEDULES[schedule]).parameters:
+        raise UnsupportedCombinationError(
+            f"strategy {alias!r} computes the loss of a batch itself, and {SCHEDULES[schedule].__name__} of torch "
+            f"{torch.__version__} has no argument 'scale_grads', without which it may divide gradients by the number "
+            "of microbatches: use a newer torch, or strategy='zero3'"
+        )
 
 
 def check_schedule(schedule: str, stages: int, size: int, microbatches: int) -> None:
