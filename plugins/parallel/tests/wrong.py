@@ -647,6 +647,35 @@ class WrittenActivation(Transformer):
         assert row.mul_(2).full_tensor().equal(self.layers[0].up.weight.full_tensor()[0] * 4)
 
 
+class DividedBatchNorm(Module):
+    tensor_parallel_plan = {"up": "colwise", "down": "rowwise"}
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(8, 12), nn.BatchNorm1d(12), nn.Linear(12, 8)
+
+    def training_step(self, batch, batch_idx):
+        return self.down(self.norm(self.up(batch[0].float()))).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+REMEMBERED = {}
+
+
+class WritesToGlobal(Transformer):
+    def __init__(self):
+        super().__init__()
+        REMEMBERED.update(first=self.layers[0].up.weight, last=self.head.weight)
+
+    def training_step(self, batch, batch_idx):
+        with torch.no_grad():
+            for weight in REMEMBERED.values():
+                weight.mul_(0.5)
+        return super().training_step(batch, batch_idx)
+
+
 class SetElement(Transformer):
     def on_train_batch_end(self, outputs, batch, batch_idx):
         with torch.no_grad():

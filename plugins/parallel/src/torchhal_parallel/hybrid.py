@@ -8,6 +8,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -419,6 +420,17 @@ class HybridStrategy(FullyShardedStrategy):
             return super().explain(error.__cause__)
         if self.pipe is not None and (found := self.pipe.explained(error)) is not None:
             return found
+        if self._open_layers is not None and "running_mean should contain" in str(error):
+            norms = {id(each): name for name, each in self.module.named_modules()} if self.module is not None else {}
+            for frame, _ in reversed(list(walk_tb(error.__traceback__))):
+                norm = frame.f_locals.get("self")
+                if isinstance(norm, nn.modules.batchnorm._BatchNorm) and id(norm) in norms:
+                    return ModelError(
+                        f"{norms[id(norm)]!r} is a {type(norm).__name__} of {norm.num_features} features, and is "
+                        "called with a rank's part of the outputs of a 'colwise' layer, while its statistics and "
+                        "weights are those of all features: give the layer before it the style 'colwise_rep' and the layer "
+                        "behind it 'rowwise_rep', or leave both out of the tensor parallel plan"
+                    )
         if self._open_layers is not None and not self._units and "mixed torch.Tensor and DTensor" in str(error):
             model = type(self.module).__name__
             return ModelError(
