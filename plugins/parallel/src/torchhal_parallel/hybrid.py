@@ -428,8 +428,8 @@ class HybridStrategy(FullyShardedStrategy):
                     return ModelError(
                         f"{norms[id(norm)]!r} is a {type(norm).__name__} of {norm.num_features} features, and is "
                         "called with a rank's part of the outputs of a 'colwise' layer, while its statistics and "
-                        "weights are those of all features: give the layer before it the style 'colwise_rep' and the layer "
-                        "behind it 'rowwise_rep', or leave both out of the tensor parallel plan"
+                        "weights are those of all features: give the layer before it the style 'colwise_rep' and the "
+                        "layer behind it 'rowwise_rep', or leave both out of the tensor parallel plan"
                     )
         if self._open_layers is not None and not self._units and "mixed torch.Tensor and DTensor" in str(error):
             model = type(self.module).__name__
