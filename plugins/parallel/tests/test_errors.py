@@ -42,6 +42,7 @@ CASES = [
     ("zero3", "WritesToGlobal", None, "ModelError", ["'layers.0.up.weight' by a reference from before", "'zero3'"]),
     ("pipeline", "WritesToGlobal", None, "ModelError", [".weight' by a reference from before", "'pipeline'"]),
     ("tensor_parallel", "DividedBatchNorm", None, "ModelError", ["'norm' is a BatchNorm1d of 12", "'colwise_rep'"]),
+    ("pipeline", "BranchingOnLoss", None, "ModelError", ["branches on the value", "schedule='gpipe'"]),
     ("zero3", "SetElement", None, "ModelError", ["aten::copy_", "would be lost"]),
     ("tensor_parallel", "NoPlan", None, "ConfigurationError", ["needs a plan", "tensor_parallel_plan", "NoPlan"]),
     ("tensor_parallel", "Misspelt", None, "ConfigurationError", ["'layers.*.attn.q_proj'", "attention.q_proj'?"]),

@@ -676,6 +676,17 @@ class WritesToGlobal(Transformer):
         return super().training_step(batch, batch_idx)
 
 
+class BranchingOnLoss(Transformer):
+    """Of the microbatches of a batch the second goes another way, by the value of its loss."""
+
+    calls = 0
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.calls += 1
+        return loss * 1.0 if loss > loss.item() + (0.5 if self.calls == 2 else -0.5) else loss
+
+
 class SetElement(Transformer):
     def on_train_batch_end(self, outputs, batch, batch_idx):
         with torch.no_grad():

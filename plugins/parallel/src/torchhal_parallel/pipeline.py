@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Final
 
 import torch
@@ -22,7 +22,7 @@ from torchhal.errors import ConfigurationError, ModelError, UnsupportedCombinati
 from torchhal.strategies import collectives
 from torchhal.trainer import rng
 from torchhal_parallel.attribute_reads import PLAIN
-from torchhal_parallel.batch_loss import WholeBatch, detached, is_narrow, unlike_mean, without_traces
+from torchhal_parallel.batch_loss import Branches, WholeBatch, detached, is_narrow, unlike_mean, without_traces
 from torchhal_parallel.capture import Capture, around
 from torchhal_parallel.cut import cut, stages_of, uses
 from torchhal_parallel.microbatches import indivisible
@@ -303,13 +303,20 @@ class Pipeline:
         losses: list[Any] = [None] * self.microbatches
         outputs: list[Any] = []
         compared = COMPARED if self._is_compared() else 0
+        taken: list[list[bool]] = []
         with one_log(self.trainer, sizes, self.strategy.root_device) as start_part:
 
             def loss(output: Any, start: int) -> torch.Tensor:
                 part = start // rows
                 start_part(part)
-                with self._rehearsal.answering(once(self.module, output)), self._explaining():
+                branches = Branches()
+                with (
+                    self._rehearsal.answering(once(self.module, output)),
+                    self._explaining(),
+                    branches if compared else nullcontext(),
+                ):
                     result = step(rows_of(batch, size, start, start + rows), *rest)
+                taken.append(branches.taken)
                 found: torch.Tensor = loss_of(result)
                 results[part], losses[part] = detached(result), found.detach()
                 if part < compared:
@@ -321,6 +328,13 @@ class Pipeline:
         if compared:
             given = rows_of(batch, size, 0, compared * rows)
             unlike, not_compared = self._compare(step, given, rest, loss_of, outputs, losses[:compared], rows)
+            if any(each != taken[0] for each in taken):
+                unlike = (
+                    f"the training_step of {type(self.module).__name__} branches on the value of a loss or output (if "
+                    "loss > 1, say), and goes one way with some microbatches and another with others, where that of a "
+                    "whole batch goes one way: set HybridStrategy(pipeline=..., schedule='gpipe'), under which the "
+                    "step runs once for the batch, or compute both ways and choose by torch.where"
+                )
         with torch.no_grad():
             return merge_training(results, sizes, self.strategy.root_device), unlike, not_compared
 
