@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import warnings
+from datetime import timedelta
 from pathlib import Path
 
 import hardware
@@ -553,7 +554,7 @@ def changed_alone(plan, accumulate):
     return model.state_dict()
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_find_unused_parameters_true", "zero1"])
 def test_what_is_frozen_or_unfrozen_within_an_epoch_is_averaged(world2, strategy):
     if strategy == "zero1":
         pytest.importorskip("torchhal_parallel")
@@ -563,6 +564,33 @@ def test_what_is_frozen_or_unfrozen_within_an_epoch_is_averaged(world2, strategy
             what = f"{name}, {plan}, {accumulate}"
             torch.testing.assert_close(mine[name], expected, rtol=1e-5, atol=1e-6, msg=what)
             assert torch.equal(mine[name], theirs[name]), what
+
+
+class ByTurns(Thawed):
+    """Two halves of which each step trains one, as a GAN's are."""
+
+    def on_train_epoch_start(self):
+        self.wrappers = set()
+
+    def on_train_batch_start(self, batch, batch_idx):
+        for index, layer in ((0, self.layers[0]), (1, self.layers[2])):
+            layer.requires_grad_(batch_idx % 2 == index)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.wrappers.add(id(self.trainer.strategy.model))
+
+
+def count_wrappers_by_turns():
+    model = ByTurns()
+    Trainer(
+        accelerator=hardware.name(), devices=2, strategy="ddp_find_unused_parameters_true", max_epochs=1, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    ).fit(model, torch.utils.data.DataLoader(rows(32), 4))  # fmt: skip
+    return len(model.wrappers)
+
+
+def test_halves_that_are_trained_by_turns_keep_a_wrapper_that_allows_unused_parameters(world2):
+    assert world2.run(count_wrappers_by_turns) == [1, 1]
 
 
 class FrozenTooLate(Thawed):
@@ -579,6 +607,27 @@ class UnfrozenApart(Thawed):
     def on_train_batch_start(self, batch, batch_idx):
         if batch_idx == 2:
             (self.layers[0].weight if self.trainer.global_rank else self.layers[0].bias).requires_grad_(True)
+
+
+class UnfrozenOnOneRank(Thawed):
+    def on_train_batch_start(self, batch, batch_idx):
+        if batch_idx == 2 and self.trainer.global_rank:
+            self.layers[0].bias.requires_grad_(True)
+
+
+def fail_on_one_rank():
+    with pytest.raises(DistributedError) as caught:
+        Trainer(
+            accelerator=hardware.name(), devices=2, strategy=DDPStrategy(timeout=timedelta(seconds=5)), max_epochs=1,
+            logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        ).fit(UnfrozenOnOneRank(), torch.utils.data.DataLoader(rows(32), 4))  # fmt: skip
+    return str(caught.value)
+
+
+@pytest.mark.slow
+def test_what_one_rank_alone_has_unfrozen_is_named(world2):
+    _, text = world2.run(fail_on_one_rank, timeout=60)
+    assert "comparison of what is trained, as 'layers.0.bias' was unfrozen" in text, text
 
 
 def fail_to_fit(kind):

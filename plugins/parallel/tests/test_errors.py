@@ -7,7 +7,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from torchhal import Trainer
 from torchhal.errors import ConfigurationError, UnsupportedCombinationError
-from torchhal.precision import FullPrecision
+from torchhal.precision import FullPrecision, SinglePrecision
+from torchhal_parallel import pipeline
 from torchhal_parallel.blocks import check_policy, find_blocks
 from torchhal_parallel.cut import even_cuts
 from torchhal_parallel.fsdp import FSDPStrategy
@@ -37,6 +38,11 @@ CASES = [
     ("zero3", "Triangular", None, "ModelError", ["aten.tril_", "'zero3'", "full_tensor()"]),
     ("zero2", "ZeroedRow", None, "ModelError", ["zero_", "(32,)", "would be lost"]),
     ("tensor_parallel", "ZeroedRow", None, "ModelError", ["zero_", "would be lost"]),
+    ("tensor_parallel", "WrittenByOut", None, "ModelError", ["aten::mul.out", "would be lost"]),
+    ("zero3", "WritesToGlobal", None, "ModelError", ["'layers.0.up.weight' by a reference from before", "'zero3'"]),
+    ("pipeline", "WritesToGlobal", None, "ModelError", [".weight' by a reference from before", "'pipeline'"]),
+    ("tensor_parallel", "DividedBatchNorm", None, "ModelError", ["'norm' is a BatchNorm1d of 12", "'colwise_rep'"]),
+    ("pipeline", "BranchingOnLoss", None, "ModelError", ["branches on the value", "schedule='gpipe'"]),
     ("zero3", "SetElement", None, "ModelError", ["aten::copy_", "would be lost"]),
     ("tensor_parallel", "NoPlan", None, "ConfigurationError", ["needs a plan", "tensor_parallel_plan", "NoPlan"]),
     ("tensor_parallel", "Misspelt", None, "ConfigurationError", ["'layers.*.attn.q_proj'", "attention.q_proj'?"]),
@@ -128,6 +134,10 @@ def test_what_treats_each_part_by_itself_is_left_alone(world2, model):
     assert world2.run(training.attempt, "tensor_parallel", 2, model, timeout=60) == [("nothing", "")] * 2
 
 
+def test_a_write_to_a_view_of_an_activation_in_a_validation_is_no_lost_one(world2):
+    assert world2.run(training.attempt_validation, "WrittenActivation", timeout=60) == [("nothing", "")] * 2
+
+
 def test_the_comparison_with_one_device_leaves_nothing_behind(world2):
     """Neither random numbers nor buffers nor gradients: the losses are those of one device."""
     expected = training.watched("single_device", 1)
@@ -149,6 +159,17 @@ def test_the_axes_must_make_the_world():
     assert HybridStrategy(data=None, tensor=2).sizes_for(6)["data"] == 3
     with pytest.raises(ConfigurationError, match="a multiple of 4"):
         HybridStrategy(data=None, tensor=2, pipeline=2).sizes_for(6)
+
+
+def test_a_torch_whose_schedules_scale_gradients_is_refused_before_the_set_up(monkeypatch):
+    class OfBefore:
+        def __init__(self, stage, n_microbatches, loss_fn=None):
+            """As without ``scale_grads``."""
+
+    monkeypatch.setitem(pipeline.SCHEDULES, "gpipe", OfBefore)
+    HybridStrategy(data=2, schedule="gpipe").check_fit(precision=SinglePrecision(), world_size=2)
+    with pytest.raises(UnsupportedCombinationError, match=r"OfBefore of torch .* has no argument 'scale_grads'"):
+        HybridStrategy(pipeline=2, schedule="gpipe").check_fit(precision=SinglePrecision(), world_size=2)
 
 
 @pytest.mark.parametrize("value", [0, -1, True, 1.5, "2"])

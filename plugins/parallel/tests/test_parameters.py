@@ -702,6 +702,23 @@ class TestFindReferences:
             ("a[1]", "w", memory), ("a[5]", "w", by_address), ("a[2]", "w", memory)
         ]  # fmt: skip
 
+    def test_a_neighbour_in_one_storage_is_no_view(self):
+        flat = torch.ones(6)
+        self.weight = nn.Parameter(flat[2:4])
+        self.memory = Memory()
+        for name, parameter in (("v", flat[4:]), ("w", self.weight)):
+            self.memory.add(name, parameter)
+        empty(self.weight)
+        assert self.find(a=[flat[:2], flat[0::6], flat[3:3]]) == []
+        assert self.find(a=[flat, flat[1:3], flat[5:]]) == [
+            (f"a[{index}]", name, "the memory of ") for index, name in enumerate("vwv")
+        ]
+
+    def test_a_number_may_be_a_string(self):
+        address = str(self.weight.data_ptr())
+        found = self.find(a={str(id(self.weight)): 0, hex(id(self.weight)): 1}, b=[address, "0x", "1_0", "", "7"])
+        assert sorted(found) == [("a key of a", "w", "the id() of ")] * 2 + [("b[0]", "w", "the data_ptr() of ")]
+
     def test_what_lies_where_a_freed_one_was_is_another(self):
         storage = self.weight.untyped_storage()._cdata
         empty(self.weight)
@@ -865,6 +882,63 @@ def test_a_write_by_the_batch_to_what_is_divided_is_refused(world2, strategy):
         assert kind == ("DistributedError" if strategy == "zero1" else "ModelError")
         assert "'blocks.1.up.weight'" in said
         assert ("before step 1 of its optimizer" if strategy == "zero1" else "has it in parts") in said
+
+
+class WrittenLater(Net):
+    """From its third step on, to a parameter of the root, which is gathered."""
+
+    def training_step(self, batch, batch_idx):
+        if self.global_step >= 2:
+            with torch.no_grad():
+                self.norm.bias.mul_(0.5)
+        return super().training_step(batch, batch_idx)
+
+
+class WrittenByNumber(Net):
+    def training_step(self, batch, batch_idx):
+        with torch.no_grad():
+            self.blocks[1].up.weight.mul_(1 - 0.01 * batch[0].float().mean().item())
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    "name, kind, words",
+    [
+        ("WrittenLater", "ModelError", ["'norm.bias'", "would lose"]),
+        ("WrittenByNumber", "DistributedError", ["same numbers", "'zero3'"]),
+    ],
+)
+def test_a_write_that_the_first_step_does_not_show_is_refused(world2, name, kind, words):
+    for found, said in world2.run(final, name, "zero3", 2):
+        assert found in (kind, "RankFailedError") and all(word in said for word in words), said
+
+
+class Momentum(Net):
+    """A teacher that follows by its blocks from the second step on, and a critic's clamp: by numbers that all have."""
+
+    def __init__(self):
+        super().__init__()
+        self.teacher = nn.ModuleList(Block() for _ in range(2)).requires_grad_(False)
+
+    def training_step(self, batch, batch_idx):
+        with torch.no_grad():
+            for teacher, student in zip(self.teacher.parameters(), self.blocks.parameters(), strict=True):
+                if self.global_step:
+                    teacher.mul_(0.9).add_(student, alpha=1 - 0.9)
+            self.blocks[0].up.weight.data.clamp_(-0.3, 0.3)
+        x = self.embed(batch[0])
+        for block in self.teacher:
+            x = block(x)
+        return super().training_step(batch, batch_idx) + 0.01 * self.head(x).square().mean()
+
+
+@pytest.mark.parametrize("strategy", ["zero2", slow("zero3")])
+def test_a_momentum_teacher_and_a_clamp_are_those_of_one_device(world2, strategy):
+    check_alike(world2, "Momentum", strategy, "ddp")
+
+
+def test_one_device_writes_what_it_likes_to_its_only_part():
+    assert final("WrittenByBatch", "zero3", 1).keys() == Net().state_dict().keys()
 
 
 class TwoOptimizers(Net):

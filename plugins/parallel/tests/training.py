@@ -432,7 +432,12 @@ def everything(strategy, devices, model_name, arguments=None):
     return fitted, validated, torch.cat([part.detach() for part in predictions])
 
 
-def attempt(strategy, devices, model, arguments=None, options=None, batch=models.BATCH):
+def attempt_validation(model):
+    """Fit a model under tensor_parallel with its validation: what the user reads."""
+    return attempt("tensor_parallel", 2, model, validate=True)
+
+
+def attempt(strategy, devices, model, arguments=None, options=None, batch=models.BATCH, validate=False):
     """Fit a model that can't be: what the user reads."""
     trainer = Trainer(
         accelerator="cpu", strategy=build(strategy, arguments), devices=devices, max_epochs=1, logger=False,
@@ -442,7 +447,7 @@ def attempt(strategy, devices, model, arguments=None, options=None, batch=models
     made = getattr(wrong, model)() if hasattr(wrong, model) else getattr(models, model)()
     samples = TensorDataset(*models.data(models.ConvNet if model == "ConvNet" else models.Transformer, 2))
     try:
-        trainer.fit(made, DataLoader(samples, batch))
+        trainer.fit(made, DataLoader(samples, batch), DataLoader(samples, batch) if validate else None)
     except Exception as error:
         return type(error).__name__, str(error)
     return "nothing", ""

@@ -633,6 +633,60 @@ class ZeroedRow(Transformer):
             weight.grad[:, 3] *= 0
 
 
+class WrittenByOut(Transformer):
+    def on_before_optimizer_step(self, optimizer):
+        row = self.layers[0].up.weight.grad[0]
+        torch.mul(row, 0.5, out=row)
+
+
+class WrittenActivation(Transformer):
+    """Under ``no_grad`` an activation has no ``grad_fn`` either; what is written to is used, and so is right."""
+
+    def validation_step(self, batch, batch_idx):
+        row = (self.layers[0].up.weight * 2)[0]
+        assert row.mul_(2).full_tensor().equal(self.layers[0].up.weight.full_tensor()[0] * 4)
+
+
+class DividedBatchNorm(Module):
+    tensor_parallel_plan = {"up": "colwise", "down": "rowwise"}
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(8, 12), nn.BatchNorm1d(12), nn.Linear(12, 8)
+
+    def training_step(self, batch, batch_idx):
+        return self.down(self.norm(self.up(batch[0].float()))).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+REMEMBERED = {}
+
+
+class WritesToGlobal(Transformer):
+    def __init__(self):
+        super().__init__()
+        REMEMBERED.update(first=self.layers[0].up.weight, last=self.head.weight)
+
+    def training_step(self, batch, batch_idx):
+        with torch.no_grad():
+            for weight in REMEMBERED.values():
+                weight.mul_(0.5)
+        return super().training_step(batch, batch_idx)
+
+
+class BranchingOnLoss(Transformer):
+    """Of the microbatches of a batch the second goes another way, by the value of its loss."""
+
+    calls = 0
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.calls += 1
+        return loss * 1.0 if loss > loss.item() + (0.5 if self.calls == 2 else -0.5) else loss
+
+
 class SetElement(Transformer):
     def on_train_batch_end(self, outputs, batch, batch_idx):
         with torch.no_grad():

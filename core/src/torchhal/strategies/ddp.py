@@ -21,6 +21,7 @@ from torchhal.strategies.forward_through import forward_through
 from torchhal.strategies.parallel import ParallelStrategy
 
 _requires_grad = attrgetter("requires_grad")
+_DDP_OPTIONS = set(inspect.signature(DistributedDataParallel.__init__).parameters) - {"self", "module", "device_ids"}
 
 
 class DDPStrategy(ParallelStrategy):
@@ -71,7 +72,11 @@ class DDPStrategy(ParallelStrategy):
         self._parameters: list[torch.nn.Parameter] = []
         """The module's, when the model was wrapped."""
         self._trained: list[bool] = []
-        """Which of them were trained then: those that the wrapper averages."""
+        """Which of them the wrapper averages: those that were trained then."""
+        self._seen: list[bool] = []
+        """Which of them were trained when that was last compared."""
+        self._same_values = False
+        """Whether ranks are known to have the same weights when the model is wrapped."""
         self._bucket_order: list[str] | None = None
         """That of the present wrapper, where it was restored; else the wrapper knows."""
         self._saved_order: list[str] | None = None
@@ -81,12 +86,35 @@ class DDPStrategy(ParallelStrategy):
         assert self.module is not None
         if not training:
             return
+        before = dict(zip(self._parameters, self._trained, strict=True))
         self._parameters = list(self.module.parameters())
-        self._trained, self._bucket_order = list(map(_requires_grad, self._parameters)), None
+        self._seen, self._bucket_order = list(map(_requires_grad, self._parameters)), None
+        self._trained = list(self._seen)
+        if self._may_leave_out:  # averaged too: they may be trained again, by turns with others
+            self._trained = [
+                now or before.get(each, False) for each, now in zip(self._parameters, self._seen, strict=True)
+            ]
         if any(self._trained):  # torch refuses to wrap a module with nothing to train; there is nothing to average
-            self.configure_ddp()
+            frozen = [each for each in self._averaged if not each.requires_grad]
+            for parameter in frozen:
+                parameter.requires_grad_(True)
+            try:
+                self.configure_ddp()
+            finally:
+                for parameter in frozen:
+                    parameter.requires_grad_(False)
             if isinstance(self.model, DistributedDataParallel):
                 _free_group_last(self.model)
+
+    @property
+    def _averaged(self) -> list[torch.nn.Parameter]:
+        """The parameters whose gradients the wrapper averages."""
+        return [parameter for parameter, there in zip(self._parameters, self._trained, strict=True) if there]
+
+    @property
+    def _may_leave_out(self) -> bool:
+        """Whether a wrapper does without the gradients of parameters that are frozen now."""
+        return self.find_unused_parameters and not self.static_graph
 
     def begin_epoch(self) -> None:
         """Wrap again where parameters were frozen or unfrozen, or are others: a wrapper averages what was trained when
@@ -96,14 +124,48 @@ class DDPStrategy(ParallelStrategy):
             assert self.module is not None
             parameters = list(self.module.parameters())
             same = len(parameters) == len(self._parameters) and all(map(is_, parameters, self._parameters))
-            if self._trained_others or not same:
+            if not same:
                 self._wrap_again()
+            elif self._trained_others:
+                self._follow_trained()
         self._saved_order = None  # a wrapper that comes later is new in the run that is continued, too
 
     @property
     def _trained_others(self) -> bool:
         """Whether parameters were frozen or unfrozen since the model was wrapped; 0.05 ms for 1000 parameters."""
-        return list(map(_requires_grad, self._parameters)) != self._trained
+        return list(map(_requires_grad, self._parameters)) != self._seen
+
+    def _follow_trained(self) -> None:
+        """Average what is trained now, by a new wrapper where the present one can't."""
+        now = list(map(_requires_grad, self._parameters))
+        averaged = all(there for there, trained in zip(self._trained, now, strict=True) if trained)
+        if not (averaged and self._may_leave_out and isinstance(self.model, DistributedDataParallel)):
+            self._same_values = True
+            try:
+                self._wrap_again()
+            finally:
+                self._same_values = False
+            return
+        self._compare_trained()
+        self._seen = now
+
+    def _compare_trained(self) -> None:
+        assert self.module is not None
+        if self.world_size > 1:
+            with self.guard(self._comparison()):
+                self.check_same_parameters(self.module)
+                # in the midst of an accumulation, the wrapper averages from here on the gradients of what is trained
+                collectives.average_gradients(self._frozen_since(), frozen=True)
+
+    def _comparison(self) -> str:
+        """What ranks do when parameters were frozen or unfrozen, which names one: others may have frozen nothing."""
+        assert self.module is not None
+        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        for parameter, before in zip(self._parameters, self._seen, strict=True):
+            if parameter.requires_grad != before:
+                done = "frozen" if before else "unfrozen"
+                return f"comparison of what is trained, as {names.get(parameter, 'a parameter')!r} was {done}"
+        return "comparison of what is trained"
 
     def _wrap_again(self) -> None:
         assert self.module is not None
@@ -114,11 +176,7 @@ class DDPStrategy(ParallelStrategy):
                 "those of before: do it before fit, or leave that precision out"
             )
         paused = getattr(self.model, "require_backward_grad_sync", True) is False
-        if self.world_size > 1:
-            with self.guard("comparison of what is trained"):
-                self.check_same_parameters(self.module)
-                # in the midst of an accumulation, the new wrapper will average the gradients of what is trained now
-                collectives.average_gradients(self._frozen_since(), frozen=True)
+        self._compare_trained()
         self.model = self.module
         gc.collect()  # the old wrapper's hooks on the parameters go with it, and it is part of a cycle
         self.wrap_model(training=True)
@@ -127,7 +185,7 @@ class DDPStrategy(ParallelStrategy):
             self.model.require_backward_grad_sync = False
 
     def _frozen_since(self) -> list[torch.nn.Parameter]:
-        pairs = zip(self._parameters, self._trained, strict=True)
+        pairs = zip(self._parameters, self._seen, strict=True)
         return [parameter for parameter, trained in pairs if trained and not parameter.requires_grad]
 
     def configure_ddp(self) -> None:
@@ -136,7 +194,7 @@ class DDPStrategy(ParallelStrategy):
             self.model,  # on its device, as is every batch: DDP has nothing to move, so it gets no device_ids
             find_unused_parameters=self.find_unused_parameters,
             static_graph=self.static_graph,
-            **self.ddp_options,
+            **({"init_sync": False} if self._same_values and "init_sync" in _DDP_OPTIONS else {}) | self.ddp_options,
         )
         if self.comm_hook is not None:
             self.model.register_comm_hook(self.comm_state, self.comm_hook)
@@ -152,7 +210,7 @@ class DDPStrategy(ParallelStrategy):
 
         def call(*args: Any) -> Any:
             if self._trained_others:  # a hook between two batches has frozen or unfrozen something
-                self._wrap_again()
+                self._follow_trained()
             return step(*args) if self.model is self.module else through(*args)
 
         return call
@@ -195,10 +253,10 @@ class DDPStrategy(ParallelStrategy):
                 "ran, and the ranks average what was trained when it began: freeze parameters between the steps, in "
                 f"on_train_batch_start or on_train_epoch_start, or use strategy={self._allowing_unused()}"
             )
-        with self.guard("comparison of what is trained"):
+        with self.guard(self._comparison()):
             self.check_same_parameters(self.module)
         ignored = set(self.parameters_to_ignore())
-        before = {parameter for parameter, trained in zip(self._parameters, self._trained, strict=True) if trained}
+        before = set(self._averaged)
         named = self.module.named_parameters()
         return [each for name, each in named if each.requires_grad and each not in before and name not in ignored]
 
@@ -250,7 +308,7 @@ class DDPStrategy(ParallelStrategy):
 
     def _release_model(self) -> None:
         super()._release_model()
-        self._parameters, self._trained = [], []
+        self._parameters, self._trained, self._seen = [], [], []
 
     def check_replicas(self) -> None:
         """Where it is DistributedDataParallel that averages in each step: a hook or another wrapper may do so now and
@@ -332,9 +390,8 @@ class _Paused:
 
 
 def _check_ddp_options(options: dict[str, Any]) -> None:
-    known = set(inspect.signature(DistributedDataParallel.__init__).parameters) - {"self", "module", "device_ids"}
-    if unknown := sorted(set(options) - known):
+    if unknown := sorted(set(options) - _DDP_OPTIONS):
         raise TypeError(
             f"DDPStrategy takes no argument {', '.join(map(repr, unknown))}: beside its own it passes on "
-            f"{', '.join(sorted(known))}"
+            f"{', '.join(sorted(_DDP_OPTIONS))}"
         )

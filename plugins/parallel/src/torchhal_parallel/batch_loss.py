@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, Dataset
 
 from torchhal.accelerators.transfer import map_tensors
@@ -38,6 +39,23 @@ class _GradientOf(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return None, *(leaf.grad for leaf in ctx.leaves)
+
+
+class Branches(TorchFunctionMode):
+    """Notes which way code goes where it asks for the truth of what is computed of differentiable values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken: list[bool] = []
+        self._made: list[torch.Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.Tensor.__bool__ and any(args[0] is made for made in self._made):
+            self.taken.append(result)
+        elif getattr(result, "dtype", None) is torch.bool and any(getattr(each, "requires_grad", 0) for each in args):
+            self._made.append(result)
+        return result
 
 
 class WholeBatch:

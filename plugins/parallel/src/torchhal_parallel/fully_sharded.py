@@ -129,7 +129,7 @@ class FullyShardedStrategy(ShardedStrategy):
             lambda: self._runner is not None and self._runner.running,
             reshard_after_forward=self.reshard_after_forward,
         )
-        self._lost_writes = LostWrites(self.module, units, alias)
+        self._lost_writes = LostWrites(self.module, units, alias, mesh.get_group("shard").size())
 
     def _units_in(self, module: nn.Module, roots: Sequence[nn.Module]) -> list[nn.Module]:
         """Inner ones before those that hold them, the roots last."""
@@ -178,6 +178,8 @@ class FullyShardedStrategy(ShardedStrategy):
     # -- steps -----------------------------------------------------------------------------------------------
 
     def begin_epoch(self) -> None:
+        if self._lost_writes is not None:
+            self._lost_writes.check_gathered()
         self._reshard()  # what a hook has called may still be gathered, into parameters that nobody divided
         super().begin_epoch()
         assert self.module is not None
@@ -188,11 +190,20 @@ class FullyShardedStrategy(ShardedStrategy):
 
     def check_replicas(self) -> None:
         self._reshard()
+        if self._lost_writes is not None and self.world_size > 1:
+            self._lost_writes.check_gathered()
+            with self.guard("comparison of what was written to parameters"):
+                group = self._mesh.get_group("shard")
+                numbers = collectives.all_gather_object(self._lost_writes.numbers, group)
+            if len(set(numbers)) > 1:
+                error = self._lost_writes.parted()
+                self.restore_module()
+                raise error
         super().check_replicas()
 
     def watch_writes(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """A training step that refuses what would be lost, where parameters are sharded."""
-        return step if self._lost_writes is None else self._lost_writes.watched_once(step)
+        return step if self._lost_writes is None else self._lost_writes.watched(step)
 
     def buffer_source(self) -> tuple[int, Any]:
         """(the rank whose buffers count, the group of ranks that follow it; None for all)."""

@@ -8,6 +8,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from torchhal_parallel.layout import gathered, local
 from torchhal_parallel.microbatches import check_loader
 from torchhal_parallel.open_layers import OpenLayers
 from torchhal_parallel.optimizers import OptimizerTrial, check_separable, one_by_one, with_parameters
-from torchhal_parallel.pipeline import Pipeline, check_schedule, check_schedule_name
+from torchhal_parallel.pipeline import Pipeline, check_schedule, check_schedule_name, check_schedules_of_torch
 from torchhal_parallel.remote import RemoteParameter, RemoteTensor, remote, remote_gradient
 from torchhal_parallel.shares import buffers_of, divided, stages_of_ranks, tensor_shapes
 from torchhal_parallel.tensor_plan import apply_plan, check_plan_form, plan_of, resolve_plan
@@ -124,6 +125,8 @@ class HybridStrategy(FullyShardedStrategy):
         sizes = self.sizes_for(world_size)
         if sizes["shard"] > 1:
             check_torch(self.alias or "hybrid")
+        if sizes["pipeline"] > 1:
+            check_schedules_of_torch(self.schedule, self.alias or "hybrid")
         if "scales_loss" in precision.features and (sizes["tensor"] > 1 or sizes["pipeline"] > 1):
             raise UnsupportedCombinationError(
                 f"strategy {self.alias or 'hybrid'!r} can't compute in precision {precision.alias!r}, which scales the "
@@ -417,6 +420,17 @@ class HybridStrategy(FullyShardedStrategy):
             return super().explain(error.__cause__)
         if self.pipe is not None and (found := self.pipe.explained(error)) is not None:
             return found
+        if self._open_layers is not None and "running_mean should contain" in str(error):
+            norms = {id(each): name for name, each in self.module.named_modules()} if self.module is not None else {}
+            for frame, _ in reversed(list(walk_tb(error.__traceback__))):
+                norm = frame.f_locals.get("self")
+                if isinstance(norm, nn.modules.batchnorm._BatchNorm) and id(norm) in norms:
+                    return ModelError(
+                        f"{norms[id(norm)]!r} is a {type(norm).__name__} of {norm.num_features} features, and is "
+                        "called with a rank's part of the outputs of a 'colwise' layer, while its statistics and "
+                        "weights are those of all features: give the layer before it the style 'colwise_rep' and the "
+                        "layer behind it 'rowwise_rep', or leave both out of the tensor parallel plan"
+                    )
         if self._open_layers is not None and not self._units and "mixed torch.Tensor and DTensor" in str(error):
             model = type(self.module).__name__
             return ModelError(

@@ -1,11 +1,18 @@
-"""Find, in the first training step, what a forward writes to sharded parameters.
+"""Refuse writes of a training step to sharded parameters that would be lost, or part the ranks.
 
-What it writes to gathered ones is lost when they are freed, and what it writes to the parts differs from rank to rank
-where it depends on the batch.
+What is written to a gathered parameter is lost when that is freed. What is written to the parts is right where each
+element is made of those in its place, as a momentum teacher's are (``teacher.mul_(m).add_(student, alpha=1 - m)``), and
+of numbers that the ranks have alike. A plain tensor is a rank's own.
+
+Costs: some 50 us a step for watching writes to parts, whose operands a function looks at. Gathered parameters are
+compared with the parts, bit by bit, in steps 1, 2, 4, 8, ...; every 64 steps, and when an epoch begins and the fit
+ends, it is asked whether they were written to, which takes 0.1 ms for 1000 of them. The ranks compare the numbers that
+they wrote when the fit ends.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -13,82 +20,121 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
-from torchhal.errors import ModelError
+from torchhal.errors import DistributedError, ModelError
 from torchhal_parallel.layout import like, local
+from torchhal_parallel.plain_semantics import watched_writes
+from torchhal_parallel.remote import written
+
+_ASKED_EVERY = 64
+"""Steps."""
 
 
 class LostWrites:
-    """Compares what each rank has of the parameters of ``units`` with what they were gathered to, after a forward.
+    """Watches the training steps of ``module``, of which ``units`` are sharded among ``size`` ranks.
 
     Made while the units are sharded.
     """
 
-    def __init__(self, module: nn.Module, units: Sequence[nn.Module], alias: str) -> None:
+    def __init__(self, module: nn.Module, units: Sequence[nn.Module], alias: str, size: int) -> None:
         self.model = type(module).__name__
         self.units = units
         self.alias = alias
-        self.steps_inside = not getattr(module, "automatic_optimization", True)
-        """Whether optimizers step inside the step, and so write to parameters themselves."""
-        self.names = {id(parameter): name for name, parameter in module.named_parameters()}
-        self.sharded: dict[tuple[int, str], Any] = {
+        self.watches_parts = size > 1 and getattr(module, "automatic_optimization", True)
+        """Otherwise no rank has other values, or optimizers step inside the step, and so write to parts themselves."""
+        self.numbers = 0
+        """A checksum of those that this rank has written to its parts."""
+        self._steps = 0
+        self._names = {id(parameter): name for name, parameter in module.named_parameters()}
+        self._sharded: dict[tuple[int, str], Any] = {
             (id(owner), attribute): parameter
             for unit in units
             for owner in unit.modules()
             for attribute, parameter in owner._parameters.items()
             if isinstance(parameter, DTensor)
         }
+        self._memory: dict[int, DTensor] = {}
+        self._gathered: dict[int, tuple[torch.Tensor, int, str]] = {}
+        """What was gathered, always into the same tensor, with how often it was written to before, and its name."""
 
-    def watched_once(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """``step``, whose first call raises ModelError if it writes to a parameter while that is gathered."""
-        called = False
+    def watched(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """``step``, a call of which raises ModelError for a write that would be lost."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal called
-            if called:
-                return step(*args, **kwargs)
-            called = True
+            self._steps += 1
+            if not self._memory:
+                self._memory = {_memory(parameter): parameter for parameter in self._sharded.values()}
             with ExitStack() as stack:
-                for unit in self.units:  # before the unit's own hook, which frees what was gathered
-                    stack.callback(unit.register_forward_hook(self._check, prepend=True).remove)
-                before = self._sums()
+                if compared := not self._steps & (self._steps - 1):
+                    for unit in self.units:  # before the unit's own hook, which frees what was gathered
+                        stack.callback(unit.register_forward_hook(self._compare, prepend=True).remove)
+                if self.watches_parts:
+                    stack.enter_context(watched_writes(self._check_write))
                 output = step(*args, **kwargs)
-                self._check_parts(before)
-                return output
+            if compared or not self._steps % _ASKED_EVERY:
+                self.check_gathered()
+            return output
 
         return call
 
-    def _sums(self) -> list[int]:
-        """The bits of each part added up, which nearly every write changes, one through ``.data`` too."""
-        if self.steps_inside:
-            return []
-        parts = [local(parameter.detach()) for parameter in self.sharded.values()]
-        sums = [part.contiguous().view(torch.uint8).sum(dtype=torch.int64) for part in parts]
-        return torch.stack(sums).tolist() if sums else []
+    def check_gathered(self) -> None:
+        """Raise ModelError if a gathered parameter was written to, other than through ``.data``, since the first step.
 
-    def _check_parts(self, before: list[int]) -> None:
-        for parameter, now, then in zip(self.sharded.values(), self._sums(), before, strict=False):
-            if now != then:
-                raise ModelError(
-                    f"a forward of {self.model} writes to {self.names.get(id(parameter), 'a parameter')!r} while "
-                    f"strategy {self.alias!r} has it in parts: by what is in its own batch, each rank would change its "
-                    "part otherwise. Write to parameters between the steps, in on_train_batch_start say, or use "
-                    "strategy='single_device'"
-                )
+        torch counts what is written to a tensor, and gathers without counting.
+        """
+        for tensor, count, name in self._gathered.values():
+            if tensor._version != count:
+                raise self._lost(name)
 
-    def _check(self, unit: nn.Module, args: Any, output: Any) -> None:
+    def _compare(self, unit: nn.Module, args: Any, output: Any) -> None:
         for owner in unit.modules():
             for attribute, now in owner._parameters.items():
-                before = self.sharded.get((id(owner), attribute))
+                before = self._sharded.get((id(owner), attribute))
                 if before is None or now is None or isinstance(now, DTensor):
                     continue  # nobody has gathered it
+                name = self._names.get(id(before), attribute)
                 part = local(like(now.detach(), before.detach()))
                 if not _equal(part, local(before.detach()).to(part)):
-                    raise ModelError(
-                        f"a forward of {self.model} writes to {self.names.get(id(before), attribute)!r}, and strategy "
-                        f"{self.alias!r} would lose that: ranks gather a parameter for a forward, and free it after. "
-                        "Write to parameters between the steps, in on_train_batch_start say, or use strategy='ddp'"
-                    )
+                    raise self._lost(name)
+                self._gathered.setdefault(id(now), (now, now._version, name))
+
+    def _lost(self, name: str) -> ModelError:
+        return ModelError(
+            f"a training step of {self.model} writes to {name!r}, and strategy {self.alias!r} would lose that: ranks "
+            "gather a parameter for a forward, and free it after. Write to parameters between the steps, in "
+            "on_train_batch_end say, or use strategy='ddp'"
+        )
+
+    def _check_write(self, operator: Any, args: Any, kwargs: Any) -> None:
+        targets = [tensor for tensor in written(operator, args, kwargs) if isinstance(tensor, DTensor)]
+        found = [parameter for tensor in targets if (parameter := self._memory.get(_memory(tensor))) is not None]
+        if not found:
+            return
+        leaves = tree_leaves((args, kwargs))
+        name = self._names.get(id(found[0]), "a parameter")
+        if any(isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor) for leaf in leaves):
+            raise ModelError(
+                f"a training step of {self.model} writes a plain tensor to {name!r} ({operator.name()}) while strategy "
+                f"{self.alias!r} has it in parts: each rank has a tensor of its own, by its own batch say, and would "
+                "change its part otherwise. Write what is made of other parameters in parts and of numbers that are "
+                "the same on each rank (float(tensor)), or between the steps, in on_train_batch_end say, or use "
+                "strategy='ddp'"
+            )
+        numbers = [leaf for leaf in leaves if isinstance(leaf, int | float | complex)]
+        self.numbers = zlib.crc32(repr((name, operator.name(), numbers)).encode(), self.numbers)
+
+    def parted(self) -> DistributedError:
+        """What to raise where :attr:`numbers` are not the same on each rank."""
+        return DistributedError(
+            f"the training steps of {self.model} wrote to parameters that strategy {self.alias!r} has in parts, and "
+            "the ranks did not write the same numbers, by their own batches say: their parts don't belong together. "
+            "Write the same on each rank, or use strategy='ddp'"
+        )
+
+
+def _memory(tensor: DTensor) -> int:
+    return int(tensor._local_tensor.untyped_storage()._cdata)
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -48,39 +48,50 @@ def empty(tensor: torch.Tensor) -> None:
     tensor.data = torch.full((), number, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
 
 
-def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
-    """The memory in which ``tensor`` lies, or those that it is made of; none of one that has no memory of its own."""
+def spans_of(tensor: torch.Tensor) -> Iterator[tuple[torch.UntypedStorage, int, int]]:
+    """The memory in which ``tensor``, or what it is made of, lies, from which byte and to which; none of one that has
+    no memory of its own, or no element."""
     if inner := made_of(tensor):
         for part in (getattr(tensor, name) for name in inner):
             if isinstance(part, torch.Tensor):  # a DTensor's mesh isn't
-                yield from storages_of(part)
-    elif not tensor.is_meta and not is_lazy(tensor) and tensor.layout is torch.strided:
-        yield tensor.untyped_storage()
+                yield from spans_of(part)
+    elif not tensor.is_meta and not is_lazy(tensor) and tensor.layout is torch.strided and tensor.numel():
+        first, size = int(tensor.storage_offset()), tensor.element_size()
+        steps = sum((count - 1) * stride for count, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        yield tensor.untyped_storage(), first * size, (first + steps + 1) * size
 
 
 class Memory:
     """Where parameters lie, to be known by when they have been freed or moved; each part by a name."""
 
     def __init__(self) -> None:
-        self._storages: dict[int, tuple[StorageWeakRef, str]] = {}  # a weak reference keeps the key's meaning
+        # a weak reference keeps the key's meaning; several parameters may lie in one storage
+        self._storages: dict[int, tuple[StorageWeakRef, dict[tuple[int, int], str]]] = {}
         self._addresses: dict[int, str] = {}
 
     def add(self, name: str, parameter: torch.Tensor) -> None:
-        for storage in storages_of(parameter):
+        for storage, *span in spans_of(parameter):
             if storage.nbytes():
                 reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-                self._storages.setdefault(reference.cdata, (reference, name))
+                _, spans = self._storages.setdefault(reference.cdata, (reference, {}))
+                spans.setdefault((span[0], span[1]), name)
                 if not made_of(parameter):
                     self._addresses.setdefault(parameter.data_ptr(), name)
 
     def update(self, other: Memory) -> None:
-        self._storages = {**other._storages, **self._storages}
+        for key, (reference, spans) in other._storages.items():
+            _, own = self._storages.setdefault(key, (reference, {}))
+            own.update({**spans, **own})
         self._addresses = {**other._addresses, **self._addresses}
 
     def shared_by(self, tensor: torch.Tensor) -> str | None:
-        """The name of one of which ``tensor`` is a view."""
-        found = (self._storages.get(storage._cdata) for storage in storages_of(tensor)) if self._storages else ()
-        return next((name for _, name in filter(None, found)), None)
+        """The name of one that has a byte of its memory in common with ``tensor``."""
+        for storage, first, last in spans_of(tensor) if self._storages else ():
+            if (known := self._storages.get(storage._cdata)) is not None:
+                for (begin, end), name in known[1].items():
+                    if first < end and begin < last:
+                        return name
+        return None
 
     def at(self, address: int) -> str | None:
         """The name of one whose ``data_ptr()`` this was."""
@@ -254,10 +265,10 @@ def _references_under(
                 yield path, parameters[id(thing)], ""
             elif (name := memory.shared_by(thing)) is not None:
                 yield path, name, "the memory of "
-        elif isinstance(thing, int):
-            if thing in parameters:
-                yield path, parameters[thing], "the id() of "
-            elif (name := memory.at(thing)) is not None:
+        elif (number := _number(thing)) is not None:
+            if number in parameters:
+                yield path, parameters[number], "the id() of "
+            elif (name := memory.at(number)) is not None:
                 yield path, name, "the data_ptr() of "
         elif isinstance(thing, Optimizer) and not through_optimizers:
             continue
@@ -266,6 +277,16 @@ def _references_under(
             for held in islice(_held(path, thing), room):
                 room -= 1
                 waiting.append(held)
+
+
+def _number(thing: Any) -> int | None:
+    """An int, or what a string of one stands for, as a JSON object's key must be."""
+    if isinstance(thing, str) and len(thing) <= 20 and thing.isalnum() and thing[0].isdecimal():
+        try:
+            return int(thing, 0)
+        except ValueError:
+            return None
+    return thing if isinstance(thing, int) else None
 
 
 def _held(path: str, thing: Any) -> Iterator[tuple[str, Any]]:

@@ -6,9 +6,10 @@ model with; then, where the last stage is, for each microbatch, with the pipelin
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Final
 
 import torch
@@ -17,11 +18,11 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from torchhal.accelerators.transfer import map_tensors
-from torchhal.errors import ConfigurationError, ModelError
+from torchhal.errors import ConfigurationError, ModelError, UnsupportedCombinationError
 from torchhal.strategies import collectives
 from torchhal.trainer import rng
 from torchhal_parallel.attribute_reads import PLAIN
-from torchhal_parallel.batch_loss import WholeBatch, detached, is_narrow, unlike_mean, without_traces
+from torchhal_parallel.batch_loss import Branches, WholeBatch, detached, is_narrow, unlike_mean, without_traces
 from torchhal_parallel.capture import Capture, around
 from torchhal_parallel.cut import cut, stages_of, uses
 from torchhal_parallel.microbatches import indivisible
@@ -302,13 +303,20 @@ class Pipeline:
         losses: list[Any] = [None] * self.microbatches
         outputs: list[Any] = []
         compared = COMPARED if self._is_compared() else 0
+        taken: list[list[bool]] = []
         with one_log(self.trainer, sizes, self.strategy.root_device) as start_part:
 
             def loss(output: Any, start: int) -> torch.Tensor:
                 part = start // rows
                 start_part(part)
-                with self._rehearsal.answering(once(self.module, output)), self._explaining():
+                branches = Branches()
+                with (
+                    self._rehearsal.answering(once(self.module, output)),
+                    self._explaining(),
+                    branches if compared else nullcontext(),
+                ):
                     result = step(rows_of(batch, size, start, start + rows), *rest)
+                taken.append(branches.taken)
                 found: torch.Tensor = loss_of(result)
                 results[part], losses[part] = detached(result), found.detach()
                 if part < compared:
@@ -320,6 +328,13 @@ class Pipeline:
         if compared:
             given = rows_of(batch, size, 0, compared * rows)
             unlike, not_compared = self._compare(step, given, rest, loss_of, outputs, losses[:compared], rows)
+            if any(each != taken[0] for each in taken):
+                unlike = (
+                    f"the training_step of {type(self.module).__name__} branches on the value of a loss or output (if "
+                    "loss > 1, say), and goes one way with some microbatches and another with others, where that of a "
+                    "whole batch goes one way: set HybridStrategy(pipeline=..., schedule='gpipe'), under which the "
+                    "step runs once for the batch, or compute both ways and choose by torch.where"
+                )
         with torch.no_grad():
             return merge_training(results, sizes, self.strategy.root_device), unlike, not_compared
 
@@ -645,6 +660,16 @@ def check_schedule_name(schedule: str) -> None:
     """Raise ConfigurationError for a schedule that isn't there."""
     if schedule not in SCHEDULES:
         raise ConfigurationError(f"'schedule' must be one of {', '.join(map(repr, SCHEDULES))} (got {schedule!r})")
+
+
+def check_schedules_of_torch(schedule: str, alias: str) -> None:
+    """Raise UnsupportedCombinationError on a torch whose schedule can't be told to leave gradients as they are."""
+    if "scale_grads" not in inspect.signature(SCHEDULES[schedule]).parameters:
+        raise UnsupportedCombinationError(
+            f"strategy {alias!r} computes the loss of a batch itself, and {SCHEDULES[schedule].__name__} of torch "
+            f"{torch.__version__} has no argument 'scale_grads', without which it may divide gradients by the number "
+            "of microbatches: use a newer torch, or strategy='zero3'"
+        )
 
 
 def check_schedule(schedule: str, stages: int, size: int, microbatches: int) -> None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from torchhal.errors import ModelError
 from torchhal_parallel.layout import like, local, whole
+from torchhal_parallel.remote import written
 
 if not hasattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers"):
     raise ImportError(
@@ -40,8 +41,10 @@ _WHAT = "the number (.item(), float(), int() or bool()) of a divided tensor, whi
 _lock = threading.Lock()
 _enabled: list[PlainSemantics] = []
 _before: dict[Any, Any] = {}
-_gathered: dict[int, StorageWeakRef] = {}
-"""The memory of what was gathered for a view and is still there."""
+_gathered: dict[int, tuple[StorageWeakRef, StorageWeakRef]] = {}
+"""The memory of what was gathered for a view and is still there, and that of what it was gathered from."""
+_watching: list[Callable[[Any, Any, Any], None]] = []
+"""What is called with an operator, and its arguments, that writes to a divided tensor."""
 
 
 class PlainSemantics:
@@ -51,10 +54,16 @@ class PlainSemantics:
 
     Args:
         guard: makes a context, given what is done in it, in which the ranks communicate.
+        parameters: gives those of the model.
     """
 
-    def __init__(self, guard: Callable[[str], AbstractContextManager[None]]) -> None:
+    def __init__(
+        self,
+        guard: Callable[[str], AbstractContextManager[None]],
+        parameters: Callable[[], Iterable[torch.Tensor]],
+    ) -> None:
         self.guard = guard
+        self.parameters = parameters
 
     def enable(self) -> None:
         with _lock:
@@ -81,16 +90,18 @@ def _handlers() -> dict[Any, Any]:
 
 
 def _handle(handlers: dict[Any, Any]) -> None:
+    present = _handlers()
     for operator, handler in handlers.items():
-        _before.setdefault(operator, _handlers().get(operator))
-        _handlers()[operator] = handler
+        _before.setdefault(operator, present.get(operator))
+        present[operator] = handler
 
 
 def _unhandle(operators: Any) -> None:
+    present = _handlers()
     for operator in operators:
-        _handlers().pop(operator, None)
+        present.pop(operator, None)
         if (before := _before.pop(operator, None)) is not None:
-            _handlers()[operator] = before
+            present[operator] = before
 
 
 def _by_torch(operator: Any, args: Any, kwargs: Any, *, instead: Callable[..., Any]) -> Any:
@@ -117,43 +128,98 @@ def _number_of_whole(operator: Any, args: Any, kwargs: Any) -> Any:
 def _view(operator: Any, args: Any, kwargs: Any) -> Any:
     result = _by_torch(operator, args, kwargs, instead=_view)
     source = args[0]
-    if isinstance(source, DTensor) and source.grad_fn is None:  # a parameter or a gradient, no activation
-        own = source._local_tensor.untyped_storage()._cdata
+    if isinstance(source, DTensor) and source.grad_fn is None:  # what has one is an activation
+        own = source._local_tensor.untyped_storage()
         for view in tree_leaves(result):
             storage = view._local_tensor.untyped_storage()
-            if storage._cdata != own:
-                if not _gathered:
-                    _handle(dict.fromkeys(_writing() - _before.keys(), _write))
-                reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-                _gathered[reference.cdata] = reference
+            if storage._cdata != own._cdata:
+                _handle_writes()
+                references = StorageWeakRef(storage), StorageWeakRef(own)  # type: ignore[no-untyped-call]
+                _gathered[references[0].cdata] = references
     return result
 
 
+@contextmanager
+def watched_writes(check: Callable[[Any, Any, Any], None]) -> Iterator[None]:
+    """Call ``check`` with each operator, and its arguments, that writes to a divided tensor inside; some 50 us."""
+    handlers = _handlers()
+    outside = None if _gathered else (dict(handlers), dict(_before))
+    _handle_writes()
+    _watching.append(check)
+    try:
+        yield
+    finally:
+        _watching.remove(check)
+        if outside is not None and not _gathered and not _watching and _handlers() is handlers:
+            for present, before in zip((handlers, _before), outside, strict=True):
+                present.clear()
+                present.update(before)
+
+
+def _handle_writes() -> None:
+    writes = _write_handlers()
+    if next(iter(writes)) in _before:
+        return
+    present = _handlers()
+    own = [(operator, handler) for operator, handler in present.items() if operator in writes]
+    _before.update(_unhandled())  # by dicts as a whole: an operator's hash is a function in Python
+    _before.update(own)
+    present.update(writes)
+
+
+@functools.cache
+def _write_handlers() -> dict[Any, Any]:
+    return dict.fromkeys(_writing(), _write)
+
+
+@functools.cache
+def _unhandled() -> dict[Any, Any]:
+    return dict.fromkeys(_writing())
+
+
 def _write(operator: Any, args: Any, kwargs: Any) -> Any:
-    for key in [key for key, reference in _gathered.items() if reference.expired()]:  # type: ignore[no-untyped-call]
-        del _gathered[key]
-    for tensor in tree_leaves(args[0]):
-        if isinstance(tensor, DTensor) and tensor._local_tensor.untyped_storage()._cdata in _gathered:
-            raise ModelError(
-                f"{operator.name()} writes to a view of a parameter or gradient, as weight[0].zero_() and weight[0] = "
-                f"1 do. Its elements, of the shape {tuple(tensor.shape)}, were gathered from several ranks, of which "
-                "each has a part, and the write would be lost: write to the whole, as by weight.mul_(mask) or "
-                "weight.data = value, or use strategy='ddp' or 'zero1'"
-            )
+    for check in _watching:
+        check(operator, args, kwargs)
+    if _gathered:
+        _check_views(operator, args, kwargs)
     result = _by_torch(operator, args, kwargs, instead=_write)
-    if not _gathered:
+    if not _gathered and not _watching:
         _unhandle(_writing() & _before.keys())
     return result
 
 
+def _check_views(operator: Any, args: Any, kwargs: Any) -> None:
+    for key in [key for key, (view, _) in _gathered.items() if view.expired()]:  # type: ignore[no-untyped-call]
+        del _gathered[key]
+    for tensor in written(operator, args, kwargs):
+        if isinstance(tensor, DTensor):
+            found = _gathered.get(tensor._local_tensor.untyped_storage()._cdata)
+            if found is not None and _is_kept(found[1]):
+                raise ModelError(
+                    f"{operator.name()} writes to a view of a parameter or gradient, as weight[0].zero_() and "
+                    f"weight[0] = 1 do. Its elements, of the shape {tuple(tensor.shape)}, were gathered from several "
+                    "ranks, of which each has a part, and the write would be lost: write to the whole, as by "
+                    "weight.mul_(mask) or weight.data = value, or use strategy='ddp' or 'zero1'"
+                )
+
+
+def _is_kept(memory: StorageWeakRef) -> bool:
+    """Whether it is that of a parameter or gradient; an activation has no ``grad_fn`` either under ``no_grad``."""
+    return any(
+        isinstance(tensor, DTensor) and tensor._local_tensor.untyped_storage()._cdata == memory.cdata
+        for semantics in _enabled
+        for parameter in semantics.parameters()
+        for tensor in (parameter, parameter.grad)
+    )
+
+
 @functools.cache
 def _writing() -> frozenset[Any]:
-    """The operators that write to their first argument."""
+    """The operators that write to an argument, by ``out=`` too."""
     found = set()
     for schema in torch._C._jit_get_all_schemas():
-        first = schema.arguments[0] if schema.arguments else None
         namespace, _, name = schema.name.partition("::")
-        if namespace != "aten" or first is None or first.alias_info is None or not first.alias_info.is_write:
+        if namespace != "aten" or not any(each.alias_info and each.alias_info.is_write for each in schema.arguments):
             continue
         if operator := getattr(getattr(_aten, name, None), schema.overload_name or "default", None):
             found.add(operator)

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
+from traceback import walk_tb
 from typing import Any, ClassVar
 
 import torch
@@ -113,7 +114,9 @@ class ShardedStrategy(ParallelStrategy):
     def _reset(self) -> None:
         super()._reset()
         self._carried_hooks = CarriedHandles()
-        self._plain_semantics = PlainSemantics(self.guard)
+        self._plain_semantics = PlainSemantics(
+            self.guard, lambda: () if self.module is None else self.module.parameters()
+        )
 
     # -- the user's module -----------------------------------------------------------------------------------
 
@@ -287,7 +290,25 @@ class ShardedStrategy(ParallelStrategy):
                 f"{type(self.module).__name__} take the gradient by torch.autograd.grad, or use strategy='ddp' or "
                 "'zero1'"
             )
+        words = "more than one element of the written-to tensor refers to a single memory location"
+        cause = error.__cause__ if isinstance(error, ModelError) else error  # a pipeline's rehearsal has wrapped it
+        if isinstance(cause, RuntimeError) and words in str(cause) and (name := self._written_original(cause)):
+            return ModelError(
+                f"{type(self.module).__name__} writes to {name!r} by a reference from before the model was divided, "
+                f"and strategy {alias!r} trains another object in its place: look parameters up where they are used, "
+                "by self.get_parameter(name) say"
+            )
         return super().explain(error)
+
+    def _written_original(self, error: BaseException) -> str | None:
+        """The name of an emptied parameter of the user's that the code which raised ``error`` refers to."""
+        originals = {id(each): name for name, each in self._objects.replaced()} if self._objects is not None else {}
+        for frame, _ in reversed(list(walk_tb(error.__traceback__))):
+            held = [*frame.f_locals.values(), *map(frame.f_globals.get, frame.f_code.co_names)]
+            for value in (*held, *(each for one in held if type(one) is dict for each in one.values())):
+                if id(value) in originals:
+                    return originals[id(value)]
+        return None
 
     # -- steps -----------------------------------------------------------------------------------------------
 
