@@ -17,7 +17,7 @@ import torch
 
 from torchhal.cluster import LocalEnvironment
 from torchhal.errors import ConfigurationError, LaunchError, RankFailedError
-from torchhal.launchers import ExternalLauncher, MultiprocessingLauncher, SubprocessScriptLauncher
+from torchhal.launchers import ExternalLauncher, MultiprocessingLauncher, SubprocessScriptLauncher, multiprocess
 from torchhal.launchers.command import interpreter_flags, script_command
 from torchhal.launchers.process import LAUNCH_ID, exit_status, threads_per_process, without_external
 from torchhal.launchers.subprocess_script import shared_threads
@@ -437,3 +437,19 @@ def test_loader_workers_live_through_a_signal_to_everybody(method):
         worker.terminate()  # what multiprocessing does at exit
         worker.join(5)
     assert [worker.exitcode for worker in workers] == [0, 0]
+
+
+def test_a_signal_waits_for_a_worker_for_a_time_before_it_is_that_worker_s_alone(monkeypatch):
+    """However often the supervisor looks: one to all of them is on its way to this process, too."""
+    now = 100.0
+    monkeypatch.setattr(multiprocess, "is_pending", lambda pid, signum: True)
+    monkeypatch.setattr(multiprocess.time, "monotonic", lambda: now)
+    signals = multiprocess.NotedSignals()
+    crew = multiprocess._Crew(launcher(), None, None, (give_back, (), {}), signals)
+    crew._workers = [multiprocess._Worker(0, multiprocessing.current_process(), None)]
+    for _ in range(100):
+        crew._take_pending()
+    assert signals.received == []
+    now += 1.0
+    crew._take_pending()
+    assert signals.received == [signal.SIGTERM]

@@ -79,6 +79,7 @@ OTHERS = {
     "SIGTERM to all": partial(kill, "signal", who="group", signum=signal.SIGTERM),
     "SIGINT to all": partial(kill, "signal", who="group", signum=signal.SIGINT),
     "SIGTERM to the parent": partial(kill, "signal", who="parent", signum=signal.SIGTERM),
+    "SIGINT to the parent": partial(kill, "signal", who="parent", signum=signal.SIGINT),
 }
 """Jobs that are more than a scenario of job.py."""
 
@@ -282,10 +283,12 @@ def test_a_rank_0_that_is_stopped_holds_nobody_for_ever(tmp_path):
     assert "is stopped" in one.err
 
 
-def test_a_signal_to_the_supervisor_is_passed_on(run):
-    one = run("SIGTERM to the parent", "fork")
-    assert one.code == 143, one.err
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", -2)])  # -2: see above
+def test_a_signal_to_the_supervisor_is_passed_on(run, name, code):
+    one = run(f"{name} to the parent", "fork")
+    assert one.code == code, one.err
     assert len({note["position"] for note in one.notes}) == 1
+    assert {note["signum"] for note in one.notes} == {signal.Signals[name]}
     assert not one.left
 
 

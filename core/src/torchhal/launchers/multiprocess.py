@@ -25,11 +25,14 @@ from torchhal.launchers.openmp import put_threads_away
 from torchhal.launchers.payload import NamelessFile, collect_settings, pack_function
 from torchhal.launchers.signals import NotedSignals, born_blocked, is_pending
 from torchhal.launchers.verdict import Verdict
-from torchhal.launchers.worker import Assignment, run
+from torchhal.launchers.worker import INTERRUPT, Assignment, run
 
 START_METHODS = ("spawn", "fork", "forkserver")
 GRACE = 5.0
 KILL_AFTER = 3.0
+PENDING = 0.3
+"""Seconds after which a signal that waits for a worker was sent to that one alone: one to all has come here by then."""
+
 INSTEAD = "or use strategy='ddp' (runs the script again) or 'ddp_fork' (workers inherit everything)"
 
 
@@ -41,8 +44,8 @@ class MultiprocessingLauncher(Launcher):
     states, default dtype, determinism, matmul precision and thread count. With ``"fork"`` the workers inherit
     everything; the caller sees to it that no device is initialised.
 
-    SIGINT and SIGTERM to this process are passed on to the workers, as SIGTERM, and the environment's stop signals as
-    what they are; the workers get ``stop_timeout`` seconds to save. Then KeyboardInterrupt or
+    SIGINT, SIGTERM and the environment's stop signals to this process are passed on to the workers, SIGINT to those
+    that have not got it from the terminal; the workers get ``stop_timeout`` seconds to save. Then KeyboardInterrupt or
     ``SystemExit(128 + signal)`` is raised here.
 
     Args:
@@ -127,7 +130,7 @@ class _Worker:
         self.process = worker
         self.connection = connection
         self.ready = False
-        self.signalled = False
+        self.pending_since: float | None = None
         self.done = False
         self.ended = False
         self.failure: Failure | None = None
@@ -235,8 +238,7 @@ class _Crew:
                 passed_on = len(signals.received)
             if pass_on_at is not None and now >= pass_on_at:
                 pass_on_at = None
-                last = signals.received[-1]
-                self._signal(signal.SIGTERM if last == signal.SIGINT else last)
+                self._pass_on(signals.received[-1])
             if self._end_at is not None and now > self._end_at and self._terminated_at is None:
                 self._terminated_at = now
                 self._signal(signal.SIGTERM)
@@ -332,13 +334,26 @@ class _Crew:
             pid = worker.process.pid
             if pid is None or not is_pending(pid, signal.SIGTERM):
                 continue
-            if worker.signalled:
+            now = time.monotonic()
+            if worker.pending_since is None:
+                worker.pending_since = now
+            elif now - worker.pending_since > PENDING:
                 self._signals.received.append(signal.SIGTERM)
-            worker.signalled = True  # one to all of them has reached this process too by the next time
 
     def _end_soon(self, seconds: float) -> None:
         at = time.monotonic() + seconds
         self._end_at = at if self._end_at is None else min(self._end_at, at)
+
+    def _pass_on(self, signum: int) -> None:
+        if signum != signal.SIGINT:
+            self._signal(signum)
+            return
+        for worker in self._workers:
+            if not worker.ended:
+                try:
+                    worker.connection.send(INTERRUPT)  # it knows whether it has got that already
+                except OSError:
+                    pass
 
     def _signal(self, signum: int) -> None:
         for worker in self._workers:

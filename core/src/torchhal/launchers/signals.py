@@ -163,6 +163,10 @@ class StopSignals:
         handled = signum in self._previous and hasattr(signal, "pthread_kill")
         return self._at_once and self.received is None and handled
 
+    def awaits_interrupt(self) -> bool:
+        """Whether SIGINT is handled here and has not come yet: a second one would mean more."""
+        return signal.SIGINT in self._previous and not self._interrupted
+
     def _arrived(self, signum: int, first: float, now: float) -> None:
         """In a thread, with the time of the first signal of that number and of this one."""
         if signum not in self._previous:
@@ -227,6 +231,17 @@ def follow(signum: int) -> None:
     main = threading.main_thread().ident
     if signals is not None and signals.takes_at_once(signum) and main is not None:
         signal.pthread_kill(main, signum)
+
+
+def interrupt() -> None:
+    """Send the main thread the SIGINT that the launching process got, in any thread, unless it came here too, as a
+    terminal's Ctrl-C does. Where nobody has asked for signals, the process ends without a word."""
+    signals = StopSignals.active
+    main = threading.main_thread().ident
+    if signals is None or main is None or not hasattr(signal, "pthread_kill"):
+        os.kill(os.getpid(), signal.SIGTERM)
+    elif signals.awaits_interrupt():
+        signal.pthread_kill(main, signal.SIGINT)
 
 
 class NotedSignals:

@@ -29,6 +29,9 @@ Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 DONE = ("done",)
 
+INTERRUPT = ("interrupt",)
+"""What the supervisor says when it was sent SIGINT."""
+
 MAX_ERROR = 1 << 20
 """Largest pickled exception that travels beside its text."""
 
@@ -101,10 +104,15 @@ def _prepare(assignment: Assignment, connection: Connection) -> None:
 
 
 def _watch_supervisor(connection: Connection) -> None:
-    """Pass on what the supervisor knows of other ranks; leave when its end of the pipe closes, for it is gone."""
+    """Pass on what the supervisor knows of other ranks, and its Ctrl-C; leave when its end of the pipe closes, for it
+    is gone."""
     try:
         while True:
-            failure = Failure.from_json(connection.recv())
+            message = connection.recv()
+            if message == INTERRUPT:
+                signals.interrupt()
+                continue
+            failure = Failure.from_json(message)
             if "torchhal.launchers.watch" in sys.modules:
                 for watch in sys.modules["torchhal.launchers.watch"].active_watches():
                     watch.report_for(failure)
