@@ -182,6 +182,28 @@ def test_a_signal_in_the_sanity_check_ends_the_run_after_that_batch(tmp_path, ca
     assert not list(tmp_path.rglob("*.ckpt"))
 
 
+@pytest.mark.parametrize(
+    "hook", ["on_sanity_check_start", "on_validation_start", "on_validation_epoch_start", "on_sanity_check_end"]
+)
+@SIGNALS
+def test_a_signal_in_a_hook_round_the_sanity_check_ends_the_run_after_that_hook(hook, signum, tmp_path, capfd):
+    class At(torchhal.Callback):
+        pass
+
+    setattr(At, hook, lambda self, trainer, module: signal.raise_signal(signum))
+    model = Signalled("", 0)
+    trainer = torchhal.Trainer(
+        accelerator="cpu", max_epochs=1, default_root_dir=tmp_path, enable_progress_bar=False, callbacks=At()
+    )
+    with pytest.raises(KeyboardInterrupt if signum == signal.SIGINT else SystemExit) as caught:
+        trainer.fit(model)
+    assert signum == signal.SIGINT or caught.value.code == 143
+    assert model.called.count("validation_step") == (2 if hook == "on_sanity_check_end" else 0)
+    assert "training_step" not in model.called
+    assert f"torchhal: fit stopped on {signal.Signals(signum).name} at step 0\n" in capfd.readouterr().err
+    assert not list(tmp_path.rglob("*.ckpt"))
+
+
 @pytest.mark.parametrize("fn", ["validate", "test", "predict"])
 def test_a_signal_before_an_evaluation_ends_it(fn):
     class Model(Signalled):
@@ -355,6 +377,58 @@ def test_who_can_t_be_interrupted_leaves(tmp_path, where):
 
 
 # -- several processes ---------------------------------------------------------------------------------------
+
+
+class Lengthless(torch.utils.data.IterableDataset):
+    """12 batches on rank 0, 6 on rank 1."""
+
+    def __iter__(self):
+        yield from torch.ones(12 if os.environ["RANK"] == "0" else 6, 4)
+
+
+class SignalledOnRankOne(Signalled):
+    def signal_at(self, *place):
+        if place == self.at and self.trainer.global_rank == 1:
+            os.kill(os.getpid(), self.signum)
+
+    def validation_step(self, batch, batch_idx):
+        self.called.append(batch_idx)
+        time.sleep(0.1)
+        self.signal_at("validation_step", batch_idx)
+
+    def training_step(self, batch, batch_idx):
+        self.signal_at("training_step", batch_idx)
+        return self.layer(batch[0]).mean()
+
+
+def stop_with_batches_of_unknown_number(at):
+    model = SignalledOnRankOne(at, signal.SIGTERM)
+    trainer = torchhal.Trainer(
+        accelerator="cpu", devices=2, strategy="ddp", max_epochs=-1, num_sanity_val_steps=-1, limit_val_batches=1.0,
+        check_val_every_n_epoch=1000, logger=False, enable_progress_bar=False, enable_checkpointing=False,
+        enable_model_summary=False,
+    )  # fmt: skip
+    try:
+        trainer.fit(model, loader(), DataLoader(Lengthless(), None))
+    except SystemExit as error:
+        return error.code, max(one for one in model.called if isinstance(one, int)), trainer.global_step
+    return None
+
+
+def test_a_signal_in_a_sanity_check_of_loaders_that_end_apart(world2):
+    (code, first, step), (other_code, second, _) = world2.run(
+        stop_with_batches_of_unknown_number, ("validation_step", 1)
+    )
+    assert code == other_code == 143 and step == 0
+    assert first == second < 5
+
+
+def test_ranks_whose_sanity_check_ended_apart_stop_at_one_step(world2):
+    (code, first, step), (other_code, second, other_step) = world2.run(
+        stop_with_batches_of_unknown_number, ("training_step", 1)
+    )
+    assert code == other_code == 143 and step == other_step > 0
+    assert (first, second) == (11, 5)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_fork", slow("ddp_spawn"), slow("ddp_forkserver"), slow("torchrun")])

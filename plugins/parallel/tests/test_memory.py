@@ -1,10 +1,13 @@
 """Estimates of memory against what the ranks of a run hold."""
 
+import gc
 import json
+import os
 
 import models
 import pytest
 import torch
+import training
 from torch.utils.data import DataLoader, TensorDataset
 
 from torchhal import Callback, Trainer, cli
@@ -147,3 +150,18 @@ def test_a_precision_that_a_strategy_can_not_have_is_refused_in_its_own_name(cap
     reasons = {row["strategy"]: row.get("reason", "") for row in rows}
     for alias in ("pipeline", "tensor_parallel"):
         assert f"strategy {alias!r} can't compute in precision '16-mixed'" in reasons[alias]
+
+
+def threads_after_fits():
+    counts = []
+    for arguments in ({"data": 2}, {"shard": 2}, {"tensor": 2}, {"pipeline": 2}):
+        training.train("hybrid", 2, "Transformer", arguments)
+        gc.collect()
+        counts.append(len(os.listdir("/proc/self/task")))
+    return counts
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts the threads in /proc")
+def test_no_thread_of_a_mesh_outlives_its_fit(world2):
+    for counts in world2.run(threads_after_fits, timeout=100):
+        assert counts[1:] == counts[:1] * 3, "torch's caches keep meshes, and those kept their process groups' threads"

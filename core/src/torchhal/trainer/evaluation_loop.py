@@ -80,7 +80,7 @@ class EvaluationLoop(TrainerPart):
             results.stage = stage
             hooks.call(f"on_{word}_start")
             hooks.call(f"on_{word}_epoch_start")
-            outputs, cut = self._run_loaders(stage, data, step_name, word)
+            outputs, cut = ([], True) if self.stops_here() else self._run_loaders(stage, data, step_name, word)
             results.start_batch(None)
             if trainer.world_size > 1:
                 cut = trainer.strategy.reduce_boolean_decision(cut, all=False)
@@ -120,15 +120,17 @@ class EvaluationLoop(TrainerPart):
             outputs.append(kept)
             batches = data.batches[index]
             lockstep = Lockstep(trainer.strategy, batches) if together and batches != [] else None
-            if length == 0 and lockstep is None:
+            # only its end tells how far each rank gets: all count all their batches, and go on from the highest count
+            ends_apart = batches is None and not (alone or together)
+            if length == 0 and lockstep is None and not ends_apart:
                 continue
             size = loader_length(loader)
             stop = last_batch(loader, length)
             common = data.common[index]
             iterator = start_iterator(loader) if length != 0 else iter(())
-            batch_idx = -1
+            batch_idx, cut = -1, False
             try:
-                while batch_idx + 1 != stop:
+                while batch_idx + 1 != stop and not cut:
                     try:  # a for loop would call iter() again
                         batch = next(iterator)
                     except StopIteration:
@@ -150,22 +152,32 @@ class EvaluationLoop(TrainerPart):
                     if keep:
                         kept.append(move_to_device(output, torch.device("cpu")) if off_device else output)
                     del output  # or the next step would run beside all that this one returned
-                    if batch_idx < common or alone or together:  # ranks leave at the same batch
+                    if batch_idx < common or alone or together or ends_apart:  # ranks leave at the same batch
                         watch.position += 1
-                        if watch.flag and self._signalled():
-                            return outputs, True
-                if length == size:  # else it was a limit, and what is left of the sampler stays undrawn
+                        cut = watch.flag and self._signalled()
+                if length == size and not cut:  # else it was a limit, and what is left of the sampler stays undrawn
                     exhaust_sampler(iterator)
-                if lockstep is not None:
+                if lockstep is not None and not cut:
                     for _ in lockstep.rest():
                         watch.position += 1
                         if watch.flag and self._signalled():
                             return outputs, True
             finally:
                 close_iterator(iterator)
+            if ends_apart:
+                watch.position, any_cut = trainer.strategy.reduce([watch.position, int(cut)], "max")
+                cut = bool(any_cut)
+            if cut:
+                return outputs, True
             if batch_idx < 0 and size is None and alone:
                 raise no_batch(f"loader {index} of {word}" if several else f"the {word} loader", loader)
         return outputs, False
+
+    def stops_here(self) -> bool:
+        """Whether a signal ends the run at this place, where all ranks come."""
+        watch = self.trainer.strategy.watch
+        watch.position += 1
+        return watch.flag and self._signalled()
 
     def _signalled(self) -> bool:
         """Whether a signal ends the run; any other wish to stop can wait for the end of this evaluation."""

@@ -433,11 +433,14 @@ def sanity_check(trainer: Trainer) -> None:
     strategy = trainer.strategy
     before = rng.collect(strategy.accelerator, strategy.root_device)
     trainer.state.stage = "sanity_check"
+    loop = trainer.evaluation_loop
     trainer.hooks.call("on_sanity_check_start")
-    _, cut = trainer.evaluation_loop.run("sanity_check", data)
+    cut = loop.stops_here() or loop.run("sanity_check", data)[1]
+    if not cut:
+        trainer.hooks.call("on_sanity_check_end")
+        cut = loop.stops_here()
     if cut:
-        raise Interrupted(trainer.strategy.watch.stop_signal or signal.SIGTERM)
-    trainer.hooks.call("on_sanity_check_end")
+        raise Interrupted(strategy.watch.stop_signal or signal.SIGTERM)
     trainer.state.stage = trainer.results.stage = "train"
     rng.restore(before, strategy.accelerator, strategy.root_device)
 

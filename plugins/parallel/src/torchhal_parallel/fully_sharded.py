@@ -346,7 +346,19 @@ class FullyShardedStrategy(ShardedStrategy):
         try:
             super().teardown()
         finally:
+            release_groups(self._mesh)
             self._forget()
+
+
+def release_groups(mesh: Any) -> None:
+    """Let go of the process groups of ``mesh``, which are destroyed; None has none.
+
+    torch's caches of DTensor operators keep every mesh, and a gloo group that is kept keeps a thread for each pair of
+    ranks, which wakes a hundred times a second. Later groups of the same names are looked up again.
+    """
+    if mesh is not None:
+        root = getattr(mesh, "_root_mesh", None) or mesh
+        getattr(root, "_pg_registry", {}).clear()
 
 
 def check_torch(alias: str) -> None:

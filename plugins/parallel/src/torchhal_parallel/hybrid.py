@@ -29,7 +29,7 @@ from torchhal.trainer import rng
 from torchhal_parallel.cut import check_trained, even_cuts, stage_parameters, untrainable
 from torchhal_parallel.divided_regions import DividedRegions
 from torchhal_parallel.double_backward import refuse_double_backward
-from torchhal_parallel.fully_sharded import FullyShardedStrategy, check_torch
+from torchhal_parallel.fully_sharded import FullyShardedStrategy, check_torch, release_groups
 from torchhal_parallel.gathering import on_every_rank, on_first_rank
 from torchhal_parallel.gradient_hooks import HooksOfBatch
 from torchhal_parallel.layout import gathered, local
@@ -149,6 +149,13 @@ class HybridStrategy(FullyShardedStrategy):
         return size * self.stages_per_rank if self.split_points is None else len(self.split_points) + 1
 
     # -- the mesh --------------------------------------------------------------------------------------------
+
+    def teardown(self) -> None:
+        mesh = self.mesh
+        try:
+            super().teardown()
+        finally:
+            release_groups(mesh)
 
     def setup_communication(self) -> Any:
         store = super().setup_communication()
