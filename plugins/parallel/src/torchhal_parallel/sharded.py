@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from traceback import walk_tb
@@ -114,9 +114,10 @@ class ShardedStrategy(ParallelStrategy):
     def _reset(self) -> None:
         super()._reset()
         self._carried_hooks = CarriedHandles()
-        self._plain_semantics = PlainSemantics(
-            self.guard, lambda: () if self.module is None else self.module.parameters()
-        )
+        self._plain_semantics = PlainSemantics(self.guard, self._parameters)
+
+    def _parameters(self) -> Iterable[nn.Parameter]:
+        return () if self.module is None else self.module.parameters()
 
     # -- the user's module -----------------------------------------------------------------------------------
 
