@@ -316,11 +316,12 @@ class TestSlurmEndsAJob:
 
     def test_the_signal_before_the_time_limit_without_scontrol(self, slurm):
         """``--signal`` as Slurm sends it, in a container without Slurm's client: that is said, and not fatal."""
+        minutes = 2 + int(scaled(40) // 60)
         out = self.submit(
             slurm,
             "contained",
-            "--time=2",
-            "--signal=USR1@80",
+            f"--time={minutes}",
+            f"--signal=USR1@{60 * minutes - int(scaled(40))}",  # when it trains
             body="export TORCHHAL_REQUEUE=1\nmkdir bin; ln -s $(which srun) bin/srun\nexport PATH=$PWD/bin\n",
         )
         self.wait(out, "fit stopped on SIGUSR1 at step")

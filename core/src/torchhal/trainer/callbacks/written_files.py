@@ -22,7 +22,7 @@ FOLDER = ".torchhal"
 """Beside the checkpoints; a record is called as its checkpoint is, with ``.json``."""
 _RUN_ID = re.compile("[0-9a-f]{16}")
 OWNER = ".owner-"
-"""The file that names the process whose a run is now is called as the run, this, and a number."""
+"""The file that names the process that a run now belongs to is called as the run, this, and a number."""
 RENEWED_S, EXPIRES_S = 10.0, 60.0
 """How often a process says that its fit still runs, and after what silence another machine may go on as its run."""
 
@@ -56,7 +56,9 @@ class WrittenFiles:
         folder = os.path.dirname(path)
         try:
             if folder in self._held:
-                if self._owner_place(path, self.run, self._held[folder]).is_taken():
+                owners = self._owners(path, self.run)  # a stopped process may have written its own again, too late
+                if owners and max(owners) == self._held[folder]:
+                    _start_renewing(self)
                     return
                 self.run, self._held = new_run_id(), {}  # this process stood still, and another continues the run
             if not self._take_over(path, self.run):
@@ -66,8 +68,9 @@ class WrittenFiles:
             raise CheckpointError(f"{path!r} could not be saved ({type(error).__name__}: {error})") from error
 
     def let_go(self) -> None:
-        """The fit is over: whoever continues it on another machine may go on as this run."""
-        _renewed.discard(self)
+        """The fit is over: whoever continues it may go on as this run, on another machine too."""
+        _stop_renewing(self)
+        self._write_owner(over=True)
 
     def is_taken(self, path: str) -> bool:
         """Whether anything is at ``path``."""
@@ -161,7 +164,7 @@ class WrittenFiles:
 
     def _keep(self, path: str, number: int) -> None:
         self._held[os.path.dirname(path)] = number
-        _renew(self)
+        _start_renewing(self)
 
     def _is_over(self, path: str, owner: Place) -> bool:
         """Whether the process of an owner file is gone; on another machine, whether it stays silent.
@@ -170,8 +173,8 @@ class WrittenFiles:
         """
         content, version = self._content(owner), owner.version()
         about = _parsed(content)
-        if about is None or about["machine"] == machine():
-            return about is not None and _writer_has_died(about)
+        if about is None or about.get("over") or about["machine"] == machine():
+            return about is not None and (bool(about.get("over")) or _writer_has_died(about))
         probe = self._in_folder(path, f"now-{secrets.token_hex(8)}")
         probe.create(b"now")
         silent_s = (probe.modified_ns() - owner.modified_ns()) / 1e9
@@ -185,11 +188,14 @@ class WrittenFiles:
 
     def renew(self) -> None:
         """Say that this process still is the one of its run, where no other has become that."""
+        self._write_owner(over=False)
+
+    def _write_owner(self, over: bool) -> None:
         for folder, number in [*self._held.items()]:
             own = self._owner_place(join(folder, "x"), self.run, number)
             with suppress(OSError, CheckpointError):
                 if own.is_taken():
-                    own.write(_owner_text())
+                    own.write(_owner_text(over))
 
     def _owner_place(self, path: str, run: str, number: int) -> Place:
         return self._in_folder(path, f"{run}{OWNER}{number}")
@@ -274,25 +280,40 @@ def _writer_has_died(record: Mapping[str, Any]) -> bool:
     return bool(record["machine"] == machine() and process_is_dead(record["process"]))
 
 
-def _owner_text() -> bytes:
-    return json.dumps({"machine": machine(), "process": os.getpid(), "at": time.monotonic_ns()}).encode()
+def _owner_text(over: bool = False) -> bytes:
+    about = {"machine": machine(), "process": os.getpid(), "at": time.monotonic_ns()}
+    return json.dumps({**about, "over": True} if over else about).encode()
 
 
-_renewed: weakref.WeakSet[WrittenFiles] = weakref.WeakSet()
-_renewing: threading.Thread | None = None
+_renewing: weakref.WeakKeyDictionary[WrittenFiles, tuple[threading.Thread, threading.Event]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
-def _renew(files: WrittenFiles) -> None:
-    """Renew what ``files`` holds as long as it lives and doesn't let go; one thread does it for all."""
-    global _renewing
-    _renewed.add(files)
-    if _renewing is None or not _renewing.is_alive():  # nor is a parent's in a fork
-        _renewing = threading.Thread(target=_renew_all, name="torchhal-renews-runs", daemon=True)
-        _renewing.start()
+def _start_renewing(files: WrittenFiles) -> None:
+    """Renew what ``files`` holds as long as it lives and doesn't let go."""
+    if files in _renewing and _renewing[files][0].is_alive():  # as a parent's isn't in a fork
+        return
+    stop = threading.Event()
+    thread = threading.Thread(
+        target=_renew_until, args=(weakref.ref(files), stop), name="torchhal-renews-run", daemon=True
+    )
+    _renewing[files] = thread, stop
+    thread.start()
 
 
-def _renew_all() -> None:
-    while True:
-        time.sleep(RENEWED_S)
-        for files in [*_renewed]:
-            files.renew()
+def _stop_renewing(files: WrittenFiles) -> None:
+    thread, stop = _renewing.pop(files, (None, None))
+    if thread is not None and stop is not None:
+        stop.set()
+        if thread.is_alive():
+            thread.join()
+
+
+def _renew_until(held: weakref.ref[WrittenFiles], stop: threading.Event) -> None:
+    while not stop.wait(RENEWED_S):
+        files = held()
+        if files is None:
+            return
+        files.renew()
+        del files
