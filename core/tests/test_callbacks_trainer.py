@@ -93,6 +93,17 @@ class TestAnotherTrainer:
             epochs = fit(tmp_path, callback, scores=scores).current_epoch
             assert (epochs, callback.stopped_epoch) == ((3, 2) if scores[0] == 0.1 else (4, 0))
 
+    def test_one_whose_fit_is_refused_changes_nothing(self, tmp_path):
+        callback = ModelCheckpoint(tmp_path, monitor="score")
+        fit(tmp_path, callback, scores=[0.1, 0.2])
+        best = callback.best_model_path, callback.best_model_score
+        (tmp_path / "other.ckpt").write_bytes(b"no checkpoint")
+        with pytest.raises(CheckpointError):
+            fit(tmp_path, callback, scores=[0.1], ckpt_path=tmp_path / "other.ckpt")
+        assert (callback.best_model_path, callback.best_model_score) == best and os.path.exists(best[0])
+        fit(tmp_path / "other", callback, scores=[0.5])
+        assert callback.best_model_score == 0.5, "the next Trainer's fit is a new one all the same"
+
     @pytest.mark.slow
     def test_in_workers_too(self, tmp_path):
         callback = ModelCheckpoint(save_top_k=-1)

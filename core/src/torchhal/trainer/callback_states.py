@@ -51,16 +51,24 @@ def load_callback_states(trainer: Trainer, states: Mapping[str, Any], path: str 
             ) from error
 
 
-def reset_callbacks(trainer: Trainer) -> None:
-    """Begin anew in callbacks that have served another Trainer, as in the folds of a cross-validation.
+@contextmanager
+def begun_anew(trainer: Trainer) -> Iterator[None]:
+    """Begin anew in callbacks that have served another Trainer, as in the folds of a cross-validation; if what is done
+    inside fails, they know again what they knew.
 
     A second fit of the same Trainer goes on, and so do they.
     """
-    for callback in trainer.callbacks:
-        if isinstance(callback, Callback) and callback._trainer_id != trainer.trainer_id:
+    others = [
+        callback
+        for callback in trainer.callbacks
+        if isinstance(callback, Callback) and callback._trainer_id != trainer.trainer_id
+    ]
+    with unchanged_by_errors(others):
+        for callback in others:
             if callback._trainer_id:  # else what it knows was given to it by hand
                 callback._reset_state()
             callback._trainer_id = trainer.trainer_id
+        yield
 
 
 @contextmanager

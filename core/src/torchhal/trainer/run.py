@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from torchhal.launchers import rendezvous
 from torchhal.launchers.process import open_standard_descriptors
 from torchhal.launchers.signals import DEFAULT_SIGNALS, StopRequested, StopSignals, at_once, exit_on
 from torchhal.trainer import agreement, checkpointing, replicas, rng, status_lines
-from torchhal.trainer.callback_states import callback_states, load_callback_states, reset_callbacks
+from torchhal.trainer.callback_states import begun_anew, callback_states, load_callback_states
 from torchhal.trainer.callbacks import ModelCheckpoint
 from torchhal.trainer.calls import module_hook
 from torchhal.trainer.connect import make_callbacks
@@ -323,8 +323,12 @@ def set_up(trainer: Trainer, fn: str, ckpt_path: Any) -> None:
             prepare()
     strategy.barrier("prepare_data")
     add_model_callbacks(trainer)
-    if fn == "fit":
-        reset_callbacks(trainer)
+    with begun_anew(trainer) if fn == "fit" else nullcontext():
+        _set_up_model_and_state(trainer, fn, ckpt_path)
+
+
+def _set_up_model_and_state(trainer: Trainer, fn: str, ckpt_path: Any) -> None:
+    strategy, module, datamodule = trainer.strategy, trainer.module, trainer.datamodule
     for callback in trainer.callbacks:
         if hasattr(callback, "setup"):
             callback.setup(trainer, module, fn)
@@ -533,11 +537,10 @@ def absorb(trainer: Trainer, answer: dict[str, Any]) -> Any:
     trainer.log_dir, trainer.run_id = answer["log_dir"], answer["run_id"]
     trainer.trained_elsewhere = trainer.state.fn == "fit" or trainer.trained_elsewhere
     add_model_callbacks(trainer)  # the worker had them
-    if trainer.state.fn == "fit":
-        reset_callbacks(trainer)
-    for callback in trainer.checkpoint_callbacks:
-        callback.setup(trainer, trainer.module, trainer.state.fn or "fit")  # finds its folder, as in the worker
-    load_callback_states(trainer, answer["callbacks"])
+    with begun_anew(trainer) if trainer.state.fn == "fit" else nullcontext():
+        for callback in trainer.checkpoint_callbacks:
+            callback.setup(trainer, trainer.module, trainer.state.fn or "fit")  # finds its folder, as in the worker
+        load_callback_states(trainer, answer["callbacks"])
     take_weights(trainer, answer["state_dict"])  # after the callbacks know where the checkpoints are
     trainer.results.callback_metrics.update(answer["callback_metrics"])
     trainer.state.status = answer["status"]
