@@ -126,6 +126,8 @@ def test_inspect_loads_no_tensor(tmp_path: Path) -> None:
 def test_nothing_there(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert "nothing is at" in failure(capfd, "inspect", str(tmp_path / "no.ckpt"))
     assert "no checkpoint is at 'memory://no/x.ckpt'" in failure(capfd, "inspect", "memory://no/x.ckpt")
+    assert "'path' must name a" in failure(capfd, "inspect", "")
+    assert "'path' must name a" in failure(capfd, "consolidate", "", str(tmp_path / "x.ckpt"))
 
 
 def test_no_checkpoint(tmp_path: Path, saved: str, capfd: pytest.CaptureFixture[str]) -> None:

@@ -106,6 +106,13 @@ def test_an_object_has_no_plain_form(value):
         to_plain(value)
 
 
+def test_what_contains_itself_has_no_plain_form():
+    endless: dict[str, object] = {}
+    endless["again"] = [endless]
+    with pytest.raises(NotPlainError, match="a dict that contains itself"):
+        to_plain(endless)
+
+
 @pytest.mark.parametrize(
     "name", ["subprocess:Popen", "os:system", "test_plain_hparams:Nothing", "nowhere:Kind", "builtins:dict", "x"]
 )

@@ -30,8 +30,15 @@ def to_plain(value: Any) -> Any:
     type that :func:`from_plain` can make again, a dict that says so.
 
     Raises:
-        NotPlainError: it is another object, such as a module, a function or a class.
+        NotPlainError: it is another object, such as a module, a function or a class, or contains itself.
     """
+    try:
+        return _to_plain(value)
+    except RecursionError:
+        raise NotPlainError(f"a {type(value).__qualname__} that contains itself has no plain form") from None
+
+
+def _to_plain(value: Any) -> Any:
     if type(value) is bytes and not value:  # which a weights_only load refuses
         return _stand_in("bytes")
     if value is None or type(value) in (bool, int, float, complex, str, bytes, torch.dtype):
@@ -39,9 +46,9 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value
     if type(value) in (list, tuple):
-        return type(value)(map(to_plain, value))
+        return type(value)(map(_to_plain, value))
     if type(value) is set:
-        items = [*map(to_plain, value)]
+        items = [*map(_to_plain, value)]
         return set(items) if _are_hashable(items) else _stand_in("set", value=items)
     if isinstance(value, Flag):  # a combination of several has no name
         return _stand_in("flag", type=_name_of(type(value)), value=value.value)
@@ -50,7 +57,7 @@ def to_plain(value: Any) -> Any:
     if _from_omegaconf(value):
         from omegaconf import OmegaConf
 
-        return _stand_in("omegaconf", value=to_plain(OmegaConf.to_container(value, resolve=False)))
+        return _stand_in("omegaconf", value=_to_plain(OmegaConf.to_container(value, resolve=False)))
     if isinstance(value, pathlib.PurePath):
         return _stand_in("path", pure=not isinstance(value, pathlib.Path), value=str(value))
     if isinstance(value, torch.device):
@@ -64,18 +71,18 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, range):
         return _stand_in("range", value=[value.start, value.stop, value.step])
     if isinstance(value, frozenset):
-        return _stand_in("frozenset", value=[*map(to_plain, value)])
+        return _stand_in("frozenset", value=[*map(_to_plain, value)])
     if type(value) in (Namespace, SimpleNamespace):
-        return _stand_in(type(value).__name__, value=to_plain(vars(value)))
+        return _stand_in(type(value).__name__, value=_to_plain(vars(value)))
     if type(value).__module__ == "numpy" and getattr(value, "shape", None) == () and hasattr(value, "item"):
-        return to_plain(value.item())
+        return _to_plain(value.item())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value)]
         names += [name for name in getattr(value, "__dict__", ()) if name not in names]  # set in __post_init__
-        parts = {name: to_plain(getattr(value, name)) for name in names}
+        parts = {name: _to_plain(getattr(value, name)) for name in names}
         return _stand_in("dataclass", type=_name_of(type(value)), value=parts)
     if type(value) in (dict, OrderedDict, Hyperparameters):
-        keys, items = [*map(to_plain, value)], [*map(to_plain, value.values())]
+        keys, items = [*map(_to_plain, value)], [*map(_to_plain, value.values())]
         if not _are_hashable(keys):
             return _stand_in("pairs", value=[*map(list, zip(keys, items, strict=True))])
         plain = dict(zip(keys, items, strict=True))

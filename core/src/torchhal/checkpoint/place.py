@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Any, BinaryIO
 
 from torchhal.checkpoint.leftovers import is_temporary_name
+from torchhal.errors import ConfigurationError
 
 _FLATTENED_URL = re.compile(r"[a-z][a-z0-9+.-]+:/(?!/)")
 
@@ -91,14 +92,16 @@ def place_of(
     if not isinstance(text, str):
         raise TypeError(f"'path' must be a str or os.PathLike[str] (got {path!r})")
     if not text or "\0" in text:
-        raise ValueError(f"'path' must name a {'folder' if folder else 'file'} (got {text!r})")
+        raise ConfigurationError(f"'path' must name a {'folder' if folder else 'file'} (got {text!r})")
     if not isinstance(path, str) and _FLATTENED_URL.match(text):
-        raise ValueError(f"'path' must be a str when it is a URL: pathlib makes one slash of two (got {path!r})")
+        raise ConfigurationError(
+            f"'path' must be a str when it is a URL: pathlib makes one slash of two (got {path!r})"
+        )
     name = re.split(r"[/\\]" if os.name == "nt" else "/", text)[-1]
     if not folder and name in ("", ".", ".."):
-        raise ValueError(f"'path' must name a file (got {text!r}, which is a folder's name)")
+        raise ConfigurationError(f"'path' must name a file (got {text!r}, which is a folder's name)")
     if not folder and is_temporary_name(name):
-        raise ValueError(f"'path' must not look like the temporary file of a save (got {text!r})")
+        raise ConfigurationError(f"'path' must not look like the temporary file of a save (got {text!r})")
     if is_url(text):
         from torchhal.checkpoint.remote import remote_place
 

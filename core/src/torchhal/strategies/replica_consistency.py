@@ -88,12 +88,12 @@ def find_difference(parts: Iterable[NamedPart], when: str = "after the fit") -> 
     said = f"{when} {named[key][0]!r}{others} differ between ranks {ranks}, by {apart[key]:.1e} of the norm"
     if excess[key] < 1:
         if dist.get_rank() == 0:
-            warnings.warn(f"{said}: they have rounded differently. What is saved is the first one's", stacklevel=2)
+            warnings.warn(f"{said}: they have rounded differently. Checkpoints hold the first one's", stacklevel=2)
         return ""
     return (
         f"{said}, though each should have the same weights. Something changes them on each rank by itself: a forward "
         "that writes to a parameter by what is in its batch (F.embedding with max_norm), a layer made while training "
-        "with each rank's own random numbers, a step with gradients that were not averaged. What is saved is the "
+        "with each rank's own random numbers, a step with gradients that were not averaged. Checkpoints hold the "
         "first one's"
     )
 
