@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -164,13 +165,42 @@ def test_a_kill_between_two_renames_costs_nothing(tmp_path, steps, found, look):
     assert set(os.listdir(tmp_path)) <= {"c.ckpt", "d.ckpt"}
 
 
-def test_an_exchange_that_is_under_way_is_left_alone(tmp_path):
+@pytest.fixture
+def half_exchanged(tmp_path):
+    """A save by a process that lives, which has moved the old checkpoint aside: its folder, and its target."""
     io, path = Shelf(), tmp_path / "c.ckpt"
     io.save_checkpoint({"a": "1"}, path)
-    own = tmp_path / leftovers.new_temporary_name()  # of this process, which lives
+    own = tmp_path / leftovers.new_temporary_name()
+    io.save_checkpoint({"a": "2"}, tmp_path / "new.ckpt")
+    (tmp_path / "new.ckpt").rename(own)
     path.rename(f"{own}{leftovers.ASIDE}")
     Path(f"{own}{leftovers.NOTE}").write_text("c.ckpt")
-    assert io.list_checkpoints(tmp_path) == [] and not io.exists(path)
+    return own, path
+
+
+def test_an_exchange_that_is_under_way_is_left_alone(half_exchanged):
+    own, path = half_exchanged
+
+    def finish():
+        own.rename(path)
+        Path(f"{own}{leftovers.ASIDE}").rename(own)
+        Path(f"{own}{leftovers.NOTE}").unlink()
+
+    later = threading.Timer(0.3, finish)
+    later.start()
+    assert Shelf().exists(path)
+    later.join()
+    assert Shelf().load_checkpoint(path) == {"a": "2"}
+
+
+def test_one_that_stays_so_is_undone_whoever_began_it(half_exchanged, monkeypatch):
+    """As by a container that is started again, under another name or with the same process number."""
+    own, path = half_exchanged
+    monkeypatch.setattr(folders, "EXCHANGE_S", 0.2)
+    assert Shelf().list_checkpoints(path.parent) == [str(path)]
+    assert Shelf().load_checkpoint(path) == {"a": "1"}
+    with pytest.raises(OSError):  # if it only stood still
+        own.rename(path)
 
 
 @pytest.mark.parametrize("text", ["../outside", "/etc/passwd", "", ".."])

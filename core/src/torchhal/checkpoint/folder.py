@@ -6,6 +6,7 @@ import ctypes
 import os
 import shutil
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -199,6 +200,10 @@ class FolderCheckpointIO(CheckpointIO):
             raise CheckpointError(f"{str(target)!r} could not be saved ({'; '.join(failed)})")
 
 
+EXCHANGE_S = 5.0
+"""Seconds that an exchange, three renames, gets from whoever looks at its target meanwhile."""
+
+
 def _identity(path: str | os.PathLike[str]) -> tuple[int, int] | None:
     """Which folder is at ``path`` now; None where there is none."""
     try:
@@ -253,11 +258,24 @@ def exchange(source: Path, target: Path) -> None:
 
 
 def undo_broken_exchanges(folder: Path) -> None:
-    """Put back what an :func:`exchange` that was cut short has left aside in ``folder``."""
+    """Put back what an :func:`exchange` that was cut short has left aside in ``folder``.
+
+    That of a process that may live, on another machine say, gets :data:`EXCHANGE_S` to be done. If it only stood still,
+    its save fails then, as another folder is at its target.
+    """
     with suppress(OSError):
         for note in folder.glob(f"{PREFIX}*{NOTE}"):
-            if _is_abandoned(note):
+            if _is_abandoned(note) or (os.access(folder, os.W_OK) and _stays(note)):
                 _undo(note)
+
+
+def _stays(note: Path) -> bool:
+    until = time.monotonic() + EXCHANGE_S
+    while note.exists():
+        if time.monotonic() > until:
+            return True
+        time.sleep(0.05)
+    return False
 
 
 def _undo(note: Path) -> None:
