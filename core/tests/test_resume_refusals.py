@@ -426,6 +426,16 @@ def test_arguments_of_millions_of_values_are_not_spelled_out():
     assert 1_000 < Value.read < 11_000
 
 
+def test_a_default_that_is_spelled_out_makes_no_other_callback(tmp_path):
+    fit(Net(), callbacks=[Average(0.5), Average(0.9), Save(tmp_path / "x.ckpt", 6)])
+    spelled_out = [Average(0.5, start=None), Average(decay=0.9, start=None)]
+    fit(Net(), callbacks=spelled_out, max_steps=3, ckpt_path=tmp_path / "x.ckpt")
+    states = torch.load(tmp_path / "x.ckpt", weights_only=True)["callbacks"]
+    assert [average.value for average in spelled_out] == [
+        states[f"Average(decay={decay})"]["value"] for decay in (0.5, 0.9)
+    ]
+
+
 def test_one_callback_keeps_its_state_when_its_settings_change(tmp_path):
     fit(Net(), callbacks=[Average(0.5), Save(tmp_path / "x.ckpt", 6)])
     resumed = Average(0.6)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
-from itertools import chain, islice
+from itertools import chain, islice, zip_longest
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -177,8 +177,8 @@ class Callback:
     def state_key(self) -> str:
         """The name under which :meth:`state_dict` is saved.
 
-        Where several callbacks of a Trainer have the same, the arguments that their ``__init__`` got are added (of long
-        ones a digest), and after that a number, by their order. Of an argument that is no number, string, list, tuple
+        Where several callbacks of a Trainer have the same, the arguments that their ``__init__`` got and that are not
+        their defaults are added (of long ones a digest), and after that a number, by their order. Of an argument that is no number, string, list, tuple
         or dict only the class counts. A dataclass has no ``__init__`` of its own, so its objects are numbered.
         """
         return type(self).__qualname__
@@ -223,9 +223,18 @@ def _in_words(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[
     except TypeError:  # the constructor says it better
         return ""
     named = sorted(list(bound.items())[1:])  # without self
+    named = [(name, value) for name, value in named if not _same_words(value, signature.parameters[name].default)]
     pieces = chain.from_iterable(_pieces(value, f", {name}=") for name, value in named)
     words = "".join(islice(pieces, _MAX_PIECES)).removeprefix(", ")
     return words if len(words) <= _MAX_WORDS else hashlib.sha256(words.encode(errors="replace")).hexdigest()[:16]
+
+
+def _same_words(one: Any, other: Any) -> bool:
+    """Whether two values have one text; an argument that has its default's tells no callback from another."""
+    if other is inspect.Parameter.empty:
+        return False
+    pairs = islice(zip_longest(_pieces(one), _pieces(other)), _MAX_PIECES)
+    return all(first == second for first, second in pairs)
 
 
 def _pieces(value: Any, before: str = "") -> Iterator[str]:
