@@ -165,9 +165,9 @@ class TestWhoDoesNotCome:
 
     def test_a_task_of_slurm_s_never_comes(self, slurm):
         """Its host has a name, which the error says."""
-        late = "[ $(hostname) = n1 ] || exec sleep 60; exec"
-        step = slurm.start("n0", "srun", "-N2", "-n3", "bash", "-c", f"{late} {sys.executable} train.py 1 0 5")
-        read_until(step, "rank 2 (node n2) did not come within 5 s")
+        late, seconds = "[ $(hostname) = n1 ] || exec sleep 600; exec", round(scaled(5))
+        step = slurm.start("n0", "srun", "-N2", "-n3", "bash", "-c", f"{late} {sys.executable} train.py 1 0 {seconds}")
+        read_until(step, f"rank 2 (node n2) did not come within {seconds} s")
         slurm.run("scancel", "-u", "root")
         step.communicate(timeout=60)
 

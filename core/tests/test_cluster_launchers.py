@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from limits import scaled
 
 from torchhal import registry
 from torchhal.accelerators import CPUAccelerator
@@ -175,7 +176,7 @@ class TestSlurmSteps:
         script.chmod(0o755)
         running = subprocess.Popen([script], start_new_session=True)
         try:
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + scaled(20)
             while Path(f"/proc/{running.pid}/comm").read_text().strip() != "slurm_script":
                 assert time.monotonic() < deadline
             assert job(TABLES["slurm"][0], SLURM_TASK_PID=str(running.pid)).name == "local"

@@ -289,10 +289,10 @@ def test_a_rank_of_another_job_is_refused_and_disturbs_nobody(port):
     """Two jobs at one address and port: the second's ranks find the first's store."""
     rendezvous.host("127.0.0.1", port, "step 0 of Slurm's job 4711")
     try:
-        store = store_client.find_store("127.0.0.1", port, 1, time.monotonic() + 20)
+        store = store_client.find_store("127.0.0.1", port, 1, time.monotonic() + scaled(20))
         with pytest.raises(DistributedError, match=r"another job's ranks meet there: step 0 of Slurm's job 4711, and"):
-            store_client.check_job(store, "step 0 of Slurm's job 4712", 1, "here", time.monotonic() + 20)
-        store_client.check_job(store, "step 0 of Slurm's job 4711", 1, "here", time.monotonic() + 20)
+            store_client.check_job(store, "step 0 of Slurm's job 4712", 1, "here", time.monotonic() + scaled(20))
+        store_client.check_job(store, "step 0 of Slurm's job 4711", 1, "here", time.monotonic() + scaled(20))
         with pytest.raises(LaunchError, match=f"port {port} is already in use.*each job needs"):
             rendezvous.host("127.0.0.1", port, "step 0 of Slurm's job 4712")
     finally:
@@ -302,9 +302,9 @@ def test_a_rank_of_another_job_is_refused_and_disturbs_nobody(port):
 def test_a_store_of_another_program_is_no_job_of_torchhal_s(monkeypatch):
     monkeypatch.setattr(store_client, "_ANSWER", 0.3)
     server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    store = store_client.find_store("127.0.0.1", server.port, 1, time.monotonic() + 20)
+    store = store_client.find_store("127.0.0.1", server.port, 1, time.monotonic() + scaled(20))
     with pytest.raises(DistributedError, match=r"none of torchhal's.*Set MASTER_PORT"):
-        store_client.check_job(store, "", 1, "here", time.monotonic() + 20)
+        store_client.check_job(store, "", 1, "here", time.monotonic() + scaled(20))
 
 
 def test_jobs_that_say_who_they_are_differ(environ):

@@ -89,7 +89,7 @@ def leftovers(out):
 
 
 def assert_nothing_left(out):
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + scaled(5)
     while leftovers(out) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not leftovers(out)

@@ -143,7 +143,7 @@ def test_a_rank_that_leaves_on_a_signal_takes_the_others_along(left, crew):
         first.barrier("x", SECOND * 20)
     assert (caught.value.rank, caught.value.stop_signal) == (1, signal.SIGTERM)
     assert third.root_cause().stop_signal == signal.SIGTERM
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + scaled(20)
     while not left and time.monotonic() < deadline:
         time.sleep(0.02)
     assert set(left) == {143}
@@ -290,7 +290,7 @@ def test_a_hung_rank_is_ended_with_the_report(crew, left, capfd):
     first, second = crew(2, grace=0.3)
     second.report_failure(ValueError("boom"))
     second.stop()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + scaled(5)
     while not left and time.monotonic() < deadline:
         time.sleep(0.02)
     first.stop()
@@ -320,7 +320,7 @@ def test_the_report_is_printed_once_where_it_happened(server, crew, capfd):
 def test_a_lost_store_is_named(crew, server, left):
     first, _ = crew(2)
     rendezvous.unhost("127.0.0.1", server)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + scaled(5)
     while first._lost is None and time.monotonic() < deadline:
         time.sleep(0.02)
     assert first.flag
@@ -383,7 +383,7 @@ def test_a_rank_inside_a_collective_does_not_hold_up_the_agreement(crew):
     first.position = 7
     second.position = 6  # in a step that needs the first
     first.request_stop(signal.SIGTERM)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + scaled(5)
     while not first.flag and time.monotonic() < deadline:
         time.sleep(0.005)
     assert first.at_boundary(timeout=5) is None  # step 8 is still to be taken, together
@@ -399,7 +399,7 @@ def test_a_stop_that_comes_when_a_rank_has_ended_is_void(crew):
     first, second = crew(2)
     second.stop()
     first.request_stop(signal.SIGTERM)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + scaled(5)
     while not first.flag and time.monotonic() < deadline:
         time.sleep(0.005)
     assert first.at_boundary(timeout=10) is None
@@ -437,7 +437,7 @@ def test_a_signal_comes_before_a_wish_at_a_boundary(crew):
     watches = crew(2)
     for wish in (-1, signal.SIGTERM):
         watches[0].request_stop(wish)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + scaled(5)
     while any(len(one._agreements) < 2 for one in watches) and time.monotonic() < deadline:
         time.sleep(0.005)
     for one in watches:

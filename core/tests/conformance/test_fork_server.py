@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from limits import scaled
 
 from torchhal.conformance import fork_server
 from torchhal.conformance.fork_server import ForkServer
@@ -229,7 +230,7 @@ def test_a_fork_starts_others_from_a_server_of_its_own(server, prelude, tmp_path
     first, second, children = said.splitlines()
     assert first.split() == [second.split()[0], "False"]
     assert len(children.split()) == 1
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + scaled(60)
     while Path(f"/proc/{children.split()[0]}").exists():
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -245,7 +246,7 @@ def test_the_server_ends_with_its_client(tmp_path):
         pid = int(client.stdout.readline())
         assert Path(f"/proc/{pid}").exists()
         client.kill()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + scaled(60)
     while Path(f"/proc/{pid}").exists() and "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text():
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import stub_processes
+from limits import scaled
 
 HERE = Path(__file__).parent
 
@@ -47,7 +48,7 @@ def start(script, *arguments, **variables):
 
 def finished(runs):
     """What each of these processes printed, when all have ended."""
-    deadline = time.monotonic() + 160
+    deadline = time.monotonic() + scaled(160)
     try:
         return [run.communicate(timeout=deadline - time.monotonic())[0] for run in runs]
     finally:

@@ -7,12 +7,14 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
+from limits import scaled
 
-sys.path.append(str(Path(__file__).parents[3] / "tests"))
-
+T = TypeVar("T")
 PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "ray.md"
 
 OWN = {
@@ -36,6 +38,17 @@ os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
 """Ray imports habana_frameworks wherever it is installed; here it is a stub that answers with an ImportError."""
 
 
+def _started(start: Callable[[], T]) -> T:
+    """Start a node of Ray's, which gives itself 30 s for it however slow the machine is; no variable scales that."""
+    for _ in range(round(scaled(2))):
+        try:
+            return start()
+        except Exception as error:
+            if not isinstance(error, TimeoutError) and "timed out during startup" not in str(error):
+                raise
+    return start()
+
+
 class TwoNodes:
     """Nodes with two cores each; they share this machine's address."""
 
@@ -44,7 +57,7 @@ class TwoNodes:
         from ray.cluster_utils import Cluster
 
         self.ray = ray
-        self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, **NODE})
+        self.cluster = _started(lambda: Cluster(initialize_head=True, head_node_args={"num_cpus": 2, **NODE}))
         self.add_node()
         ray.init(address=self.cluster.address)
 
@@ -55,7 +68,7 @@ class TwoNodes:
     def add_node(self, **resources: float) -> object:
         options = {**NODE, "resources": {**NODE["resources"], **resources}}
         del options["include_dashboard"]
-        return self.cluster.add_node(num_cpus=2, **options)
+        return _started(lambda: self.cluster.add_node(num_cpus=2, **options))
 
     def run_from_page(self, name: str, folder: Path) -> str:
         """Run the script NAME of docs/how-to/ray.md as a program of its own; what it says."""
@@ -71,7 +84,7 @@ class TwoNodes:
 
     def is_free(self, cpus: float = 4.0) -> bool:
         """Whether nobody holds a core any more, waiting a moment for it: no actor, no placement group."""
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + scaled(20)
         while time.monotonic() < deadline:
             if self.ray.available_resources().get("CPU", 0.0) == cpus:
                 return not [one for one in self._groups() if one["state"] == "CREATED"]

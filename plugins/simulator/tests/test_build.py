@@ -117,7 +117,7 @@ class Asked:
 
 
 def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + scaled(20)
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -294,7 +294,7 @@ def results_come_at_wait(flavour):
             row = torch.full((4,), rank() + 1.0, device=device)
             before = out.cpu(), row.cpu()
             works.append((name, call(out, row, torch.stack([row, row])), (out, row), before))
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + scaled(30)
         while not all(work.is_completed() for _, work, _, _ in works) and time.monotonic() < deadline:
             time.sleep(0.01)
         for name, work, watched, before in works:

@@ -178,8 +178,9 @@ class Callback:
         """The name under which :meth:`state_dict` is saved.
 
         Where several callbacks of a Trainer have the same, the arguments that their ``__init__`` got and that are not
-        their defaults are added (of long ones a digest), and after that a number, by their order. Of an argument that is no number, string, list, tuple
-        or dict only the class counts. A dataclass has no ``__init__`` of its own, so its objects are numbered.
+        their defaults are added (of long ones a digest), and after that a number, by their order. Of an argument that
+        is no number, string, list, tuple or dict only the class counts. A dataclass has no ``__init__`` of its own, so
+        its objects are numbered.
         """
         return type(self).__qualname__
 
