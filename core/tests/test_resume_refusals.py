@@ -224,6 +224,55 @@ def test_a_state_goes_to_the_optimizer_group_and_scheduler_it_came_from(saved, m
     assert str(saved) in str(caught.value)
 
 
+def two_schedulers(*kinds, inside=False):
+    """Two optimizers with a scheduler each, or one scheduler that holds both."""
+    model = Net()
+    model.automatic_optimization = False
+
+    def training_step(batch, batch_idx):
+        model.body(batch).square().mean().backward()
+        for optimizer in model.optimizers():
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers():
+        optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (model.body[0], model.body[2])]
+        schedule = {
+            "step": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5),
+            "cosine": lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 9),
+        }
+        if inside:
+            held = [schedule[kind](optimizers[0]) for kind in kinds]
+            return optimizers, [torch.optim.lr_scheduler.SequentialLR(optimizers[0], held, [2])]
+        numbered = [int(kind[-1]) for kind in kinds]
+        return optimizers, [schedule["step"](optimizers[number]) for number in numbered]
+
+    model.training_step, model.configure_optimizers = training_step, configure_optimizers
+    return model
+
+
+@pytest.mark.parametrize(
+    ("before", "here", "inside", "says"),
+    [
+        (("of 0", "of 1"), ("of 1", "of 0"), False, r"\(s\) StepLR of optimizer 0, StepLR of optimizer 1, but"),
+        (("step", "cosine"), ("cosine", "step"), True, r"\(s\) SequentialLR\(StepLR, CosineAnnealingLR\) of opti"),
+    ],
+)
+def test_a_schedulers_state_goes_to_that_of_its_optimizer(tmp_path, before, here, inside, says):
+    path = tmp_path / "x.ckpt"
+    options = {"accumulate_grad_batches": 1}
+    fit(two_schedulers(*before, inside=inside), callbacks=[Save(path, 3)], **options)
+    fit(two_schedulers(*before, inside=inside), ckpt_path=path, **options, max_steps=14)
+    with pytest.raises(CheckpointMismatchError, match=says):
+        fit(two_schedulers(*here, inside=inside), ckpt_path=path, **options)
+    checkpoint = torch.load(path, weights_only=True)
+    outer = ["SequentialLR"] if inside else ["StepLR"] * 2
+    checkpoint["trained_by"]["lr_schedulers"] = outer
+    del checkpoint["digests"]
+    torch.save(checkpoint, path)
+    fit(two_schedulers(*before, inside=inside), ckpt_path=path, **options, max_steps=14)
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,8 +29,24 @@ def describe(optimizers: Sequence[Any], configs: Sequence[Any], module: nn.Modul
             }
             for optimizer in optimizers
         ],
-        "lr_schedulers": [type(config.scheduler).__qualname__ for config in configs],
+        "lr_schedulers": [_scheduler(each.scheduler, optimizers if len(optimizers) > 1 else ()) for each in configs],
     }
+
+
+def _scheduler(scheduler: Any, optimizers: Sequence[Any] = ()) -> str:
+    """``SequentialLR(LinearLR, StepLR) of optimizer 1``: the class, those inside, and whose learning rate it sets."""
+    name = type(scheduler).__qualname__
+    if inside := getattr(scheduler, "_schedulers", ()):
+        name += f"({', '.join(map(_scheduler, inside))})"
+    numbers = [number for number, each in enumerate(optimizers) if each is getattr(scheduler, "optimizer", None)]
+    return f"{name} of optimizer {numbers[0]}" if numbers else name
+
+
+def _same_schedulers(before: Sequence[str], here: Sequence[str]) -> bool:
+    """The first checkpoints had the outer class alone."""
+    return len(before) == len(here) and all(
+        old == new or old == re.split(r"\(| of optimizer ", new)[0] for old, new in zip(before, here, strict=True)
+    )
 
 
 def check_same(saved: Mapping[str, Any] | None, now: Mapping[str, Any] | None, path: str) -> None:
@@ -41,11 +58,13 @@ def check_same(saved: Mapping[str, Any] | None, now: Mapping[str, Any] | None, p
     """
     if saved is None or now is None:
         return
-    for what, before, here in (
-        ("optimizer", [each["class"] for each in saved["optimizers"]], [each["class"] for each in now["optimizers"]]),
-        ("lr_scheduler", saved["lr_schedulers"], now["lr_schedulers"]),
+    classes = [each["class"] for each in saved["optimizers"]], [each["class"] for each in now["optimizers"]]
+    schedulers = saved["lr_schedulers"], now["lr_schedulers"]
+    for what, (before, here), same in (
+        ("optimizer", classes, classes[0] == classes[1]),
+        ("lr_scheduler", schedulers, _same_schedulers(*schedulers)),
     ):
-        if before != here:
+        if not same:
             raise CheckpointMismatchError(
                 f"{path!r} (field 'trained_by') holds the state of the {what}(s) {_listed(before)}, but "
                 "configure_optimizers returned "
