@@ -126,12 +126,15 @@ def test_optimizer_idx_is_refused_in_every_hook(hook):
         ),
         (Net, "on_validation_batch_end", r"must take \(self, outputs, batch, batch_idx, dataloader_idx\)"),
         (Net, "setup", r"must take \(self, stage\)"),
+        (Net, "configure_optimizers", r"must take \(self\)"),
+        (Net, "train_dataloader", r"must take \(self\)"),
         (Callback, "on_train_epoch_end", r"must take \(self, trainer, module\)"),
         (Callback, "on_train_batch_start", r"must take \(self, trainer, module, batch, batch_idx\)"),
     ],
 )
 def test_a_hook_that_can_not_be_called_is_refused(base, name, says):
-    owner = type(base.__name__, (base,), {name: lambda self: None})()
+    takes = (lambda self, lr: None) if says.endswith(r"\(self\)") else lambda self: None
+    owner = type(base.__name__, (base,), {name: takes})()
     with pytest.raises(ModelError, match=rf"{base.__name__}\.{name} {says}"):
         fit(**{{Net: "model", Callback: "callback"}[base]: owner})
 

@@ -486,7 +486,8 @@ def test_accepted_forms(index):
         (lambda m, o, s: {"lr_scheduler": s}, r"a dict without 'optimizer'"),
         (lambda m, o, s: {"optimizer": o, "scheduler": s}, r"a dict with the keys 'scheduler'; it may hold"),
         (lambda m, o, s: {"optimizer": o, "frequency": 2}, r"a dict with the keys 'frequency'"),
-        (lambda m, o, s: ([o], [None]), r"must have a method step \(got None\)"),
+        (lambda m, o, s: ([o], [None]), r"must be an object with a method step \(got None\)"),
+        (lambda m, o, s: ([o], [torch.optim.lr_scheduler.StepLR]), r"an object with a method step \(got <class"),
         (lambda m, o, s: ([o], [{"scheduler": s, "intervall": "step"}]), r"\(got 'intervall' too\)"),
         (lambda m, o, s: ([o], [{"scheduler": s, "interval": "batch"}]), r"'interval' .* \(got 'batch'\)"),
         (lambda m, o, s: ([o], [{"scheduler": s, "frequency": 0}]), r"'frequency' .* \(got 0\)"),
@@ -514,6 +515,24 @@ def test_refused_forms(value, message):
 
     with pytest.raises(ModelError, match=message):
         fit(Refused())
+
+
+def test_optimizers_that_are_taken_away_are_said():
+    class Stops(Net):
+        def on_train_start(self):
+            self.trainer.optimizers = []
+
+    with pytest.warns(UserWarning, match="set to an empty list: nothing is optimized"):
+        fit(Stops())
+
+
+def test_log_dict_takes_names_and_values():
+    class Lists(Net):
+        def training_step(self, batch, batch_idx):
+            self.log_dict([1.0])
+
+    with pytest.raises(TypeError, match=r"'metrics' of self.log_dict must map names to values \(got \[1.0\]\)"):
+        fit(Lists())
 
 
 def test_no_optimizer_at_all():

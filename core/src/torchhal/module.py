@@ -469,6 +469,10 @@ class Module(_HasHyperparameters, ModuleHooks, nn.Module):
         if _trainer_of(self) is None:
             self._warn_unlogged(metrics)
             return
+        if not hasattr(metrics, "items"):  # torchmetrics' MetricCollection is no Mapping
+            raise TypeError(
+                f"'metrics' of self.log_dict must map names to values (got {metrics!r}); use self.log for one value"
+            )
         for name, value in metrics.items():
             self.log(name, value, *args, **options)
 

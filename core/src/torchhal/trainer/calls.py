@@ -57,14 +57,15 @@ def adapt_batch_hook(hook: Callable[..., Any], arguments: int) -> Callable[..., 
     except (TypeError, ValueError):  # of a builtin: it has to take what is documented
         return hook
     given = (None,) * arguments
-    if _binds(signature, *given):
+    if binds(signature, *given):
         return hook
-    if _binds(signature, *given[:-1], dataloader_idx=None):
+    if binds(signature, *given[:-1], dataloader_idx=None):
         return lambda *args: hook(*args[:-1], dataloader_idx=args[-1])
     return lambda *args: hook(*args[:-1])
 
 
-def _binds(signature: inspect.Signature, *args: Any, **kwargs: Any) -> bool:
+def binds(signature: inspect.Signature, *args: Any, **kwargs: Any) -> bool:
+    """Whether what has ``signature`` can be called with these arguments."""
     try:
         signature.bind(*args, **kwargs)
     except TypeError:

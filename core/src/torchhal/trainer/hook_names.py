@@ -10,6 +10,7 @@ from torchhal.errors import ModelError
 from torchhal.hints import nearest
 from torchhal.module import ModuleHooks
 from torchhal.trainer.callbacks import Callback
+from torchhal.trainer.calls import binds
 from torchhal.trainer.data import LOADER_HOOKS
 
 REMOVED: Final[Mapping[str, str]] = {
@@ -46,10 +47,10 @@ REMOVED: Final[Mapping[str, str]] = {
 """Hooks that trainers once called, and what takes their place."""
 
 _STEPS: Final = ("training_step", "validation_step", "test_step", "predict_step")
+_WITHOUT_ARGUMENTS: Final = frozenset({"configure_optimizers", *LOADER_HOOKS.values()})
 _MODULE: Final = frozenset(name for name in vars(ModuleHooks) if not name.startswith("_")) | {
     *_STEPS,
-    *LOADER_HOOKS.values(),
-    "configure_optimizers",
+    *_WITHOUT_ARGUMENTS,
 }
 _CALLBACK: Final = frozenset(name for name in vars(Callback) if not name.startswith("_"))
 _DATA: Final = frozenset(
@@ -113,27 +114,20 @@ def _check_signatures(owner: Any, hooks: set[str], base: type) -> None:
                 f"{what} takes 'optimizer_idx', which no Trainer gives it any more: with several optimizers set "
                 "self.automatic_optimization = False, and step self.optimizers() in training_step"
             )
-        given = list(inspect.signature(getattr(base, name)).parameters.values())[1:] if hasattr(base, name) else None
-        if given is None or isinstance(vars(base).get(name), property):
+        inherited = getattr(base, name, None)
+        if isinstance(inherited, property) or (inherited is None and name not in _WITHOUT_ARGUMENTS):
             continue
+        given = list(inspect.signature(inherited).parameters.values())[1:] if inherited is not None else []
         words = [each for each in given if each.kind is each.POSITIONAL_OR_KEYWORD]
         without = [each for each in words if each.name != "dataloader_idx" or each.default is each.empty]
         ways: list[tuple[list[None], dict[str, None]]] = [([None] * len(words), {}), ([None] * len(without), {})]
         if len(without) < len(words):
             ways.append(([None] * len(without), {"dataloader_idx": None}))
-        if not any(_binds(called, args, kwargs) for args, kwargs in ways):
+        if not any(binds(called, *args, **kwargs) for args, kwargs in ways):
             raise ModelError(
                 f"{what} must take ({', '.join(['self', *(each.name for each in words)])}), with which the Trainer "
                 f"calls it; it is defined as {name}{shown}"
             )
-
-
-def _binds(signature: inspect.Signature, args: list[None], kwargs: Mapping[str, None]) -> bool:
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError:
-        return False
-    return True
 
 
 def _own_methods(owner: Any) -> Iterator[str]:

@@ -108,8 +108,9 @@ def _scheduler_config(item: Any, model: str, schedulers: Sequence[Any]) -> Sched
         raise ModelError(
             f"an lr_scheduler of {model} may hold {', '.join(sorted(known))} (got {', '.join(map(repr, unknown))} too)"
         )
-    if not hasattr(fields.get("scheduler"), "step"):
-        raise ModelError(f"an lr_scheduler of {model} must have a method step (got {fields.get('scheduler')!r})")
+    scheduler = fields.get("scheduler")
+    if isinstance(scheduler, type) or not callable(getattr(scheduler, "step", None)):
+        raise ModelError(f"an lr_scheduler of {model} must be an object with a method step (got {scheduler!r})")
     config = SchedulerConfig(**fields)
     if isinstance(config.scheduler, ReduceLROnPlateau):
         config.reduce_on_plateau = True

@@ -44,6 +44,9 @@ class TrainerProperties(TrainerSettings):
     log_dir: str | None
     """The folder of the first logger, the same on every rank; None without a logger, and before a run."""
 
+    def warn_once(self, message: str) -> None:
+        raise NotImplementedError
+
     def reload_train_loader(self, *, first: bool = False) -> TrainingData:
         raise NotImplementedError
 
@@ -159,6 +162,8 @@ class TrainerProperties(TrainerSettings):
 
     @optimizers.setter
     def optimizers(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        if not optimizers:
+            self.warn_once("trainer.optimizers was set to an empty list: nothing is optimized")
         self.strategy.optimizers[:] = optimizers
         if self.fit_loop.optimization is not None:
             self.fit_loop.optimization.wrap_optimizers()
