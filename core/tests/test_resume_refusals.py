@@ -7,6 +7,7 @@ import random
 import re
 from collections import Counter
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from torchhal import Callback, EarlyStopping, ModelCheckpoint, Module, Trainer
+from torchhal.checkpoint import TorchCheckpointIO
 from torchhal.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError, TorchhalError
 from torchhal.strategies import Strategy
 from torchhal.strategies.optimizer_state import check_optimizer_state, check_scheduler_state
@@ -733,3 +735,41 @@ def test_ten_thousand_altered_files(saved, sealed, monkeypatch):
             if sealed:
                 assert all(map(torch.equal, found, expected)), where
     assert met["refused"] > 1500
+
+
+class Sized(Net):
+    def __init__(self, width: int, *, sizes: tuple = (1,), root: Path | None = None):
+        super().__init__()
+        self.save_hyperparameters()
+        if width < 1 or not all(size > 0 for size in sizes):
+            raise ValueError(f"{width} is no width")
+        self.head = nn.Linear(4, width)
+
+
+def test_an_altered_file_gives_a_model_or_an_error_that_names_it(tmp_path):
+    fit(Sized(3, sizes=(2, 5), root=Path("data")), callbacks=[Save(tmp_path / "x.ckpt", 6)])
+    checkpoint = torch.load(tmp_path / "x.ckpt", weights_only=True)
+    names = ("state_dict", "hyper_parameters", "hparams_name", "hparams_left_out", "torchhal_format")
+    part = {name: checkpoint[name] for name in names if name in checkpoint} | {
+        "hparams_name": None, "hparams_left_out": {}, "torchhal_version": "0.1",
+    }  # fmt: skip
+    everywhere = [place[1:] for place in places({"part": part}) if len(place) > 1]
+    rng, met = random.Random(3), Counter()
+
+    class Altered(TorchCheckpointIO):
+        def load_checkpoint(self, path, map_location=None, weights_only=True):
+            return copy.deepcopy(changed)
+
+    for _ in range(3_000):
+        where = rng.choice(everywhere)
+        changed = altered(part, where, rng)
+        if changed is None:
+            continue
+        try:
+            Sized.load_from_checkpoint(tmp_path / "x.ckpt", checkpoint_io=Altered())
+        except CheckpointError as error:
+            met["refused"] += 1
+            assert str(tmp_path / "x.ckpt") in str(error), where
+        else:
+            met["accepted"] += 1
+    assert met["refused"] > 1_000 and met["accepted"] > 100

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from torchhal import Callback, DataModule, Module, Trainer
 from torchhal.errors import (
+    CheckpointCorruptError,
     CheckpointMismatchError,
     ConfigurationError,
     ModelError,
@@ -1161,6 +1162,11 @@ def test_a_data_module_is_rebuilt_too(tmp_path):
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     again = Mine.load_from_checkpoint(tmp_path / "a.ckpt")
     assert again.hparams.size == 4 and again.seen == 12
+    checkpoint = torch.load(tmp_path / "a.ckpt", weights_only=True)
+    checkpoint[Mine.__qualname__] = 12
+    torch.save(checkpoint, tmp_path / "b.ckpt")
+    with pytest.raises(CheckpointCorruptError, match=r"b.ckpt. is damaged: its field .*Mine. must be a dict"):
+        Mine.load_from_checkpoint(tmp_path / "b.ckpt")
 
 
 # -- one process, several calls ----------------------------------------------------------------------------------

@@ -130,16 +130,16 @@ class _HasHyperparameters:
         saved = cls._saved_arguments(checkpoint, checkpoint_path, arguments)
         accepted = inspect.signature(cls.__init__).parameters
         whole: Any = checkpoint.get(f"{cls._hyperparameter_prefix}hparams_name")
-        if whole in accepted:  # they were given in one argument, so they go back into it
+        if isinstance(whole, str) and whole in accepted:  # they were given in one argument, so they go back into it
             saved = {whole: Hyperparameters(saved)}
         elif not any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values()):
             saved = {name: value for name, value in saved.items() if name in accepted}
         try:
             loaded = cls(**{**saved, **arguments})
-        except TypeError as error:
+        except Exception as error:
             raise CheckpointMismatchError(
-                f"{cls.__name__} can't be built from {str(checkpoint_path)!r}: {error}. Pass what the checkpoint "
-                "lacks as arguments, or call save_hyperparameters() in __init__"
+                f"{cls.__name__} can't be built from {str(checkpoint_path)!r}: {type(error).__name__}: {error}. Pass "
+                "what the checkpoint lacks, or has otherwise, as arguments, or call save_hyperparameters() in __init__"
             ) from error
         loaded._restore(checkpoint, str(checkpoint_path), strict=strict)
         return loaded
@@ -173,7 +173,7 @@ class _HasHyperparameters:
                 continue
             try:
                 saved[name] = from_plain(value)
-            except ValueError as error:
+            except (ValueError, TypeError, RecursionError) as error:
                 raise CheckpointMismatchError(
                     f"{cls.__name__} can't be built from {str(path)!r}: its hyperparameter {name!r}: {error}. Pass "
                     f"{name}=..."
@@ -570,7 +570,7 @@ class Module(_HasHyperparameters, ModuleHooks, nn.Module):
         self.on_load_checkpoint(checkpoint)
         try:
             self.load_state_dict(checkpoint["state_dict"], strict=strict)
-        except (RuntimeError, KeyError, TypeError) as error:  # TypeError: it is no dict
+        except Exception as error:  # what it raises depends on what is wrong, and on the model's own hooks
             raise CheckpointMismatchError(
                 f"{path!r}: the weights don't belong to {type(self).__name__}: {error}"
             ) from error
@@ -617,4 +617,8 @@ class DataModule(_HasHyperparameters):
         """Read it back: after ``setup``, before the first loader is made, in whatever begins with a checkpoint."""
 
     def _restore(self, checkpoint: dict[str, Any], path: str, *, strict: bool) -> None:
-        self.load_state_dict(checkpoint.get(type(self).__qualname__, {}))
+        name = type(self).__qualname__
+        state = checkpoint.get(name, {})
+        if not isinstance(state, Mapping):
+            raise CheckpointCorruptError(f"{path!r} is damaged: its field {name!r} must be a dict (got {state!r:.80})")
+        self.load_state_dict(state)
