@@ -57,6 +57,15 @@ def test_an_error_of_the_text_is_still_one(tmp_path):
         LossyStream(file, "stdout").write("ä")
 
 
+def test_a_stand_in_for_a_stream_may_have_a_write_alone():
+    class StandIn:
+        def write(self, text):
+            raise ValueError("refused")
+
+    with pytest.raises(ValueError, match="refused"):
+        LossyStream(StandIn(), "stdout").write("x")
+
+
 def test_a_reader_who_is_slow_gets_everything(pipe):
     reading, stream = pipe
     read = []

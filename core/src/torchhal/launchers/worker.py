@@ -66,7 +66,7 @@ def run(assignment: Assignment, connection: Connection) -> None:
         try:
             connection.send(failed(rank, error))
         except OSError:
-            sys.stderr.write(Failure.from_exception(rank, error).text())
+            process.write_stderr(Failure.from_exception(rank, error).text())
         if isinstance(error, SystemExit):
             code = process.exit_status(error.code)
         elif isinstance(error, KeyboardInterrupt):

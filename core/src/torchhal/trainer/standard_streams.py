@@ -38,7 +38,7 @@ class LossyStream:
         except OSError as error:
             self._lose(error)
         except ValueError as error:  # UnicodeEncodeError is one, too
-            if not self._stream.closed:
+            if not self._is_closed:
                 raise
             self._lose(error)
         else:
@@ -60,7 +60,7 @@ class LossyStream:
             except OSError as error:
                 self._lose(error)
             except ValueError as error:
-                if not self._stream.closed:
+                if not self._is_closed:
                     raise
                 self._lose(error)
             else:
@@ -70,8 +70,12 @@ class LossyStream:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
+    @property
+    def _is_closed(self) -> bool:
+        return bool(getattr(self._stream, "closed", False))  # a stand-in of a notebook or a tee has no such attribute
+
     def _lose(self, error: Exception) -> None:
-        if isinstance(self._stream, io.TextIOWrapper) and not self._stream.closed:
+        if isinstance(self._stream, io.TextIOWrapper) and not self._is_closed:
             with suppress(OSError, ValueError):  # one in memory, say, has no descriptor
                 _discard(self._stream)
         if not self._said and self._name == "stdout":
