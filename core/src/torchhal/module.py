@@ -619,6 +619,6 @@ class DataModule(_HasHyperparameters):
     def _restore(self, checkpoint: dict[str, Any], path: str, *, strict: bool) -> None:
         name = type(self).__qualname__
         state = checkpoint.get(name, {})
-        if not isinstance(state, Mapping):
+        if not isinstance(state, dict):
             raise CheckpointCorruptError(f"{path!r} is damaged: its field {name!r} must be a dict (got {state!r:.80})")
         self.load_state_dict(state)
