@@ -79,6 +79,7 @@ OTHERS = {
     "SIGTERM to all": partial(kill, "signal", who="group", signum=signal.SIGTERM),
     "SIGINT to all": partial(kill, "signal", who="group", signum=signal.SIGINT),
     "SIGTERM to the parent": partial(kill, "signal", who="parent", signum=signal.SIGTERM),
+    "SIGTERM to the parent of one that leaves late": partial(kill, "leaves_late", who="parent", signum=signal.SIGTERM),
     "SIGINT to the parent": partial(kill, "signal", who="parent", signum=signal.SIGINT),
 }
 """Jobs that are more than a scenario of job.py."""
@@ -289,6 +290,14 @@ def test_a_signal_to_the_supervisor_is_passed_on(run, name, code):
     assert one.code == code, one.err
     assert len({note["position"] for note in one.notes}) == 1
     assert {note["signum"] for note in one.notes} == {signal.Signals[name]}
+    assert not one.left
+
+
+@pytest.mark.parametrize("launcher", ["fork", "script"])
+def test_a_rank_that_dies_of_the_signal_is_no_second_one_for_the_others(run, launcher):
+    one = run("SIGTERM to the parent of one that leaves late", launcher)
+    assert one.code == 143, one.err
+    assert one.notes[0]["received"] == [signal.SIGTERM]
     assert not one.left
 
 

@@ -73,6 +73,8 @@ def work(args, environment):
     if scenario == "raise_before" and rank == bad:
         mark_failure(args)
         raise ValueError(f"boom on {rank}")
+    if scenario == "leaves_late":
+        leave_late(args, rank, at_once=rank == bad)
     with group(environment, args.out, watched=not scenario.endswith("_unwatched")) as watch:
         scenario = scenario.removesuffix("_unwatched")
         total = reduce_sum(rank + 1)
@@ -131,6 +133,20 @@ def work(args, environment):
         if scenario == "late_failure":
             watch.barrier("end", timedelta(seconds=20))
     return {"rank": rank, "total": total}
+
+
+def leave_late(args, rank, *, at_once):
+    """One rank dies of a SIGTERM; the others take three seconds to leave on it, and count how many they get."""
+    received = []
+    signal.signal(signal.SIGTERM, signal.SIG_DFL if at_once else lambda signum, _: received.append(signum))
+    note(args, rank, pid=os.getpid())
+    while not received:
+        time.sleep(0.05)
+    end = time.monotonic() + 3
+    while time.monotonic() < end:
+        time.sleep(0.05)
+    note(args, rank, pid=os.getpid(), received=received)
+    raise SystemExit(143)
 
 
 def train_until_signal(args, watch, rank):

@@ -277,7 +277,7 @@ class _Crew:
         if worker.done or worker.failure is not None or self.verdict.problem is not None:
             return
         if (signum := process.stop_signal(code)) is not None and self._terminated_at is None:
-            self._signals.received.append(signum)  # before it could tell, and it was meant for all
+            self._follow(signum)  # before it could tell, and it was meant for all
         elif self._signals.received and not worker.ready:
             pass  # killed here: it had not begun
         elif not worker.ready and self._terminated_at is None:
@@ -307,7 +307,7 @@ class _Crew:
     def _failed(self, worker: _Worker, failure: Failure) -> None:
         worker.failure = failure
         if failure.stop_signal:
-            self._signals.received.append(failure.stop_signal)  # it leaves without the others: so do they
+            self._follow(failure.stop_signal)  # it leaves without the others: so do they
         if not (failure.stopped or failure.secondary):
             # The others' watches would find out by the rank's silence, later and with less to say.
             for other in self._workers:
@@ -318,6 +318,11 @@ class _Crew:
                         pass
         # One that stops on a signal is followed by the others, which may still be saving.
         self._end_soon(self._launcher.stop_timeout if failure.stopped else GRACE)
+
+    def _follow(self, signum: int) -> None:
+        """Take a worker's stop signal for the launch's own, unless it is that already: a second one means "at once"."""
+        if not self._signals.received:
+            self._signals.received.append(signum)
 
     def _kill_unready(self) -> None:
         """End workers that have not begun: they would import the main script first, and take the signal after it."""
@@ -338,7 +343,7 @@ class _Crew:
             if worker.pending_since is None:
                 worker.pending_since = now
             elif now - worker.pending_since > PENDING:
-                self._signals.received.append(signal.SIGTERM)
+                self._follow(signal.SIGTERM)
 
     def _end_soon(self, seconds: float) -> None:
         at = time.monotonic() + seconds
