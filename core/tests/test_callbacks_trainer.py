@@ -104,6 +104,28 @@ class TestAnotherTrainer:
         fit(tmp_path / "other", callback, scores=[0.5])
         assert callback.best_model_score == 0.5, "the next Trainer's fit is a new one all the same"
 
+    @pytest.mark.parametrize("served", [False, True])
+    def test_a_refused_fit_tears_down_what_set_up_made(self, tmp_path, served):
+        class Opens(Callback):
+            def setup(self, trainer, module, stage):
+                self.handle = module.register_forward_hook(lambda *_: None)
+
+            def teardown(self, trainer, module, stage):
+                self.handle.remove()
+                self.ended = stage
+
+            def on_exception(self, trainer, module, exception):
+                self.exception = exception
+
+        callback = Opens()
+        if served:
+            fit(tmp_path, callback, scores=[0.1])
+            del callback.ended
+        (tmp_path / "other.ckpt").write_bytes(b"no checkpoint")
+        with pytest.raises(CheckpointError):
+            fit(tmp_path, callback, scores=[0.1], ckpt_path=tmp_path / "other.ckpt")
+        assert callback.ended == "fit" and isinstance(callback.exception, CheckpointError)
+
     @pytest.mark.slow
     def test_in_workers_too(self, tmp_path):
         callback = ModelCheckpoint(save_top_k=-1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -51,24 +51,28 @@ def load_callback_states(trainer: Trainer, states: Mapping[str, Any], path: str 
             ) from error
 
 
-@contextmanager
-def begun_anew(trainer: Trainer) -> Iterator[None]:
-    """Begin anew in callbacks that have served another Trainer, as in the folds of a cross-validation; if what is done
-    inside fails, they know again what they knew.
+def begin_anew(trainer: Trainer) -> Callable[[], None]:
+    """Reset the callbacks that have served another Trainer, as in the folds of a cross-validation; return what gives
+    them back what they knew, for a fit that is refused, to be called after their ``teardown``.
 
     A second fit of the same Trainer goes on, and so do they.
     """
-    others = [
-        callback
-        for callback in trainer.callbacks
-        if isinstance(callback, Callback) and callback._trainer_id != trainer.trainer_id
-    ]
-    with unchanged_by_errors(others):
-        for callback in others:
-            if callback._trainer_id:  # else what it knows was given to it by hand
-                callback._reset_state()
-            callback._trainer_id = trainer.trainer_id
-        yield
+    others: list[tuple[Callback, dict[str, Any]]] = []
+    for callback in trainer.callbacks:
+        if not isinstance(callback, Callback) or callback._trainer_id == trainer.trainer_id:
+            continue
+        before = dict(vars(callback))
+        if callback._trainer_id:  # else what it knows was given to it by hand
+            callback._reset_state()
+        forgotten = {name: value for name, value in before.items() if vars(callback).get(name) is not value}
+        others.append((callback, {**forgotten, "_trainer_id": callback._trainer_id}))
+        callback._trainer_id = trainer.trainer_id
+
+    def undo() -> None:
+        for callback, forgotten in others:
+            vars(callback).update(forgotten)
+
+    return undo
 
 
 @contextmanager
@@ -80,7 +84,7 @@ def unchanged_by_errors(callbacks: Sequence[Any]) -> Iterator[None]:
         yield
     except BaseException:
         for callback, attributes in zip(callbacks, before, strict=True):
-            if attributes:
+            if hasattr(callback, "__dict__"):
                 vars(callback).clear()
                 vars(callback).update(attributes)
         raise

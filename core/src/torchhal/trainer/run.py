@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from torchhal.launchers import rendezvous
 from torchhal.launchers.process import open_standard_descriptors
 from torchhal.launchers.signals import DEFAULT_SIGNALS, StopRequested, StopSignals, at_once, exit_on
 from torchhal.trainer import agreement, checkpointing, replicas, rng, status_lines
-from torchhal.trainer.callback_states import begun_anew, callback_states, load_callback_states
+from torchhal.trainer.callback_states import begin_anew, callback_states, load_callback_states
 from torchhal.trainer.callbacks import ModelCheckpoint
 from torchhal.trainer.calls import module_hook
 from torchhal.trainer.connect import make_callbacks
@@ -101,6 +101,7 @@ def run(trainer: Trainer, fn: str, ckpt_path: Any, *, in_worker: bool = False) -
         notice=(lambda: stopping_notice(trainer)) if trainer.is_global_zero else None,
     )
     failed = hooks_left = True
+    on_refusal = ExitStack()
     try:
         with signals:  # from here on they ask for an orderly stop
             for signum in signals.kept:
@@ -117,7 +118,8 @@ def run(trainer: Trainer, fn: str, ckpt_path: Any, *, in_worker: bool = False) -
                     say_where_to_dump(trainer, trainer.default_root_dir)
                     attach(trainer, fn)
                     status_lines.announce_start(trainer, fn)
-                    set_up(trainer, fn, ckpt_path)
+                    set_up(trainer, fn, ckpt_path, on_refusal)
+                    on_refusal.pop_all()
                 if signals.received is not None:
                     ask(signals.received)  # a scheduler's warning, perhaps before the ranks knew each other
                 result = work(trainer, fn)
@@ -151,6 +153,7 @@ def run(trainer: Trainer, fn: str, ckpt_path: Any, *, in_worker: bool = False) -
         raised = report(trainer, error)
         if hooks_left:
             tear_down_hooks(trainer, fn, failed=True)
+        on_refusal.close()
         if isinstance(raised, RankFailedError) and raised.stop_signal:
             say_where(trainer, fn, raised.stop_signal, begun=has_begun(trainer), left=raised.rank)
             raise exit_on(raised.stop_signal, agreed=False) from None
@@ -314,7 +317,7 @@ def attach(trainer: Trainer, fn: str) -> None:
     trainer.hooks.refresh()
 
 
-def set_up(trainer: Trainer, fn: str, ckpt_path: Any) -> None:
+def set_up(trainer: Trainer, fn: str, ckpt_path: Any, on_refusal: ExitStack) -> None:
     """Hooks, model, weights, optimizers and state, in the order that every strategy can carry."""
     strategy, module, datamodule = trainer.strategy, trainer.module, trainer.datamodule
     for owner in (datamodule, module):
@@ -323,12 +326,8 @@ def set_up(trainer: Trainer, fn: str, ckpt_path: Any) -> None:
             prepare()
     strategy.barrier("prepare_data")
     add_model_callbacks(trainer)
-    with begun_anew(trainer) if fn == "fit" else nullcontext():
-        _set_up_model_and_state(trainer, fn, ckpt_path)
-
-
-def _set_up_model_and_state(trainer: Trainer, fn: str, ckpt_path: Any) -> None:
-    strategy, module, datamodule = trainer.strategy, trainer.module, trainer.datamodule
+    if fn == "fit":
+        on_refusal.callback(begin_anew(trainer))
     for callback in trainer.callbacks:
         if hasattr(callback, "setup"):
             callback.setup(trainer, module, fn)
@@ -537,10 +536,11 @@ def absorb(trainer: Trainer, answer: dict[str, Any]) -> Any:
     trainer.log_dir, trainer.run_id = answer["log_dir"], answer["run_id"]
     trainer.trained_elsewhere = trainer.state.fn == "fit" or trainer.trained_elsewhere
     add_model_callbacks(trainer)  # the worker had them
-    with begun_anew(trainer) if trainer.state.fn == "fit" else nullcontext():
-        for callback in trainer.checkpoint_callbacks:
-            callback.setup(trainer, trainer.module, trainer.state.fn or "fit")  # finds its folder, as in the worker
-        load_callback_states(trainer, answer["callbacks"])
+    if trainer.state.fn == "fit":
+        begin_anew(trainer)
+    for callback in trainer.checkpoint_callbacks:
+        callback.setup(trainer, trainer.module, trainer.state.fn or "fit")  # finds its folder, as in the worker
+    load_callback_states(trainer, answer["callbacks"])
     take_weights(trainer, answer["state_dict"])  # after the callbacks know where the checkpoints are
     trainer.results.callback_metrics.update(answer["callback_metrics"])
     trainer.state.status = answer["status"]
