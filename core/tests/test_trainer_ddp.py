@@ -593,6 +593,68 @@ def test_halves_that_are_trained_by_turns_keep_a_wrapper_that_allows_unused_para
     assert world2.run(count_wrappers_by_turns) == [1, 1]
 
 
+class FrozenForGood(Thawed):
+    """Its first layer is trained in the first epoch only."""
+
+    def on_train_epoch_start(self):
+        self.layers[0].requires_grad_(self.current_epoch == 0)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.sent = self.trainer.strategy.comm_state.pop()
+
+
+def send(sent, bucket):
+    sent[-1:] = [sum(sent[-1:]) + bucket.buffer().numel()]
+    return default_hooks.allreduce_hook(None, bucket)
+
+
+def fit_frozen_for_good():
+    class Sent(Callback):
+        def on_train_epoch_end(self, trainer, module):
+            by_epoch.append(module.sent)
+
+    by_epoch, model = [], FrozenForGood()
+    Trainer(
+        accelerator=hardware.name(), devices=2, max_epochs=3, logger=False, callbacks=[Sent()],
+        strategy=DDPStrategy(find_unused_parameters=True, comm_hook=send, comm_state=[]),
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    ).fit(model, torch.utils.data.DataLoader(rows(32), 4))  # fmt: skip
+    first = sum(parameter.numel() for parameter in model.layers[0].parameters())
+    return by_epoch, first
+
+
+def test_what_an_epoch_did_not_train_is_no_longer_sent(world2):
+    for (first, second, third), frozen in world2.run(fit_frozen_for_good):
+        assert first == second == third + frozen
+
+
+class GrowsAndFreezes(Thawed):
+    """Gets a new last layer, of each rank's own random numbers, in the midst of an epoch, when it freezes the first."""
+
+    def on_train_epoch_start(self):
+        self.layers[0].requires_grad_(True)
+
+    def on_train_batch_start(self, batch, batch_idx):
+        if batch_idx == 1:
+            torch.manual_seed(self.trainer.global_rank)
+            self.layers[0].requires_grad_(False)
+            self.layers[2] = torch.nn.Linear(self.layers[2].in_features, self.layers[2].out_features)
+
+
+def fit_growing():
+    model = GrowsAndFreezes()
+    Trainer(
+        accelerator="cpu", devices=2, max_epochs=1, logger=False, strategy="ddp",
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    ).fit(model, torch.utils.data.DataLoader(rows(32), 4))  # fmt: skip
+    return model.layers[2].weight.detach().clone()
+
+
+def test_a_layer_that_grew_as_another_was_frozen_is_the_same_on_every_rank(world2):
+    mine, theirs = world2.run(fit_growing)
+    assert torch.equal(mine, theirs)
+
+
 class FrozenTooLate(Thawed):
     """What its step freezes, the averaging waits for."""
 

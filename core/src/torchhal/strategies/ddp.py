@@ -33,7 +33,9 @@ class DDPStrategy(ParallelStrategy):
     of their weights.
 
     Args:
-        find_unused_parameters: allow parameters that a step does not use (costs a walk over the graph per step).
+        find_unused_parameters: allow parameters that a step does not use (costs a walk over the graph per step). What
+            is frozen stays in the wrapper, its gradients sent as zeros, to the end of the first epoch that doesn't
+            train it, so that freezing by turns wraps nothing anew.
         static_graph: promise that every step uses the same parameters in the same order.
         comm_hook: a DDP communication hook, called with ``comm_state``. It may let replicas differ by design, as a
             local SGD does, so with one they are not compared after a fit.
@@ -71,10 +73,12 @@ class DDPStrategy(ParallelStrategy):
         self.ddp_options = options
         self._parameters: list[torch.nn.Parameter] = []
         """The module's, when the model was wrapped."""
-        self._trained: list[bool] = []
-        """Which of them the wrapper averages: those that were trained then."""
-        self._seen: list[bool] = []
+        self._is_averaged: list[bool] = []
+        """Which of them the wrapper averages: those that were trained then, or may be again."""
+        self._was_trained: list[bool] = []
         """Which of them were trained when that was last compared."""
+        self._trained_in_epoch: list[bool] = []
+        """Which of them were trained at any time of this epoch."""
         self._same_values = False
         """Whether ranks are known to have the same weights when the model is wrapped."""
         self._bucket_order: list[str] | None = None
@@ -86,15 +90,17 @@ class DDPStrategy(ParallelStrategy):
         assert self.module is not None
         if not training:
             return
-        before = dict(zip(self._parameters, self._trained, strict=True))
+        before = dict(zip(self._parameters, self._is_averaged, strict=True))
         self._parameters = list(self.module.parameters())
-        self._seen, self._bucket_order = list(map(_requires_grad, self._parameters)), None
-        self._trained = list(self._seen)
+        self._bucket_order = None
+        self._was_trained = list(map(_requires_grad, self._parameters))
+        self._trained_in_epoch = list(self._was_trained)
+        self._is_averaged = list(self._was_trained)
         if self._may_leave_out:  # averaged too: they may be trained again, by turns with others
-            self._trained = [
-                now or before.get(each, False) for each, now in zip(self._parameters, self._seen, strict=True)
+            self._is_averaged = [
+                now or before.get(each, False) for each, now in zip(self._parameters, self._was_trained, strict=True)
             ]
-        if any(self._trained):  # torch refuses to wrap a module with nothing to train; there is nothing to average
+        if any(self._is_averaged):  # torch refuses to wrap a module with nothing to train; there is nothing to average
             frozen = [each for each in self._averaged if not each.requires_grad]
             for parameter in frozen:
                 parameter.requires_grad_(True)
@@ -109,7 +115,7 @@ class DDPStrategy(ParallelStrategy):
     @property
     def _averaged(self) -> list[torch.nn.Parameter]:
         """The parameters whose gradients the wrapper averages."""
-        return [parameter for parameter, there in zip(self._parameters, self._trained, strict=True) if there]
+        return [parameter for parameter, there in zip(self._parameters, self._is_averaged, strict=True) if there]
 
     @property
     def _may_leave_out(self) -> bool:
@@ -121,33 +127,43 @@ class DDPStrategy(ParallelStrategy):
         it was made."""
         super().begin_epoch()
         if self.model is not None:
-            assert self.module is not None
-            parameters = list(self.module.parameters())
-            same = len(parameters) == len(self._parameters) and all(map(is_, parameters, self._parameters))
-            if not same:
+            if not self._has_same_parameters:
                 self._wrap_again()
             elif self._trained_others:
                 self._follow_trained()
+            self._leave_out_idle()
         self._saved_order = None  # a wrapper that comes later is new in the run that is continued, too
 
     @property
+    def _has_same_parameters(self) -> bool:
+        """Whether the module has the parameter objects with which it was wrapped."""
+        assert self.module is not None
+        parameters = list(self.module.parameters())
+        return len(parameters) == len(self._parameters) and all(map(is_, parameters, self._parameters))
+
+    def _leave_out_idle(self) -> None:
+        """Wrap again without what no step of the last epoch has trained: its gradients are sent as zeros."""
+        pairs = list(zip(self._is_averaged, self._trained_in_epoch, strict=True))
+        self._trained_in_epoch = list(self._was_trained)
+        if self._may_leave_out and any(averaged and not trained for averaged, trained in pairs):
+            self._is_averaged = [averaged and trained for averaged, trained in pairs]
+            self._wrap_again()
+
+    @property
     def _trained_others(self) -> bool:
-        """Whether parameters were frozen or unfrozen since the model was wrapped; 0.05 ms for 1000 parameters."""
-        return list(map(_requires_grad, self._parameters)) != self._seen
+        """Whether parameters were frozen or unfrozen since that was last compared; 0.05 ms for 1000 parameters."""
+        return list(map(_requires_grad, self._parameters)) != self._was_trained
 
     def _follow_trained(self) -> None:
         """Average what is trained now, by a new wrapper where the present one can't."""
         now = list(map(_requires_grad, self._parameters))
-        averaged = all(there for there, trained in zip(self._trained, now, strict=True) if trained)
+        averaged = all(there for there, trained in zip(self._is_averaged, now, strict=True) if trained)
         if not (averaged and self._may_leave_out and isinstance(self.model, DistributedDataParallel)):
-            self._same_values = True
-            try:
-                self._wrap_again()
-            finally:
-                self._same_values = False
+            self._wrap_again()
             return
         self._compare_trained()
-        self._seen = now
+        self._was_trained = now
+        self._trained_in_epoch = [one or other for one, other in zip(self._trained_in_epoch, now, strict=True)]
 
     def _compare_trained(self) -> None:
         assert self.module is not None
@@ -161,7 +177,7 @@ class DDPStrategy(ParallelStrategy):
         """What ranks do when parameters were frozen or unfrozen, which names one: others may have frozen nothing."""
         assert self.module is not None
         names = {parameter: name for name, parameter in self.module.named_parameters()}
-        for parameter, before in zip(self._parameters, self._seen, strict=True):
+        for parameter, before in zip(self._parameters, self._was_trained, strict=True):
             if parameter.requires_grad != before:
                 done = "frozen" if before else "unfrozen"
                 return f"comparison of what is trained, as {names.get(parameter, 'a parameter')!r} was {done}"
@@ -179,13 +195,17 @@ class DDPStrategy(ParallelStrategy):
         self._compare_trained()
         self.model = self.module
         gc.collect()  # the old wrapper's hooks on the parameters go with it, and it is part of a cycle
-        self.wrap_model(training=True)
+        self._same_values = self._has_same_parameters
+        try:
+            self.wrap_model(training=True)
+        finally:
+            self._same_values = False
         self._restore_buckets()
         if paused and self.model is not self.module:
             self.model.require_backward_grad_sync = False
 
     def _frozen_since(self) -> list[torch.nn.Parameter]:
-        pairs = zip(self._parameters, self._seen, strict=True)
+        pairs = zip(self._parameters, self._was_trained, strict=True)
         return [parameter for parameter, trained in pairs if trained and not parameter.requires_grad]
 
     def configure_ddp(self) -> None:
@@ -308,7 +328,7 @@ class DDPStrategy(ParallelStrategy):
 
     def _release_model(self) -> None:
         super()._release_model()
-        self._parameters, self._trained, self._seen = [], [], []
+        self._parameters, self._is_averaged, self._was_trained, self._trained_in_epoch = [], [], [], []
 
     def check_replicas(self) -> None:
         """Where it is DistributedDataParallel that averages in each step: a hook or another wrapper may do so now and
@@ -349,7 +369,7 @@ class DDPStrategy(ParallelStrategy):
         if match is None or self.module is None:
             return "some parameters were"
         known = {parameter: name for name, parameter in self.module.named_parameters()}
-        wrapped = zip(self._parameters, self._trained, strict=True)
+        wrapped = zip(self._parameters, self._is_averaged, strict=True)
         trained = [known.get(parameter, "a parameter of before") for parameter, was_trained in wrapped if was_trained]
         names = [repr(trained[index]) for index in map(int, match.group(1).split()) if index < len(trained)]
         return f"the parameters {', '.join(names[:8])}{' and others' if len(names) > 8 else ''} were"
