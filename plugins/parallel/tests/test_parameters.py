@@ -12,13 +12,14 @@ import training
 from tiers import slow
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from torchhal import Callback, Module
 from torchhal.errors import ConfigurationError, DistributedError, ModelError
-from torchhal_parallel import parameter_objects
+from torchhal_parallel import parameter_objects, plain_semantics
 from torchhal_parallel.hybrid import HybridStrategy
 from torchhal_parallel.parameter_objects import Memory, ParameterObjects, empty
 from torchhal_parallel.wrapping import Wrapping
@@ -911,6 +912,52 @@ class WrittenByNumber(Net):
 def test_a_write_that_the_first_step_does_not_show_is_refused(world2, name, kind, words):
     for found, said in world2.run(final, name, "zero3", 2):
         assert found in (kind, "RankFailedError") and all(word in said for word in words), said
+
+
+class SavedWhenParted(WrittenByNumber):
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        try:
+            self.trainer.save_checkpoint("never.ckpt")
+        except DistributedError as error:
+            raise ValueError(f"{error} after step {self.global_step}") from error
+
+
+def test_parts_that_do_not_belong_together_are_never_saved(world2):
+    for found, said in world2.run(final, "SavedWhenParted", "zero3", 2):
+        assert found == "ValueError" and "same numbers" in said and said.endswith("after step 1"), said
+
+
+class Stepping(WrittenByNumber):
+    steps = 0
+
+    def on_train_batch_start(self, batch, batch_idx):
+        Stepping.steps += 1
+
+
+def steps_of_parted():
+    Stepping.steps = 0
+    with pytest.raises(DistributedError, match="same numbers"):
+        fit(Stepping(), "zero3", 2)
+    return Stepping.steps
+
+
+def test_parts_that_do_not_belong_together_train_no_second_epoch(world2):
+    assert world2.run(steps_of_parted) == [4, 4]
+
+
+@pytest.mark.parametrize("left_inside", [False, True])
+def test_what_another_library_handles_stays_its_own(left_inside):
+    """loss_parallel, entered or left in a step, is around its backward too, which comes after the step."""
+    before = dict(plain_semantics._handlers())
+    others = loss_parallel()
+    if left_inside:
+        others.__enter__()
+    with plain_semantics.watched_writes(lambda *_: None):
+        others.__exit__(None, None, None) if left_inside else others.__enter__()
+    assert (plain_semantics._handlers() == before) is left_inside
+    if not left_inside:
+        others.__exit__(None, None, None)
+    assert plain_semantics._handlers() == before
 
 
 class Momentum(Net):

@@ -178,8 +178,7 @@ class FullyShardedStrategy(ShardedStrategy):
     # -- steps -----------------------------------------------------------------------------------------------
 
     def begin_epoch(self) -> None:
-        if self._lost_writes is not None:
-            self._lost_writes.check_gathered()
+        self.check_writes()
         self._reshard()  # what a hook has called may still be gathered, into parameters that nobody divided
         super().begin_epoch()
         assert self.module is not None
@@ -190,16 +189,28 @@ class FullyShardedStrategy(ShardedStrategy):
 
     def check_replicas(self) -> None:
         self._reshard()
-        if self._lost_writes is not None and self.world_size > 1:
-            self._lost_writes.check_gathered()
-            with self.guard("comparison of what was written to parameters"):
-                group = self._mesh.get_group("shard")
-                numbers = collectives.all_gather_object(self._lost_writes.numbers, group)
-            if len(set(numbers)) > 1:
-                error = self._lost_writes.parted()
-                self.restore_module()
-                raise error
+        self.check_writes(restoring=True)
         super().check_replicas()
+
+    def check_writes(self, *, restoring: bool = False) -> None:
+        """Raise where the steps have written what is lost, or other numbers on each rank: when an epoch begins, before
+        a checkpoint is gathered, and, then ``restoring`` the module, when the fit ends."""
+        if self._lost_writes is None or not self.is_set_up:
+            return
+        self._lost_writes.check_gathered()
+        if self.world_size == 1:
+            return
+        with self.guard("comparison of what was written to parameters"):
+            numbers = collectives.all_gather_object(self._lost_writes.numbers, self._mesh.get_group("shard"))
+        if len(set(numbers)) > 1:
+            error = self._lost_writes.parted()
+            if restoring:
+                self.restore_module()
+            raise error
+
+    def module_state_dict(self) -> dict[str, Any]:
+        self.check_writes()
+        return super().module_state_dict()
 
     def watch_writes(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """A training step that refuses what would be lost, where parameters are sharded."""

@@ -538,6 +538,7 @@ class HybridStrategy(FullyShardedStrategy):
     # -- state -----------------------------------------------------------------------------------------------
 
     def module_state_dict(self) -> dict[str, Any]:
+        self.check_writes()
         whole = Strategy.module_state_dict(self)
         state = {name: value for name, value in whole.items() if not _is_meta(value)}
         if self._batch_group is not None:

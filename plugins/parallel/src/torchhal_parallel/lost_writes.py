@@ -5,9 +5,9 @@ element is made of those in its place, as a momentum teacher's are (``teacher.mu
 of numbers that the ranks have alike. A plain tensor is a rank's own.
 
 Costs: some 50 us a step for watching writes to parts, whose operands a function looks at. Gathered parameters are
-compared with the parts, bit by bit, in steps 1, 2, 4, 8, ...; every 64 steps, and when an epoch begins and the fit
-ends, it is asked whether they were written to, which takes 0.1 ms for 1000 of them. The ranks compare the numbers that
-they wrote when the fit ends.
+compared with the parts, bit by bit, in steps 1, 2, 4, 8, ...; every 64 steps, and when an epoch begins, a
+checkpoint is saved and the fit ends, it is asked whether they were written to, which takes 0.1 ms for 1000 of them. At
+those times, but not every 64 steps, the ranks compare the numbers that they wrote.
 """
 
 from __future__ import annotations

@@ -145,15 +145,26 @@ def watched_writes(check: Callable[[Any, Any, Any], None]) -> Iterator[None]:
     handlers = _handlers()
     outside = None if _gathered else (dict(handlers), dict(_before))
     _handle_writes()
+    count = len(handlers)
     _watching.append(check)
     try:
         yield
     finally:
         _watching.remove(check)
         if outside is not None and not _gathered and not _watching and _handlers() is handlers:
+            if len(handlers) != count:  # loss_parallel, entered or left inside, has its own there
+                _follow_others(outside[0], handlers)
             for present, before in zip((handlers, _before), outside, strict=True):
                 present.clear()
                 present.update(before)
+
+
+def _follow_others(kept: dict[Any, Any], handlers: dict[Any, Any]) -> None:
+    """Add to ``kept`` what others have put into ``handlers`` since, and take out what they have taken out."""
+    writes = _write_handlers()
+    for operator in [operator for operator in kept if operator not in handlers]:
+        del kept[operator]
+    kept.update((operator, handler) for operator, handler in handlers.items() if operator not in writes)
 
 
 def _handle_writes() -> None:
