@@ -4,6 +4,8 @@ import pytest
 import staged
 import torch
 
+from torchhal_parallel.batch_loss import Branches
+
 pytestmark = pytest.mark.timeout(170)
 
 
@@ -128,3 +130,31 @@ def test_every_axis_waits_as_long_as_the_world(world4):
     """torch gives the groups of a mesh half an hour."""
     for seconds in world4.run(staged.timeouts, timeout=150):
         assert seconds == [77.0] * 3
+
+
+OUTPUT = torch.ones(3, requires_grad=True)
+LOSS = OUTPUT.sum()
+
+
+@pytest.mark.parametrize(
+    ("ask", "taken"),
+    [
+        (lambda: LOSS > 1 and None, [True]),
+        (lambda: bool(LOSS), [True]),
+        (lambda: max(LOSS, torch.tensor(9.0)), [True]),
+        (lambda: (LOSS.detach() > 1).item() or None, [True]),
+        (lambda: (LOSS.data > 9).item() or None, [False]),
+        (lambda: not torch.isfinite(LOSS).all(), [True]),
+        (lambda: bool((LOSS > 1) & (LOSS < 2)), [False]),
+        (lambda: bool(torch.gt(input=LOSS, other=1)), [True]),
+        (lambda: bool((OUTPUT > 1).any()), [False]),
+        (lambda: LOSS.item() > 1, []),
+        (lambda: bool((OUTPUT.argmax() == 0).all()), []),
+        (lambda: torch.zeros(()) > 1 and None, []),
+        (lambda: OUTPUT.dim() > 1 and OUTPUT.shape[0] > 1, []),
+    ],
+)
+def test_what_counts_as_a_branch_on_a_loss(ask, taken):
+    with Branches() as branches:
+        ask()
+    assert branches.taken == taken

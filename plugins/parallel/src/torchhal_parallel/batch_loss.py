@@ -41,20 +41,31 @@ class _GradientOf(torch.autograd.Function):
         return None, *(leaf.grad for leaf in ctx.leaves)
 
 
+_DETACHES = (torch.Tensor.detach, torch.Tensor.data.__get__)  # type: ignore[attr-defined]
+
+
 class Branches(TorchFunctionMode):
-    """Notes which way code goes where it asks for the truth of what is computed of differentiable values."""
+    """Notes which way code goes where it asks for the truth of what is compared of differentiable values.
+
+    Of ``loss > 1``, also of ``torch.isfinite(loss.detach()).all()``; not of the number ``loss.item()``, which any other
+    code could be given, nor of indices such as an ``argmax``.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.taken: list[bool] = []
-        self._made: list[torch.Tensor] = []
+        self._made: dict[int, torch.Tensor] = {}
+        """By ``id``, what was compared or detached of differentiable values."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func is torch.Tensor.__bool__ and any(args[0] is made for made in self._made):
+        given = [each for each in (*args, *(kwargs or {}).values()) if isinstance(each, torch.Tensor)]
+        if not any(each.requires_grad or id(each) in self._made for each in given):
+            return result
+        if func is torch.Tensor.__bool__ or (func is torch.Tensor.item and isinstance(result, bool)):
             self.taken.append(result)
-        elif getattr(result, "dtype", None) is torch.bool and any(getattr(each, "requires_grad", 0) for each in args):
-            self._made.append(result)
+        elif isinstance(result, torch.Tensor) and (result.dtype is torch.bool or func in _DETACHES):
+            self._made[id(result)] = result
         return result
 
 
