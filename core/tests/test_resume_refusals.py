@@ -773,3 +773,23 @@ def test_an_altered_file_gives_a_model_or_an_error_that_names_it(tmp_path):
         else:
             met["accepted"] += 1
     assert met["refused"] > 1_000 and met["accepted"] > 100
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), ImportError("no module"), TorchhalError("said")])
+def test_an_error_that_no_file_can_cause_stays_itself(tmp_path, error, monkeypatch):
+    fit(Sized(3), callbacks=[Save(tmp_path / "x.ckpt", 6)])
+
+    def raises(*args, **kwargs):
+        raise error
+
+    for name in ("load_state_dict", "__init__"):
+        monkeypatch.setattr(Sized, name, raises)
+        with pytest.raises(type(error), match=str(error)):
+            Sized.load_from_checkpoint(tmp_path / "x.ckpt")
+
+
+def test_what_a_constructor_refuses_is_named_with_what_the_file_gave_it(tmp_path):
+    fit(Sized(3), callbacks=[Save(tmp_path / "x.ckpt", 6)])
+    says = r"its __init__ raised ValueError: 0 is no width. Arguments from the file: sizes, root\. Pass"
+    with pytest.raises(CheckpointMismatchError, match=says):
+        Sized.load_from_checkpoint(tmp_path / "x.ckpt", width=0)

@@ -1163,6 +1163,10 @@ def test_a_data_module_is_rebuilt_too(tmp_path):
     again = Mine.load_from_checkpoint(tmp_path / "a.ckpt")
     assert again.hparams.size == 4 and again.seen == 12
     checkpoint = torch.load(tmp_path / "a.ckpt", weights_only=True)
+    checkpoint[Mine.__qualname__] = {"unseen": 12}
+    torch.save(checkpoint, tmp_path / "b.ckpt")
+    with pytest.raises(CheckpointMismatchError, match=r"b.ckpt': .*Mine.load_state_dict raised KeyError for .*'seen'"):
+        Mine.load_from_checkpoint(tmp_path / "b.ckpt")
     checkpoint[Mine.__qualname__] = 12
     torch.save(checkpoint, tmp_path / "b.ckpt")
     with pytest.raises(CheckpointCorruptError, match=r"b.ckpt. is damaged: its field .*Mine. must be a dict"):

@@ -18,12 +18,22 @@ import torch
 from torch import nn
 
 from torchhal.arguments import check_bool, check_clip_algorithm, check_clip_val, check_path
-from torchhal.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigurationError, ModelError
+from torchhal.errors import (
+    CheckpointCorruptError,
+    CheckpointMismatchError,
+    ConfigurationError,
+    ModelError,
+    TorchhalError,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
     from torchhal.trainer import Trainer
+
+
+_NEVER_OF_A_FILE = TorchhalError, ImportError, MemoryError, torch.OutOfMemoryError
+"""Errors of user code that say themselves what is wrong, whatever a checkpoint holds."""
 
 
 class Hyperparameters(dict[str, Any]):
@@ -136,10 +146,14 @@ class _HasHyperparameters:
             saved = {name: value for name, value in saved.items() if name in accepted}
         try:
             loaded = cls(**{**saved, **arguments})
+        except _NEVER_OF_A_FILE:
+            raise
         except Exception as error:
+            names = ", ".join(name for name in saved if name not in arguments) or "none"
             raise CheckpointMismatchError(
-                f"{cls.__name__} can't be built from {str(checkpoint_path)!r}: {type(error).__name__}: {error}. Pass "
-                "what the checkpoint lacks, or has otherwise, as arguments, or call save_hyperparameters() in __init__"
+                f"{cls.__name__} can't be built from {str(checkpoint_path)!r}: its __init__ raised "
+                f"{type(error).__name__}: {error}. Arguments from the file: {names}. Pass what it lacks, or has "
+                "otherwise, as arguments here, or call save_hyperparameters() in __init__ and save anew"
             ) from error
         loaded._restore(checkpoint, str(checkpoint_path), strict=strict)
         return loaded
@@ -570,6 +584,8 @@ class Module(_HasHyperparameters, ModuleHooks, nn.Module):
         self.on_load_checkpoint(checkpoint)
         try:
             self.load_state_dict(checkpoint["state_dict"], strict=strict)
+        except _NEVER_OF_A_FILE:
+            raise
         except Exception as error:  # what it raises depends on what is wrong, and on the model's own hooks
             raise CheckpointMismatchError(
                 f"{path!r}: the weights don't belong to {type(self).__name__}: {error}"
@@ -621,4 +637,11 @@ class DataModule(_HasHyperparameters):
         state = checkpoint.get(name, {})
         if not isinstance(state, dict):
             raise CheckpointCorruptError(f"{path!r} is damaged: its field {name!r} must be a dict (got {state!r:.80})")
-        self.load_state_dict(state)
+        try:
+            self.load_state_dict(state)
+        except _NEVER_OF_A_FILE:
+            raise
+        except Exception as error:
+            raise CheckpointMismatchError(
+                f"{path!r}: {name}.load_state_dict raised {type(error).__name__} for the field {name!r}: {error}"
+            ) from error
