@@ -203,6 +203,36 @@ def test_one_that_stays_so_is_undone_whoever_began_it(half_exchanged, monkeypatc
         own.rename(path)
 
 
+def test_a_checkpoint_of_another_name_is_not_waited_for(half_exchanged, monkeypatch):
+    _, path = half_exchanged
+
+    def stays(note):
+        raise AssertionError(f"waited for {note}")
+
+    monkeypatch.setattr(folders, "_stays", stays)
+    assert not Shelf().exists(path.with_name("other.ckpt"))
+
+
+def test_a_save_that_stood_still_when_the_new_one_was_in_its_place_has_succeeded(tmp_path, monkeypatch):
+    """Whoever took it for dead has put the old one where it was to be."""
+    io, path, own = Shelf(), tmp_path / "c.ckpt", tmp_path / leftovers.new_temporary_name()
+    io.save_checkpoint({"a": "1"}, path)
+    io.save_checkpoint({"a": "2"}, tmp_path / "new.ckpt")
+    (tmp_path / "new.ckpt").rename(own)
+    rename, calls = Path.rename, []
+
+    def late(source, target):
+        calls.append(source)
+        if len(calls) == 3:
+            folders._undo(Path(f"{own}{leftovers.NOTE}"))
+        return rename(source, target)
+
+    monkeypatch.setattr(folders, "_exchanged", lambda source, target: False)
+    monkeypatch.setattr(Path, "rename", late)
+    exchange(own, path)
+    assert io.load_checkpoint(path) == {"a": "2"} and io.load_checkpoint(own) == {"a": "1"}
+
+
 @pytest.mark.parametrize("text", ["../outside", "/etc/passwd", "", ".."])
 def test_a_note_names_nothing_outside_its_folder(tmp_path, text):
     folder = tmp_path / "runs"

@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -443,7 +444,7 @@ def test_a_signal_waits_for_a_worker_for_a_time_before_it_is_that_worker_s_alone
     """However often the supervisor looks: one to all of them is on its way to this process, too."""
     now = 100.0
     monkeypatch.setattr(multiprocess, "is_pending", lambda pid, signum: True)
-    monkeypatch.setattr(multiprocess.time, "monotonic", lambda: now)
+    monkeypatch.setattr(multiprocess, "time", SimpleNamespace(monotonic=lambda: now))
     signals = multiprocess.NotedSignals()
     crew = multiprocess._Crew(launcher(), None, None, (give_back, (), {}), signals)
     crew._workers = [multiprocess._Worker(0, multiprocessing.current_process(), None)]

@@ -380,10 +380,13 @@ def test_who_can_t_be_interrupted_leaves(tmp_path, where):
 
 
 class Lengthless(torch.utils.data.IterableDataset):
-    """12 batches on rank 0, 6 on rank 1."""
+    """``count`` batches on rank 1, twice as many on rank 0."""
+
+    def __init__(self, count):
+        self.count = count
 
     def __iter__(self):
-        yield from torch.ones(12 if os.environ["RANK"] == "0" else 6, 4)
+        yield from torch.ones(self.count * (2 if os.environ["RANK"] == "0" else 1), 4)
 
 
 class SignalledOnRankOne(Signalled):
@@ -401,7 +404,7 @@ class SignalledOnRankOne(Signalled):
         return self.layer(batch[0]).mean()
 
 
-def stop_with_batches_of_unknown_number(at):
+def stop_with_batches_of_unknown_number(at, count):
     model = SignalledOnRankOne(at, signal.SIGTERM)
     trainer = torchhal.Trainer(
         accelerator="cpu", devices=2, strategy="ddp", max_epochs=-1, num_sanity_val_steps=-1, limit_val_batches=1.0,
@@ -409,7 +412,7 @@ def stop_with_batches_of_unknown_number(at):
         enable_model_summary=False,
     )  # fmt: skip
     try:
-        trainer.fit(model, loader(), DataLoader(Lengthless(), None))
+        trainer.fit(model, loader(), DataLoader(Lengthless(count), None))
     except SystemExit as error:
         return error.code, max(one for one in model.called if isinstance(one, int)), trainer.global_step
     return None
@@ -417,15 +420,15 @@ def stop_with_batches_of_unknown_number(at):
 
 def test_a_signal_in_a_sanity_check_of_loaders_that_end_apart(world2):
     (code, first, step), (other_code, second, _) = world2.run(
-        stop_with_batches_of_unknown_number, ("validation_step", 1)
+        stop_with_batches_of_unknown_number, ("validation_step", 1), 60
     )
     assert code == other_code == 143 and step == 0
-    assert first == second < 5
+    assert first == second < 59  # ranks look for a stop every 0.25 s, and a batch takes 0.1 s
 
 
 def test_ranks_whose_sanity_check_ended_apart_stop_at_one_step(world2):
     (code, first, step), (other_code, second, other_step) = world2.run(
-        stop_with_batches_of_unknown_number, ("training_step", 1)
+        stop_with_batches_of_unknown_number, ("training_step", 1), 6
     )
     assert code == other_code == 143 and step == other_step > 0
     assert (first, second) == (11, 5)

@@ -35,7 +35,9 @@ def to_plain(value: Any) -> Any:
     try:
         return _to_plain(value)
     except RecursionError:
-        raise NotPlainError(f"a {type(value).__qualname__} that contains itself has no plain form") from None
+        raise NotPlainError(
+            f"a {type(value).__qualname__} that contains itself, or is nested too deeply, has no plain form"
+        ) from None
 
 
 def _to_plain(value: Any) -> Any:

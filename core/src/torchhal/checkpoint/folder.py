@@ -121,7 +121,7 @@ class FolderCheckpointIO(CheckpointIO):
         if is_temporary_name(folder.name):
             return False
         if not folder.exists():
-            undo_broken_exchanges(folder.parent)
+            undo_broken_exchanges(folder.parent, folder.name)
         return (folder / self.marker).is_file()
 
     def list_checkpoints(self, folder: str | os.PathLike[str]) -> list[str]:
@@ -252,19 +252,22 @@ def exchange(source: Path, target: Path) -> None:
         try:
             target.rename(aside)
             source.rename(target)
-            aside.rename(source)
+            with suppress(FileNotFoundError):  # who took this process for dead has done it
+                aside.rename(source)
         finally:
             _undo(note)
 
 
-def undo_broken_exchanges(folder: Path) -> None:
-    """Put back what an :func:`exchange` that was cut short has left aside in ``folder``.
+def undo_broken_exchanges(folder: Path, name: str | None = None) -> None:
+    """Put back what an :func:`exchange` that was cut short has left aside in ``folder``: with ``name``, that alone.
 
     That of a process that may live, on another machine say, gets :data:`EXCHANGE_S` to be done. If it only stood still,
     its save fails then, as another folder is at its target.
     """
     with suppress(OSError):
         for note in folder.glob(f"{PREFIX}*{NOTE}"):
+            if name is not None and note.read_text() != name:
+                continue
             if _is_abandoned(note) or (os.access(folder, os.W_OK) and _stays(note)):
                 _undo(note)
 

@@ -87,6 +87,8 @@ class StopSignals:
 
     active: ClassVar[StopSignals | None] = None
     """The innermost one that this process has entered."""
+    interrupted_pid: ClassVar[int | None] = None
+    """The process to which a SIGINT came while one was entered: this one, or one that it was forked from."""
 
     def __init__(
         self,
@@ -203,7 +205,7 @@ class StopSignals:
         if signum == signal.SIGINT:
             if self._interrupted:
                 raise KeyboardInterrupt
-            self._interrupted = True
+            self._interrupted, StopSignals.interrupted_pid = True, os.getpid()
             if self._notice is not None and not at_once:
                 # sys.stderr may be locked by what the signal interrupted
                 write_descriptor_2(f"{self._notice()}\n".encode())
@@ -235,11 +237,13 @@ def follow(signum: int) -> None:
 
 def interrupt() -> None:
     """Send the main thread the SIGINT that the launching process got, in any thread, unless it came here too, as a
-    terminal's Ctrl-C does. Where nobody has asked for signals, the process ends without a word."""
+    terminal's Ctrl-C does. Where nobody has asked for signals, the process ends without a word; one that was in a fit
+    when its own came has stopped already, and ends by itself."""
     signals = StopSignals.active
     main = threading.main_thread().ident
     if signals is None or main is None or not hasattr(signal, "pthread_kill"):
-        os.kill(os.getpid(), signal.SIGTERM)
+        if StopSignals.interrupted_pid != os.getpid():
+            os.kill(os.getpid(), signal.SIGTERM)
     elif signals.awaits_interrupt():
         signal.pthread_kill(main, signal.SIGINT)
 

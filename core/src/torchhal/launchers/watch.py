@@ -107,7 +107,8 @@ class RankWatch:
     p + 1, so no rank is beyond it. Why nobody waits for ever: positions are posted by the threads, whatever the main
     threads do. A rank that waits at its boundary while another sits in a collective that needs it is released as
     soon as all threads have posted, and runs on to the agreed step; so does the other. Ranks take as many steps as
-    each other, so all get there, or all reach the end of training first, where :meth:`at_end` tells them.
+    each other, or set their positions to the largest where they did not, so all get there, or all reach the end of
+    training first, where :meth:`at_end` tells them.
 
     **Barrier.** :meth:`barrier` names who is missing and where it is instead.
 

@@ -152,15 +152,13 @@ class EvaluationLoop(TrainerPart):
                     if keep:
                         kept.append(move_to_device(output, torch.device("cpu")) if off_device else output)
                     del output  # or the next step would run beside all that this one returned
-                    if batch_idx < common or alone or together or ends_apart:  # ranks leave at the same batch
-                        watch.position += 1
-                        cut = watch.flag and self._signalled()
+                    if batch_idx < common or alone or together or ends_apart:  # not of batches that others lack
+                        cut = self.stops_here()
                 if length == size and not cut:  # else it was a limit, and what is left of the sampler stays undrawn
                     exhaust_sampler(iterator)
                 if lockstep is not None and not cut:
                     for _ in lockstep.rest():
-                        watch.position += 1
-                        if watch.flag and self._signalled():
+                        if self.stops_here():
                             return outputs, True
             finally:
                 close_iterator(iterator)
@@ -174,7 +172,7 @@ class EvaluationLoop(TrainerPart):
         return outputs, False
 
     def stops_here(self) -> bool:
-        """Whether a signal ends the run at this place, where all ranks come."""
+        """Whether a signal ends the run at this place: the batch, or the step between hooks, on which all agree."""
         watch = self.trainer.strategy.watch
         watch.position += 1
         return watch.flag and self._signalled()

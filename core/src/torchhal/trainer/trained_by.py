@@ -36,7 +36,8 @@ def describe(optimizers: Sequence[Any], configs: Sequence[Any], module: nn.Modul
 def _scheduler(scheduler: Any, optimizers: Sequence[Any] = ()) -> str:
     """``SequentialLR(LinearLR, StepLR) of optimizer 1``: the class, those inside, and whose learning rate it sets."""
     name = type(scheduler).__qualname__
-    if inside := getattr(scheduler, "_schedulers", ()):
+    inside = getattr(scheduler, "_schedulers", ())
+    if isinstance(inside, list | tuple) and inside:
         name += f"({', '.join(map(_scheduler, inside))})"
     numbers = [number for number, each in enumerate(optimizers) if each is getattr(scheduler, "optimizer", None)]
     return f"{name} of optimizer {numbers[0]}" if numbers else name
