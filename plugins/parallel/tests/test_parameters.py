@@ -185,15 +185,15 @@ def take_the_sign(weight):
     weight.grad.sign_()
 
 
-def final_in_stages(model, schedule, data, accumulate):
+def final_in_stages(name, schedule, data, accumulate):
     strategy = HybridStrategy(pipeline=2, data=data, schedule=schedule, microbatches=4)
-    return fit(model(), strategy, 2 * data, accumulate_grad_batches=accumulate)
+    return fit(globals()[name](), strategy, 2 * data, accumulate_grad_batches=accumulate)
 
 
 @pytest.mark.parametrize(("schedule", "accumulate"), [("1f1b", 1), slow("1f1b", 2), slow("gpipe", 1)])
 def test_hooks_in_a_pipeline_see_gradients_of_a_batch(world2, schedule, accumulate):
     expected = fit(HookedStages(), "single_device", 1, accumulate_grad_batches=accumulate)
-    for found in world2.run(final_in_stages, HookedStages, schedule, 1, accumulate, timeout=60):
+    for found in world2.run(final_in_stages, "HookedStages", schedule, 1, accumulate, timeout=60):
         for key, value in found.items():
             torch.testing.assert_close(value, expected[key], rtol=1e-4, atol=1e-5, msg=key)
 
@@ -201,7 +201,7 @@ def test_hooks_in_a_pipeline_see_gradients_of_a_batch(world2, schedule, accumula
 @pytest.mark.slow
 def test_hooks_in_two_pipelines_see_gradients_of_their_own_batches(world2, world4):
     expected = world2.run(final, "Hooked", "ddp", 2)[0]
-    for found in world4.run(final_in_stages, Hooked, "1f1b", 2, 1, timeout=60):
+    for found in world4.run(final_in_stages, "Hooked", "1f1b", 2, 1, timeout=60):
         for key, value in found.items():
             torch.testing.assert_close(value, expected[key], rtol=1e-4, atol=1e-5, msg=key)
 
