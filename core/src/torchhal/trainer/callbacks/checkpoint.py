@@ -218,7 +218,7 @@ class ModelCheckpoint(Callback):
         callbacks.sort(key=lambda callback: callback._files.continued is None)
         writers = [(callback._files, callback.dirpath or "") for callback in callbacks]
         first = writers[0][0]
-        run = first.run if first.continued is None else first.continued[1]["run"]
+        run = first.run if first.continued is None else first.continued["run"]
         if trainer.ckpt_path is not None:
             pauses = _pauses(trainer, take_over(writers, wait=True))
             while self._agree(trainer, lambda: next(pauses, False)):
@@ -642,8 +642,8 @@ def _pauses(trainer: Trainer, waiting: Iterable[Waiting]) -> Iterator[bool]:
         looks[folder] += 1
         if looks[folder] == 2:
             trainer.announce(
-                f"fit waits for {math.ceil(left)} s at most before it continues run {run} in {folder!r}, whose process "
-                "did not end as it should and may still live on another host"
+                f"fit waits for {math.ceil(left)} s at most to see whether run {run} in {folder!r} still lives, whose "
+                "process was on another host and has not said that it ended"
             )
         time.sleep(min(left, longest_s))
         yield True

@@ -51,8 +51,8 @@ class WrittenFiles:
         self.run = run
         self.writer = writer
         self.storage_options = storage_options or {}
-        self.continued: tuple[str, dict[str, Any]] | None = None
-        """The checkpoint that this fit continues from, if a run wrote it there, and its record."""
+        self.continued: dict[str, Any] | None = None
+        """The record of the checkpoint that this fit continues from, if a run wrote it there."""
         self._held: dict[str, tuple[str, int]] = {}  # the run and the number of this process's owner file, by folder
         self._has_warned = False
 
@@ -60,7 +60,7 @@ class WrittenFiles:
         """Remember which run wrote ``path``, from which this one continues: :func:`take_over` makes something of it."""
         record = self._read(path)
         if record is not None and self._is_that_file(record, self._place(path)):
-            self.continued = path, record
+            self.continued = {**record, "run": str(record["run"])}
 
     def hold(self, path: str) -> bool:
         """Be the process of this run in the folder of ``path`` until :meth:`let_go`, as others see; or, if another is
@@ -235,7 +235,7 @@ class WrittenFiles:
         # A process that stood still between the two calls has perhaps brought back what others, who came and went,
         # had removed. They can't have but after a silence.
         silent_ns = own.modified_ns() - before_ns
-        if (not before_ns or silent_ns > EXPIRES_S / 2 * 1e9) and max(self._owners(folder, run)) > number:
+        if (not before_ns or silent_ns > EXPIRES_S / 2 * 1e9) and max(self._owners(folder, run), default=0) > number:
             own.remove()
 
     def _owner(self, folder: str, run: str, number: int) -> Place:
@@ -309,7 +309,7 @@ def take_over(writers: Sequence[tuple[WrittenFiles, str]], *, wait: bool) -> Ite
     """
     first, folder = writers[0]
     if first.continued is not None:
-        record = first.continued[1]
+        record = first.continued
         with suppress(Exception):  # as in a folder that takes no file: what is written there says so
             deciding = first._take_over(folder, record["run"], record)
             if (yield from deciding) if wait else _without_waiting(deciding):
