@@ -5,19 +5,24 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import limits
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
-from torchhal import ModelCheckpoint, Module, Trainer
+from torchhal import Callback, ModelCheckpoint, Module, Trainer
 from torchhal.checkpoint import TorchCheckpointIO
+from torchhal.checkpoint.local import LocalPlace
 from torchhal.errors import CheckpointError
+from torchhal.strategies import DDPStrategy
 from torchhal.trainer.callbacks import written_files
-from torchhal.trainer.callbacks.written_files import WrittenFiles, new_run_id
+from torchhal.trainer.callbacks.written_files import WrittenFiles, new_run_id, take_over
 
 HERE = f"{Path(__file__).parent}:{Path(limits.__file__).parent}"
 
@@ -43,6 +48,28 @@ def fit(folder, steps, ckpt_path=None, callbacks=None, **options):
     )  # fmt: skip
     trainer.fit(Net(), torch.ones(9, 1, 2), ckpt_path=ckpt_path)
     return trainer
+
+
+def saves_in(folders):
+    """Callbacks that differ, or each would resume with the other's files."""
+    return [
+        ModelCheckpoint(folder, f"{number}-{{step}}" if number else "{step}", every_n_train_steps=1, save_last=True)
+        for number, folder in enumerate(folders)
+    ]
+
+
+def adopt(path, run=None):
+    """What saves in a fit that continues from this file."""
+    files = WrittenFiles(run or new_run_id(), "w")
+    files.continues(str(path))
+    for _, _, left in take_over([(files, os.path.dirname(path))], wait=True):
+        time.sleep(min(left, 0.05))
+    return files
+
+
+def owners(folder):
+    """What the owner files in a folder say, by name."""
+    return {path.name: path.read_text() for path in sorted((folder / ".torchhal").glob("*.owner-*"))}
 
 
 def names(folder):
@@ -93,7 +120,7 @@ def test_a_resumed_run_goes_on_with_the_files_of_the_one_before(tmp_path):
     run = fit(tmp_path, 4, ckpt_path="last", save_last=True).run_id
     assert names(tmp_path) == ["last.ckpt", "step=4.ckpt"]
     records = sorted(os.listdir(tmp_path / ".torchhal"))
-    assert records == [f"{run}.owner-0", "last.ckpt.json", "step=4.ckpt.json"]
+    assert records == [f"{run}.owner-1", "last.ckpt.json", "step=4.ckpt.json"]
 
 
 def test_so_do_its_callbacks_in_other_folders(tmp_path):
@@ -261,27 +288,25 @@ def test_a_claim_is_given_back_and_a_version_counts(tmp_path, url):
     mine.wrote(path)
     mine.release(path)  # it is there
     assert mine.owns(path) and not other.owns(path) and not other.claim(path)
-    again = WrittenFiles(new_run_id(), "w")
-    again.adopt(path)
+    again = adopt(path)
     assert again.owns(path) and again.run == mine.run
     write(b"three")
     assert not mine.owns(path) and not mine.claim(path)
-    stranger = WrittenFiles(new_run_id(), "w")
-    stranger.adopt(path)
+    stranger = adopt(path)
     assert stranger.run not in (mine.run, other.run)
 
 
 ADOPTING = """
 import sys, time
 from pathlib import Path
-from torchhal.trainer.callbacks.written_files import WrittenFiles
+sys.path += sys.argv[3].split(":")
+from test_written_files import adopt
 folder, name = Path(sys.argv[1]), sys.argv[2]
 (folder / name).touch()
 while len(list(folder.glob("process*"))) < 3:
     time.sleep(0.001)
 for number in range(20):
-    files = WrittenFiles("0" * 16, "w")
-    files.adopt(str(folder / f"{number}.ckpt"))
+    files = adopt(folder / f"{number}.ckpt", "0" * 16)
     print(number, files.run, flush=True)
 sys.stdin.read()
 """
@@ -297,7 +322,7 @@ def test_a_run_that_is_over_is_continued_by_one_process_at_a_time(tmp_path):
     for _ in range(2):  # those who continued the runs are over, too
         both = [
             subprocess.Popen(
-                [sys.executable, "-c", ADOPTING, tmp_path, f"process{number}"], stdin=subprocess.PIPE,
+                [sys.executable, "-c", ADOPTING, tmp_path, f"process{number}", HERE], stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE, text=True,
             )
             for number in (1, 2)
@@ -318,9 +343,9 @@ import socket, sys
 sys.path += sys.argv[1].split(":")
 socket.gethostname = lambda: "another"
 from torchhal.trainer.callbacks import written_files
-from test_written_files import fit, SILENT_S
-written_files.RENEWED_S, written_files.EXPIRES_S = SILENT_S / 8, SILENT_S
-from torchhal import Callback, ModelCheckpoint
+written_files.RENEWED_S = 0.1
+from test_written_files import fit, saves_in
+from torchhal import Callback
 
 class Waits(Callback):
     def on_train_batch_end(self, trainer, *args):
@@ -328,44 +353,260 @@ class Waits(Callback):
             print("saved", flush=True)
             input()
 
-saves = ModelCheckpoint(sys.argv[2], "{step}", every_n_train_steps=1, save_last=True)
-fit(None, 5, callbacks=[saves, Waits()])
+fit(None, 5, callbacks=[*saves_in(sys.argv[2:]), Waits()])
 """
-SILENT_S = 1.0
 
 
-def test_a_run_on_another_host_is_continued_when_it_is_over_and_not_before(tmp_path, monkeypatch):
+@pytest.fixture
+def on_another_host(tmp_path):
+    """Start a fit that saves in the folders it is given and stands, alive, after its third step."""
+    started = []
+
+    def start(*folders):
+        command = [sys.executable, "-c", ON_ANOTHER_HOST, HERE, *map(str, folders)]
+        there = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        started.append(there)
+        assert there.stdout.readline() == "saved\n"
+        return there
+
+    yield start
+    for there in started:
+        with there:
+            there.kill()
+
+
+def test_a_run_on_another_host_is_continued_when_it_is_over_and_not_before(tmp_path, on_another_host, monkeypatch):
     """While it lives nothing of its own is deleted or replaced; killed, its files are those of the run that resumes."""
-    monkeypatch.setattr(written_files, "EXPIRES_S", limits.scaled(SILENT_S))
-    there = subprocess.Popen(
-        [sys.executable, "-c", ON_ANOTHER_HOST, HERE, tmp_path],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert there.stdout.readline() == "saved\n"
+    there = on_another_host(tmp_path)
     before = names(tmp_path)
-    time.sleep(1.5 * limits.scaled(SILENT_S))  # it lives, and saves nothing
+    monkeypatch.setattr(written_files, "EXPIRES_S", limits.scaled(30.0))  # waited for only if it said nothing
     fit(tmp_path, 4, ckpt_path="last", save_last=True)
     assert names(tmp_path) == sorted([*before, "last-v1.ckpt", "step=4.ckpt"])
     (tmp_path / "step=4.ckpt").unlink()
     (tmp_path / "last-v1.ckpt").unlink()
     there.kill()
     there.wait()
+    monkeypatch.setattr(written_files, "EXPIRES_S", 0.5)
     fit(tmp_path, 6, ckpt_path="last", save_last=True)
     assert names(tmp_path) == ["last.ckpt", "step=6.ckpt"]
 
 
+def test_whose_the_run_is_gets_decided_in_all_folders_before_the_first_step(tmp_path, on_another_host, monkeypatch):
+    """Not in the midst of training; and whoever sits at the terminal hears what is waited for."""
+    folders, waited, said = [tmp_path / "a", tmp_path / "b"], [], []
+
+    class Trains(Callback):
+        def on_train_batch_start(self, *args):
+            monkeypatch.setattr(time, "sleep", lambda s: pytest.fail("a run waited in the midst of training"))
+
+    there = on_another_host(*folders)
+    there.kill()
+    there.wait()
+    monkeypatch.setattr(written_files, "EXPIRES_S", 2.5)
+    monkeypatch.setattr(Trainer, "announce", lambda self, line: said.append(line))
+    for folder in folders:  # both as if said just now
+        for owner in (folder / ".torchhal").glob("*.owner-*"):
+            os.utime(owner)
+    sleep = time.sleep
+    monkeypatch.setattr(time, "sleep", lambda s: (waited.append(s), sleep(s)))
+    trainer = fit(None, 5, ckpt_path=folders[1] / "last.ckpt", callbacks=[*saves_in(folders), Trains()])
+    assert sum(waited) > 1 and max(waited) <= 1
+    assert [names(folder) for folder in folders] == [["last.ckpt", "step=5.ckpt"], ["1-step=5.ckpt", "last.ckpt"]]
+    [line] = [line for line in said if "waits for" in line]
+    assert f"s at most to see whether run {trainer.run_id} in {str(folders[1])!r} still lives" in line
+
+
+def wrote(path):
+    """What has saved one file as its run, and holds it."""
+    files = WrittenFiles(new_run_id(), "w")
+    assert files.hold(str(path)) and files.claim(str(path))
+    path.touch()
+    files.wrote(str(path))
+    return files
+
+
+def elsewhere(files, number=0, content='{"machine": "00000000", "process": 1}', folder=None):
+    """Let a process of another host be the one of that run, instead of whoever is."""
+    written_files._stop_renewing(files)
+    folder = folder or Path(next(iter(files._held))) / ".torchhal"
+    for owner in folder.glob("*.owner-*"):
+        owner.unlink()
+    (owner := folder / f"{files.run}.owner-{number}").write_text(content)
+    return owner
+
+
 def test_a_run_that_another_host_has_continued_meanwhile_is_another_from_then_on(tmp_path):
-    path = str(tmp_path / "last.ckpt")
-    stood_still = WrittenFiles(run := new_run_id(), "w")
-    stood_still.hold(path)
-    assert stood_still.claim(path)
-    (tmp_path / ".torchhal" / f"{run}.owner-0").rename(tmp_path / ".torchhal" / f"{run}.owner-1")
-    (tmp_path / ".torchhal" / f"{run}.owner-1").write_text('{"machine": "00000000", "process": 1}')
-    (tmp_path / "last.ckpt").touch()
-    stood_still.hold(path)
-    assert not stood_still.owns(path) and not stood_still.claim(path)
+    stood_still = wrote(tmp_path / "last.ckpt")
+    elsewhere(stood_still, 1)
+    assert not stood_still.hold(str(tmp_path / "last.ckpt"))
+    assert not stood_still.owns(str(tmp_path / "last.ckpt")) and not stood_still.claim(str(tmp_path / "last.ckpt"))
+    assert stood_still.hold(str(tmp_path / "last.ckpt"))
+
+
+def test_so_is_one_that_stood_still_while_it_renewed_its_file(tmp_path, monkeypatch):
+    """Two hosts came and went: the file that it brings back is the only one of its number and of the next."""
+    stood_still = wrote(tmp_path / "last.ckpt")
+    own = tmp_path / ".torchhal" / f"{stood_still.run}.owner-0"
+    os.utime(own, (1, 1))
+    write = LocalPlace.write
+
+    def late(place, content):
+        elsewhere(stood_still, 2)
+        write(place, content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalPlace, "write", late)
+        stood_still.renew()
+    assert not own.exists() and not stood_still.hold(str(tmp_path / "last.ckpt"))
+
+
+def test_a_fit_says_when_it_has_become_a_run_of_its_own(tmp_path):
+    class StandsStill(Callback):
+        def on_train_batch_start(self, trainer, *args):
+            if trainer.global_step == 2:
+                elsewhere(trainer.checkpoint_callback._files, 1)
+
+    with pytest.warns(UserWarning, match=r"as a run of its own from here on.*another process has gone on") as said:
+        fit(None, 4, callbacks=[StandsStill(), *saves_in([tmp_path])])
+    assert len([warning for warning in said if "of its own" in str(warning.message)]) == 1
+    assert names(tmp_path) == ["last-v1.ckpt", "last.ckpt", "step=2.ckpt", "step=4.ckpt"]
+
+
+def test_a_second_fit_of_a_process_is_alive_as_the_first_was(tmp_path):
+    """Or another process would continue its run while it trains."""
+    seen = []
+
+    class Looks(Callback):
+        def on_train_batch_start(self, trainer, *args):
+            seen.append(owners(tmp_path))
+
+    trainer = fit(None, 2, callbacks=[Looks(), *saves_in([tmp_path])])
+    assert '"over": true' in "".join(owners(tmp_path).values())
+    seen.clear()
+    trainer.max_steps = 4
+    trainer.fit(Net(), torch.ones(9, 1, 2))
+    fit(None, 6, ckpt_path="last", callbacks=[Looks(), *saves_in([tmp_path])])
+    assert len(seen) == 4 and all(len(texts) == 1 for texts in seen)
+    assert "over" not in "".join(text for texts in seen for text in texts.values())
+    assert names(tmp_path) == ["last.ckpt", "step=6.ckpt"]
+
+
+def test_whoever_goes_on_as_the_run_of_its_own_process_says_so_at_once(tmp_path):
+    path = tmp_path / "last.ckpt"
+    one = wrote(path)
+    written_files._stop_renewing(one)
+    [name], [before] = owners(tmp_path).keys(), owners(tmp_path).values()
+    assert adopt(path).run == one.run
+    assert owners(tmp_path).keys() == {name} and owners(tmp_path)[name] != before
+
+
+@pytest.mark.parametrize("content", ["", '{"machine": "0000', "[]", "\0" * 40], ids=["empty", "torn", "other", "zeros"])
+def test_an_owner_file_that_cannot_be_read_is_waited_for_like_a_foreign_one(tmp_path, monkeypatch, content):
+    """It is what a host leaves that crashes while it renews it."""
+    path = tmp_path / "last.ckpt"
+    monkeypatch.setattr(written_files, "EXPIRES_S", 0.5)
+    owner = elsewhere(crashed := wrote(path), content=content)
+    start = time.monotonic()
+    assert adopt(path).run == crashed.run and time.monotonic() - start > 0.4
+    monkeypatch.setattr(written_files, "EXPIRES_S", 3600.0)
+    owner = elsewhere(crashed, content=content)
+    os.utime(owner, (1, 1))
+    assert adopt(path).run == crashed.run
+
+
+def test_a_file_system_that_fails_once_ends_neither_a_renewal_nor_a_fit(tmp_path, monkeypatch, caplog):
+    """Those of fsspec raise what they like."""
+    monkeypatch.setattr(written_files, "RENEWED_S", 0.01)
+    tried, failing = [], threading.Event()
+    write = LocalPlace.write
+
+    def fails(place, content):
+        if ".owner-" in place.shown:
+            tried.append(content)
+            if failing.is_set():
+                raise RuntimeError("503")
+        write(place, content)
+
+    monkeypatch.setattr(LocalPlace, "write", fails)
+
+    def await_renewals():
+        tried.clear()
+        until = time.monotonic() + limits.scaled(30)
+        while len(tried) < 3:
+            assert time.monotonic() < until, "nobody renews the file"
+            time.sleep(0.01)
+
+    with caplog.at_level("WARNING", "torchhal"):
+        failing.set()
+        files = wrote(tmp_path / "last.ckpt")
+        await_renewals()
+        failing.clear()
+        [before] = owners(tmp_path).values()
+        await_renewals()
+        assert [before] != [*owners(tmp_path).values()]
+        failing.set()
+        files.let_go()
+    [line] = [record.getMessage() for record in caplog.records]
+    assert "could not be renewed" in line and "RuntimeError: 503" in line and files.run in line
+
+
+def test_a_save_asks_for_as_many_files_as_before_where_there_are_many(tmp_path, monkeypatch):
+    files = wrote(tmp_path / "last.ckpt")
+
+    def lists(place):
+        raise AssertionError(f"{place.shown} was listed")
+
+    monkeypatch.setattr(LocalPlace, "children", lists)
+    assert files.hold(str(tmp_path / "last.ckpt"))
+
+
+def test_who_is_killed_while_it_asks_for_the_time_leaves_nothing_for_good(tmp_path, monkeypatch):
+    path = tmp_path / "last.ckpt"
+    monkeypatch.setattr(written_files, "EXPIRES_S", 0.2)
+    elsewhere(files := wrote(path))
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalPlace, "remove", lambda place: None)
+        patch.setattr(time, "sleep", lambda s: elsewhere(files))
+        assert adopt(path).run != files.run
+    assert adopt(path).run == files.run
+    assert sorted(os.listdir(tmp_path / ".torchhal")) == [f"{files.run}.owner-1", "last.ckpt.json"]
+
+
+def test_a_checkpoint_is_continued_by_nobody_whose_set_up_fails_later(tmp_path):
+    class NoData(Net):
+        def train_dataloader(self):
+            raise RuntimeError("the data is not there")
+
+    fit(None, 2, callbacks=saves_in([tmp_path]))
+    before, threads = owners(tmp_path), {*threading.enumerate()}
+    trainer = fit(tmp_path / "elsewhere", 0)
+    trainer.callbacks = saves_in([tmp_path])
+    with pytest.raises(RuntimeError, match="the data is not there"):
+        trainer.fit(NoData(), ckpt_path=tmp_path / "last.ckpt")
+    assert owners(tmp_path) == before
+    assert not [each for each in {*threading.enumerate()} - threads if each.name == "torchhal-renews-run"]
+
+
+class WaitsLonger(Callback):
+    """For another host, in a worker, than the ranks do for each other."""
+
+    def setup(self, trainer, module, stage):
+        written_files.EXPIRES_S = 2 * trainer.strategy.timeout.total_seconds()
+        for owner in Path(trainer.checkpoint_callback.dirpath).glob(".torchhal/*.owner-*"):
+            os.utime(owner)  # as long as ever
+
+
+@pytest.mark.slow
+def test_the_ranks_may_wait_for_each_other_for_less_long_than_for_another_host(tmp_path):
+    earlier = fit(None, 2, callbacks=saves_in([tmp_path]))
+    elsewhere(earlier.checkpoint_callback._files, folder=tmp_path / ".torchhal")
+    trainer = Trainer(
+        accelerator="cpu", devices=2, logger=False, enable_progress_bar=False, enable_model_summary=False, max_steps=4,
+        strategy=DDPStrategy(start_method="spawn", timeout=timedelta(seconds=limits.scaled(5.0))),
+        callbacks=[WaitsLonger(), *saves_in([tmp_path])],
+    )  # fmt: skip
+    trainer.fit(Net(), DataLoader(torch.ones(18, 2)), ckpt_path=tmp_path / "last.ckpt")
+    assert names(tmp_path) == ["last.ckpt", "step=4.ckpt"] and trainer.run_id == earlier.run_id
 
 
 @pytest.mark.parametrize(
@@ -384,9 +625,7 @@ def test_a_damaged_record_proves_nothing(tmp_path, content):
     mine.wrote(str(path))
     (tmp_path / ".torchhal" / "x.ckpt.json").write_bytes(content)
     assert not mine.owns(str(path)) and not mine.claim(str(path))
-    other = WrittenFiles(own := new_run_id(), "w")
-    other.adopt(str(path))
-    assert other.run == own and os.listdir(tmp_path / ".torchhal") == ["x.ckpt.json"]
+    assert adopt(path, own := new_run_id()).run == own and os.listdir(tmp_path / ".torchhal") == ["x.ckpt.json"]
     path.unlink()
     assert mine.claim(str(path))
 

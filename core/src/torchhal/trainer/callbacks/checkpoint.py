@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import math
 import os
+import time
 import warnings
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -33,7 +35,7 @@ from torchhal.trainer.callbacks.monitored import (
     missing_metric,
     validates_once_per_epoch,
 )
-from torchhal.trainer.callbacks.written_files import WrittenFiles
+from torchhal.trainer.callbacks.written_files import EXPIRES_S, Waiting, WrittenFiles, take_over
 from torchhal.trainer.unknown_arguments import explain_unknown_arguments
 
 if TYPE_CHECKING:
@@ -180,7 +182,7 @@ class ModelCheckpoint(Callback):
         self._validated = False
         storage_options = trainer.strategy.checkpoint_io.storage_options
         self._files = WrittenFiles(trainer.run_id, self.state_key, storage_options)
-        if stage == "fit" and not trainer.fast_dev_run and (self.save_top_k != 0 or self.save_last):
+        if stage == "fit" and self._saves(trainer):
             folder = self.dirpath
             self._agree(trainer, lambda: check_writable(folder, storage_options))
 
@@ -188,13 +190,11 @@ class ModelCheckpoint(Callback):
         """Find out, before a fit, whether the run that wrote this checkpoint wrote into the same folder."""
         path = normal_folder(trainer.ckpt_path or "")
         if trainer.state.fn == "fit" and os.path.dirname(path) == self.dirpath and trainer.is_global_zero:
-            self._files.adopt(path)
-            if self._files.run != trainer.run_id:
-                for callback in trainer.checkpoint_callbacks:  # in other folders, too: it was one run that wrote them
-                    callback._files.run = self._files.run
+            self._files.continues(path)
 
     def on_train_start(self, trainer: Trainer, module: Any) -> None:
-        trainer.run_id = self._files.run  # not before: a checkpoint that is refused is continued by nobody
+        if trainer.checkpoint_callback is self:
+            self._take_over(trainer)  # not before: a checkpoint that is refused is continued by nobody
         self._step_seen = trainer.global_step
         # A checkpoint that knows nothing of this callback may lead back to where it has been: what is trained from
         # there on is saved again.
@@ -205,6 +205,36 @@ class ModelCheckpoint(Callback):
             self._written_at = None
         if self.train_time_interval is not None:
             self._clock.start(trainer.global_step)
+
+    def _take_over(self, trainer: Trainer) -> None:
+        """Decide, for all that save in this fit, as which run they do. On every rank, before the first step.
+
+        Rank 0 may have to wait for a minute, longer perhaps than the others are to wait in a collective: so each second
+        it tells them that it still does.
+        """
+        callbacks = [callback for callback in trainer.checkpoint_callbacks if callback._saves(trainer)]
+        if not callbacks:
+            return
+        callbacks.sort(key=lambda callback: callback._files.continued is None)
+        writers = [(callback._files, callback.dirpath or "") for callback in callbacks]
+        first = writers[0][0]
+        run = first.run if first.continued is None else first.continued["run"]
+        if trainer.ckpt_path is not None:
+            pauses = _pauses(trainer, take_over(writers, wait=True))
+            while self._agree(trainer, lambda: next(pauses, False)):
+                pass
+        elif trainer.is_global_zero:  # nobody is waited for, so the ranks need not meet
+            for _ in take_over(writers, wait=False):
+                pass
+        trainer.run_id = first.run
+        if any(files.run != run for files, _ in writers):
+            trainer.announce(
+                f"run {run} may still live, or another process continues it: this fit saves as a run of its own, and "
+                "replaces and deletes nothing of that one"
+            )
+
+    def _saves(self, trainer: Trainer) -> bool:
+        return (self.save_top_k != 0 or self.save_last) and not trainer.fast_dev_run
 
     def _after_step(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         step, every = trainer.global_step, self.every_n_train_steps
@@ -255,8 +285,7 @@ class ModelCheckpoint(Callback):
 
     def save_interrupted(self, trainer: Trainer) -> None:
         """Save a state to resume from, since a signal ends the run here. Called on every rank."""
-        asked = self.save_top_k != 0 or self.save_last
-        if not asked or trainer.fast_dev_run or trainer.sanity_checking:
+        if not self._saves(trainer) or trainer.sanity_checking:
             return
         others = [callback for callback in trainer.checkpoint_callbacks if callback.dirpath == self.dirpath]
         if others and others[0] is not self:
@@ -494,7 +523,12 @@ class ModelCheckpoint(Callback):
         """A path nobody has: not another run, and not what this one keeps beside what is ``replaced``. On rank 0."""
         values = self._values(trainer)
         path = self.format_checkpoint_name(values, pattern)
-        self._files.hold(path)
+        if not self._files.hold(path):
+            trainer.warn_once(
+                f"ModelCheckpoint saves in {os.path.dirname(path)!r} as a run of its own from here on, and no longer "
+                "deletes what it has saved there: another process has gone on as the run of this one, which had not "
+                f"renewed its file there for {EXPIRES_S:g} s or longer. Let only one of the two go on"
+            )
         if not self.enable_version_counter:
             self._check_replaceable(trainer, path)
             self._files.claim(path, force=True)
@@ -598,6 +632,21 @@ class _Unsettled:
     paths: tuple[str, ...]
     text: str = ""
     link: tuple[str, str] | None = None
+
+
+def _pauses(trainer: Trainer, waiting: Iterable[Waiting]) -> Iterator[bool]:
+    """True after each pause that is made while another run is waited for. On rank 0, which says so after the first."""
+    longest_s = min(1.0, trainer.strategy.timeout.total_seconds() / 4)
+    looks = Counter[str]()
+    for run, folder, left in waiting:
+        looks[folder] += 1
+        if looks[folder] == 2:
+            trainer.announce(
+                f"fit waits for {math.ceil(left)} s at most to see whether run {run} in {folder!r} still lives, whose "
+                "process was on another host and has not said that it ended"
+            )
+        time.sleep(min(left, longest_s))
+        yield True
 
 
 def _position(trainer: Any) -> tuple[int, int]:

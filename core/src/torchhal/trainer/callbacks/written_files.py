@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import secrets
 import threading
 import time
 import weakref
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from torchhal.checkpoint.leftovers import machine, process_is_dead
 from torchhal.checkpoint.place import Place, place_of
-from torchhal.errors import CheckpointError
+from torchhal.errors import CheckpointError, TorchhalError
 from torchhal.trainer.callbacks.checkpoint_files import join
+
+_log = logging.getLogger("torchhal")
 
 FOLDER = ".torchhal"
 """Beside the checkpoints; a record is called as its checkpoint is, with ``.json``."""
@@ -25,6 +28,10 @@ OWNER = ".owner-"
 """The file that names the process that a run now belongs to is called as the run, this, and a number."""
 RENEWED_S, EXPIRES_S = 10.0, 60.0
 """How often a process says that its fit still runs, and after what silence another machine may go on as its run."""
+NOW = ".now"
+"""Whoever measures a silence writes a file of the run's name and this, to ask the file system for the time."""
+Waiting = tuple[str, str, float]
+"""A run that may live, the folder, and for how many seconds at most that has to be waited for."""
 
 
 class WrittenFiles:
@@ -44,33 +51,45 @@ class WrittenFiles:
         self.run = run
         self.writer = writer
         self.storage_options = storage_options or {}
-        self._held: dict[str, int] = {}  # the number of this process's owner file, by folder
+        self.continued: dict[str, Any] | None = None
+        """The record of the checkpoint that this fit continues from, if a run wrote it there."""
+        self._held: dict[str, tuple[str, int]] = {}  # the run and the number of this process's owner file, by folder
+        self._has_warned = False
 
-    def hold(self, path: str) -> None:
+    def continues(self, path: str) -> None:
+        """Remember which run wrote ``path``, from which this one continues: :func:`take_over` makes something of it."""
+        record = self._read(path)
+        if record is not None and self._is_that_file(record, self._place(path)):
+            self.continued = {**record, "run": str(record["run"])}
+
+    def hold(self, path: str) -> bool:
         """Be the process of this run in the folder of ``path`` until :meth:`let_go`, as others see; or, if another is
-        that by now, become a run of its own. Call before :meth:`claim`.
+        that by now, become a run of its own and return False. Call before :meth:`claim`.
+
+        This is for each save, and asks for two files, however many there are. It waits for nobody.
 
         Raises:
             CheckpointError: nothing can be written there.
         """
         folder = os.path.dirname(path)
-        try:
+        with _failing_as_a_save(path):
             if folder in self._held:
-                owners = self._owners(path, self.run)  # a stopped process may have written its own again, too late
-                if owners and max(owners) == self._held[folder]:
+                run, number = self._held[folder]
+                if self._owner(folder, run, number).is_taken() and not self._owner(folder, run, number + 1).is_taken():
                     _start_renewing(self)
-                    return
-                self.run, self._held = new_run_id(), {}  # this process stood still, and another continues the run
-            if not self._take_over(path, self.run):
-                self.run = new_run_id()
-                self._take_over(path, self.run)
-        except OSError as error:
-            raise CheckpointError(f"{path!r} could not be saved ({type(error).__name__}: {error})") from error
+                    return True
+                self._held = {}  # this process stood still, and another continues the run
+            elif _without_waiting(self._take_over(folder, self.run)):
+                return True
+            self.run = new_run_id()
+            _without_waiting(self._take_over(folder, self.run))
+            return False
 
     def let_go(self) -> None:
         """The fit is over: whoever continues it may go on as this run, on another machine too."""
         _stop_renewing(self)
-        self._write_owner(over=True)
+        self._write_owners(over=True)
+        self._held = {}
 
     def is_taken(self, path: str) -> bool:
         """Whether anything is at ``path``."""
@@ -85,7 +104,7 @@ class WrittenFiles:
         Raises:
             CheckpointError: the record can't be written.
         """
-        try:
+        with _failing_as_a_save(path):
             place, record = self._place(path), self._read(path)
             taken = place.is_taken()
             if record is None and not taken and self._record_place(path).create(self._text(None)):
@@ -100,12 +119,10 @@ class WrittenFiles:
             if free or force:
                 self._write(path, None)
             return free or force
-        except OSError as error:
-            raise CheckpointError(f"{path!r} could not be saved ({type(error).__name__}: {error})") from error
 
     def wrote(self, path: str) -> None:
         """The file at ``path`` is durable."""
-        with suppress(OSError):  # without it the name alone counts, as when the process had been killed here
+        with suppress(Exception):  # without it the name alone counts, as when the process had been killed here
             self._write(path, self._place(path).version())
 
     def owns(self, path: str) -> bool:
@@ -121,89 +138,116 @@ class WrittenFiles:
         with suppress(OSError, CheckpointError):
             self._record_place(path).remove()
 
-    def adopt(self, path: str) -> None:
-        """Become the run that wrote ``path``, which this one continues, unless that lives or another continues it.
+    # -- whose the run is --------------------------------------------------------------------------------------------
 
-        On another machine than its own a run lives until it has said nothing for :data:`EXPIRES_S`, which this waits
-        for.
-        """
-        record = self._read(path)
-        if record is None or not self._is_that_file(record, self._place(path)):
-            return
-        run = str(record["run"])
-        with suppress(OSError, CheckpointError):  # as in a folder that takes no file: what is written there says so
-            if self._take_over(path, run, record):
-                self.run = run
-
-    def _take_over(self, path: str, run: str, record: Mapping[str, Any] | None = None) -> bool:
-        """Whether this process, of all that continue a run in this folder, is the one that goes on as it.
+    def _take_over(
+        self, folder: str, run: str, record: Mapping[str, Any] | None = None
+    ) -> Generator[Waiting, None, bool]:
+        """Whether this process, of all that continue a run in this folder, is the one that goes on as it. Yields while
+        that has to be waited for.
 
         Each that does makes a file of the next number, which one of several callers can.
         """
-        before = self._owners(path, run)
+        before = self._owners(folder, run)
         if before:
-            newest = before[max(before)]
-            if _is_this_process(_parsed(self._content(newest))):  # another callback's, or of an earlier fit
-                self._keep(path, max(before))
+            newest = max(before)
+            about = _parsed(self._content(before[newest]))
+            if _is_this_process(about) and not _says_over(about):  # another callback's: the fit is the same
+                before[newest].write(_owner_text())
+                self._keep(folder, run, newest)
                 return True
-            if not self._is_over(path, newest):
+            if not (yield from self._is_over(folder, run, before[newest])):
                 return False
-        elif record is not None and not _is_over_here(record):
+        elif record is not None and not (_is_this_process(record) or _writer_has_died(record)):
             return False
         number = max(before, default=-1) + 1
-        own = self._owner_place(path, run, number)
+        own = self._owner(folder, run, number)
         if not own.create(_owner_text()):
             return False
-        if max(self._owners(path, run), default=number) > number:  # others came and went since ``before``
+        if max(self._owners(folder, run), default=number) > number:  # others came and went since ``before``
             own.remove()
             return False
-        for place in before.values():
-            place.remove()
-        self._keep(path, number)
+        self._keep(folder, run, number)
+        for place in (*before.values(), self._now(folder, run)):
+            with suppress(Exception):  # what stays has a lower number, or tells a time that is past
+                place.remove()
         return True
 
-    def _keep(self, path: str, number: int) -> None:
-        self._held[os.path.dirname(path)] = number
+    def _keep(self, folder: str, run: str, number: int) -> None:
+        self._held[folder] = run, number
         _start_renewing(self)
 
-    def _is_over(self, path: str, owner: Place) -> bool:
-        """Whether the process of an owner file is gone; on another machine, whether it stays silent.
+    def _is_over(self, folder: str, run: str, owner: Place) -> Generator[Waiting, None, bool]:
+        """Whether the process of an owner file is gone; on another machine, whether it stays silent. So it is with a
+        file that can't be read: its host crashed as it was written, or it is being written.
 
         Ages are by the clock of the file system: two hosts' may differ by more than any limit.
         """
         content, version = self._content(owner), owner.version()
+        if version is None:  # another has just taken the run over
+            return False
         about = _parsed(content)
-        if about is None or about.get("over") or about["machine"] == machine():
-            return about is not None and (bool(about.get("over")) or _writer_has_died(about))
-        probe = self._in_folder(path, f"now-{secrets.token_hex(8)}")
-        probe.create(b"now")
-        silent_s = (probe.modified_ns() - owner.modified_ns()) / 1e9
-        probe.remove()
-        until = time.monotonic() + EXPIRES_S - min(max(silent_s, 0.0), EXPIRES_S)
+        if _says_over(about):
+            return True
+        if about is not None and about["machine"] == machine():
+            return _writer_has_died(about)
+        until = time.monotonic() + EXPIRES_S - min(max(self._silent_s(folder, run, owner), 0.0), EXPIRES_S)
         while (left := until - time.monotonic()) > 0:
-            time.sleep(min(left, 1.0))
+            yield run, folder, left
             if self._content(owner) != content or owner.version() != version:  # opened, so that NFS looks again
                 return False
         return True
 
+    def _silent_s(self, folder: str, run: str, owner: Place) -> float:
+        """0 where the file system doesn't say."""
+        now = self._now(folder, run)
+        try:
+            now.write(b"now")
+            now_ns, then_ns = now.modified_ns(), owner.modified_ns()
+        finally:
+            with suppress(Exception):  # as after a kill: whoever asks next, or takes the run over, does it
+                now.remove()
+        return (now_ns - then_ns) / 1e9 if now_ns and then_ns else 0.0
+
     def renew(self) -> None:
         """Say that this process still is the one of its run, where no other has become that."""
-        self._write_owner(over=False)
+        self._write_owners(over=False)
 
-    def _write_owner(self, over: bool) -> None:
-        for folder, number in [*self._held.items()]:
-            own = self._owner_place(join(folder, "x"), self.run, number)
-            with suppress(OSError, CheckpointError):
-                if own.is_taken():
-                    own.write(_owner_text(over))
+    def _write_owners(self, over: bool) -> None:
+        for folder, (run, number) in [*self._held.items()]:
+            try:
+                self._write_owner(folder, run, number, over)
+            except Exception as error:  # whatever fsspec's file systems raise: the next attempt may succeed
+                if not self._has_warned:
+                    _log.warning(
+                        f"the owner file of run {run} in {join(folder, FOLDER)!r} could not be renewed, which will be "
+                        f"tried again ({type(error).__name__}: {error}): when it has not been for {EXPIRES_S:g} s, "
+                        "another host may continue the run"
+                    )
+                self._has_warned = True
 
-    def _owner_place(self, path: str, run: str, number: int) -> Place:
-        return self._in_folder(path, f"{run}{OWNER}{number}")
+    def _write_owner(self, folder: str, run: str, number: int, over: bool) -> None:
+        own = self._owner(folder, run, number)
+        if not own.is_taken():
+            return
+        before_ns = own.modified_ns()
+        own.write(_owner_text(over))
+        # A process that stood still between the two calls has perhaps brought back what others, who came and went,
+        # had removed. They can't have but after a silence.
+        silent_ns = own.modified_ns() - before_ns
+        if (not before_ns or silent_ns > EXPIRES_S / 2 * 1e9) and max(self._owners(folder, run), default=0) > number:
+            own.remove()
 
-    def _owners(self, path: str, run: str) -> dict[int, Place]:
+    def _owner(self, folder: str, run: str, number: int) -> Place:
+        return self._in(folder, f"{run}{OWNER}{number}")
+
+    def _now(self, folder: str, run: str) -> Place:
+        return self._in(folder, f"{run}{NOW}")
+
+    def _owners(self, folder: str, run: str) -> dict[int, Place]:
         pattern = re.compile(rf".*[/\\]{run}{re.escape(OWNER)}(\d+)")
-        folder = place_of(join(os.path.dirname(path), FOLDER), self.storage_options, folder=True)
-        matches = ((pattern.fullmatch(place.shown), place) for place in folder.children())
+        places = place_of(join(folder, FOLDER), self.storage_options, folder=True).children()
+        matches = ((pattern.fullmatch(place.shown), place) for place in places)
         return {int(match[1]): place for match, place in matches if match}
 
     # -- records -----------------------------------------------------------------------------------------------------
@@ -220,10 +264,10 @@ class WrittenFiles:
         return place_of(path, self.storage_options)
 
     def _record_place(self, path: str) -> Place:
-        return self._in_folder(path, f"{os.path.basename(path)}.json")
+        return self._in(os.path.dirname(path), f"{os.path.basename(path)}.json")
 
-    def _in_folder(self, path: str, name: str) -> Place:
-        return place_of(join(join(os.path.dirname(path), FOLDER), name), self.storage_options)
+    def _in(self, folder: str, name: str) -> Place:
+        return place_of(join(join(folder, FOLDER), name), self.storage_options)
 
     def _read(self, path: str) -> dict[str, Any] | None:
         record = _parsed(self._content(self._record_place(path)))
@@ -252,9 +296,57 @@ class WrittenFiles:
         self._record_place(path).write(self._text(version))
 
 
+def take_over(writers: Sequence[tuple[WrittenFiles, str]], *, wait: bool) -> Iterator[Waiting]:
+    """Make those who save in one fit, each with its folder, the run that they continue, in all folders; unless that
+    lives or another continues it: then they are a run of its own. On rank 0, once, before the first step.
+
+    On another machine than its own a run lives until it has said nothing for :data:`EXPIRES_S`. While that is waited
+    for, this yields, and looks again when it is asked for more.
+
+    Args:
+        writers: first the one that continues from a checkpoint, if one does.
+        wait: False takes whoever would have to be waited for as alive.
+    """
+    first, folder = writers[0]
+    if first.continued is not None:
+        record = first.continued
+        with suppress(Exception):  # as in a folder that takes no file: what is written there says so
+            deciding = first._take_over(folder, record["run"], record)
+            if (yield from deciding) if wait else _without_waiting(deciding):
+                for files, _ in writers:  # in other folders, too: it was one run that wrote them
+                    files.run = record["run"]
+    another = new_run_id()
+    for files, folder in writers:
+        with suppress(Exception):
+            if folder in files._held or not files._owners(folder, files.run):
+                continue  # where the run is new, it makes no file before its first save
+            deciding = files._take_over(folder, files.run)
+            if not ((yield from deciding) if wait else _without_waiting(deciding)):
+                files.run = another
+
+
+def _without_waiting(deciding: Iterator[Waiting]) -> bool:
+    try:
+        next(deciding)
+    except StopIteration as decided:
+        return bool(decided.value)
+    return False
+
+
 def new_run_id() -> str:
     """A name that no other run has."""
     return secrets.token_hex(8)
+
+
+@contextmanager
+def _failing_as_a_save(path: str) -> Iterator[None]:
+    """Whatever a file system raises inside is said as a failure to save ``path``."""
+    try:
+        yield
+    except TorchhalError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{path!r} could not be saved ({type(error).__name__}: {error})") from error
 
 
 def _parsed(content: bytes) -> dict[str, Any] | None:
@@ -267,9 +359,8 @@ def _parsed(content: bytes) -> dict[str, Any] | None:
     return record if named else None
 
 
-def _is_over_here(record: Mapping[str, Any]) -> bool:
-    """Whether the process of a record is known to be gone, or is this one."""
-    return _is_this_process(record) or _writer_has_died(record)
+def _says_over(about: Mapping[str, Any] | None) -> bool:
+    return about is not None and bool(about.get("over"))
 
 
 def _is_this_process(record: Mapping[str, Any] | None) -> bool:
@@ -281,6 +372,7 @@ def _writer_has_died(record: Mapping[str, Any]) -> bool:
 
 
 def _owner_text(over: bool = False) -> bytes:
+    # "at" is compared with nothing: it makes each text another, for those who look whether it changes.
     about = {"machine": machine(), "process": os.getpid(), "at": time.monotonic_ns()}
     return json.dumps({**about, "over": True} if over else about).encode()
 
