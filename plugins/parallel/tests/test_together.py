@@ -258,6 +258,12 @@ def test_a_loss_that_is_no_mean_over_samples_is_refused(world2, model):
             assert word in message
 
 
+@pytest.mark.parametrize("data", ["padded_in_the_last", "padded_in_whole"])
+def test_padding_in_any_microbatch_is_found(world2, data):
+    for kind, message, steps in world2.run(together.refused, "pipeline", "MeanOverTokens", None, data, timeout=60):
+        assert (kind, steps) == ("ModelError", 0) and "no mean over samples" in message
+
+
 def test_batches_of_one_length_do_not_hide_it_for_long(world2):
     _, (kind, message, steps) = world2.run(
         together.refused, "pipeline", "MeanOverTokens", None, "padded_later", timeout=60

@@ -441,6 +441,22 @@ def padded_later():
     return padded(equal=staged.BATCH)
 
 
+def padded_in_the_last():
+    """Of each batch the last sample alone is shorter than the others."""
+    x, y, _ = padded().tensors
+    mask = torch.ones_like(y)
+    mask[staged.BATCH - 1 :: staged.BATCH, 1:] = 0
+    return TensorDataset(x, y, mask)
+
+
+def padded_in_whole():
+    """The first of four microbatches has no token at all: its own loss is NaN."""
+    x, y, _ = padded().tensors
+    mask = torch.ones_like(y)
+    mask[: staged.BATCH // 4] = 0
+    return TensorDataset(x, y, mask)
+
+
 def with_mean_length(items):
     x, y, mask = (torch.stack(column) for column in zip(*items, strict=True))
     return x, y, mask, mask.sum() / len(mask)

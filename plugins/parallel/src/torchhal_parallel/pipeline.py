@@ -56,9 +56,6 @@ KEPT_FORWARDS = 256
 FOLLOWED_IN_A_ROW = 10
 """After so many batches in a row for each of which the forward was followed anew, that is said."""
 
-COMPARED = 2
-"""Microbatches whose losses are compared with the loss of them together."""
-
 
 class _Recent(dict[Any, Any]):
     """At most ``limit`` things, made when they are first asked for, or not right any more.
@@ -301,10 +298,24 @@ class Pipeline:
         sizes = [rows] * self.microbatches
         results: list[Any] = [None] * self.microbatches
         losses: list[Any] = [None] * self.microbatches
-        outputs: list[Any] = []
-        compared = COMPARED if self._is_compared() else 0
+        compared = self._is_compared()
+        last_output: dict[int, Any] = {}
+        unlike = not_compared = None
         taken: list[list[bool]] = []
         with one_log(self.trainer, sizes, self.strategy.root_device) as start_part:
+
+            def compare_with_last(part: int, output: Any) -> None:
+                """Two neighbours at a time: the outputs of a whole batch are what the schedule has no memory for."""
+                nonlocal unlike, not_compared
+                output = detached(output)
+                if part - 1 in last_output and unlike is None and not_compared is None:
+                    given = rows_of(batch, size, (part - 1) * rows, (part + 1) * rows)
+                    both = [last_output[part - 1], output]
+                    unlike, not_compared = self._compare(
+                        step, given, rest, loss_of, both, losses[part - 1 : part + 1], rows
+                    )
+                last_output.clear()
+                last_output[part] = output
 
             def loss(output: Any, start: int) -> torch.Tensor:
                 part = start // rows
@@ -319,22 +330,18 @@ class Pipeline:
                 taken.append(branches.taken)
                 found: torch.Tensor = loss_of(result)
                 results[part], losses[part] = detached(result), found.detach()
-                if part < compared:
-                    outputs.append(detached(output))
+                if compared:
+                    compare_with_last(part, output)
                 return found / (self.microbatches * accumulate_grad_batches)
 
             run(loss)
-        unlike = not_compared = None
-        if compared:
-            given = rows_of(batch, size, 0, compared * rows)
-            unlike, not_compared = self._compare(step, given, rest, loss_of, outputs, losses[:compared], rows)
-            if any(each != taken[0] for each in taken):
-                unlike = (
-                    f"the training_step of {type(self.module).__name__} branches on the value of a loss or output (if "
-                    "loss > 1, say), and goes one way with some microbatches and another with others, where that of a "
-                    "whole batch goes one way: set HybridStrategy(pipeline=..., schedule='gpipe'), under which the "
-                    "step runs once for the batch, or compute both ways and choose by torch.where"
-                )
+        if compared and any(each != taken[0] for each in taken):
+            unlike = (
+                f"the training_step of {type(self.module).__name__} branches on the value of a loss or output (if "
+                "loss > 1, say), and goes one way with some microbatches and another with others, where that of a "
+                "whole batch goes one way: set HybridStrategy(pipeline=..., schedule='gpipe'), under which the "
+                "step runs once for the batch, or compute both ways and choose by torch.where"
+            )
         with torch.no_grad():
             return merge_training(results, sizes, self.strategy.root_device), unlike, not_compared
 
