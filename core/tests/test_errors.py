@@ -7,6 +7,8 @@ import pytest
 
 from torchhal import errors
 from torchhal.cluster.base import RanksNotMetError
+from torchhal.launchers.failures import Failure
+from torchhal.strategies import DDPStrategy
 
 VALUES = {
     "kind": "precision", "alias": "fp9", "candidates": ["a:fp9", "b:fp9"], "names": ["max_epoch"], "reason": "absent",
@@ -44,3 +46,16 @@ class Derived(errors.CheckpointError):
     def __init__(self, lost):
         super().__init__(f"lost {', '.join(lost)}")
         self.lost = lost
+
+
+@pytest.mark.parametrize("base", [Exception, RuntimeError])
+def test_an_error_that_can_not_be_printed_is_still_the_one_that_is_reported(base):
+    class Unprintable(base):
+        def __str__(self):
+            raise KeyError("no text")
+
+    error = Unprintable()
+    assert DDPStrategy().explain(error) is error
+    failure = Failure.from_exception(1, error)
+    assert failure.message == "failed: Unprintable: <its __str__ raised KeyError>"
+    assert "Unprintable" in failure.text()

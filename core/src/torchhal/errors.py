@@ -157,3 +157,11 @@ class CheckpointMismatchError(CheckpointError):
 
 class NonFiniteLossError(TorchhalError, ArithmeticError):
     """A loss or gradient is NaN or infinite and the user asked to stop at one."""
+
+
+def message_of(error: BaseException) -> str:
+    """``str(error)``, also of an exception of the user's whose ``__str__`` raises."""
+    try:
+        return str(error)
+    except Exception as failure:
+        return f"<its __str__ raised {type(failure).__name__}>"

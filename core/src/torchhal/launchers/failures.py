@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any
 
-from torchhal.errors import RankFailedError, TorchhalError
+from torchhal.errors import RankFailedError, TorchhalError, message_of
 from torchhal.launchers.process import REPORT_FD, exit_status, is_signal_status, write_stderr
 from torchhal.launchers.signals import StopRequested, is_agreed, is_orderly
 
@@ -89,7 +89,7 @@ class Failure:
             exit_code=_exit_code(error),
             stop_signal=_stop_signal(error),
             transport=is_transport_error(error),
-            root=(error.rank, str(error)[-MAX_TEXT:]) if isinstance(error, RankFailedError) else None,
+            root=(error.rank, message_of(error)[-MAX_TEXT:]) if isinstance(error, RankFailedError) else None,
         )
 
     @property
@@ -132,7 +132,7 @@ def summary(error: BaseException) -> str:
         return f"called sys.exit({'' if error.code is None else repr(error.code)})"
     if isinstance(error, KeyboardInterrupt):
         return "was interrupted (KeyboardInterrupt)"
-    text = str(error).strip().splitlines()
+    text = message_of(error).strip().splitlines()
     return f"failed: {type(error).__name__}{': ' + text[0][:300] if text else ''}"
 
 
@@ -164,12 +164,12 @@ def _stop_signal(error: BaseException) -> int:
 
 def is_timeout(error: BaseException) -> bool:
     """Whether ``error`` is a process group's or a store's time-out."""
-    return _is_runtime(error) and _TIMEOUT.search(str(error)) is not None
+    return _is_runtime(error) and _TIMEOUT.search(message_of(error)) is not None
 
 
 def is_transport_error(error: BaseException) -> bool:
     """Whether ``error`` says that a peer is gone or silent: a consequence, whose cause is on another rank."""
-    return _is_runtime(error) and (_CLOSED.search(str(error)) is not None or is_timeout(error))
+    return _is_runtime(error) and (_CLOSED.search(message_of(error)) is not None or is_timeout(error))
 
 
 def _is_runtime(error: BaseException) -> bool:
@@ -177,7 +177,7 @@ def _is_runtime(error: BaseException) -> bool:
     # loader's time-out is a RuntimeError that has nothing to do with ranks.
     if isinstance(error, TorchhalError) or not isinstance(error, RuntimeError):
         return False
-    return not str(error).startswith("DataLoader")
+    return not message_of(error).startswith("DataLoader")
 
 
 def mark_printed(error: BaseException) -> None:
@@ -218,7 +218,7 @@ def install_excepthook() -> None:
             if was_printed(error):
                 write_stderr(f"torchhal: stopped because rank {error.rank} failed (see above).\n")
             else:
-                write_stderr(f"torchhal: {str(error).rstrip()}\n")
+                write_stderr(f"torchhal: {message_of(error).rstrip()}\n")
         elif not was_printed(error):
             previous(kind, error, trace)
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from torchhal.errors import CheckpointMismatchError, DistributedError, ModelError
+from torchhal.errors import CheckpointMismatchError, DistributedError, ModelError, message_of
 from torchhal.memory import MemoryEstimate, ModelMemory
 from torchhal.strategies import collectives
 from torchhal.strategies.ddp_buckets import read_bucket_order, set_bucket_order
@@ -350,9 +350,10 @@ class DDPStrategy(ParallelStrategy):
 
     def explain(self, error: BaseException) -> BaseException:
         """DDP's message for an unused parameter, with its name and what to do about it here."""
-        if "Expected to have finished reduction in the prior iteration" in str(error):
+        said = message_of(error)
+        if "Expected to have finished reduction in the prior iteration" in said:
             return DistributedError(
-                f"{self._unused(str(error))} not used by training_step on rank {self.global_rank}, and their gradients "
+                f"{self._unused(said)} not used by training_step on rank {self.global_rank}, and their gradients "
                 f"are waited for: use strategy={self._allowing_unused()}, or freeze them with requires_grad_(False)"
             )
         return super().explain(error)

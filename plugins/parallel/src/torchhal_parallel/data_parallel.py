@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from torchhal.accelerators.transfer import move_to_device
-from torchhal.errors import ConfigurationError, ModelError, UnsupportedCombinationError
+from torchhal.errors import ConfigurationError, ModelError, UnsupportedCombinationError, message_of
 from torchhal.launchers.process import launched_by
 from torchhal.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from torchhal.strategies.replica_consistency import check_frequencies, check_lookups
@@ -90,7 +90,7 @@ class PartsStrategy(Strategy):
 
     def explain(self, error: BaseException) -> BaseException:
         """What to do about tensors that a part finds on another part's device."""
-        if isinstance(error, RuntimeError) and "same device" in str(error) and len(set(self.devices)) > 1:
+        if isinstance(error, RuntimeError) and "same device" in message_of(error) and len(set(self.devices)) > 1:
             return ModelError(
                 f"{error}. Under strategy {self.alias or 'dp'!r} a step runs on each of "
                 f"{', '.join(map(str, self.devices))}: make the tensors that a model keeps parameters or buffers, new "

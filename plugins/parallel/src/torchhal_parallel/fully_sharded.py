@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from torchhal.errors import ModelError, UnsupportedCombinationError
+from torchhal.errors import ModelError, UnsupportedCombinationError, message_of
 from torchhal.memory import ModelMemory, ParameterMemory
 from torchhal.precision import Precision
 from torchhal.strategies import collectives
@@ -280,7 +280,7 @@ class FullyShardedStrategy(ShardedStrategy):
     def explain(self, error: BaseException) -> BaseException:
         """What to do about a part of a unit that was called while nobody had gathered it."""
         words = ("mixed torch.Tensor and DTensor", "inputs with different meshes")
-        if self._units and isinstance(error, RuntimeError) and any(word in str(error) for word in words):
+        if self._units and isinstance(error, RuntimeError) and any(word in message_of(error) for word in words):
             model = type(self.module).__name__
             return ModelError(
                 f"{error}. Under strategy {self.alias or 'fsdp'!r} the parameters of a unit are whole only while its "
@@ -288,7 +288,7 @@ class FullyShardedStrategy(ShardedStrategy):
                 "does, or by a transform of torch.func. Call the unit, choose units that are called by 'wrap_policy', "
                 "or use strategy='ddp'"
             )
-        if self._units and "differentiated Tensor" in str(error) and "not have been used" in str(error):
+        if self._units and "differentiated Tensor" in message_of(error) and "not have been used" in message_of(error):
             return ModelError(
                 f"{error} Under strategy {self.alias or 'fsdp'!r} the parameters of a unit are others while its own "
                 f"forward runs, and {type(self.module).__name__} asks for a gradient by those of before or after it: "

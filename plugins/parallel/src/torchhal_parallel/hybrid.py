@@ -19,7 +19,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from torchhal.errors import CheckpointMismatchError, ConfigurationError, ModelError, UnsupportedCombinationError
+from torchhal.errors import (
+    CheckpointMismatchError,
+    ConfigurationError,
+    ModelError,
+    UnsupportedCombinationError,
+    message_of,
+)
 from torchhal.memory import MemoryEstimate, ModelMemory, ParameterMemory
 from torchhal.precision import Precision
 from torchhal.strategies import collectives
@@ -423,11 +429,11 @@ class HybridStrategy(FullyShardedStrategy):
 
     def explain(self, error: BaseException) -> BaseException:
         """What went wrong in a stage, which torch wraps into an error of its own."""
-        if self.pipe is not None and "failed to run forward" in str(error) and error.__cause__ is not None:
+        if self.pipe is not None and "failed to run forward" in message_of(error) and error.__cause__ is not None:
             return super().explain(error.__cause__)
         if self.pipe is not None and (found := self.pipe.explained(error)) is not None:
             return found
-        if self._open_layers is not None and "running_mean should contain" in str(error):
+        if self._open_layers is not None and "running_mean should contain" in message_of(error):
             norms = {id(each): name for name, each in self.module.named_modules()} if self.module is not None else {}
             for frame, _ in reversed(list(walk_tb(error.__traceback__))):
                 norm = frame.f_locals.get("self")
@@ -438,7 +444,7 @@ class HybridStrategy(FullyShardedStrategy):
                         "weights are those of all features: give the layer before it the style 'colwise_rep' and the "
                         "layer behind it 'rowwise_rep', or leave both out of the tensor parallel plan"
                     )
-        if self._open_layers is not None and not self._units and "mixed torch.Tensor and DTensor" in str(error):
+        if self._open_layers is not None and not self._units and "mixed torch.Tensor and DTensor" in message_of(error):
             model = type(self.module).__name__
             return ModelError(
                 f"{error}. The parameters of layers in a tensor parallel plan are divided, and {model} computes with "

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchhal.checkpoint.reading import read
-from torchhal.errors import CheckpointMismatchError, ConfigurationError, ModelError, TorchhalError
+from torchhal.errors import CheckpointMismatchError, ConfigurationError, ModelError, TorchhalError, message_of
 from torchhal.precision.base import dense_gradient
 from torchhal.strategies import ParallelStrategy, collectives
 from torchhal.strategies.forward_through import forward_through
@@ -279,13 +279,17 @@ class ShardedStrategy(ParallelStrategy):
     def explain(self, error: BaseException) -> BaseException:
         """What to do about an operator that torch has no way to compute with parts."""
         alias = self.alias or type(self).__name__
-        if isinstance(error, RuntimeError) and any(words in str(error) for words in _NOT_FOR_PARTS):
+        if isinstance(error, RuntimeError) and any(words in message_of(error) for words in _NOT_FOR_PARTS):
             return ModelError(
                 f"{error} Strategy {alias!r} divides parameters and gradients among the ranks, and torch can't do this "
                 "with a divided tensor: compute with what its full_tensor() gives, which all ranks must call, and "
                 "write a whole result back by weight.data = value, or use strategy='ddp' or 'zero1'"
             )
-        if isinstance(error, RuntimeError) and self._objects is not None and "functorch transforms" in str(error):
+        if (
+            isinstance(error, RuntimeError)
+            and self._objects is not None
+            and "functorch transforms" in message_of(error)
+        ):
             return ModelError(
                 f"transforms of torch.func can't go through layers that strategy {alias!r} divides: let "
                 f"{type(self.module).__name__} take the gradient by torch.autograd.grad, or use strategy='ddp' or "
