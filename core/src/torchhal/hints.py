@@ -91,8 +91,9 @@ _MEANT: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
 _ARGUMENTS: Final[Mapping[str, str]] = {
     # hardware and processes
     "write Trainer(accelerator='gpu', devices={value}), or accelerator='cpu' for none": (
-        "gpus num_gpus n_gpus n_gpu ngpus num_gpu auto_select_gpus"
+        "gpus num_gpus n_gpus n_gpu ngpus num_gpu"
     ),
+    "write Trainer(accelerator='gpu', devices='auto'), or a number of them": "auto_select_gpus",
     "write Trainer(accelerator='tpu', devices={value})": "tpu_cores num_tpus tpu_num_cores",
     "write Trainer(accelerator='ipu', devices={value})": "ipus",
     "write Trainer(accelerator='hpu', devices={value})": "hpus",
@@ -108,7 +109,9 @@ _ARGUMENTS: Final[Mapping[str, str]] = {
     "write Trainer(strategy='ddp_find_unused_parameters_true')": "find_unused_parameters ddp_find_unused_parameters",
     "write Trainer(strategy='fsdp')": "fsdp fsdp_config fsdp_plugin",
     "write Trainer(strategy='deepspeed')": "deepspeed deepspeed_config deepspeed_plugin",
-    "write Trainer(precision={value})": "mixed_precision dtype torch_dtype amp_dtype mixed_precision_type",
+    "write Trainer(precision='bf16-mixed') or '16-mixed', or 'bf16-true' for weights of 16 bits too": (
+        "mixed_precision dtype torch_dtype amp_dtype mixed_precision_type"
+    ),
     "write Trainer(precision='16-mixed'), or '16-true' for weights of 16 bits too": (
         "fp16 amp use_amp half amp_backend amp_level half_precision_backend fp16_full_eval"
     ),
@@ -210,8 +213,13 @@ _ARGUMENTS: Final[Mapping[str, str]] = {
     "write trainer.fit(model, ...): a Trainer is made without a model": "model module net network model_init",
     "return the optimizer, and its schedulers, from the model's configure_optimizers": (
         "optimizer optimizers optim learning_rate lr weight_decay momentum adam_beta1 adam_beta2 adam_epsilon "
-        "lr_scheduler lr_schedulers lr_scheduler_type scheduler warmup_steps warmup_ratio num_warmup_steps auto_lr_find"
+        "lr_scheduler lr_schedulers lr_scheduler_type scheduler warmup_steps warmup_ratio num_warmup_steps"
     ),
+    "torchhal looks for none: give the optimizer its learning rate in configure_optimizers": "auto_lr_find",
+    "set self.automatic_optimization = False, and call backward for each piece of a batch in training_step": (
+        "truncated_bptt_steps"
+    ),
+    "write ModelCheckpoint(every_n_epochs={value})": "period",
     "compute it in the model's training_step and return it": "loss loss_fn criterion compute_loss_func",
     "call self.log(name, value) in the model's validation_step": "metrics compute_metrics",
     "call model.compile() before fit": "compile compile_model torch_compile jit_compile",
