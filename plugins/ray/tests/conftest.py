@@ -23,6 +23,7 @@ OWN = {
     "RAY_DEDUP_LOGS": "0",
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     "RAY_TRAIN_V2_ENABLED": "0",
+    "RAY_worker_niceness": "0",  # of 15 by itself: beside other tests they would hardly get a core
 }
 NODE = {
     "include_dashboard": False,
