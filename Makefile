@@ -29,8 +29,7 @@ demo: $(VENV)/demo.stamp  ## train a small conv net with ddp on two CPU processe
 test: check  ## in ten minutes: linters, types, and of every package and every way to train something
 	$(PYTEST) -m "not slow"
 
-test-all: check  ## everything but torch_xla, in thirty minutes
-	$(PYTEST)
+test-all: test test-rest  ## everything but torch_xla, in thirty minutes
 
 # These tests wait more than those of test, and begin with those that wait longest.
 test-rest: WORKERS := 6

@@ -173,3 +173,22 @@ def test_a_class_that_is_not_there_any_more_is_asked_for(tmp_path, monkeypatch):
     with pytest.raises(CheckpointMismatchError, match=r"hyperparameter 'kind'.*Kind.*import it.*Pass kind="):
         Net.load_from_checkpoint(tmp_path / "a.ckpt")
     assert Net.load_from_checkpoint(tmp_path / "a.ckpt", kind=None).hparams.kind is None
+
+
+class Thing:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("value", "described"),
+    [
+        (Thing(), "Thing"),
+        ({"a": 1, "b": [0, {"c": Thing()}]}, "dict with a Thing in ['b'][1]['c']"),
+        ((Thing(),), "tuple with a Thing in [0]"),
+        ({"f": len}, "dict with a builtin_function_or_method in ['f']"),
+    ],
+)
+def test_an_object_is_named_with_its_place(value, described):
+    with pytest.raises(NotPlainError) as caught:
+        to_plain(value)
+    assert caught.value.described(value) == described

@@ -793,3 +793,22 @@ def test_what_a_constructor_refuses_is_named_with_what_the_file_gave_it(tmp_path
     says = r"its __init__ raised ValueError: 0 is no width. Arguments from the file: sizes, root\. Pass"
     with pytest.raises(CheckpointMismatchError, match=says):
         Sized.load_from_checkpoint(tmp_path / "x.ckpt", width=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.complex64, torch.bool])
+def test_weights_of_another_kind_are_refused(saved, dtype):
+    checkpoint = torch.load(saved, weights_only=True)
+    checkpoint["state_dict"]["body.2.weight"] = checkpoint["state_dict"]["body.2.weight"].to(dtype)
+    torch.save(checkpoint, saved)
+    model, says = Net(), rf"x.ckpt' .*'body.2.weight' is of {dtype}, and that of Net of torch.float32"
+    with unchanged(model), pytest.raises(CheckpointMismatchError, match=says):
+        fit(model, ckpt_path=saved)
+    with pytest.raises(CheckpointMismatchError, match=says):
+        Net.load_from_checkpoint(saved)
+
+
+def test_weights_of_another_precision_are_taken(saved):
+    checkpoint = torch.load(saved, weights_only=True)
+    checkpoint["state_dict"] = {name: value.bfloat16() for name, value in checkpoint["state_dict"].items()}
+    torch.save(checkpoint, saved)
+    assert Net.load_from_checkpoint(saved).body[0].weight.dtype == torch.float32

@@ -376,6 +376,15 @@ def test_who_can_t_be_interrupted_leaves(tmp_path, where):
     assert "ProcessGroupGloo(" in said or 'File "<string>", line 12' in said  # where it was
 
 
+def test_a_notebook_shows_one_line_of_an_orderly_stop():
+    """IPython asks an error that has it for what to show, instead of a traceback."""
+    for signum, line in (
+        (signal.SIGINT, "KeyboardInterrupt: stopped in order"),
+        (signal.SIGTERM, "SystemExit: stopped"),
+    ):
+        assert exit_on(signum)._render_traceback_()[0].startswith(line)
+
+
 # -- several processes ---------------------------------------------------------------------------------------
 
 
@@ -458,6 +467,47 @@ def test_a_signal_in_the_set_up_ends_all_ranks(start, tmp_path, strategy, at, ra
     if strategy == "ddp":
         assert f"torchhal: fit stopped on {signal.Signals(signum).name} before it began\n" in job.err, job.err
         assert who != "group" or (tmp_path / "cleaned0").exists()
+
+
+SLOW_TO_IMPORT = """
+import sys, time
+from pathlib import Path
+
+import torch
+from torchhal import Module, Trainer
+
+class Net(Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).mean()
+
+if __name__ == "__main__":
+    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    Trainer(accelerator="cpu", devices=2, strategy="ddp_spawn", **options).fit(Net(), [torch.ones(2, 4)])
+else:
+    Path(__file__).with_name("importing").touch()
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, slow(signal.SIGTERM)])
+def test_a_stop_before_a_worker_has_begun_is_said_by_who_launches(tmp_path, signum):
+    script = tmp_path / "script.py"
+    script.write_text(SLOW_TO_IMPORT)
+    job = Job(sys.executable, script, PYTHONWARNINGS="ignore")
+    job.strategy = "ddp_spawn"
+    try:
+        wait_until((tmp_path / "importing").exists)
+        assert_stopped(stop(job, signum), signum)
+    finally:
+        job.kill()
+    assert f"torchhal: fit stopped on {signal.Signals(signum).name} before it began\n" in job.err, job.err
 
 
 @pytest.mark.slow

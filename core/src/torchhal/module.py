@@ -578,11 +578,12 @@ class Module(_HasHyperparameters, ModuleHooks, nn.Module):
         )
 
     def _restore(self, checkpoint: dict[str, Any], path: str, *, strict: bool) -> None:
-        from torchhal.checkpoint.trainer_format import check_has_weights
+        from torchhal.checkpoint.trainer_format import check_dtypes, check_has_weights
 
         check_has_weights(checkpoint, path)
         self.on_load_checkpoint(checkpoint)
         try:
+            check_dtypes(checkpoint["state_dict"], self, path)
             self.load_state_dict(checkpoint["state_dict"], strict=strict)
         except _NEVER_OF_A_FILE:
             raise

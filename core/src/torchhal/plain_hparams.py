@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import itertools
 import pathlib
 import sys
 from argparse import Namespace
@@ -22,7 +23,22 @@ _KIND = "__torchhal__"
 
 
 class NotPlainError(TypeError):
-    """A value that is an object, with no plain form."""
+    """A value that is an object, with no plain form; or that holds one.
+
+    Attributes:
+        kind: the class of the object.
+        place: the keys and indices by which a container has it.
+    """
+
+    def __init__(self, message: str, kind: str = "") -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.place: tuple[Any, ...] = ()
+
+    def described(self, value: Any) -> str:
+        """Name what ``value``, which could not be made plain, is: "dict with a Net in ['model']"."""
+        name = type(value).__qualname__
+        return f"{name} with a {self.kind} in {''.join(f'[{key!r}]' for key in self.place)}" if self.place else name
 
 
 def to_plain(value: Any) -> Any:
@@ -35,8 +51,9 @@ def to_plain(value: Any) -> Any:
     try:
         return _to_plain(value)
     except RecursionError:
+        name = type(value).__qualname__
         raise NotPlainError(
-            f"a {type(value).__qualname__} that contains itself, or is nested too deeply, has no plain form"
+            f"a {name} that contains itself, or is nested too deeply, has no plain form", name
         ) from None
 
 
@@ -48,7 +65,7 @@ def _to_plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value
     if type(value) in (list, tuple):
-        return type(value)(map(_to_plain, value))
+        return type(value)(itertools.starmap(_part, enumerate(value)))
     if type(value) is set:
         items = [*map(_to_plain, value)]
         return set(items) if _are_hashable(items) else _stand_in("set", value=items)
@@ -84,12 +101,21 @@ def _to_plain(value: Any) -> Any:
         parts = {name: _to_plain(getattr(value, name)) for name in names}
         return _stand_in("dataclass", type=_name_of(type(value)), value=parts)
     if type(value) in (dict, OrderedDict, Hyperparameters):
-        keys, items = [*map(_to_plain, value)], [*map(_to_plain, value.values())]
+        keys, items = [*map(_to_plain, value)], [*itertools.starmap(_part, value.items())]
         if not _are_hashable(keys):
             return _stand_in("pairs", value=[*map(list, zip(keys, items, strict=True))])
         plain = dict(zip(keys, items, strict=True))
         return _stand_in("dict", value=plain) if _KIND in plain else plain
-    raise NotPlainError(f"a {type(value).__qualname__} has no plain form")
+    raise NotPlainError(f"a {type(value).__qualname__} has no plain form", type(value).__qualname__)
+
+
+def _part(key: Any, value: Any) -> Any:
+    """What a container has at ``key``, in plain form."""
+    try:
+        return _to_plain(value)
+    except NotPlainError as error:
+        error.place = key, *error.place
+        raise
 
 
 def from_plain(value: Any) -> Any:

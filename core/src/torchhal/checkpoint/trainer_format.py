@@ -6,6 +6,9 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+from torch import nn
+
 from torchhal.errors import CheckpointMismatchError
 
 FORMAT = 1
@@ -30,3 +33,19 @@ def check_has_weights(checkpoint: Mapping[str, Any], path: str) -> None:
             f"{', '.join(map(str, list(checkpoint)[:8]))}). If it is a state dict itself, load it by "
             f"load_state_dict(torch.load({path!r}))"
         )
+
+
+def check_dtypes(state_dict: Mapping[str, Any], module: nn.Module, path: str) -> None:
+    """Raise CheckpointMismatchError for weights of another kind than the module's parameters: torch would cast integers
+    and complex numbers to floats, or back, without a word."""
+    for name, parameter in module.named_parameters():
+        saved = getattr(state_dict.get(name), "dtype", None)
+        if isinstance(saved, torch.dtype) and _kind(saved) != _kind(parameter.dtype):
+            raise CheckpointMismatchError(
+                f"{path!r} (field 'state_dict'): {name!r} is of {saved}, and that of {type(module).__name__} of "
+                f"{parameter.dtype}: no save of this model wrote it. Continue from another checkpoint"
+            )
+
+
+def _kind(dtype: torch.dtype) -> tuple[bool, bool]:
+    return dtype.is_floating_point, dtype.is_complex

@@ -24,6 +24,9 @@ class Launcher(ABC):
     """False when the function runs in other processes than the caller's, so that changed state must be sent back:
     the function's result then travels by pickle from rank 0."""
 
+    has_begun: bool = True
+    """False after a launch that was stopped before rank 0 could say so, where that is another process."""
+
     @abstractmethod
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run ``function(*args, **kwargs)`` in every process; the result of rank 0 (or of this process, where

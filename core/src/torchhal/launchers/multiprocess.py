@@ -104,6 +104,7 @@ class MultiprocessingLauncher(Launcher):
                     crew.start()
                     crew.supervise()
                 finally:
+                    self.has_begun = self._node_rank() != 0 or crew.rank_0_was_ready
                     crew.end()
             crew.verdict.raise_outcome(signals.received)
             if self._node_rank() != 0:
@@ -244,6 +245,10 @@ class _Crew:
                 self._signal(signal.SIGTERM)
             if self._terminated_at is not None and now > self._terminated_at + KILL_AFTER:
                 self._signal(signal.SIGKILL)
+
+    @property
+    def rank_0_was_ready(self) -> bool:
+        return any(worker.ready for worker in self._workers if worker.rank == 0)
 
     def end(self) -> None:
         """Nobody stays behind, whatever ended the supervision."""

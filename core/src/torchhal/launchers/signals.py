@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import sys
@@ -43,6 +44,7 @@ def exit_on(signum: int, *, agreed: bool | None = None) -> BaseException:
     else:
         error = SystemExit(128 + signum)
     error.__dict__[_AGREED] = agreed
+    error.__dict__["_render_traceback_"] = functools.partial(_shown_in_a_notebook, type(error).__name__)
     return error
 
 
@@ -50,6 +52,16 @@ def is_agreed(error: BaseException) -> bool | None:
     """The ``agreed`` of :func:`exit_on`; None for an error that it did not make."""
     agreed: bool | None = error.__dict__.get(_AGREED)
     return agreed
+
+
+def signal_of(error: BaseException) -> int:
+    """The signal on which :func:`exit_on` made ``error``."""
+    return int(signal.SIGINT) if isinstance(error, KeyboardInterrupt) else error.code - 128  # type: ignore[attr-defined]
+
+
+def _shown_in_a_notebook(name: str) -> list[str]:
+    """IPython asks an error for what it shows of it; the line above says what has happened."""
+    return [f"{name}: stopped in order"]
 
 
 def is_orderly(error: BaseException) -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchhal.checkpoint import CheckpointIO
 from torchhal.checkpoint.look import is_tensor
-from torchhal.checkpoint.trainer_format import FORMAT
+from torchhal.checkpoint.trainer_format import FORMAT, check_dtypes
 from torchhal.errors import (
     CheckpointError,
     CheckpointMismatchError,
@@ -90,8 +90,8 @@ def _dump_hparams(trainer: Trainer, owner: Any, checkpoint: dict[str, Any]) -> N
     for name, value in owner.hparams.items():
         try:
             plain[name] = to_plain(value)
-        except NotPlainError:
-            objects[name] = type(value).__qualname__
+        except NotPlainError as error:
+            objects[name] = error.described(value)
     prefix = "datamodule_" if owner is trainer.datamodule else ""
     checkpoint[f"{prefix}hyper_parameters"] = plain
     if getattr(owner, "_hparams_name", None) is not None:  # all of them came in this one argument
@@ -99,7 +99,8 @@ def _dump_hparams(trainer: Trainer, owner: Any, checkpoint: dict[str, Any]) -> N
     if objects:
         checkpoint[f"{prefix}hparams_left_out"] = objects
         trainer.warn_once(
-            f"hyperparameters {', '.join(map(repr, objects))} are objects and are not saved in checkpoints: pass them "
+            f"hyperparameters {', '.join(f'{name!r} ({what})' for name, what in objects.items())} are or hold objects "
+            "and are not saved in checkpoints: pass them "
             "to load_from_checkpoint, which asks for them, or leave them out with save_hyperparameters(ignore=[...])"
         )
 
@@ -197,6 +198,8 @@ def restore_weights(trainer: Trainer, checkpoint: dict[str, Any], path: str) -> 
             if "strategy" in checkpoint:
                 with _naming(path, "strategy"):
                     strategy.load_state_dict(checkpoint["strategy"])
+        if strategy.module is not None:
+            check_dtypes(checkpoint["state_dict"], strategy.module, path)
         with _naming(path, "state_dict"):
             strategy.load_module_state_dict(checkpoint["state_dict"], strict=strict)
 

@@ -21,7 +21,15 @@ from torchhal.cluster.job import Job, current_job
 from torchhal.errors import ModelError, RankFailedError, TorchhalError
 from torchhal.launchers import rendezvous
 from torchhal.launchers.process import open_standard_descriptors
-from torchhal.launchers.signals import DEFAULT_SIGNALS, StopRequested, StopSignals, at_once, exit_on
+from torchhal.launchers.signals import (
+    DEFAULT_SIGNALS,
+    StopRequested,
+    StopSignals,
+    at_once,
+    exit_on,
+    is_orderly,
+    signal_of,
+)
 from torchhal.trainer import agreement, checkpointing, replicas, rng, status_lines
 from torchhal.trainer.callback_states import begin_anew, callback_states, load_callback_states
 from torchhal.trainer.callbacks import ModelCheckpoint
@@ -67,8 +75,10 @@ def _launch(trainer: Trainer, fn: str, ckpt_path: Any) -> Any:
     trainer.state = TrainerState(fn, None, "running")
     try:
         message = launcher.launch(run_in_worker, trainer, fn, ckpt_path)
-    except BaseException:
+    except BaseException as error:
         trainer.state.status = "interrupted"
+        if is_orderly(error) and not launcher.has_begun:
+            say_where(trainer, fn, signal_of(error), begun=False)
         raise
     return absorb(trainer, message)
 
