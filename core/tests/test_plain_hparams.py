@@ -159,7 +159,7 @@ def test_a_module_is_built_with_the_types_that_it_had(tmp_path):
 
 
 def test_an_object_is_asked_for_rather_than_defaulted(tmp_path):
-    with pytest.warns(UserWarning, match="'body' are objects"):
+    with pytest.warns(UserWarning, match=r"'body' \(Linear\) are or hold objects"):
         save(Net(body=nn.Linear(1, 1)), tmp_path / "a.ckpt")
     with pytest.raises(CheckpointMismatchError, match=r"a\.ckpt' alone.*Pass body=... \(a Linear\)"):
         Net.load_from_checkpoint(tmp_path / "a.ckpt")

@@ -294,7 +294,7 @@ def test_two_microbatches_are_compared_and_a_loss_with_noise_is_told_of_once(wor
     for word in ("NoisyOnceAgain", "draws random numbers (torch)", "schedule='1f1b'", "schedule='gpipe'"):
         assert word in first[0]
     parts = staged.BATCH // 4
-    assert [size for size in sizes if size != staged.BATCH] == ([parts] * 4 + [2 * parts]) * 2
+    assert [size for size in sizes if size != staged.BATCH] == ([parts] * 2 + [2 * parts] + [parts] * 2) * 2
     assert set(rehearsed) == {staged.BATCH}
 
 
