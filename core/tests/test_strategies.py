@@ -1197,3 +1197,18 @@ def test_a_loop_without_a_trainer(tmp_path, name, devices):
         close(torch.tensor(result["losses"]), torch.tensor(expected))
         for key, value in model.state_dict().items():
             close(result["state"][key], value)
+
+
+def test_a_wrapper_that_a_precision_has_connected_stays_when_parameters_are_idle(world2):
+    world2.run(idle_when_connected)
+
+
+def idle_when_connected():
+    with joined(find_unused_parameters=True) as strategy:
+        strategy.connect(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+        strategy.setup_model()
+        wrapper, strategy.model_is_connected = strategy.model, True
+        strategy.module[0].requires_grad_(False)
+        for _ in range(3):
+            strategy.begin_epoch()
+        assert strategy.model is wrapper

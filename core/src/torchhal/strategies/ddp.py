@@ -145,6 +145,8 @@ class DDPStrategy(ParallelStrategy):
         """Wrap again without what no step of the last epoch has trained: its gradients are sent as zeros."""
         pairs = list(zip(self._is_averaged, self._trained_in_epoch, strict=True))
         self._trained_in_epoch = list(self._was_trained)
+        if self.model_is_connected:  # what the precision has put around the wrapper would keep it
+            return
         if self._may_leave_out and any(averaged and not trained for averaged, trained in pairs):
             self._is_averaged = [averaged and trained for averaged, trained in pairs]
             self._wrap_again()
