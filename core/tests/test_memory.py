@@ -175,6 +175,7 @@ def test_a_model_that_asks_how_long_it_trains(folder: Path, capfd: pytest.Captur
         (["nets_of_test_memory:Needs"], "--model-args"),
         (["nets_of_test_memory:Steps"], "without a Trainer"),
         (["nets_of_test_memory:Reads"], "A torchhal.Module finds one with 10 epochs of 1000 batches"),
+        (["nets_of_test_memory:Net", "--model-args", '{"widht": 3}'], "can't be called with {'widht': 3}"),
         (["nets_of_test_memory:Values"], "can't be built on the meta device"),
         (["nets_of_test_memory:Net", "--model-args", "{"], "must be JSON"),
         (["nets_of_test_memory:Net", "--model-args", "3"], "must be a JSON object or array"),

@@ -329,6 +329,12 @@ def test_an_attribute_of_another_trainer(name, message):
     assert not hasattr(trainer, name)  # as libraries ask
 
 
+def test_a_class_method_of_another_trainer():
+    with pytest.raises(AttributeError, match=r"'Trainer' has no attribute 'from_argparse_args': write Trainer\("):
+        Trainer.from_argparse_args(None)
+    assert not hasattr(Trainer, "add_argparse_args")
+
+
 def test_what_a_property_lacks_is_said():
     """Not that the Trainer has no such property."""
 
@@ -359,8 +365,8 @@ def test_what_a_property_lacks_is_said():
         ({"strategy": "horovod"}, "did you mean 'ddp'?"),
         ({"strategy": "fully_sharded_data_parallel"}, "did you mean 'fsdp'?"),
         ({"strategy": nn.parallel.DistributedDataParallel}, "write strategy='ddp'"),
-        ({"strategy": None}, "'strategy' must be 'auto', an alias"),
-        ({"accelerator": None}, "'accelerator' must be 'auto', an alias"),
+        ({"strategy": None}, "leave it out, or write strategy='auto'"),
+        ({"accelerator": None}, "leave it out, or write accelerator='auto'"),
         ({"accelerator": "cuda:1"}, "write accelerator='cuda', devices=[1]"),
         ({"accelerator": torch.device("cpu")}, "write accelerator='cpu'"),
         ({"accelerator": torch.device("cuda", 1)}, "write accelerator='cuda', devices=[1]"),
@@ -392,6 +398,14 @@ def test_a_name_of_another_library(name, message):
     with pytest.raises(AttributeError, match=f"module 'torchhal' has no attribute '{name}'") as caught:
         getattr(torchhal, name)
     assert message in str(caught.value)
+
+
+def test_a_name_of_another_library_in_an_import():
+    with pytest.raises(ImportError, match=r"there is torchhal\.Module"):
+        exec("from torchhal import LightningModule")
+    with pytest.raises(ImportError, match="cannot import name 'Trainr'"):
+        exec("from torchhal import Trainr")
+    assert __import__("torchhal", fromlist=["any"]) is torchhal  # as old code imports a submodule by its name
 
 
 def test_numbers_of_numpy_are_numbers():
@@ -607,8 +621,9 @@ def test_a_compiled_model_is_compiled_in_place():
 def test_validation_data_without_a_validation_step_is_said():
     model = Net()
     model.validation_step = None
-    with pytest.warns(UserWarning, match="Net has no validation_step, so val_dataloaders is not used"):
+    with pytest.warns(UserWarning, match="Net has no validation_step, so val_dataloaders is not used") as caught:
         make().fit(model, BATCHES, BATCHES)
+    assert caught[0].filename == __file__, "the line that called"
 
 
 # -- losses ------------------------------------------------------------------------------------------------------
@@ -637,6 +652,57 @@ def step(function, **options):
 def test_what_training_step_may_not_return(function, message):
     with pytest.raises(ModelError, match=message):
         step(function)
+
+
+def loss_after(act):
+    def training_step(model, batch):
+        loss = model.layer(batch).pow(2).mean()
+        act(model, loss)
+        return loss
+
+    return training_step
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        (lambda m, loss: m.optimizers().step(), r"Bad steps SGD by hand, and the Trainer steps it too"),
+        (lambda m, loss: m.manual_backward(loss), r"Bad\.manual_backward needs manual optimization"),
+        (lambda m, loss: loss.backward(), r"leave loss\.backward\(\) out of training_step.* a second time"),
+    ],
+    ids=["step", "manual_backward", "backward"],
+)
+@pytest.mark.usefixtures("accelerator")
+def test_what_the_trainer_does_is_not_done_by_hand_too(act, message):
+    with pytest.raises(ModelError, match=message):
+        step(loss_after(act))
+
+
+def test_what_is_kept_from_an_earlier_batch_is_to_be_detached():
+    class Recurrent(Net):
+        kept = 0.0
+
+        def training_step(self, batch, batch_idx):
+            self.kept = self.layer(batch).pow(2).mean() + self.kept
+            return self.kept
+
+    with pytest.raises(ModelError, match=r"graph of the loss .* has been used up: .*detach\(\) what is kept"):
+        make().fit(Recurrent(), BATCHES)
+
+
+def test_an_object_is_not_loaded_by_what_makes_a_new_one(tmp_path):
+    trainer, model = make(), Net()
+    trainer.fit(model, BATCHES)
+    trainer.save_checkpoint(tmp_path / "net.ckpt")
+    with pytest.raises(ModelError, match=r"leaves this one as it is: write model = Net\.load_from_checkpoint"):
+        model.load_from_checkpoint(tmp_path / "net.ckpt")
+
+    class Own(Net):
+        @classmethod
+        def load_from_checkpoint(cls, path):
+            return super().load_from_checkpoint(path)
+
+    assert type(Own.load_from_checkpoint(tmp_path / "net.ckpt")) is Own
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF])

@@ -481,6 +481,7 @@ def test_accepted_forms(index):
 @pytest.mark.parametrize(
     ("value", "message"),
     [
+        (lambda m, o, s: (o, s), r"\(got SGD, StepLR\): write \[optimizer\], \[scheduler\]"),
         (lambda m, o, s: 3, r"configure_optimizers must return an optimizer, .* \(got 3\)"),
         (lambda m, o, s: "sgd", r"must return an optimizer"),
         (lambda m, o, s: [o, 3], r"must return an optimizer"),

@@ -6,6 +6,8 @@ Type checkers and completion read ``__init__.pyi``.
 
 from __future__ import annotations
 
+import sys
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -63,6 +65,9 @@ def __getattr__(name: str) -> object:
         from torchhal.hints import NAMES, did_you_mean
 
         message += f": there is {NAMES[name]}" if name in NAMES else did_you_mean(name, __all__)
+        # ``from torchhal import name`` drops an AttributeError, and the advice with it
+        if name in NAMES and sys._getframe(1).f_code.co_name == "_handle_fromlist":
+            raise ImportError(message, name=__name__)
     raise AttributeError(message)
 
 

@@ -256,6 +256,9 @@ ATTRIBUTES: Final[Mapping[str, str]] = {
     "num_processes": "read trainer.world_size",
     "history": "read trainer.callback_metrics",
     "metrics": "read trainer.callback_metrics",
+    "add_argparse_args": "add the arguments that a script takes to its parser by their names",
+    "from_argparse_args": "write Trainer(max_epochs=args.max_epochs, ...), each argument by its name",
+    "parse_argparser": "write Trainer(max_epochs=args.max_epochs, ...), each argument by its name",
     "num_gpus": "read trainer.num_devices",
     "gpus": "read trainer.num_devices",
 }

@@ -7,6 +7,7 @@ the batch, and what the libraries need for themselves are not in it.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -141,19 +142,28 @@ def build_model(make: Callable[..., Any], arguments: Any = None, *, trainer: Any
     given = {} if arguments is None else arguments
     if not isinstance(given, dict | list):
         raise ConfigurationError(f"the model's arguments must be a JSON object or array (got {given!r})")
+    positions, keywords = ([], given) if isinstance(given, dict) else (given, {})
+    try:
+        inspect.signature(make).bind(*positions, **keywords)
+    except TypeError as error:
+        takes = str(inspect.signature(make)).partition(" -> ")[0]
+        raise ModelError(
+            f"{name}{takes} can't be called with {given!r} ({error}): give its arguments as JSON, --model-args"
+        ) from error
+    except ValueError:  # a function of an extension has no signature to look at
+        pass
     try:
         with torch.device("meta"):
-            module = make(**given) if isinstance(given, dict) else make(*given)
+            module = make(*positions, **keywords)
             if trainer is not None and hasattr(type(module), "trainer"):
                 module.trainer = trainer
             configure = getattr(module, "configure_model", None)
             if configure is not None:
                 configure()
     except Exception as error:
-        hint = "give its arguments as JSON, --model-args" if isinstance(error, TypeError) and not given else ""
         raise ModelError(
-            f"{name} can't be built on the meta device ({type(error).__name__}: {error})"
-            f"{': ' + hint if hint else '. Values can be set in reset_parameters() or a hook instead'}"
+            f"{name} can't be built on the meta device ({type(error).__name__}: {error}). Values can be set in "
+            "reset_parameters() or a hook instead"
         ) from error
     if not isinstance(module, nn.Module):
         raise ModelError(f"{name} must be, or return, an nn.Module (got {module!r})")

@@ -11,7 +11,8 @@ import reprlib
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -36,6 +37,17 @@ _NEVER_OF_A_FILE = TorchhalError, ImportError, MemoryError, torch.OutOfMemoryErr
 """Errors of user code that say themselves what is wrong, whatever a checkpoint holds."""
 
 
+@contextmanager
+def _mismatch(describe: Callable[[Exception], str]) -> Iterator[None]:
+    """Raise what the user's code raises on a checkpoint's content as a CheckpointMismatchError."""
+    try:
+        yield
+    except _NEVER_OF_A_FILE:
+        raise
+    except Exception as error:  # what it raises depends on what is wrong, and on the user's code
+        raise CheckpointMismatchError(describe(error)) from error
+
+
 class Hyperparameters(dict[str, Any]):
     """Constructor arguments by name, readable as attributes."""
 
@@ -47,6 +59,27 @@ class Hyperparameters(dict[str, Any]):
 
     def __setattr__(self, name: str, value: Any) -> None:
         self[name] = value
+
+
+if TYPE_CHECKING:
+    _class_method_only = classmethod
+else:
+
+    class _class_method_only(classmethod):
+        """A class method that makes a new object, which a call on an object of the class would drop."""
+
+        def __get__(self, instance: Any, owner: Any = None) -> Any:
+            if instance is None:
+                return super().__get__(instance, owner)
+            name, method = type(instance).__name__, self.__name__
+
+            def refuse(*args: Any, **kwargs: Any) -> Any:
+                raise ModelError(
+                    f"{method} makes a new object and leaves this one as it is: write model = {name}.{method}(...), "
+                    "or model.load_state_dict(...) for weights into this one"
+                )
+
+            return refuse
 
 
 class _HasHyperparameters:
@@ -101,7 +134,7 @@ class _HasHyperparameters:
         keep = set(names) or set(collected)
         self.hparams.update({key: value for key, value in collected.items() if key in keep and key not in ignored})
 
-    @classmethod
+    @_class_method_only
     def load_from_checkpoint(
         cls,
         checkpoint_path: Any,
@@ -144,17 +177,15 @@ class _HasHyperparameters:
             saved = {whole: Hyperparameters(saved)}
         elif not any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values()):
             saved = {name: value for name, value in saved.items() if name in accepted}
-        try:
-            loaded = cls(**{**saved, **arguments})
-        except _NEVER_OF_A_FILE:
-            raise
-        except Exception as error:
-            names = ", ".join(name for name in saved if name not in arguments) or "none"
-            raise CheckpointMismatchError(
+        names = ", ".join(name for name in saved if name not in arguments) or "none"
+        with _mismatch(
+            lambda error: (
                 f"{cls.__name__} can't be built from {str(checkpoint_path)!r}: its __init__ raised "
                 f"{type(error).__name__}: {error}. Arguments from the file: {names}. Pass what it lacks, or has "
                 "otherwise, as arguments here, or call save_hyperparameters() in __init__ and save anew"
-            ) from error
+            )
+        ):
+            loaded = cls(**{**saved, **arguments})
         loaded._restore(checkpoint, str(checkpoint_path), strict=strict)
         return loaded
 
@@ -582,15 +613,9 @@ class Module(_HasHyperparameters, ModuleHooks, nn.Module):
 
         check_has_weights(checkpoint, path)
         self.on_load_checkpoint(checkpoint)
-        try:
+        with _mismatch(lambda error: f"{path!r}: the weights don't belong to {type(self).__name__}: {error}"):
             check_dtypes(checkpoint["state_dict"], self, path)
             self.load_state_dict(checkpoint["state_dict"], strict=strict)
-        except _NEVER_OF_A_FILE:
-            raise
-        except Exception as error:  # what it raises depends on what is wrong, and on the model's own hooks
-            raise CheckpointMismatchError(
-                f"{path!r}: the weights don't belong to {type(self).__name__}: {error}"
-            ) from error
 
 
 class DataModule(_HasHyperparameters):
@@ -638,11 +663,9 @@ class DataModule(_HasHyperparameters):
         state = checkpoint.get(name, {})
         if not isinstance(state, dict):
             raise CheckpointCorruptError(f"{path!r} is damaged: its field {name!r} must be a dict (got {state!r:.80})")
-        try:
-            self.load_state_dict(state)
-        except _NEVER_OF_A_FILE:
-            raise
-        except Exception as error:
-            raise CheckpointMismatchError(
+        with _mismatch(
+            lambda error: (
                 f"{path!r}: {name}.load_state_dict raised {type(error).__name__} for the field {name!r}: {error}"
-            ) from error
+            )
+        ):
+            self.load_state_dict(state)

@@ -220,6 +220,17 @@ class PenaltyOverAll(Transformer):
         return super().training_step(batch, batch_idx) + sum(weight.square().sum() for weight in self.parameters())
 
 
+class LoggedPenalty(PenaltyOverAll):
+    def training_step(self, batch, batch_idx):
+        self.log("penalty", sum(weight.square().sum() for weight in self.parameters()))
+        return super().training_step(batch, batch_idx)
+
+
+class ClippedByTorch(Transformer):
+    def on_before_optimizer_step(self, optimizer):
+        nn.utils.clip_grad_norm_(self.parameters(), 1.0)
+
+
 class GroupedHeads(Transformer):
     """Right: two heads of keys for four of queries."""
 

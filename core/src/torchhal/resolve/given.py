@@ -65,6 +65,8 @@ def _meant(kind: str, value: Any) -> str:
     """The end of a sentence about an object that torch has for what is an alias here."""
     if kind == "accelerator" and isinstance(value, torch.device):
         return f": write accelerator={value.type!r}" + ("" if value.index is None else f", devices=[{value.index}]")
+    if value is None:
+        return ": leave it out" + (f", or write {kind}='auto'" if kind in ("accelerator", "strategy") else "")
     meant = meant_by(kind, getattr(value, "__name__", str(value)).removeprefix("torch."))
     return f": write {kind}={one_of(meant)}" if meant else ""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import math
 import numbers
 from collections.abc import Mapping
@@ -202,6 +203,8 @@ def check_value(name: str, value: Any) -> None:
                 f"shape {tuple(value.shape)}); reduce it first, e.g. with .mean()"
             )
         if value.is_meta:
+            with contextlib.suppress(RuntimeError):  # one that stands for another rank's raises what it knows
+                value.item()
             raise ValueError(
                 f"'value' of self.log({name!r}, ...) must have a value on this rank (got {value!r}, on the meta device)"
             )

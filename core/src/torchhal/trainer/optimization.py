@@ -28,6 +28,9 @@ FORMS = (
     "such dicts, or None"
 )
 
+_FREED_GRAPH = "backward through the graph a second time"
+"""Of the error of torch's autograd engine, which has no class of its own."""
+
 _TOO_MANY = 100
 """Batches without a loss from the beginning of a fit, after which it is said."""
 
@@ -74,12 +77,17 @@ def parse_optimizers(value: Any, model: str, module: Any) -> tuple[list[Optimize
     else:
         optimizers = [value]
     for optimizer in optimizers:
-        if not isinstance(optimizer, Optimizer) and not (
-            hasattr(optimizer, "step") and hasattr(optimizer, "param_groups")
-        ):
-            raise ModelError(f"{model}.configure_optimizers must return {FORMS} (got {value!r})")
+        if not _is_optimizer(optimizer):
+            # torch prints an optimizer on a line for each of its settings
+            given = ", ".join(type(item).__name__ if hasattr(item, "step") else repr(item) for item in optimizers)
+            meant = ": write [optimizer], [scheduler]" if any(map(_is_optimizer, optimizers)) else ""
+            raise ModelError(f"{model}.configure_optimizers must return {FORMS} (got {given}){meant}")
     _check_parameters(optimizers, module, model)
     return optimizers, [_scheduler_config(item, model, schedulers) for item in schedulers]
+
+
+def _is_optimizer(value: Any) -> bool:
+    return isinstance(value, Optimizer) or (hasattr(value, "step") and hasattr(value, "param_groups"))
 
 
 def _from_dict(value: Mapping[str, Any], model: str) -> tuple[list[Any], list[Any]]:
@@ -224,6 +232,8 @@ class Optimization(TrainerPart):
         self.has_gradients = trainer.fit_loop.restored_gradients
         """Whether a backward has run since the last optimizer step."""
         trainer.fit_loop.restored_gradients = False
+        self._stepping = False
+        """Whether an automatic step hands an optimizer its closure."""
         self.skipped = False
         """Whether the latest ``training_step`` gave no loss."""
         self._began_at = trainer.fit_loop.total_batches
@@ -378,12 +388,21 @@ class Optimization(TrainerPart):
             self._zero_grad(batch_idx)
         if self.before_backward:
             self.trainer.hooks.call("on_before_backward", loss)
-        if self.plain_backward:
-            loss.backward()  # type: ignore[no-untyped-call]
-        elif self.module_backward is not None:
-            self.strategy.backward(loss, through=self.module_backward)
-        else:
-            self.strategy.backward(loss)
+        try:
+            if self.plain_backward:
+                loss.backward()  # type: ignore[no-untyped-call]
+            elif self.module_backward is not None:
+                self.strategy.backward(loss, through=self.module_backward)
+            else:
+                self.strategy.backward(loss)
+        except RuntimeError as error:
+            if _FREED_GRAPH not in str(error):
+                raise
+            raise ModelError(
+                f"the graph of the loss that {self.model_name}.training_step returned has been used up: leave "
+                "loss.backward() out of training_step, for the Trainer calls it, and detach() what is kept from one "
+                f"batch to the next. torch says: {str(error).partition('. ')[0]}"
+            ) from error
         if self.after_backward:
             self.trainer.hooks.call("on_after_backward")
         self.has_gradients = True
@@ -468,14 +487,23 @@ class Optimization(TrainerPart):
             return loss
 
         wrapped = self.wrapped[0]
-        if self.module_step is not None:
-            self.module_step(self.trainer.current_epoch, batch_idx, wrapped, closure)
-        else:
-            wrapped.step(closure)
+        self._stepping = True
+        try:
+            if self.module_step is not None:
+                self.module_step(self.trainer.current_epoch, batch_idx, wrapped, closure)
+            else:
+                wrapped.step(closure)
+        finally:
+            self._stepping = False
         return output
 
     def user_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
         """``step`` of a :class:`WrappedOptimizer`."""
+        if self.automatic and not self._stepping:
+            raise ModelError(
+                f"{self.model_name} steps {type(optimizer).__name__} by hand, and the Trainer steps it too: leave "
+                "self.optimizers().step() out, or set self.automatic_optimization = False"
+            )
         result: Any = None
         self._check_averaged(optimizer)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,14 @@ if TYPE_CHECKING:
     from torchhal.trainer.results import Results
 
 _log = logging.getLogger("torchhal")
+
+
+def _callers_level() -> int:
+    """The ``stacklevel`` for a warning of the calling function that shows the line by which a user called torchhal."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_globals.get("__name__", "").startswith("torchhal") and frame.f_back is not None:
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 class TrainerOutput:
@@ -94,7 +103,7 @@ class TrainerOutput:
         if message not in self.said and self.is_global_zero:
             self.said.add(message)
             with lossy_streams():
-                warnings.warn(message, UserWarning, stacklevel=2)
+                warnings.warn(message, UserWarning, stacklevel=_callers_level())
 
     def print_results(self, fn: str, results: list[dict[str, float]]) -> None:
         """The metrics of a validation or test, one table per loader."""

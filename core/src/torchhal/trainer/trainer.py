@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torchhal import arguments
 from torchhal.errors import ConfigurationError, ModelError
@@ -46,6 +46,16 @@ from torchhal.trainer.state import TrainerState
 from torchhal.trainer.unknown_arguments import explain_unknown_arguments
 
 _log = logging.getLogger("torchhal")
+
+
+class _RemovedMethod:
+    """A class method that other trainers had, and that is named in ``ATTRIBUTES``."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, instance: Any, owner: type) -> NoReturn:
+        raise AttributeError(f"type object {owner.__name__!r} has no attribute {self.name!r}: {ATTRIBUTES[self.name]}")
 
 
 class Trainer(TrainerOutput, TrainerProperties):
@@ -206,6 +216,9 @@ class Trainer(TrainerOutput, TrainerProperties):
             self.warn_once(note)
 
     if not TYPE_CHECKING:  # a type checker would let every name pass
+        add_argparse_args = _RemovedMethod()
+        from_argparse_args = _RemovedMethod()
+        parse_argparser = _RemovedMethod()
 
         def __getattr__(self, name: str) -> Any:
             if hasattr(type(self), name):  # a property raised AttributeError, and Python has dropped it

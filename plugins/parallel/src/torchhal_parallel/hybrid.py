@@ -446,6 +446,14 @@ class HybridStrategy(FullyShardedStrategy):
                     )
         if self._open_layers is not None and not self._units and "mixed torch.Tensor and DTensor" in message_of(error):
             model = type(self.module).__name__
+            frames = [frame.f_globals.get("__name__") for frame, _ in walk_tb(error.__traceback__)]
+            if "torch.nn.utils.clip_grad" in frames:
+                return ModelError(
+                    f"{error}. torch.nn.utils can't clip the gradients of {model}, of which those in the tensor "
+                    "parallel plan are divided and the others are not: set Trainer(gradient_clip_val=...), or call "
+                    "self.clip_gradients(...) in configure_gradient_clipping. The norm of all gradients is "
+                    "trainer.strategy.grad_norm(optimizer)"
+                )
             return ModelError(
                 f"{error}. The parameters of layers in a tensor parallel plan are divided, and {model} computes with "
                 "one outside of its layer, as a penalty over self.parameters() does: leave that layer "

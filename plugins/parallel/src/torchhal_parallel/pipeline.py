@@ -159,7 +159,7 @@ class Pipeline:
             return ModelError(
                 f"{error} A step of {model} differentiates by torch.autograd.grad: on the rank of a pipeline that "
                 "makes the loss it leads to parameters of its stages at most, as earlier layers are on other ranks. A "
-                "penalty on gradients needs a strategy under which each rank has the model, such as 'ddp' or 'zero3'"
+                "penalty on gradients needs a strategy under which each rank has the model, such as 'ddp' or 'zero1'"
             )
         if isinstance(error, RemoteWriteError):
             return ModelError(said)

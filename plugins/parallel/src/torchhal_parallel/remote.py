@@ -25,7 +25,7 @@ INSTEAD: Final = (
     "trainer.strategy.grad_norm(optimizer); to clip by it set Trainer(gradient_clip_val=...), or call "
     "self.clip_gradients(...) in configure_gradient_clipping. A penalty over parameters, a copy of the model that "
     "follows it (EMA), or another number made of all of them needs a strategy under which each rank has the model, "
-    "such as 'ddp' or 'zero3'"
+    "such as 'ddp' or 'zero1'"
 )
 """What to do where code would look at all parameters."""
 
