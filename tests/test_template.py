@@ -15,10 +15,10 @@ import pytest
 import yaml
 
 import torchhal
-from torchhal import builtin
-from torchhal.discovery import contributions
-from torchhal.hints import DISTRIBUTIONS
 from torchhal.plugin import KINDS
+from torchhal.registry import _builtin as builtin
+from torchhal.registry._discovery import contributions
+from torchhal.registry._hints import DISTRIBUTIONS
 
 pytestmark = pytest.mark.packaging
 

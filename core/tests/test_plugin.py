@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchhal import builtin
-from torchhal.discovery import contributions
 from torchhal.plugin import HOOKS, KINDS, Availability, Component, Hookspecs, alias_problem
+from torchhal.registry import _builtin as builtin
+from torchhal.registry._discovery import contributions
 
 TEXT = st.text("abz019-_ A/.é", max_size=70)
 

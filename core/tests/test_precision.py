@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchhal import builtin
 from torchhal.accelerators import Accelerator, CPUAccelerator
 from torchhal.errors import CheckpointMismatchError, UnsupportedCombinationError
 from torchhal.overrides import overrides
 from torchhal.precision import FullPrecision, MixedPrecision, Precision, SinglePrecision, mixed
+from torchhal.registry import _builtin as builtin
 
 pytestmark = pytest.mark.usefixtures("accelerator")
 ALIASES = {component.alias: component for component in builtin.torchhal_precisions()}

@@ -25,9 +25,9 @@ from torchhal.errors import ConfigurationError, TorchhalError, UnknownAliasError
 from torchhal.terminal import echo, printable
 
 if TYPE_CHECKING:
-    from torchhal.entry import Entry
     from torchhal.registry import Registry
-    from torchhal.scan import PluginRecord
+    from torchhal.registry._entry import Entry
+    from torchhal.registry._plugin_loader import PluginRecord
 
     Parsers = argparse._SubParsersAction["_Parser"]
 
@@ -172,7 +172,7 @@ def examine(environ: Mapping[str, str]) -> dict[str, Any]:
     import platform
 
     from torchhal.registry import Registry
-    from torchhal.scan import STRICT
+    from torchhal.registry._plugin_loader import STRICT
 
     # Who runs a doctor wants to see all that is wrong, so nothing is raised for the first of it.
     registry = Registry(environ={**environ, STRICT: "0"})
@@ -239,7 +239,7 @@ def _advice(entry: Entry) -> list[str]:
 
 def _guarded(ask: Callable[[], _T], otherwise: Callable[[str], _T]) -> _T:
     """``ask()``, or what ``otherwise`` makes of the reason when that fails in whatever way: a doctor must not die."""
-    from torchhal.discovery import describe
+    from torchhal.registry._discovery import describe
 
     try:
         return ask()

@@ -15,9 +15,9 @@ from typing import Any
 
 from torchhal import registry
 from torchhal.conformance.check import CHECKS
-from torchhal.discovery import CORE
-from torchhal.entry import Entry
 from torchhal.plugin import KINDS
+from torchhal.registry._discovery import CORE
+from torchhal.registry._entry import Entry
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "reference" / "conformance-results.md"

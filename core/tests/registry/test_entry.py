@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from torchhal.accelerators import Accelerator
-from torchhal.entry import Entry
 from torchhal.errors import ComponentError
 from torchhal.plugin import Component
+from torchhal.registry._entry import Entry
 
 
 class Board(Accelerator):

@@ -9,7 +9,7 @@ import os
 from typing import TYPE_CHECKING, Any, Final
 
 from torchhal.errors import CheckpointCorruptError, CheckpointError
-from torchhal.hints import CHECKPOINT_FILES
+from torchhal.registry._hints import CHECKPOINT_FILES
 from torchhal.terminal import echo
 
 if TYPE_CHECKING:

@@ -132,8 +132,8 @@ class _Batches(NamedTuple):
 
 
 def _find(target: str) -> Any:
-    from torchhal.discovery import describe
-    from torchhal.entry import resolve_target
+    from torchhal.registry._discovery import describe
+    from torchhal.registry._entry import resolve_target
 
     module, colon, name = target.partition(":")
     if not (module and colon and name):
@@ -160,7 +160,7 @@ def _every(memory: ModelMemory, plan: Plan) -> Iterator[dict[str, Any]]:
     """One row for each strategy of this hardware; those that differ only in how processes start share that of the
     shortest name. What is not possible comes last."""
     from torchhal import registry
-    from torchhal.discovery import describe
+    from torchhal.registry._discovery import describe
     from torchhal.resolve.fit import check_accelerator
     from torchhal.resolve.plan import Part
 

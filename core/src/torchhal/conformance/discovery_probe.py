@@ -69,9 +69,10 @@ def main(target: str, path: str, distribution: str, plugin: str) -> None:
             signal.signal(number, signal.SIG_DFL)
     import importlib_metadata
 
-    from torchhal import builtin, discovery, registry, scan  # noqa: F401
+    from torchhal import registry
     from torchhal.errors import AmbiguousAliasError
     from torchhal.plugin import HOOKS, PROJECT, Hookspecs
+    from torchhal.registry import _discovery as discovery
 
     installed: Any = importlib_metadata.distribution(distribution)
 

@@ -20,14 +20,14 @@ from urllib.parse import unquote
 from torchhal import registry
 from torchhal.conformance.check import Check, environment
 from torchhal.conformance.launcher_tables import LAUNCHERS, TABLES
-from torchhal.discovery import CORE, USER
-from torchhal.entry import Entry, class_problem
 from torchhal.errors import ConfigurationError
 from torchhal.plugin import Component
+from torchhal.registry._discovery import CORE, USER
+from torchhal.registry._entry import Entry, class_problem
 
 if TYPE_CHECKING:
     from torchhal.accelerators import Accelerator
-    from torchhal.scan import PluginRecord
+    from torchhal.registry._plugin_loader import PluginRecord
 
 
 @dataclass(frozen=True)

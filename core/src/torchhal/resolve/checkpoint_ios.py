@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torchhal import registry
 from torchhal.checkpoint.base import CheckpointIO
-from torchhal.entry import Entry
+from torchhal.registry._entry import Entry
 
 
 def usable_ios() -> Iterator[tuple[Entry, CheckpointIO]]:

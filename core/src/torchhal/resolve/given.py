@@ -16,8 +16,8 @@ from torchhal.accelerators import Accelerator
 from torchhal.checkpoint import CheckpointIO
 from torchhal.cluster import ClusterEnvironment
 from torchhal.errors import AcceleratorUnavailable, ConfigurationError, PluginError, UnknownAliasError
-from torchhal.hints import meant_by, one_of
 from torchhal.precision import Precision
+from torchhal.registry._hints import meant_by, one_of
 from torchhal.resolve.plan import Part
 from torchhal.strategies import Strategy
 

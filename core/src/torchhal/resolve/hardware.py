@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 from torchhal import registry
-from torchhal.discovery import USER
-from torchhal.entry import Entry
 from torchhal.errors import AcceleratorUnavailable, ComponentError, ConfigurationError
-from torchhal.hints import DISTRIBUTIONS
 from torchhal.plugin import Availability
+from torchhal.registry._discovery import USER
+from torchhal.registry._entry import Entry
+from torchhal.registry._hints import DISTRIBUTIONS
+from torchhal.registry._plugin_loader import PluginRecord
 from torchhal.resolve.given import from_alias, from_object
 from torchhal.resolve.plan import Part, Request
-from torchhal.scan import PluginRecord
 from torchhal.strategies import Strategy
 
 

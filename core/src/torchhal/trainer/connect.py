@@ -11,7 +11,7 @@ from torch import nn
 
 from torchhal.checkpoint.place import is_url
 from torchhal.errors import ConfigurationError, ModelError
-from torchhal.hints import NAMES
+from torchhal.registry._hints import NAMES
 from torchhal.trainer.callbacks import Callback, ModelCheckpoint, ModelSummary, ProgressBar
 from torchhal.trainer.data import LOADER_HOOKS, EvaluationData
 from torchhal.trainer.loggers import CSVLogger

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from torchhal.errors import ModelError
-from torchhal.hints import nearest
 from torchhal.module import ModuleHooks
+from torchhal.registry._hints import nearest
 from torchhal.trainer.callbacks import Callback
 from torchhal.trainer.calls import binds
 from torchhal.trainer.data import LOADER_HOOKS

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 from torchhal import arguments
 from torchhal.errors import ConfigurationError
-from torchhal.hints import nearest
 from torchhal.precision.base import needs_closure
+from torchhal.registry._hints import nearest
 
 if TYPE_CHECKING:
     from torchhal.trainer.trainer import Trainer

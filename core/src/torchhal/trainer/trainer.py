@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from torchhal import arguments
 from torchhal.errors import ConfigurationError, ModelError
-from torchhal.hints import ATTRIBUTES
 from torchhal.launchers.rendezvous import expect
+from torchhal.registry._hints import ATTRIBUTES
 from torchhal.resolve import Plan, Request, resolve
 from torchhal.strategies import Strategy
 from torchhal.trainer import checkpointing, replicas, trained_by

@@ -29,10 +29,10 @@ from torchhal.conformance.check import CheckFailed, check, environment, not_appl
 from torchhal.conformance.expect import require, same
 from torchhal.conformance.subject import Subject
 from torchhal.conformance.torch_state import torch_state
-from torchhal.discovery import canonical
-from torchhal.entry import BASES, resolve_target
 from torchhal.errors import ComponentError, TorchhalError
-from torchhal.scan import PluginRecord
+from torchhal.registry._discovery import canonical
+from torchhal.registry._entry import BASES, resolve_target
+from torchhal.registry._plugin_loader import PluginRecord
 
 HEAVY: Final = frozenset({"torch", "numpy", "scipy", "pandas", "lightning", "tensorflow", "jax"})
 MANIFEST_MS: Final = 50.0

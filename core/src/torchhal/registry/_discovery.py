@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import pluggy
 
 from torchhal.errors import BrokenPluginError
-from torchhal.hints import did_you_mean
 from torchhal.plugin import HOOKS, PROJECT, Component, Hookspecs
+from torchhal.registry._hints import did_you_mean
 from torchhal.terminal import printable
 
 if TYPE_CHECKING:

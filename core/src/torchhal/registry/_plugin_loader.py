@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torchhal
-from torchhal.discovery import Found, Selection, contributions, describe, unmet_requirement
-from torchhal.entry import Entry
 from torchhal.errors import BrokenPluginError, ComponentError, IncompatiblePluginError, PluginError
 from torchhal.plugin import Component
+from torchhal.registry._discovery import Found, Selection, contributions, describe, unmet_requirement
+from torchhal.registry._entry import Entry
 from torchhal.terminal import printable
 
 STRICT: Final = "TORCHHAL_STRICT_PLUGINS"
@@ -36,7 +36,7 @@ class PluginRecord:
         reason: why it isn't loaded, or an empty string.
         file: of the manifest, where known.
         load_ms: time its import and hooks took; None when it wasn't imported.
-        components: what it provides, the unusable ones with their :attr:`~torchhal.entry.Entry.problem`.
+        components: what it provides, the unusable ones with their :attr:`~torchhal.registry._entry.Entry.problem`.
     """
 
     name: str

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from torchhal.discovery import describe
 from torchhal.errors import ComponentError
-from torchhal.hints import did_you_mean
 from torchhal.plugin import Availability, Component
+from torchhal.registry._discovery import describe
+from torchhal.registry._hints import did_you_mean
 from torchhal.terminal import printable
 
 BASES: Final[Mapping[str, str]] = {

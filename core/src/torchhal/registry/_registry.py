@@ -1,11 +1,8 @@
-"""Which parts exist, and the look-up of a part by its alias.
+"""Look up components by kind and alias: built in, from plugins, registered by user code.
 
-Built-in parts are found without looking further. The first alias that isn't built in reads the metadata of all
+Built-in components are found without looking further. The first alias that isn't built in reads the metadata of all
 installed distributions and imports the manifests of plugins among them, once; what failed then is remembered with
 its reason until :func:`refresh`. Nothing here imports torch or the module of a part.
-
-The functions of this module act on one registry for the process. :class:`Registry` is for tests and tools that
-want another: other distributions, another environment.
 """
 
 from __future__ import annotations
@@ -18,7 +15,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, TypeVar, overload
 
-from torchhal.discovery import (
+from torchhal.errors import AmbiguousAliasError, ComponentError, ConfigurationError, PluginError, UnknownAliasError
+from torchhal.plugin import HOOKS, KINDS, Component
+from torchhal.registry._discovery import (
     CORE,
     USER,
     Found,
@@ -28,30 +27,14 @@ from torchhal.discovery import (
     find_plugins,
     metadata_fingerprint,
 )
-from torchhal.entry import Entry, class_problem
-from torchhal.errors import AmbiguousAliasError, ComponentError, ConfigurationError, PluginError, UnknownAliasError
-from torchhal.hints import DISTRIBUTIONS, meant_by, nearest, one_of
-from torchhal.plugin import HOOKS, KINDS, Component
-from torchhal.scan import PluginRecord, Scan, is_strict, judge, read_plugins
+from torchhal.registry._entry import Entry, class_problem
+from torchhal.registry._hints import DISTRIBUTIONS, meant_by, nearest, one_of
+from torchhal.registry._plugin_loader import PluginRecord, Scan, is_strict, judge, read_plugins
 
 if TYPE_CHECKING:
     from importlib_metadata import Distribution
 
-__all__ = [
-    "Entry",
-    "PluginRecord",
-    "Registry",
-    "aliases",
-    "entries",
-    "find",
-    "installed",
-    "plugins",
-    "refresh",
-    "register",
-    "why_unknown",
-]
-
-HINTED: Final = ("accelerator", "strategy")  # the kinds that the aliases of torchhal.hints are of
+HINTED: Final = ("accelerator", "strategy")  # kinds of the aliases in _hints
 
 _T = TypeVar("_T", bound=type)
 
@@ -278,7 +261,7 @@ class Registry:
 
     def _built_in(self) -> dict[tuple[str, str], Entry]:
         if not self._core:
-            from torchhal import builtin
+            from torchhal.registry import _builtin as builtin
 
             entries = [Entry(kind, component, CORE, CORE) for kind, component in contributions(builtin)]
             self._core = {(entry.kind, name): entry for entry in entries for name in entry.names}
@@ -318,55 +301,3 @@ class Registry:
 def _check_kind(kind: str) -> None:
     if kind not in KINDS:
         raise ValueError(f"'kind' must be one of {', '.join(map(repr, KINDS))} (got {kind!r})")
-
-
-_default = Registry()
-"""The process's registry. ``torchhal.testing.isolated_registry`` puts another in its place."""
-
-
-def plugins() -> list[PluginRecord]:
-    """See :meth:`Registry.plugins`."""
-    return _default.plugins()
-
-
-def installed() -> list[PluginRecord]:
-    """See :meth:`Registry.installed`."""
-    return _default.installed()
-
-
-def entries(kind: str) -> list[Entry]:
-    """See :meth:`Registry.entries`."""
-    return _default.entries(kind)
-
-
-def aliases(kind: str) -> list[str]:
-    """See :meth:`Registry.aliases`."""
-    return _default.aliases(kind)
-
-
-def find(kind: str, alias: str) -> Entry:
-    """See :meth:`Registry.find`."""
-    return _default.find(kind, alias)
-
-
-def why_unknown(alias: str) -> list[str]:
-    """See :meth:`Registry.why_unknown`."""
-    return _default.why_unknown(alias)
-
-
-@overload
-def register(kind: str, alias: str, cls: _T, *, summary: str = "", defaults: Mapping[str, Any] | None = None) -> _T: ...
-@overload
-def register(
-    kind: str, alias: str, cls: None = None, *, summary: str = "", defaults: Mapping[str, Any] | None = None
-) -> Callable[[_T], _T]: ...
-def register(
-    kind: str, alias: str, cls: Any = None, *, summary: str = "", defaults: Mapping[str, Any] | None = None
-) -> Any:
-    """See :meth:`Registry.register`."""
-    return _default.register(kind, alias, cls, summary=summary, defaults=defaults)
-
-
-def refresh() -> None:
-    """See :meth:`Registry.refresh`."""
-    _default.refresh()
