@@ -16,9 +16,9 @@ from torch import nn
 from world import joined as joined_ranks
 from world import rank, size
 
+from torchhal.distributed import collectives as impl
 from torchhal.errors import CollectiveTimeoutError, DistributedError
 from torchhal.strategies import SingleDeviceStrategy
-from torchhal.strategies import collectives as impl
 
 pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("accelerator")]
 

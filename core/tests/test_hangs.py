@@ -18,9 +18,17 @@ import pytest
 import torch
 
 from torchhal.cli import main
-from torchhal.launchers import flight, hang, peer
-from torchhal.launchers.hang import HangDump
-from torchhal.launchers.peer import Presence
+from torchhal.distributed import (
+    _flight_recorder as flight_recorder,
+)
+from torchhal.distributed import (
+    _hang_dump as hang_dump,
+)
+from torchhal.distributed import (
+    _process_inspection as process_inspection,
+)
+from torchhal.distributed._hang_dump import HangDump
+from torchhal.distributed._process_inspection import Presence
 
 pytestmark = pytest.mark.timeout(400)  # the trainings run in the first test
 
@@ -168,7 +176,7 @@ def test_a_disk_that_answers_no_more_holds_nobody_up(tmp_path, monkeypatch):
     there = tmp_path / "run" / "hang-1"
     there.mkdir(parents=True)
     os.mkfifo(there / "rank-0.json.by-0")  # to open it for writing takes until somebody reads
-    monkeypatch.setattr(hang, "WRITING", 0.3)
+    monkeypatch.setattr(hang_dump, "WRITING", 0.3)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     dump.write("test", 7)
     assert dump.folder == str(tmp_path / "hang-1")
@@ -190,8 +198,8 @@ def test_a_recorder_that_answers_no_more_holds_nobody_up(tmp_path, monkeypatch):
         over.wait(60)
         return []
 
-    monkeypatch.setattr(hang.flight, "collectives", stuck)
-    monkeypatch.setattr(hang, "WRITING", 0.5)
+    monkeypatch.setattr(hang_dump.flight, "collectives", stuck)
+    monkeypatch.setattr(hang_dump, "WRITING", 0.5)
     watch = threading.Thread(target=dump.write, args=("test", 7))
     watch.start()
     assert asked.wait(10)
@@ -305,9 +313,9 @@ def test_a_torch_without_a_flight_recorder_is_no_error(monkeypatch):
     module = torch._C._distributed_c10d
     for name in ("_dump_fr_trace", "_dump_nccl_trace"):
         monkeypatch.delattr(module, name, raising=False)
-    assert (flight.collectives(), flight.last()) == ([], "")
+    assert (flight_recorder.collectives(), flight_recorder.last()) == ([], "")
     monkeypatch.setattr(module, "_dump_fr_trace", lambda: b"something else", raising=False)
-    assert flight.collectives() == []
+    assert flight_recorder.collectives() == []
 
 
 @pytest.mark.cold_start
@@ -337,7 +345,7 @@ def test_whoever_has_decided_on_the_flight_recorder_is_left_alone(monkeypatch, g
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(given, "0")
     before = dict(os.environ)
-    with flight.recording():
+    with flight_recorder.recording():
         assert dict(os.environ) == before
     assert dict(os.environ) == before
 
@@ -348,20 +356,25 @@ def test_a_process_is_not_taken_for_another_of_its_number():
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as child:
         try:
             child.stdout.readline()
-            there = {**peer.whereabouts(), "pid": child.pid, "started": peer._stat(child.pid)[1], "stacks": None}
+            there = {
+                **process_inspection.whereabouts(),
+                "pid": child.pid,
+                "started": process_inspection._stat(child.pid)[1],
+                "stacks": None,
+            }
             said = f"its process {child.pid} is there, but in code that holds Python's lock"
-            assert peer.look_at(there) == (Presence.THERE, said, [])
+            assert process_inspection.look_at(there) == (Presence.THERE, said, [])
             gone = (Presence.GONE, f"its process {child.pid} is gone", ())
-            assert peer.look_at({**there, "started": "1"}) == gone
+            assert process_inspection.look_at({**there, "started": "1"}) == gone
             elsewhere = (Presence.ELSEWHERE, f"its process {child.pid} on n7 answers nothing", ())
-            assert peer.look_at({**there, "host": "n7 pid:[1]"}) == elsewhere
+            assert process_inspection.look_at({**there, "host": "n7 pid:[1]"}) == elsewhere
             child.send_signal(signal.SIGSTOP)
             os.waitpid(child.pid, os.WUNTRACED)  # until it is
-            presence, said, _ = peer.look_at(there)
+            presence, said, _ = process_inspection.look_at(there)
             assert presence is Presence.THERE and "is stopped" in said
             child.kill()
             os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # until nobody has asked how it ended
-            assert peer.look_at(there) == (Presence.GONE, f"its process {child.pid} has ended", ())
+            assert process_inspection.look_at(there) == (Presence.GONE, f"its process {child.pid} has ended", ())
         finally:
             child.kill()
-    assert peer.look_at(there) == gone
+    assert process_inspection.look_at(there) == gone

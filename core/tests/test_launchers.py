@@ -17,12 +17,12 @@ import pytest
 import torch
 
 from torchhal.cluster import LocalEnvironment
+from torchhal.distributed._dataloader_signals import WorkerInit, compose_worker_init, signals_blocked
+from torchhal.distributed._process import LAUNCH_ID, exit_status, threads_per_process, without_external
 from torchhal.errors import ConfigurationError, LaunchError, RankFailedError
 from torchhal.launchers import ExternalLauncher, MultiprocessingLauncher, SubprocessScriptLauncher, multiprocess
-from torchhal.launchers.command import interpreter_flags, script_command
-from torchhal.launchers.process import LAUNCH_ID, exit_status, threads_per_process, without_external
+from torchhal.launchers._command import interpreter_flags, script_command
 from torchhal.launchers.subprocess_script import shared_threads
-from torchhal.launchers.worker_signals import WorkerInit, compose_worker_init, signals_blocked
 
 sys.path.insert(0, str(Path(__file__).parent / "scripts"))
 from running import Job, job
@@ -147,7 +147,7 @@ def test_a_test_session_is_not_run_again():
 
 
 def test_a_script_on_stdin_is_no_file_to_run_again():
-    code = "from torchhal.launchers.command import script_command\nscript_command()\n"
+    code = "from torchhal.launchers._command import script_command\nscript_command()\n"
     for command in ([sys.executable, "-"], [sys.executable]):
         ended = Job(*command, stdin=code).finish()
         assert ended.code == 1
@@ -231,8 +231,10 @@ def test_external_launcher_just_calls():
 @pytest.mark.cold_start
 def test_importing_launchers_is_light():
     code = (
-        "import sys, torchhal.launchers.child, torchhal.launchers.worker; assert 'torch' not in sys.modules\n"
-        "import torchhal.launchers.watch, torchhal.launchers.subprocess_script, torchhal.launchers.multiprocess\n"
+        "import sys, torchhal.launchers._subprocess_entry, torchhal.launchers._worker\n"
+        "assert 'torch' not in sys.modules\n"
+        "import torchhal.distributed._rank_monitor\n"
+        "import torchhal.launchers.subprocess_script, torchhal.launchers.multiprocess\n"
         "assert 'torch._dynamo' not in sys.modules"
     )
     one = Job(sys.executable, "-c", code).finish()

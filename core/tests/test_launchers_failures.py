@@ -217,7 +217,7 @@ def test_a_killed_parent_takes_its_ranks_along(run, launcher):
 
 ENDS = """
 import os, signal, sys
-from torchhal.launchers.exit_monitor import ExitMonitor
+from torchhal.launchers._exit_monitor import ExitMonitor
 
 monitor = ExitMonitor(6)
 fork = os.fork() if sys.argv[1] == "a fork lives" else 1

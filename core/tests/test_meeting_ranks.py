@@ -25,9 +25,23 @@ from torchhal.cluster import mpi
 from torchhal.cluster.base import RanksNotMetError
 from torchhal.cluster.env import EnvEnvironment
 from torchhal.cluster.mpi import OpenMPIEnvironment, _place_of_rank_0
+from torchhal.distributed import (
+    _reachability as reachability,
+)
+from torchhal.distributed import (
+    _rendezvous as rendezvous,
+)
+from torchhal.distributed import (
+    _roll_call as roll_call,
+)
+from torchhal.distributed import (
+    _store_client as store_client,
+)
+from torchhal.distributed import (
+    _stores as stores,
+)
+from torchhal.distributed._failures import Failure
 from torchhal.errors import CollectiveTimeoutError, ConfigurationError, DistributedError, LaunchError
-from torchhal.launchers import reachability, rendezvous, roll_call, store_client, stores
-from torchhal.launchers.failures import Failure
 
 LAUNCHERS = ("SLURM_", "OMPI_", "PMI", "MPI_", "MASTER_", "TORCHELASTIC", "TORCHHAL_")
 RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "NNODES")

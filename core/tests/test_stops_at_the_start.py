@@ -15,11 +15,13 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchhal
+from torchhal.distributed import _failures as failures
+from torchhal.distributed import _rank_monitor as rank_monitor
+from torchhal.distributed import _signals as signals
+from torchhal.distributed._failures import Failure
+from torchhal.distributed._signals import StopRequested, StopSignals, exit_on
 from torchhal.errors import RankFailedError
-from torchhal.launchers import failures, signals, watch
-from torchhal.launchers.children import Children
-from torchhal.launchers.failures import Failure
-from torchhal.launchers.signals import StopRequested, StopSignals, exit_on
+from torchhal.launchers._subprocess_supervisor import Children
 
 sys.path.insert(0, str(Path(__file__).parent / "scripts"))
 from limits import scaled
@@ -327,7 +329,7 @@ def children():
     "end", ["raise SystemExit(143)", "import os; os.kill(os.getpid(), 15)", "import os; os._exit(143)"]
 )
 def test_a_child_that_left_on_a_signal_ends_who_waits_for_it(children, monkeypatch, end):
-    monkeypatch.setattr(watch, "_stop_is_agreed", False)
+    monkeypatch.setattr(rank_monitor, "_stop_is_agreed", False)
     one = children(end)
     wait_until(lambda: one.stop_signal is not None)
     with pytest.raises(SystemExit) as caught:
@@ -337,7 +339,7 @@ def test_a_child_that_left_on_a_signal_ends_who_waits_for_it(children, monkeypat
 
 
 def test_a_child_that_was_faster_to_stop_ends_nobody(children, monkeypatch):
-    monkeypatch.setattr(watch, "_stop_is_agreed", True)
+    monkeypatch.setattr(rank_monitor, "_stop_is_agreed", True)
     one = children("raise SystemExit(143)")
     wait_until(one._done.is_set)
     one.check()
@@ -347,7 +349,7 @@ def test_a_child_that_was_faster_to_stop_ends_nobody(children, monkeypatch):
 STUCK = """
 import sys, time
 import torch.distributed as dist
-from torchhal.launchers.signals import StopRequested, StopSignals
+from torchhal.distributed._signals import StopRequested, StopSignals
 
 with StopSignals(lambda signum: None, grace=float(sys.argv[3])) as stop, stop.at_once():
     print("ready", flush=True)

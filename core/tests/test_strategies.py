@@ -28,6 +28,7 @@ from world import compose, joined, rank, size
 from torchhal.accelerators import CPUAccelerator
 from torchhal.checkpoint import TorchCheckpointIO
 from torchhal.cluster import TorchElasticEnvironment
+from torchhal.distributed import _failures as failures
 from torchhal.errors import (
     CheckpointError,
     CheckpointMismatchError,
@@ -35,7 +36,6 @@ from torchhal.errors import (
     DistributedError,
     ModelError,
 )
-from torchhal.launchers import failures
 from torchhal.precision import FullPrecision, MixedPrecision, Precision, SinglePrecision
 from torchhal.resolve import Request, resolve
 from torchhal.strategies import DDPStrategy, ParallelStrategy, SingleDeviceStrategy, Strategy

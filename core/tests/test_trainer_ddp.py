@@ -26,8 +26,9 @@ from torch.nn.parallel import DistributedDataParallel
 from world import joined
 
 from torchhal import Callback, Module, Trainer
+from torchhal.distributed import collectives
 from torchhal.errors import DistributedError, ModelError
-from torchhal.strategies import DDPStrategy, ParallelStrategy, collectives, ddp_buckets
+from torchhal.strategies import DDPStrategy, ParallelStrategy, ddp_buckets
 from torchhal.strategies.replica_consistency import find_difference
 
 pytestmark = pytest.mark.slow_on_sim

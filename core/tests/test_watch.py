@@ -14,12 +14,32 @@ import pytest
 import torch.distributed as dist
 from limits import scaled
 
+from torchhal.distributed import (
+    _failures as failures,
+)
+from torchhal.distributed import (
+    _process_inspection as process_inspection,
+)
+from torchhal.distributed import (
+    _rank_handshake as rank_handshake,
+)
+from torchhal.distributed import (
+    _rank_monitor as watch,
+)
+from torchhal.distributed import (
+    _rendezvous as rendezvous,
+)
+from torchhal.distributed import (
+    _store_client as store_client,
+)
+from torchhal.distributed import (
+    _stores as stores,
+)
+from torchhal.distributed._failures import Failure, is_timeout, is_transport_error
+from torchhal.distributed._process_inspection import Presence, Sighting
+from torchhal.distributed._rank_monitor import RankWatch, StopSignals
+from torchhal.distributed._signals import NotedSignals
 from torchhal.errors import CollectiveTimeoutError, DistributedError, RankFailedError
-from torchhal.launchers import failures, identity, peer, rendezvous, store_client, stores, watch
-from torchhal.launchers.failures import Failure, is_timeout, is_transport_error
-from torchhal.launchers.peer import Presence, Sighting
-from torchhal.launchers.signals import NotedSignals
-from torchhal.launchers.watch import RankWatch, StopSignals
 
 SECOND = timedelta(seconds=1)
 
@@ -255,7 +275,7 @@ def test_of_a_silent_rank_only_what_can_be_seen_is_said(crew, monkeypatch, prese
     first, second = crew(2)
     second.stop()
     monkeypatch.setattr(first, "_has_left", lambda rank: False)
-    monkeypatch.setattr(peer, "look_at", lambda whereabouts: Sighting(presence, seen))
+    monkeypatch.setattr(process_inspection, "look_at", lambda whereabouts: Sighting(presence, seen))
     error = first.explain(LOST, timeout=scaled(0.2))
     assert isinstance(error, RankFailedError) and error.rank == 1
     assert ("too little memory?" in str(error)) == memory, error
@@ -514,7 +534,7 @@ def test_handlers_of_an_outer_fit_or_a_supervisor_are_not_the_programs():
 BLOCKED = """
 import sys, time
 import torch.distributed as dist
-from torchhal.launchers.signals import StopSignals
+from torchhal.distributed._signals import StopSignals
 
 StopSignals.REPEAT = 0.5
 rank = int(sys.argv[1])
@@ -649,7 +669,7 @@ def test_a_rank_that_two_processes_have_is_no_rank_that_never_came(server, monke
         first = pool.submit(meet, one, 0, 2)
         while not one.check(["here/0"]):
             time.sleep(0.01)
-        monkeypatch.setattr(identity.socket, "gethostname", lambda: "n2")
+        monkeypatch.setattr(rank_handshake.socket, "gethostname", lambda: "n2")
         second = meet(other, 0, 2)
         assert second == first.result(timeout=20)
     assert "rank 0 is here twice, as one of 2 on" in second and "on n2, process" in second

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from torchhal.cluster import LocalEnvironment, TorchElasticEnvironment
+from torchhal.distributed._rank_monitor import RankWatch, StopSignals
+from torchhal.distributed._rendezvous import generation_store
 from torchhal.launchers import ExternalLauncher, MultiprocessingLauncher, SubprocessScriptLauncher
-from torchhal.launchers.rendezvous import generation_store
-from torchhal.launchers.watch import RankWatch, StopSignals
 
 SET_UP = timedelta(seconds=100)  # a busy machine takes its time to start a process
 TIMEOUT = timedelta(seconds=float(os.environ.get("JOB_TIMEOUT", "60")))

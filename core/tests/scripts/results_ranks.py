@@ -10,8 +10,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from torchhal.distributed import collectives
 from torchhal.errors import ConfigurationError
-from torchhal.strategies import collectives
 from torchhal.trainer.results import Results
 
 

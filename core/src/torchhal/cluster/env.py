@@ -7,7 +7,7 @@ from typing import ClassVar
 from torchhal.cluster.external import ExternalEnvironment
 from torchhal.cluster.kubeflow import KubeflowEnvironment
 from torchhal.cluster.variables import given, read_int
-from torchhal.launchers.process import launched_by
+from torchhal.distributed._process import launched_by
 
 _SEVERAL = "RANK and WORLD_SIZE are, and say that this process is one of several"
 

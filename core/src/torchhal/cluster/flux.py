@@ -7,7 +7,7 @@ from typing import ClassVar
 from torchhal.cluster.external import ExternalEnvironment
 from torchhal.cluster.meeting import port_of
 from torchhal.cluster.variables import given, read_int, read_text
-from torchhal.launchers.process import launched_by
+from torchhal.distributed._process import launched_by
 
 
 class FluxEnvironment(ExternalEnvironment):

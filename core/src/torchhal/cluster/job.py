@@ -11,9 +11,9 @@ import subprocess
 import time
 
 from torchhal.cluster.variables import given
+from torchhal.distributed._process import describe_exit
+from torchhal.distributed._signals import NotedSignals
 from torchhal.errors import ConfigurationError
-from torchhal.launchers.process import describe_exit
-from torchhal.launchers.signals import NotedSignals
 
 _SWITCH = "TORCHHAL_REQUEUE"
 

@@ -6,8 +6,8 @@ from typing import ClassVar
 
 from torchhal.cluster.external import ExternalEnvironment
 from torchhal.cluster.variables import given, read_int
+from torchhal.distributed._process import launched_by
 from torchhal.errors import ConfigurationError
-from torchhal.launchers.process import launched_by
 
 _TORCHRUN = "start the script with torchrun, which reads the PET_* variables: torchrun train.py"
 

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 from torchhal.cluster.base import ClusterEnvironment
 from torchhal.cluster.variables import given, read_address, read_int, read_port
+from torchhal.distributed._process import launched_by
 from torchhal.errors import ConfigurationError
-from torchhal.launchers.process import launched_by
 
 _BY_HAND = ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 _SOMEBODY_ELSES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")

@@ -16,8 +16,8 @@ from torchhal.cluster.base import RanksNotMetError
 from torchhal.cluster.external import ExternalEnvironment
 from torchhal.cluster.meeting import port_of
 from torchhal.cluster.variables import given, read_int
+from torchhal.distributed._process import launched_by
 from torchhal.errors import ConfigurationError
-from torchhal.launchers.process import launched_by
 
 _PLACE_SIZE = 512
 """Bytes for a host's name, which has at most 255, and a port."""
@@ -169,7 +169,7 @@ def _place_of_rank_0(world: Any, kind: Any, timeout: timedelta, name: str) -> tu
     Raises:
         CollectiveTimeoutError: some have not come within ``timeout``.
     """
-    from torchhal.launchers.roll_call import wait_until  # imports torch
+    from torchhal.distributed._roll_call import wait_until  # imports torch
 
     deadline = time.monotonic() + timeout.total_seconds()
     place = bytearray(_PLACE_SIZE)

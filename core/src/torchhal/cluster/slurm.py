@@ -11,8 +11,8 @@ from torchhal.cluster.external import ExternalEnvironment
 from torchhal.cluster.job import SlurmJob
 from torchhal.cluster.meeting import port_of
 from torchhal.cluster.variables import given, read_int, read_text
+from torchhal.distributed._process import launched_by
 from torchhal.errors import ConfigurationError
-from torchhal.launchers.process import launched_by
 
 _T = TypeVar("_T")
 

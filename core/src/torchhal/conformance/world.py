@@ -28,7 +28,7 @@ from typing import Any, Final
 from torchhal.conformance.check import CheckFailed, Skipped
 from torchhal.conformance.fork_server import ForkServer
 from torchhal.conformance.limits import scaled
-from torchhal.launchers.stores import TCPStore
+from torchhal.distributed._stores import TCPStore
 
 GRACE: Final = 3.0
 """Seconds that the other ranks have left once one has failed: they may be waiting for it."""

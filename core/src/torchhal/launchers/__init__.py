@@ -14,14 +14,11 @@ if TYPE_CHECKING:
     from torchhal.launchers.external import ExternalLauncher
     from torchhal.launchers.multiprocess import MultiprocessingLauncher
     from torchhal.launchers.subprocess_script import SubprocessScriptLauncher
-    from torchhal.launchers.watch import RankWatch, StopSignals
 
 __all__ = [
     "ExternalLauncher",
     "Launcher",
     "MultiprocessingLauncher",
-    "RankWatch",
-    "StopSignals",
     "SubprocessScriptLauncher",
 ]
 
@@ -29,8 +26,6 @@ _HOMES = {
     "ExternalLauncher": "external",
     "Launcher": "base",
     "MultiprocessingLauncher": "multiprocess",
-    "RankWatch": "watch",
-    "StopSignals": "watch",
     "SubprocessScriptLauncher": "subprocess_script",
 }
 

@@ -15,13 +15,15 @@ from typing import Any, ClassVar
 import torch
 
 from torchhal.cluster.base import ClusterEnvironment
+from torchhal.distributed import _failures as failures
+from torchhal.distributed import _process as process
+from torchhal.distributed import _rendezvous as rendezvous
+from torchhal.distributed._signals import born_blocked, exit_on, is_agreed
 from torchhal.errors import ConfigurationError, DistributedError, LaunchError, RankFailedError
-from torchhal.launchers import failures, process, rendezvous
+from torchhal.launchers._command import script_command
+from torchhal.launchers._exit_monitor import ExitMonitor
+from torchhal.launchers._subprocess_supervisor import GRACE, Children
 from torchhal.launchers.base import Launcher
-from torchhal.launchers.children import GRACE, Children
-from torchhal.launchers.command import script_command
-from torchhal.launchers.exit_monitor import ExitMonitor
-from torchhal.launchers.signals import born_blocked, exit_on, is_agreed
 
 NAME = "subprocess_script"
 

@@ -11,8 +11,8 @@ from contextlib import suppress
 from torchhal.accelerators import Accelerator
 from torchhal.cluster.base import ClusterEnvironment, RanksNotMetError
 from torchhal.cluster.job import current_job
+from torchhal.distributed._process import launched_by
 from torchhal.errors import ConfigurationError
-from torchhal.launchers.process import launched_by
 from torchhal.resolve.fit import check_parts
 from torchhal.resolve.given import choose, from_alias, from_object, sort_plugins, substitute
 from torchhal.resolve.hardware import choose_accelerator

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torchhal import registry
 from torchhal.accelerators import Accelerator
+from torchhal.distributed._process import launched_by
 from torchhal.errors import ComponentError, UnsupportedCombinationError
-from torchhal.launchers.process import launched_by
 from torchhal.precision import Precision
 from torchhal.registry._discovery import USER
 from torchhal.resolve.plan import Part

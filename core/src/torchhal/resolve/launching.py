@@ -9,9 +9,9 @@ from typing import Any
 from torchhal import registry
 from torchhal.accelerators import Accelerator
 from torchhal.cluster.variables import given
+from torchhal.distributed._process import launched_by
 from torchhal.errors import ConfigurationError, UnsupportedCombinationError
-from torchhal.launchers.command import why_no_script
-from torchhal.launchers.process import launched_by
+from torchhal.launchers._command import why_no_script
 from torchhal.resolve.given import choose, from_alias, substitute
 from torchhal.resolve.plan import Part
 from torchhal.strategies import Strategy

@@ -17,6 +17,8 @@ from torchhal.accelerators import Accelerator
 from torchhal.accelerators.transfer import move_module
 from torchhal.checkpoint import CheckpointIO
 from torchhal.cluster import ClusterEnvironment
+from torchhal.distributed._rank_monitor import RankWatch
+from torchhal.distributed._rendezvous import DEFAULT_TIMEOUT
 from torchhal.errors import (
     CheckpointError,
     CheckpointMismatchError,
@@ -25,8 +27,6 @@ from torchhal.errors import (
     UnsupportedCombinationError,
 )
 from torchhal.launchers import ExternalLauncher, Launcher
-from torchhal.launchers.rendezvous import DEFAULT_TIMEOUT
-from torchhal.launchers.watch import RankWatch
 from torchhal.memory import MemoryEstimate, ModelMemory
 from torchhal.overrides import overrides
 from torchhal.precision import Precision

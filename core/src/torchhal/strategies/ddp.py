@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from torchhal.distributed import collectives
 from torchhal.errors import CheckpointMismatchError, DistributedError, ModelError, message_of
 from torchhal.memory import MemoryEstimate, ModelMemory
-from torchhal.strategies import collectives
 from torchhal.strategies.ddp_buckets import read_bucket_order, set_bucket_order
 from torchhal.strategies.forward_through import forward_through
 from torchhal.strategies.parallel import ParallelStrategy

@@ -16,20 +16,15 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from torchhal.cluster import ClusterEnvironment
+from torchhal.distributed import _failures as failures
+from torchhal.distributed import _flight_recorder as flight_recorder
+from torchhal.distributed import collectives
+from torchhal.distributed._process import write_stderr
+from torchhal.distributed._rendezvous import generation_store, next_generation, withdraw
+from torchhal.distributed._stores import HashStore, PrefixedStore, Store
 from torchhal.errors import ConfigurationError, DistributedError, ModelError
-from torchhal.launchers import (
-    ExternalLauncher,
-    Launcher,
-    MultiprocessingLauncher,
-    SubprocessScriptLauncher,
-    failures,
-    flight,
-)
-from torchhal.launchers.process import write_stderr
-from torchhal.launchers.rendezvous import generation_store, next_generation, withdraw
-from torchhal.launchers.stores import HashStore, PrefixedStore, Store
+from torchhal.launchers import ExternalLauncher, Launcher, MultiprocessingLauncher, SubprocessScriptLauncher
 from torchhal.launchers.subprocess_script import shared_threads
-from torchhal.strategies import collectives
 from torchhal.strategies.base import Strategy
 from torchhal.strategies.forward_through import forward_through
 from torchhal.strategies.replica_consistency import check_frequencies, check_lookups, find_difference
@@ -239,7 +234,7 @@ class ParallelStrategy(Strategy):
             store = HashStore() if world_size == 1 else generation_store(environment, self.timeout, self._generation)
             self._group_store = store
             self._watch_ranks(store)  # who waits in init_process_group for a rank that fails there hears of it so only
-            self._flight_recorder.enter_context(flight.recording())
+            self._flight_recorder.enter_context(flight_recorder.recording())
             _number_groups_anew()
             with failures.one_rank_prefix():
                 dist.init_process_group(

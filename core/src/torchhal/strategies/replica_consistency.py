@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from torchhal.distributed import collectives
 from torchhal.errors import ModelError
-from torchhal.strategies import collectives
 
 _PIECE, _PROJECTIONS = 1 << 17, 8
 _PLAIN = (torch.Tensor, nn.Parameter)  # others can't be told apart by their bytes

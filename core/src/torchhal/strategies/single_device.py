@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from torchhal.strategies import collectives
+from torchhal.distributed import collectives
 from torchhal.strategies.base import Strategy
 
 

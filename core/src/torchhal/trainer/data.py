@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
+from torchhal.distributed._dataloader_signals import WorkerInit, compose_worker_init, signals_blocked
 from torchhal.errors import ConfigurationError, ModelError
-from torchhal.launchers.worker_signals import WorkerInit, compose_worker_init, signals_blocked
 from torchhal.seed import SEED_VARIABLE
 from torchhal.trainer import rng, samplers
 from torchhal.trainer.part import TrainerPart

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchhal.accelerators.transfer import map_tensors
+from torchhal.distributed._signals import at_once
 from torchhal.errors import ConfigurationError, ModelError
-from torchhal.launchers.signals import at_once
 from torchhal.trainer import agreement, replicas, rng
 from torchhal.trainer.calls import module_hook
 from torchhal.trainer.data import (

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchhal.launchers.process import write_stderr
+from torchhal.distributed._process import write_stderr
 from torchhal.trainer.log_entries import to_host
 from torchhal.trainer.standard_streams import lossy_streams
 

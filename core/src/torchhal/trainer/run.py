@@ -18,10 +18,9 @@ from torchhal.accelerators.transfer import move_to_device
 from torchhal.checkpoint.place import is_url
 from torchhal.cluster import ClusterEnvironment
 from torchhal.cluster.job import Job, current_job
-from torchhal.errors import ModelError, RankFailedError, TorchhalError
-from torchhal.launchers import rendezvous
-from torchhal.launchers.process import open_standard_descriptors
-from torchhal.launchers.signals import (
+from torchhal.distributed import _rendezvous as rendezvous
+from torchhal.distributed._process import open_standard_descriptors
+from torchhal.distributed._signals import (
     DEFAULT_SIGNALS,
     StopRequested,
     StopSignals,
@@ -30,6 +29,7 @@ from torchhal.launchers.signals import (
     is_orderly,
     signal_of,
 )
+from torchhal.errors import ModelError, RankFailedError, TorchhalError
 from torchhal.trainer import agreement, checkpointing, replicas, rng, status_lines
 from torchhal.trainer.callback_states import begin_anew, callback_states, load_callback_states
 from torchhal.trainer.callbacks import ModelCheckpoint

@@ -9,8 +9,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torchhal import arguments
+from torchhal.distributed._rendezvous import expect
 from torchhal.errors import ConfigurationError, ModelError
-from torchhal.launchers.rendezvous import expect
 from torchhal.registry._hints import ATTRIBUTES
 from torchhal.resolve import Plan, Request, resolve
 from torchhal.strategies import Strategy

@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from torchhal.accelerators.transfer import map_tensors
+from torchhal.distributed import collectives
+from torchhal.distributed._stores import Store
 from torchhal.errors import ConfigurationError, DistributedError
-from torchhal.launchers.stores import Store
 from torchhal.memory import MemoryEstimate, ModelMemory
-from torchhal.strategies import ParallelStrategy, collectives
+from torchhal.strategies import ParallelStrategy
 from torchhal_bagua import algorithms, refusals, vendor
 from torchhal_bagua.wrapping import Used, Wrapped, check_qadam, ignored_names
 

@@ -11,9 +11,9 @@ import torch
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from torchhal.distributed import collectives
+from torchhal.distributed._stores import PrefixedStore, Store, own_connection
 from torchhal.errors import ConfigurationError
-from torchhal.launchers.stores import PrefixedStore, Store, own_connection
-from torchhal.strategies import collectives
 
 SUPPORTED: Final = SpecifierSet("==0.9.2", prereleases=True)
 """The release whose sources this package was written to; later ones initialise in another way."""

@@ -15,13 +15,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchhal.checkpoint.reading import read
+from torchhal.distributed import collectives
+from torchhal.distributed._stores import Store
 from torchhal.errors import CheckpointError, ConfigurationError, ModelError
-from torchhal.launchers.stores import Store
 from torchhal.memory import MemoryEstimate, ModelMemory
 from torchhal.overrides import overrides
 from torchhal.precision import Precision
 from torchhal.precision.casting import cast_tensors
-from torchhal.strategies import ParallelStrategy, collectives
+from torchhal.strategies import ParallelStrategy
 from torchhal.strategies.replica_consistency import check_frequencies, check_lookups
 from torchhal_deepspeed import settings, suitable, vendor
 from torchhal_deepspeed.checkpoint import DeepSpeedCheckpointIO

@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 from torchhal.accelerators import Accelerator
 from torchhal.checkpoint import CheckpointIO
 from torchhal.cluster import ClusterEnvironment
+from torchhal.distributed._process import describe_exit, leave, write_stderr
 from torchhal.errors import ConfigurationError, DistributedError, ModelError, UnsupportedCombinationError
-from torchhal.launchers.process import describe_exit, leave, write_stderr
 from torchhal.precision import Precision
 from torchhal.precision.base import needs_closure
 from torchhal.strategies import SingleDeviceStrategy, Strategy

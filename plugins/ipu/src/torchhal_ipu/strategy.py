@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import torch
 from torch.optim import Optimizer
 
+from torchhal.distributed._process import launched_by
 from torchhal.errors import CheckpointMismatchError, ConfigurationError, ModelError, UnsupportedCombinationError
-from torchhal.launchers.process import launched_by
 from torchhal.strategies import SingleDeviceStrategy, Strategy
 from torchhal_ipu import loaders, options, refusals
 from torchhal_ipu import optimizers as device_optimizers

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from torchhal.accelerators.transfer import move_to_device
+from torchhal.distributed._process import launched_by
 from torchhal.errors import ConfigurationError, ModelError, UnsupportedCombinationError, message_of
-from torchhal.launchers.process import launched_by
 from torchhal.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from torchhal.strategies.replica_consistency import check_frequencies, check_lookups
 from torchhal.trainer.log_options import batch_size_of

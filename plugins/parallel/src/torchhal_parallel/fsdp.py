@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from torchhal.distributed import collectives
 from torchhal.memory import MemoryEstimate, ModelMemory
 from torchhal.precision import Precision
-from torchhal.strategies import collectives
 from torchhal.strategies.replica_consistency import check_lookups
 from torchhal_parallel.fully_sharded import FullyShardedStrategy, check_torch
 from torchhal_parallel.materialize import materialize, tensors_on_meta

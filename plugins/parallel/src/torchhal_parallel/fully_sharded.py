@@ -13,10 +13,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from torchhal.distributed import collectives
 from torchhal.errors import ModelError, UnsupportedCombinationError, message_of
 from torchhal.memory import ModelMemory, ParameterMemory
 from torchhal.precision import Precision
-from torchhal.strategies import collectives
 from torchhal_parallel.blocks import check_form, check_policy, find_blocks
 from torchhal_parallel.following import forward_of
 from torchhal_parallel.inner_backward import InnerBackward

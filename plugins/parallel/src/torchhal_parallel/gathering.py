@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from torchhal.accelerators.transfer import map_tensors
-from torchhal.strategies import collectives
+from torchhal.distributed import collectives
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from torchhal.distributed import collectives
 from torchhal.errors import (
     CheckpointMismatchError,
     ConfigurationError,
@@ -28,7 +29,6 @@ from torchhal.errors import (
 )
 from torchhal.memory import MemoryEstimate, ModelMemory, ParameterMemory
 from torchhal.precision import Precision
-from torchhal.strategies import collectives
 from torchhal.strategies.base import Strategy
 from torchhal.strategies.replica_consistency import check_frequencies
 from torchhal.trainer import rng

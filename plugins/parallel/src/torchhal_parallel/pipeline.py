@@ -18,8 +18,8 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from torchhal.accelerators.transfer import map_tensors
+from torchhal.distributed import collectives
 from torchhal.errors import ConfigurationError, ModelError, UnsupportedCombinationError
-from torchhal.strategies import collectives
 from torchhal.trainer import rng
 from torchhal_parallel.attribute_reads import PLAIN
 from torchhal_parallel.batch_loss import Branches, WholeBatch, detached, is_narrow, unlike_mean, without_traces

@@ -12,12 +12,13 @@ from collections.abc import Callable, Mapping
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from torchhal.distributed import _process as process
+from torchhal.distributed._failures import Failure
+from torchhal.distributed._signals import NotedSignals, exit_on
 from torchhal.errors import LaunchError
-from torchhal.launchers import payload, process
+from torchhal.launchers import _serialization as serialization
+from torchhal.launchers._worker_outcome import Verdict
 from torchhal.launchers.base import Launcher
-from torchhal.launchers.failures import Failure
-from torchhal.launchers.signals import NotedSignals, exit_on
-from torchhal.launchers.verdict import Verdict
 from torchhal_ray import placement, tune, vendor
 from torchhal_ray.mailbox import Letters
 from torchhal_ray.ranks import Seat, seats, shared_devices
@@ -82,7 +83,7 @@ class ActorLauncher(Launcher):
         try:
             ray = vendor.connect(self.settings.init)
             with closing(
-                payload.pack_function(
+                serialization.pack_function(
                     function, args, kwargs, self.prepare, instead=INSTEAD, pickle_module=ray.cloudpickle
                 )
             ) as file:
@@ -100,7 +101,7 @@ class ActorLauncher(Launcher):
                 crew.end()
         crew.verdict.raise_outcome(signals.received)
         assert crew.result is not None
-        return payload.read(io.BytesIO(crew.result), map_location="cpu")
+        return serialization.read(io.BytesIO(crew.result), map_location="cpu")
 
     def __repr__(self) -> str:
         return f"ActorLauncher({self.bundles} x {self.per_bundle}, placement={self.placement!r})"
@@ -148,7 +149,7 @@ class _Crew:
         if served is None:
             return
         address, port = served[0]
-        settings, folder, call = payload.collect_settings(), os.getcwd(), self._ray.put(content)
+        settings, folder, call = serialization.collect_settings(), os.getcwd(), self._ray.put(content)
         for seat, actor in zip(self._seats, self._actors, strict=True):
             variables = {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
             if launcher.per_bundle > 1:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from torchhal.cluster import LocalEnvironment
+from torchhal.distributed._process import launched_by
 from torchhal.errors import ConfigurationError, LaunchError
 from torchhal.launchers import Launcher
-from torchhal.launchers.process import launched_by
 from torchhal_ray.placement import STRATEGIES
 
 RESOURCES = {"cuda": "GPU", "xpu": "GPU", "npu": "NPU", "hpu": "HPU", "xla": "TPU"}

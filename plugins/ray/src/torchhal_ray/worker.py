@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from torchhal.launchers import failures, process
-from torchhal.launchers.worker import failed, perform
+from torchhal.distributed import _failures as failures
+from torchhal.distributed import _process as process
+from torchhal.launchers._worker import failed, perform
 from torchhal_ray import mailbox
 from torchhal_ray.ranks import VISIBLE
 
@@ -57,7 +58,7 @@ class Worker:
         """Serve the store where the ranks meet, in this process; the address and port."""
         import ray
 
-        from torchhal.launchers import rendezvous
+        from torchhal.distributed import _rendezvous as rendezvous
 
         address = ray.util.get_node_ip_address()
         return address, rendezvous.host(address)
@@ -70,7 +71,8 @@ class Worker:
         import ray
         import torch
 
-        from torchhal.launchers import payload, rendezvous
+        from torchhal.distributed import _rendezvous as rendezvous
+        from torchhal.launchers import _serialization as serialization
 
         threads = torch.get_num_threads()  # Ray's share, by OMP_NUM_THREADS
         failures.supervised = True
@@ -85,11 +87,11 @@ class Worker:
         result = io.BytesIO()
 
         def read() -> Any:
-            _, function, args, kwargs = payload.read(io.BytesIO(content))
+            _, function, args, kwargs = serialization.read(io.BytesIO(content))
             return function, args, kwargs
 
         def write(value: Any) -> None:
-            payload.write(value, result, ray.cloudpickle)
+            serialization.write(value, result, ray.cloudpickle)
 
         try:
             message = perform(read, write if self.rank == 0 else None, settings=assignment.settings, threads=threads)

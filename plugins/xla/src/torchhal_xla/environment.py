@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from torchhal.cluster import LocalEnvironment
 from torchhal.cluster.variables import read_int, read_port
+from torchhal.distributed._process import launched_by
 from torchhal.errors import ConfigurationError
-from torchhal.launchers.process import launched_by
 
 _HOSTS = "TPU_WORKER_HOSTNAMES"
 _HOST = "TPU_WORKER_ID"

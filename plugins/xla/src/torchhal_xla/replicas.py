@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from torchhal.distributed import collectives
 from torchhal.errors import ConfigurationError, UnsupportedCombinationError
-from torchhal.strategies import ParallelStrategy, collectives
+from torchhal.strategies import ParallelStrategy
 from torchhal_xla.accelerator import XLAAccelerator
 from torchhal_xla.environment import XLAEnvironment
 from torchhal_xla.lazy import LazyStrategy

@@ -22,8 +22,8 @@ from torchhal.conformance.check import check, environment, not_applicable
 from torchhal.conformance.checks.trainer import children
 from torchhal.conformance.expect import close, raises, require, same
 from torchhal.conformance.rank import Rank, side_channel
+from torchhal.distributed._stores import PrefixStore
 from torchhal.errors import UnsupportedCombinationError
-from torchhal.launchers.stores import PrefixStore
 from torchhal.precision import SinglePrecision
 from torchhal.resolve import Request, resolve
 

@@ -10,11 +10,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torchhal.launchers import failures, process, rendezvous
-from torchhal.launchers.exit_monitor import ExitMonitor
-from torchhal.launchers.failures import Failure
-from torchhal.launchers.signals import exit_on
-from torchhal.launchers.watch import active_watches, stop_is_agreed
+from torchhal.distributed import _failures as failures
+from torchhal.distributed import _process as process
+from torchhal.distributed import _rendezvous as rendezvous
+from torchhal.distributed._failures import Failure
+from torchhal.distributed._rank_monitor import active_watches, stop_is_agreed
+from torchhal.distributed._signals import exit_on
+from torchhal.launchers._exit_monitor import ExitMonitor
 
 GRACE = 5.0
 """Seconds that the others get to come back from a collective by themselves after one has failed."""

@@ -9,9 +9,9 @@ import time
 from concurrent.futures import Future, wait
 from datetime import timedelta
 
+from torchhal.distributed._roll_call import health_checks
+from torchhal.distributed._stores import LONG, Store, TCPStore, join_address, pause
 from torchhal.errors import DistributedError
-from torchhal.launchers.roll_call import health_checks
-from torchhal.launchers.stores import LONG, Store, TCPStore, join_address, pause
 
 JOB = "torchhal/job"
 """Key under which the store says whose it is."""

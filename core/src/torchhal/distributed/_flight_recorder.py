@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchhal.launchers.stacks import Frame, users_place
+from torchhal.distributed._stacks import Frame, users_place
 
 SIZE = 2000
 """Collectives that torch remembers, its own default in 2.13. An entry costs some microseconds and a kilobyte."""

@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 
+from torchhal.distributed._failures import Failure
+from torchhal.distributed._rank_handshake import Identity
+from torchhal.distributed._stores import Store, first_line, pause, ranks_text
 from torchhal.errors import CollectiveTimeoutError, DistributedError
-from torchhal.launchers.failures import Failure
-from torchhal.launchers.identity import Identity
-from torchhal.launchers.stores import Store, first_line, pause, ranks_text
 
 _GIVEN_UP = "given_up"
 """Key of a meeting under which a rank that won't come, or can't wait any longer, says why."""
@@ -40,7 +40,7 @@ def roll_call(
 
     Args:
         job: the store of the job, where ranks that end say so.
-        call: of the job, see :func:`torchhal.launchers.rendezvous.begin_call`: a stop of another call's means nothing.
+        call: of the job, see ``_rendezvous.begin_call``: a stop of another call's means nothing.
 
     Raises:
         CollectiveTimeoutError: some never came within ``timeout``, or have ended.

@@ -6,8 +6,8 @@ import socket
 import time
 from collections.abc import Callable
 
+from torchhal.distributed._stores import join_address
 from torchhal.errors import LaunchError
-from torchhal.launchers.stores import join_address
 
 _UNKNOWN_NAME = 30.0
 """Seconds that a name server may take to learn the name of a pod or host that has just started."""

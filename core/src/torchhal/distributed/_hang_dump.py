@@ -15,9 +15,17 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from torchhal.launchers import flight, peer, stacks
-from torchhal.launchers.peer import Sighting
-from torchhal.launchers.stores import Store
+from torchhal.distributed import (
+    _flight_recorder as flight_recorder,
+)
+from torchhal.distributed import (
+    _process_inspection as process_inspection,
+)
+from torchhal.distributed import (
+    _stacks as stacks,
+)
+from torchhal.distributed._process_inspection import Sighting
+from torchhal.distributed._stores import Store
 
 SCHEMA = 1
 """Of the files; a reader refuses a higher one."""
@@ -64,7 +72,7 @@ class HangDump:
 
     def introduce(self, store: Store) -> None:
         """Tell the others where this process is; rank 0 also what the dumps of this run are called."""
-        here = peer.whereabouts()
+        here = process_inspection.whereabouts()
         if self.rank == 0:
             self._name = f"{FOLDER}{_now()}-{uuid.uuid4().hex[:6]}"
         store.set(self._key(f"where/{self.rank}"), json.dumps({**here, "name": self._name}))
@@ -125,7 +133,7 @@ class HangDump:
                 continue
             there = self._whereabouts(store, rank) if store is not None else self._rank_0 if rank == 0 else None
             if there is not None:
-                self._seen[rank] = seen = peer.look_at(there)
+                self._seen[rank] = seen = process_inspection.look_at(there)
                 self.write_for(rank, seen.text, seen.stacks)
         return {rank: self._seen[rank] for rank in ranks if rank in self._seen}
 
@@ -151,7 +159,7 @@ class HangDump:
 
     def _content(self, why: str, position: int) -> dict[str, Any]:
         threads = list(stacks.all_threads(self.caught))
-        recorded = _within(WRITING, flight.collectives)
+        recorded = _within(WRITING, flight_recorder.collectives)
         self._place = _place(self.doing, threads, recorded)
         return {
             **self._head(self.rank),
@@ -160,7 +168,7 @@ class HangDump:
             "why": why,
             "doing": self.doing,
             "step": position,
-            "groups": flight.groups(),
+            "groups": flight_recorder.groups(),
             "collectives": recorded,
             "threads": threads,
         }

@@ -1,6 +1,6 @@
 """A small process that outlives the launching rank by a moment, and says on stderr which rank died, and of what.
 
-The ranks that a script has started end with it at once (:func:`torchhal.launchers.process.die_with_parent`), so none of
+The ranks that a script has started end with it at once (``_process.die_with_parent``), so none of
 them is left to say it. Imports no torch.
 """
 

@@ -13,12 +13,11 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 from torchhal.cluster.base import ClusterEnvironment
-from torchhal.errors import CollectiveTimeoutError, DistributedError, LaunchError, TorchhalError
-from torchhal.launchers import failures
-from torchhal.launchers.failures import Failure
-from torchhal.launchers.process import launched_by, settle_threads
-from torchhal.launchers.reachability import check_leads_here, is_own_address
-from torchhal.launchers.roll_call import (
+from torchhal.distributed import _failures as failures
+from torchhal.distributed._failures import Failure
+from torchhal.distributed._process import launched_by, settle_threads
+from torchhal.distributed._reachability import check_leads_here, is_own_address
+from torchhal.distributed._roll_call import (
     as_distributed_error,
     give_up,
     health_checks,
@@ -26,8 +25,9 @@ from torchhal.launchers.roll_call import (
     stopped_key,
     wait_until,
 )
-from torchhal.launchers.store_client import JOB, check_job, connect_within, find_store
-from torchhal.launchers.stores import LONG, HashStore, PrefixedStore, Store, TCPStore, join_address
+from torchhal.distributed._store_client import JOB, check_job, connect_within, find_store
+from torchhal.distributed._stores import LONG, HashStore, PrefixedStore, Store, TCPStore, join_address
+from torchhal.errors import CollectiveTimeoutError, DistributedError, LaunchError, TorchhalError
 
 __all__ = ["connect", "expect", "generation_store", "health_checks", "host", "roll_call", "unhost", "withdraw"]
 

@@ -15,7 +15,7 @@ from multiprocessing import resource_tracker
 from types import FrameType, TracebackType
 from typing import Any, ClassVar
 
-from torchhal.launchers.process import leave, write_descriptor_2, write_stderr
+from torchhal.distributed._process import leave, write_descriptor_2, write_stderr
 
 DEFAULT_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -37,7 +37,7 @@ def exit_on(signum: int, *, agreed: bool | None = None) -> BaseException:
     """
     error: BaseException
     if signum == signal.SIGINT:
-        from torchhal.launchers.failures import install_excepthook  # which imports this module
+        from torchhal.distributed._failures import install_excepthook  # which imports this module
 
         install_excepthook()
         error = KeyboardInterrupt()  # no subclass: Python gives the code for KeyboardInterrupt itself only

@@ -18,11 +18,13 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
-from torchhal.launchers import failures, process, signals
-from torchhal.launchers.failures import Failure
+from torchhal.distributed import _failures as failures
+from torchhal.distributed import _process as process
+from torchhal.distributed import _signals as signals
+from torchhal.distributed._failures import Failure
 
 if TYPE_CHECKING:
-    from torchhal.launchers.payload import NamelessFile
+    from torchhal.launchers._serialization import NamelessFile
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 """A function and its arguments."""
@@ -113,8 +115,8 @@ def _watch_supervisor(connection: Connection) -> None:
                 signals.interrupt()
                 continue
             failure = Failure.from_json(message)
-            if "torchhal.launchers.watch" in sys.modules:
-                for watch in sys.modules["torchhal.launchers.watch"].active_watches():
+            if "torchhal.distributed._rank_monitor" in sys.modules:
+                for watch in sys.modules["torchhal.distributed._rank_monitor"].active_watches():
                     watch.report_for(failure)
     except (EOFError, OSError):
         process.leave(1)
@@ -151,7 +153,7 @@ def perform(
     import torch
 
     if settings is not None:
-        from torchhal.launchers.payload import apply_settings
+        from torchhal.launchers._serialization import apply_settings
 
         apply_settings(settings)
     if threads is not None:

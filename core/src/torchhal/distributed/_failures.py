@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any
 
+from torchhal.distributed._process import REPORT_FD, exit_status, is_signal_status, write_stderr
+from torchhal.distributed._signals import StopRequested, is_agreed, is_orderly
 from torchhal.errors import RankFailedError, TorchhalError, message_of
-from torchhal.launchers.process import REPORT_FD, exit_status, is_signal_status, write_stderr
-from torchhal.launchers.signals import StopRequested, is_agreed, is_orderly
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 

@@ -6,14 +6,14 @@ import pickle
 from collections.abc import Sequence
 from typing import Any
 
+from torchhal.distributed import _failures as failures
+from torchhal.distributed._failures import STILL_HERE, Failure
+from torchhal.distributed._signals import exit_on
 from torchhal.errors import LaunchError
-from torchhal.launchers import failures
-from torchhal.launchers.failures import STILL_HERE, Failure
-from torchhal.launchers.signals import exit_on
 
 
 class Verdict:
-    """Collects the messages of ``torchhal.launchers.worker``, of ``num_workers`` workers."""
+    """Collects the messages of ``torchhal.launchers._worker``, of ``num_workers`` workers."""
 
     def __init__(self, num_workers: int, *, instead: str) -> None:
         self.problem: LaunchError | None = None

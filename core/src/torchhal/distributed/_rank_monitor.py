@@ -14,16 +14,18 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
+from torchhal.distributed import _failures as failures
+from torchhal.distributed import _flight_recorder as flight_recorder
+from torchhal.distributed import _rendezvous as rendezvous
+from torchhal.distributed._barrier import NamedBarriers
+from torchhal.distributed._failures import Failure
+from torchhal.distributed._hang_dump import HangDump
+from torchhal.distributed._process import leave, write_stderr
+from torchhal.distributed._process_inspection import Presence
+from torchhal.distributed._rendezvous import DEFAULT_TIMEOUT, store_host
+from torchhal.distributed._signals import StopRequested, StopSignals, follow
+from torchhal.distributed._stores import EventLog, Store, first_line, own_connection, ranks_text
 from torchhal.errors import CollectiveTimeoutError, DistributedError, RankFailedError, TorchhalError
-from torchhal.launchers import failures, flight, rendezvous
-from torchhal.launchers.barrier import NamedBarriers
-from torchhal.launchers.failures import Failure
-from torchhal.launchers.hang import HangDump
-from torchhal.launchers.peer import Presence
-from torchhal.launchers.process import leave, write_stderr
-from torchhal.launchers.rendezvous import DEFAULT_TIMEOUT, store_host
-from torchhal.launchers.signals import StopRequested, StopSignals, follow
-from torchhal.launchers.stores import EventLog, Store, first_line, own_connection, ranks_text
 
 __all__ = ["RankWatch", "StopSignals", "active_watches"]
 
@@ -319,7 +321,7 @@ class RankWatch:
             return error
         self._back = True
         self.hang.caught = (threading.get_ident(), error.__traceback__) if error.__traceback__ else None
-        name = name or flight.last() or "collective"
+        name = name or flight_recorder.last() or "collective"
         timed_out = failures.is_timeout(error)
         token = f"{self.rank}/{time.monotonic_ns()}"
         if self._thread is not None:  # that thread may hang in a silent store, this one must not

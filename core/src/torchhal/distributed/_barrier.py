@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 
+from torchhal.distributed._stores import Store, pause, ranks_text
 from torchhal.errors import CollectiveTimeoutError
-from torchhal.launchers.stores import Store, pause, ranks_text
 
 
 class NamedBarriers:

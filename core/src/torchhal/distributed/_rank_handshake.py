@@ -10,8 +10,8 @@ import os
 import socket
 
 import torchhal
+from torchhal.distributed._stores import Store
 from torchhal.errors import DistributedError
-from torchhal.launchers.stores import Store
 
 
 class Identity:
