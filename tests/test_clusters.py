@@ -20,7 +20,7 @@ from tiers import slow
 
 from torchhal.accelerators import CPUAccelerator
 from torchhal.errors import ConfigurationError
-from torchhal.resolve.launching import choose_environment
+from torchhal.resolve._launcher_choice import choose_environment
 
 pytestmark = pytest.mark.timeout(500)
 

@@ -47,7 +47,7 @@ def device():
 
 def to_device(batch):
     """The batch where the strategies of this test have it."""
-    from torchhal.accelerators.transfer import move_to_device
+    from torchhal.pytree import move_to_device
 
     return move_to_device(batch, device())
 

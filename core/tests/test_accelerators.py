@@ -24,9 +24,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from torchhal.accelerators import Accelerator, CPUAccelerator
-from torchhal.accelerators.transfer import map_tensors, move_module, move_to_device
 from torchhal.errors import AcceleratorUnavailable, ConfigurationError
 from torchhal.plugin import Availability
+from torchhal.pytree import map_tensors, move_module, move_to_device
 
 CPU = torch.device("cpu")
 META = torch.device("meta")  # tensors really move there, and nowhere by accident

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from torchhal._overrides import overrides
 from torchhal.checkpoint import TorchCheckpointIO
 from torchhal.errors import CheckpointError, ConfigurationError
-from torchhal.overrides import overrides
 from torchhal.trainer.callbacks import (
     Callback,
     EarlyStopping,

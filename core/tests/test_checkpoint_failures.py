@@ -24,8 +24,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from limits import scaled
 
 from torchhal import Module, Trainer
-from torchhal.checkpoint import TorchCheckpointIO, leftovers, local
-from torchhal.checkpoint.crc import Sum, combine, torch_describes_records
+from torchhal.checkpoint import TorchCheckpointIO
+from torchhal.checkpoint import _local_file as local_file
+from torchhal.checkpoint import _temp_files as temp_files
+from torchhal.checkpoint._crc import Sum, combine, torch_describes_records
 from torchhal.errors import CheckpointCorruptError, CheckpointError
 from torchhal.trainer.callbacks import ModelCheckpoint
 from torchhal.trainer.callbacks.written_files import WrittenFiles
@@ -160,10 +162,12 @@ def test_a_folder_that_takes_no_file_is_an_error(io_: TorchCheckpointIO) -> None
 def test_a_short_write_isnt_taken_for_a_whole_one(
     io_: TorchCheckpointIO, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = local._FlowingFile.write
-    monkeypatch.setattr(local._FlowingFile, "write", lambda self, data: write(self, data[: max(1, len(data) // 2)]))
+    write = local_file._FlowingFile.write
+    monkeypatch.setattr(
+        local_file._FlowingFile, "write", lambda self, data: write(self, data[: max(1, len(data) // 2)])
+    )
     io_.save_checkpoint(NEW, tmp_path / "x")
-    monkeypatch.setattr(local._FlowingFile, "write", lambda self, data: 0)
+    monkeypatch.setattr(local_file._FlowingFile, "write", lambda self, data: 0)
     with pytest.raises(CheckpointError, match="took 0 of"):
         io_.save_checkpoint(NEW, tmp_path / "y")
     assert torch.equal(io_.load_checkpoint(tmp_path / "x")["w"], NEW["w"])
@@ -265,7 +269,7 @@ def test_only_abandoned_temporary_files_of_ours_are_swept(io_: TorchCheckpointIO
 
     dead = subprocess.Popen(["true"])
     dead.wait()
-    here, day = leftovers.machine(), 24 * 3600
+    here, day = temp_files.machine(), 24 * 3600
     swept = [temporary(here, dead.pid, 1), temporary(here, os.getpid(), 2), temporary("0" * 8, 1, 3, age=day + 60)]
     kept = [
         temporary("0" * 8, dead.pid, 4, age=day - 60),
@@ -297,7 +301,7 @@ class io_not_finished:
 
     def __enter__(self) -> str:
         code = """
-            from torchhal.checkpoint.place import place_of
+            from torchhal.checkpoint._location import place_of
             with place_of(sys.argv[1], {}).replacing() as file:
                 print(next(n for n in os.listdir(os.path.dirname(sys.argv[1])) if str(os.getpid()) in n), flush=True)
                 input()
@@ -320,7 +324,7 @@ def test_leftovers_behind_urls_are_swept_too(io_: TorchCheckpointIO) -> None:
     fs = fsspec.filesystem("memory")
     dead = subprocess.Popen(["true"])
     dead.wait()
-    here = leftovers.machine()
+    here = temp_files.machine()
     names = [f".torchhal-tmp-{here}-{dead.pid}-00000001", f".torchhal-tmp-{here}-{os.getpid()}-00000002"]
     names.append(f".torchhal-tmp-00000000-{dead.pid}-00000003")
     for name in names:

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from torchhal.checkpoint import _temp_files as temp_files
 from torchhal.checkpoint import folder as folders
-from torchhal.checkpoint import leftovers
+from torchhal.checkpoint._local_file import sync_folder
+from torchhal.checkpoint._map_location import located
 from torchhal.checkpoint.folder import FolderCheckpointIO, exchange
-from torchhal.checkpoint.local import sync_folder
-from torchhal.checkpoint.reading import located
 from torchhal.errors import CheckpointError
 
 
@@ -170,11 +170,11 @@ def half_exchanged(tmp_path):
     """A save by a process that lives, which has moved the old checkpoint aside: its folder, and its target."""
     io, path = Shelf(), tmp_path / "c.ckpt"
     io.save_checkpoint({"a": "1"}, path)
-    own = tmp_path / leftovers.new_temporary_name()
+    own = tmp_path / temp_files.new_temporary_name()
     io.save_checkpoint({"a": "2"}, tmp_path / "new.ckpt")
     (tmp_path / "new.ckpt").rename(own)
-    path.rename(f"{own}{leftovers.ASIDE}")
-    Path(f"{own}{leftovers.NOTE}").write_text("c.ckpt")
+    path.rename(f"{own}{temp_files.ASIDE}")
+    Path(f"{own}{temp_files.NOTE}").write_text("c.ckpt")
     return own, path
 
 
@@ -183,8 +183,8 @@ def test_an_exchange_that_is_under_way_is_left_alone(half_exchanged):
 
     def finish():
         own.rename(path)
-        Path(f"{own}{leftovers.ASIDE}").rename(own)
-        Path(f"{own}{leftovers.NOTE}").unlink()
+        Path(f"{own}{temp_files.ASIDE}").rename(own)
+        Path(f"{own}{temp_files.NOTE}").unlink()
 
     later = threading.Timer(0.3, finish)
     later.start()
@@ -215,7 +215,7 @@ def test_a_checkpoint_of_another_name_is_not_waited_for(half_exchanged, monkeypa
 
 def test_a_save_that_stood_still_when_the_new_one_was_in_its_place_has_succeeded(tmp_path, monkeypatch):
     """Whoever took it for dead has put the old one where it was to be."""
-    io, path, own = Shelf(), tmp_path / "c.ckpt", tmp_path / leftovers.new_temporary_name()
+    io, path, own = Shelf(), tmp_path / "c.ckpt", tmp_path / temp_files.new_temporary_name()
     io.save_checkpoint({"a": "1"}, path)
     io.save_checkpoint({"a": "2"}, tmp_path / "new.ckpt")
     (tmp_path / "new.ckpt").rename(own)
@@ -224,7 +224,7 @@ def test_a_save_that_stood_still_when_the_new_one_was_in_its_place_has_succeeded
     def late(source, target):
         calls.append(source)
         if len(calls) == 3:
-            folders._undo(Path(f"{own}{leftovers.NOTE}"))
+            folders._undo(Path(f"{own}{temp_files.NOTE}"))
         return rename(source, target)
 
     monkeypatch.setattr(folders, "_exchanged", lambda source, target: False)
@@ -238,8 +238,8 @@ def test_a_note_names_nothing_outside_its_folder(tmp_path, text):
     folder = tmp_path / "runs"
     folder.mkdir()
     abandoned = folder / f".torchhal-tmp-{'0' * 8}-1-{1:08x}"
-    Path(f"{abandoned}{leftovers.ASIDE}").mkdir()
-    note = Path(f"{abandoned}{leftovers.NOTE}")
+    Path(f"{abandoned}{temp_files.ASIDE}").mkdir()
+    note = Path(f"{abandoned}{temp_files.NOTE}")
     note.write_text(text)
     os.utime(note, (1, 1))
     Shelf().list_checkpoints(folder)
@@ -250,7 +250,7 @@ def test_a_note_names_nothing_outside_its_folder(tmp_path, text):
 @pytest.mark.parametrize("machine", ["0" * 8, None])
 def test_what_a_save_of_another_machine_has_left_goes_after_a_day(tmp_path, machine, hours, swept):
     """So does that of a process of this machine whose number another one has by now."""
-    left = tmp_path / f".torchhal-tmp-{machine or leftovers.machine()}-{os.getpid()}-{1:08x}"
+    left = tmp_path / f".torchhal-tmp-{machine or temp_files.machine()}-{os.getpid()}-{1:08x}"
     (left / "inner").mkdir(parents=True)
     (left / "inner" / "part").write_text("x")
     then = time.time() - hours * 3600

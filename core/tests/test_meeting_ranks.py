@@ -23,7 +23,7 @@ from running import Job
 from torchhal import Trainer
 from torchhal.cluster import mpi
 from torchhal.cluster.base import RanksNotMetError
-from torchhal.cluster.env import EnvEnvironment
+from torchhal.cluster.env_init import EnvEnvironment
 from torchhal.cluster.mpi import OpenMPIEnvironment, _place_of_rank_0
 from torchhal.distributed import (
     _reachability as reachability,
@@ -423,7 +423,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torchhal.accelerators.cpu import CPUAccelerator
-from torchhal.cluster.env import EnvEnvironment
+from torchhal.cluster.env_init import EnvEnvironment
 from torchhal.strategies import DDPStrategy
 from torchhal import Trainer
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from torchhal import cli
-from torchhal.memory import STATE_FACTORS, build_model, bytes_of, model_memory
+from torchhal.memory_estimate import STATE_FACTORS, build_model, bytes_of, model_memory
 from torchhal.strategies import DDPStrategy
 from torchhal.testing import isolated_registry
 
@@ -186,7 +186,7 @@ def test_errors(folder: Path, capfd: pytest.CaptureFixture[str], arguments: list
     assert explain("--model", *arguments) == 2
     out, err = capfd.readouterr()
     assert words in err and err.startswith("error: ") and out == ""
-    assert "memory.py" not in err, "no place in torchhal"
+    assert "memory_estimate.py" not in err, "no place in torchhal"
 
 
 def test_arguments_without_a_model(capfd: pytest.CaptureFixture[str]) -> None:

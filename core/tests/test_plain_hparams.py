@@ -14,8 +14,8 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from torchhal import Module, Trainer
+from torchhal._plain_hparams import NotPlainError, from_plain, to_plain
 from torchhal.errors import CheckpointMismatchError
-from torchhal.plain_hparams import NotPlainError, from_plain, to_plain
 
 
 class Kind(enum.Enum):

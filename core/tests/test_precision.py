@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchhal._overrides import overrides
 from torchhal.accelerators import Accelerator, CPUAccelerator
 from torchhal.errors import CheckpointMismatchError, UnsupportedCombinationError
-from torchhal.overrides import overrides
 from torchhal.precision import FullPrecision, MixedPrecision, Precision, SinglePrecision, mixed
 from torchhal.registry import _builtin as builtin
 

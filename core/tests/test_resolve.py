@@ -29,7 +29,7 @@ from torchhal.launchers import MultiprocessingLauncher
 from torchhal.plugin import HOOKS, Availability
 from torchhal.precision import MixedPrecision, Precision, SinglePrecision
 from torchhal.resolve import Plan, Request, resolve
-from torchhal.resolve.checkpoint_ios import usable_ios
+from torchhal.resolve._checkpoint_ios import usable_ios
 from torchhal.strategies import DDPStrategy, ParallelStrategy, SingleDeviceStrategy, Strategy
 from torchhal.testing import isolated_registry
 

@@ -19,7 +19,7 @@ from torchhal import Callback, EarlyStopping, ModelCheckpoint, Module, Trainer
 from torchhal.checkpoint import TorchCheckpointIO
 from torchhal.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError, TorchhalError
 from torchhal.strategies import Strategy
-from torchhal.strategies.optimizer_state import check_optimizer_state, check_scheduler_state
+from torchhal.strategies._optimizer_state import check_optimizer_state, check_scheduler_state
 from torchhal.trainer.callback_states import callback_states
 from torchhal.trainer.checkpointing import read_checkpoint
 

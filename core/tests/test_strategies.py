@@ -39,7 +39,7 @@ from torchhal.errors import (
 from torchhal.precision import FullPrecision, MixedPrecision, Precision, SinglePrecision
 from torchhal.resolve import Request, resolve
 from torchhal.strategies import DDPStrategy, ParallelStrategy, SingleDeviceStrategy, Strategy
-from torchhal.strategies.forward_through import forward_through
+from torchhal.strategies._forward_through import forward_through
 
 pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("accelerator")]
 

@@ -15,7 +15,7 @@ from world import joined, rank, size
 from torchhal import Callback, Module, Trainer
 from torchhal.errors import ModelError, UnsupportedCombinationError
 from torchhal.strategies import DDPStrategy, ParallelStrategy
-from torchhal.strategies.sync_batchnorm import restore_batchnorms, synchronize_batchnorms
+from torchhal.strategies._sync_batchnorm import restore_batchnorms, synchronize_batchnorms
 
 pytestmark = pytest.mark.usefixtures("accelerator")
 

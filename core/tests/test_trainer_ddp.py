@@ -28,8 +28,9 @@ from world import joined
 from torchhal import Callback, Module, Trainer
 from torchhal.distributed import collectives
 from torchhal.errors import DistributedError, ModelError
-from torchhal.strategies import DDPStrategy, ParallelStrategy, ddp_buckets
-from torchhal.strategies.replica_consistency import find_difference
+from torchhal.strategies import DDPStrategy, ParallelStrategy
+from torchhal.strategies import _ddp_buckets as ddp_buckets
+from torchhal.strategies._replica_consistency import find_difference
 
 pytestmark = pytest.mark.slow_on_sim
 

@@ -12,9 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 
-from torchhal import Callback, DataModule, ModelCheckpoint, Module, Trainer
+from torchhal import Callback, DataModule, ModelCheckpoint, Module, Trainer, rng
 from torchhal.errors import CheckpointMismatchError
-from torchhal.trainer import rng
 
 pytestmark = pytest.mark.usefixtures("accelerator")
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from torchhal import Callback, ModelCheckpoint, Module, Trainer
 from torchhal.checkpoint import TorchCheckpointIO
-from torchhal.checkpoint.local import LocalPlace
+from torchhal.checkpoint._local_file import LocalPlace
 from torchhal.errors import CheckpointError
 from torchhal.strategies import DDPStrategy
 from torchhal.trainer.callbacks import written_files

@@ -42,7 +42,7 @@ _MODULES = {
     "hookimpl": "plugin",
     "plugins": "registry",
     "register": "registry",
-    "seed_everything": "seed",
+    "seed_everything": "rng",
 }
 
 

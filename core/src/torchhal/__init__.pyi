@@ -7,7 +7,7 @@ from torchhal.plugin import Component as Component
 from torchhal.plugin import hookimpl as hookimpl
 from torchhal.registry import plugins as plugins
 from torchhal.registry import register as register
-from torchhal.seed import seed_everything as seed_everything
+from torchhal.rng import seed_everything as seed_everything
 from torchhal.trainer import Trainer as Trainer
 from torchhal.trainer.callbacks import Callback as Callback
 from torchhal.trainer.callbacks import EarlyStopping as EarlyStopping

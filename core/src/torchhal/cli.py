@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torchhal
+from torchhal._terminal import echo, printable
 from torchhal.commands import hangs, memory
 from torchhal.commands.checkpoint import add_checkpoint
 from torchhal.commands.conformance import add_conformance
 from torchhal.commands.new import add_new
 from torchhal.errors import ConfigurationError, TorchhalError, UnknownAliasError
-from torchhal.terminal import echo, printable
 
 if TYPE_CHECKING:
     from torchhal.registry import Registry
@@ -206,7 +206,7 @@ def _torch_version() -> str:
 
 
 def _undriven(registry: Registry) -> list[str]:
-    from torchhal.resolve.hardware import undriven_device
+    from torchhal.resolve._accelerator_choice import undriven_device
 
     device = undriven_device(registry.entries("accelerator"), registry.plugins())
     return [device] if device else []

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
-from torchhal.arguments import check_bool, check_clip_algorithm, check_clip_val, check_path
+from torchhal._arguments import check_bool, check_clip_algorithm, check_clip_val, check_path
 from torchhal.errors import (
     CheckpointCorruptError,
     CheckpointMismatchError,
@@ -157,7 +157,7 @@ class _HasHyperparameters:
                 which no checkpoint holds, and is not among ``arguments``.
         """
         from torchhal.checkpoint import CheckpointIO, TorchCheckpointIO
-        from torchhal.checkpoint.trainer_format import check_format
+        from torchhal.checkpoint._trainer_format import check_format
 
         check_path("checkpoint_path", checkpoint_path)
         check_bool("strict", strict)
@@ -192,7 +192,7 @@ class _HasHyperparameters:
     @classmethod
     def _saved_arguments(cls, checkpoint: dict[str, Any], path: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         """The saved ones that are not ``given``."""
-        from torchhal.plain_hparams import from_plain
+        from torchhal._plain_hparams import from_plain
 
         prefix = cls._hyperparameter_prefix
         accepted = inspect.signature(cls.__init__).parameters.values()
@@ -329,7 +329,7 @@ class ModuleHooks:
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Move a batch of a type that only the model knows."""
-        from torchhal.accelerators.transfer import move_to_device
+        from torchhal.pytree import move_to_device
 
         return move_to_device(batch, device)
 
@@ -596,7 +596,7 @@ class Module(_HasHyperparameters, ModuleHooks, nn.Module):
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
         """Every tensor of ``data`` gathered from all ranks, with a new first dimension of the world's size."""
-        from torchhal.accelerators.transfer import map_tensors
+        from torchhal.pytree import map_tensors
 
         gather = self.trainer.strategy.all_gather
         return map_tensors(
@@ -609,7 +609,7 @@ class Module(_HasHyperparameters, ModuleHooks, nn.Module):
         )
 
     def _restore(self, checkpoint: dict[str, Any], path: str, *, strict: bool) -> None:
-        from torchhal.checkpoint.trainer_format import check_dtypes, check_has_weights
+        from torchhal.checkpoint._trainer_format import check_dtypes, check_has_weights
 
         check_has_weights(checkpoint, path)
         self.on_load_checkpoint(checkpoint)

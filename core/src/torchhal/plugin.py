@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import pluggy
 
-from torchhal.terminal import printable
+from torchhal._terminal import printable
 
 PROJECT: Final = "torchhal"
 """The pluggy project name, and the entry-point group."""

@@ -7,8 +7,8 @@ import threading
 from zoo import caught_by
 
 from torchhal.cluster import ClusterEnvironment, TorchElasticEnvironment
-from torchhal.cluster.hostlist import hosts
-from torchhal.cluster.variables import read_int
+from torchhal.cluster._env_vars import read_int
+from torchhal.cluster._hostlist import hosts
 from torchhal.conformance.launcher_tables import TABLES
 from torchhal.errors import ConfigurationError
 

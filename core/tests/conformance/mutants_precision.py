@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from zoo import caught_by
 
-from torchhal.accelerators.transfer import map_tensors
 from torchhal.precision import FullPrecision, MixedPrecision, SinglePrecision
+from torchhal.pytree import map_tensors
 
 HALF = {"arguments": {"dtype": "float16"}}
 BRAIN = {"arguments": {"dtype": "bfloat16"}}

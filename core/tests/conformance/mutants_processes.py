@@ -12,7 +12,7 @@ import torch.distributed as dist
 from zoo import caught_by
 
 from torchhal.cluster import TorchElasticEnvironment
-from torchhal.cluster.variables import read_int
+from torchhal.cluster._env_vars import read_int
 from torchhal.strategies import DDPStrategy, SingleDeviceStrategy
 
 SPAWN = {"arguments": {"start_method": "spawn"}}

@@ -15,7 +15,7 @@ import pytest
 import torch
 from made_plugins import Plugin
 
-from torchhal import memory
+from torchhal import memory_estimate
 from torchhal.conformance import CHECKS, Result, Session, Subject
 from torchhal.testing import isolated_registry
 
@@ -26,7 +26,7 @@ GENERIC = [id for id in CHECKS if id.startswith("GEN")]
 def nothing_stays_patched(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a mutant of GEN-16 puts in its place in this process, too, comes back."""
     monkeypatch.setattr(torch.optim.Optimizer, "step", torch.optim.Optimizer.step)
-    monkeypatch.setattr(memory, "ModelMemory", memory.ModelMemory)
+    monkeypatch.setattr(memory_estimate, "ModelMemory", memory_estimate.ModelMemory)
 
 
 @contextmanager

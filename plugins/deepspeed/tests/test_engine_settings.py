@@ -9,7 +9,7 @@ from torch import nn
 
 from torchhal import Trainer
 from torchhal.errors import ConfigurationError, UnsupportedCombinationError
-from torchhal.memory import model_memory
+from torchhal.memory_estimate import model_memory
 from torchhal_deepspeed import vendor
 from torchhal_deepspeed.strategy import DeepSpeedStrategy
 

@@ -12,8 +12,8 @@ from torch import fx, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from torchhal import rng
 from torchhal.errors import ModelError
-from torchhal.trainer import rng
 from torchhal_parallel.capture import Capture, around
 from torchhal_parallel.cut import check_trained, cut, untrainable
 from torchhal_parallel.rehearsal import drawn_between

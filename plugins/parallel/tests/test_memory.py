@@ -11,7 +11,7 @@ import training
 from torch.utils.data import DataLoader, TensorDataset
 
 from torchhal import Callback, Trainer, cli
-from torchhal.memory import build_model, model_memory
+from torchhal.memory_estimate import build_model, model_memory
 from torchhal.trainer.optimization import configure_optimizers
 
 pytestmark = pytest.mark.timeout(170)

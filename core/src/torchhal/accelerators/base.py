@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from torchhal.accelerators.devices import parse_devices
-from torchhal.accelerators.transfer import move_to_device
+from torchhal.accelerators._devices import parse_devices
 from torchhal.errors import AcceleratorUnavailable
 from torchhal.plugin import Availability
+from torchhal.pytree import move_to_device
 
 _log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from torchhal.checkpoint.place import place_of
+from torchhal.checkpoint._location import place_of
 
 
 class CheckpointIO(ABC):
@@ -111,7 +111,7 @@ class CheckpointIO(ABC):
     def saved_ns(self, path: str | os.PathLike[str]) -> int:
         """When the checkpoint at ``path`` was saved, in ns since the epoch. By default when its file was last changed.
 
-        A clock may be set back. An IO that writes ``next_ns()`` of ``torchhal.checkpoint.save_time`` into its files,
+        A clock may be set back. An IO that writes ``next_ns()`` of ``torchhal.checkpoint._save_time`` into its files,
         and calls ``seen()`` of that module with what it loads, keeps a run's checkpoints in the order in which the run
         made them.
         """
@@ -129,7 +129,7 @@ class CheckpointIO(ABC):
         Raises:
             CheckpointError: it failed; ``target`` is what it was.
         """
-        from torchhal.checkpoint.local import LocalPlace, link_file
+        from torchhal.checkpoint._local_file import LocalPlace, link_file
 
         places = [place_of(path, self.storage_options) for path in (source, target)]
         return all(isinstance(place, LocalPlace) for place in places) and link_file(*(place.shown for place in places))

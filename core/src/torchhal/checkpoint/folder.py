@@ -14,8 +14,9 @@ from typing import Any, ClassVar
 
 import torch.distributed as dist
 
-from torchhal.checkpoint.base import CheckpointIO
-from torchhal.checkpoint.leftovers import (
+from torchhal.checkpoint._local_file import LocalPlace, link_or_copy, sync_folder
+from torchhal.checkpoint._map_location import check_map_location, located, read
+from torchhal.checkpoint._temp_files import (
     ASIDE,
     NOTE,
     PREFIX,
@@ -24,8 +25,7 @@ from torchhal.checkpoint.leftovers import (
     new_temporary_name,
     writer_is_dead,
 )
-from torchhal.checkpoint.local import LocalPlace, link_or_copy, sync_folder
-from torchhal.checkpoint.reading import check_map_location, located, read
+from torchhal.checkpoint.base import CheckpointIO
 from torchhal.checkpoint.torch_file import saved_at
 from torchhal.errors import CheckpointError
 

@@ -13,14 +13,14 @@ import torch
 # copy each tensor by itself, so that tied ones come apart, or read with other defaults.
 from torch import serialization
 
-from torchhal.checkpoint import save_time
+from torchhal.checkpoint import _save_time as save_time
+from torchhal.checkpoint._checksum import HEAD, TAIL, SealingFile, read_ending, verify, verify_description
+from torchhal.checkpoint._local_file import LocalPlace
+from torchhal.checkpoint._location import Place, place_of
+from torchhal.checkpoint._map_location import check_map_location
+from torchhal.checkpoint._storage_compaction import pickle_module
+from torchhal.checkpoint._validation import inspect_contents
 from torchhal.checkpoint.base import CheckpointIO
-from torchhal.checkpoint.contents import inspect_contents
-from torchhal.checkpoint.local import LocalPlace
-from torchhal.checkpoint.place import Place, place_of
-from torchhal.checkpoint.reading import check_map_location
-from torchhal.checkpoint.seal import HEAD, TAIL, SealingFile, read_ending, verify, verify_description
-from torchhal.checkpoint.views import pickle_module
 from torchhal.errors import CheckpointCorruptError, CheckpointError
 
 

@@ -1,7 +1,7 @@
 """Cluster environments: who started the processes and where they meet."""
 
+from torchhal.cluster._external import ExternalEnvironment
 from torchhal.cluster.base import ClusterEnvironment
-from torchhal.cluster.external import ExternalEnvironment
 from torchhal.cluster.local import LocalEnvironment
 from torchhal.cluster.torchelastic import TorchElasticEnvironment
 

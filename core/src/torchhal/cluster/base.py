@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING, ClassVar
 
-from torchhal.cluster.job import current_job
+from torchhal.cluster._job import current_job
 from torchhal.errors import ConfigurationError
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from torchhal.cluster.external import ExternalEnvironment
-from torchhal.cluster.variables import given, read_int
+from torchhal.cluster._env_vars import given, read_int
+from torchhal.cluster._external import ExternalEnvironment
 from torchhal.distributed._process import launched_by
 from torchhal.errors import ConfigurationError
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any, ClassVar
 
+from torchhal.cluster._env_vars import given, read_address, read_int, read_port
 from torchhal.cluster.base import ClusterEnvironment
-from torchhal.cluster.variables import given, read_address, read_int, read_port
 from torchhal.distributed._process import launched_by
 from torchhal.errors import ConfigurationError
 

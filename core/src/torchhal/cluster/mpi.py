@@ -12,10 +12,10 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any, ClassVar
 
+from torchhal.cluster._env_vars import given, read_int
+from torchhal.cluster._external import ExternalEnvironment
+from torchhal.cluster._topology import port_of
 from torchhal.cluster.base import RanksNotMetError
-from torchhal.cluster.external import ExternalEnvironment
-from torchhal.cluster.meeting import port_of
-from torchhal.cluster.variables import given, read_int
 from torchhal.distributed._process import launched_by
 from torchhal.errors import ConfigurationError
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import ClassVar
 
+from torchhal.cluster._env_vars import given, read_address, read_port, read_text
+from torchhal.cluster._topology import port_of
 from torchhal.cluster.local import LocalEnvironment
-from torchhal.cluster.meeting import port_of
-from torchhal.cluster.variables import given, read_address, read_port, read_text
 from torchhal.errors import ConfigurationError
 
 

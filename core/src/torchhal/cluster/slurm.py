@@ -6,11 +6,11 @@ import os
 from collections.abc import Callable
 from typing import ClassVar, TypeVar
 
-from torchhal.cluster import hostlist
-from torchhal.cluster.external import ExternalEnvironment
-from torchhal.cluster.job import SlurmJob
-from torchhal.cluster.meeting import port_of
-from torchhal.cluster.variables import given, read_int, read_text
+from torchhal.cluster import _hostlist as hostlist
+from torchhal.cluster._env_vars import given, read_int, read_text
+from torchhal.cluster._external import ExternalEnvironment
+from torchhal.cluster._job import SlurmJob
+from torchhal.cluster._topology import port_of
 from torchhal.distributed._process import launched_by
 from torchhal.errors import ConfigurationError
 
@@ -33,7 +33,7 @@ class SlurmEnvironment(ExternalEnvironment):
     The ranks meet on the step's first host, at a port made from the job, the step and the number of its restarts.
 
     Args:
-        requeue: see :class:`~torchhal.cluster.job.SlurmJob`; so is ``requeue_signal``.
+        requeue: see :class:`~torchhal.cluster._job.SlurmJob`; so is ``requeue_signal``.
 
     Raises:
         ConfigurationError: no such signal, or one that can't be handled.

@@ -6,8 +6,8 @@ import os
 import re
 from typing import ClassVar
 
+from torchhal.cluster._env_vars import given, read_address, read_int, read_port
 from torchhal.cluster.base import ClusterEnvironment
-from torchhal.cluster.variables import given, read_address, read_int, read_port
 from torchhal.errors import ConfigurationError
 
 OWN_STORES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"

@@ -8,9 +8,9 @@ import fnmatch
 import os
 from typing import TYPE_CHECKING, Any, Final
 
+from torchhal._terminal import echo
 from torchhal.errors import CheckpointCorruptError, CheckpointError
 from torchhal.registry._hints import CHECKPOINT_FILES
-from torchhal.terminal import echo
 
 if TYPE_CHECKING:
     from torchhal.checkpoint import CheckpointIO
@@ -38,7 +38,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
     from torchhal.cli import output_to_stderr, print_json
 
     with output_to_stderr():
-        from torchhal.checkpoint.look import describe
+        from torchhal.checkpoint._inspection import describe
 
         alias, io = _find_io(arguments.path)
         found = {"schema": 1, "path": arguments.path, "checkpoint_io": alias, **describe(io, arguments.path)}
@@ -66,7 +66,7 @@ def _consolidate(arguments: argparse.Namespace) -> int:
     from torchhal.cli import output_to_stderr
 
     with output_to_stderr():
-        from torchhal.checkpoint.consolidate import consolidate
+        from torchhal.checkpoint._consolidate import consolidate
 
         source, target = arguments.source, arguments.target
         _, io = _find_io(source)
@@ -83,8 +83,8 @@ def _find_io(path: str) -> tuple[str, CheckpointIO]:
     Raises:
         CheckpointError: nothing is there, or nothing that an installed part knows; with what to do.
     """
-    from torchhal.checkpoint.place import is_url
-    from torchhal.resolve.checkpoint_ios import usable_ios
+    from torchhal.checkpoint._location import is_url
+    from torchhal.resolve._checkpoint_ios import usable_ios
 
     ios = list(usable_ios())
     for entry, io in ios:
@@ -126,7 +126,7 @@ WIDEST: Final = 60
 
 def size(count: int) -> str:
     """``"1.5 GiB (1610612736 bytes)"``."""
-    from torchhal.memory import format_bytes
+    from torchhal.memory_estimate import format_bytes
 
     short = format_bytes(count)
     return short if short.endswith("bytes") else f"{short} ({count} bytes)"

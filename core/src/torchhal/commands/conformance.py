@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchhal._terminal import echo
 from torchhal.errors import ConfigurationError
 from torchhal.plugin import KINDS
-from torchhal.terminal import echo
 
 if TYPE_CHECKING:
     from torchhal.cli import Parsers

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from torchhal.errors import ConfigurationError, ModelError, TorchhalError, UnsupportedCombinationError
 
 if TYPE_CHECKING:
-    from torchhal.memory import ModelMemory
+    from torchhal.memory_estimate import ModelMemory
     from torchhal.resolve import Plan, Request
     from torchhal.trainer import Trainer
 
@@ -40,7 +40,7 @@ def estimate(arguments: argparse.Namespace, request: Request, plan: Plan) -> dic
         request: made of them.
         plan: what it was resolved to.
     """
-    from torchhal.memory import bytes_of
+    from torchhal.memory_estimate import bytes_of
 
     memory = _measure(arguments, request, plan)
     asked = arguments.strategy.strip().lower() != "auto"
@@ -74,7 +74,7 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
 
 
 def _measure(arguments: argparse.Namespace, request: Request, plan: Plan) -> ModelMemory:
-    from torchhal.memory import build_model, model_memory
+    from torchhal.memory_estimate import build_model, model_memory
     from torchhal.trainer.optimization import configure_optimizers
 
     try:
@@ -161,8 +161,8 @@ def _every(memory: ModelMemory, plan: Plan) -> Iterator[dict[str, Any]]:
     shortest name. What is not possible comes last."""
     from torchhal import registry
     from torchhal.registry._discovery import describe
-    from torchhal.resolve.fit import check_accelerator
-    from torchhal.resolve.plan import Part
+    from torchhal.resolve._compatibility import check_accelerator
+    from torchhal.resolve._plan import Part
 
     alike: dict[Any, dict[str, Any]] = {}
     impossible: list[dict[str, Any]] = []

@@ -19,7 +19,8 @@ from torchhal.distributed._process import REPORT_FD, exit_status, is_signal_stat
 from torchhal.distributed._signals import StopRequested, is_agreed, is_orderly
 from torchhal.errors import RankFailedError, TorchhalError, message_of
 
-_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_TORCHHAL = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_LAUNCHING = tuple(os.path.join(_TORCHHAL, package, "") for package in ("distributed", "launchers"))
 
 MAX_TEXT = 7_000
 """Longest traceback that travels: as JSON it must fit a pipe's 64 KiB, and nobody reads more."""
@@ -141,7 +142,7 @@ def user_frames(trace: TracebackType | None) -> TracebackType | None:
     first = trace
     while first is not None:
         name = first.tb_frame.f_code.co_filename
-        if not (name.startswith(_HERE) or name in ("<frozen runpy>", runpy.__file__)):
+        if not (name.startswith(_LAUNCHING) or name in ("<frozen runpy>", runpy.__file__)):
             return first
         first = first.tb_next
     return trace

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchhal.accelerators.transfer import map_tensors
 from torchhal.errors import DistributedError
+from torchhal.pytree import map_tensors
 
 _OPS = {
     "mean": dist.ReduceOp.SUM,

@@ -22,7 +22,7 @@ def script_command() -> list[str]:
     _refuse_test_runner()
     if why := why_no_script():
         raise LaunchError(why)
-    child = os.path.join(os.path.dirname(os.path.abspath(__file__)), "child.py")
+    child = os.path.join(os.path.dirname(os.path.abspath(__file__)), "_subprocess_entry.py")
     flags, _ = interpreter_flags(sys.orig_argv)
     target = _target()
     assert target is not None, "asked above"

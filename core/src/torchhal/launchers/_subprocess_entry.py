@@ -1,6 +1,6 @@
 """Entry point of the processes that ``SubprocessScriptLauncher`` starts: the user's script, well framed.
 
-Run by path, so that it works wherever torchhal was imported from: ``python .../child.py script train.py --lr 0.1``.
+Run by path, so that it works wherever torchhal was imported from: ``python .../_subprocess_entry.py script train.py --lr 0.1``.
 Imports no torch: the script may set variables first that torch reads.
 """
 

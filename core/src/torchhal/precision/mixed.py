@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from torchhal.accelerators import Accelerator
 from torchhal.errors import CheckpointMismatchError, UnsupportedCombinationError
+from torchhal.precision._casting import cast_module, cast_tensors, parse_dtype
 from torchhal.precision.base import Precision, needs_closure
-from torchhal.precision.casting import cast_module, cast_tensors, parse_dtype
 
 _ALIASES: Final = {torch.bfloat16: "bf16-mixed", torch.float16: "16-mixed"}
 _HALF: Final = (torch.bfloat16, torch.float16)

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import pluggy
 
+from torchhal._terminal import printable
 from torchhal.errors import BrokenPluginError
 from torchhal.plugin import HOOKS, PROJECT, Component, Hookspecs
 from torchhal.registry._hints import did_you_mean
-from torchhal.terminal import printable
 
 if TYPE_CHECKING:
     from importlib_metadata import Distribution, EntryPoint
@@ -329,11 +329,11 @@ def describe(error: BaseException) -> str:
         # The machinery of importing and calling is no place to look at.
         if package in ("importlib", "importlib_metadata", "pluggy", "functools", "packaging") or name.startswith("<"):
             continue
-        if os.path.dirname(name) != _HERE:
+        if os.path.dirname(name) not in _OWN_FOLDERS:
             place = f" ({name}:{line})"
     if isinstance(error, SyntaxError) and error.filename:
         text, place = error.msg, f" ({error.filename}:{error.lineno})"  # its own text has no folder
     return printable(f"{type(error).__name__}{f': {text}' if text else ''}{place}")
 
 
-_HERE: Final = os.path.dirname(__file__)
+_OWN_FOLDERS: Final = (os.path.dirname(__file__), os.path.dirname(os.path.dirname(__file__)))

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from torchhal._terminal import printable
 from torchhal.errors import ComponentError
 from torchhal.plugin import Availability, Component
 from torchhal.registry._discovery import describe
 from torchhal.registry._hints import did_you_mean
-from torchhal.terminal import printable
 
 BASES: Final[Mapping[str, str]] = {
     "accelerator": "torchhal.accelerators:Accelerator",

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torchhal
+from torchhal._terminal import printable
 from torchhal.errors import BrokenPluginError, ComponentError, IncompatiblePluginError, PluginError
 from torchhal.plugin import Component
 from torchhal.registry._discovery import Found, Selection, contributions, describe, unmet_requirement
 from torchhal.registry._entry import Entry
-from torchhal.terminal import printable
 
 STRICT: Final = "TORCHHAL_STRICT_PLUGINS"
 

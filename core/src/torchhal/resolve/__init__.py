@@ -8,18 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 
+from torchhal._terminal import printable
 from torchhal.accelerators import Accelerator
+from torchhal.cluster._job import current_job
 from torchhal.cluster.base import ClusterEnvironment, RanksNotMetError
-from torchhal.cluster.job import current_job
 from torchhal.distributed._process import launched_by
 from torchhal.errors import ConfigurationError
-from torchhal.resolve.fit import check_parts
-from torchhal.resolve.given import choose, from_alias, from_object, sort_plugins, substitute
-from torchhal.resolve.hardware import choose_accelerator
-from torchhal.resolve.launching import choose_environment, interactive_alias, launcher
-from torchhal.resolve.plan import Part, Plan, Request
+from torchhal.resolve._accelerator_choice import choose_accelerator
+from torchhal.resolve._compatibility import check_parts
+from torchhal.resolve._launcher_choice import choose_environment, interactive_alias, launcher
+from torchhal.resolve._plan import Part, Plan, Request
+from torchhal.resolve._user_arguments import choose, from_alias, from_object, sort_plugins, substitute
 from torchhal.strategies import Strategy
-from torchhal.terminal import printable
 
 __all__ = ["Part", "Plan", "Request", "resolve"]
 

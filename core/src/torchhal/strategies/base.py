@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 
+from torchhal._overrides import overrides
 from torchhal.accelerators import Accelerator
-from torchhal.accelerators.transfer import move_module
 from torchhal.checkpoint import CheckpointIO
 from torchhal.cluster import ClusterEnvironment
 from torchhal.distributed._rank_monitor import RankWatch
@@ -27,13 +27,13 @@ from torchhal.errors import (
     UnsupportedCombinationError,
 )
 from torchhal.launchers import ExternalLauncher, Launcher
-from torchhal.memory import MemoryEstimate, ModelMemory
-from torchhal.overrides import overrides
+from torchhal.memory_estimate import MemoryEstimate, ModelMemory
 from torchhal.precision import Precision
 from torchhal.precision.base import connected, dense_gradient
-from torchhal.strategies.forward_through import forward_through
-from torchhal.strategies.optimizer_state import check_groups, check_optimizer_state, check_scheduler_state
-from torchhal.strategies.sync_batchnorm import (
+from torchhal.pytree import move_module
+from torchhal.strategies._forward_through import forward_through
+from torchhal.strategies._optimizer_state import check_groups, check_optimizer_state, check_scheduler_state
+from torchhal.strategies._sync_batchnorm import (
     check_sync_batchnorm_layers,
     restore_batchnorms,
     synchronize_batchnorms,

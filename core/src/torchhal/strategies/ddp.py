@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchhal.distributed import collectives
 from torchhal.errors import CheckpointMismatchError, DistributedError, ModelError, message_of
-from torchhal.memory import MemoryEstimate, ModelMemory
-from torchhal.strategies.ddp_buckets import read_bucket_order, set_bucket_order
-from torchhal.strategies.forward_through import forward_through
+from torchhal.memory_estimate import MemoryEstimate, ModelMemory
+from torchhal.strategies._ddp_buckets import read_bucket_order, set_bucket_order
+from torchhal.strategies._forward_through import forward_through
 from torchhal.strategies.parallel import ParallelStrategy
 
 _requires_grad = attrgetter("requires_grad")

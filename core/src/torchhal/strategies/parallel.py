@@ -25,9 +25,9 @@ from torchhal.distributed._stores import HashStore, PrefixedStore, Store
 from torchhal.errors import ConfigurationError, DistributedError, ModelError
 from torchhal.launchers import ExternalLauncher, Launcher, MultiprocessingLauncher, SubprocessScriptLauncher
 from torchhal.launchers.subprocess_script import shared_threads
+from torchhal.strategies._forward_through import forward_through
+from torchhal.strategies._replica_consistency import check_frequencies, check_lookups, find_difference
 from torchhal.strategies.base import Strategy
-from torchhal.strategies.forward_through import forward_through
-from torchhal.strategies.replica_consistency import check_frequencies, check_lookups, find_difference
 
 START_METHODS = ("subprocess", "spawn", "fork", "forkserver")
 

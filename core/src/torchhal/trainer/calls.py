@@ -6,9 +6,9 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from torchhal._overrides import overrides
 from torchhal.errors import ModelError
 from torchhal.module import ModuleHooks
-from torchhal.overrides import overrides
 from torchhal.trainer.callbacks import Callback
 from torchhal.trainer.part import TrainerPart
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from torchhal.checkpoint.look import is_tensor
+from torchhal.checkpoint._inspection import is_tensor
 from torchhal.errors import CheckpointCorruptError
 
 KEY = "digests"

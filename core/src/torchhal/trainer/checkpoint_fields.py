@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from torchhal.checkpoint import trainer_format
-from torchhal.checkpoint.look import is_tensor
+from torchhal.checkpoint import _trainer_format as trainer_format
+from torchhal.checkpoint._inspection import is_tensor
 from torchhal.errors import CheckpointCorruptError, CheckpointMismatchError
 from torchhal.trainer.log_options import REDUCTIONS
 
@@ -269,7 +269,7 @@ def _check_ranks(ranks: Field) -> None:
 
 
 def _check_generators(state: Field) -> None:
-    """As :mod:`torchhal.trainer.rng` collects them; tried on generators that nobody uses."""
+    """As :mod:`torchhal.rng` collects them; tried on generators that nobody uses."""
     python = state.dict().at("python")
     if len(list(python.items())) != 3:
         raise python.refuse("a state of Python's generator")

@@ -7,9 +7,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from torchhal import rng
+from torchhal._plain_hparams import NotPlainError, to_plain
 from torchhal.checkpoint import CheckpointIO
-from torchhal.checkpoint.look import is_tensor
-from torchhal.checkpoint.trainer_format import FORMAT, check_dtypes
+from torchhal.checkpoint._inspection import is_tensor
+from torchhal.checkpoint._trainer_format import FORMAT, check_dtypes
 from torchhal.errors import (
     CheckpointError,
     CheckpointMismatchError,
@@ -17,10 +19,9 @@ from torchhal.errors import (
     DistributedError,
     TorchhalError,
 )
-from torchhal.plain_hparams import NotPlainError, to_plain
-from torchhal.resolve.checkpoint_ios import usable_ios
-from torchhal.strategies.optimizer_state import parameters_without_state
-from torchhal.trainer import checkpoint_digests, replicas, rng
+from torchhal.resolve._checkpoint_ios import usable_ios
+from torchhal.strategies._optimizer_state import parameters_without_state
+from torchhal.trainer import checkpoint_digests, replicas
 from torchhal.trainer.callback_states import callback_states, load_callback_states, unchanged_by_errors
 from torchhal.trainer.checkpoint_fields import check_format, check_training_state, check_weights
 from torchhal.trainer.trained_by import check_same

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from torchhal.checkpoint.place import is_url
+from torchhal.checkpoint._location import is_url
 from torchhal.errors import ConfigurationError, ModelError
 from torchhal.registry._hints import NAMES
 from torchhal.trainer.callbacks import Callback, ModelCheckpoint, ModelSummary, ProgressBar

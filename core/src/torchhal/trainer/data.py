@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
+from torchhal import rng
 from torchhal.distributed._dataloader_signals import WorkerInit, compose_worker_init, signals_blocked
 from torchhal.errors import ConfigurationError, ModelError
-from torchhal.seed import SEED_VARIABLE
-from torchhal.trainer import rng, samplers
+from torchhal.rng import SEED_VARIABLE
+from torchhal.trainer import samplers
 from torchhal.trainer.part import TrainerPart
 
 if TYPE_CHECKING:
@@ -532,9 +533,9 @@ def close_iterator(iterator: Any) -> None:
 
 def batch_transfer(trainer: Trainer, module: Any) -> Callable[[Any, int], Any] | None:
     """What brings a batch to the device, the user's hooks included; None where a batch can be used as it is."""
+    from torchhal._overrides import overrides
     from torchhal.accelerators import Accelerator
     from torchhal.module import ModuleHooks
-    from torchhal.overrides import overrides
     from torchhal.strategies import Strategy
 
     def hook(name: str) -> Callable[..., Any] | None:

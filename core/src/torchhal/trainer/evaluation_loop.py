@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from torchhal.accelerators.transfer import move_to_device
 from torchhal.errors import ModelError
+from torchhal.pytree import move_to_device
 from torchhal.trainer.calls import adapt_step
 from torchhal.trainer.data import (
     EvaluationData,

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchhal.accelerators.transfer import map_tensors
+from torchhal import rng
 from torchhal.distributed._signals import at_once
 from torchhal.errors import ConfigurationError, ModelError
-from torchhal.trainer import agreement, replicas, rng
+from torchhal.pytree import map_tensors
+from torchhal.trainer import agreement, replicas
 from torchhal.trainer.calls import module_hook
 from torchhal.trainer.data import (
     TrainingData,

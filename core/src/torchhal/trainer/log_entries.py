@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from torchhal.accelerators.transfer import map_tensors, move_to_device
 from torchhal.errors import ConfigurationError
+from torchhal.pytree import map_tensors, move_to_device
 from torchhal.strategies.base import STEPS
 from torchhal.trainer.log_options import HOOKS, LogOptions
 

@@ -11,8 +11,8 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from torchhal._overrides import overrides
 from torchhal.errors import ConfigurationError, ModelError, NonFiniteLossError
-from torchhal.overrides import overrides
 from torchhal.precision import Precision
 from torchhal.precision.base import needs_closure
 from torchhal.strategies import Strategy

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from torchhal import rng
 from torchhal.errors import ConfigurationError
 from torchhal.precision.base import needs_closure
-from torchhal.trainer import rng
 from torchhal.trainer.samplers import seed_host
 
 if TYPE_CHECKING:

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchhal.accelerators.transfer import move_to_device
-from torchhal.checkpoint.place import is_url
+from torchhal import rng
+from torchhal.checkpoint._location import is_url
 from torchhal.cluster import ClusterEnvironment
-from torchhal.cluster.job import Job, current_job
+from torchhal.cluster._job import Job, current_job
 from torchhal.distributed import _rendezvous as rendezvous
 from torchhal.distributed._process import open_standard_descriptors
 from torchhal.distributed._signals import (
@@ -30,7 +30,8 @@ from torchhal.distributed._signals import (
     signal_of,
 )
 from torchhal.errors import ModelError, RankFailedError, TorchhalError
-from torchhal.trainer import agreement, checkpointing, replicas, rng, status_lines
+from torchhal.pytree import move_to_device
+from torchhal.trainer import agreement, checkpointing, replicas, status_lines
 from torchhal.trainer.callback_states import begin_anew, callback_states, load_callback_states
 from torchhal.trainer.callbacks import ModelCheckpoint
 from torchhal.trainer.calls import module_hook

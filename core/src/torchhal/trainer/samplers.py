@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sampler, SequentialSampler
 from torch.utils.data.sampler import BatchSampler
 
-from torchhal.trainer import rng
+from torchhal import rng
 
 _CHUNK = 1024  # items a rank keeps when it reads ahead in a shared draw
 

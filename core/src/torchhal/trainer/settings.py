@@ -7,7 +7,7 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
-from torchhal import arguments
+from torchhal import _arguments as arguments
 from torchhal.errors import ConfigurationError
 from torchhal.precision.base import needs_closure
 from torchhal.registry._hints import nearest

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from torchhal import arguments
+from torchhal import _arguments as arguments
 from torchhal.distributed._rendezvous import expect
 from torchhal.errors import ConfigurationError, ModelError
 from torchhal.registry._hints import ATTRIBUTES

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from torchhal.accelerators.transfer import map_tensors
 from torchhal.distributed import collectives
 from torchhal.distributed._stores import Store
 from torchhal.errors import ConfigurationError, DistributedError
-from torchhal.memory import MemoryEstimate, ModelMemory
+from torchhal.memory_estimate import MemoryEstimate, ModelMemory
+from torchhal.pytree import map_tensors
 from torchhal.strategies import ParallelStrategy
 from torchhal_bagua import algorithms, refusals, vendor
 from torchhal_bagua.wrapping import Used, Wrapped, check_qadam, ignored_names

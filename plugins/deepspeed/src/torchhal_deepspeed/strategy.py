@@ -14,16 +14,16 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchhal.checkpoint.reading import read
+from torchhal._overrides import overrides
+from torchhal.checkpoint._map_location import read
 from torchhal.distributed import collectives
 from torchhal.distributed._stores import Store
 from torchhal.errors import CheckpointError, ConfigurationError, ModelError
-from torchhal.memory import MemoryEstimate, ModelMemory
-from torchhal.overrides import overrides
+from torchhal.memory_estimate import MemoryEstimate, ModelMemory
 from torchhal.precision import Precision
-from torchhal.precision.casting import cast_tensors
+from torchhal.precision._casting import cast_tensors
 from torchhal.strategies import ParallelStrategy
-from torchhal.strategies.replica_consistency import check_frequencies, check_lookups
+from torchhal.strategies._replica_consistency import check_frequencies, check_lookups
 from torchhal_deepspeed import settings, suitable, vendor
 from torchhal_deepspeed.checkpoint import DeepSpeedCheckpointIO
 from torchhal_deepspeed.following import forward_of

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from torchhal.accelerators import Accelerator
-from torchhal.accelerators.transfer import map_tensors, move_to_device, moves_itself
+from torchhal.pytree import map_tensors, move_to_device, moves_itself
 
 
 class SideStreamAccelerator(Accelerator):

@@ -24,7 +24,7 @@ from torchhal.errors import ConfigurationError, DistributedError, ModelError, Un
 from torchhal.precision import Precision
 from torchhal.precision.base import needs_closure
 from torchhal.strategies import SingleDeviceStrategy, Strategy
-from torchhal.strategies.replica_consistency import check_frequencies, check_lookups
+from torchhal.strategies._replica_consistency import check_frequencies, check_lookups
 from torchhal.trainer.calls import module_hook
 from torchhal.trainer.log_options import batch_size_of
 from torchhal_hivemind import settings, vendor

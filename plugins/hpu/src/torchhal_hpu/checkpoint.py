@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from torchhal.accelerators.transfer import map_tensors
 from torchhal.checkpoint import TorchCheckpointIO
+from torchhal.pytree import map_tensors
 
 
 class HPUCheckpointIO(TorchCheckpointIO):

@@ -8,7 +8,7 @@ import torch
 
 from torchhal.errors import ConfigurationError
 from torchhal.precision import Precision
-from torchhal.precision.casting import cast_tensors
+from torchhal.precision._casting import cast_tensors
 
 
 class IPUMixedPrecision(Precision):

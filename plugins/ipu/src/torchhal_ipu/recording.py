@@ -11,8 +11,8 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from torchhal.accelerators.transfer import map_tensors
 from torchhal.errors import ModelError
+from torchhal.pytree import map_tensors
 
 TENSOR: Final = "<tensor>"
 """Where a tensor stands in the structure of a batch."""

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchhal.errors import ConfigurationError, ModelError
-from torchhal.strategies.replica_consistency import check_lookups
+from torchhal.strategies._replica_consistency import check_lookups
 from torchhal.trainer.calls import module_hook
 
 _HOOKS = {

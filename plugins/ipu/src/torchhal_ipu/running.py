@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchhal.accelerators.transfer import map_tensors
 from torchhal.errors import ModelError
+from torchhal.pytree import map_tensors
 from torchhal_ipu.options import sizes
 from torchhal_ipu.recording import TENSOR, Returned, Step, Unknown
 

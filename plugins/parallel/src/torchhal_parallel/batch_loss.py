@@ -19,8 +19,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, Dataset
 
-from torchhal.accelerators.transfer import map_tensors
 from torchhal.errors import ModelError
+from torchhal.pytree import map_tensors
 from torchhal_parallel.layout import is_below_float32
 from torchhal_parallel.split import merge
 

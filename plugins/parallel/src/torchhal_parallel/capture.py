@@ -25,9 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction
 
-from torchhal.accelerators.transfer import map_tensors
+from torchhal import rng
 from torchhal.errors import ModelError
-from torchhal.trainer import rng
+from torchhal.pytree import map_tensors
 from torchhal_parallel.attribute_reads import PLAIN, AttributeReads
 from torchhal_parallel.gradient_check import AutogradCalls, check_gradients
 from torchhal_parallel.recorded_calls import FunctionCall, InContext, is_mutable, is_same_again

@@ -26,8 +26,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from torchhal import rng
 from torchhal.errors import ConfigurationError, TorchhalError
-from torchhal.trainer import rng
 from torchhal_parallel.alike import KindsOfCalls
 from torchhal_parallel.batch_loss import without_traces
 from torchhal_parallel.divided_gradients import Nodes, check_gradients, check_sums

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from torchhal.distributed import collectives
 from torchhal.errors import ModelError, UnsupportedCombinationError, message_of
-from torchhal.memory import ModelMemory, ParameterMemory
+from torchhal.memory_estimate import ModelMemory, ParameterMemory
 from torchhal.precision import Precision
 from torchhal_parallel.blocks import check_form, check_policy, find_blocks
 from torchhal_parallel.following import forward_of

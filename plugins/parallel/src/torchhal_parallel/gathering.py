@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchhal.accelerators.transfer import map_tensors
 from torchhal.distributed import collectives
+from torchhal.pytree import map_tensors
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from torchhal import rng
 from torchhal.distributed import collectives
 from torchhal.errors import (
     CheckpointMismatchError,
@@ -27,11 +28,10 @@ from torchhal.errors import (
     UnsupportedCombinationError,
     message_of,
 )
-from torchhal.memory import MemoryEstimate, ModelMemory, ParameterMemory
+from torchhal.memory_estimate import MemoryEstimate, ModelMemory, ParameterMemory
 from torchhal.precision import Precision
+from torchhal.strategies._replica_consistency import check_frequencies
 from torchhal.strategies.base import Strategy
-from torchhal.strategies.replica_consistency import check_frequencies
-from torchhal.trainer import rng
 from torchhal_parallel.cut import check_trained, even_cuts, stage_parameters, untrainable
 from torchhal_parallel.divided_regions import DividedRegions
 from torchhal_parallel.double_backward import refuse_double_backward

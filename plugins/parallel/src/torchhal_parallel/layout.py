@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from torchhal.accelerators.transfer import map_tensors
+from torchhal.pytree import map_tensors
 
 try:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset

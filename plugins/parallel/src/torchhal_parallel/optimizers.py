@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from torchhal import rng
 from torchhal.accelerators import Accelerator
 from torchhal.errors import ConfigurationError
 from torchhal.precision.base import needs_closure
-from torchhal.trainer import rng
 
 STEPS = 3
 """How often an optimizer is tried at first: some look at all parameters from their second step on."""

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-from torchhal.accelerators.transfer import map_tensors
+from torchhal import rng
 from torchhal.distributed import collectives
 from torchhal.errors import ConfigurationError, ModelError, UnsupportedCombinationError
-from torchhal.trainer import rng
+from torchhal.pytree import map_tensors
 from torchhal_parallel.attribute_reads import PLAIN
 from torchhal_parallel.batch_loss import Branches, WholeBatch, detached, is_narrow, unlike_mean, without_traces
 from torchhal_parallel.capture import Capture, around

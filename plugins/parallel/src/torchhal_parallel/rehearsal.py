@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchhal import rng
 from torchhal.errors import ModelError
-from torchhal.trainer import rng
 from torchhal.trainer.log_options import is_metric
 from torchhal_parallel.wrapping import ForwardInstead
 

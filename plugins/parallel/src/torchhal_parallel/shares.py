@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchhal.memory import ModelMemory, ParameterMemory, bytes_of
+from torchhal.memory_estimate import ModelMemory, ParameterMemory, bytes_of
 from torchhal_parallel.blocks import find_blocks
 from torchhal_parallel.cut import check_trained, cut, stage_parameters, untrainable
 from torchhal_parallel.tensor_plan import sharded_dim

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from torchhal.accelerators.transfer import map_tensors, move_to_device
 from torchhal.errors import ModelError
+from torchhal.pytree import map_tensors, move_to_device
 
 
 def split_batch(batch: Any, parts: int) -> list[tuple[Any, int]]:

@@ -10,8 +10,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import fx, nn
 
-from torchhal.accelerators.transfer import map_tensors
 from torchhal.errors import ModelError
+from torchhal.pytree import map_tensors
 from torchhal_parallel.attribute_reads import AttributeReads
 from torchhal_parallel.capture import Result
 from torchhal_parallel.cut import Stage

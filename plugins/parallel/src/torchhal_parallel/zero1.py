@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 
 from torchhal.distributed import collectives
 from torchhal.errors import CheckpointMismatchError, DistributedError
-from torchhal.memory import MemoryEstimate, ModelMemory
+from torchhal.memory_estimate import MemoryEstimate, ModelMemory
 from torchhal.strategies import DDPStrategy
-from torchhal.strategies.replica_consistency import find_difference
+from torchhal.strategies._replica_consistency import find_difference
 from torchhal_parallel.gathering import on_first_rank
 from torchhal_parallel.optimizers import OptimizerTrial, check_divisible, check_separable, with_parameters
 

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from torchhal.errors import UnsupportedCombinationError
 from torchhal.precision.base import needs_closure
-from torchhal.strategies.replica_consistency import check_frequencies, check_lookups
+from torchhal.strategies._replica_consistency import check_frequencies, check_lookups
 
 
 def check_model(me: str, module: Any, optimizers: Sequence[Optimizer]) -> None:

@@ -15,7 +15,7 @@ from torchhal.accelerators import Accelerator
 from torchhal.checkpoint import CheckpointIO
 from torchhal.cluster import ClusterEnvironment
 from torchhal.errors import DistributedError, ModelError
-from torchhal.memory import MemoryEstimate, ModelMemory
+from torchhal.memory_estimate import MemoryEstimate, ModelMemory
 from torchhal.precision import Precision
 from torchhal.strategies import SingleDeviceStrategy, Strategy
 from torchhal.trainer import samplers

@@ -6,7 +6,7 @@ import os
 from typing import ClassVar
 
 from torchhal.cluster import LocalEnvironment
-from torchhal.cluster.variables import read_int, read_port
+from torchhal.cluster._env_vars import read_int, read_port
 from torchhal.distributed._process import launched_by
 from torchhal.errors import ConfigurationError
 

@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from torchhal.accelerators.transfer import map_tensors
 from torchhal.errors import ConfigurationError, UnsupportedCombinationError
-from torchhal.memory import MemoryEstimate, ModelMemory
+from torchhal.memory_estimate import MemoryEstimate, ModelMemory
+from torchhal.pytree import map_tensors
 from torchhal.strategies import SingleDeviceStrategy
 from torchhal_xla.lazy import LazyStrategy
 

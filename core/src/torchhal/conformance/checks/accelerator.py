@@ -15,12 +15,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from torchhal import registry
 from torchhal.accelerators import Accelerator
-from torchhal.accelerators.transfer import move_module
 from torchhal.conformance.bench import Bench
 from torchhal.conformance.check import CheckFailed, check, not_applicable
 from torchhal.conformance.expect import close, raises, require, same
 from torchhal.errors import AcceleratorUnavailable, UnsupportedCombinationError
 from torchhal.plugin import Availability
+from torchhal.pytree import move_module
 from torchhal.resolve import Request, resolve
 
 TOLERANCE = 1e-3
@@ -303,7 +303,7 @@ def batch_structure(bench: Bench) -> None:
     ``.to``, and leaves strings, numbers and None alone; the batch that was given is not written to.
 
     Why: users' collate functions return anything, and a step that unpacks it fails far from the cause.
-    Fix: inherit batch_to_device, or move leaves with torchhal.accelerators.transfer.map_tensors.
+    Fix: inherit batch_to_device, or move leaves with torchhal.pytree.map_tensors.
     """
     accelerator, device = bench.ready()
     one = torch.arange(3.0)

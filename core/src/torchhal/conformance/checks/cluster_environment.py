@@ -119,7 +119,7 @@ def broken_variables(bench: Bench) -> None:
     ConfigurationError that names the variable.
 
     Why: KeyError: 'X' doesn't say what should have set it, and a default of 0 makes every process rank 0.
-    Fix: torchhal.cluster.variables.read_int and its like.
+    Fix: torchhal.cluster._env_vars.read_int and its like.
     """
     table = bench.subject.own_tables[3]
     for name in table:

@@ -12,13 +12,13 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from torchhal.accelerators.transfer import move_module
 from torchhal.conformance.bench import Bench
 from torchhal.conformance.check import CheckFailed, check, not_applicable
 from torchhal.conformance.expect import close, raises, require, same
 from torchhal.conformance.torch_state import torch_state
 from torchhal.errors import UnknownAliasError
 from torchhal.precision import Precision
+from torchhal.pytree import move_module
 from torchhal.resolve import Request, resolve
 
 DOCUMENTED = {
@@ -243,7 +243,7 @@ def inputs(bench: Bench) -> None:
     """convert_input converts floating-point tensors at any depth and nothing else; what is right already is not copied.
 
     Why: labels turned into bfloat16 are other classes, and a copy of each batch costs a step its memory.
-    Fix: torchhal.accelerators.transfer.map_tensors over is_floating_point().
+    Fix: torchhal.pytree.map_tensors over is_floating_point().
     """
     precision = Trained(bench).precision
     x = torch.rand(2, 3)

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchhal.arguments import check_bool, check_count, check_optional_count
-from torchhal.checkpoint.place import is_url
+from torchhal._arguments import check_bool, check_count, check_optional_count
+from torchhal.checkpoint._location import is_url
 from torchhal.errors import CheckpointError, ConfigurationError
 from torchhal.trainer.callbacks.base import Callback
 from torchhal.trainer.callbacks.checkpoint_files import (

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from torchhal.checkpoint.place import is_url, place_of
+from torchhal.checkpoint._location import is_url, place_of
 from torchhal.errors import CheckpointError
 
 

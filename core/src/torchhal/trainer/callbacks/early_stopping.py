@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchhal.arguments import check_bool, check_count
+from torchhal._arguments import check_bool, check_count
 from torchhal.trainer.callbacks.base import Callback
 from torchhal.trainer.callbacks.monitored import (
     check_mode,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from torchhal.arguments import check_bool
+from torchhal._arguments import check_bool
 from torchhal.errors import ConfigurationError
 from torchhal.trainer.callbacks.base import Callback
 from torchhal.trainer.unknown_arguments import explain_unknown_arguments

@@ -10,7 +10,7 @@ import warnings
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from torchhal.arguments import check_bool, check_count
+from torchhal._arguments import check_bool, check_count
 from torchhal.trainer.callbacks.base import Callback
 from torchhal.trainer.unknown_arguments import explain_unknown_arguments
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from torchhal.arguments import check_count
-from torchhal.memory import format_bytes
+from torchhal._arguments import check_count
+from torchhal.memory_estimate import format_bytes
 from torchhal.trainer.callbacks.base import Callback
 from torchhal.trainer.unknown_arguments import explain_unknown_arguments
 

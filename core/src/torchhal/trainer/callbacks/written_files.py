@@ -14,8 +14,8 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from torchhal.checkpoint.leftovers import machine, process_is_dead
-from torchhal.checkpoint.place import Place, place_of
+from torchhal.checkpoint._location import Place, place_of
+from torchhal.checkpoint._temp_files import machine, process_is_dead
 from torchhal.errors import CheckpointError, TorchhalError
 from torchhal.trainer.callbacks.checkpoint_files import join
 

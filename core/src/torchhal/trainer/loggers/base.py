@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from torchhal.checkpoint.place import is_url
+from torchhal.checkpoint._location import is_url
 from torchhal.errors import ConfigurationError
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from torchhal.arguments import check_count
-from torchhal.checkpoint.leftovers import new_temporary_name
+from torchhal._arguments import check_count
+from torchhal.checkpoint._temp_files import new_temporary_name
 from torchhal.trainer.loggers.base import FolderLogger, as_dict, is_rank_zero
 from torchhal.trainer.unknown_arguments import explain_unknown_arguments
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from torchhal import registry
 from torchhal.checkpoint import CheckpointIO
-from torchhal.checkpoint.place import place_of
+from torchhal.checkpoint._location import place_of
 from torchhal.errors import CheckpointError, ConfigurationError
 from torchhal_parallel.checkpoint.snapshot import HostMemory, snapshot
 

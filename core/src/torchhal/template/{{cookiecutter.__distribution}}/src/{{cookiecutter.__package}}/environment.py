@@ -6,7 +6,7 @@ import os
 from typing import ClassVar
 
 from torchhal.cluster import ClusterEnvironment
-from torchhal.cluster.variables import read_address, read_int, read_port
+from torchhal.cluster._env_vars import read_address, read_int, read_port
 from torchhal.errors import ConfigurationError
 
 PREFIX = "{{ cookiecutter.__alias | upper }}_"

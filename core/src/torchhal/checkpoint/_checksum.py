@@ -4,7 +4,7 @@ torch.save writes a zip. Its reader ignores the zip's own checksums and everythi
 damage passes for weights. A zip ends with a comment of free text that every reader skips: the seal. It holds a
 CRC-32 of every byte before it. A CRC-32 finds every error of up to 32 adjacent bits, every odd number of flipped
 bits, and all but one in four billion of any others; it is no protection from somebody who means harm, and it
-costs a save nothing, see :mod:`torchhal.checkpoint.crc`.
+costs a save nothing, see :mod:`torchhal.checkpoint._crc`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import zipfile
 import zlib
 from typing import BinaryIO, NamedTuple
 
-from torchhal.checkpoint.crc import Sum, torch_describes_records
+from torchhal.checkpoint._crc import Sum, torch_describes_records
 from torchhal.errors import CheckpointCorruptError, CheckpointError
 
 _END = 22  # bytes of a zip's end-of-central-directory record without a comment

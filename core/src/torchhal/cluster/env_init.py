@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from torchhal.cluster.external import ExternalEnvironment
+from torchhal.cluster._env_vars import given, read_int
+from torchhal.cluster._external import ExternalEnvironment
 from torchhal.cluster.kubeflow import KubeflowEnvironment
-from torchhal.cluster.variables import given, read_int
 from torchhal.distributed._process import launched_by
 
 _SEVERAL = "RANK and WORLD_SIZE are, and say that this process is one of several"

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from torchhal.accelerators.transfer import map_tensors
-from torchhal.checkpoint.look import is_tensor
+from torchhal.checkpoint._inspection import is_tensor
 from torchhal.errors import CheckpointMismatchError
+from torchhal.pytree import map_tensors
 
 _IMPLEMENTATIONS = ("capturable", "differentiable", "foreach", "fused")
 """Options that choose how a step is computed, which depend on devices and not on each other's values."""

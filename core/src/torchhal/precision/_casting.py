@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchhal.accelerators.transfer import map_tensors
+from torchhal.pytree import map_tensors
 
 
 def parse_dtype(dtype: object, allowed: Collection[torch.dtype]) -> torch.dtype:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any, ClassVar
 
+from torchhal.cluster._env_vars import given, read_address, read_int, read_port
+from torchhal.cluster._topology import Place, ask_around, is_loopback
 from torchhal.cluster.base import ClusterEnvironment, RanksNotMetError
-from torchhal.cluster.meeting import Place, ask_around, is_loopback
-from torchhal.cluster.variables import given, read_address, read_int, read_port
 from torchhal.errors import ConfigurationError
 
 

@@ -18,7 +18,7 @@ from torchhal.cluster import ClusterEnvironment
 from torchhal.errors import AcceleratorUnavailable, ConfigurationError, PluginError, UnknownAliasError
 from torchhal.precision import Precision
 from torchhal.registry._hints import meant_by, one_of
-from torchhal.resolve.plan import Part
+from torchhal.resolve._plan import Part
 from torchhal.strategies import Strategy
 
 BASES: Mapping[str, type] = {

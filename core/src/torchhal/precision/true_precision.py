@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from torchhal.precision._casting import DefaultDtype, cast_module, cast_tensors, parse_dtype
 from torchhal.precision.base import Precision, needs_closure
-from torchhal.precision.casting import DefaultDtype, cast_module, cast_tensors, parse_dtype
 
 _ALIASES: Final = {torch.float64: "64-true", torch.bfloat16: "bf16-true", torch.float16: "16-true"}
 

@@ -8,7 +8,7 @@ from torchhal.distributed._process import launched_by
 from torchhal.errors import ComponentError, UnsupportedCombinationError
 from torchhal.precision import Precision
 from torchhal.registry._discovery import USER
-from torchhal.resolve.plan import Part
+from torchhal.resolve._plan import Part
 from torchhal.strategies import ParallelStrategy, Strategy
 
 

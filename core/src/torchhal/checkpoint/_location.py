@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any, BinaryIO
 
-from torchhal.checkpoint.leftovers import is_temporary_name
+from torchhal.checkpoint._temp_files import is_temporary_name
 from torchhal.errors import ConfigurationError
 
 _FLATTENED_URL = re.compile(r"[a-z][a-z0-9+.-]+:/(?!/)")
@@ -86,7 +86,7 @@ def place_of(
     ``options`` are an IO's own, for its URLs; ``call_options`` belong to this one path, so that a name among them
     that means nothing there is a TypeError.
     """
-    from torchhal.checkpoint.local import LocalPlace
+    from torchhal.checkpoint._local_file import LocalPlace
 
     text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
     if not isinstance(text, str):
@@ -103,7 +103,7 @@ def place_of(
     if not folder and is_temporary_name(name):
         raise ConfigurationError(f"'path' must not look like the temporary file of a save (got {text!r})")
     if is_url(text):
-        from torchhal.checkpoint.remote import remote_place
+        from torchhal.checkpoint._fsspec_file import remote_place
 
         return remote_place(text, options, call_options)
     if call_options:

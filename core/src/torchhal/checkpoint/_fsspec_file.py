@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, BinaryIO
 
-from torchhal.checkpoint.leftovers import is_temporary_name, is_untouched, new_temporary_name, writer_is_dead
-from torchhal.checkpoint.local import LocalPlace
-from torchhal.checkpoint.place import Place
+from torchhal.checkpoint._local_file import LocalPlace
+from torchhal.checkpoint._location import Place
+from torchhal.checkpoint._temp_files import is_temporary_name, is_untouched, new_temporary_name, writer_is_dead
 from torchhal.errors import CheckpointError
 
 _PIECE = 8 << 20

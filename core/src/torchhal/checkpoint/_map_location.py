@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import serialization
 
-from torchhal.accelerators.transfer import map_tensors
-from torchhal.checkpoint.look import is_tensor
+from torchhal.checkpoint._inspection import is_tensor
+from torchhal.pytree import map_tensors
 
 
 def read(nest: Any) -> Any:

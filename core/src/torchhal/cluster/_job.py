@@ -10,7 +10,7 @@ import signal
 import subprocess
 import time
 
-from torchhal.cluster.variables import given
+from torchhal.cluster._env_vars import given
 from torchhal.distributed._process import describe_exit
 from torchhal.distributed._signals import NotedSignals
 from torchhal.errors import ConfigurationError

@@ -15,8 +15,8 @@ from torchhal.registry._discovery import USER
 from torchhal.registry._entry import Entry
 from torchhal.registry._hints import DISTRIBUTIONS
 from torchhal.registry._plugin_loader import PluginRecord
-from torchhal.resolve.given import from_alias, from_object
-from torchhal.resolve.plan import Part, Request
+from torchhal.resolve._plan import Part, Request
+from torchhal.resolve._user_arguments import from_alias, from_object
 from torchhal.strategies import Strategy
 
 

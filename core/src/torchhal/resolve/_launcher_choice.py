@@ -8,12 +8,12 @@ from typing import Any
 
 from torchhal import registry
 from torchhal.accelerators import Accelerator
-from torchhal.cluster.variables import given
+from torchhal.cluster._env_vars import given
 from torchhal.distributed._process import launched_by
 from torchhal.errors import ConfigurationError, UnsupportedCombinationError
 from torchhal.launchers._command import why_no_script
-from torchhal.resolve.given import choose, from_alias, substitute
-from torchhal.resolve.plan import Part
+from torchhal.resolve._plan import Part
+from torchhal.resolve._user_arguments import choose, from_alias, substitute
 from torchhal.strategies import Strategy
 
 KIND = "cluster_environment"

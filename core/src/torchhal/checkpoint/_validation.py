@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import serialization
 
-from torchhal.checkpoint.views import Views
+from torchhal.checkpoint._storage_compaction import Views
 from torchhal.errors import CheckpointError
 
 # A load with weights_only takes values of exactly these types whatever they hold, in every torch since 2.6.

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, BinaryIO, cast
 
-from torchhal.checkpoint.leftovers import is_abandoned, is_temporary_name, lock, new_temporary_name
-from torchhal.checkpoint.place import Place
+from torchhal.checkpoint._location import Place
+from torchhal.checkpoint._temp_files import is_abandoned, is_temporary_name, lock, new_temporary_name
 from torchhal.errors import CheckpointError
 
 _BUFFER = 1 << 20

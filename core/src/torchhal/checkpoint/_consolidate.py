@@ -8,10 +8,10 @@ from typing import Any, Final
 
 import torch
 
+from torchhal.checkpoint._inspection import is_tensor
+from torchhal.checkpoint._local_file import sync_file, taking_the_place_of
+from torchhal.checkpoint._map_location import read
 from torchhal.checkpoint.base import CheckpointIO
-from torchhal.checkpoint.local import sync_file, taking_the_place_of
-from torchhal.checkpoint.look import is_tensor
-from torchhal.checkpoint.reading import read
 from torchhal.checkpoint.torch_file import TorchCheckpointIO
 from torchhal.errors import CheckpointError, CheckpointMismatchError
 
