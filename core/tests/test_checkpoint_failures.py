@@ -30,7 +30,7 @@ from torchhal.checkpoint import _temp_files as temp_files
 from torchhal.checkpoint._crc import Sum, combine, torch_describes_records
 from torchhal.errors import CheckpointCorruptError, CheckpointError
 from torchhal.trainer.callbacks import ModelCheckpoint
-from torchhal.trainer.callbacks.written_files import WrittenFiles
+from torchhal.trainer.callbacks._written_files import WrittenFiles
 
 OLD, NEW = {"w": torch.zeros(100)}, {"w": torch.ones(1_000_000)}
 

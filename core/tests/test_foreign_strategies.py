@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from torchhal import Module, Trainer
 from torchhal.strategies import SingleDeviceStrategy
-from torchhal.trainer.fit_loop import Repositioned
+from torchhal.trainer.loops._fit_loop import Repositioned
 
 pytestmark = pytest.mark.usefixtures("accelerator")
 

@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchhal.errors import CheckpointMismatchError, ConfigurationError
 from torchhal.strategies.single_device import SingleDeviceStrategy
-from torchhal.trainer.log_options import HOOKS, batch_size_of
-from torchhal.trainer.results import Results
+from torchhal.trainer.logging._log_options import HOOKS, batch_size_of
+from torchhal.trainer.logging._logged_metrics import Results
 
 pytestmark = pytest.mark.usefixtures("on_device")
 

@@ -20,8 +20,8 @@ from torchhal.checkpoint import TorchCheckpointIO
 from torchhal.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError, TorchhalError
 from torchhal.strategies import Strategy
 from torchhal.strategies._optimizer_state import check_optimizer_state, check_scheduler_state
-from torchhal.trainer.callback_states import callback_states
-from torchhal.trainer.checkpointing import read_checkpoint
+from torchhal.trainer._callback_states import callback_states
+from torchhal.trainer._checkpointing import read_checkpoint
 
 
 class Net(Module):

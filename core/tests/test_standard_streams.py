@@ -11,8 +11,8 @@ import time
 import pytest
 from tiers import slow
 
-from torchhal.trainer import standard_streams
-from torchhal.trainer.standard_streams import LossyStream, lossy_streams
+from torchhal.trainer.logging import _standard_streams as standard_streams
+from torchhal.trainer.logging._standard_streams import LossyStream, lossy_streams
 
 LINE = "x" * 200 + "\n"
 

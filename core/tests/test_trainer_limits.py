@@ -14,9 +14,9 @@ from torch.utils.data.sampler import BatchSampler
 from torchhal import Callback, Module, Trainer
 from torchhal.errors import ConfigurationError, ModelError
 from torchhal.trainer.callbacks import EarlyStopping
-from torchhal.trainer.data import limit_length
+from torchhal.trainer.data._loaders import limit_length
+from torchhal.trainer.data._samplers import distribute, with_skip
 from torchhal.trainer.loggers import Logger
-from torchhal.trainer.samplers import distribute, with_skip
 
 pytestmark = pytest.mark.usefixtures("accelerator")
 

@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from torchhal import Callback, Module, Trainer
 from torchhal.errors import ConfigurationError
 from torchhal.strategies import DDPStrategy, SingleDeviceStrategy
-from torchhal.trainer import samplers
+from torchhal.trainer.data import _samplers as samplers
 
 SAMPLES = 36
 

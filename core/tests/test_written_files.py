@@ -21,8 +21,8 @@ from torchhal.checkpoint import TorchCheckpointIO
 from torchhal.checkpoint._local_file import LocalPlace
 from torchhal.errors import CheckpointError
 from torchhal.strategies import DDPStrategy
-from torchhal.trainer.callbacks import written_files
-from torchhal.trainer.callbacks.written_files import WrittenFiles, new_run_id, take_over
+from torchhal.trainer.callbacks import _written_files as written_files
+from torchhal.trainer.callbacks._written_files import WrittenFiles, new_run_id, take_over
 
 HERE = f"{Path(__file__).parent}:{Path(limits.__file__).parent}"
 
@@ -315,7 +315,7 @@ sys.stdin.read()
 def test_a_run_that_is_over_is_continued_by_one_process_at_a_time(tmp_path):
     """Two jobs that resume from one folder would delete each other's files."""
     (tmp_path / "process0").touch()
-    wrote = "import sys; from torchhal.trainer.callbacks.written_files import WrittenFiles, new_run_id\n"
+    wrote = "import sys; from torchhal.trainer.callbacks._written_files import WrittenFiles, new_run_id\n"
     wrote += "for n in range(20):\n path = f'{sys.argv[1]}/{n}.ckpt'; files = WrittenFiles(new_run_id(), 'w')\n"
     wrote += " assert files.claim(path); open(path, 'w').close(); files.wrote(path)"
     subprocess.run([sys.executable, "-c", wrote, tmp_path], check=True, timeout=60)

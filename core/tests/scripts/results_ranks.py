@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from torchhal.distributed import collectives
 from torchhal.errors import ConfigurationError
-from torchhal.trainer.results import Results
+from torchhal.trainer.logging._logged_metrics import Results
 
 
 class Gloo:

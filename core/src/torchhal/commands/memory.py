@@ -75,7 +75,7 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
 
 def _measure(arguments: argparse.Namespace, request: Request, plan: Plan) -> ModelMemory:
     from torchhal.memory_estimate import build_model, model_memory
-    from torchhal.trainer.optimization import configure_optimizers
+    from torchhal.trainer.loops._optimization import configure_optimizers
 
     try:
         given = None if arguments.model_args is None else json.loads(arguments.model_args)
@@ -124,7 +124,7 @@ def _stand_in(request: Request) -> Trainer:
 
 
 class _Batches(NamedTuple):
-    """Of :class:`torchhal.trainer.data.TrainingData`, what tells a model how long it trains."""
+    """Of :class:`torchhal.trainer.data._loaders.TrainingData`, what tells a model how long it trains."""
 
     loader: range
     length: int

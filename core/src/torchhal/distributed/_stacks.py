@@ -17,7 +17,9 @@ from typing import Any
 DEEPEST = 80
 """Frames of one stack that are kept, the innermost."""
 
-_WRITERS = {os.path.join(os.path.dirname(__file__), name) for name in ("_stacks.py", "_hang_dump.py", "_rank_monitor.py")}
+_WRITERS = {
+    os.path.join(os.path.dirname(__file__), name) for name in ("_stacks.py", "_hang_dump.py", "_rank_monitor.py")
+}
 """A thread that writes down where it is, is where it was called from."""
 
 _INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")

@@ -1,7 +1,8 @@
 """Entry point of the processes that ``SubprocessScriptLauncher`` starts: the user's script, well framed.
 
-Run by path, so that it works wherever torchhal was imported from: ``python .../_subprocess_entry.py script train.py --lr 0.1``.
-Imports no torch: the script may set variables first that torch reads.
+Run by path, so that it works wherever torchhal was imported from:
+``python .../_subprocess_entry.py script train.py --lr 0.1``. Imports no torch: the script may set variables first that
+torch reads.
 """
 
 from __future__ import annotations

@@ -14,10 +14,9 @@ from torchhal.errors import ConfigurationError, ModelError
 from torchhal.registry._hints import ATTRIBUTES
 from torchhal.resolve import Plan, Request, resolve
 from torchhal.strategies import Strategy
-from torchhal.trainer import checkpointing, replicas, trained_by
-from torchhal.trainer.callbacks.written_files import new_run_id
-from torchhal.trainer.calls import Hooks
-from torchhal.trainer.connect import (
+from torchhal.trainer import _checkpointing as checkpointing
+from torchhal.trainer import _trained_by as trained_by
+from torchhal.trainer._connectors import (
     Attachments,
     check_datamodule,
     check_model,
@@ -26,7 +25,13 @@ from torchhal.trainer.connect import (
     make_callbacks,
     make_loggers,
 )
-from torchhal.trainer.data import (
+from torchhal.trainer._properties import TrainerProperties
+from torchhal.trainer._run_lifecycle import launch
+from torchhal.trainer._state import TrainerState
+from torchhal.trainer._unknown_arguments import explain_unknown_arguments
+from torchhal.trainer.callbacks._written_files import new_run_id
+from torchhal.trainer.data import _elastic_resume as elastic_resume
+from torchhal.trainer.data._loaders import (
     TrainingData,
     as_loaders,
     check_loader,
@@ -34,16 +39,13 @@ from torchhal.trainer.data import (
     find_loaders,
     share_of,
 )
-from torchhal.trainer.evaluation_loop import EvaluationLoop
-from torchhal.trainer.fit_loop import FitLoop, check_can_fit
-from torchhal.trainer.hook_names import check_hook_names
-from torchhal.trainer.optimization import SchedulerConfig, configure_optimizers
-from torchhal.trainer.output import TrainerOutput
-from torchhal.trainer.properties import TrainerProperties
-from torchhal.trainer.results import Results
-from torchhal.trainer.run import launch
-from torchhal.trainer.state import TrainerState
-from torchhal.trainer.unknown_arguments import explain_unknown_arguments
+from torchhal.trainer.logging._logged_metrics import Results
+from torchhal.trainer.logging._reporting import TrainerOutput
+from torchhal.trainer.loops._evaluation_loop import EvaluationLoop
+from torchhal.trainer.loops._fit_loop import FitLoop, check_can_fit
+from torchhal.trainer.loops._hook_calls import Hooks
+from torchhal.trainer.loops._hook_names import check_hook_names
+from torchhal.trainer.loops._optimization import SchedulerConfig, configure_optimizers
 
 _log = logging.getLogger("torchhal")
 
@@ -391,7 +393,7 @@ class Trainer(TrainerOutput, TrainerProperties):
             data, begins = TrainingData(loader, self), self.fit_loop.data is None
             self.fit_loop.data = data
             if begins:
-                replicas.choose_accumulation(self, data)
+                elastic_resume.choose_accumulation(self, data)
         return self.fit_loop.data
 
     def configure_optimizers(self) -> tuple[list[Any], list[SchedulerConfig]]:

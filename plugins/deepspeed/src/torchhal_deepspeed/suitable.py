@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from torchhal.errors import ConfigurationError, ModelError
 from torchhal.precision.base import needs_closure
-from torchhal.trainer.calls import module_hook
+from torchhal.trainer.loops._hook_calls import module_hook
 
 
 def only_optimizer(module: nn.Module, optimizers: Sequence[Optimizer]) -> Optimizer | None:

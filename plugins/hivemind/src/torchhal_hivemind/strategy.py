@@ -25,8 +25,8 @@ from torchhal.precision import Precision
 from torchhal.precision.base import needs_closure
 from torchhal.strategies import SingleDeviceStrategy, Strategy
 from torchhal.strategies._replica_consistency import check_frequencies, check_lookups
-from torchhal.trainer.calls import module_hook
-from torchhal.trainer.log_options import batch_size_of
+from torchhal.trainer.logging._log_options import batch_size_of
+from torchhal.trainer.loops._hook_calls import module_hook
 from torchhal_hivemind import settings, vendor
 from torchhal_hivemind.children import watch
 from torchhal_hivemind.optimizer_state import make_state

@@ -18,16 +18,10 @@ import torch
 from torchhal._arguments import check_bool, check_count, check_optional_count
 from torchhal.checkpoint._location import is_url
 from torchhal.errors import CheckpointError, ConfigurationError
-from torchhal.trainer.callbacks.base import Callback
-from torchhal.trainer.callbacks.checkpoint_files import (
-    check_writable,
-    earlier_runs,
-    join,
-    normal_folder,
-)
-from torchhal.trainer.callbacks.checkpoint_names import check_pattern, fill_pattern
-from torchhal.trainer.callbacks.clock import SharedClock
-from torchhal.trainer.callbacks.monitored import (
+from torchhal.trainer._unknown_arguments import explain_unknown_arguments
+from torchhal.trainer.callbacks._checkpoint_files import check_writable, earlier_runs, join, normal_folder
+from torchhal.trainer.callbacks._checkpoint_names import check_pattern, fill_pattern
+from torchhal.trainer.callbacks._monitor import (
     check_mode,
     check_monitor,
     check_score,
@@ -35,8 +29,9 @@ from torchhal.trainer.callbacks.monitored import (
     missing_metric,
     validates_once_per_epoch,
 )
-from torchhal.trainer.callbacks.written_files import EXPIRES_S, Waiting, WrittenFiles, take_over
-from torchhal.trainer.unknown_arguments import explain_unknown_arguments
+from torchhal.trainer.callbacks._synced_timer import SharedClock
+from torchhal.trainer.callbacks._written_files import EXPIRES_S, Waiting, WrittenFiles, take_over
+from torchhal.trainer.callbacks.base import Callback
 
 if TYPE_CHECKING:
     from torchhal.trainer import Trainer

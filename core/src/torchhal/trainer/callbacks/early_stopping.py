@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchhal._arguments import check_bool, check_count
-from torchhal.trainer.callbacks.base import Callback
-from torchhal.trainer.callbacks.monitored import (
+from torchhal.trainer._unknown_arguments import explain_unknown_arguments
+from torchhal.trainer.callbacks._monitor import (
     check_mode,
     check_monitor,
     check_number,
@@ -18,7 +18,7 @@ from torchhal.trainer.callbacks.monitored import (
     missing_metric,
     validates_once_per_epoch,
 )
-from torchhal.trainer.unknown_arguments import explain_unknown_arguments
+from torchhal.trainer.callbacks.base import Callback
 
 if TYPE_CHECKING:
     from torchhal.trainer import Trainer

@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 
 from torchhal._arguments import check_bool
 from torchhal.errors import ConfigurationError
+from torchhal.trainer._unknown_arguments import explain_unknown_arguments
 from torchhal.trainer.callbacks.base import Callback
-from torchhal.trainer.unknown_arguments import explain_unknown_arguments
 
 if TYPE_CHECKING:
     from torchhal.trainer import Trainer

@@ -11,8 +11,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from torchhal._arguments import check_bool, check_count
+from torchhal.trainer._unknown_arguments import explain_unknown_arguments
 from torchhal.trainer.callbacks.base import Callback
-from torchhal.trainer.unknown_arguments import explain_unknown_arguments
 
 if TYPE_CHECKING:
     from torchhal.trainer import Trainer

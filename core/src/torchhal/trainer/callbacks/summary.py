@@ -8,8 +8,8 @@ from torch import nn
 
 from torchhal._arguments import check_count
 from torchhal.memory_estimate import format_bytes
+from torchhal.trainer._unknown_arguments import explain_unknown_arguments
 from torchhal.trainer.callbacks.base import Callback
-from torchhal.trainer.unknown_arguments import explain_unknown_arguments
 
 if TYPE_CHECKING:
     from torchhal.trainer import Trainer

@@ -12,8 +12,8 @@ from typing import Any
 
 from torchhal._arguments import check_count
 from torchhal.checkpoint._temp_files import new_temporary_name
+from torchhal.trainer._unknown_arguments import explain_unknown_arguments
 from torchhal.trainer.loggers.base import FolderLogger, as_dict, is_rank_zero
-from torchhal.trainer.unknown_arguments import explain_unknown_arguments
 
 
 class CSVLogger(FolderLogger):

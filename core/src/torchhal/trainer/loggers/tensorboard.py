@@ -8,8 +8,8 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
+from torchhal.trainer._unknown_arguments import refuse_unknown
 from torchhal.trainer.loggers.base import FolderLogger, as_dict, is_rank_zero
-from torchhal.trainer.unknown_arguments import refuse_unknown
 
 _OWN = ("save_dir", "name", "version", "prefix")
 

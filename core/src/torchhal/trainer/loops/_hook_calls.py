@@ -9,8 +9,8 @@ from typing import Any
 from torchhal._overrides import overrides
 from torchhal.errors import ModelError
 from torchhal.module import ModuleHooks
+from torchhal.trainer._part import TrainerPart
 from torchhal.trainer.callbacks import Callback
-from torchhal.trainer.part import TrainerPart
 
 
 def positional_arguments(function: Callable[..., Any]) -> int | None:

@@ -31,12 +31,14 @@ from torchhal.distributed._signals import (
 )
 from torchhal.errors import ModelError, RankFailedError, TorchhalError
 from torchhal.pytree import move_to_device
-from torchhal.trainer import agreement, checkpointing, replicas, status_lines
-from torchhal.trainer.callback_states import begin_anew, callback_states, load_callback_states
+from torchhal.trainer import _checkpointing as checkpointing
+from torchhal.trainer import _rank_consistency as rank_consistency
+from torchhal.trainer._callback_states import begin_anew, callback_states, load_callback_states
+from torchhal.trainer._connectors import make_callbacks
+from torchhal.trainer._state import TrainerState
 from torchhal.trainer.callbacks import ModelCheckpoint
-from torchhal.trainer.calls import module_hook
-from torchhal.trainer.connect import make_callbacks
-from torchhal.trainer.data import (
+from torchhal.trainer.data import _elastic_resume as elastic_resume
+from torchhal.trainer.data._loaders import (
     EvaluationData,
     as_loaders,
     close_loader,
@@ -44,10 +46,11 @@ from torchhal.trainer.data import (
     is_one_shot,
     load_validation_data,
 )
-from torchhal.trainer.fit_loop import Interrupted
 from torchhal.trainer.loggers.base import FolderLogger
-from torchhal.trainer.standard_streams import lossy_streams
-from torchhal.trainer.state import TrainerState
+from torchhal.trainer.logging import _status_lines as status_lines
+from torchhal.trainer.logging._standard_streams import lossy_streams
+from torchhal.trainer.loops._fit_loop import Interrupted
+from torchhal.trainer.loops._hook_calls import module_hook
 
 if TYPE_CHECKING:
     from torchhal.trainer.trainer import Trainer
@@ -356,7 +359,7 @@ def set_up(trainer: Trainer, fn: str, ckpt_path: Any, on_refusal: ExitStack) -> 
         checkpoint = checkpointing.read_checkpoint(trainer, trainer.ckpt_path)
         checkpointing.restore_datamodule(trainer, checkpoint, trainer.ckpt_path)
     if fn == "fit":
-        replicas.begin(trainer, checkpoint)
+        elastic_resume.begin(trainer, checkpoint)
     strategy.accumulate_grad_batches = trainer.accumulate_grad_batches
     strategy.gradient_clip_val = trainer.gradient_clip_val
     strategy.gradient_clip_algorithm = trainer.gradient_clip_algorithm
@@ -377,7 +380,7 @@ def set_up(trainer: Trainer, fn: str, ckpt_path: Any, on_refusal: ExitStack) -> 
         load_fit_data(trainer)
         if checkpoint is not None:
             checkpointing.restore_training(trainer, checkpoint, trainer.ckpt_path or "")
-        agreement.check_settings(trainer)
+        rank_consistency.check_settings(trainer)
     if checkpoint is not None:
         status_lines.announce_checkpoint(trainer, fn, checkpoint)
 

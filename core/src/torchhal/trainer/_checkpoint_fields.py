@@ -14,7 +14,7 @@ import torch
 from torchhal.checkpoint import _trainer_format as trainer_format
 from torchhal.checkpoint._inspection import is_tensor
 from torchhal.errors import CheckpointCorruptError, CheckpointMismatchError
-from torchhal.trainer.log_options import REDUCTIONS
+from torchhal.trainer.logging._log_options import REDUCTIONS
 
 _STAGES = ("train", "validate", "test")
 
@@ -168,7 +168,7 @@ def _check_optimizer_state(state: Field) -> None:
 
 
 def _check_trained_by(root: Field) -> None:
-    """As :func:`torchhal.trainer.trained_by.describe` gives it."""
+    """As :func:`torchhal.trainer._trained_by.describe` gives it."""
     trained_by = root.optional("trained_by")
     if trained_by is None:
         return
@@ -224,7 +224,7 @@ def _check_results(results: Field) -> None:
 
 
 def _check_payload(payload: Field) -> None:
-    """An accumulation that the end of the epoch reads; see :func:`torchhal.trainer.log_entries.drain`."""
+    """An accumulation that the end of the epoch reads; see ``_metric_accumulators.drain``."""
     for name in ("name", "suffix"):
         payload.at(name).text()
     for name in ("both", "logger", "prog_bar", "wide", "sync"):
@@ -296,7 +296,7 @@ def _check_generators(state: Field) -> None:
 
 
 def _check_position(position: Field) -> None:
-    """As :meth:`torchhal.trainer.data.TrainingData.position` gives it."""
+    """As :meth:`torchhal.trainer.data._loaders.TrainingData.position` gives it."""
     if position.value is None:
         return
     if position.dict().at("epoch_rng").value is not None:

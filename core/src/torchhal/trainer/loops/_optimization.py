@@ -16,9 +16,9 @@ from torchhal.errors import ConfigurationError, ModelError, NonFiniteLossError
 from torchhal.precision import Precision
 from torchhal.precision.base import needs_closure
 from torchhal.strategies import Strategy
-from torchhal.trainer.calls import adapt_step, module_hook
-from torchhal.trainer.part import TrainerPart
-from torchhal.trainer.settings import refuse_by_hand
+from torchhal.trainer._part import TrainerPart
+from torchhal.trainer._settings import refuse_by_hand
+from torchhal.trainer.loops._hook_calls import adapt_step, module_hook
 
 if TYPE_CHECKING:
     from torchhal.trainer.trainer import Trainer

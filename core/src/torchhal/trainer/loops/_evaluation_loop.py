@@ -10,8 +10,8 @@ from torch import nn
 
 from torchhal.errors import ModelError
 from torchhal.pytree import move_to_device
-from torchhal.trainer.calls import adapt_step
-from torchhal.trainer.data import (
+from torchhal.trainer._part import TrainerPart
+from torchhal.trainer.data._loaders import (
     EvaluationData,
     batch_transfer,
     close_iterator,
@@ -21,8 +21,8 @@ from torchhal.trainer.data import (
     no_batch,
     start_iterator,
 )
-from torchhal.trainer.lockstep import Lockstep
-from torchhal.trainer.part import TrainerPart
+from torchhal.trainer.loops._hook_calls import adapt_step
+from torchhal.trainer.loops._uneven_evaluation import Lockstep
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -15,8 +15,8 @@ from torchhal import rng
 from torchhal.distributed._dataloader_signals import WorkerInit, compose_worker_init, signals_blocked
 from torchhal.errors import ConfigurationError, ModelError
 from torchhal.rng import SEED_VARIABLE
-from torchhal.trainer import samplers
-from torchhal.trainer.part import TrainerPart
+from torchhal.trainer._part import TrainerPart
+from torchhal.trainer.data import _samplers as samplers
 
 if TYPE_CHECKING:
     from torchhal.trainer.trainer import Trainer

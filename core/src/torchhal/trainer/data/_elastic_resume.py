@@ -10,10 +10,10 @@ import torch
 from torchhal import rng
 from torchhal.errors import ConfigurationError
 from torchhal.precision.base import needs_closure
-from torchhal.trainer.samplers import seed_host
+from torchhal.trainer.data._samplers import seed_host
 
 if TYPE_CHECKING:
-    from torchhal.trainer.data import TrainingData
+    from torchhal.trainer.data._loaders import TrainingData
     from torchhal.trainer.trainer import Trainer
 
 

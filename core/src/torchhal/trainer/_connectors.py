@@ -13,7 +13,7 @@ from torchhal.checkpoint._location import is_url
 from torchhal.errors import ConfigurationError, ModelError
 from torchhal.registry._hints import NAMES
 from torchhal.trainer.callbacks import Callback, ModelCheckpoint, ModelSummary, ProgressBar
-from torchhal.trainer.data import LOADER_HOOKS, EvaluationData
+from torchhal.trainer.data._loaders import LOADER_HOOKS, EvaluationData
 from torchhal.trainer.loggers import CSVLogger
 
 

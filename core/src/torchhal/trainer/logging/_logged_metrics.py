@@ -17,7 +17,16 @@ from torch import Tensor
 
 from torchhal.errors import CheckpointMismatchError, ConfigurationError
 from torchhal.strategies.base import STEPS
-from torchhal.trainer.log_entries import (
+from torchhal.trainer.logging._log_options import (
+    HOOKS,
+    batch_size_of,
+    changed,
+    check_batch_size,
+    check_value,
+    decide,
+    is_metric,
+)
+from torchhal.trainer.logging._metric_accumulators import (
     Entry,
     Payload,
     Ranks,
@@ -31,7 +40,6 @@ from torchhal.trainer.log_entries import (
     to_host,
     together,
 )
-from torchhal.trainer.log_options import HOOKS, batch_size_of, changed, check_batch_size, check_value, decide, is_metric
 
 STAGES = ("train", "sanity_check", "validate", "test", "predict")
 

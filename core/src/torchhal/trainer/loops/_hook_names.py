@@ -10,8 +10,8 @@ from torchhal.errors import ModelError
 from torchhal.module import ModuleHooks
 from torchhal.registry._hints import nearest
 from torchhal.trainer.callbacks import Callback
-from torchhal.trainer.calls import binds
-from torchhal.trainer.data import LOADER_HOOKS
+from torchhal.trainer.data._loaders import LOADER_HOOKS
+from torchhal.trainer.loops._hook_calls import binds
 
 REMOVED: Final[Mapping[str, str]] = {
     "training_epoch_end": "on_train_epoch_end(self), with what the steps gave kept on self",

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchhal.errors import ConfigurationError
+from torchhal.trainer._settings import TrainerSettings
 from torchhal.trainer.callbacks import EarlyStopping, ModelCheckpoint, ProgressBar
-from torchhal.trainer.data import TrainingData, find_loaders
-from torchhal.trainer.settings import TrainerSettings
+from torchhal.trainer.data._loaders import TrainingData, find_loaders
 
 if TYPE_CHECKING:
-    from torchhal.trainer.connect import Attachments
-    from torchhal.trainer.evaluation_loop import EvaluationLoop
-    from torchhal.trainer.fit_loop import FitLoop
-    from torchhal.trainer.optimization import SchedulerConfig
-    from torchhal.trainer.results import Results
+    from torchhal.trainer._connectors import Attachments
+    from torchhal.trainer.logging._logged_metrics import Results
+    from torchhal.trainer.loops._evaluation_loop import EvaluationLoop
+    from torchhal.trainer.loops._fit_loop import FitLoop
+    from torchhal.trainer.loops._optimization import SchedulerConfig
 
 
 def _made_with(name: str, value: Any, now: Any) -> ConfigurationError:

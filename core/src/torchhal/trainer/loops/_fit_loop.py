@@ -12,9 +12,10 @@ from torchhal import rng
 from torchhal.distributed._signals import at_once
 from torchhal.errors import ConfigurationError, ModelError
 from torchhal.pytree import map_tensors
-from torchhal.trainer import agreement, replicas
-from torchhal.trainer.calls import module_hook
-from torchhal.trainer.data import (
+from torchhal.trainer import _rank_consistency as rank_consistency
+from torchhal.trainer._part import TrainerPart
+from torchhal.trainer.data import _elastic_resume as elastic_resume
+from torchhal.trainer.data._loaders import (
     TrainingData,
     batch_transfer,
     close_iterator,
@@ -22,10 +23,10 @@ from torchhal.trainer.data import (
     load_validation_data,
     no_batch,
 )
-from torchhal.trainer.hook_names import near_miss
-from torchhal.trainer.log_options import batch_size_of
-from torchhal.trainer.optimization import Optimization, step_schedulers
-from torchhal.trainer.part import TrainerPart
+from torchhal.trainer.logging._log_options import batch_size_of
+from torchhal.trainer.loops._hook_calls import module_hook
+from torchhal.trainer.loops._hook_names import near_miss
+from torchhal.trainer.loops._optimization import Optimization, step_schedulers
 
 if TYPE_CHECKING:
     from torchhal.trainer.trainer import Trainer
@@ -400,7 +401,7 @@ class FitLoop(TrainerPart):
             if optimization.has_gradients:
                 self.settings_changed = True  # until the accumulation that has begun is at its end
             else:
-                replicas.change_accumulation(trainer)
+                elastic_resume.change_accumulation(trainer)
                 optimization.accumulate_over(self.accumulate)
         # rank 0 may have loggers that others have not, so they don't decide whether ranks meet
         log_every = trainer.log_every_n_steps if trainer.loggers or trainer.results.leader else 0
@@ -512,7 +513,7 @@ class FitLoop(TrainerPart):
             stops, late, differ = trainer.strategy.reduce(mine, "max")
             trainer.should_stop, self.out_of_time = bool(stops), bool(late)
             if differ:  # on some rank at least: one that steps by other numbers than the rest would part from it
-                agreement.check_settings(trainer)
+                rank_consistency.check_settings(trainer)
         self.settings_differ = False
         if complete:
             self._next_epoch()

@@ -21,10 +21,11 @@ from torchhal.errors import (
 )
 from torchhal.resolve._checkpoint_ios import usable_ios
 from torchhal.strategies._optimizer_state import parameters_without_state
-from torchhal.trainer import checkpoint_digests, replicas
-from torchhal.trainer.callback_states import callback_states, load_callback_states, unchanged_by_errors
-from torchhal.trainer.checkpoint_fields import check_format, check_training_state, check_weights
-from torchhal.trainer.trained_by import check_same
+from torchhal.trainer import _checkpoint_digests as checkpoint_digests
+from torchhal.trainer._callback_states import callback_states, load_callback_states, unchanged_by_errors
+from torchhal.trainer._checkpoint_fields import check_format, check_training_state, check_weights
+from torchhal.trainer._trained_by import check_same
+from torchhal.trainer.data import _elastic_resume as elastic_resume
 
 if TYPE_CHECKING:
     from torchhal.trainer.trainer import Trainer
@@ -64,8 +65,8 @@ def dump_checkpoint(trainer: Trainer, *, weights_only: bool = False) -> dict[str
             {
                 "rng": rng.collect(strategy.accelerator, strategy.root_device),
                 "data": fit.data.position() if fit.data is not None else None,
-                "share": list(replicas.share_of_data(trainer)),
-                "batch_size": replicas.batch_size(fit),
+                "share": list(elastic_resume.share_of_data(trainer)),
+                "batch_size": elastic_resume.batch_size(fit),
             }
         )
         if fit.optimization is not None and fit.optimization.has_gradients:
@@ -220,11 +221,11 @@ def restore_training(trainer: Trainer, checkpoint: dict[str, Any], path: str) ->
     fit.load_state_dict(loops["fit"])
     with _naming(path, "loops/results"):
         trainer.results.load_state_dict(loops["results"])
-    if checkpoint.get("gradients") is not None and replicas.keeps_gradients(trainer, checkpoint):
+    if checkpoint.get("gradients") is not None and elastic_resume.keeps_gradients(trainer, checkpoint):
         with _naming(path, "gradients"):
             strategy.load_accumulated_gradients(checkpoint["gradients"])
         fit.restored_gradients = True
-    replicas.restore_rank(trainer, checkpoint, path)
+    elastic_resume.restore_rank(trainer, checkpoint, path)
 
 
 @contextmanager

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchhal.distributed._process import write_stderr
-from torchhal.trainer.log_entries import to_host
-from torchhal.trainer.standard_streams import lossy_streams
+from torchhal.trainer.logging._metric_accumulators import to_host
+from torchhal.trainer.logging._standard_streams import lossy_streams
 
 if TYPE_CHECKING:
-    from torchhal.trainer.results import Results
+    from torchhal.trainer.logging._logged_metrics import Results
 
 _log = logging.getLogger("torchhal")
 

@@ -17,7 +17,7 @@ from typing import Any
 from torchhal.checkpoint._location import Place, place_of
 from torchhal.checkpoint._temp_files import machine, process_is_dead
 from torchhal.errors import CheckpointError, TorchhalError
-from torchhal.trainer.callbacks.checkpoint_files import join
+from torchhal.trainer.callbacks._checkpoint_files import join
 
 _log = logging.getLogger("torchhal")
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchhal.errors import ConfigurationError
 from torchhal.pytree import map_tensors, move_to_device
 from torchhal.strategies.base import STEPS
-from torchhal.trainer.log_options import HOOKS, LogOptions
+from torchhal.trainer.logging._log_options import HOOKS, LogOptions
 
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)
 

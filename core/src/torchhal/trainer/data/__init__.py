@@ -1,0 +1,1 @@
+"""Load, share out and resume the data of a run."""

@@ -1,0 +1,1 @@
+"""Accumulate, reduce and report the values that a run logs."""

@@ -1,0 +1,1 @@
+"""Run the fit, evaluation and prediction loops over batches."""
