@@ -1,4 +1,4 @@
-"""What a plugin's manifest imports: hook markers, the five hookspecs, :class:`Component`, :class:`Availability`.
+"""Declare what a plugin contributes: hook markers, hookspecs, :class:`Component` and :class:`Availability`.
 
 Standard library and pluggy only: a manifest is imported for a mere listing of plugins, so nothing here may
 pull in torch.
@@ -27,10 +27,12 @@ HOOKS: Final[Mapping[str, str]] = {
     "checkpoint_io": "torchhal_checkpoint_ios",
     "cluster_environment": "torchhal_cluster_environments",
     "strategy": "torchhal_strategies",
+    "command": "torchhal_commands",
 }
-"""Kind of part -> the hook that contributes parts of this kind."""
+"""Kind of component -> the hook that contributes components of this kind."""
 
-KINDS: Final = tuple(HOOKS)
+KINDS: Final = tuple(kind for kind in HOOKS if kind != "command")
+"""The kinds that a run is composed of."""
 
 ALIAS_MAX_LENGTH: Final = 64
 _ALIAS = re.compile(r"[a-z][a-z0-9]*(?:[-_][a-z0-9]+)*")
@@ -128,7 +130,7 @@ def alias_problem(alias: object, kind: str) -> str | None:
 
 
 class Hookspecs:
-    """The five hooks, one per kind of part. Each returns records and changes nothing."""
+    """The hooks, one per kind of component. Each returns records and changes nothing."""
 
     @hookspec
     def torchhal_accelerators(self) -> Sequence[Component]:  # type: ignore[empty-body]
@@ -149,3 +151,11 @@ class Hookspecs:
     @hookspec
     def torchhal_strategies(self) -> Sequence[Component]:  # type: ignore[empty-body]
         """Strategies: targets are subclasses of ``torchhal.strategies.Strategy``."""
+
+    @hookspec
+    def torchhal_commands(self) -> Sequence[Component]:  # type: ignore[empty-body]
+        """Sub-commands of ``torchhal``: the alias is the command's name, the target a function.
+
+        It is called with the ``argparse.ArgumentParser`` of the command, adds its arguments, and sets the default
+        ``run`` to a function from the parsed arguments to the exit code. See :mod:`torchhal.cli` for what prints.
+        """

@@ -88,3 +88,25 @@ def torchhal_strategies() -> list[Component]:
             ),
         ]
     return components
+
+
+@hookimpl
+def torchhal_commands() -> list[Component]:
+    return [
+        Component("plugins", "torchhal.cli._plugins:configure", "list installed plugins and what they provide"),
+        Component(
+            "doctor",
+            "torchhal.cli._doctor:configure",
+            "show versions, plugins, what hardware can be used and why not; or why a run hung",
+        ),
+        Component(
+            "explain",
+            "torchhal.cli._explain:configure",
+            "show which parts a Trainer with these arguments would use, and why",
+        ),
+        Component(
+            "checkpoint",
+            "torchhal.cli._checkpoint:configure",
+            "look into a checkpoint, or make one portable file of it",
+        ),
+    ]

@@ -31,7 +31,7 @@ class Entry:
     """A component and who provides it.
 
     Attributes:
-        kind: one of :data:`torchhal.plugin.KINDS`.
+        kind: one of :data:`torchhal.plugin.HOOKS`.
         component: the record from the manifest.
         plugin: the plugin's name; ``"torchhal"`` for a built-in part, ``"user"`` for a registered class.
         distribution: the distribution the plugin comes from.
@@ -157,6 +157,8 @@ def resolve_target(target: str) -> Any:
 
 def class_problem(kind: str, target: object) -> str:
     """Why ``target`` is no class that can serve as a ``kind``, or an empty string."""
+    if kind == "command":
+        return "" if inspect.isroutine(target) else f"must be a function (got a {type(target).__name__})"
     if not isinstance(target, type):
         return f"must be a class (got a {type(target).__name__})"
     base = resolve_target(BASES[kind])

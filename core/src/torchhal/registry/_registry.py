@@ -299,5 +299,5 @@ class Registry:
 
 
 def _check_kind(kind: str) -> None:
-    if kind not in KINDS:
-        raise ValueError(f"'kind' must be one of {', '.join(map(repr, KINDS))} (got {kind!r})")
+    if kind not in HOOKS:
+        raise ValueError(f"'kind' must be one of {', '.join(map(repr, HOOKS))} (got {kind!r})")

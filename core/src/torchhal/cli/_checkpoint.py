@@ -9,16 +9,16 @@ import os
 from typing import TYPE_CHECKING, Any, Final
 
 from torchhal._terminal import echo
+from torchhal.cli._output import output_to_stderr, print_json
 from torchhal.errors import CheckpointCorruptError, CheckpointError
 from torchhal.registry._hints import CHECKPOINT_FILES
 
 if TYPE_CHECKING:
     from torchhal.checkpoint import CheckpointIO
-    from torchhal.cli import Parsers
 
 
-def add_checkpoint(parsers: Parsers) -> None:
-    parser = parsers.add_parser("checkpoint", help="look into a checkpoint, or make one portable file of it")
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``torchhal checkpoint`` to its parser."""
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
     inspect = commands.add_parser("inspect", help="list what is inside, without loading it")
@@ -35,8 +35,6 @@ def add_checkpoint(parsers: Parsers) -> None:
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
-    from torchhal.cli import output_to_stderr, print_json
-
     with output_to_stderr():
         from torchhal.checkpoint._inspection import describe
 
@@ -63,8 +61,6 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 
 def _consolidate(arguments: argparse.Namespace) -> int:
-    from torchhal.cli import output_to_stderr
-
     with output_to_stderr():
         from torchhal.checkpoint._consolidate import consolidate
 

@@ -7,7 +7,8 @@ import os
 from glob import escape, glob
 from typing import Any, Final
 
-from torchhal.commands.hang_verdict import verdict
+from torchhal.cli._hang_analysis import verdict
+from torchhal.cli._output import print_json
 from torchhal.errors import ConfigurationError
 
 FOLDER: Final = "hang-*"
@@ -35,8 +36,6 @@ def report(run_dir: str, *, as_json: bool) -> int:
     Raises:
         ConfigurationError: there is no such folder, or no hang was written below it.
     """
-    from torchhal.cli import print_json
-
     folder, older = find(run_dir)
     dumps, unreadable = load(folder)
     size = max([dump["world_size"] for dump in dumps.values()] + [rank + 1 for rank in [*dumps, *unreadable]])

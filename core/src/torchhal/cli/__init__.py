@@ -1,0 +1,6 @@
+"""The ``torchhal`` command: its sub-commands, and what those of a plugin print with."""
+
+from torchhal.cli._main import main
+from torchhal.cli._output import echo, output_to_stderr, print_json
+
+__all__ = ["echo", "main", "output_to_stderr", "print_json"]

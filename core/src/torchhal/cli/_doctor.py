@@ -1,0 +1,157 @@
+"""Examine this installation, or a run that hung: ``torchhal doctor``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, TypeVar
+
+import torchhal
+from torchhal._terminal import echo, printable
+from torchhal.cli import _hang_report as hang_report
+from torchhal.cli._output import output_to_stderr, print_json
+from torchhal.errors import TorchhalError
+from torchhal.registry import Entry, Registry
+
+_T = TypeVar("_T")
+
+_ENVIRONMENT: Final = re.compile(
+    r"(TORCHHAL|TORCHELASTIC|TORCH|MASTER|SLURM|PMI|OMPI|GLOO)_\w+"
+    r"|((LOCAL|GROUP|NODE|ROLE)_)?(RANK|WORLD_SIZE)|(OMP|MKL)_NUM_THREADS"
+    r"|\w+_(VISIBLE_DEVICES|SOCKET_IFNAME)|PYTHONPATH"
+)
+_SECRET: Final = re.compile("TOKEN|JWT|SECRET|PASSWORD|CREDENTIAL|KEY", re.IGNORECASE)
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``torchhal doctor`` to its parser."""
+    parser.add_argument("run_dir", nargs="?", metavar="RUN_DIR", help="a run whose ranks waited in vain: who for whom")
+    parser.add_argument("--json", action="store_true", help="print JSON (schema 1)")
+    parser.set_defaults(run=_doctor)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    if arguments.run_dir is not None:
+        return hang_report.report(arguments.run_dir, as_json=arguments.json)
+    with output_to_stderr():
+        found = examine(os.environ)
+    if arguments.json:
+        print_json(found)
+        return 0
+    echo("\n".join(map(printable, _examination(found))))
+    return 0
+
+
+LOCAL: Final = "torchhal/local"
+"""The cluster environment of a process that nobody has started for a job."""
+
+
+def _examination(found: Mapping[str, Any]) -> Iterator[str]:
+    for title in ("versions", "environment"):
+        yield f"{title}:"
+        yield from (f"  {name} {value}" for name, value in found[title].items())
+        if not found[title]:
+            yield "  none"
+    yield "plugins:"
+    for plugin in found["plugins"]:
+        reason = f": {plugin['reason']}" if plugin["reason"] else ""
+        yield f"  {plugin['name']} ({plugin['distribution']} {plugin['version']}) {plugin['status']}{reason}"
+    if not found["plugins"]:
+        yield "  none"
+    yield "accelerators:"
+    for part in found["accelerators"]:
+        yield f"  {part['name']} {'available' if part['available'] else 'not available: ' + part['reason']}"
+    yield "cluster environments:"
+    somebody = any(part["detected"] for part in found["cluster_environments"])
+    for part in found["cluster_environments"]:
+        state = "detected" if part["detected"] else "not detected"
+        if part["name"] == LOCAL and not somebody:
+            state = "used: no cluster is detected, torchhal starts the processes on this machine"
+        yield f"  {part['name']} {state}{': ' + part['reason'] if part['reason'] else ''}"
+    yield "recommendations:"
+    yield from (f"  {sentence}" for sentence in found["recommendations"] or ["none"])
+
+
+def examine(environ: Mapping[str, str]) -> dict[str, Any]:
+    """What ``torchhal doctor --json`` prints. Imports torch and every accelerator, and survives what they do."""
+    import platform
+
+    from torchhal.registry._plugin_loader import STRICT
+
+    # Who runs a doctor wants to see all that is wrong, so nothing is raised for the first of it.
+    registry = Registry(environ={**environ, STRICT: "0"})
+    return {
+        "schema": 1,
+        "versions": {
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+            "torch": _guarded(_torch_version, lambda reason: f"can't be imported: {reason}"),
+            "torchhal": torchhal.__version__,
+        },
+        "plugins": [record.to_dict() for record in registry.plugins()],
+        "accelerators": [_accelerator(entry) for entry in registry.entries("accelerator")],
+        "cluster_environments": [_environment(entry) for entry in registry.entries("cluster_environment")],
+        "recommendations": [
+            *_guarded(lambda: _undriven(registry), lambda reason: []),
+            *(text for entry in registry.entries("cluster_environment") for text in _advice(entry)),
+        ],
+        "environment": {
+            name: "(hidden)" if _SECRET.search(name) else value
+            for name, value in sorted(environ.items())
+            if _ENVIRONMENT.fullmatch(name)
+        },
+    }
+
+
+def _torch_version() -> str:
+    import torch
+
+    return str(torch.__version__)
+
+
+def _undriven(registry: Registry) -> list[str]:
+    from torchhal.resolve._accelerator_choice import undriven_device
+
+    device = undriven_device(registry.entries("accelerator"), registry.plugins())
+    return [device] if device else []
+
+
+def _accelerator(entry: Entry) -> dict[str, Any]:
+    def ask() -> tuple[bool, str]:
+        state = entry.availability() and entry.load().availability()
+        return state.ok, state.reason
+
+    available, reason = _guarded(ask, lambda reason: (False, reason))
+    return {"name": entry.qualified_name, "available": available, "reason": reason}
+
+
+def _environment(entry: Entry) -> dict[str, Any]:
+    def ask() -> tuple[bool, str]:
+        state = entry.availability()
+        return state.ok and bool(entry.load().detect()), state.reason
+
+    detected, reason = _guarded(ask, lambda reason: (False, reason))
+    return {"name": entry.qualified_name, "detected": detected, "reason": reason}
+
+
+def _advice(entry: Entry) -> list[str]:
+    def ask() -> list[str]:
+        return entry.load().recommendations() if entry.availability() else []
+
+    return _guarded(ask, lambda reason: [])
+
+
+def _guarded(ask: Callable[[], _T], otherwise: Callable[[str], _T]) -> _T:
+    """``ask()``, or what ``otherwise`` makes of the reason when that fails in whatever way: a doctor must not die."""
+    from torchhal.registry._discovery import describe
+
+    try:
+        return ask()
+    except KeyboardInterrupt:
+        raise
+    except TorchhalError as error:
+        return otherwise(str(error))
+    except BaseException as error:
+        return otherwise(describe(error))

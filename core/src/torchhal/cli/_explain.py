@@ -1,0 +1,54 @@
+"""Show the components that a Trainer would use, and the memory of a model: ``torchhal explain``."""
+
+from __future__ import annotations
+
+import argparse
+
+from torchhal._terminal import echo
+from torchhal.cli import _memory as memory
+from torchhal.cli._output import output_to_stderr, print_json
+from torchhal.errors import ConfigurationError
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``torchhal explain`` to its parser."""
+    parser.add_argument("--accelerator", default="auto", metavar="ALIAS")
+    parser.add_argument("--strategy", default="auto", metavar="ALIAS")
+    parser.add_argument("--devices", default="auto", metavar="N", help="a count, indices such as 0,2, or auto")
+    parser.add_argument("--num-nodes", type=_nodes, default=1, metavar="N", help="a count, or auto")
+    parser.add_argument("--precision", default=None, metavar="ALIAS")
+    parser.add_argument("--plugin", action="append", default=[], metavar="ALIAS", help="may be given several times")
+    memory.add_options(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON (schema 1)")
+    parser.set_defaults(run=_explain)
+
+
+def _nodes(text: str) -> int | str:
+    if text != "auto" and not text.isdigit():
+        raise argparse.ArgumentTypeError(f"must be a whole number or 'auto' (got {text!r})")
+    return text if text == "auto" else int(text)
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    if arguments.model_args is not None and arguments.model is None:
+        raise ConfigurationError("'--model-args' are the arguments of a '--model', which is missing")
+    with output_to_stderr():
+        from torchhal.resolve import Request, resolve
+
+        request = Request(
+            accelerator=arguments.accelerator,
+            strategy=arguments.strategy,
+            devices=arguments.devices,
+            num_nodes=arguments.num_nodes,
+            precision=arguments.precision,
+            plugins=tuple(arguments.plugin),
+        )
+        plan = resolve(request)
+        found = None if arguments.model is None else memory.estimate(arguments, request, plan)
+    if arguments.json:
+        print_json(plan.to_dict() | ({} if found is None else {"memory": found}))
+    else:
+        echo(plan.describe())
+        if found is not None:
+            echo("\n".join(memory.lines(found)))
+    return 0

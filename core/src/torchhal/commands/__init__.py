@@ -1,1 +1,0 @@
-"""Sub-commands of ``torchhal`` that stand apart from cli.py."""
