@@ -59,9 +59,9 @@ lint: $(VENV)/dev.stamp
 
 REPORTS := $(CURDIR)/torchhal_runs/conformance
 conformance: $(VENV)/dev.stamp $(XLA)/packages.stamp  ## every part's report, and the page with their results
-	TORCHHAL_CONFORMANCE_REPORTS=$(REPORTS) $(BIN)/python -m pytest core/tests/conformance/test_builtin.py plugins/*/tests/test_conformance.py
+	TORCHHAL_CONFORMANCE_REPORTS=$(REPORTS) $(BIN)/python -m pytest plugins/conformance/tests/test_builtin.py plugins/*/tests/test_conformance.py
 	TORCHHAL_CONFORMANCE_REPORTS=$(REPORTS) $(XLA)/bin/python -m pytest plugins/xla/tests/test_conformance.py
-	$(BIN)/python core/tests/conformance/results_page.py $(REPORTS)
+	$(BIN)/python plugins/conformance/tests/results_page.py $(REPORTS)
 
 bench: $(VENV)/dev.stamp  ## ratios against raw PyTorch
 	for script in benchmarks/*.py; do $(BIN)/python $$script || exit 1; done
@@ -97,8 +97,8 @@ $(XLA)/torch.stamp: $(wildcard plugins/xla/environment/*.py) plugins/xla/environ
 	$(PYTHON) plugins/xla/environment/create.py $(XLA)
 	touch $@
 
-$(XLA)/packages.stamp: $(XLA)/torch.stamp core/pyproject.toml plugins/parallel/pyproject.toml plugins/xla/pyproject.toml
-	$(XLA)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable ./core --editable ./plugins/parallel --editable ./plugins/xla
+$(XLA)/packages.stamp: $(XLA)/torch.stamp core/pyproject.toml plugins/conformance/pyproject.toml plugins/parallel/pyproject.toml plugins/xla/pyproject.toml
+	$(XLA)/bin/python -m pip install --quiet --no-deps --no-build-isolation $(patsubst %,--editable ./%,core plugins/conformance plugins/parallel plugins/xla)
 	touch $@
 
 # The newest torch is several gigabytes where pip's has CUDA. Where it is none that the simulator is for, the tests that

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-KIT_TESTS = Path(__file__).parents[1] / "core" / "tests" / "conformance"
+KIT_TESTS = Path(__file__).parents[1] / "plugins" / "conformance" / "tests"
 sys.path.insert(0, str(KIT_TESTS))
 
 import made_plugins  # noqa: E402
 import results_page  # noqa: E402
 from test_plugins import installed  # noqa: E402
 
-from torchhal.conformance import CHECKS, Session  # noqa: E402
+from torchhal_conformance import CHECKS, Session  # noqa: E402
 
 PROJECT = """
 [build-system]
@@ -77,7 +77,7 @@ def test_the_page_of_results_has_every_part_of_this_repository() -> None:
     for kind, alias in results_page.first_party():
         assert f"| `{alias}`" in text, (kind, alias)
     page = results_page.PAGE.read_text(encoding="utf-8")
-    assert page == text, "a part has come or gone: run python core/tests/conformance/results_page.py"
+    assert page == text, "a part has come or gone: run python plugins/conformance/tests/results_page.py"
 
 
 def test_the_page_s_reasons_are_those_of_today() -> None:

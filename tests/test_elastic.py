@@ -29,7 +29,7 @@ import os, signal, sys, time
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 import torchhal
-from torchhal.checkpoint import local
+from torchhal.checkpoint import _local_file as local
 
 folder, strategy, epochs, pause = sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
 kills = [entry.split(":") for entry in sys.argv[5:]]  # step:rank:how

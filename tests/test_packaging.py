@@ -66,9 +66,14 @@ def build(source: Path, folder: Path, scratch: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def core_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    source = tmp_path_factory.mktemp("source") / "core"
-    shutil.copytree(ROOT / "core", source)
-    template = source / "src" / "torchhal" / "template"
+    return build(ROOT / "core", tmp_path_factory.mktemp("dist"), tmp_path_factory.mktemp("copy"))
+
+
+@pytest.fixture(scope="module")
+def conformance_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    source = tmp_path_factory.mktemp("source") / "conformance"
+    shutil.copytree(ROOT / "plugins" / "conformance", source)
+    template = source / "src" / "torchhal_conformance" / "template"
     compileall.compile_dir(template, quiet=2)  # as whatever compiles a checkout leaves it
     assert list(template.rglob("*.pyc"))
     return build(source, tmp_path_factory.mktemp("dist"), tmp_path_factory.mktemp("copy"))
@@ -79,10 +84,6 @@ def test_the_wheel_holds_what_users_and_type_checkers_need(core_wheel: Path) -> 
         names = wheel.namelist()
         metadata = wheel.read(next(name for name in names if name.endswith("METADATA"))).decode()
     assert {"torchhal/py.typed", "torchhal/__init__.pyi"} <= set(names)
-    template = ROOT / "core" / "src" / "torchhal" / "template"
-    files = {path.relative_to(template).as_posix() for path in template.rglob("*") if path.is_file()}
-    mine = {name.removeprefix("torchhal/template/") for name in names if name.startswith("torchhal/template/")}
-    assert mine == {file for file in files if "__pycache__" not in file}
     assert [name for name in names if name.endswith(".pyc")] == []
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert {name.split("/")[0] for name in names} == {"torchhal", f"torchhal-{core_wheel.name.split('-')[1]}.dist-info"}
@@ -94,17 +95,27 @@ def test_the_wheel_holds_what_users_and_type_checkers_need(core_wheel: Path) -> 
     assert "Requires-Dist: numpy" in metadata
 
 
+def test_the_wheel_of_the_kit_holds_the_template(conformance_wheel: Path) -> None:
+    with zipfile.ZipFile(conformance_wheel) as wheel:
+        names = wheel.namelist()
+    template, inside = ROOT / "templates" / "plugin", "torchhal_conformance/template/"
+    files = {path.relative_to(template).as_posix() for path in template.rglob("*") if path.is_file()}
+    mine = {name.removeprefix(inside) for name in names if name.startswith(inside)}
+    assert mine == {file for file in files if "__pycache__" not in file}
+    assert [name for name in names if name.endswith(".pyc")] == []
+
+
 def install(site: Path, *wheels: Path) -> Path:
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-index"]
     subprocess.run([*pip, "--target", str(site), *map(str, wheels)], check=True)
     return site
 
 
-def test_a_plugin_baked_by_an_installed_core_holds_nothing_that_pip_has_compiled(
-    core_wheel: Path, tmp_path: Path
+def test_a_plugin_baked_by_an_installed_kit_holds_nothing_that_pip_has_compiled(
+    core_wheel: Path, conformance_wheel: Path, tmp_path: Path
 ) -> None:
-    site = install(tmp_path / "site", core_wheel)
-    assert list((site / "torchhal" / "template").rglob("*.pyc")), "pip compiles what it installs"
+    site = install(tmp_path / "site", core_wheel, conformance_wheel)
+    assert list((site / "torchhal_conformance" / "template").rglob("*.pyc")), "pip compiles what it installs"
     done = subprocess.run(
         [sys.executable, "-m", "torchhal.cli", "new", "Board", "--no-input", "--output", str(tmp_path / "plugins")],
         env={**os.environ, "PYTHONPATH": str(site)}, capture_output=True, text=True, timeout=60, check=False,

@@ -103,7 +103,7 @@ def _server(key: tuple[str, ...], environ: Mapping[str, str]) -> Any:
 
 
 def _fork_server_class() -> Any:
-    path = Path(__file__).parents[1] / "core" / "src" / "torchhal" / "conformance" / "fork_server.py"
+    path = Path(__file__).parents[1] / "plugins/conformance/src/torchhal_conformance/_fork_server.py"
     spec = importlib.util.spec_from_file_location("warm_start_fork_server", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -275,11 +275,13 @@ def test_stdout_is_put_back_after_an_error(capfd: pytest.CaptureFixture[str]) ->
 
 
 def test_version_and_usage(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, code in ((["--version"], 0), ([], 2), (["plugin"], 2), (["plugins", "--jso"], 2)):
+    for arguments, code in ((["--version"], 0), ([], 2), (["plugins", "--jso"], 2)):
         with pytest.raises(SystemExit) as caught:
             cli.main(arguments)
         assert caught.value.code == code
     assert f"torchhal {torchhal.__version__}\n" in capsys.readouterr().out
+    assert cli.main(["plugin"]) == 2
+    assert "no command is called 'plugin'; " in (error := capsys.readouterr().err) and "mean 'plugins'?" in error
 
 
 # -- explain -------------------------------------------------------------------------------------------------

@@ -17,9 +17,9 @@ from torchhal.cluster import _hostlist as hostlist
 from torchhal.cluster._topology import ask_around, place_of, port_of
 from torchhal.cluster.local import LocalEnvironment
 from torchhal.cluster.slurm import SlurmEnvironment
-from torchhal.conformance.launcher_tables import INTERACTIVE, TABLES, UNEVEN
 from torchhal.errors import ConfigurationError, UnknownAliasError
 from torchhal.resolve._launcher_choice import choose_environment
+from torchhal_conformance._launcher_env import INTERACTIVE, TABLES, UNEVEN
 
 BY_HAND = {"MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
 AZURE = tuple(

@@ -7,7 +7,7 @@ import pytest
 
 from torchhal import errors
 from torchhal.cluster.base import RanksNotMetError
-from torchhal.distributed._failures import Failure
+from torchhal.distributed.failures import Failure
 from torchhal.strategies import DDPStrategy
 
 VALUES = {

@@ -198,7 +198,7 @@ def test_a_recorder_that_answers_no_more_holds_nobody_up(tmp_path, monkeypatch):
         over.wait(60)
         return []
 
-    monkeypatch.setattr(hang_dump.flight, "collectives", stuck)
+    monkeypatch.setattr(hang_dump.flight_recorder, "collectives", stuck)
     monkeypatch.setattr(hang_dump, "WRITING", 0.5)
     watch = threading.Thread(target=dump.write, args=("test", 7))
     watch.start()
@@ -323,15 +323,15 @@ def test_the_collectives_of_this_life_are_read_and_no_compiler_imported():
     """torch imports it, before the first optimizer step: seconds on every rank, with others waiting to end them all."""
     code = """if True:
         import contextlib, sys, torch, torch.distributed as dist
-        from torchhal.launchers import flight
+        from torchhal.distributed import _flight_recorder as flight_recorder
         for life in range(3):  # the last in a group that somebody else has made
-            with flight.recording() if life < 2 else contextlib.nullcontext():
+            with flight_recorder.recording() if life < 2 else contextlib.nullcontext():
                 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
                 for _ in range(5 - 2 * life):
                     dist.all_reduce(torch.ones(3))
-                print([call["number"] for call in flight.collectives()])
+                print([call["number"] for call in flight_recorder.collectives()])
                 dist.destroy_process_group()
-        (call,) = flight.collectives()
+        (call,) = flight_recorder.collectives()
         print(call["name"], call["sizes"], len(call["stack"]) > 0, "torch._inductor" in sys.modules)
     """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)

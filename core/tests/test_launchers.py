@@ -18,7 +18,7 @@ import torch
 
 from torchhal.cluster import LocalEnvironment
 from torchhal.distributed._dataloader_signals import WorkerInit, compose_worker_init, signals_blocked
-from torchhal.distributed._process import LAUNCH_ID, exit_status, threads_per_process, without_external
+from torchhal.distributed.process import LAUNCH_ID, exit_status, threads_per_process, without_external
 from torchhal.errors import ConfigurationError, LaunchError, RankFailedError
 from torchhal.launchers import ExternalLauncher, MultiprocessingLauncher, SubprocessScriptLauncher, multiprocess
 from torchhal.launchers._command import interpreter_flags, script_command
@@ -231,7 +231,7 @@ def test_external_launcher_just_calls():
 @pytest.mark.cold_start
 def test_importing_launchers_is_light():
     code = (
-        "import sys, torchhal.launchers._subprocess_entry, torchhal.launchers._worker\n"
+        "import sys, torchhal.launchers._subprocess_entry, torchhal.launchers.worker\n"
         "assert 'torch' not in sys.modules\n"
         "import torchhal.distributed._rank_monitor\n"
         "import torchhal.launchers.subprocess_script, torchhal.launchers.multiprocess\n"

@@ -29,18 +29,13 @@ from torchhal.distributed import (
     _reachability as reachability,
 )
 from torchhal.distributed import (
-    _rendezvous as rendezvous,
-)
-from torchhal.distributed import (
     _roll_call as roll_call,
 )
 from torchhal.distributed import (
     _store_client as store_client,
 )
-from torchhal.distributed import (
-    _stores as stores,
-)
-from torchhal.distributed._failures import Failure
+from torchhal.distributed import rendezvous, stores
+from torchhal.distributed.failures import Failure
 from torchhal.errors import CollectiveTimeoutError, ConfigurationError, DistributedError, LaunchError
 
 LAUNCHERS = ("SLURM_", "OMPI_", "PMI", "MPI_", "MASTER_", "TORCHELASTIC", "TORCHHAL_")

@@ -15,11 +15,10 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchhal
-from torchhal.distributed import _failures as failures
 from torchhal.distributed import _rank_monitor as rank_monitor
-from torchhal.distributed import _signals as signals
-from torchhal.distributed._failures import Failure
-from torchhal.distributed._signals import StopRequested, StopSignals, exit_on
+from torchhal.distributed import failures, signals
+from torchhal.distributed.failures import Failure
+from torchhal.distributed.signals import StopRequested, StopSignals, exit_on
 from torchhal.errors import RankFailedError
 from torchhal.launchers._subprocess_supervisor import Children
 
@@ -276,7 +275,7 @@ def test_an_error_after_caught_interrupts_is_printed_once():
     """In a program, with its status."""
     code = """if True:
         import signal, sys
-        from torchhal.launchers import failures, signals
+        from torchhal.distributed import failures, signals
         for _ in range(2):
             failures.install_excepthook()
             try:
@@ -349,7 +348,7 @@ def test_a_child_that_was_faster_to_stop_ends_nobody(children, monkeypatch):
 STUCK = """
 import sys, time
 import torch.distributed as dist
-from torchhal.distributed._signals import StopRequested, StopSignals
+from torchhal.distributed.signals import StopRequested, StopSignals
 
 with StopSignals(lambda signum: None, grace=float(sys.argv[3])) as stop, stop.at_once():
     print("ready", flush=True)

@@ -28,7 +28,7 @@ from world import compose, joined, rank, size
 from torchhal.accelerators import CPUAccelerator
 from torchhal.checkpoint import TorchCheckpointIO
 from torchhal.cluster import TorchElasticEnvironment
-from torchhal.distributed import _failures as failures
+from torchhal.distributed import failures
 from torchhal.errors import (
     CheckpointError,
     CheckpointMismatchError,

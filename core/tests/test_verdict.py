@@ -4,10 +4,10 @@ import signal
 
 import pytest
 
-from torchhal.distributed._signals import is_orderly
+from torchhal.distributed.signals import is_orderly
 from torchhal.errors import RankFailedError
-from torchhal.launchers._worker import failed, perform
-from torchhal.launchers._worker_outcome import Verdict
+from torchhal.launchers.worker import failed, perform
+from torchhal.launchers.worker_outcome import Verdict
 
 LEFT = SystemExit(128 + signal.SIGTERM)
 FOR_WANT_OF_IT = RankFailedError("rank 0 called sys.exit(143)", rank=0)

@@ -15,9 +15,6 @@ import torch.distributed as dist
 from limits import scaled
 
 from torchhal.distributed import (
-    _failures as failures,
-)
-from torchhal.distributed import (
     _process_inspection as process_inspection,
 )
 from torchhal.distributed import (
@@ -27,18 +24,13 @@ from torchhal.distributed import (
     _rank_monitor as watch,
 )
 from torchhal.distributed import (
-    _rendezvous as rendezvous,
-)
-from torchhal.distributed import (
     _store_client as store_client,
 )
-from torchhal.distributed import (
-    _stores as stores,
-)
-from torchhal.distributed._failures import Failure, is_timeout, is_transport_error
+from torchhal.distributed import failures, rendezvous, stores
 from torchhal.distributed._process_inspection import Presence, Sighting
 from torchhal.distributed._rank_monitor import RankWatch, StopSignals
-from torchhal.distributed._signals import NotedSignals
+from torchhal.distributed.failures import Failure, is_timeout, is_transport_error
+from torchhal.distributed.signals import NotedSignals
 from torchhal.errors import CollectiveTimeoutError, DistributedError, RankFailedError
 
 SECOND = timedelta(seconds=1)
@@ -534,7 +526,7 @@ def test_handlers_of_an_outer_fit_or_a_supervisor_are_not_the_programs():
 BLOCKED = """
 import sys, time
 import torch.distributed as dist
-from torchhal.distributed._signals import StopSignals
+from torchhal.distributed.signals import StopSignals
 
 StopSignals.REPEAT = 0.5
 rank = int(sys.argv[1])

@@ -342,7 +342,7 @@ ON_ANOTHER_HOST = """
 import socket, sys
 sys.path += sys.argv[1].split(":")
 socket.gethostname = lambda: "another"
-from torchhal.trainer.callbacks import written_files
+from torchhal.trainer.callbacks import _written_files as written_files
 written_files.RENEWED_S = 0.1
 from test_written_files import fit, saves_in
 from torchhal import Callback

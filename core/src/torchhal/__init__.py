@@ -62,7 +62,8 @@ def __getattr__(name: str) -> object:
                 raise
     message = f"module {__name__!r} has no attribute {name!r}"
     if not name.startswith("_"):
-        from torchhal.registry._hints import NAMES, did_you_mean
+        from torchhal.registry._hints import NAMES
+        from torchhal.suggestions import did_you_mean
 
         message += f": there is {NAMES[name]}" if name in NAMES else did_you_mean(name, __all__)
         # ``from torchhal import name`` drops an AttributeError, and the advice with it

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from torchhal.cluster import LocalEnvironment, TorchElasticEnvironment
 from torchhal.distributed._rank_monitor import RankWatch, StopSignals
-from torchhal.distributed._rendezvous import generation_store
+from torchhal.distributed.rendezvous import generation_store
 from torchhal.launchers import ExternalLauncher, MultiprocessingLauncher, SubprocessScriptLauncher
 
 SET_UP = timedelta(seconds=100)  # a busy machine takes its time to start a process

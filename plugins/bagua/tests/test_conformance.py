@@ -7,7 +7,7 @@ import sys, pytest
 sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "--import-mode=importlib", *sys.argv[1:]]))
 """
 SUITE = """
-from torchhal.conformance import conformance_suite
+from torchhal_conformance import conformance_suite
 
 TestBagua = conformance_suite(
     "strategy", "bagua", accelerator="cpu", features=("groups", "portable", "sync_grads")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from torchhal.conformance import conformance_suite
+from torchhal_conformance import conformance_suite
 
 TestIO = pytest.mark.slow(
     conformance_suite(

@@ -1,6 +1,6 @@
 """The conformance checks: those without the hardware here, all of them wherever it is."""
 
-from torchhal.conformance import conformance_suite
+from torchhal_conformance import conformance_suite
 
 TestGPU = conformance_suite("accelerator", "gpu")
 TestXPU = conformance_suite("accelerator", "xpu")

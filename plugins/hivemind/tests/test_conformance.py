@@ -2,7 +2,7 @@
 
 import pytest
 
-from torchhal.conformance import conformance_suite
+from torchhal_conformance import conformance_suite
 
 FAST = {
     "host_addresses": ["/ip4/127.0.0.1/tcp/0"],

@@ -10,7 +10,7 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "--import-mode=importlib",
 """
 SUITES = {
     "parts": """
-from torchhal.conformance import conformance_suite
+from torchhal_conformance import conformance_suite
 
 TestHPU = conformance_suite("accelerator", "hpu")
 TestFile = conformance_suite("checkpoint_io", "hpu")
@@ -18,7 +18,7 @@ TestBF16 = conformance_suite("precision", "bf16-mixed", accelerator="hpu")
 TestFP8 = conformance_suite("precision", "hpu-fp8", accelerator="hpu")
 """,
     "strategies": """
-from torchhal.conformance import conformance_suite
+from torchhal_conformance import conformance_suite
 
 TestSingle = conformance_suite("strategy", "hpu_single", accelerator="hpu")
 TestParallel = conformance_suite("strategy", "hpu_parallel", accelerator="hpu")

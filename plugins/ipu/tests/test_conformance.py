@@ -11,7 +11,7 @@ import sys, pytest
 sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "--import-mode=importlib", *sys.argv[1:]]))
 """
 SUITE = """
-from torchhal.conformance import conformance_suite
+from torchhal_conformance import conformance_suite
 
 TestIPU = conformance_suite("accelerator", "ipu")
 TestStrategy = conformance_suite("strategy", "ipu_strategy", accelerator="ipu")

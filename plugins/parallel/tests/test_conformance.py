@@ -2,7 +2,7 @@
 
 import pytest
 
-from torchhal.conformance import conformance_suite
+from torchhal_conformance import conformance_suite
 
 APART = "each rank writes its part of a tensor, so tensors that share memory come back apart"
 NOT_CUT = "the kit's model is one layer, which can't be cut into stages"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchhal.conformance import conformance_suite
+from torchhal_conformance import conformance_suite
 
 TABLE = tuple(
     {

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from torchhal.conformance import CHECKS, Session, Subject, conformance_suite
+from torchhal_conformance import CHECKS, Session, Subject, conformance_suite
 from torchhal_simulator import load, simulate
 from torchhal_simulator.accelerator import SimAccelerator
 

@@ -3,7 +3,7 @@
 import pytest
 from lighthouses import lighthouse
 
-from torchhal.conformance import conformance_suite
+from torchhal_conformance import conformance_suite
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -9,7 +9,7 @@ import pytest
 SUITE = """
 import torch
 import torch_xla
-from torchhal.conformance import conformance_suite
+from torchhal_conformance import conformance_suite
 
 torch.zeros(1, device="xla")  # the checks' plain loops run a backward before their first run on the device
 TestXLA = conformance_suite("accelerator", "xla")

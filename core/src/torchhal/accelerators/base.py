@@ -80,7 +80,7 @@ class Accelerator:
     this class answers for (ACC-07)."""
 
     features: ClassVar[frozenset[str]] = frozenset()
-    """Capabilities beyond the core level, which ``torchhal.conformance`` then checks. ``"memory_stats"``: the counts
+    """Capabilities beyond the core level, which ``torchhal_conformance`` then checks. ``"memory_stats"``: the counts
     of :meth:`memory_stats` (ACC-09, ACC-11, ACC-18). ``"visible_devices"``: only the devices that the variable shows
     are counted (ACC-07). ``"threads"``: several threads, each with its own device (ACC-22)."""
 

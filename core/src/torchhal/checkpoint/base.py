@@ -111,7 +111,7 @@ class CheckpointIO(ABC):
     def saved_ns(self, path: str | os.PathLike[str]) -> int:
         """When the checkpoint at ``path`` was saved, in ns since the epoch. By default when its file was last changed.
 
-        A clock may be set back. An IO that writes ``next_ns()`` of ``torchhal.checkpoint._save_time`` into its files,
+        A clock may be set back. An IO that writes ``next_ns()`` of ``torchhal.checkpoint`` into its files,
         and calls ``seen()`` of that module with what it loads, keeps a run's checkpoints in the order in which the run
         made them.
         """

@@ -11,8 +11,8 @@ import subprocess
 import time
 
 from torchhal.cluster._env_vars import given
-from torchhal.distributed._process import describe_exit
-from torchhal.distributed._signals import NotedSignals
+from torchhal.distributed.process import describe_exit
+from torchhal.distributed.signals import NotedSignals
 from torchhal.errors import ConfigurationError
 
 _SWITCH = "TORCHHAL_REQUEUE"

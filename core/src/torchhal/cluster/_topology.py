@@ -45,9 +45,9 @@ def ask_around(environment: ClusterEnvironment, timeout: timedelta | None = None
     """Ask all ranks of the job for their host, over the store where they meet. Every rank has to call it.
 
     Raises:
-        what :func:`torchhal.distributed._rendezvous.generation_store` raises.
+        what :func:`torchhal.distributed.rendezvous.generation_store` raises.
     """
-    from torchhal.distributed import _rendezvous as rendezvous
+    from torchhal.distributed import rendezvous
 
     rank, world_size = environment.global_rank(), environment.world_size()
     if world_size == 1:

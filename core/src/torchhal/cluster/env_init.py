@@ -7,7 +7,7 @@ from typing import ClassVar
 from torchhal.cluster._env_vars import given, read_int
 from torchhal.cluster._external import ExternalEnvironment
 from torchhal.cluster.kubeflow import KubeflowEnvironment
-from torchhal.distributed._process import launched_by
+from torchhal.distributed.process import launched_by
 
 _SEVERAL = "RANK and WORLD_SIZE are, and say that this process is one of several"
 

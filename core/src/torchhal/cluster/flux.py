@@ -7,7 +7,7 @@ from typing import ClassVar
 from torchhal.cluster._env_vars import given, read_int, read_text
 from torchhal.cluster._external import ExternalEnvironment
 from torchhal.cluster._topology import port_of
-from torchhal.distributed._process import launched_by
+from torchhal.distributed.process import launched_by
 
 
 class FluxEnvironment(ExternalEnvironment):

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from torchhal.cluster._env_vars import given, read_int
 from torchhal.cluster._external import ExternalEnvironment
-from torchhal.distributed._process import launched_by
+from torchhal.distributed.process import launched_by
 from torchhal.errors import ConfigurationError
 
 _TORCHRUN = "start the script with torchrun, which reads the PET_* variables: torchrun train.py"

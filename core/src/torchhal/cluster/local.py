@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from torchhal.cluster._env_vars import given, read_address, read_int, read_port
 from torchhal.cluster.base import ClusterEnvironment
-from torchhal.distributed._process import launched_by
+from torchhal.distributed.process import launched_by
 from torchhal.errors import ConfigurationError
 
 _BY_HAND = ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT")

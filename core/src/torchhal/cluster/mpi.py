@@ -16,7 +16,7 @@ from torchhal.cluster._env_vars import given, read_int
 from torchhal.cluster._external import ExternalEnvironment
 from torchhal.cluster._topology import port_of
 from torchhal.cluster.base import RanksNotMetError
-from torchhal.distributed._process import launched_by
+from torchhal.distributed.process import launched_by
 from torchhal.errors import ConfigurationError
 
 _PLACE_SIZE = 512

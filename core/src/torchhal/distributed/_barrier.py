@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 
-from torchhal.distributed._stores import Store, pause, ranks_text
+from torchhal.distributed.stores import Store, pause, ranks_text
 from torchhal.errors import CollectiveTimeoutError
 
 

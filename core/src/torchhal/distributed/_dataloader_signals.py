@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torchhal.distributed._signals import born_blocked
+from torchhal.distributed.signals import born_blocked
 
 
 def ignore_sigterm_unless_from_parent(worker_id: int) -> None:

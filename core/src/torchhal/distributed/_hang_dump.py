@@ -25,7 +25,7 @@ from torchhal.distributed import (
     _stacks as stacks,
 )
 from torchhal.distributed._process_inspection import Sighting
-from torchhal.distributed._stores import Store
+from torchhal.distributed.stores import Store
 
 SCHEMA = 1
 """Of the files; a reader refuses a higher one."""

@@ -10,7 +10,7 @@ import os
 import socket
 
 import torchhal
-from torchhal.distributed._stores import Store
+from torchhal.distributed.stores import Store
 from torchhal.errors import DistributedError
 
 

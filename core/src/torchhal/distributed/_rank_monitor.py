@@ -14,17 +14,16 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-from torchhal.distributed import _failures as failures
 from torchhal.distributed import _flight_recorder as flight_recorder
-from torchhal.distributed import _rendezvous as rendezvous
+from torchhal.distributed import failures, rendezvous
 from torchhal.distributed._barrier import NamedBarriers
-from torchhal.distributed._failures import Failure
 from torchhal.distributed._hang_dump import HangDump
-from torchhal.distributed._process import leave, write_stderr
 from torchhal.distributed._process_inspection import Presence
-from torchhal.distributed._rendezvous import DEFAULT_TIMEOUT, store_host
-from torchhal.distributed._signals import StopRequested, StopSignals, follow
-from torchhal.distributed._stores import EventLog, Store, first_line, own_connection, ranks_text
+from torchhal.distributed.failures import Failure
+from torchhal.distributed.process import leave, write_stderr
+from torchhal.distributed.rendezvous import DEFAULT_TIMEOUT, store_host
+from torchhal.distributed.signals import StopRequested, StopSignals, follow
+from torchhal.distributed.stores import EventLog, Store, first_line, own_connection, ranks_text
 from torchhal.errors import CollectiveTimeoutError, DistributedError, RankFailedError, TorchhalError
 
 __all__ = ["RankWatch", "StopSignals", "active_watches"]

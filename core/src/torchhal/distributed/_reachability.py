@@ -6,7 +6,7 @@ import socket
 import time
 from collections.abc import Callable
 
-from torchhal.distributed._stores import join_address
+from torchhal.distributed.stores import join_address
 from torchhal.errors import LaunchError
 
 _UNKNOWN_NAME = 30.0

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 
-from torchhal.distributed._failures import Failure
 from torchhal.distributed._rank_handshake import Identity
-from torchhal.distributed._stores import Store, first_line, pause, ranks_text
+from torchhal.distributed.failures import Failure
+from torchhal.distributed.stores import Store, first_line, pause, ranks_text
 from torchhal.errors import CollectiveTimeoutError, DistributedError
 
 _GIVEN_UP = "given_up"

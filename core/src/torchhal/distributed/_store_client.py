@@ -10,7 +10,7 @@ from concurrent.futures import Future, wait
 from datetime import timedelta
 
 from torchhal.distributed._roll_call import health_checks
-from torchhal.distributed._stores import LONG, Store, TCPStore, join_address, pause
+from torchhal.distributed.stores import LONG, Store, TCPStore, join_address, pause
 from torchhal.errors import DistributedError
 
 JOB = "torchhal/job"

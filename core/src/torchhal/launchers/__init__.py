@@ -6,8 +6,9 @@ there before the user's script is.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from torchhal._lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from torchhal.launchers.base import Launcher
@@ -15,26 +16,14 @@ if TYPE_CHECKING:
     from torchhal.launchers.multiprocess import MultiprocessingLauncher
     from torchhal.launchers.subprocess_script import SubprocessScriptLauncher
 
-__all__ = [
-    "ExternalLauncher",
-    "Launcher",
-    "MultiprocessingLauncher",
-    "SubprocessScriptLauncher",
-]
+__all__ = ["ExternalLauncher", "Launcher", "MultiprocessingLauncher", "SubprocessScriptLauncher"]
 
-_HOMES = {
-    "ExternalLauncher": "external",
-    "Launcher": "base",
-    "MultiprocessingLauncher": "multiprocess",
-    "SubprocessScriptLauncher": "subprocess_script",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "ExternalLauncher": "external",
+        "Launcher": "base",
+        "MultiprocessingLauncher": "multiprocess",
+        "SubprocessScriptLauncher": "subprocess_script",
+    },
+)

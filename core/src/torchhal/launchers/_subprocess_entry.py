@@ -22,9 +22,7 @@ if __name__ == "__main__":
     if importlib.util.find_spec("torchhal") is None:  # found by a path that the parent's script adds later
         sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
-from torchhal.distributed import _failures as failures
-from torchhal.distributed import _process as process
-from torchhal.distributed import _signals as signals
+from torchhal.distributed import failures, process, signals
 from torchhal.errors import RankFailedError
 
 

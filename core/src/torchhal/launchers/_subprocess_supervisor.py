@@ -10,12 +10,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torchhal.distributed import _failures as failures
-from torchhal.distributed import _process as process
-from torchhal.distributed import _rendezvous as rendezvous
-from torchhal.distributed._failures import Failure
+from torchhal.distributed import failures, process, rendezvous
 from torchhal.distributed._rank_monitor import active_watches, stop_is_agreed
-from torchhal.distributed._signals import exit_on
+from torchhal.distributed.failures import Failure
+from torchhal.distributed.signals import exit_on
 from torchhal.launchers._exit_monitor import ExitMonitor
 
 GRACE = 5.0

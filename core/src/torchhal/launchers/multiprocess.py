@@ -17,16 +17,15 @@ from typing import Any, ClassVar
 import torch
 
 from torchhal.cluster.base import ClusterEnvironment
-from torchhal.distributed import _process as process
-from torchhal.distributed import _rendezvous as rendezvous
-from torchhal.distributed._failures import Failure
-from torchhal.distributed._signals import NotedSignals, born_blocked, is_pending
+from torchhal.distributed import process, rendezvous
+from torchhal.distributed.failures import Failure
+from torchhal.distributed.signals import NotedSignals, born_blocked, is_pending
 from torchhal.errors import ConfigurationError, LaunchError
 from torchhal.launchers._openmp import put_threads_away
-from torchhal.launchers._serialization import NamelessFile, collect_settings, pack_function
-from torchhal.launchers._worker import INTERRUPT, Assignment, run
-from torchhal.launchers._worker_outcome import Verdict
 from torchhal.launchers.base import Launcher
+from torchhal.launchers.serialization import NamelessFile, collect_settings, pack_function
+from torchhal.launchers.worker import INTERRUPT, Assignment, run
+from torchhal.launchers.worker_outcome import Verdict
 
 START_METHODS = ("spawn", "fork", "forkserver")
 GRACE = 5.0

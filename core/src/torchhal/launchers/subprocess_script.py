@@ -15,10 +15,8 @@ from typing import Any, ClassVar
 import torch
 
 from torchhal.cluster.base import ClusterEnvironment
-from torchhal.distributed import _failures as failures
-from torchhal.distributed import _process as process
-from torchhal.distributed import _rendezvous as rendezvous
-from torchhal.distributed._signals import born_blocked, exit_on, is_agreed
+from torchhal.distributed import failures, process, rendezvous
+from torchhal.distributed.signals import born_blocked, exit_on, is_agreed
 from torchhal.errors import ConfigurationError, DistributedError, LaunchError, RankFailedError
 from torchhal.launchers._command import script_command
 from torchhal.launchers._exit_monitor import ExitMonitor

@@ -21,7 +21,7 @@ import pluggy
 from torchhal._terminal import printable
 from torchhal.errors import BrokenPluginError
 from torchhal.plugin import HOOKS, PROJECT, Component, Hookspecs
-from torchhal.registry._hints import did_you_mean
+from torchhal.suggestions import did_you_mean
 
 if TYPE_CHECKING:
     from importlib_metadata import Distribution, EntryPoint

@@ -14,7 +14,7 @@ from torchhal._terminal import printable
 from torchhal.errors import ComponentError
 from torchhal.plugin import Availability, Component
 from torchhal.registry._discovery import describe
-from torchhal.registry._hints import did_you_mean
+from torchhal.suggestions import did_you_mean
 
 BASES: Final[Mapping[str, str]] = {
     "accelerator": "torchhal.accelerators:Accelerator",

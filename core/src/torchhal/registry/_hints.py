@@ -1,4 +1,4 @@
-"""What an error can suggest: the name that was meant, the distribution to install, the word for it here.
+"""Map the words of vendors and of other trainers to the distributions and names of this project.
 
 The tables are the one place in core that knows the names of vendors and of other trainers' arguments. They are data for
 a message; nothing is decided by them.
@@ -6,7 +6,7 @@ a message; nothing is decided by them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Final
 
 _ALIASES: Final[Mapping[str, str]] = {
@@ -33,6 +33,9 @@ DISTRIBUTIONS: Final[Mapping[str, str]] = {
     alias: distribution for distribution, aliases in _ALIASES.items() for alias in aliases.split()
 }
 """Alias -> the distribution to ``pip install``."""
+
+COMMANDS: Final[Mapping[str, str]] = {"conformance": "torchhal-conformance", "new": "torchhal-conformance"}
+"""Sub-command of ``torchhal`` -> the distribution that has it."""
 
 CHECKPOINT_FILES: Final[Mapping[str, str]] = {
     ".metadata": "torchhal-parallel",
@@ -292,38 +295,3 @@ def argument_advice(name: str, value: object) -> str:
     """What to write for another trainer's argument ``name``; empty for a word that nobody has."""
     plain = isinstance(value, bool | int | float | str) and bool(value)
     return _ADVICE.get(name, "").format(value=repr(value) if plain else "...")
-
-
-def one_of(names: Iterable[str]) -> str:
-    """``'a', 'b' or 'c'``."""
-    *first, last = map(repr, names)
-    return f"{', '.join(first)} or {last}" if first else last
-
-
-def nearest(name: str, known: Iterable[str], cutoff: float = 0.65) -> str | None:
-    """The one among ``known`` that is close enough to ``name`` to have been meant, as alike as ``cutoff``, of 1: the
-    fewest slips away, and of those the one of its length (``dpp`` is ``ddp``, not ``dp``)."""
-    from difflib import get_close_matches  # only ever needed on the way to an error
-
-    close = get_close_matches(name, sorted(known), n=10, cutoff=cutoff)
-    return min(close, key=lambda other: (_edit_distance(name, other), abs(len(other) - len(name))), default=None)
-
-
-def _edit_distance(one: str, other: str) -> int:
-    """Letters to insert, delete, replace, or swap with their neighbour, to make ``other`` of ``one``."""
-    above: list[int] = []
-    row = list(range(len(other) + 1))
-    for i, letter in enumerate(one, 1):
-        above_that, above, row = above, row, [i]
-        for j, wanted in enumerate(other, 1):
-            best = min(above[j] + 1, row[j - 1] + 1, above[j - 1] + (letter != wanted))
-            if i > 1 and j > 1 and letter == other[j - 2] and wanted == one[i - 2]:
-                best = min(best, above_that[j - 2] + 1)
-            row.append(best)
-    return row[-1]
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of a sentence, ``"; did you mean 'x'?"``, or an empty string."""
-    near = nearest(name, known)
-    return f"; did you mean {near!r}?" if near else ""

@@ -28,13 +28,14 @@ from torchhal.registry._discovery import (
     metadata_fingerprint,
 )
 from torchhal.registry._entry import Entry, class_problem
-from torchhal.registry._hints import DISTRIBUTIONS, meant_by, nearest, one_of
+from torchhal.registry._hints import COMMANDS, DISTRIBUTIONS, meant_by
 from torchhal.registry._plugin_loader import PluginRecord, Scan, is_strict, judge, read_plugins
+from torchhal.suggestions import nearest, one_of
 
 if TYPE_CHECKING:
     from importlib_metadata import Distribution
 
-HINTED: Final = ("accelerator", "strategy")  # kinds of the aliases in _hints
+HINTED: Final = ("accelerator", "strategy", "command")  # kinds of the aliases in _hints
 
 _T = TypeVar("_T", bound=type)
 
@@ -157,7 +158,7 @@ class Registry:
             lines.append("'auto' is no alias: it asks torchhal.resolve to choose")
         if others := [other.replace("_", " ") for other in KINDS if other != kind and name in self.aliases(other)]:
             lines.append(f"{alias!r} is the alias of a part of another kind: {' and '.join(others)}")
-        absent = self._absent(scan)
+        absent = self._absent(scan, kind)
         device, _, index = name.partition(":")
         if kind == "accelerator" and index.isdigit():
             lines.append(f"write accelerator={device!r}, devices=[{index}]")
@@ -169,18 +170,19 @@ class Registry:
                 lines.append(f"did you mean {near!r}?")
             elif kind in HINTED and (near := nearest(name, absent)):
                 lines.append(f"did you mean {near!r}? (pip install {absent[near]})")
-        return "\n".join([*lines, *self.why_unknown(alias)])
+        return "\n".join([*lines, *self.why_unknown(alias, kind)])
 
     @staticmethod
-    def _absent(scan: Scan) -> dict[str, str]:
+    def _absent(scan: Scan, kind: str) -> dict[str, str]:
         """First-party aliases whose distribution isn't installed, with its name."""
         present = {canonical(record.distribution) for record in scan.records}
-        return {hint: owner for hint, owner in DISTRIBUTIONS.items() if owner not in present}
+        hints = COMMANDS if kind == "command" else DISTRIBUTIONS
+        return {hint: owner for hint, owner in hints.items() if owner not in present}
 
-    def why_unknown(self, alias: str) -> list[str]:
+    def why_unknown(self, alias: str, kind: str = "strategy") -> list[str]:
         """Lines for an error about a name that nobody provides: what to install, and which plugins failed."""
         scan, lines = self._scanned(), []
-        if owner := self._absent(scan).get(alias.lower()):
+        if owner := self._absent(scan, kind).get(alias.lower()):
             lines.append(f"{alias!r} comes with {owner}: pip install {owner}")
         lines += [str(record) for record in scan.records if record.status != "loaded"]
         if self._metadata != metadata_fingerprint():

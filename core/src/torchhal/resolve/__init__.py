@@ -12,7 +12,7 @@ from torchhal._terminal import printable
 from torchhal.accelerators import Accelerator
 from torchhal.cluster._job import current_job
 from torchhal.cluster.base import ClusterEnvironment, RanksNotMetError
-from torchhal.distributed._process import launched_by
+from torchhal.distributed.process import launched_by
 from torchhal.errors import ConfigurationError
 from torchhal.resolve._accelerator_choice import choose_accelerator
 from torchhal.resolve._compatibility import check_parts

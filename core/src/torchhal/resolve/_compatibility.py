@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torchhal import registry
 from torchhal.accelerators import Accelerator
-from torchhal.distributed._process import launched_by
+from torchhal.distributed.process import launched_by
 from torchhal.errors import ComponentError, UnsupportedCombinationError
 from torchhal.precision import Precision
 from torchhal.registry._discovery import USER

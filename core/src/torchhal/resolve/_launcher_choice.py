@@ -9,7 +9,7 @@ from typing import Any
 from torchhal import registry
 from torchhal.accelerators import Accelerator
 from torchhal.cluster._env_vars import given
-from torchhal.distributed._process import launched_by
+from torchhal.distributed.process import launched_by
 from torchhal.errors import ConfigurationError, UnsupportedCombinationError
 from torchhal.launchers._command import why_no_script
 from torchhal.resolve._plan import Part

@@ -17,9 +17,10 @@ from torchhal.checkpoint import CheckpointIO
 from torchhal.cluster import ClusterEnvironment
 from torchhal.errors import AcceleratorUnavailable, ConfigurationError, PluginError, UnknownAliasError
 from torchhal.precision import Precision
-from torchhal.registry._hints import meant_by, one_of
+from torchhal.registry._hints import meant_by
 from torchhal.resolve._plan import Part
 from torchhal.strategies import Strategy
+from torchhal.suggestions import one_of
 
 BASES: Mapping[str, type] = {
     "accelerator": Accelerator,

@@ -1,8 +1,21 @@
 """Strategies: how a model, its optimizers and its processes act together."""
 
+from torchhal._overrides import overrides
+from torchhal.strategies._forward_through import forward_through
+from torchhal.strategies._replica_consistency import check_frequencies, check_lookups, find_difference
 from torchhal.strategies.base import Strategy
 from torchhal.strategies.ddp import DDPStrategy
 from torchhal.strategies.parallel import ParallelStrategy
 from torchhal.strategies.single_device import SingleDeviceStrategy
 
-__all__ = ["DDPStrategy", "ParallelStrategy", "SingleDeviceStrategy", "Strategy"]
+__all__ = [
+    "DDPStrategy",
+    "ParallelStrategy",
+    "SingleDeviceStrategy",
+    "Strategy",
+    "check_frequencies",
+    "check_lookups",
+    "find_difference",
+    "forward_through",
+    "overrides",
+]

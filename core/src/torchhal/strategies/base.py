@@ -18,7 +18,7 @@ from torchhal.accelerators import Accelerator
 from torchhal.checkpoint import CheckpointIO
 from torchhal.cluster import ClusterEnvironment
 from torchhal.distributed._rank_monitor import RankWatch
-from torchhal.distributed._rendezvous import DEFAULT_TIMEOUT
+from torchhal.distributed.rendezvous import DEFAULT_TIMEOUT
 from torchhal.errors import (
     CheckpointError,
     CheckpointMismatchError,

@@ -16,12 +16,11 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from torchhal.cluster import ClusterEnvironment
-from torchhal.distributed import _failures as failures
 from torchhal.distributed import _flight_recorder as flight_recorder
-from torchhal.distributed import collectives
-from torchhal.distributed._process import write_stderr
-from torchhal.distributed._rendezvous import generation_store, next_generation, withdraw
-from torchhal.distributed._stores import HashStore, PrefixedStore, Store
+from torchhal.distributed import collectives, failures
+from torchhal.distributed.process import write_stderr
+from torchhal.distributed.rendezvous import generation_store, next_generation, withdraw
+from torchhal.distributed.stores import HashStore, PrefixedStore, Store
 from torchhal.errors import ConfigurationError, DistributedError, ModelError
 from torchhal.launchers import ExternalLauncher, Launcher, MultiprocessingLauncher, SubprocessScriptLauncher
 from torchhal.launchers.subprocess_script import shared_threads

@@ -18,9 +18,9 @@ from torchhal import rng
 from torchhal.checkpoint._location import is_url
 from torchhal.cluster import ClusterEnvironment
 from torchhal.cluster._job import Job, current_job
-from torchhal.distributed import _rendezvous as rendezvous
-from torchhal.distributed._process import open_standard_descriptors
-from torchhal.distributed._signals import (
+from torchhal.distributed import rendezvous
+from torchhal.distributed.process import open_standard_descriptors
+from torchhal.distributed.signals import (
     DEFAULT_SIGNALS,
     StopRequested,
     StopSignals,

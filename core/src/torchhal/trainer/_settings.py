@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 from torchhal import _arguments as arguments
 from torchhal.errors import ConfigurationError
 from torchhal.precision.base import needs_closure
-from torchhal.registry._hints import nearest
+from torchhal.suggestions import nearest
 
 if TYPE_CHECKING:
     from torchhal.trainer.trainer import Trainer

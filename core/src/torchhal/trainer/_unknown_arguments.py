@@ -9,7 +9,8 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, ParamSpec, TypeVar, cast
 
 from torchhal.errors import UnknownArgumentError
-from torchhal.registry._hints import argument_advice, nearest
+from torchhal.registry._hints import argument_advice
+from torchhal.suggestions import nearest
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

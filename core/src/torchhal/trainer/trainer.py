@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torchhal import _arguments as arguments
-from torchhal.distributed._rendezvous import expect
+from torchhal.distributed.rendezvous import expect
 from torchhal.errors import ConfigurationError, ModelError
 from torchhal.registry._hints import ATTRIBUTES
 from torchhal.resolve import Plan, Request, resolve

@@ -10,8 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchhal.errors import ConfigurationError, ModelError, UnsupportedCombinationError
-from torchhal.precision import Precision
-from torchhal.precision.base import needs_closure
+from torchhal.precision import Precision, needs_closure
 from torchhal_bagua.algorithms import ALGORITHMS
 
 

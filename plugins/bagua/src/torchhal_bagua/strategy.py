@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from torchhal.distributed import collectives
-from torchhal.distributed._stores import Store
+from torchhal.distributed.stores import Store
 from torchhal.errors import ConfigurationError, DistributedError
 from torchhal.memory_estimate import MemoryEstimate, ModelMemory
 from torchhal.pytree import map_tensors

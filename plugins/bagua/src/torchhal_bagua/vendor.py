@@ -12,7 +12,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from torchhal.distributed import collectives
-from torchhal.distributed._stores import PrefixedStore, Store, own_connection
+from torchhal.distributed.stores import PrefixedStore, Store, own_connection
 from torchhal.errors import ConfigurationError
 
 SUPPORTED: Final = SpecifierSet("==0.9.2", prereleases=True)

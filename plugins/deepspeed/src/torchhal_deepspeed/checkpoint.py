@@ -11,9 +11,7 @@ from typing import Any, ClassVar, Final
 import torch
 from torch.distributed.tensor import DTensor
 
-from torchhal.checkpoint import TorchCheckpointIO
-from torchhal.checkpoint._local_file import sync_folder
-from torchhal.checkpoint.folder import FolderCheckpointIO, exchange
+from torchhal.checkpoint import FolderCheckpointIO, TorchCheckpointIO, exchange, sync_folder
 from torchhal.errors import CheckpointError
 from torchhal_deepspeed.parts import Files, InFolder, StoredPart, checksum, filled, in_engine, marked, rebuilt
 

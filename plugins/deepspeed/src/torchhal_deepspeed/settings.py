@@ -13,7 +13,7 @@ import torch
 from torch import optim
 
 from torchhal.errors import ConfigurationError, UnsupportedCombinationError
-from torchhal.registry._hints import did_you_mean, nearest
+from torchhal.suggestions import did_you_mean, nearest
 
 ZERO: Final = "zero_optimization"
 DEFAULT_STAGE: Final = 2

@@ -14,16 +14,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchhal._overrides import overrides
-from torchhal.checkpoint._map_location import read
+from torchhal.checkpoint import read
 from torchhal.distributed import collectives
-from torchhal.distributed._stores import Store
+from torchhal.distributed.stores import Store
 from torchhal.errors import CheckpointError, ConfigurationError, ModelError
 from torchhal.memory_estimate import MemoryEstimate, ModelMemory
-from torchhal.precision import Precision
-from torchhal.precision._casting import cast_tensors
-from torchhal.strategies import ParallelStrategy
-from torchhal.strategies._replica_consistency import check_frequencies, check_lookups
+from torchhal.precision import Precision, cast_tensors
+from torchhal.strategies import ParallelStrategy, check_frequencies, check_lookups, overrides
 from torchhal_deepspeed import settings, suitable, vendor
 from torchhal_deepspeed.checkpoint import DeepSpeedCheckpointIO
 from torchhal_deepspeed.following import forward_of

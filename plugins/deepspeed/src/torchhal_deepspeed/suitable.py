@@ -10,8 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchhal.errors import ConfigurationError, ModelError
-from torchhal.precision.base import needs_closure
-from torchhal.trainer.loops._hook_calls import module_hook
+from torchhal.precision import needs_closure
+from torchhal.trainer.loops import module_hook
 
 
 def only_optimizer(module: nn.Module, optimizers: Sequence[Optimizer]) -> Optimizer | None:

@@ -17,7 +17,7 @@ import hivemind
 from hivemind.p2p import P2P
 from hivemind.utils import get_dht_time
 
-from torchhal.distributed._process import describe_exit
+from torchhal.distributed.process import describe_exit
 from torchhal.errors import ConfigurationError, DistributedError, LaunchError
 from torchhal_hivemind import vendor
 from torchhal_hivemind.children import end, guarded

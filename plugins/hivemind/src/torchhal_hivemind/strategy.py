@@ -19,14 +19,12 @@ from torch.optim import Optimizer
 from torchhal.accelerators import Accelerator
 from torchhal.checkpoint import CheckpointIO
 from torchhal.cluster import ClusterEnvironment
-from torchhal.distributed._process import describe_exit, leave, write_stderr
+from torchhal.distributed.process import describe_exit, leave, write_stderr
 from torchhal.errors import ConfigurationError, DistributedError, ModelError, UnsupportedCombinationError
-from torchhal.precision import Precision
-from torchhal.precision.base import needs_closure
-from torchhal.strategies import SingleDeviceStrategy, Strategy
-from torchhal.strategies._replica_consistency import check_frequencies, check_lookups
-from torchhal.trainer.logging._log_options import batch_size_of
-from torchhal.trainer.loops._hook_calls import module_hook
+from torchhal.precision import Precision, needs_closure
+from torchhal.strategies import SingleDeviceStrategy, Strategy, check_frequencies, check_lookups
+from torchhal.trainer.logging import batch_size_of
+from torchhal.trainer.loops import module_hook
 from torchhal_hivemind import settings, vendor
 from torchhal_hivemind.children import watch
 from torchhal_hivemind.optimizer_state import make_state

@@ -7,8 +7,7 @@ from typing import Any, ClassVar
 import torch
 
 from torchhal.errors import ConfigurationError
-from torchhal.precision import Precision
-from torchhal.precision._casting import cast_tensors
+from torchhal.precision import Precision, cast_tensors
 
 
 class IPUMixedPrecision(Precision):

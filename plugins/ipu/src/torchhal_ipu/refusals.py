@@ -9,8 +9,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchhal.errors import ConfigurationError, ModelError
-from torchhal.strategies._replica_consistency import check_lookups
-from torchhal.trainer.loops._hook_calls import module_hook
+from torchhal.strategies import check_lookups
+from torchhal.trainer.loops import module_hook
 
 _HOOKS = {
     "on_after_backward": "look at what training_step returns, in on_train_batch_end",

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch.optim import Optimizer
 
-from torchhal.distributed._process import launched_by
+from torchhal.distributed.process import launched_by
 from torchhal.errors import CheckpointMismatchError, ConfigurationError, ModelError, UnsupportedCombinationError
 from torchhal.strategies import SingleDeviceStrategy, Strategy
 from torchhal_ipu import loaders, options, refusals

@@ -19,7 +19,7 @@ import torch
 from torch import fx, nn
 
 from torchhal.errors import ConfigurationError, ModelError
-from torchhal.registry._hints import did_you_mean
+from torchhal.suggestions import did_you_mean
 from torchhal_parallel.capture import around, leaf_modules
 
 

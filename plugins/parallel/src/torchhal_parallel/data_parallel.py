@@ -11,12 +11,11 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from torchhal.distributed._process import launched_by
+from torchhal.distributed.process import launched_by
 from torchhal.errors import ConfigurationError, ModelError, UnsupportedCombinationError, message_of
 from torchhal.pytree import move_to_device
-from torchhal.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
-from torchhal.strategies._replica_consistency import check_frequencies, check_lookups
-from torchhal.trainer.logging._log_options import batch_size_of
+from torchhal.strategies import DDPStrategy, SingleDeviceStrategy, Strategy, check_frequencies, check_lookups
+from torchhal.trainer.logging import batch_size_of
 from torchhal_parallel.part_log import one_log
 from torchhal_parallel.split import merge, merge_training, split_batch
 from torchhal_parallel.stand_in import buffer_copies, parameter_copies, standing_in

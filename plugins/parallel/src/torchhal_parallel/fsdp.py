@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torchhal.distributed import collectives
 from torchhal.memory_estimate import MemoryEstimate, ModelMemory
 from torchhal.precision import Precision
-from torchhal.strategies._replica_consistency import check_lookups
+from torchhal.strategies import check_lookups
 from torchhal_parallel.fully_sharded import FullyShardedStrategy, check_torch
 from torchhal_parallel.materialize import materialize, tensors_on_meta
 from torchhal_parallel.shares import divided

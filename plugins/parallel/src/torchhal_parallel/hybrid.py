@@ -30,8 +30,7 @@ from torchhal.errors import (
 )
 from torchhal.memory_estimate import MemoryEstimate, ModelMemory, ParameterMemory
 from torchhal.precision import Precision
-from torchhal.strategies._replica_consistency import check_frequencies
-from torchhal.strategies.base import Strategy
+from torchhal.strategies import Strategy, check_frequencies
 from torchhal_parallel.cut import check_trained, even_cuts, stage_parameters, untrainable
 from torchhal_parallel.divided_regions import DividedRegions
 from torchhal_parallel.double_backward import refuse_double_backward

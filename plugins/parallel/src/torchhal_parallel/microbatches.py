@@ -7,7 +7,7 @@ from typing import Any
 from torch.utils.data import BatchSampler, default_collate
 
 from torchhal.errors import ModelError
-from torchhal.trainer.data._loaders import limit_length
+from torchhal.trainer.data import limit_length
 
 
 def check_loader(loader: Any, microbatches: int, trainer: Any) -> None:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torchhal import rng
 from torchhal.accelerators import Accelerator
 from torchhal.errors import ConfigurationError
-from torchhal.precision.base import needs_closure
+from torchhal.precision import needs_closure
 
 STEPS = 3
 """How often an optimizer is tried at first: some look at all parameters from their second step on."""

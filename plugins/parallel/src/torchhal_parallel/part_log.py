@@ -10,14 +10,7 @@ from typing import Any
 
 import torch
 
-from torchhal.trainer.logging._log_options import (
-    REDUCTIONS,
-    changed,
-    check_batch_size,
-    check_value,
-    decide,
-    is_metric,
-)
+from torchhal.trainer.logging import REDUCTIONS, changed, check_batch_size, check_value, decide, is_metric
 
 
 @dataclass

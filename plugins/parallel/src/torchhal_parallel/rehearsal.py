@@ -12,7 +12,7 @@ from torch import nn
 
 from torchhal import rng
 from torchhal.errors import ModelError
-from torchhal.trainer.logging._log_options import is_metric
+from torchhal.trainer.logging import is_metric
 from torchhal_parallel.wrapping import ForwardInstead
 
 LOOKS = 2

@@ -14,12 +14,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchhal.checkpoint._map_location import read
+from torchhal.checkpoint import read
 from torchhal.distributed import collectives
 from torchhal.errors import CheckpointMismatchError, ConfigurationError, ModelError, TorchhalError, message_of
-from torchhal.precision.base import dense_gradient
-from torchhal.strategies import ParallelStrategy
-from torchhal.strategies._forward_through import forward_through
+from torchhal.precision import dense_gradient
+from torchhal.strategies import ParallelStrategy, forward_through
 from torchhal_parallel.checkpoint.stored import StoredTensor
 from torchhal_parallel.gradient_hooks import CarriedHandles, check_accumulation_hooks
 from torchhal_parallel.layout import gathered, global_norm, like, local, place_of_part, scale_to, whole

@@ -31,7 +31,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from torchhal.errors import ConfigurationError
-from torchhal.registry._hints import did_you_mean
+from torchhal.suggestions import did_you_mean
 
 STYLES = ("colwise", "colwise_rep", "rowwise", "rowwise_rep", "sequence_parallel")
 

@@ -14,8 +14,7 @@ from torch.optim import Optimizer
 from torchhal.distributed import collectives
 from torchhal.errors import CheckpointMismatchError, DistributedError
 from torchhal.memory_estimate import MemoryEstimate, ModelMemory
-from torchhal.strategies import DDPStrategy
-from torchhal.strategies._replica_consistency import find_difference
+from torchhal.strategies import DDPStrategy, find_difference
 from torchhal_parallel.gathering import on_first_rank
 from torchhal_parallel.optimizers import OptimizerTrial, check_divisible, check_separable, with_parameters
 

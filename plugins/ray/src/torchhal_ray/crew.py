@@ -12,13 +12,12 @@ from collections.abc import Callable, Mapping
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from torchhal.distributed import _process as process
-from torchhal.distributed._failures import Failure
-from torchhal.distributed._signals import NotedSignals, exit_on
+from torchhal.distributed import process
+from torchhal.distributed.failures import Failure
+from torchhal.distributed.signals import NotedSignals, exit_on
 from torchhal.errors import LaunchError
-from torchhal.launchers import _serialization as serialization
-from torchhal.launchers._worker_outcome import Verdict
-from torchhal.launchers.base import Launcher
+from torchhal.launchers import Launcher, serialization
+from torchhal.launchers.worker_outcome import Verdict
 from torchhal_ray import placement, tune, vendor
 from torchhal_ray.mailbox import Letters
 from torchhal_ray.ranks import Seat, seats, shared_devices

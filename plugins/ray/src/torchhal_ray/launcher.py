@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from torchhal.cluster import LocalEnvironment
-from torchhal.distributed._process import launched_by
+from torchhal.distributed.process import launched_by
 from torchhal.errors import ConfigurationError, LaunchError
 from torchhal.launchers import Launcher
 from torchhal_ray.placement import STRATEGIES

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from torchhal.distributed import _failures as failures
-from torchhal.distributed import _process as process
-from torchhal.launchers._worker import failed, perform
+from torchhal.distributed import failures, process
+from torchhal.launchers.worker import failed, perform
 from torchhal_ray import mailbox
 from torchhal_ray.ranks import VISIBLE
 
@@ -58,7 +57,7 @@ class Worker:
         """Serve the store where the ranks meet, in this process; the address and port."""
         import ray
 
-        from torchhal.distributed import _rendezvous as rendezvous
+        from torchhal.distributed import rendezvous
 
         address = ray.util.get_node_ip_address()
         return address, rendezvous.host(address)
@@ -71,8 +70,8 @@ class Worker:
         import ray
         import torch
 
-        from torchhal.distributed import _rendezvous as rendezvous
-        from torchhal.launchers import _serialization as serialization
+        from torchhal.distributed import rendezvous
+        from torchhal.launchers import serialization
 
         threads = torch.get_num_threads()  # Ray's share, by OMP_NUM_THREADS
         failures.supervised = True

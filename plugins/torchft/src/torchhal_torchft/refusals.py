@@ -9,8 +9,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchhal.errors import UnsupportedCombinationError
-from torchhal.precision.base import needs_closure
-from torchhal.strategies._replica_consistency import check_frequencies, check_lookups
+from torchhal.precision import needs_closure
+from torchhal.strategies import check_frequencies, check_lookups
 
 
 def check_model(me: str, module: Any, optimizers: Sequence[Optimizer]) -> None:

@@ -18,8 +18,8 @@ from torchhal.errors import DistributedError, ModelError
 from torchhal.memory_estimate import MemoryEstimate, ModelMemory
 from torchhal.precision import Precision
 from torchhal.strategies import SingleDeviceStrategy, Strategy
-from torchhal.trainer.data import _samplers as samplers
-from torchhal.trainer.loops._fit_loop import Interrupted, Repositioned
+from torchhal.trainer.data import distribute
+from torchhal.trainer.loops import Interrupted, Repositioned
 from torchhal_torchft import settings, state, vendor
 from torchhal_torchft.refusals import check_model, check_schedulers
 
@@ -172,7 +172,7 @@ class TorchFTStrategy(SingleDeviceStrategy):
                 "shards itself"
             )
             return loader
-        return samplers.distribute(loader, training=True, seed=_SEED, **share)
+        return distribute(loader, training=True, seed=_SEED, **share)
 
     # -- steps -----------------------------------------------------------------------------------------------
 

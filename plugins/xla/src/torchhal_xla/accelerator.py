@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 
 from torchhal.accelerators import Accelerator
-from torchhal.cluster._env_vars import read_int
+from torchhal.cluster import read_int
 from torchhal.errors import AcceleratorUnavailable, ConfigurationError
 from torchhal.plugin import Availability
 from torchhal_xla import versions

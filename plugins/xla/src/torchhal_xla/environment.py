@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 from typing import ClassVar
 
-from torchhal.cluster import LocalEnvironment
-from torchhal.cluster._env_vars import read_int, read_port
-from torchhal.distributed._process import launched_by
+from torchhal.cluster import LocalEnvironment, read_int, read_port
+from torchhal.distributed.process import launched_by
 from torchhal.errors import ConfigurationError
 
 _HOSTS = "TPU_WORKER_HOSTNAMES"

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, cast
 
-from torchhal.distributed._process import write_stderr
+from torchhal.distributed.process import write_stderr
 
 PATIENCE = 5.0
 """Seconds for which a reader that doesn't read a descriptor which doesn't block is waited for, once."""

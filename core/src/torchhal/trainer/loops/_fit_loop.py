@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchhal import rng
-from torchhal.distributed._signals import at_once
+from torchhal.distributed.signals import at_once
 from torchhal.errors import ConfigurationError, ModelError
 from torchhal.pytree import map_tensors
 from torchhal.trainer import _rank_consistency as rank_consistency

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from torchhal.errors import ModelError
 from torchhal.module import ModuleHooks
-from torchhal.registry._hints import nearest
+from torchhal.suggestions import nearest
 from torchhal.trainer.callbacks import Callback
 from torchhal.trainer.data._loaders import LOADER_HOOKS
 from torchhal.trainer.loops._hook_calls import binds

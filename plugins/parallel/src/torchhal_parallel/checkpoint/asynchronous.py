@@ -13,8 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from torchhal import registry
-from torchhal.checkpoint import CheckpointIO
-from torchhal.checkpoint._location import place_of
+from torchhal.checkpoint import CheckpointIO, place_of
 from torchhal.errors import CheckpointError, ConfigurationError
 from torchhal_parallel.checkpoint.snapshot import HostMemory, snapshot
 

@@ -15,10 +15,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
-from torchhal.checkpoint import TorchCheckpointIO
-from torchhal.checkpoint._local_file import sync_folder
-from torchhal.checkpoint._validation import inspect_contents
-from torchhal.checkpoint.folder import FolderCheckpointIO, exchange
+from torchhal.checkpoint import FolderCheckpointIO, TorchCheckpointIO, exchange, inspect_contents, sync_folder
 from torchhal.errors import CheckpointCorruptError, CheckpointError, TorchhalError
 from torchhal_parallel.checkpoint.nest import Reference, as_plain, fill, merged, taken_apart
 from torchhal_parallel.checkpoint.reader import METADATA, CheckedReader, checksums, quiet

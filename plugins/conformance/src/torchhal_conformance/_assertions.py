@@ -1,0 +1,108 @@
+"""How a check says what it found: each function raises CheckFailed with the measured difference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from torchhal_conformance._check import CheckFailed, Skipped
+
+
+def require(condition: object, message: str) -> None:
+    """Fail with ``message`` unless ``condition`` is true."""
+    if not condition:
+        raise CheckFailed(message)
+
+
+def same(what: str, got: Any, expected: Any) -> None:
+    """Fail unless both are equal: tensors in dtype, shape and every bit of value, containers in type and items."""
+    if difference := _difference(got, expected):
+        raise CheckFailed(f"{what}: {difference}")
+
+
+def close(what: str, got: Any, expected: Any, tolerance: float) -> None:
+    """Fail unless the greatest absolute difference is at most ``tolerance`` times the greatest expected value, or 1."""
+    got, expected = torch.as_tensor(got).detach().cpu().double(), torch.as_tensor(expected).detach().cpu().double()
+    if got.shape != expected.shape:
+        raise CheckFailed(f"{what}: shape {tuple(got.shape)}, expected {tuple(expected.shape)}")
+    if not got.numel():
+        return
+    difference = float((got - expected).abs().max())
+    scale = max(1.0, float(expected.abs().max()))
+    if not difference <= tolerance * scale:  # a NaN is not close either
+        raise CheckFailed(
+            f"{what}: off by {difference:.3g}, allowed {tolerance * scale:.3g} (got {_show(got)}, "
+            f"expected {_show(expected)})"
+        )
+
+
+def raises(
+    what: str,
+    errors: type[BaseException] | tuple[type[BaseException], ...],
+    call: Callable[[], Any],
+    *mentions: str,
+) -> BaseException:
+    """Fail unless ``call()`` raises one of ``errors`` with a message that holds each of ``mentions``; the error."""
+    names = " or ".join(error.__name__ for error in (errors if isinstance(errors, tuple) else (errors,)))
+    try:
+        value = call()
+    except errors as error:
+        missing = [text for text in mentions if text not in str(error)]
+        if missing:
+            raise CheckFailed(
+                f"{what}: the message must name {', '.join(map(repr, missing))} (got {type(error).__name__}: {error})"
+            ) from error
+        return error
+    except Skipped:
+        raise
+    except BaseException as error:
+        raise CheckFailed(f"{what}: must raise {names} (got {type(error).__name__}: {error})") from error
+    raise CheckFailed(f"{what}: must raise {names} (it returned {_show(value)})")
+
+
+def _difference(got: Any, expected: Any) -> str:
+    """Where and how ``got`` differs from ``expected``, or an empty string."""
+    if isinstance(expected, torch.Tensor):
+        return _tensor_difference(got, expected)
+    if type(got) is not type(expected):
+        return f"got a {type(got).__name__} ({_show(got)}), expected a {type(expected).__name__} ({_show(expected)})"
+    if isinstance(expected, Mapping):
+        if list(got) != list(expected):
+            return f"keys {_show(list(got))}, expected {_show(list(expected))}"
+        pairs = [(f"[{key!r}]", got[key], expected[key]) for key in expected]
+    elif isinstance(expected, list | tuple):
+        if len(got) != len(expected):
+            return f"{len(got)} items, expected {len(expected)}"
+        pairs = [(f"[{index}]", a, b) for index, (a, b) in enumerate(zip(got, expected, strict=True))]
+    else:
+        equal = got == expected or (got != got and expected != expected)
+        return "" if equal else f"got {_show(got)}, expected {_show(expected)}"
+    for place, one, other in pairs:
+        if difference := _difference(one, other):
+            return f"at {place}: {difference}"
+    return ""
+
+
+def _tensor_difference(got: Any, expected: torch.Tensor) -> str:
+    if not isinstance(got, torch.Tensor):
+        return f"got a {type(got).__name__}, expected a tensor"
+    if got.dtype != expected.dtype or got.shape != expected.shape:
+        return f"got {got.dtype} of {tuple(got.shape)}, expected {expected.dtype} of {tuple(expected.shape)}"
+    one, other = got.detach().cpu(), expected.detach().cpu()
+    if torch.equal(_bits(one), _bits(other)):
+        return ""
+    return f"values differ (got {_show(one)}, expected {_show(other)})"
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's bytes, so that NaN equals NaN and the sign of zero counts."""
+    dense = tensor.resolve_conj().resolve_neg().contiguous()
+    return dense.reshape(-1).view(torch.uint8) if dense.numel() else dense.reshape(-1)
+
+
+def _show(value: Any) -> str:
+    text = str(value.tolist() if isinstance(value, torch.Tensor) and value.numel() <= 64 else value)
+    text = " ".join(text.split())
+    return text if len(text) <= 160 else f"{text[:160]}..."

@@ -1,0 +1,164 @@
+"""A check as data: an id that never changes its meaning, a level, and a function whose docstring is the contract."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from torchhal.errors import ConfigurationError
+from torchhal.plugin import KINDS
+
+LEVELS: Final = ("core", "extended", "provisional")
+"""``core``: every part of the kind. ``extended``: parts that declare the check's features. ``provisional``: new in a
+minor release; it is reported, but changes no verdict before it becomes one of the others."""
+
+PREFIXES: Final = {
+    "GEN": KINDS,
+    "ACC": ("accelerator",),
+    "PRE": ("precision",),
+    "CIO": ("checkpoint_io",),
+    "ENV": ("cluster_environment",),
+    "STR": ("strategy",),
+    "SYS": KINDS,
+}
+"""First letters of an id -> the kinds of parts it is about."""
+
+NEEDS: Final = ("device", "two devices", "posix", "table")
+"""What a check may need of where it runs; ``_component_under_test.missing`` gives the reason where it isn't there."""
+
+_ID = re.compile(r"([A-Z]{3})-[0-9]{2}")
+_PARTS = re.compile(r"^(Why|Fix):", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One rule of a contract.
+
+    Attributes:
+        id: such as ``"ACC-01"``; public and stable.
+        function: raises when the rule is broken. Takes a ``Bench``; with ``worlds`` it runs on every rank and takes
+            a ``Rank``.
+        level: one of :data:`LEVELS`.
+        features: what the part must declare for the check to mean anything; empty at core level.
+        since: the version of torchhal that first had it.
+        needs: members of :data:`NEEDS`.
+        worlds: the numbers of processes that it runs in; empty for one that needs this process only.
+        timeout: seconds after which a rank that says nothing is a HANG.
+    """
+
+    id: str
+    function: Callable[[Any], None]
+    level: str = "core"
+    features: frozenset[str] = frozenset()
+    since: str = "0.1"
+    needs: frozenset[str] = frozenset()
+    worlds: tuple[int, ...] = ()
+    timeout: float = 30.0
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of parts it is about."""
+        return PREFIXES[self.id[:3]]
+
+    @property
+    def contract(self) -> str:
+        """What must hold, in a sentence or two."""
+        return self._section("")
+
+    @property
+    def why(self) -> str:
+        """What goes wrong where it doesn't hold, with the project that shipped it where one is known."""
+        return self._section("Why")
+
+    @property
+    def fix(self) -> str:
+        """What an author changes when it fails."""
+        return self._section("Fix")
+
+    def _section(self, name: str) -> str:
+        parts = _PARTS.split(inspect.getdoc(self.function) or "")
+        sections = {"": parts[0], **dict(zip(parts[1::2], parts[2::2], strict=True))}
+        return " ".join(sections.get(name, "").split())
+
+
+CHECKS: Final[dict[str, Check]] = {}
+"""Every check by its id, in the order of the ids within a family; filled when ``torchhal_conformance`` is imported."""
+
+
+def check(
+    id: str,
+    *,
+    features: Iterable[str] = (),
+    level: str | None = None,
+    since: str = "0.1",
+    needs: Iterable[str] = (),
+    worlds: tuple[int, ...] = (),
+    timeout: float = 30.0,
+) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
+    """Register the decorated function as the check ``id``. With ``features`` its level is ``extended`` unless given.
+
+    Raises:
+        ConfigurationError: an id of no known family or used before, an unknown level or need, a docstring without
+            its ``Why:`` and ``Fix:``.
+    """
+
+    def register(function: Callable[[Any], None]) -> Callable[[Any], None]:
+        names = frozenset(features)
+        made = Check(
+            id, function, level or ("extended" if names else "core"), names, since, frozenset(needs), worlds, timeout
+        )
+        match = _ID.fullmatch(id)
+        if match is None or match[1] not in PREFIXES or id in CHECKS:
+            raise ConfigurationError(
+                f"a check's id must be new and one of {', '.join(PREFIXES)} with two digits (got {id!r})"
+            )
+        if made.level not in LEVELS or not made.needs <= set(NEEDS):
+            raise ConfigurationError(
+                f"check {id} must have a level of {LEVELS} and needs of {NEEDS} (got {made.level!r}, {needs!r})"
+            )
+        if not (made.contract and made.why and made.fix):
+            raise ConfigurationError(f"the docstring of check {id} must state the contract, 'Why:' and 'Fix:'")
+        CHECKS[id] = made
+        return function
+
+    return register
+
+
+def checks_for(kind: str, *, level: str | None = None) -> list[Check]:
+    """The checks that a part of ``kind`` is held to, by id; with ``level`` those up to it.
+
+    Raises:
+        ConfigurationError: an unknown kind or level.
+    """
+    if kind not in KINDS:
+        raise ConfigurationError(f"'kind' must be one of {', '.join(map(repr, KINDS))} (got {kind!r})")
+    if level is not None and level not in LEVELS:
+        raise ConfigurationError(f"'level' must be one of {', '.join(map(repr, LEVELS))} (got {level!r})")
+    wanted = LEVELS if level is None else LEVELS[: LEVELS.index(level) + 1]
+    families = list(PREFIXES)
+    found = [one for one in CHECKS.values() if kind in one.kinds and one.level in wanted]
+    return sorted(found, key=lambda one: (families.index(one.id[:3]), one.id))
+
+
+# -- what a check raises -------------------------------------------------------------------------------------
+
+
+class CheckFailed(AssertionError):
+    """The part breaks the rule; the message says what was found and what was expected."""
+
+
+class Skipped(Exception):
+    """The check could not be made; the reason begins with ``environment:`` when another machine could make it."""
+
+
+def environment(reason: str) -> Skipped:
+    """To raise where this machine lacks something: the verdict is then ``partial``."""
+    return Skipped(f"environment: {reason}")
+
+
+def not_applicable(reason: str) -> Skipped:
+    """To raise where the rule says nothing about this part: the verdict doesn't change."""
+    return Skipped(f"not applicable: {reason}")

@@ -1,0 +1,256 @@
+"""What is checked: one part, how to make it, and what the checks may know about it."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
+
+from torchhal import registry
+from torchhal.errors import ConfigurationError
+from torchhal.plugin import Component
+from torchhal.registry._discovery import CORE, USER
+from torchhal.registry._entry import Entry, class_problem
+from torchhal_conformance._check import Check, environment
+from torchhal_conformance._launcher_env import LAUNCHERS, TABLES
+
+if TYPE_CHECKING:
+    from torchhal.accelerators import Accelerator
+    from torchhal.registry._plugin_loader import PluginRecord
+
+
+@dataclass(frozen=True)
+class _Class:
+    """Where another process finds a class that has no alias there."""
+
+    module: str
+    name: str
+    file: str | None
+
+
+@dataclass
+class Subject:
+    """One part under test.
+
+    Attributes:
+        kind: one of :data:`torchhal.plugin.KINDS`.
+        target: what was given: any of its names, qualified or not, a :class:`~torchhal.plugin.Component`, or a class.
+        features: what the part is said to be able to do beyond the core level; its class's own are added.
+        arguments: for the constructor, beside the component's defaults.
+        accelerator: alias of the accelerator that a precision or strategy is checked on.
+        golden: a folder with checkpoints that earlier releases of a checkpoint IO have written; see CIO-25.
+        tables: for a cluster environment, the variables that its launcher sets: one mapping per rank.
+        launcher: for a cluster environment, the command that starts two processes of what follows it; None: the
+            kit's own of this alias, if it knows one.
+        seed: of everything random in the checks.
+    """
+
+    kind: str
+    target: str | Component | type[Any] | _Class
+    features: frozenset[str] = frozenset()
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    accelerator: str = "cpu"
+    tables: tuple[Mapping[str, str], ...] = ()
+    launcher: tuple[str, ...] | None = None
+    golden: str | None = None
+    seed: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        kind: str,
+        target: str | Component | type[Any],
+        *,
+        features: Iterable[str] = (),
+        arguments: Mapping[str, Any] | None = None,
+        accelerator: str = "cpu",
+        tables: Sequence[Mapping[str, str]] = (),
+        launcher: Sequence[str] | None = None,
+        golden: str | os.PathLike[str] | None = None,
+        seed: int = 0,
+    ) -> Subject:
+        """A subject of checked arguments; the part itself is looked up when it is first used."""
+        if isinstance(features, str):
+            raise TypeError(f"'features' must be several names, not one str (got {features!r})")
+        if not isinstance(target, (str, Component, type)):
+            raise TypeError(
+                f"a part must be given by alias, Component or class (got {target!r}): processes make their own"
+            )
+        if isinstance(launcher, str):
+            raise TypeError(f"'launcher' must be a command's words, not one str (got {launcher!r})")
+        subject = cls(
+            kind, target, frozenset(features), dict(arguments or {}), accelerator, tuple(tables),
+            None if launcher is None else tuple(launcher), None if golden is None else os.path.abspath(golden), seed,
+        )  # fmt: skip
+        subject.entry  # noqa: B018  an unknown alias is an error here
+        if kind != "accelerator":
+            registry.find("accelerator", accelerator)
+        return subject
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A process that unpickles this makes the part anew. An alias of user code means nothing there.
+        fields = {name: self.__dict__[name] for name in self.__dataclass_fields__}
+        target = self.target
+        if isinstance(target, str) and self.entry.plugin == USER:
+            target = self.entry.load()
+        if isinstance(target, type):
+            module = sys.modules.get(target.__module__)
+            fields["target"] = _Class(target.__module__, target.__qualname__, getattr(module, "__file__", None))
+            fields["arguments"] = {**self.entry.component.defaults, **self.arguments}
+        return fields
+
+    @cached_property
+    def entry(self) -> Entry:
+        """The registry's entry, or one like it for a class that has no alias."""
+        target = self.target
+        if isinstance(target, str):
+            return registry.find(self.kind, target)
+        if isinstance(target, Component):
+            return Entry(self.kind, target, USER, USER, problem=target.problem(self.kind) or "")
+        if isinstance(target, _Class):
+            target = import_object(target.module, target.name, target.file)
+        if problem := class_problem(self.kind, target):
+            raise ConfigurationError(f"{target!r} can't be checked as a {self.kind}: it {problem}")
+        component = Component(_slug(target), f"{target.__module__}:{target.__qualname__}")
+        return Entry(self.kind, component, USER, USER, _class=[target])
+
+    @property
+    def alias(self) -> str:
+        """Its own, whichever of its names was given."""
+        return self.entry.component.alias
+
+    @property
+    def looked_up_as(self) -> str:
+        """What finds it in a registry: the name given, which may say whose part it is."""
+        return self.target if isinstance(self.target, str) else self.alias
+
+    @property
+    def part(self) -> type[Any]:
+        """The class."""
+        return self.entry.load()
+
+    def create(self, **arguments: Any) -> Any:
+        """A new instance."""
+        return self.entry.create(**{**self.arguments, **arguments})
+
+    @cached_property
+    def declared(self) -> frozenset[str]:
+        """The features given, and those that the class itself declares."""
+        if not self.entry.availability():
+            return self.features
+        try:  # an instance's, where they depend on its arguments
+            own = self.create().features
+        except Exception:
+            own = getattr(self.part, "features", None)
+        return self.features | (own if isinstance(own, frozenset) else frozenset())
+
+    @property
+    def own_tables(self) -> tuple[Mapping[str, str], ...]:
+        """The tables given, or those that the kit has recorded of a launcher of this name."""
+        return self.tables or TABLES.get(self.alias, ())
+
+    @property
+    def own_launcher(self) -> tuple[str, ...] | None:
+        """The command given, or the kit's own of this alias; empty where the strategy starts the processes."""
+        return self.launcher if self.launcher is not None else LAUNCHERS.get(self.alias)
+
+    @cached_property
+    def plugin(self) -> PluginRecord | None:
+        """The record of the plugin that provides it; None for core's own parts and for user code."""
+        if self.entry.plugin in (CORE, USER):
+            return None
+        for record in registry.plugins():
+            if record.name == self.entry.plugin and record.distribution == self.entry.distribution:
+                return record
+        return None
+
+    @property
+    def source(self) -> Path | None:
+        """The folder of the plugin's project, where it was installed as editable."""
+        if self.plugin is None:
+            return None
+        text = importlib.metadata.distribution(self.plugin.distribution).read_text("direct_url.json")
+        url = json.loads(text or "{}").get("url", "")
+        return Path(unquote(url.removeprefix("file://"))) if url.startswith("file://") else None
+
+    # -- hardware --------------------------------------------------------------------------------------------
+
+    def make_accelerator(self) -> Accelerator:
+        """The accelerator under test, or the one that another kind is checked on."""
+        made: Accelerator
+        if self.kind == "accelerator":
+            made = self.create()
+        else:
+            made = registry.find("accelerator", self.accelerator).create()
+        return made
+
+
+def missing(check: Check, subject: Subject) -> str:
+    """Why ``check`` can't be made here, beginning with ``environment:`` or the undeclared feature; empty if it can."""
+    if undeclared := sorted(check.features - subject.declared):
+        return f"feature {', '.join(map(repr, undeclared))} is not declared"
+    if ("posix" in check.needs or check.worlds) and os.name != "posix":
+        return str(environment("it needs processes made by fork"))
+    if "table" in check.needs and not subject.own_tables:
+        return str(environment("the variables of its launcher are not known: give tables=[{...}, ...], one per rank"))
+    if not subject.entry.availability():
+        return "" if check.id.startswith("GEN") else str(environment(subject.entry.availability().reason))
+    if check.needs & {"device", "two devices"}:
+        accelerator = subject.make_accelerator()
+        if not (state := type(accelerator).availability()):
+            return str(environment(state.reason))
+        if "two devices" in check.needs and accelerator.device_count() < 2 and not accelerator.oversubscribable:
+            return str(environment(f"it needs two devices, accelerator {accelerator.name!r} has one here"))
+    return ""
+
+
+def import_object(module: str, name: str, file: str | None) -> Any:
+    """``name`` of ``module``, which is imported by its name or, where that leads elsewhere, from ``file``.
+
+    pytest imports a test module under a name of its own, which nobody else can import.
+    """
+    found: Any = _import(module, file)
+    for part in name.split("."):
+        if part == "<locals>":
+            raise ConfigurationError(
+                f"{module}.{name} must stand at the top level of its module: other processes have to import it"
+            )
+        found = getattr(found, part)
+    return found
+
+
+def _import(name: str, file: str | None) -> ModuleType:
+    try:
+        module = importlib.import_module(name)
+        if file is None or os.path.realpath(getattr(module, "__file__", None) or "") == os.path.realpath(file):
+            return module
+    except ImportError:
+        if file is None:
+            raise
+    assert file is not None
+    unique = "torchhal_conformance_" + re.sub(r"\W", "_", file)
+    if unique not in sys.modules:
+        spec = importlib.util.spec_from_file_location(unique, file)
+        if spec is None or spec.loader is None:
+            raise ConfigurationError(f"{file!r} can't be imported in another process")
+        sys.modules[unique] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[unique])
+    return sys.modules[unique]
+
+
+def _slug(cls: type[Any]) -> str:
+    """An alias for a class that has none."""
+    own = getattr(cls, "alias", None) or getattr(cls, "name", None)
+    text = own if isinstance(own, str) else cls.__name__
+    return re.sub(r"[^a-z0-9]+", "_", text.lower()).strip("_") or "unnamed"

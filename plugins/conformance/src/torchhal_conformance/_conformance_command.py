@@ -1,0 +1,143 @@
+"""Check a component against its contract and write the report: ``torchhal conformance``."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import faulthandler
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import torchhal
+from torchhal.cli import echo, output_to_stderr, print_json
+from torchhal.errors import ConfigurationError
+from torchhal.plugin import KINDS
+
+_CODES = {"conformant": 0, "partial": 0, "failed": 1}
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``torchhal conformance`` to its parser."""
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    run = commands.add_parser("run", help="check one part; exit code 1 if a check fails")
+    run.add_argument("kind", metavar="KIND", choices=KINDS, help=", ".join(KINDS))
+    run.add_argument("alias", metavar="ALIAS")
+    run.add_argument("--level", choices=("core", "extended", "provisional"), help="leave out the checks above it")
+    run.add_argument("--features", default="", metavar="A,B", help="what the part can do beyond its class's features")
+    run.add_argument("--accelerator", default="cpu", metavar="ALIAS", help="what a precision or strategy runs on")
+    run.add_argument("--launcher", metavar="COMMAND", help="starts two processes of what follows it: 'srun -n 2'")
+    run.add_argument("--check", action="append", default=[], metavar="ID", help="only this; may be given several times")
+    run.add_argument("--seed", type=int, default=0)
+    run.add_argument("--report", metavar="FILE", help="write the report, JSON (schema 1)")
+    run.add_argument("--html", metavar="FILE", help="write it as a page")
+    run.add_argument("--junit", metavar="FILE", help="write it as junit XML")
+    run.add_argument("--badge", metavar="FILE", help="write a badge for shields.io, JSON")
+    run.add_argument("--json", action="store_true", help="print the report")
+    run.set_defaults(run=_run)
+
+    listing = commands.add_parser("list", help="list the checks of a kind")
+    listing.add_argument("kind", metavar="KIND", choices=KINDS, help=", ".join(KINDS))
+    listing.add_argument("--json", action="store_true", help="print JSON (schema 1)")
+    listing.set_defaults(run=_list)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    for path in (arguments.report, arguments.html, arguments.junit, arguments.badge):
+        _check_writable(path)
+    with contextlib.suppress(OSError, ValueError):  # a stderr that is no file
+        faulthandler.enable(all_threads=False)  # a part that crashes this process shows amid which check
+    with output_to_stderr():
+        from torchhal_conformance import _report as reports
+        from torchhal_conformance._component_under_test import Subject
+        from torchhal_conformance._html import page
+        from torchhal_conformance._session import Session
+        from torchhal_conformance._suite import check_features, choose
+
+        features = [name.strip() for name in arguments.features.split(",") if name.strip()]
+        launcher = None if arguments.launcher is None else shlex.split(arguments.launcher)
+        subject = Subject.of(
+            arguments.kind, arguments.alias, features=features, accelerator=arguments.accelerator, launcher=launcher,
+            seed=arguments.seed,
+        )  # fmt: skip
+        check_features(subject)
+        chosen = choose(arguments.kind, arguments.level, arguments.check or None, "--check")
+        with Session(subject) as session:
+            results = []
+            for one in chosen:
+                _show(f"{one.id} ...")
+                results.append(session.run(one))
+            _show("")
+        report = reports.build(subject, results)
+    _write(arguments.report, json.dumps(report, indent=2) + "\n")
+    _write(arguments.html, page(report))
+    _write(arguments.junit, reports.junit(report))
+    _write(arguments.badge, json.dumps(reports.badge(report)) + "\n")
+    if arguments.json:
+        print_json(report)
+    else:
+        for result in results:
+            if result.outcome == "failed":
+                echo(f"{result.text}\n")
+        echo("\n".join(_summary(report)))
+    return _CODES[report["verdict"]]
+
+
+def _summary(report: dict[str, Any]) -> list[str]:
+    lines = [
+        f"{one['id']} {one['outcome']:<7} {one['seconds']:6.2f} s  {(one['reason'].splitlines() or [''])[0]}".rstrip()
+        for one in report["checks"]
+    ]
+    for level, counts in report["levels"].items():
+        lines.append(f"{level}: {', '.join(f'{count} {outcome}' for outcome, count in counts.items())}")
+    return [*lines, f"{report['kind']} {report['alias']} is {report['verdict']}"]
+
+
+def _show(text: str) -> None:
+    """What is being done, on a terminal; it is overwritten by what comes next."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+
+def _check_writable(path: str | None) -> None:
+    """Raise before the checks are made rather than after."""
+    if path is None:
+        return
+    try:
+        with open(path, "a", encoding="utf-8"):
+            pass
+    except OSError as error:
+        raise ConfigurationError(f"{path!r} can't be written: {error}") from error
+
+
+def _write(path: str | None, text: str) -> None:
+    if path is None:
+        return
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(f"{path!r} can't be written: {error}") from error
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    with output_to_stderr():
+        from torchhal_conformance._check import checks_for
+
+        found = checks_for(arguments.kind)
+    if arguments.json:
+        rows = [
+            {
+                "id": one.id, "level": one.level, "features": sorted(one.features), "since": one.since,
+                "needs": sorted(one.needs), "contract": one.contract, "why": one.why, "fix": one.fix,
+            }
+            for one in found
+        ]  # fmt: skip
+        print_json({"schema": 1, "torchhal": torchhal.__version__, "kind": arguments.kind, "checks": rows})
+        return 0
+    for one in found:
+        beyond = f" ({', '.join(sorted(one.features))})" if one.features else ""
+        echo(f"{one.id} {one.level}{beyond}: {one.contract}")
+    return 0

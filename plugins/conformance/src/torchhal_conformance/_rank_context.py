@@ -1,0 +1,127 @@
+"""What a distributed check gets on each rank: who it is, the part under test, and a way to compare that is not its."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from torchhal import registry
+from torchhal.checkpoint import CheckpointIO
+from torchhal.cluster import TorchElasticEnvironment
+from torchhal.errors import ConfigurationError
+from torchhal.precision import Precision, SinglePrecision
+from torchhal.strategies import Strategy
+from torchhal_conformance._check import CHECKS, CheckFailed, not_applicable
+from torchhal_conformance._component_under_test import Subject
+from torchhal_conformance._worker_pool import CALL
+
+PATIENCE = timedelta(seconds=20)
+
+_stores: dict[int, Any] = {}
+
+
+class Rank:
+    """This process among the ranks of one check."""
+
+    def __init__(self, subject: Subject, folder: str) -> None:
+        self.subject = subject
+        self.folder = folder
+        """An empty folder that all ranks see."""
+        self.rank = int(os.environ["RANK"])
+        self.size = int(os.environ["WORLD_SIZE"])
+        self._exchanges = 0
+
+    def make(
+        self,
+        *,
+        precision: Precision | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        devices: Sequence[torch.device] | None = None,
+        **arguments: Any,
+    ) -> Strategy:
+        """The strategy with the parts that ``resolve`` would give it; nothing is set up.
+
+        A part of another kind that is under test is put into ddp.
+        """
+        kind = self.subject.kind
+        entry = self.subject if kind == "strategy" else registry.find("strategy", "ddp")
+        strategy: Strategy = entry.create(**arguments)
+        if kind == "checkpoint_io":
+            checkpoint_io = checkpoint_io or self.subject.create()
+        elif kind == "precision":
+            precision = precision or self.subject.create()
+        strategy.timeout = min(strategy.timeout, PATIENCE)
+        accelerator = self.subject.make_accelerator()
+        if devices is None:
+            devices = accelerator.get_parallel_devices(range(self.size if strategy.multi_device else 1))
+        strategy.configure(
+            accelerator=accelerator,
+            precision=precision or SinglePrecision(),
+            checkpoint_io=checkpoint_io or registry.find("checkpoint_io", "torch").create(),
+            cluster_environment=TorchElasticEnvironment() if strategy.multi_device else None,
+            devices=devices,
+            num_nodes=1,
+        )
+        return strategy
+
+    @contextmanager
+    def joined(self, strategy: Strategy | None = None, **parts: Any) -> Iterator[Strategy]:
+        """A strategy (made from ``parts`` unless given) between its set-up and its teardown."""
+        strategy = strategy or self.make(**parts)
+        try:
+            strategy.setup_environment()
+            yield strategy
+        finally:
+            strategy.teardown()
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's picklable value in rank order, through a store that no strategy knows."""
+        self._exchanges += 1
+        prefix = f"torchhal-conformance/{os.environ[CALL]}/{self._exchanges}"
+        store = side_channel()
+        store.set(f"{prefix}/{self.rank}", pickle.dumps(value))
+        values = []
+        for rank in range(self.size):
+            try:
+                values.append(pickle.loads(store.get(f"{prefix}/{rank}")))
+            except RuntimeError as error:  # torch's own, when the time is over
+                raise CheckFailed(f"rank {rank} HANG: it didn't come this far in {PATIENCE.seconds} s") from error
+        return values
+
+    def random(self, *shape: int, seed: int = 0) -> torch.Tensor:
+        """Numbers that every rank can compute for every ``seed``."""
+        generator = torch.Generator().manual_seed(1000 * self.subject.seed + seed)
+        return torch.randn(*shape, generator=generator)
+
+
+def side_channel() -> Any:
+    """A connection to the store that the process with the checks serves."""
+    pid = os.getpid()
+    if pid not in _stores:
+        make = cast(Any, dist).TCPStore
+        port = int(os.environ["MASTER_PORT"])
+        _stores[pid] = make(os.environ["MASTER_ADDR"], port, None, False, timeout=PATIENCE)
+    return _stores[pid]
+
+
+def run_check(id: str, subject: Subject, folder: str) -> None:
+    """Make one check on this rank; what :class:`~torchhal_conformance._worker_pool.World` is asked to run."""
+    import torchhal_conformance.checks  # noqa: F401  registers them
+
+    # torch answers once which accelerator it has, and a backward on the CPU asks it
+    subject.make_accelerator().availability()
+    torch.manual_seed(subject.seed)
+    rank = Rank(subject, folder)
+    if subject.kind == "strategy":
+        try:
+            rank.make().check_fit(precision=SinglePrecision(), world_size=rank.size)
+        except ConfigurationError as error:
+            raise not_applicable(f"it refuses {rank.size} process(es): {error}") from error
+    CHECKS[id].function(rank)

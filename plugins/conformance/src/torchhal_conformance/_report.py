@@ -1,0 +1,130 @@
+"""What a run of the checks found, as one JSON document; junit XML and a badge are derived from it."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Final
+from xml.sax.saxutils import escape, quoteattr
+
+import torch
+
+import torchhal
+from torchhal_conformance._check import LEVELS, checks_for
+from torchhal_conformance._component_under_test import Subject
+from torchhal_conformance._session import ENVIRONMENT, Result
+
+SCHEMA: Final = 1
+KIT: Final = torchhal.__version__
+"""The kit's version: it is released with the core."""
+
+
+def build(subject: Subject, results: Sequence[Result], expected: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """The report: schema 1, described in docs/reference/conformance.md.
+
+    ``expected``: id -> why the part is known to fail it; the reason of such a failure begins with it.
+    """
+    known = expected or {}
+    plugin = subject.plugin
+    versions = {
+        "kit": KIT, "torchhal": torchhal.__version__, "torch": str(torch.__version__),
+        "python": platform.python_version(),
+    }  # fmt: skip
+    if plugin is not None:
+        versions[plugin.distribution] = plugin.version or "unknown"
+    checks = [
+        {
+            "id": result.check.id,
+            "level": result.check.level,
+            "outcome": result.outcome,
+            "reason": _reason(result, known.get(result.check.id)),
+            "seconds": result.seconds,
+        }
+        for result in results
+    ]
+    return {
+        "schema": SCHEMA,
+        "kind": subject.kind,
+        "alias": subject.alias,
+        "plugin": subject.entry.distribution,
+        "versions": versions,
+        "device": _device(subject),
+        "features": sorted(subject.declared) if subject.entry.availability() else sorted(subject.features),
+        "arguments": {name: repr(value) for name, value in sorted(subject.arguments.items())},
+        "seed": subject.seed,
+        "levels": {level: _counts(checks, level) for level in LEVELS if any(one["level"] == level for one in checks)},
+        "checks": checks,
+        "verdict": verdict(checks, complete={one.id for one in checks_for(subject.kind, level="core")}),
+    }
+
+
+def _reason(result: Result, expected: str | None) -> str:
+    return f"expected: {expected}\n{result.reason}" if expected and result.outcome == "failed" else result.reason
+
+
+def verdict(checks: Sequence[Mapping[str, Any]], *, complete: Collection[str] = ()) -> str:
+    """``failed``, ``partial`` where this machine couldn't make a check, or ``conformant``.
+
+    A provisional check changes nothing, nor does one about a feature that isn't declared. Without one of those in
+    ``complete``, ids, it is ``partial`` at best: nobody made them.
+    """
+    counting = [one for one in checks if one["level"] != "provisional"]
+    if any(one["outcome"] == "failed" for one in counting):
+        return "failed"
+    left_out = not set(complete) <= {one["id"] for one in checks} or any(
+        one["outcome"] == "skipped" and one["reason"].startswith(ENVIRONMENT) for one in counting
+    )
+    return "partial" if left_out or not any(one["outcome"] == "passed" for one in counting) else "conformant"
+
+
+def _counts(checks: Sequence[Mapping[str, Any]], level: str) -> dict[str, int]:
+    mine = [one["outcome"] for one in checks if one["level"] == level]
+    return {outcome: mine.count(outcome) for outcome in ("passed", "failed", "skipped")}
+
+
+def _device(subject: Subject) -> str:
+    try:
+        accelerator = subject.make_accelerator()
+        state = type(accelerator).availability()
+        return f"{accelerator.name} x {accelerator.device_count()}" if state else f"none: {state.reason}"
+    except Exception as error:
+        return f"none: {error}"
+
+
+def junit(report: Mapping[str, Any]) -> str:
+    """The report as the XML that CI systems show."""
+    checks = report["checks"]
+    count = {outcome: sum(one["outcome"] == outcome for one in checks) for outcome in ("failed", "skipped")}
+    name = quoteattr(f"torchhal.{report['kind']}.{report['alias']}")
+    lines = [
+        '<?xml version="1.0" encoding="utf-8"?>',
+        f'<testsuite name={name} tests="{len(checks)}" failures="{count["failed"]}" skipped="{count["skipped"]}" '
+        f'time="{sum(one["seconds"] for one in checks):.3f}">',
+    ]
+    for one in checks:
+        case = f'  <testcase classname={name} name="{one["id"]}" time="{one["seconds"]:.3f}"'
+        if one["outcome"] == "passed":
+            lines.append(f"{case}/>")
+        else:
+            tag = "failure" if one["outcome"] == "failed" else "skipped"
+            first = quoteattr((one["reason"].splitlines() or [""])[0])
+            lines.append(f"{case}><{tag} message={first}>{escape(_printable(one['reason']))}</{tag}></testcase>")
+    return "\n".join([*lines, "</testsuite>", ""])
+
+
+def _printable(text: str) -> str:
+    """Without the characters that XML has no way to write."""
+    return "".join(letter for letter in text if letter in "\n\t" or letter.isprintable())
+
+
+_COLOURS: Final = {"conformant": "brightgreen", "partial": "yellow", "failed": "red"}
+
+
+def badge(report: Mapping[str, Any]) -> dict[str, Any]:
+    """The report as an endpoint badge of shields.io."""
+    return {
+        "schemaVersion": 1,
+        "label": f"torchhal {report['kind'].replace('_', ' ')}",
+        "message": report["verdict"],
+        "color": _COLOURS[report["verdict"]],
+    }

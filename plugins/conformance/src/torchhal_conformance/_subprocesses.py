@@ -1,0 +1,106 @@
+"""Programs that a check starts as a user would: real processes, an exit code, and what they leave behind."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from torchhal_conformance._check import CheckFailed
+from torchhal_conformance._launcher_env import variables
+from torchhal_conformance._limits import scaled
+
+TAG: Final = "TORCHHAL_CONFORMANCE_JOB"
+"""In every process of a job, as its descendants inherit the environment."""
+START: Final = 120.0
+"""Seconds that a job of two processes may take; most of them import torch."""
+PATIENCE: Final = 5.0
+"""Seconds that what a job has started may take to end after it."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What came of a job. ``code`` is negative for a signal; ``left`` are processes that had to be killed."""
+
+    code: int
+    output: str
+    left: tuple[int, ...]
+
+
+class Job:
+    """A started program. Its output goes to a file, so that nothing it starts can block on it."""
+
+    def __init__(self, command: Sequence[str], folder: Path) -> None:
+        """Start ``command`` in ``folder``, which exists; no launcher's variables are set."""
+        self._tag = uuid.uuid4().hex
+        self._written = folder / f"output-{self._tag}"
+        with variables(), open(self._written, "wb") as output:
+            environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+            environ |= {TAG: self._tag, "PYTHONPATH": os.pathsep.join(os.path.abspath(p) for p in sys.path if p)}
+            self._process = subprocess.Popen(
+                list(command), cwd=folder, env=environ, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                start_new_session=True,
+            )  # fmt: skip
+
+    @property
+    def running(self) -> bool:
+        return self._process.poll() is None
+
+    def finish(self, timeout: float) -> Ended:
+        """Wait for its end and for that of all that it started; then nothing of it is left.
+
+        Raises:
+            CheckFailed: it is still running after ``timeout`` seconds.
+        """
+        timeout = scaled(timeout)
+        try:
+            code = self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise CheckFailed(f"the program HANGS: it runs after {timeout:g} s\n{self.output()}") from None
+        deadline = time.monotonic() + scaled(PATIENCE)
+        while (left := self._descendants()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        self.kill()
+        return Ended(code, self.output(), tuple(left))
+
+    def kill(self) -> None:
+        """End it, and all that it started."""
+        own = [self._process.pid] if self.running else []
+        for pid in {*own, *self._descendants()}:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except OSError:
+                pass
+        self._process.wait()
+
+    def output(self) -> str:
+        """The last of what it has written to stdout and stderr."""
+        return self._written.read_text(encoding="utf-8", errors="replace")[-6000:].strip()
+
+    def _descendants(self) -> list[int]:
+        """Living processes with the tag; where there is no /proc, none is known."""
+        needle, found = f"{TAG}={self._tag}".encode(), []
+        for entry in Path("/proc").glob("[0-9]*"):
+            try:
+                tagged = needle in (entry / "environ").read_bytes().split(b"\0")
+                if tagged and (entry / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                    found.append(int(entry.name))
+            except OSError:
+                pass
+        return found
+
+
+def call(folder: Path, function: Callable[..., None], *arguments: Any) -> list[str]:
+    """The command of a program that does nothing but ``function(*arguments)``, which it finds by its name."""
+    spec = folder / f"call-{uuid.uuid4().hex}"
+    spec.write_bytes(pickle.dumps((function.__module__, function.__qualname__, arguments)))
+    return [sys.executable, "-m", "torchhal_conformance._job_entry", str(spec)]

@@ -1,0 +1,273 @@
+"""A world of real processes that stays from check to check; a rank that falls silent is named, the world made anew.
+
+Each rank believes that torchrun has started it: the process that runs the checks serves the store that torchrun's
+agent would.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib
+import os
+import pickle
+import secrets
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from multiprocessing.connection import Client, Connection, Listener, wait
+from typing import Any, Final
+
+from torchhal.distributed.stores import TCPStore
+from torchhal_conformance._check import CheckFailed, Skipped
+from torchhal_conformance._fork_server import ForkServer
+from torchhal_conformance._limits import scaled
+
+GRACE: Final = 3.0
+"""Seconds that the other ranks have left once one has failed: they may be waiting for it."""
+
+
+@dataclass
+class Outcome:
+    """What one rank did: returned ``value``, or raised an error of the class named ``error``."""
+
+    value: Any = None
+    error: str = ""
+    message: str = ""
+    traceback: str = ""
+
+
+class Silent(CheckFailed):
+    """A rank didn't answer in time, or died."""
+
+
+class World:
+    """``size`` processes, started on first use. They belong to one subject."""
+
+    def __init__(self, server: ForkServer, size: int) -> None:
+        self.size = size
+        self._server = server
+        self._folder = ""
+        self._connections: list[Connection] = []
+        self._pids: list[int] = []
+        self._store: Any = None
+        self._calls = 0
+
+    def run(self, function: Callable[..., Any], *arguments: Any, timeout: float = 30.0) -> list[Any]:
+        """``function(*arguments)`` on every rank; the values in rank order.
+
+        Raises:
+            Silent: ranks that said nothing for ``timeout`` seconds, each as HANG with the place where it is, or that
+                died. The world is gone then, and starts again with the next call.
+            CheckFailed, Skipped: what a rank raised.
+        """
+        outcomes = self.outcomes(function, *arguments, timeout=timeout)
+        failed = {rank: outcome for rank, outcome in enumerate(outcomes) if outcome.error}
+        skipped = [outcome for outcome in failed.values() if outcome.error == Skipped.__name__]
+        if skipped and len(skipped) == len(failed):
+            raise Skipped(skipped[0].message)
+        if failed:
+            raise CheckFailed(self._told(failed))
+        return [outcome.value for outcome in outcomes]
+
+    def outcomes(self, function: Callable[..., Any], *arguments: Any, timeout: float = 30.0) -> list[Outcome]:
+        """As :meth:`run`, but errors are outcomes too."""
+        try:
+            return self._outcomes(function, arguments, timeout)
+        except BaseException:
+            self.stop()
+            raise
+
+    def _outcomes(self, function: Callable[..., Any], arguments: tuple[Any, ...], timeout: float) -> list[Outcome]:
+        self._start()
+        self._calls += 1
+        payload = pickle.dumps((self._calls, function.__module__, function.__qualname__, arguments))
+        for rank, connection in enumerate(self._connections):
+            try:
+                connection.send_bytes(payload)
+            except OSError:
+                raise Silent(f"world of {self.size}: rank {rank} DIED before the check began") from None
+        outcomes: dict[int, Outcome] = {}
+        timeout = scaled(timeout)
+        deadline = time.monotonic() + timeout
+        while len(outcomes) < self.size:
+            waiting = {rank: c for rank, c in enumerate(self._connections) if rank not in outcomes}
+            ready = wait(list(waiting.values()), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                self._report_silence(waiting, outcomes, timeout)
+            for rank, connection in waiting.items():
+                if connection not in ready:
+                    continue
+                try:
+                    outcomes[rank] = connection.recv()
+                except (EOFError, OSError):
+                    told = f"\n{self._told(outcomes)}" if any(o.error for o in outcomes.values()) else ""
+                    raise Silent(f"world of {self.size}: rank {rank} DIED{told}{self._printed([rank])}") from None
+                if outcomes[rank].error:
+                    deadline = min(deadline, time.monotonic() + scaled(GRACE))
+        return [outcomes[rank] for rank in range(self.size)]
+
+    def _report_silence(self, waiting: Iterable[int], outcomes: dict[int, Outcome], timeout: float) -> None:
+        failed = {rank: outcome for rank, outcome in outcomes.items() if outcome.error}
+        names = ", ".join(f"rank {rank}" for rank in waiting)
+        if failed:  # the others were waiting for it
+            raise Silent(
+                f"{self._told(failed)}\n(in a world of {self.size}: {names} HANG, waiting for a rank that failed)"
+            )
+        stacks = "\n".join(f"rank {rank} is at:\n{self._stack(rank)}" for rank in waiting)
+        silent = ", ".join(f"rank {rank} HANG" for rank in waiting)
+        raise Silent(f"world of {self.size}: {silent} after {timeout:g} s\n{stacks}{self._printed(waiting)}")
+
+    def _printed(self, ranks: Iterable[int]) -> str:
+        """The last of what these ranks wrote to stdout and stderr, a crash's own message too."""
+        told = []
+        for rank in ranks:
+            try:
+                with open(os.path.join(self._folder, f"output-{rank}"), encoding="utf-8", errors="replace") as file:
+                    text = file.read()[-2000:].strip()
+            except OSError:
+                continue
+            if text:
+                told.append(f"\nrank {rank} wrote:\n{text}")
+        return "".join(told)
+
+    def _told(self, failed: dict[int, Outcome]) -> str:
+        lines = []
+        for rank, outcome in sorted(failed.items()):
+            if not outcome.error:
+                continue
+            text = outcome.message if outcome.error == CheckFailed.__name__ else outcome.traceback
+            lines.append(f"rank {rank} of {self.size}: {text}")
+        return "\n".join(dict.fromkeys(lines))
+
+    def _stack(self, rank: int) -> str:
+        path = os.path.join(self._folder, f"stack-{rank}")
+        try:
+            os.kill(self._pids[rank], signal.SIGUSR1)
+            time.sleep(0.3)
+            with open(path, encoding="utf-8", errors="replace") as file:
+                return file.read()
+        except OSError:
+            return "(unknown)"
+
+    def _start(self) -> None:
+        if self._connections:
+            return
+        self._store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        self._folder = tempfile.mkdtemp(prefix="torchhal-world-")
+        key, job = secrets.token_bytes(16), uuid.uuid4().hex
+        for rank in range(self.size):
+            address = os.path.join(self._folder, f"rank-{rank}")
+            environ = {
+                **{name: value for name, value in os.environ.items() if name not in _LAUNCHERS},
+                "RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0", "WORLD_SIZE": str(self.size),
+                "LOCAL_WORLD_SIZE": str(self.size), "GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(self._store.port), "TORCHELASTIC_RUN_ID": job,
+                "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1", _KEY: key.hex(),
+            }  # fmt: skip
+            path = [os.path.abspath(entry) for entry in sys.path]
+            output = os.path.join(self._folder, f"output-{rank}")
+            with Listener(address, family="AF_UNIX", authkey=key) as listener, open(output, "wb") as file:
+                written = {1: file.fileno(), 2: file.fileno()}
+                self._server.fork(["-c", _RANK, address], environ, descriptors=written, path=path)
+                try:
+                    connection = _accept(listener)
+                except RuntimeError as error:
+                    raise RuntimeError(f"{error}{self._printed([rank])}") from None
+            self._connections.append(connection)
+            self._pids.append(connection.recv())
+
+    def stop(self) -> None:
+        """End every process. The next call starts others."""
+        for pid in self._pids:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        for connection in self._connections:
+            connection.close()
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        self._connections, self._pids, self._store, self._folder = [], [], None, ""
+
+
+_KEY: Final = "TORCHHAL_CONFORMANCE_KEY"
+_RANK: Final = "from torchhal_conformance._worker_pool import main; main()"
+_LAUNCHERS: Final = ("TORCHHAL_LAUNCH_ID", "TORCHHAL_LAUNCH_KIND", "TORCHHAL_PARENT_PID", "NODE_RANK")
+
+
+def _accept(listener: Listener) -> Connection:
+    """The one connection that comes; a process that never does must not stop everything."""
+    socket: Any = listener._listener._socket  # type: ignore[attr-defined]  # there is no public way to wait
+    socket.settimeout(120)
+    try:
+        return listener.accept()
+    except TimeoutError:
+        raise RuntimeError("a process for the checks could not be started in 120 s") from None
+
+
+# -- in a rank -----------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Be the rank that the environment says, until the process that runs the checks ends."""
+    _end_with(os.getppid())
+    try:
+        _serve(sys.argv[1], bytes.fromhex(os.environ.pop(_KEY)), int(os.environ["RANK"]))
+    finally:
+        os._exit(0)  # threads of a process group may abort an orderly exit
+
+
+def _end_with(parent: int) -> None:
+    """End this process soon after its parent, whatever it waits for."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True, name="torchhal-conformance-parent").start()
+
+
+def _serve(address: str, key: bytes, rank: int) -> None:
+    """Run what is sent until the connection ends. What this process prints is in a file, for a failure to show."""
+    folder = os.path.dirname(address)
+    faulthandler.enable(all_threads=False)
+    stacks = open(os.path.join(folder, f"stack-{rank}"), "wb")  # noqa: SIM115
+    faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
+    connection = Client(address, family="AF_UNIX", authkey=key)
+    connection.send(os.getpid())
+    while True:
+        try:
+            payload = connection.recv_bytes()
+        except (EOFError, OSError):
+            return
+        outcome = _call(payload)
+        try:
+            connection.send(outcome)
+        except (EOFError, OSError):
+            return
+        except Exception as error:  # a value that can't be pickled
+            connection.send(Outcome(error=type(error).__name__, message=str(error), traceback=traceback.format_exc()))
+
+
+def _call(payload: bytes) -> Outcome:
+    try:
+        number, module, name, arguments = pickle.loads(payload)
+        function: Any = importlib.import_module(module)
+        for part in name.split("."):
+            function = getattr(function, part)
+        os.environ[CALL] = str(number)
+        return Outcome(function(*arguments))
+    except BaseException as error:
+        kind = "CheckFailed" if isinstance(error, CheckFailed) else type(error).__name__
+        return Outcome(error=kind, message=str(error), traceback=traceback.format_exc())
+
+
+CALL: Final = "TORCHHAL_CONFORMANCE_CALL"
+"""In a rank: the number of the call that it answers, the same on all."""

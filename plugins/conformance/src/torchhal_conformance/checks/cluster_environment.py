@@ -1,0 +1,402 @@
+"""ENV: who started this process, and which one of how many it is."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import time
+from functools import partial
+from typing import Any, Final
+
+import torch.distributed as dist
+
+from torchhal import registry
+from torchhal.accelerators import CPUAccelerator
+from torchhal.checkpoint import TorchCheckpointIO
+from torchhal.cluster import ClusterEnvironment
+from torchhal.errors import ConfigurationError
+from torchhal.launchers import ExternalLauncher
+from torchhal.precision import SinglePrecision
+from torchhal.strategies import DDPStrategy
+from torchhal_conformance._assertions import raises, require, same
+from torchhal_conformance._check import CheckFailed, check, not_applicable
+from torchhal_conformance._component_under_test import Subject
+from torchhal_conformance._context import Bench
+from torchhal_conformance._launcher_env import (
+    CYCLIC,
+    CYCLIC_RANKS,
+    INTERACTIVE,
+    TABLES,
+    UNEVEN,
+    UNEVEN_RANKS,
+    variables,
+)
+
+NUMBERS: Final = ("world_size", "global_rank", "local_rank", "node_rank", "local_world_size")
+RANKS: Final = ((0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1))
+"""(global, node, local) rank of each row of a table."""
+
+
+def numbers(environment: ClusterEnvironment) -> dict[str, Any]:
+    return {name: getattr(environment, name)() for name in NUMBERS}
+
+
+def expected(rank: int) -> dict[str, int]:
+    of_all, node, local = RANKS[rank]
+    return {"world_size": 4, "global_rank": of_all, "local_rank": local, "node_rank": node, "local_world_size": 2}
+
+
+@check("ENV-01")
+def clean(bench: Bench) -> None:
+    """Where no launcher has set anything, detect() is False, a bool.
+
+    Why: a laptop with a scheduler's client installed was taken for a node of a cluster.
+    Fix: look for what only a started process has.
+    """
+    with variables():
+        found = bench.subject.part.detect()
+    require(found is False, f"detect() in a clean environment must be False (got {found!r})")
+
+
+@check("ENV-02", needs=["table"])
+def own_table(bench: Bench) -> None:
+    """detect() is True in every process of its own launcher, and False in those of all others.
+
+    Why: two environments that see the same job disagree about ranks, and chance decides.
+    Fix: ask for a variable that no other launcher sets.
+    """
+    own = bench.subject.own_tables
+    for rank, table in enumerate(own):
+        with variables(table):
+            found = bench.subject.part.detect()
+        require(found is True, f"detect() in its own job, on rank {rank}, must be True (got {found!r})")
+    for name, other in TABLES.items():
+        if name != bench.subject.alias and other[0] != own[0]:
+            with variables(other[1]):
+                require(bench.subject.part.detect() is False, f"detect() is true in a job that {name} has started")
+
+
+@check("ENV-03", needs=["table"])
+def second_node(bench: Bench) -> None:
+    """On the first process of the second of two nodes with two each: global rank 2, local 0, node 1, world 4.
+
+    Why: a local rank in the place of the global one gives two rank zeros and a hang.
+    Fix: read each number from its own variable.
+    """
+    with variables(bench.subject.own_tables[2]):
+        same("the numbers of global rank 2", numbers(bench.make()), expected(2))
+
+
+@check("ENV-04", needs=["table"])
+def all_ranks(bench: Bench) -> None:
+    """Every process of the table has its own global rank, and numbers within bounds that agree with each other.
+
+    Why: a node rank that is computed from the wrong size is right for one node.
+    Fix: don't compute what the launcher says.
+    """
+    for rank, table in enumerate(bench.subject.own_tables):
+        with variables(table):
+            same(f"the numbers of global rank {rank}", numbers(bench.make()), expected(rank))
+
+
+@check("ENV-05", needs=["table"])
+def whole_numbers(bench: Bench) -> None:
+    """Every number is an int.
+
+    Why: "3" < "10" is false, and "0" is true.
+    Fix: convert where it is read.
+    """
+    with variables(bench.subject.own_tables[3]):
+        environment = bench.make()
+        for name, value in {**numbers(environment), "main_port": environment.main_port}.items():
+            require(type(value) is int, f"{name} must be an int (got {value!r}, a {type(value).__name__})")
+
+
+@check("ENV-06", needs=["table"])
+def broken_variables(bench: Bench) -> None:
+    """Without one of its variables, or with an empty or garbled one, the numbers are as before, or the error is a
+    ConfigurationError that names the variable.
+
+    Why: KeyError: 'X' doesn't say what should have set it, and a default of 0 makes every process rank 0.
+    Fix: torchhal.cluster.read_int and its like.
+    """
+    table = bench.subject.own_tables[3]
+    for name in table:
+        for state, value in (("without", None), ("with an empty", ""), ("with a garbled", "x1")):
+            changed = {key: text for key, text in table.items() if key != name}
+            if value is not None:
+                changed[name] = value
+            with variables(changed):
+                part = bench.subject.part
+                try:
+                    if not part.detect():
+                        continue
+                    environment = bench.make()
+                    got = {
+                        **numbers(environment),
+                        "address": bool(environment.main_address),
+                        "port": environment.main_port,
+                    }
+                except ConfigurationError as error:
+                    require(name in str(error), f"{state} {name}: the error must name it (got {error})")
+                    continue
+                except Exception as error:
+                    told = f"{type(error).__name__}: {error}"
+                    raise CheckFailed(f"{state} {name}: must raise ConfigurationError (got {told})") from error
+                got = {key: got[key] for key in NUMBERS}
+                same(f"the numbers of global rank 3 {state} {name}", got, expected(3))
+
+
+@check("ENV-07", needs=["table"])
+def meeting_place(bench: Bench) -> None:
+    """Address and port are the same on all ranks and stay so; the port is an int from 1 to 65535, and another one for
+    another job where it is made from the job's number.
+
+    Why: two jobs on one host that meet at one port train as one, or not at all.
+    Fix: derive the port from the job id; take MASTER_ADDR and MASTER_PORT where they are set.
+    """
+    places = set()
+    for table in bench.subject.own_tables:
+        with variables(table):
+            environment = bench.make()
+            places |= {(environment.main_address, environment.main_port) for _ in range(2)}
+    require(len(places) == 1, f"the ranks would meet at different places: {sorted(places)}")
+    address, port = places.pop()
+    require(isinstance(address, str) and address, f"main_address must be a host (got {address!r})")
+    require(type(port) is int and 1 <= port <= 65535, f"main_port must be an int from 1 to 65535 (got {port!r})")
+    table = bench.subject.own_tables[0]
+    ids = {name: value for name, value in table.items() if name.endswith(("JOB_ID", "JOBID"))}
+    jobs = {name: str(int(value) + 7) if value.isdecimal() else f"{value}7" for name, value in ids.items()}
+    if jobs and "MASTER_PORT" not in table:
+        with variables(table, jobs):
+            require(bench.make().main_port != port, f"another job has the same port {port}")
+
+
+@check("ENV-08", features=["host_lists"], needs=["table"])
+def host_lists(bench: Bench) -> None:
+    """The scheduler's short form of a list of hosts gives the first host: dashes, ranges, zeros in front, IPv6.
+
+    The list is in the variables of the table whose names end in NODELIST.
+
+    Why: "node-08" was read as a range, and "n[08-11]" as n8.
+    Fix: parse brackets only, and keep the width of numbers.
+    """
+    table = bench.subject.own_tables[0]
+    lists = [name for name in table if name.endswith("NODELIST")]
+    if not lists:
+        raise not_applicable("no variable of its table ends in NODELIST")
+    forms = {"n[1-2]": "n1", "node-a[08-11,14]": "node-a08", "gpu-1,gpu-2": "gpu-1", "host-a-7": "host-a-7",
+             "r2n[001,003]": "r2n001", "fd99::[101-102]": "fd99::101"}  # fmt: skip
+    for text, first in forms.items():
+        with variables(table, dict.fromkeys(lists, text)):
+            same(f"main_address of {text!r}", bench.make().main_address, first)
+
+
+@check("ENV-09", needs=["table"])
+def who_creates(bench: Bench) -> None:
+    """creates_processes_externally is a bool, True in the processes that its launcher has started, and a strategy
+    starts processes exactly where it is False.
+
+    It may be False in them only where the launcher is the strategy itself, which the suite is told by ``launcher=()``.
+
+    Why: four processes that start four more each.
+    Fix: True where every process of the job exists when the script runs.
+    """
+    by_strategy = bench.subject.own_launcher == ()
+    for rank, table in enumerate(bench.subject.own_tables):
+        with variables(table):
+            external = bench.make().creates_processes_externally
+        require(type(external) is bool, f"creates_processes_externally must be a bool (got {external!r})")
+        told = f"creates_processes_externally is False on rank {rank}, though its launcher has started all processes"
+        require(external or by_strategy, told)
+    with variables(bench.subject.own_tables[0]):
+        environment = bench.make()
+        strategy = DDPStrategy()
+        accelerator = CPUAccelerator()
+        strategy.configure(
+            accelerator=accelerator, precision=SinglePrecision(), checkpoint_io=TorchCheckpointIO(),
+            cluster_environment=environment, devices=accelerator.get_parallel_devices([0, 1]), num_nodes=2,
+        )  # fmt: skip
+        left = isinstance(strategy.make_launcher(), ExternalLauncher)
+        same("whether ddp leaves the launch to others", left, environment.creates_processes_externally)
+
+
+@check("ENV-10", needs=["table"])
+def environ_untouched(bench: Bench) -> None:
+    """detect(), the constructor and all numbers write nothing to os.environ; after teardown() it is as it was.
+
+    Why: a teardown that deleted WORLD_SIZE broke the second fit.
+    Fix: keep what you compute in the object.
+    """
+    with variables(bench.subject.own_tables[1]):
+        before = dict(os.environ)
+        bench.subject.part.detect()
+        environment = bench.make()
+        numbers(environment)
+        same("os.environ after reading", dict(os.environ), before)
+        environment.teardown()
+        environment.teardown()
+        same("os.environ after teardown()", dict(os.environ), before)
+
+
+@check("ENV-11", needs=["table"])
+def mismatch(bench: Bench) -> None:
+    """validate_settings accepts what was started, and refuses another number of devices or nodes showing both numbers.
+
+    Why: a job of four processes that waits for eight does so for ever.
+    Fix: compare with local_world_size and the number of nodes.
+    """
+    with variables(bench.subject.own_tables[0]):
+        environment = bench.make()
+        environment.validate_settings(num_devices=2, num_nodes=2)
+        for devices, nodes, shown in ((3, 2, ("3", "2")), (2, 5, ("5", "2"))):
+            what = f"{devices} devices on {nodes} nodes in a job of 2 on 2"
+            call = partial(environment.validate_settings, num_devices=devices, num_nodes=nodes)
+            raises(what, ConfigurationError, call, *shown)
+
+
+@check("ENV-12", needs=["table"])
+def precedence(bench: Bench) -> None:
+    """Inside of another launcher's job no other environment has the same priority: the choice is never a tie.
+
+    Why: torchrun inside of a scheduler's step sets both sets of variables, and the outer numbers were taken.
+    Fix: a priority below 80 for schedulers, above for what they start.
+    """
+    part = bench.subject.part
+    require(type(part.priority) is int, f"'priority' must be an int (got {part.priority!r})")
+    own = bench.subject.own_tables[0]
+    for name, other in TABLES.items():
+        if name == bench.subject.alias or other[0] == own:
+            continue
+        with variables(other[0], own):
+            rivals = [e for e in registry.entries("cluster_environment") if e.availability() and e.load() is not part]
+            ties = [e.qualified_name for e in rivals if e.load().priority == part.priority and e.load().detect()]
+        require(not ties, f"inside of a job of {name} {', '.join(ties)} has the same priority {part.priority}")
+
+
+@check("ENV-13", needs=["table"])
+def interactive(bench: Bench) -> None:
+    """A shell or notebook inside of an allocation is no process of a job: detect() is False.
+
+    Why: notebooks in an allocation waited for ranks that nobody had started.
+    Fix: ask for a variable of the step, not of the job.
+    """
+    for name, table in INTERACTIVE.items():
+        if table.items() & bench.subject.own_tables[0].items():
+            with variables(table):
+                require(bench.subject.part.detect() is False, f"detect() is true in a shell of a {name} allocation")
+            return
+    raise not_applicable("its launcher has no interactive allocations that the kit knows")
+
+
+@check("ENV-14", needs=["table"])
+def no_initialisation(bench: Bench) -> None:
+    """The rank is known before any process group exists, and asking for it initialises neither MPI nor
+    torch.distributed.
+
+    Why: code for rank zero ran on every rank until the group was up.
+    Fix: read the environment.
+    """
+    before = set(sys.modules)
+    with variables(bench.subject.own_tables[3]):
+        bench.subject.part.detect()
+        same("the global rank", bench.make().global_rank(), 3)
+    require(not dist.is_initialized(), "torch.distributed was initialised")
+    mpi = sorted(name for name in set(sys.modules) - before if name.partition(".")[0] == "mpi4py")
+    require("mpi4py.MPI" not in mpi, "mpi4py.MPI was imported, which initialises MPI")
+
+
+@check("ENV-15", needs=["table"])
+def fixed_ranks(bench: Bench) -> None:
+    """configure() and set_rendezvous() don't change the numbers of a process that a launcher has started.
+
+    Changed: the contract has no set_world_size and set_global_rank; these are what a launcher may call.
+
+    Why: a strategy that sets its own idea of the rank gives two processes one rank.
+    Fix: ignore both where the processes exist.
+    """
+    with variables(bench.subject.own_tables[3]):
+        environment = bench.make()
+        environment.configure(num_nodes=2, local_world_size=2)
+        environment.set_rendezvous("n9", 1234)
+        same("the numbers of global rank 3", numbers(environment), expected(3))
+
+
+@check("ENV-16", needs=["table"])
+def another_process(bench: Bench) -> None:
+    """It pickles, and a copy in another process answers for that process.
+
+    Why: a rank that was kept in the object travelled to every worker.
+    Fix: read the variables when asked.
+    """
+    with variables(bench.subject.own_tables[0]):
+        environment = bench.make()
+        numbers(environment)
+        try:
+            data = pickle.dumps(environment)
+        except Exception as error:
+            raise CheckFailed(f"it doesn't pickle ({type(error).__name__}: {error})") from error
+    with variables(bench.subject.own_tables[3]):
+        same("the numbers of a copy on global rank 3", numbers(pickle.loads(data)), expected(3))
+
+
+@check("ENV-17", needs=["table", "posix"])
+def quick(bench: Bench) -> None:
+    """detect() and all numbers take less than 50 ms, start no process and resolve no name.
+
+    Why: a scheduler's client on a login node takes a minute, at every import.
+    Fix: variables and files only.
+    """
+    bench.fresh()
+    seconds, events = bench.elsewhere(_ask_all, bench.subject)
+    bench.fresh()
+    require(not events, f"asking for the numbers did {'; '.join(events[:5])}")
+    require(seconds < 0.05, f"asking for the numbers took {seconds * 1000:.0f} ms, allowed 50")
+
+
+def _ask_all(subject: Subject) -> tuple[float, list[str]]:
+    part, events, listening = subject.part, [], False
+
+    def hook(event: str, arguments: Any) -> None:
+        if listening and event.startswith(
+            ("subprocess.", "os.system", "os.exec", "os.posix_spawn", "os.fork", "socket.")
+        ):
+            events.append(f"{event} {arguments!r:.80}")
+
+    sys.addaudithook(hook)
+    times = []
+    with variables(subject.own_tables[3]):
+        for _ in range(3):  # a machine under load may be slow once
+            listening = True
+            start = time.perf_counter()
+            part.detect()
+            environment = subject.create()
+            numbers(environment)
+            str(environment.main_address), environment.main_port, environment.creates_processes_externally
+            times.append(time.perf_counter() - start)
+            listening = False
+    return min(times), events
+
+
+@check("ENV-20", needs=["table"])
+def unequal_nodes(bench: Bench) -> None:
+    """On nodes of three processes and of one every number is right, the size of each node too, whether the ranks fill
+    one node after the other or are dealt to them in turn.
+
+    Changed: tables of unequal nodes are those that the kit has recorded, by the launcher's name.
+
+    Why: schedulers pack 3 + 1 by themselves, and rank // tasks_per_node is then another node.
+    Fix: take each number as the launcher gives it.
+    """
+    alias = bench.subject.alias
+    dealt = {"one after the other": (UNEVEN.get(alias), UNEVEN_RANKS), "in turn": (CYCLIC.get(alias), CYCLIC_RANKS)}
+    if not any(table for table, _ in dealt.values()):
+        raise not_applicable("the kit has recorded no unequal nodes of its launcher")
+    for how, (table, ranks) in dealt.items():
+        for row, (rank, node, local) in zip(table or (), ranks if table else (), strict=True):
+            with variables(row):
+                right = {"world_size": 4, "global_rank": rank, "local_rank": local, "node_rank": node}
+                right["local_world_size"] = 3 if node == 0 else 1
+                told = f"the numbers of global rank {rank} on nodes of 3 and 1, dealt {how}"
+                same(told, numbers(bench.make()), right)

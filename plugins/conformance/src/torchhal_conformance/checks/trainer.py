@@ -1,0 +1,329 @@
+"""SYS: the part under a Trainer, as a user writes it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from torchhal.errors import AcceleratorUnavailable
+from torchhal.plugin import Availability
+from torchhal.resolve import Request, resolve
+from torchhal.testing import isolated_registry
+from torchhal_conformance._assertions import close, raises, require, same
+from torchhal_conformance._check import check, environment, not_applicable
+from torchhal_conformance._component_under_test import Subject
+from torchhal_conformance._context import Bench
+from torchhal_conformance._rank_context import Rank
+from torchhal_conformance._subprocesses import Job
+
+BATCH = 12
+SAMPLES = 48
+FOREVER = 10**6
+"""Epochs for a run that something else ends."""
+
+
+class Line(nn.Module):
+    """Learns y = 3 x + 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        nn.init.zeros_(self.layer.weight)
+        nn.init.zeros_(self.layer.bias)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return F.mse_loss(self.layer(batch[0]), batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.training_step(batch, batch_idx)
+
+    test_step = validation_step
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.layer(batch[0])  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.2, momentum=0.5)
+
+
+def data() -> TensorDataset:
+    x = torch.linspace(-1, 1, SAMPLES).unsqueeze(1)
+    return TensorDataset(x, 3 * x + 1)
+
+
+def part_of(subject: Subject) -> Any:
+    """The part as a user names it: its alias where that says all."""
+    named = isinstance(subject.target, str) and not subject.arguments
+    return subject.target if named else subject.create()
+
+
+def trainer(rank: Rank, **options: Any) -> Any:
+    """A Trainer with the part under test; one of these processes per device."""
+    if rank.subject.kind == "cluster_environment":
+        raise not_applicable("these processes were started as torchrun starts them")
+    return trainer_of(rank.subject, rank.size, rank.folder, **options)
+
+
+def trainer_of(subject: Subject, size: int, folder: str, **options: Any) -> Any:
+    """The same for ``size`` processes, whoever starts them."""
+    from torchhal import Trainer
+
+    kind, part = subject.kind, part_of(subject)
+    multi = kind != "strategy" or subject.part.multi_device
+    arguments: dict[str, Any] = {
+        "accelerator": subject.accelerator, "strategy": "ddp" if size > 1 else "auto", "devices": size if multi else 1,
+        "default_root_dir": folder, "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }  # fmt: skip
+    if kind == "checkpoint_io":
+        arguments["plugins"] = [part]
+    else:
+        arguments[kind] = part
+    return Trainer(**{**arguments, **options})
+
+
+def loader(rank: Rank) -> Any:
+    return DataLoader(data(), batch_size=BATCH // rank.size, shuffle=False)
+
+
+def plain_loop(epochs: int) -> Line:
+    """What one process learns from the joined batches, without torchhal."""
+    plain = Line()
+    optimizer = plain.configure_optimizers()
+    for _ in range(epochs):
+        for batch in DataLoader(data(), batch_size=BATCH):
+            optimizer.zero_grad()
+            plain.training_step(batch, 0).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+    return plain
+
+
+def learned(model: Line) -> list[float]:
+    return [float(model.layer.weight.detach().double()), float(model.layer.bias.detach().double())]
+
+
+@check("SYS-01")
+def from_string(bench: Bench) -> None:
+    """Every alias of the part becomes an object of its class from the string alone.
+
+    Why: an alias in the table that raises at the first use was never tried.
+    Fix: Component.defaults for what the constructor needs.
+    """
+    from torchhal import registry
+
+    subject = bench.subject
+    if not isinstance(subject.target, str):
+        raise not_applicable("it has no alias yet")
+    if not (state := subject.entry.availability()):
+        raise environment(state.reason)
+    for name in subject.entry.names:
+        made = registry.find(subject.kind, name).create(**subject.arguments)
+        require(isinstance(made, subject.part), f"{name!r} made a {type(made).__name__}")
+
+
+@check("SYS-02", needs=["device"], worlds=(1, 2), timeout=60)
+def regression(rank: Rank) -> None:
+    """A Trainer fits a line, and its weights are those of the plain loop on the joined batches.
+
+    Why: each part may keep its contract and the whole not train.
+    Fix: the checks of its kind first; then compare the first step.
+    """
+    model = Line()
+    trainer(rank, max_epochs=4).fit(model, loader(rank))
+    plain = plain_loop(4)  # after it: a backward on the CPU settles for good which devices torch's autograd knows
+    tolerance = 0.05 if rank.subject.kind == "precision" else 1e-4
+    close("weight and bias after four epochs", learned(model), learned(plain), tolerance)
+    rank.gather("done")
+
+
+@check("SYS-03", needs=["device"], worlds=(1, 2), timeout=60)
+def resume(rank: Rank) -> None:
+    """Two epochs, a checkpoint, and two more by another Trainer are four epochs.
+
+    Changed: the first Trainer ends by itself; a kill in the midst of a save is CIO-08's.
+
+    Why: a checkpoint without the optimizer's state continues another run.
+    Fix: see STR-22 and PRE-16.
+    """
+    whole, first, second = Line(), Line(), Line()
+    trainer(rank, max_epochs=4).fit(whole, loader(rank))
+    path = os.path.join(rank.folder, "half.ckpt")
+    half = trainer(rank, max_epochs=2)
+    half.fit(first, loader(rank))
+    half.save_checkpoint(path)
+    rank.gather("saved")
+    trainer(rank, max_epochs=4).fit(second, loader(rank), ckpt_path=path)
+    tolerance = 0.02 if rank.subject.kind == "precision" else 1e-6
+    close("weight and bias after a resume", learned(second), learned(whole), tolerance)
+    rank.gather("done")
+
+
+@check("SYS-04", needs=["device"], worlds=(1,), timeout=60)
+def all_loops(rank: Rank) -> None:
+    """fit, validate, test and predict run one after the other, and predictions come in the order of the data.
+
+    Changed: in one process. In several each rank has one block of the data, in order, which the Trainer's sampler gives
+    it; the blocks of several ranks are core's tests.
+
+    Why: a wrapper made for training is in the way of an evaluation, or the second run meets what the first left.
+    Fix: wrap in wrap_model(training=...), undo it in teardown.
+    """
+    model = Line()
+    runner = trainer(rank, max_epochs=2)
+    runner.fit(model, loader(rank), loader(rank))
+    for name in ("validate", "test"):
+        getattr(runner, name)(model, loader(rank), verbose=False)
+    predicted = torch.cat([batch.float().cpu() for batch in runner.predict(model, loader(rank))])
+    weight, bias = learned(model)
+    close("the predictions, in order", predicted, weight * data().tensors[0] + bias, 0.05)
+
+
+class Interrupted(Line):
+    """Sends its process a signal in the midst of an epoch."""
+
+    def __init__(self, signum: int | None) -> None:
+        super().__init__()
+        self.signum = signum
+        self.steps = 0
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        # not in the step, which a strategy may compile
+        self.steps += 1
+        if self.steps == 6 and self.signum is not None:
+            os.kill(os.getpid(), self.signum)
+
+
+@check("SYS-05", needs=["device"], worlds=(1, 2), timeout=90)
+def interrupted(rank: Rank) -> None:
+    """Ctrl-C in one process ends fit with KeyboardInterrupt in all of them, after the same step; what it saves goes on
+    to what a run without it gives; no process is left.
+
+    Why: the night's work is lost by the key that was meant to save it.
+    Fix: run nothing in a signal handler, let what begins be finished, end in teardown what the set-up has started.
+    """
+    whole, second = Line(), Line()
+    first = Interrupted(signal.SIGINT if rank.rank == rank.size - 1 else None)
+    before = children()
+    options: dict[str, Any] = {"enable_checkpointing": True, "max_epochs": FOREVER}
+    stopped = trainer(rank, **options)
+    raises("fit, interrupted", KeyboardInterrupt, lambda: stopped.fit(first, loader(rank)))
+    steps = rank.gather(stopped.global_step)
+    require(len(set(steps)) == 1, f"the ranks stopped after different numbers of steps: {steps}")
+    deadline = time.monotonic() + 10
+    while (left := children() - before) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    require(not left, f"processes are left: {', '.join(map(str, sorted(left)))}")
+    saved = stopped.checkpoint_callback.interrupted_path
+    require(saved and os.path.exists(saved), f"no checkpoint is there: the interrupted run's is {saved!r}")
+    last = stopped.global_step + 5
+    trainer(rank, max_epochs=FOREVER, max_steps=last).fit(whole, loader(rank))
+    resumed = trainer(rank, **options, max_steps=last)
+    resumed.fit(second, loader(rank), ckpt_path="last")
+    same("how many steps both have made together", resumed.global_step, last)
+    tolerance = 0.02 if rank.subject.kind == "precision" else 1e-6
+    close("weight and bias after an interrupted run and the rest", learned(second), learned(whole), tolerance)
+    rank.gather("done")
+
+
+def children() -> set[int]:
+    """Processes that this one has started and that run; where there is no /proc, those of multiprocessing."""
+    found = {child.pid for child in multiprocessing.active_children() if child.pid is not None}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            name, _, rest = entry.read_text().rpartition(")")
+        except OSError:
+            continue
+        state, parent = rest.split()[:2]
+        # torch's own helper for shared memory stays as long as its parent
+        if int(parent) == os.getpid() and state != "Z" and "torch_shm_manag" not in name:
+            found.add(int(entry.parent.name))
+    return found
+
+
+@check("SYS-06")
+def unavailable(bench: Bench) -> None:
+    """Named where its hardware is missing, the accelerator is an error with the reason; "auto" falls back, and says so.
+
+    On a machine that has it, this is tried on a subclass that says it is missing.
+
+    Why: a job that trains on the CPU without a word is found when its bill comes.
+    Fix: an Availability with a reason; leave the choice to resolve.
+    """
+    if bench.subject.kind != "accelerator":
+        raise not_applicable("the part is no accelerator")
+    part = bench.subject.part
+    if part.device_type == "cpu" and part.oversubscribable:
+        raise not_applicable("the host's processors are always there")
+    reason = part.availability().reason or "taken away for a check"
+    members = {"availability": classmethod(lambda cls: Availability(False, reason)), "auto_priority": 99}
+    absent = type(part.__name__, (part,), members)
+    with isolated_registry() as registry:
+        registry.register("accelerator", "absent", absent)
+        raises(
+            "the accelerator by its name",
+            AcceleratorUnavailable,
+            lambda: resolve(Request(accelerator="absent")),
+            reason,
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            plan = resolve(Request(accelerator="auto", devices=1))
+        same("what 'auto' falls back to", plan.accelerator.alias, "cpu")
+        told = any(reason in note for note in (*plan.notes, plan.accelerator.reason))
+        require(told, f"falling back from it is not told: {plan.notes}")
+
+
+@check("SYS-07", features=["readme"], needs=["device", "posix"])
+def readme_example(bench: Bench) -> None:
+    """The first example with a Trainer in the plugin's README runs, with the Python blocks before it, as one script.
+
+    A block right after an HTML comment with the word no-run is left out. Changed: of the extended level, so that the
+    several suites of a plugin don't all run it.
+
+    Why: it is the first thing that anybody tries.
+    Fix: make the example complete; say readme = "README.md" in pyproject.toml.
+    """
+    record = bench.subject.plugin
+    if record is None:
+        raise not_applicable("the part comes from no plugin")
+    metadata: Any = importlib.metadata.metadata(record.distribution)
+    text = metadata.get_payload() or metadata.get("Description") or ""
+    source = bench.subject.source
+    if source is not None and (source / "README.md").exists():  # the metadata are as old as the installation
+        text = (source / "README.md").read_text(encoding="utf-8")
+    require(text.strip(), f"the metadata of {record.distribution} holds no README")
+    program = _first_example(text)
+    if program is None:
+        require("Trainer(" in text, "the README shows no Trainer")
+        raise environment("every example of the README is marked no-run")
+    (bench.folder / "example.py").write_text(program, encoding="utf-8")
+    ended = Job([sys.executable, "example.py"], bench.folder).finish(300)
+    require(ended.code == 0, f"the example ends with {ended.code}:\n{ended.output}")
+    require(not ended.left, "the example leaves processes behind")
+
+
+_BLOCK: Final = re.compile(r"(?:<!--(?P<comment>(?:(?!-->).)*)-->\s*)?^```python[^\n]*\n(?P<code>.*?)^```", re.M | re.S)
+
+
+def _first_example(text: str) -> str | None:
+    blocks = []
+    for block in _BLOCK.finditer(text):
+        if "no-run" in (block["comment"] or ""):
+            continue
+        blocks.append(block["code"])
+        if "Trainer(" in block["code"]:
+            return "\n\n".join(blocks)
+    return None

@@ -1,0 +1,85 @@
+"""The GEN checks against plugins made on the spot, each in a folder of its own."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import importlib_metadata
+import made_plugins
+import pytest
+import torch
+from made_plugins import Plugin
+
+from torchhal import memory_estimate
+from torchhal.testing import isolated_registry
+from torchhal_conformance import CHECKS, Result, Session, Subject
+
+GENERIC = [id for id in CHECKS if id.startswith("GEN")]
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_patched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a mutant of GEN-16 puts in its place in this process, too, comes back."""
+    monkeypatch.setattr(torch.optim.Optimizer, "step", torch.optim.Optimizer.step)
+    monkeypatch.setattr(memory_estimate, "ModelMemory", memory_estimate.ModelMemory)
+
+
+@contextmanager
+def installed(plugin: Plugin, folder: Path) -> Iterator[Subject]:
+    plugin.write(folder)
+    distributions = importlib_metadata.distributions(path=[str(folder)])
+    sys.path.insert(0, str(folder))
+    before = os.environ.get("PYTHONPATH", "")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), before]))
+    try:
+        with isolated_registry(distributions=distributions):
+            yield Subject("accelerator", "acme", frozenset(plugin.features))
+    finally:
+        sys.path.remove(str(folder))
+        os.environ["PYTHONPATH"] = before
+        for name in [name for name in sys.modules if name.partition(".")[0] in ("acme", "acme_sdk", "acme_shim")]:
+            del sys.modules[name]
+
+
+def run(plugin: Plugin, folder: Path, *ids: str) -> dict[str, Result]:
+    with installed(plugin, folder) as subject, Session(subject) as session:
+        return {id: session.run(CHECKS[id]) for id in ids}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("id", "name", "plugin"), made_plugins.MUTANTS, ids=[f"{m[0]} {m[1]}" for m in made_plugins.MUTANTS]
+)
+def test_caught(id: str, name: str, plugin: Plugin, tmp_path: Path) -> None:
+    found = run(plugin, tmp_path, id)[id]
+    assert found.outcome == "failed", f"not caught: {found.outcome} {found.reason}"
+    # an error that isn't the kit's own must at least come from the plugin
+    assert "Traceback" not in found.reason or "acme" in found.reason, found.reason
+
+
+@pytest.mark.parametrize(
+    ("readme", "outcome"),
+    [(made_plugins.README, "passed"), ("<!-- no-run: needs it -->\n```python\nTrainer()\n```\n", "skipped")],
+)
+def test_the_example_of_a_readme(readme: str, outcome: str, tmp_path: Path) -> None:
+    found = run(replace(made_plugins.WITH_README, readme=readme), tmp_path, "SYS-07")["SYS-07"]
+    assert found.outcome == outcome, found.reason
+
+
+@pytest.mark.parametrize("plugin", [made_plugins.SOUND, made_plugins.WITH_SDK], ids=["sound", "with an SDK"])
+def test_a_sound_plugin(plugin: Plugin, tmp_path: Path) -> None:
+    found = run(plugin, tmp_path, *GENERIC)
+    assert {id: result.reason for id, result in found.items() if result.outcome == "failed"} == {}
+    skipped = {id for id, result in found.items() if result.outcome == "skipped"}
+    assert skipped == ({"GEN-17"} if plugin.requires != "()" else {"GEN-04", "GEN-05", "GEN-17"})
+
+
+def test_every_generic_check_has_a_mutant() -> None:
+    # GEN-17 builds wheels: its mutants are in tests/test_conformance.py
+    here = {*GENERIC, "SYS-01", "SYS-07"}
+    assert sorted(here - {id for id, _, _ in made_plugins.MUTANTS}) == ["GEN-17"]

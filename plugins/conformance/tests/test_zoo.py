@@ -1,0 +1,41 @@
+"""Each mutant is caught by the check that is there for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from mutants_processes import Swarm
+from zoo import Mutant, load
+
+from torchhal_conformance import CHECKS, Session, Subject
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", load(), ids=str)
+def test_caught(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.optim.SGD, "step", torch.optim.SGD.step)  # one mutant patches it, and pytest puts it back
+    subject = Subject.of(mutant.kind, mutant.part, **mutant.options)
+    with Session(subject) as session:
+        # who hangs for certain need not do so for long
+        hangs = "HANG" in mutant.says
+        one = CHECKS[mutant.id]
+        result = session.run(replace(one, timeout=6) if hangs else one)
+    assert result.outcome == "failed", f"{mutant} was not caught: {result.outcome} {result.reason}"
+    # caught by the rule, or by an error that the mutant itself raised: not by an accident on the way there
+    accident = "Traceback" in result.reason and "/mutants_" not in result.reason and not mutant.says
+    assert not accident and mutant.says in result.reason, result.reason
+
+
+@pytest.mark.slow
+def test_an_elastic_strategy_that_is_sound() -> None:
+    """No part of the core is one."""
+    with Session(Subject.of("strategy", Swarm)) as session:
+        result = session.run(CHECKS["STR-43"])
+    assert result.outcome == "passed", result.reason
+
+
+def test_every_check_has_a_mutant() -> None:
+    elsewhere = {id for id in CHECKS if id.startswith("GEN")} | {"SYS-01", "SYS-07"}  # test_plugins.py
+    assert sorted(set(CHECKS) - elsewhere - {mutant.id for mutant in load()}) == []

@@ -1,0 +1,56 @@
+"""The mutant zoo: for each check at least one part that is broken in just the way the check is there to notice."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import torchhal_conformance.checks  # noqa: F401  registers them
+from torchhal_conformance._check import CHECKS
+
+KINDS = {
+    "ACC": "accelerator",
+    "PRE": "precision",
+    "CIO": "checkpoint_io",
+    "ENV": "cluster_environment",
+    "STR": "strategy",
+}
+MODULES = (*(f"mutants_{kind}" for kind in KINDS.values()), "mutants_processes")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    id: str
+    kind: str
+    part: Any
+    options: dict[str, Any] = field(default_factory=dict)
+    says: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.id}-{getattr(self.part, '__name__', self.part)}"
+
+
+MUTANTS: list[Mutant] = []
+
+
+def caught_by(*ids: str, kind: str = "", features: Any = None, says: str = "", **options: Any) -> Any:
+    """Put a broken class into the zoo; by default it declares the features that the check needs.
+
+    ``kind``: of the part, for a check that is about several. ``says``: words of the failure, for one that shows as
+    another's error.
+    """
+
+    def collect(part: Any) -> Any:
+        for id in ids:
+            own = CHECKS[id].features if features is None else features
+            MUTANTS.append(Mutant(id, kind or KINDS[id[:3]], part, {"features": own, **options}, says))
+        return part
+
+    return collect
+
+
+def load() -> list[Mutant]:
+    for module in MODULES:
+        importlib.import_module(module)
+    return MUTANTS
