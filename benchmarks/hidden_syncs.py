@@ -76,7 +76,7 @@ class Batches:
         return STEPS
 
     def __iter__(self) -> Iterator[Any]:
-        from torchhal_simulator.counters import counters
+        from torchhal_simulator._counters import counters
 
         before = None
         for batch in self.batches:

@@ -153,7 +153,7 @@ def variables(source: str) -> Iterator[dict[str, str]]:
         slow(
             "plugins/hpu",
             {"accelerator": "hpu", "devices": 2, "strategy": "ddp"},
-            "torchhal_hpu.accelerator torchhal_hpu.strategies 2 True",
+            "torchhal_hpu.accelerator torchhal_hpu.strategy 2 True",
         ),
         slow(
             "plugins/ipu",

@@ -139,7 +139,7 @@ def test_the_costliest_files_are_shown(tmp_path):
 
 
 ANOTHER_TORCH = """
-from torchhal_simulator import build
+from torchhal_simulator import _build as build
 build.TORCH_MINORS = ("1.0",)
 """
 

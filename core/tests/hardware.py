@@ -56,7 +56,7 @@ def waits() -> int:
     """How often this process has waited for its device; 0 where nobody counts."""
     if name() == "cpu":
         return 0
-    from torchhal_simulator.counters import counters
+    from torchhal_simulator._counters import counters
 
     return counters().synchronizations
 

@@ -45,7 +45,7 @@ def uses(source, *, objects=True):
 
 
 # the strategy has an argument, and a record, that are called as the wrapping calls an object of Bagua's
-WRAPPING = "wrapping.py"
+WRAPPING = "_ddp_wrapper.py"
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)

@@ -411,7 +411,7 @@ def full_disk(stage, folder):
     import errno
     import os
 
-    from torchhal_deepspeed import engine_files
+    from torchhal_deepspeed import _engine_files as engine_files
 
     said = []
 

@@ -175,7 +175,7 @@ def test_nothing_hostile_is_executed(written, tmp_path):
         def __reduce__(self):
             return os.mkdir, (str(tmp_path / "executed"),)
 
-    from torchhal_deepspeed.parts import Files, StoredPart, checksum
+    from torchhal_deepspeed._partitioned_tensors import Files, StoredPart, checksum
 
     file = next((path / "engine").iterdir())
     torch.save({"x": Hostile()}, file, pickle_module=pickle)

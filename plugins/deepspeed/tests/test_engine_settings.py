@@ -10,7 +10,7 @@ from torch import nn
 from torchhal import Trainer
 from torchhal.errors import ConfigurationError, UnsupportedCombinationError
 from torchhal.memory_estimate import model_memory
-from torchhal_deepspeed import vendor
+from torchhal_deepspeed import _sdk as sdk
 from torchhal_deepspeed.strategy import DeepSpeedStrategy
 
 pytestmark = pytest.mark.timeout(300)
@@ -164,10 +164,10 @@ def test_a_file_and_a_dict_say_the_same(tmp_path):
 def test_another_version_or_none_is_named_before_use(monkeypatch, found, words):
     def version(name):
         if found is None:
-            raise vendor.PackageNotFoundError(name)
+            raise sdk.PackageNotFoundError(name)
         return found
 
-    monkeypatch.setattr(vendor, "version", version)
+    monkeypatch.setattr(sdk, "version", version)
     with pytest.raises(ConfigurationError, match=words) as caught:
         DeepSpeedStrategy()
     assert "torchhal-deepspeed[vendor]" in str(caught.value)
@@ -175,7 +175,7 @@ def test_another_version_or_none_is_named_before_use(monkeypatch, found, words):
 
 def test_a_device_that_deepspeed_does_not_know():
     with pytest.raises(ConfigurationError, match="no support for devices of type 'meta'"):
-        vendor.load("meta")
+        sdk.load("meta")
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -13,8 +13,8 @@ from torchhal.errors import AcceleratorUnavailable, ConfigurationError, Unsuppor
 from torchhal.plugin import Availability
 from torchhal.registry import aliases, find
 from torchhal.resolve import Request, resolve
-from torchhal_gpu import nvml
-from torchhal_gpu.copies import SideStreamAccelerator
+from torchhal_gpu import _nvml as nvml
+from torchhal_gpu._stream_transfer import SideStreamAccelerator
 from torchhal_gpu.cuda import VISIBLE_DEVICES, GPUAccelerator
 from torchhal_gpu.mps import MPSAccelerator
 from torchhal_gpu.tf32 import TF32Precision
@@ -184,8 +184,8 @@ def test_tf32_puts_the_switches_back(own_switch):
     """In a process of its own: torch doesn't forget which of its two interfaces was used."""
     code = f"""
 import torch
-from torchhal_gpu import nvml
-from torchhal_gpu.copies import SideStreamAccelerator
+from torchhal_gpu import _nvml as nvml
+from torchhal_gpu._stream_transfer import SideStreamAccelerator
 from torchhal_gpu.cuda import VISIBLE_DEVICES, GPUAccelerator
 from torchhal_gpu.tf32 import TF32Precision
 

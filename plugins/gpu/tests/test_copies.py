@@ -7,9 +7,9 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from torchhal import Module, Trainer, seed_everything
-from torchhal_gpu.copies import SideStreamAccelerator
+from torchhal_gpu._stream_transfer import SideStreamAccelerator
+from torchhal_simulator._counters import counting
 from torchhal_simulator.accelerator import SimAccelerator
-from torchhal_simulator.counters import counting
 
 pytestmark = pytest.mark.simulator
 

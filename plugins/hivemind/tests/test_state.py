@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from torchhal_hivemind.optimizer_state import make_state
-from torchhal_hivemind.schedule import Schedule
+from torchhal_hivemind._optimizer_state import make_state
+from torchhal_hivemind._schedule import Schedule
 
 OPTIMIZERS = {
     "SGD": {"lr": 0.1, "weight_decay": 0.1},

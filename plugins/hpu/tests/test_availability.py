@@ -7,7 +7,7 @@ import pytest
 from torchhal.registry import find
 from torchhal_hpu.accelerator import HPUAccelerator
 from torchhal_hpu.precision import FP8Precision
-from torchhal_hpu.strategies import HPUParallelStrategy, HPUSingleStrategy
+from torchhal_hpu.strategy import HPUParallelStrategy, HPUSingleStrategy
 
 
 @pytest.mark.slow

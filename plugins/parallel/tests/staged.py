@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import torchhal
 from torchhal import Callback, EarlyStopping, ModelCheckpoint, Trainer
 from torchhal.trainer.loggers import Logger
-from torchhal_parallel.gathering import on_every_rank, on_first_rank
+from torchhal_parallel._gathering import on_every_rank, on_first_rank
 from torchhal_parallel.hybrid import HybridStrategy
 
 SAMPLES, BATCH = 64, 16

@@ -21,9 +21,9 @@ from torchhal import ModelCheckpoint, Trainer, registry
 from torchhal.checkpoint import CheckpointIO, TorchCheckpointIO
 from torchhal.errors import CheckpointError, ConfigurationError
 from torchhal.testing import isolated_registry
+from torchhal_parallel.checkpoint._staging import HostMemory, snapshot
 from torchhal_parallel.checkpoint.asynchronous import AsyncCheckpointIO
 from torchhal_parallel.checkpoint.dcp import DCPCheckpointIO
-from torchhal_parallel.checkpoint.snapshot import HostMemory, snapshot
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from torchhal import rng
 from torchhal.errors import ModelError
-from torchhal_parallel.capture import Capture, around
-from torchhal_parallel.cut import check_trained, cut, untrainable
-from torchhal_parallel.rehearsal import drawn_between
+from torchhal_parallel._capture import Capture, around
+from torchhal_parallel._forward_capture import drawn_between
+from torchhal_parallel._pipeline_split import check_trained, cut, untrainable
 
 pytestmark = pytest.mark.timeout(170)
 

@@ -241,7 +241,7 @@ def test_checksums_are_never_passed_by(monkeypatch, tmp_path):
     """As a torch would that slices its files in another way."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-    from torchhal_parallel.checkpoint.reader import CheckedReader
+    from torchhal_parallel.checkpoint._safe_reader import CheckedReader
 
     io = DCPCheckpointIO()
     io.save_checkpoint({"a": torch.ones(3)}, tmp_path / "x.ckpt")
@@ -262,7 +262,7 @@ def test_hostile_metadata_is_not_executed(written, tmp_path):
     (path / ".metadata").write_bytes(pickle.dumps(Hostile()))
     with pytest.raises(CheckpointCorruptError):
         DCPCheckpointIO().load_checkpoint(path)
-    from torchhal_parallel.checkpoint.reader import CheckedReader
+    from torchhal_parallel.checkpoint._safe_reader import CheckedReader
 
     with pytest.raises(CheckpointCorruptError, match="mkdir"):
         CheckedReader(path, None, None).read_metadata()

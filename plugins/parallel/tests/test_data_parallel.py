@@ -24,8 +24,8 @@ from torchhal import Callback, ModelCheckpoint, Module, Trainer
 from torchhal.errors import ConfigurationError, ModelError, UnsupportedCombinationError
 from torchhal.resolve import Request, resolve
 from torchhal.trainer.loggers import CSVLogger
+from torchhal_parallel._scatter_gather import merge, split_batch
 from torchhal_parallel.data_parallel import DataParallelStrategy
-from torchhal_parallel.split import merge, split_batch
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from torchhal.accelerators import CPUAccelerator
 from torchhal.errors import ConfigurationError
-from torchhal_parallel import divided_regions
-from torchhal_parallel.divided_regions import DividedRegions
-from torchhal_parallel.open_layers import OpenLayers
-from torchhal_parallel.wrapping import ForwardInstead
+from torchhal_parallel import _divided_regions as divided_regions
+from torchhal_parallel._divided_regions import DividedRegions
+from torchhal_parallel._module_restore import ForwardInstead
+from torchhal_parallel._tensor_parallel_check import OpenLayers
 
 WIDTH, SIZE = 8, 2
 STYLES = {

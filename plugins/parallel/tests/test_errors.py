@@ -9,8 +9,8 @@ from torchhal import Trainer
 from torchhal.errors import ConfigurationError, UnsupportedCombinationError
 from torchhal.precision import FullPrecision, SinglePrecision
 from torchhal_parallel import pipeline
-from torchhal_parallel.blocks import check_policy, find_blocks
-from torchhal_parallel.cut import even_cuts
+from torchhal_parallel._pipeline_split import even_cuts
+from torchhal_parallel._wrap_policy import check_policy, find_blocks
 from torchhal_parallel.fsdp import FSDPStrategy
 from torchhal_parallel.hybrid import HybridStrategy
 

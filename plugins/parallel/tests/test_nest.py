@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from world import rank
 
 from torchhal.errors import CheckpointError
+from torchhal_parallel.checkpoint._flatten import as_plain, fill, merged, taken_apart
 from torchhal_parallel.checkpoint.dcp import DCPCheckpointIO
-from torchhal_parallel.checkpoint.nest import as_plain, fill, merged, taken_apart
 
 pytestmark = pytest.mark.timeout(120)
 

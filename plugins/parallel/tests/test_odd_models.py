@@ -7,7 +7,7 @@ import training
 import wrong
 from test_parity import check, label, world
 
-from torchhal_parallel.wrapping import ForwardInstead, recompute
+from torchhal_parallel._module_restore import ForwardInstead, recompute
 
 pytestmark = pytest.mark.timeout(170)
 

@@ -19,10 +19,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from torchhal import Callback, Module
 from torchhal.errors import ConfigurationError, DistributedError, ModelError
-from torchhal_parallel import parameter_objects, plain_semantics
+from torchhal_parallel import _parameter_objects as parameter_objects
+from torchhal_parallel import _plain_semantics as plain_semantics
+from torchhal_parallel._module_restore import Wrapping
+from torchhal_parallel._parameter_objects import Memory, ParameterObjects, empty
 from torchhal_parallel.hybrid import HybridStrategy
-from torchhal_parallel.parameter_objects import Memory, ParameterObjects, empty
-from torchhal_parallel.wrapping import Wrapping
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -4,7 +4,7 @@ import pytest
 import staged
 import torch
 
-from torchhal_parallel.batch_loss import Branches
+from torchhal_parallel._batch_loss import Branches
 
 pytestmark = pytest.mark.timeout(170)
 

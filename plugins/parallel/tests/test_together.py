@@ -12,9 +12,9 @@ from torch import nn
 
 from torchhal.accelerators import CPUAccelerator
 from torchhal.errors import ConfigurationError, ModelError
-from torchhal_parallel.optimizers import MOST_STEPS, check_separable, with_parameters
-from torchhal_parallel.remote import RemoteWriteError, remote, remote_gradient
-from torchhal_parallel.sample_independence import buffer_versions
+from torchhal_parallel._optimizer_checks import MOST_STEPS, check_separable, with_parameters
+from torchhal_parallel._remote_tensor import RemoteWriteError, remote, remote_gradient
+from torchhal_parallel._sample_independence import buffer_versions
 
 pytestmark = pytest.mark.timeout(170)
 

@@ -104,7 +104,7 @@ def brought(sizes):
     """What rank 0, and then every rank, gets of the nests that the ranks bring, and the bytes of each message."""
     import torch.distributed as dist
 
-    from torchhal_parallel import gathering
+    from torchhal_parallel import _gathering as gathering
 
     sent, send = [], dist.send
     gathering.dist.send = lambda tensor, dst: (sent.append(tensor.nbytes), send(tensor, dst=dst))

@@ -319,7 +319,7 @@ def norms():
     from torch.distributed.tensor import Shard, distribute_tensor
     from world import joined
 
-    from torchhal_parallel.layout import global_norm, scale_to, whole
+    from torchhal_parallel._dtensor_layout import global_norm, scale_to, whole
 
     found = []
     with joined():

@@ -10,10 +10,10 @@ import pytest
 
 from torchhal.errors import ConfigurationError, LaunchError
 from torchhal.resolve import Request, resolve
-from torchhal_ray.launcher import RayLauncher
-from torchhal_ray.placement import of_trial
-from torchhal_ray.ranks import seats, shared_devices
-from torchhal_ray.vendor import connect
+from torchhal_ray._placement import of_trial
+from torchhal_ray._ranks import seats, shared_devices
+from torchhal_ray._sdk import connect
+from torchhal_ray.environment import RayLauncher
 
 
 def numbers(found):

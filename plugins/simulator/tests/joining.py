@@ -9,7 +9,7 @@ import torch.distributed as dist
 from world import rank, size
 
 from torchhal_simulator import load
-from torchhal_simulator.flavours import FLAVOURS
+from torchhal_simulator._device_types import FLAVOURS
 
 _groups = itertools.count()
 

@@ -21,8 +21,8 @@ import pytest
 import torch
 from limits import scaled
 
-from torchhal_simulator import build
-from torchhal_simulator.build import TORCH_MINORS, BuildError, check_torch, shared_library
+from torchhal_simulator import _build as build
+from torchhal_simulator._build import TORCH_MINORS, BuildError, check_torch, shared_library
 
 REAL = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 FORK = multiprocessing.get_context("fork")  # real processes that need not import torch again

@@ -21,7 +21,7 @@ from torch import nn
 from world import rank
 
 from torchhal_simulator import simulate
-from torchhal_simulator.flavours import FLAVOURS
+from torchhal_simulator._device_types import FLAVOURS
 
 CHECKS = []
 

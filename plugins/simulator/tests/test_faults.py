@@ -18,10 +18,11 @@ from running import Job
 from world import rank
 
 from torchhal.errors import AcceleratorUnavailable
-from torchhal_simulator import settings, simulate
-from torchhal_simulator.distributed import collectives
-from torchhal_simulator.flavours import FLAVOURS
-from torchhal_simulator.settings import CollectiveFault, Loss, Settings
+from torchhal_simulator import _config as config
+from torchhal_simulator import simulate
+from torchhal_simulator._config import CollectiveFault, Loss, Settings
+from torchhal_simulator._device_types import FLAVOURS
+from torchhal_simulator._distributed import collectives
 
 # -- what the settings mean ----------------------------------------------------------------------------------
 
@@ -49,7 +50,7 @@ from torchhal_simulator.settings import CollectiveFault, Loss, Settings
 )
 def test_nonsense_is_named_with_what_is_expected(variable, text, expected):
     with pytest.raises(ValueError) as caught:
-        settings.from_environment({f"TORCHHAL_SIM_{variable}": text})
+        config.from_environment({f"TORCHHAL_SIM_{variable}": text})
     assert str(caught.value).startswith(f"TORCHHAL_SIM_{variable} must be ")
     assert expected in str(caught.value)
     assert f"(got {text!r})" in str(caught.value)
@@ -57,14 +58,14 @@ def test_nonsense_is_named_with_what_is_expected(variable, text, expected):
 
 def test_a_misspelt_variable_is_an_error():
     with pytest.raises(ValueError, match=r"TORCHHAL_SIM_DEVICE is no setting.*TORCHHAL_SIM_DEVICES"):
-        settings.from_environment({"TORCHHAL_SIM_DEVICE": "4"})
+        config.from_environment({"TORCHHAL_SIM_DEVICE": "4"})
 
 
 def test_a_loss_that_could_never_happen_is_an_error():
     with pytest.raises(
         ValueError, match=r"TORCHHAL_SIM_LOST names device 2, but TORCHHAL_SIM_DEVICES gives .* 2 device"
     ):
-        settings.from_environment({"TORCHHAL_SIM_LOST": "2@3"})
+        config.from_environment({"TORCHHAL_SIM_LOST": "2@3"})
 
 
 @pytest.mark.parametrize(
@@ -84,7 +85,7 @@ def test_a_loss_that_could_never_happen_is_an_error():
     ],
 )
 def test_what_variables_mean(variables, expected):
-    assert settings.from_environment({f"TORCHHAL_SIM_{name}": text for name, text in variables.items()}) == expected
+    assert config.from_environment({f"TORCHHAL_SIM_{name}": text for name, text in variables.items()}) == expected
 
 
 def test_simulate_changes_all_or_nothing(monkeypatch):
@@ -99,9 +100,9 @@ def test_simulate_changes_all_or_nothing(monkeypatch):
     assert dict(os.environ) == before
     with pytest.raises(KeyError), simulate(devices=4, poison=True):
         with simulate(memory=512, collective="fail@1"):
-            inside = settings.from_environment()
+            inside = config.from_environment()
             assert inside == Settings(4, 512, True, None, CollectiveFault("fail", 1))
-        assert settings.from_environment() == Settings(devices=4, memory=2**30, poison=True)
+        assert config.from_environment() == Settings(devices=4, memory=2**30, poison=True)
         raise KeyError
     assert dict(os.environ) == before
 
@@ -111,8 +112,8 @@ def test_simulate_changes_all_or_nothing(monkeypatch):
 
 def python(code, flavour, **variables):
     """Run ``code`` after ``flavour`` is loaded, with these settings; its output, stripped."""
-    environ = {name: text for name, text in os.environ.items() if not name.startswith(settings.PREFIX)}
-    environ.update({settings.PREFIX + name.upper(): text for name, text in variables.items()})
+    environ = {name: text for name, text in os.environ.items() if not name.startswith(config.PREFIX)}
+    environ.update({config.PREFIX + name.upper(): text for name, text in variables.items()})
     first = (
         "import sys, torch, torch.distributed as dist, torchhal_simulator\n"
         f"flavour, backend = {flavour!r}, {FLAVOURS[flavour].backend!r}\nmodule = torchhal_simulator.load(flavour)\n"
@@ -513,7 +514,7 @@ def hang(flavour):
 
 CHILD = """
 import sys, torch, torchhal_simulator
-from torchhal_simulator import settings
+from torchhal_simulator import _config as settings
 module = torchhal_simulator.load(sys.argv[1])
 print(settings.current().collective, module.device_count(), module.mem_get_info()[1])
 """

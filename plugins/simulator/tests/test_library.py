@@ -6,14 +6,14 @@ import sys
 
 import pytest
 
-from torchhal_simulator import settings
+from torchhal_simulator import _config as config
 
 
 def python(code, **variables):
     """Run ``code`` in a process without settings but these; the process, ended."""
-    environ = {name: text for name, text in os.environ.items() if not name.startswith(settings.PREFIX)}
-    if cache := os.environ.get(settings.PREFIX + "CACHE"):
-        environ[settings.PREFIX + "CACHE"] = cache
+    environ = {name: text for name, text in os.environ.items() if not name.startswith(config.PREFIX)}
+    if cache := os.environ.get(config.PREFIX + "CACHE"):
+        environ[config.PREFIX + "CACHE"] = cache
     return subprocess.run(
         [sys.executable, "-c", "import torch, torchhal_simulator\n" + code],
         env={**environ, **variables},

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from torchhal_simulator import simulate
-from torchhal_simulator.flavours import flavour_named
+from torchhal_simulator._device_types import flavour_named
 
 
 @pytest.fixture

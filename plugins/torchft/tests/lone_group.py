@@ -139,17 +139,18 @@ def by_hand():
 
 def averages():
     """Two groups in threads: several dtypes, a gradient of one, one of nobody, then one that stands back."""
-    from torchhal_torchft import settings, vendor
-    from torchhal_torchft.gradients import average
-    from torchhal_torchft.group import ReplicaGroup
+    from torchhal_torchft import _config as config
+    from torchhal_torchft import _sdk as sdk
+    from torchhal_torchft._gradients import average
+    from torchhal_torchft._group import ReplicaGroup
 
-    vendor.load(verbose=False)
+    sdk.load(verbose=False)
     found = {}
     together = threading.Barrier(2)
 
     def run(rank):
         strategy = TorchFTStrategy(replica_id=f"thread_{rank}", lighthouse_addr=os.environ["LIGHTHOUSE_OF_TWO"])
-        assert isinstance(strategy.settings, settings.Settings)
+        assert isinstance(strategy.settings, config.Settings)
         group = ReplicaGroup(
             strategy.settings, state=lambda: {"from": rank}, load_state=found.setdefault(f"taken {rank}", {}).update,
             look=lambda: None,

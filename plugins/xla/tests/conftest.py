@@ -14,9 +14,9 @@ collect_ignore = ["scripts"]
 @pytest.fixture(scope="session")
 def torch_xla():
     """Skips where torch_xla can't be used."""
-    from torchhal_xla import versions
+    from torchhal_xla import _sdk as sdk
 
-    if why := versions.problem():
+    if why := sdk.problem():
         pytest.skip(why)
     os.environ.setdefault("PJRT_DEVICE", "CPU")
     import torch

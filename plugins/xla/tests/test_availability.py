@@ -11,7 +11,8 @@ import torch
 from torchhal import Trainer
 from torchhal.cluster import LocalEnvironment
 from torchhal.errors import AcceleratorUnavailable, ConfigurationError
-from torchhal_xla import accelerator, versions
+from torchhal_xla import _sdk as sdk
+from torchhal_xla import accelerator
 from torchhal_xla.environment import XLAEnvironment
 
 
@@ -64,7 +65,7 @@ def test_asking_starts_no_runtime_and_imports_no_vendor():
 )
 def test_the_version_that_is_missing_or_wrong_is_named(installed, reason, tmp_path, monkeypatch):
     """Found by real metadata: a folder such as pip leaves, before everything else on the path."""
-    if installed is None and versions.problem() == "":
+    if installed is None and sdk.problem() == "":
         pytest.skip("torch_xla is installed here")
     if installed is not None:
         folder = tmp_path / f"torch_xla-{installed}.dist-info"
@@ -73,8 +74,8 @@ def test_the_version_that_is_missing_or_wrong_is_named(installed, reason, tmp_pa
         monkeypatch.syspath_prepend(str(tmp_path))
     if not reason:  # its own torch, but is it one that this package knows?
         minor = ".".join(torch.__version__.split(".")[:2])
-        reason = "" if minor == versions.SUPPORTED else f"torchhal-xla is written for torch_xla {versions.SUPPORTED}"
-    problem = versions.problem()
+        reason = "" if minor == sdk.SUPPORTED else f"torchhal-xla is written for torch_xla {sdk.SUPPORTED}"
+    problem = sdk.problem()
     assert problem.startswith(reason) and bool(problem) == bool(reason)
     if reason:
         with pytest.raises(AcceleratorUnavailable) as caught:
@@ -107,7 +108,7 @@ def test_a_machine_without_a_tpu_says_so():
 
 
 def test_a_pjrt_device_that_is_not_here_or_empty(tmp_path, monkeypatch):
-    if why := versions.problem():
+    if why := sdk.problem():
         pytest.skip(why)
     monkeypatch.setattr(accelerator, "_PCI", tmp_path)
     monkeypatch.setenv("PJRT_DEVICE", "TPU")

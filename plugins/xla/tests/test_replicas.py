@@ -12,10 +12,10 @@ import torch.distributed as dist
 from xla_training import Net, assert_close, batches, plain, trainer
 
 from torchhal.errors import ConfigurationError, UnsupportedCombinationError
-from torchhal_xla import versions
+from torchhal_xla import _sdk as sdk
 from torchhal_xla.accelerator import XLAAccelerator
 
-if why := versions.problem():
+if why := sdk.problem():
     pytest.skip(why, allow_module_level=True)  # said once, not for each test
 
 pytestmark = pytest.mark.usefixtures("torch_xla")
@@ -62,7 +62,7 @@ def test_the_collectives_of_a_world_of_one():
 
 def test_the_first_weights_are_chosen_and_not_multiplied():
     """What another rank had may be NaN; integers, booleans and tensors without elements travel, too."""
-    from torchhal_xla.replicas import broadcast
+    from torchhal_xla.data_parallel import broadcast
 
     host = [torch.tensor([1.5, float("nan"), float("inf")]), torch.tensor([3, 4]), torch.tensor([True, False]),
             torch.empty(0)]  # fmt: skip
@@ -127,7 +127,7 @@ def test_inside_torch_xlas_own_launch():
 
 @pytest.mark.parametrize("method", ["subprocess", "fork", 3])
 def test_start_methods_that_take_a_chip_too_early(method):
-    from torchhal_xla.replicas import XLAStrategy
+    from torchhal_xla.data_parallel import XLAStrategy
 
     with pytest.raises(ConfigurationError, match="'start_method' must be one of 'spawn', 'forkserver'"):
         XLAStrategy(start_method=method)

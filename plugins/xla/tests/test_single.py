@@ -13,9 +13,9 @@ from torchhal import Module, seed_everything
 from torchhal.errors import ConfigurationError, UnsupportedCombinationError
 from torchhal.resolve import Request, resolve
 from torchhal.strategies import DDPStrategy, SingleDeviceStrategy
-from torchhal_xla import versions
+from torchhal_xla import _sdk as sdk
 
-if why := versions.problem():
+if why := sdk.problem():
     pytest.skip(why, allow_module_level=True)  # said once, not for each test
 
 pytestmark = pytest.mark.usefixtures("torch_xla")

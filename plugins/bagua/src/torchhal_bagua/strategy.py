@@ -16,8 +16,10 @@ from torchhal.errors import ConfigurationError, DistributedError
 from torchhal.memory_estimate import MemoryEstimate, ModelMemory
 from torchhal.pytree import map_tensors
 from torchhal.strategies import ParallelStrategy
-from torchhal_bagua import algorithms, refusals, vendor
-from torchhal_bagua.wrapping import Used, Wrapped, check_qadam, ignored_names
+from torchhal_bagua import _algorithms as algorithms
+from torchhal_bagua import _compatibility as compatibility
+from torchhal_bagua import _sdk as sdk
+from torchhal_bagua._ddp_wrapper import Used, Wrapped, check_qadam, ignored_names
 
 BATCHES = "bagua_batches"
 """Key in the optimizer's state in checkpoints, which optimizers elsewhere ignore."""
@@ -63,7 +65,7 @@ class BaguaStrategy(ParallelStrategy):
         TypeError: an argument that the algorithm doesn't have.
     """
 
-    accelerators: ClassVar[frozenset[str] | None] = vendor.accelerators()
+    accelerators: ClassVar[frozenset[str] | None] = sdk.accelerators()
 
     compares_replicas: ClassVar[bool] = True
 
@@ -91,7 +93,7 @@ class BaguaStrategy(ParallelStrategy):
             if not good:
                 raise ConfigurationError(f"{name!r} must be {what} (got {value!r})")
         algorithms.check(algorithm, options, flatten=flatten)
-        vendor.check_usable()
+        sdk.check_usable()
         self.algorithm = algorithm
         self.algorithm_options = options
         self.flatten = flatten
@@ -103,7 +105,7 @@ class BaguaStrategy(ParallelStrategy):
             self._settings["BAGUA_AUTOTUNE"] = str(int(autotune))
         if bucket_cap_mb is not None:
             self._settings["BAGUA_DEFAULT_BUCKET_SIZE"] = str(max(1, int(bucket_cap_mb * 1024**2)))
-        self._variables = vendor.Environment()
+        self._variables = sdk.Environment()
         self._wrapped: Wrapped | None = None
         self._arrived: set[torch.Tensor] = set()  # parameters with a gradient from the latest backward
         self._watched: list[Any] = []
@@ -116,7 +118,7 @@ class BaguaStrategy(ParallelStrategy):
 
     def configure(self, **parts: Any) -> None:
         super().configure(**parts)
-        refusals.check_parts(
+        compatibility.check_parts(
             self.algorithm,
             self.algorithm_options,
             self.precision,
@@ -140,12 +142,12 @@ class BaguaStrategy(ParallelStrategy):
             }
         )
         with self.guard("set-up of Bagua"):
-            vendor.join(store, self.root_device)
+            sdk.join(store, self.root_device)
         return store
 
     def setup_optimizers(self, optimizers: Sequence[Optimizer], lr_scheduler_configs: Sequence[Any] = ()) -> None:
         assert self.module is not None
-        refusals.check_model(
+        compatibility.check_model(
             self.algorithm,
             self.algorithm_options,
             self.module,
@@ -241,10 +243,10 @@ class BaguaStrategy(ParallelStrategy):
         return call
 
     def check_accumulation(self, batches: int) -> None:
-        refusals.check_accumulation(self.algorithm, self.algorithm_options, batches)
+        compatibility.check_accumulation(self.algorithm, self.algorithm_options, batches)
 
     def clip_gradients(self, optimizer: Optimizer, clip_val: float, algorithm: str = "norm") -> torch.Tensor | None:
-        refusals.check_clipping(self.algorithm, clip_val)  # a callback may have asked for it after the set-up
+        compatibility.check_clipping(self.algorithm, clip_val)  # a callback may have asked for it after the set-up
         return super().clip_gradients(optimizer, clip_val, algorithm)
 
     def no_backward_sync(self) -> AbstractContextManager[Any] | None:

@@ -13,7 +13,16 @@ from torch.distributed.tensor import DTensor
 
 from torchhal.checkpoint import FolderCheckpointIO, TorchCheckpointIO, exchange, sync_folder
 from torchhal.errors import CheckpointError
-from torchhal_deepspeed.parts import Files, InFolder, StoredPart, checksum, filled, in_engine, marked, rebuilt
+from torchhal_deepspeed._partitioned_tensors import (
+    Files,
+    InFolder,
+    StoredPart,
+    checksum,
+    filled,
+    in_engine,
+    marked,
+    rebuilt,
+)
 
 PLAIN: Final = "torchhal.ckpt"
 """What the engine doesn't write, and where in its files the parts of each tensor are: written last."""
@@ -99,7 +108,7 @@ class DeepSpeedCheckpointIO(FolderCheckpointIO):
     # -- load ------------------------------------------------------------------------------------------------
 
     def open_checkpoint(self, path: str | os.PathLike[str]) -> dict[str, Any]:
-        """The checkpoint with an :class:`~torchhal_deepspeed.parts.InFolder` for each tensor that the engine wrote."""
+        """The checkpoint with an ``InFolder`` for each tensor that the engine wrote."""
         folder = Path(path)
         if not folder.is_dir():
             if folder.is_file():

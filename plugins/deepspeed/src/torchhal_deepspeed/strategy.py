@@ -21,15 +21,17 @@ from torchhal.errors import CheckpointError, ConfigurationError, ModelError
 from torchhal.memory_estimate import MemoryEstimate, ModelMemory
 from torchhal.precision import Precision, cast_tensors
 from torchhal.strategies import ParallelStrategy, check_frequencies, check_lookups, overrides
-from torchhal_deepspeed import settings, suitable, vendor
+from torchhal_deepspeed import _compatibility as compatibility
+from torchhal_deepspeed import _config as settings
+from torchhal_deepspeed import _sdk as sdk
+from torchhal_deepspeed._accumulation_boundary import NotTheLast, by_hand
+from torchhal_deepspeed._activation_checkpointing import chooser, recompute
+from torchhal_deepspeed._engine_state import EXTRA, EngineState
+from torchhal_deepspeed._module_restore import Wrapping, divide_anew
+from torchhal_deepspeed._partition_map import Ledger
+from torchhal_deepspeed._step_module import Twin
+from torchhal_deepspeed._uneven_inputs import forward_of
 from torchhal_deepspeed.checkpoint import DeepSpeedCheckpointIO
-from torchhal_deepspeed.following import forward_of
-from torchhal_deepspeed.ledger import Ledger
-from torchhal_deepspeed.recompute import chooser, recompute
-from torchhal_deepspeed.state import EXTRA, EngineState
-from torchhal_deepspeed.stepping import NotTheLast, by_hand
-from torchhal_deepspeed.twin import Twin
-from torchhal_deepspeed.wrapping import Wrapping, divide_anew
 
 _PARTS = (
     "start_method", "process_group_backend", "timeout", "accelerator", "precision", "precision_plugin", "checkpoint_io",
@@ -87,7 +89,7 @@ class DeepSpeedStrategy(ParallelStrategy):
         logging_level: int = logging.WARNING,
         **options: Any,
     ) -> None:
-        vendor.check_version()
+        sdk.check_version()
         super().__init__(**{name: options.pop(name) for name in _PARTS if name in options})
         self.config = settings.combine(
             config,
@@ -124,8 +126,8 @@ class DeepSpeedStrategy(ParallelStrategy):
 
     def configure(self, **parts: Any) -> None:
         super().configure(**parts)
-        self._deepspeed = vendor.load(self.root_device.type)
-        vendor.set_log_level(self.logging_level)
+        self._deepspeed = sdk.load(self.root_device.type)
+        sdk.set_log_level(self.logging_level)
         settings.check_with_deepspeed(self.config)
         settings.check_precision(self.config, self.precision.alias)
 
@@ -133,10 +135,10 @@ class DeepSpeedStrategy(ParallelStrategy):
 
     def setup_communication(self) -> Store | None:
         store = super().setup_communication()
-        self._deepspeed = vendor.load(self.root_device.type)
-        vendor.set_log_level(self.logging_level)
-        self._life.enter_context(vendor.ranks_in_environment(self.global_rank, self.local_rank, self.world_size))
-        self._life.enter_context(vendor.communication(self._deepspeed))
+        self._deepspeed = sdk.load(self.root_device.type)
+        sdk.set_log_level(self.logging_level)
+        self._life.enter_context(sdk.ranks_in_environment(self.global_rank, self.local_rank, self.world_size))
+        self._life.enter_context(sdk.communication(self._deepspeed))
         return store
 
     def init_context(self) -> AbstractContextManager[Any]:
@@ -204,7 +206,7 @@ class DeepSpeedStrategy(ParallelStrategy):
         if training and self.world_size > 1:
             check_frequencies(self.module, "each rank")
         if self.stage == 3:
-            suitable.check_divisible(self.module)
+            compatibility.check_divisible(self.module)
         # what zero.Init has built may be too large for one rank, and stays in parts
         self._wrapping = None if self._is_divided() else Wrapping(self.module)
         self.model_to_device()
@@ -240,12 +242,12 @@ class DeepSpeedStrategy(ParallelStrategy):
                 f"{type(self.precision).__name__}.connect would put others in the places of model and optimizer, which "
                 "DeepSpeed's engine has: name the precision by its alias, or use strategy='ddp'"
             )
-        optimizer = suitable.only_optimizer(self.module, optimizers)
+        optimizer = compatibility.only_optimizer(self.module, optimizers)
         self.lr_scheduler_configs = list(lr_scheduler_configs)
         if optimizer is None and "optimizer" not in self.config:
             self.optimizers = []
             return
-        suitable.check_trainable(self.module, optimizer, self.stage, self.compute_dtype)
+        compatibility.check_trainable(self.module, optimizer, self.stage, self.compute_dtype)
         self._start_engine(self.engine_config(), optimizer)
         assert self.state is not None
         self.optimizers = [self.state.ledger.base]
@@ -255,9 +257,9 @@ class DeepSpeedStrategy(ParallelStrategy):
         groups = [] if optimizer is None else [list(group["params"]) for group in optimizer.param_groups]
         if optimizer is None:
             config.pop("scheduler", None) if "optimizer" not in config else None
-        suitable.check_statistics(self.module, self.compute_dtype, settings.buffer_dtype(config))
+        compatibility.check_statistics(self.module, self.compute_dtype, settings.buffer_dtype(config))
         with self.guard("start of DeepSpeed's engine"):
-            self.engine = vendor.start(
+            self.engine = sdk.start(
                 self._deepspeed, broadcast=self.stage == 3, model=Twin(self.module), optimizer=optimizer, config=config
             )
         self.model = self.engine
@@ -265,7 +267,7 @@ class DeepSpeedStrategy(ParallelStrategy):
             vars(self.module)[_IN_PARTS] = True
         if not groups:
             groups = [list(self.module.parameters())]
-        self._trained = suitable.trained(self.module)
+        self._trained = compatibility.trained(self.module)
         self._compared = self.world_size == 1 or self.stage == 0
         self.state = EngineState(Ledger(self.engine, self.module, groups), self.module, keep=self.is_global_zero)
 
@@ -275,7 +277,7 @@ class DeepSpeedStrategy(ParallelStrategy):
         """The engine has divided what was trained when it began."""
         if self.engine is not None:
             assert self.module is not None
-            suitable.check_still_trained(self.module, self._trained)
+            compatibility.check_still_trained(self.module, self._trained)
 
     def with_precision(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Inputs in the dtype of the weights, outputs in float32: the engine has no autocast."""
@@ -328,7 +330,7 @@ class DeepSpeedStrategy(ParallelStrategy):
         if not self._compared:
             assert self.module is not None
             self._compared = True
-            suitable.check_used_alike(self.module, loss, self.all_gather_object)
+            compatibility.check_used_alike(self.module, loss, self.all_gather_object)
         self.engine.backward(loss, scale_wrt_gas=False)
 
     def clip_gradients(self, optimizer: Optimizer, clip_val: float, algorithm: str = "norm") -> torch.Tensor | None:
@@ -500,7 +502,7 @@ class DeepSpeedStrategy(ParallelStrategy):
             self._recomputing()
             self._recomputing = None
         if engine is not None:
-            vendor.forget(engine)
+            sdk.forget(engine)
 
     def teardown(self) -> None:
         try:

@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 
 from torchhal.plugin import Availability
-from torchhal_gpu import nvml
-from torchhal_gpu.copies import SideStreamAccelerator
+from torchhal_gpu import _nvml as nvml
+from torchhal_gpu._stream_transfer import SideStreamAccelerator
 
 VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 

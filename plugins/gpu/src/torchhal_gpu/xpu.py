@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 
 from torchhal.plugin import Availability
-from torchhal_gpu.copies import SideStreamAccelerator
+from torchhal_gpu._stream_transfer import SideStreamAccelerator
 
 
 class XPUAccelerator(SideStreamAccelerator):

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from torchhal import Module, Trainer, seed_everything
-from torchhal_gpu.copies import SideStreamAccelerator
+from torchhal_gpu._stream_transfer import SideStreamAccelerator
 from torchhal_gpu.cuda import GPUAccelerator
 from torchhal_gpu.tf32 import TF32Precision
 

@@ -25,14 +25,15 @@ from torchhal.precision import Precision, needs_closure
 from torchhal.strategies import SingleDeviceStrategy, Strategy, check_frequencies, check_lookups
 from torchhal.trainer.logging import batch_size_of
 from torchhal.trainer.loops import module_hook
-from torchhal_hivemind import settings, vendor
-from torchhal_hivemind.children import watch
-from torchhal_hivemind.optimizer_state import make_state
-from torchhal_hivemind.schedule import Schedule
+from torchhal_hivemind import _config as settings
+from torchhal_hivemind import _sdk as sdk
+from torchhal_hivemind._optimizer_state import make_state
+from torchhal_hivemind._process_cleanup import watch
+from torchhal_hivemind._schedule import Schedule
 
 if TYPE_CHECKING:
-    from torchhal_hivemind.collaboration import Collaboration
-    from torchhal_hivemind.network import Network
+    from torchhal_hivemind._dht import Network
+    from torchhal_hivemind._optimizer import Collaboration
 
 _log = logging.getLogger("torchhal")
 
@@ -124,7 +125,7 @@ class HivemindStrategy(SingleDeviceStrategy):
             checkpoint_io=checkpoint_io,
             cluster_environment=cluster_environment,
         )
-        vendor.check_usable()
+        sdk.check_usable()
         self.settings = settings.check(
             target_batch_size=target_batch_size,
             run_id=run_id,
@@ -186,9 +187,9 @@ class HivemindStrategy(SingleDeviceStrategy):
             raise ConfigurationError("strategy 'hivemind' can only train in the main thread: it starts processes there")
         optimizer = self.optimizers[0]
         self._schedule = Schedule(optimizer, self.lr_scheduler_configs, 0)
-        self._sharing = vendor.load(verbose=self.settings.verbose)
-        from torchhal_hivemind.collaboration import Collaboration
-        from torchhal_hivemind.network import Network
+        self._sharing = sdk.load(verbose=self.settings.verbose)
+        from torchhal_hivemind._dht import Network
+        from torchhal_hivemind._optimizer import Collaboration
 
         atexit.register(self._leave)  # for who never tears down: multiprocessing would wait for ever
         self._network = Network(self.settings)
@@ -442,7 +443,7 @@ class HivemindStrategy(SingleDeviceStrategy):
             if network is not None:
                 network.close(_LEAVING)
             if sharing is not None:
-                vendor.share_by(sharing)
+                sdk.share_by(sharing)
 
     def teardown(self) -> None:
         try:

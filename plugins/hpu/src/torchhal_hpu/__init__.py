@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torchhal_hpu.optimizers import fused
     from torchhal_hpu.precision import FP8Precision, HPUMixedPrecision
     from torchhal_hpu.stats import HPUStats
-    from torchhal_hpu.strategies import HPUParallelStrategy, HPUSingleStrategy
+    from torchhal_hpu.strategy import HPUParallelStrategy, HPUSingleStrategy
 
 __version__ = "0.1.0"
 
@@ -22,8 +22,8 @@ _HOMES = {
     "HPUAccelerator": "accelerator",
     "HPUCheckpointIO": "checkpoint",
     "HPUMixedPrecision": "precision",
-    "HPUParallelStrategy": "strategies",
-    "HPUSingleStrategy": "strategies",
+    "HPUParallelStrategy": "strategy",
+    "HPUSingleStrategy": "strategy",
     "HPUStats": "stats",
     "fused": "optimizers",
 }

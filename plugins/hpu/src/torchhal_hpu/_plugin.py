@@ -15,8 +15,8 @@ def torchhal_accelerators() -> list[Component]:
 @hookimpl
 def torchhal_strategies() -> list[Component]:
     return [
-        Component("hpu_single", "torchhal_hpu.strategies:HPUSingleStrategy", "one Gaudi", requires=VENDOR),
-        Component("hpu_parallel", "torchhal_hpu.strategies:HPUParallelStrategy", "ddp on Gaudis", requires=VENDOR),
+        Component("hpu_single", "torchhal_hpu.strategy:HPUSingleStrategy", "one Gaudi", requires=VENDOR),
+        Component("hpu_parallel", "torchhal_hpu.strategy:HPUParallelStrategy", "ddp on Gaudis", requires=VENDOR),
     ]
 
 

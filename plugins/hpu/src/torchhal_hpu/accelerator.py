@@ -10,8 +10,8 @@ import torch
 
 from torchhal.accelerators import Accelerator
 from torchhal.plugin import Availability
-from torchhal_hpu import sdk
-from torchhal_hpu.modules import Place
+from torchhal_hpu import _sdk as sdk
+from torchhal_hpu._card_assignment import Place
 
 
 class HPUAccelerator(Accelerator):

@@ -8,7 +8,7 @@ import torch
 from torch.optim import Optimizer
 
 from torchhal.errors import ConfigurationError
-from torchhal_hpu.optimizer_state import make_portable
+from torchhal_hpu._optimizer_state import make_portable
 
 _COMMON = frozenset({"foreach", "fused", "capturable", "differentiable"})  # of the implementation, not of the update
 

@@ -16,7 +16,7 @@ from torch import nn
 from torchhal.accelerators import Accelerator
 from torchhal.errors import ConfigurationError, UnsupportedCombinationError
 from torchhal.precision import MixedPrecision
-from torchhal_hpu import sdk
+from torchhal_hpu import _sdk as sdk
 
 LISTS = {
     "lower_precision_ops": "PT_HPU_AUTOCAST_LOWER_PRECISION_OPS_LIST",

@@ -10,7 +10,7 @@ import torch
 
 from torchhal.accelerators.cpu import CPUAccelerator
 from torchhal.plugin import Availability
-from torchhal_ipu import sdk
+from torchhal_ipu import _sdk as sdk
 
 _MOST = 1024
 """IPUs that one process can drive; no larger system is asked for."""

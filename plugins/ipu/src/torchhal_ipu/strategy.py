@@ -13,10 +13,12 @@ from torch.optim import Optimizer
 from torchhal.distributed.process import launched_by
 from torchhal.errors import CheckpointMismatchError, ConfigurationError, ModelError, UnsupportedCombinationError
 from torchhal.strategies import SingleDeviceStrategy, Strategy
-from torchhal_ipu import loaders, options, refusals
-from torchhal_ipu import optimizers as device_optimizers
+from torchhal_ipu import _compatibility as compatibility
+from torchhal_ipu import _config as options
+from torchhal_ipu import _dataloader as dataloader
+from torchhal_ipu import _optimizers as device_optimizers
+from torchhal_ipu._compiled_step import Running, shapes, taken_apart
 from torchhal_ipu.precision import IPUMixedPrecision
-from torchhal_ipu.running import Running, shapes, taken_apart
 
 _log = logging.getLogger("torchhal")
 
@@ -145,7 +147,7 @@ class IPUStrategy(SingleDeviceStrategy):
         self._results = trainer.results
         super().setup(trainer)
         if trainer.state.fn == "fit":
-            refusals.check_trainer(trainer, self.steps_per_batch or 1, self.lr_scheduler_configs)
+            compatibility.check_trainer(trainer, self.steps_per_batch or 1, self.lr_scheduler_configs)
 
     def check_sync_batchnorm(self, world_size: int) -> None:
         Strategy.check_sync_batchnorm(self, world_size)  # replicas are inside the compiled step
@@ -156,8 +158,8 @@ class IPUStrategy(SingleDeviceStrategy):
 
     def setup_optimizers(self, optimizers: Sequence[Optimizer], lr_scheduler_configs: Sequence[Any] = ()) -> None:
         assert self.module is not None
-        refusals.check_model(self.module, optimizers)
-        refusals.check_clipping(self.gradient_clip_val, self.gradient_clip_algorithm)
+        compatibility.check_model(self.module, optimizers)
+        compatibility.check_clipping(self.gradient_clip_val, self.gradient_clip_algorithm)
         scaling = self._loss_scaling
         (optimizer,) = optimizers
         made = device_optimizers.on_device(
@@ -332,8 +334,8 @@ class IPUStrategy(SingleDeviceStrategy):
 
     def process_dataloader(self, loader: Any, *, training: bool) -> Any:
         given = self._training_options() if training else options.for_inference(self.inference_options, self._flags())
-        processed = loaders.combined(loader, given, training=training)
-        if not training and loaders.is_combined(processed):
+        processed = dataloader.combined(loader, given, training=training)
+        if not training and dataloader.is_combined(processed):
             self._dealt = True  # by poptorch, of which only the last batch can be of another size
         return processed
 

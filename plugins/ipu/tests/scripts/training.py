@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import poptorch
 from torchhal import Callback, ModelCheckpoint
-from torchhal_ipu import IPUMixedPrecision, IPUStrategy, recording
+from torchhal_ipu import IPUMixedPrecision, IPUStrategy
+from torchhal_ipu import _step_tracing as step_tracing
 
 CLOSE = 2e-6
 
@@ -217,7 +218,7 @@ def what_a_step_logs_is_known_by_its_arguments_names():
             raise AssertionError("a step that is recorded logs nothing")
 
     results, logged, values = Results(), [], []
-    with recording._captured(results, "step", logged, values):
+    with step_tracing._captured(results, "step", logged, values):
         results.log("positional", torch.ones(1), "hook", 7, "sum", 4)
         results.log(value=torch.zeros(()), name="named", hook="hook")
     assert [value.item() for value in values] == [1, 0]

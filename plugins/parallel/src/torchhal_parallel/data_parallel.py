@@ -16,9 +16,9 @@ from torchhal.errors import ConfigurationError, ModelError, UnsupportedCombinati
 from torchhal.pytree import move_to_device
 from torchhal.strategies import DDPStrategy, SingleDeviceStrategy, Strategy, check_frequencies, check_lookups
 from torchhal.trainer.logging import batch_size_of
-from torchhal_parallel.part_log import one_log
-from torchhal_parallel.split import merge, merge_training, split_batch
-from torchhal_parallel.stand_in import buffer_copies, parameter_copies, standing_in
+from torchhal_parallel._microbatch_logging import one_log
+from torchhal_parallel._scatter_gather import merge, merge_training, split_batch
+from torchhal_parallel._tensor_swap import buffer_copies, parameter_copies, standing_in
 
 Split = Callable[[Any, int], Sequence[Any]]
 """``split(batch, parts)``: at most ``parts`` batches whose ``batch_size_of`` is known, together the whole."""
@@ -41,7 +41,7 @@ class PartsStrategy(Strategy):
     multi_device: ClassVar[bool] = True
 
     split: Split | None = None
-    """Divides batches; None: :func:`~torchhal_parallel.split.split_batch`."""
+    """Divides batches; None: :func:`~torchhal_parallel._scatter_gather.split_batch`."""
 
     _unmade = False
     """Whether the first forward will make parameters or buffers whose shapes nobody knows yet."""
@@ -208,7 +208,7 @@ class DataParallelStrategy(PartsStrategy, SingleDeviceStrategy):
 
     Args:
         split: a function ``(batch, parts)`` that divides batches which
-            :func:`~torchhal_parallel.split.split_batch` can't.
+            :func:`~torchhal_parallel._scatter_gather.split_batch` can't.
         parts: see :class:`torchhal.strategies.Strategy`.
 
     The parameters are sent to every other device in every step, so ``ddp`` is faster wherever it can be used.

@@ -14,9 +14,9 @@ from torchhal.distributed import collectives
 from torchhal.memory_estimate import MemoryEstimate, ModelMemory
 from torchhal.precision import Precision
 from torchhal.strategies import check_lookups
-from torchhal_parallel.fully_sharded import FullyShardedStrategy, check_torch
-from torchhal_parallel.materialize import materialize, tensors_on_meta
-from torchhal_parallel.shares import divided
+from torchhal_parallel._fsdp_base import FullyShardedStrategy, check_torch
+from torchhal_parallel._materialize import materialize, tensors_on_meta
+from torchhal_parallel._shard_sizes import divided
 
 
 class FSDPStrategy(FullyShardedStrategy):
@@ -31,10 +31,10 @@ class FSDPStrategy(FullyShardedStrategy):
     to sharded gradients, so that no rank ever holds whole ones.
 
     What ``configure_model`` builds is whole on rank 0 alone, and there in host memory: see
-    :mod:`torchhal_parallel.materialize`.
+    :mod:`torchhal_parallel._materialize`.
 
     Args:
-        options: see :class:`~torchhal_parallel.fully_sharded.FullyShardedStrategy`.
+        options: see :class:`~torchhal_parallel._fsdp_base.FullyShardedStrategy`.
     """
 
     _unset: Collection[str] = ()

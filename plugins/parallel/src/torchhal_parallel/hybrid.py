@@ -31,20 +31,20 @@ from torchhal.errors import (
 from torchhal.memory_estimate import MemoryEstimate, ModelMemory, ParameterMemory
 from torchhal.precision import Precision
 from torchhal.strategies import Strategy, check_frequencies
-from torchhal_parallel.cut import check_trained, even_cuts, stage_parameters, untrainable
-from torchhal_parallel.divided_regions import DividedRegions
-from torchhal_parallel.double_backward import refuse_double_backward
-from torchhal_parallel.fully_sharded import FullyShardedStrategy, check_torch, release_groups
-from torchhal_parallel.gathering import on_every_rank, on_first_rank
-from torchhal_parallel.gradient_hooks import HooksOfBatch
-from torchhal_parallel.layout import gathered, local
-from torchhal_parallel.microbatches import check_loader
-from torchhal_parallel.open_layers import OpenLayers
-from torchhal_parallel.optimizers import OptimizerTrial, check_separable, one_by_one, with_parameters
+from torchhal_parallel._divided_regions import DividedRegions
+from torchhal_parallel._double_backward import refuse_double_backward
+from torchhal_parallel._dtensor_layout import gathered, local
+from torchhal_parallel._fsdp_base import FullyShardedStrategy, check_torch, release_groups
+from torchhal_parallel._gathering import on_every_rank, on_first_rank
+from torchhal_parallel._gradient_hooks import HooksOfBatch
+from torchhal_parallel._microbatches import check_loader
+from torchhal_parallel._optimizer_checks import OptimizerTrial, check_separable, one_by_one, with_parameters
+from torchhal_parallel._pipeline_split import check_trained, even_cuts, stage_parameters, untrainable
+from torchhal_parallel._remote_tensor import RemoteParameter, RemoteTensor, remote, remote_gradient
+from torchhal_parallel._shard_sizes import buffers_of, divided, stages_of_ranks, tensor_shapes
+from torchhal_parallel._tensor_parallel import apply_plan, check_plan_form, plan_of, resolve_plan
+from torchhal_parallel._tensor_parallel_check import OpenLayers
 from torchhal_parallel.pipeline import Pipeline, check_schedule, check_schedule_name, check_schedules_of_torch
-from torchhal_parallel.remote import RemoteParameter, RemoteTensor, remote, remote_gradient
-from torchhal_parallel.shares import buffers_of, divided, stages_of_ranks, tensor_shapes
-from torchhal_parallel.tensor_plan import apply_plan, check_plan_form, plan_of, resolve_plan
 
 AXES = ("pipeline", "data", "shard", "tensor")
 """From the outermost axis of the mesh to the innermost: neighbours share a tensor, which costs most to send."""
@@ -62,13 +62,13 @@ class HybridStrategy(FullyShardedStrategy):
         shard: ranks that shard a replica's parameters by ``fully_shard``, each with its own share of the data.
         pipeline: stages of the model; the ranks of a pipeline share a batch.
         tensor: ranks that share each layer of the plan; they share a batch too.
-        plan: see :mod:`torchhal_parallel.tensor_plan`; None: the module's own ``tensor_parallel_plan``.
+        plan: see :mod:`torchhal_parallel._tensor_parallel`; None: the module's own ``tensor_parallel_plan``.
         split_points: names of the modules at which a new stage begins; None: between the elements of the outermost list
             of layers that is long enough, so that the stages have about equally many parameters.
         schedule: ``"gpipe"``, ``"1f1b"`` or ``"interleaved_1f1b"``.
         microbatches: parts into which a pipeline divides each batch; None: as many as it has stages.
         stages_per_rank: for ``"interleaved_1f1b"`` without ``split_points``.
-        options: see :class:`~torchhal_parallel.fully_sharded.FullyShardedStrategy`; all of them but
+        options: see :class:`~torchhal_parallel._fsdp_base.FullyShardedStrategy`; all of them but
             ``activation_checkpointing`` concern the shard axis alone.
 
     One of the axes may be None: it takes what the others leave of the world.

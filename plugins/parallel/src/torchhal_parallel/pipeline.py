@@ -21,16 +21,15 @@ from torchhal import rng
 from torchhal.distributed import collectives
 from torchhal.errors import ConfigurationError, ModelError, UnsupportedCombinationError
 from torchhal.pytree import map_tensors
-from torchhal_parallel.attribute_reads import PLAIN
-from torchhal_parallel.batch_loss import Branches, WholeBatch, detached, is_narrow, unlike_mean, without_traces
-from torchhal_parallel.capture import Capture, around
-from torchhal_parallel.cut import cut, stages_of, uses
-from torchhal_parallel.microbatches import indivisible
-from torchhal_parallel.open_layers import OpenLayers
-from torchhal_parallel.part_log import one_log
-from torchhal_parallel.rehearsal import Rehearsal, once, silent
-from torchhal_parallel.remote import INSTEAD, RemoteWriteError
-from torchhal_parallel.sample_independence import (
+from torchhal_parallel._attribute_reads import PLAIN
+from torchhal_parallel._batch_loss import Branches, WholeBatch, detached, is_narrow, unlike_mean, without_traces
+from torchhal_parallel._capture import Capture, around
+from torchhal_parallel._forward_capture import Rehearsal, once, silent
+from torchhal_parallel._microbatch_logging import one_log
+from torchhal_parallel._microbatches import indivisible
+from torchhal_parallel._pipeline_split import cut, stages_of, uses
+from torchhal_parallel._remote_tensor import INSTEAD, RemoteWriteError
+from torchhal_parallel._sample_independence import (
     BATCH_NORM,
     batch_norm_in_training,
     buffer_versions,
@@ -38,8 +37,9 @@ from torchhal_parallel.sample_independence import (
     dependence,
     has_own_statistics,
 )
-from torchhal_parallel.split import merge, merge_training, rows_of
-from torchhal_parallel.stage import Followed, StageRoot, ends_of
+from torchhal_parallel._scatter_gather import merge, merge_training, rows_of
+from torchhal_parallel._stage import Followed, StageRoot, ends_of
+from torchhal_parallel._tensor_parallel_check import OpenLayers
 
 SCHEDULES: Final[Mapping[str, Any]] = {
     "gpipe": ScheduleGPipe,

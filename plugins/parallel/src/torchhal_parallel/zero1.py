@@ -15,8 +15,8 @@ from torchhal.distributed import collectives
 from torchhal.errors import CheckpointMismatchError, DistributedError
 from torchhal.memory_estimate import MemoryEstimate, ModelMemory
 from torchhal.strategies import DDPStrategy, find_difference
-from torchhal_parallel.gathering import on_first_rank
-from torchhal_parallel.optimizers import OptimizerTrial, check_divisible, check_separable, with_parameters
+from torchhal_parallel._gathering import on_first_rank
+from torchhal_parallel._optimizer_checks import OptimizerTrial, check_divisible, check_separable, with_parameters
 
 
 class ZeRO1Strategy(DDPStrategy):

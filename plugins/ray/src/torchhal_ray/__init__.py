@@ -6,12 +6,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torchhal_ray.launcher import RayLauncher
+    from torchhal_ray.environment import RayLauncher
     from torchhal_ray.tune import TuneReportCallback
 
 __all__ = ["RayLauncher", "TuneReportCallback"]
 
-_HOMES = {"RayLauncher": "launcher", "TuneReportCallback": "tune"}
+_HOMES = {"RayLauncher": "environment", "TuneReportCallback": "tune"}
 
 
 def __getattr__(name: str) -> Any:

@@ -10,7 +10,7 @@ def torchhal_cluster_environments() -> list[Component]:
     return [
         Component(
             "ray",
-            "torchhal_ray.launcher:RayLauncher",
+            "torchhal_ray.environment:RayLauncher",
             "workers as actors on a Ray cluster",
             requires=("ray",),
         )

@@ -11,7 +11,7 @@ from typing import Any
 
 from torchhal import Callback
 from torchhal.errors import ConfigurationError, ModelError
-from torchhal_ray import mailbox
+from torchhal_ray import _driver_queue as driver_queue
 
 
 def in_trial(ray: Any) -> bool:
@@ -82,7 +82,7 @@ class TuneReportCallback(Callback):
             )
         import ray
 
-        if trainer.is_global_zero and mailbox.post is None and not in_trial(ray):
+        if trainer.is_global_zero and driver_queue.post is None and not in_trial(ray):
             raise ConfigurationError(
                 "TuneReportCallback has no trial to report to: make the Trainer in the function that tune.Tuner runs"
             )
@@ -92,7 +92,7 @@ class TuneReportCallback(Callback):
             return
         files = self._checkpoint(trainer) if self.save_checkpoints else None
         if trainer.is_global_zero:
-            (mailbox.post or report)((self._metrics(trainer), files))
+            (driver_queue.post or report)((self._metrics(trainer), files))
 
     def _metrics(self, trainer: Any) -> dict[str, float]:
         known = trainer.callback_metrics

@@ -12,11 +12,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torchhal_simulator.build import BuildError
-    from torchhal_simulator.counters import Counters, counters, counting
-    from torchhal_simulator.library import load
-    from torchhal_simulator.limits import restrict
-    from torchhal_simulator.settings import simulate
+    from torchhal_simulator._build import BuildError
+    from torchhal_simulator._capabilities import restrict
+    from torchhal_simulator._config import simulate
+    from torchhal_simulator._counters import Counters, counters, counting
+    from torchhal_simulator._library import load
 
 __version__ = "0.1.0"
 
@@ -24,13 +24,13 @@ __simulator__ = True
 """What runs on this device ran on no hardware: tools that report results can ask for this."""
 
 _HOMES = {
-    "BuildError": "build",
-    "Counters": "counters",
-    "counters": "counters",
-    "counting": "counters",
-    "load": "library",
-    "restrict": "limits",
-    "simulate": "settings",
+    "BuildError": "_build",
+    "Counters": "_counters",
+    "counters": "_counters",
+    "counting": "_counters",
+    "load": "_library",
+    "restrict": "_capabilities",
+    "simulate": "_config",
 }
 
 __all__ = ["BuildError", "Counters", "counters", "counting", "load", "restrict", "simulate"]

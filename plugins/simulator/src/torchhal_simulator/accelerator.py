@@ -21,6 +21,6 @@ class SimAccelerator(Accelerator):
 
     @classmethod
     def load(cls) -> None:
-        from torchhal_simulator.library import load
+        from torchhal_simulator._library import load
 
         load()

@@ -20,11 +20,13 @@ from torchhal.precision import Precision
 from torchhal.strategies import SingleDeviceStrategy, Strategy
 from torchhal.trainer.data import distribute
 from torchhal.trainer.loops import Interrupted, Repositioned
-from torchhal_torchft import settings, state, vendor
-from torchhal_torchft.refusals import check_model, check_schedulers
+from torchhal_torchft import _config as config
+from torchhal_torchft import _sdk as sdk
+from torchhal_torchft import _state as state
+from torchhal_torchft._compatibility import check_model, check_schedulers
 
 if TYPE_CHECKING:
-    from torchhal_torchft.group import ReplicaGroup
+    from torchhal_torchft._group import ReplicaGroup
 
 _MINUTE = timedelta(seconds=60)
 _SEED = 0  # of the order in which all groups alike shuffle the data that they share out, with the epoch's number
@@ -100,8 +102,8 @@ class TorchFTStrategy(SingleDeviceStrategy):
             checkpoint_io=checkpoint_io,
             cluster_environment=cluster_environment,
         )
-        vendor.check_usable()
-        self.settings = settings.check(
+        sdk.check_usable()
+        self.settings = config.check(
             lighthouse_addr=lighthouse_addr,
             replica_id=replica_id,
             replica_rank=replica_rank,
@@ -151,8 +153,8 @@ class TorchFTStrategy(SingleDeviceStrategy):
         check_schedulers(self._me, lr_scheduler_configs)
         super().setup_optimizers(optimizers, lr_scheduler_configs)
         self._leave()
-        vendor.load(verbose=self.settings.verbose)
-        from torchhal_torchft.group import ReplicaGroup
+        sdk.load(verbose=self.settings.verbose)
+        from torchhal_torchft._group import ReplicaGroup
 
         self._group = ReplicaGroup(
             self.settings,
@@ -242,7 +244,7 @@ class TorchFTStrategy(SingleDeviceStrategy):
         if group is None:
             return True
         if self._agreed is None:
-            from torchhal_torchft.gradients import average
+            from torchhal_torchft._gradients import average
 
             # a loop by hand may come here without step_function
             average(group, optimizer, contributes=self._met or self._meet(before_forward=False))

@@ -40,7 +40,7 @@ def torchhal_cluster_environments() -> list[Component]:
 
 @hookimpl
 def torchhal_strategies() -> list[Component]:
-    replicas, spmd = "torchhal_xla.replicas:XLAStrategy", "torchhal_xla.spmd:SPMDStrategy"
+    replicas, spmd = "torchhal_xla.data_parallel:XLAStrategy", "torchhal_xla.spmd:SPMDStrategy"
     return [
         Component(
             "single_xla",

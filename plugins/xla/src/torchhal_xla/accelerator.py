@@ -16,7 +16,7 @@ from torchhal.accelerators import Accelerator
 from torchhal.cluster import read_int
 from torchhal.errors import AcceleratorUnavailable, ConfigurationError
 from torchhal.plugin import Availability
-from torchhal_xla import versions
+from torchhal_xla import _sdk as sdk
 
 _PCI = Path("/sys/bus/pci/devices")
 _NO_CHIP = "no TPU chip is attached to this machine (none is listed under /sys/bus/pci)"
@@ -58,7 +58,7 @@ class XLAAccelerator(Accelerator):
     @classmethod
     def load(cls) -> None:
         """Import torch_xla, which starts no runtime. PJRT_DEVICE is set afterwards: to the CPU if nobody has set it."""
-        if why := versions.problem():
+        if why := sdk.problem():
             raise ImportError(why)
         os.environ["PJRT_DEVICE"] = os.environ.get("PJRT_DEVICE") or cls.pjrt_device()  # an empty one is none
         handlers = list(logging.getLogger().handlers)
@@ -76,7 +76,7 @@ class XLAAccelerator(Accelerator):
     @classmethod
     def availability(cls) -> Availability:
         """Looks at metadata, variables and the list of PCI devices; imports nothing."""
-        why = versions.problem()
+        why = sdk.problem()
         if not why and cls.pjrt_device() == "TPU" and not chips():
             why = f"PJRT_DEVICE={os.environ['PJRT_DEVICE']} asks for a TPU, but {_NO_CHIP}"
         return Availability(not why, why)

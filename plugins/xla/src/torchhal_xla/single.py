@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torchhal.strategies import SingleDeviceStrategy
-from torchhal_xla.lazy import LazyStrategy
+from torchhal_xla._xla_base import LazyStrategy
 
 
 class SingleXLAStrategy(LazyStrategy, SingleDeviceStrategy):

@@ -11,7 +11,7 @@ from torchhal.errors import ConfigurationError, UnsupportedCombinationError
 from torchhal.memory_estimate import MemoryEstimate, ModelMemory
 from torchhal.pytree import map_tensors
 from torchhal.strategies import SingleDeviceStrategy
-from torchhal_xla.lazy import LazyStrategy
+from torchhal_xla._xla_base import LazyStrategy
 
 _AXIS = "fsdp"  # the name that torch_xla's own wrapper looks for, should a user wrap parts in it
 

@@ -9,7 +9,7 @@ import torch
 
 import torchhal_simulator
 from habana_frameworks_stub import autocast
-from torchhal_simulator.build import TORCH_MINORS
+from torchhal_simulator._build import TORCH_MINORS
 
 
 def flag(name: str) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchhal_simulator.counters import counters
+from torchhal_simulator._counters import counters
 
 _marks: list[int] = []
 _seen = 0

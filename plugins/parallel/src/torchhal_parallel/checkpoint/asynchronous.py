@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torchhal import registry
 from torchhal.checkpoint import CheckpointIO, place_of
 from torchhal.errors import CheckpointError, ConfigurationError
-from torchhal_parallel.checkpoint.snapshot import HostMemory, snapshot
+from torchhal_parallel.checkpoint._staging import HostMemory, snapshot
 
 
 class AsyncCheckpointIO(CheckpointIO):

@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from torchhal.checkpoint import FolderCheckpointIO, TorchCheckpointIO, exchange, inspect_contents, sync_folder
 from torchhal.errors import CheckpointCorruptError, CheckpointError, TorchhalError
-from torchhal_parallel.checkpoint.nest import Reference, as_plain, fill, merged, taken_apart
-from torchhal_parallel.checkpoint.reader import METADATA, CheckedReader, checksums, quiet
-from torchhal_parallel.checkpoint.stored import StoredTensor
+from torchhal_parallel.checkpoint._flatten import Reference, as_plain, fill, merged, taken_apart
+from torchhal_parallel.checkpoint._lazy_tensor import StoredTensor
+from torchhal_parallel.checkpoint._safe_reader import METADATA, CheckedReader, checksums, quiet
 
 PLAIN = "plain.ckpt"
 """What isn't a tensor, where the tensors belong, and the checksums of their records: written last."""

@@ -1,0 +1,126 @@
+"""What Bagua can't do with a model, said before it trains wrongly or waits for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from torchhal.errors import ConfigurationError, ModelError, UnsupportedCombinationError
+from torchhal.precision import Precision, needs_closure
+from torchhal_bagua._algorithms import ALGORITHMS
+
+
+def check_parts(name: str, options: Mapping[str, Any], precision: Precision, *, ranks: int, nodes: int) -> None:
+    """What is known before a process is started.
+
+    Raises:
+        UnsupportedCombinationError: the algorithm can't work in this precision, or among so many ranks.
+    """
+    if precision.alias == "16-mixed" and name == "qadam":
+        raise UnsupportedCombinationError(
+            "algorithm 'qadam' puts gradients into its momentum in backward, and precision '16-mixed' unscales them "
+            "after it: use '32-true' or 'bf16-mixed'"
+        )
+    if precision.alias == "16-mixed" and ALGORITHMS[name].own_weights:
+        raise UnsupportedCombinationError(
+            f"algorithm {name!r} leaves each rank its own gradients, and in precision '16-mixed' one rank would skip a "
+            "step that the others take: use '32-true' or 'bf16-mixed'"
+        )
+    if precision.alias == "16-true" and name == "async":
+        raise UnsupportedCombinationError(
+            "algorithm 'async' averages float32 weights only (got precision '16-true'): use '32-true' or 'bf16-mixed'"
+        )
+    if options.get("peer_selection_mode") == "shift_one":
+        hierarchical = options.get("hierarchical", True)
+        peers, what = (nodes, "node(s)") if hierarchical else (ranks, "rank(s)")
+        if peers % 2:
+            advice = ": pass hierarchical=False, which pairs ranks" if hierarchical and ranks % 2 == 0 else ""
+            raise UnsupportedCombinationError(
+                f"peer_selection_mode='shift_one' with hierarchical={hierarchical} needs an even number of "
+                f"{what.removesuffix('(s)')}s (got {peers} {what}){advice}"
+            )
+
+
+def check_accumulation(name: str, options: Mapping[str, Any], accumulate: int) -> None:
+    """Raise ConfigurationError where the algorithm can't take so many batches to a step."""
+    if accumulate > 1 and name == "qadam":
+        raise ConfigurationError(
+            "algorithm 'qadam' puts the gradients of each backward into its momentum at once, so "
+            f"'accumulate_grad_batches' must be 1 (got {accumulate})"
+        )
+    interval = options.get("communication_interval", 1)
+    if accumulate > 1 and interval > 1 and name == "low_precision_decentralized":
+        raise ConfigurationError(
+            "algorithm 'low_precision_decentralized' counts 'communication_interval' in batches and communicates in "
+            f"optimizer steps, so with 'accumulate_grad_batches' ({accumulate}) it must be 1 (got {interval})"
+        )
+
+
+def check_clipping(name: str, clip_val: float | None) -> None:
+    """Raise ConfigurationError where the algorithm has used the gradients before they could be clipped."""
+    if clip_val is not None and name == "qadam":
+        raise ConfigurationError(
+            "algorithm 'qadam' has put the gradients into its momentum when 'gradient_clip_val' would clip them (got "
+            f"{clip_val}): leave it out"
+        )
+
+
+def check_model(
+    name: str,
+    options: Mapping[str, Any],
+    module: nn.Module,
+    optimizers: Sequence[Optimizer],
+    *,
+    accumulate: int,
+    clip_val: float | None,
+) -> None:
+    """What is known once model and optimizers are there.
+
+    Raises:
+        ConfigurationError: a flag of the Trainer that the algorithm would silently get wrong.
+        ModelError: a model or an optimizer that Bagua can't train.
+    """
+    model = type(module).__name__
+    exact = name == "gradient_allreduce" and options.get("average", True)
+    if not exact and not getattr(module, "automatic_optimization", True):
+        raise ModelError(
+            f"algorithm {name!r} needs one forward and one backward of the whole training_step, and {model} has "
+            "automatic_optimization=False, which may run several: use algorithm 'gradient_allreduce' with average=True"
+        )
+    check_accumulation(name, options, accumulate)
+    check_clipping(name, clip_val)
+    for optimizer in optimizers:
+        if needs_closure(optimizer):
+            raise ModelError(f"Bagua can't share the state of {type(optimizer).__name__}: use another optimizer")
+    for key, part in module.named_modules():
+        if getattr(part, "sparse", False) and isinstance(part, nn.Embedding | nn.EmbeddingBag):
+            raise ModelError(f"Bagua sends dense gradients, and {key or model!r} has sparse=True: set it to False")
+    _check_parameters(name, module, optimizers)
+
+
+def _check_parameters(name: str, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    trained = {key: parameter for key, parameter in module.named_parameters() if parameter.requires_grad}
+    known = (torch.float32,) if name == "async" else (torch.float32, torch.float16)
+    for key, parameter in trained.items():
+        if parameter.dtype not in known:
+            raise ModelError(
+                f"algorithm {name!r} knows {' and '.join(str(dtype) for dtype in known)}, and {key!r} of "
+                f"{type(module).__name__} is {parameter.dtype}: convert it, or freeze it"
+            )
+    dtypes = {parameter.dtype: key for key, parameter in trained.items()}
+    if len(dtypes) > 1:
+        raise ModelError(
+            "Bagua sends parameters together as one dtype, and of those that are trained "
+            f"{', '.join(f'{key!r} is {dtype}' for dtype, key in dtypes.items())}: use one for all"
+        )
+    if name == "low_precision_decentralized":
+        stepped = {id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
+        if left_out := [key for key, parameter in trained.items() if id(parameter) not in stepped]:
+            raise ModelError(
+                "algorithm 'low_precision_decentralized' communicates in the optimizer's step, and the optimizer of "
+                f"{type(module).__name__} hasn't got {', '.join(map(repr, left_out[:8]))}: add them, or freeze them"
+            )

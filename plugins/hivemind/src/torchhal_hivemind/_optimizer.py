@@ -1,0 +1,248 @@
+"""``hivemind.Optimizer`` where its own behaviour would train something else than asked for.
+
+Each override says which. The names that they override are those of hivemind 1.1; ``vendor.SUPPORTED`` pins it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import hivemind
+import torch
+from hivemind import compression
+from hivemind.optim.grad_averager import GradientAverager
+from hivemind.optim.progress_tracker import ProgressTracker
+from torch.optim import Optimizer
+
+from torchhal_hivemind._config import COMPRESSIONS, Settings
+from torchhal_hivemind._dht import Network
+from torchhal_hivemind._process_cleanup import end, guarded
+
+_log = logging.getLogger("torchhal")
+
+
+class Progress(ProgressTracker):  # type: ignore[misc]
+    """Counts what all peers have done.
+
+    hivemind ends an epoch at the time at which it expects the samples to be there, so that peers meet. A peer that is
+    alone has nobody to meet: its epochs end with exactly the samples asked for, at any speed.
+    """
+
+    @property
+    def ready_to_update_epoch(self) -> bool:
+        if self.global_progress.num_peers > 1:
+            return bool(super().ready_to_update_epoch)
+        mine = self.local_progress
+        return bool(self.global_epoch > mine.epoch or mine.samples_accumulated >= self.target_batch_size)
+
+    def run(self) -> None:
+        """hivemind leaves reports that nobody has answered to the garbage collector, which complains about each."""
+        super().run()
+        loop = asyncio.get_event_loop_policy().get_event_loop()  # this thread's, which super().run() has made
+        left = asyncio.all_tasks(loop)
+        for task in left:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+
+
+class Gradients(GradientAverager):  # type: ignore[misc]
+    """Averages gradients by the number of samples behind them."""
+
+    def load_accumulators_into_averager_(self) -> None:
+        """hivemind divides by the number of batches, each as large as the first: a smaller one would scale the rest."""
+        super().load_accumulators_into_averager_()
+        samples, first = self.local_samples_accumulated, self._anchor_batch_size
+        if samples and samples != first * self.local_times_accumulated:
+            scale = first * self.local_times_accumulated / samples
+            with torch.no_grad(), self.get_tensors() as averaged:
+                for gradient in averaged:
+                    gradient.mul_(scale)
+
+    def step(self, *args: Any, reset_accumulators: bool = True, **options: Any) -> Any:
+        """hivemind clears the accumulators before the round: where it fails, the peer would step with zeros.
+
+        They are cleared when the epoch has ended, in any case.
+        """
+        return super().step(*args, reset_accumulators=False, **options)
+
+    def load_state_from_peers(self, wait: bool = True, timeout: float | None = None) -> None:
+        """Gradients of others are nobody's state; hivemind downloads them, and uses them for nothing."""
+
+
+class Stepped:
+    """An optimizer as hivemind sees it: stepping it is whatever the strategy does for a step."""
+
+    def __init__(self, optimizer: Optimizer, step: Callable[[], Any]) -> None:
+        self.optimizer = optimizer
+        self.error: Exception | None = None
+        """What the step raised. hivemind logs it and goes on as if it had stepped."""
+        self._step = step
+
+    def step(self) -> None:
+        try:
+            self._step()
+        except Exception as error:
+            self.error = error
+            raise
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optimizer, name)
+
+
+class Collaboration(hivemind.Optimizer):  # type: ignore[misc]
+    """One peer's part in a run, around the optimizer that the model returned.
+
+    Args:
+        network: this peer's node.
+        optimizer: over the model's own parameters.
+        step: steps ``optimizer`` with the averaged gradients, which are in place. Called in a thread of hivemind's.
+        extra_tensors: averaged with the parameters at the end of an epoch, such as running statistics.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        network: Network,
+        optimizer: Optimizer,
+        step: Callable[[], Any],
+        extra_tensors: Sequence[torch.Tensor],
+    ) -> None:
+        self.settings = settings
+        self.network = network
+        self.taken = 0
+        """How often the state of another peer has been taken over."""
+        self.behind_since: float | None = None
+        """When, by the monotonic clock, a state was first asked for in vain."""
+        self.download_error: Exception | None = None
+        averager_options = {"request_timeout": settings.request_timeout}
+        with guarded(network.sockets):
+            super().__init__(
+                dht=network.dht,
+                run_id=settings.run_id,
+                target_batch_size=settings.target_batch_size,
+                optimizer=optimizer,
+                matchmaking_time=settings.matchmaking_time,
+                averaging_timeout=settings.averaging_timeout,
+                # hivemind takes matchmaking_time for this, too: a short one loses parts of a round on a busy host
+                next_chunk_timeout=max(settings.matchmaking_time, settings.averaging_timeout / 4),
+                delay_state_averaging=False,
+                average_state_every=settings.average_state_every,
+                use_local_updates=settings.averaging == "state",
+                grad_compression=_compression(settings.compression),
+                state_averaging_compression=_compression(settings.state_compression),
+                extra_tensors=extra_tensors,
+                # the averager of gradients gets no averager_opts
+                grad_averager_factory=(
+                    partial(Gradients, allow_state_sharing=False, **averager_options)
+                    if settings.averaging == "gradients"
+                    else None
+                ),
+                averager_opts={
+                    **averager_options,
+                    "allow_state_sharing": False,  # until this peer has the run's state itself
+                    "initialize_optimizer": False,  # hivemind would do it by a step that decays the weights
+                    "declare_state_period": settings.peer_expiration / 2,
+                },
+                tracker_opts={
+                    "min_refresh_period": settings.refresh_period,
+                    "default_refresh_period": 6 * settings.refresh_period,
+                    "max_refresh_period": 20 * settings.refresh_period,
+                    "metadata_expiration": settings.peer_expiration,
+                },
+                verbose=settings.verbose,
+            )
+        self.state_averager.optimizer = self._stepped = Stepped(optimizer, step)
+        self._download = self.state_averager.load_state_from_peers
+        # whoever calls it: hivemind tries for ever when it raises, also where it always will
+        self.state_averager.load_state_from_peers = self.take_state
+
+    @property
+    def step_error(self) -> Exception | None:
+        """What the latest step of the optimizer has raised."""
+        return self._stepped.error
+
+    def _make_progress_tracker(self, target_batch_size: int, **options: Any) -> Progress:
+        return Progress(
+            dht=self.dht,
+            prefix=self.run_id,
+            target_batch_size=target_batch_size,
+            client_mode=self.client_mode,
+            status_loglevel=self.status_loglevel,
+            start=True,
+            **options,
+        )
+
+    def _begin_averaging_gradients(self, grad_scaler: Any) -> bool:
+        """Where no round begins, hivemind may step with the last batch's gradients instead of the accumulated ones."""
+        began = bool(super()._begin_averaging_gradients(grad_scaler))
+        if not began:
+            self._load_local_gradients_into_optimizer()
+        return began
+
+    # -- state -----------------------------------------------------------------------------------------------
+
+    def begin_at(self, epoch: int) -> None:
+        """Set the collaboration's epoch that this peer's parameters belong to."""
+        self.state_averager.local_epoch = epoch
+        # What the tracker has asked the network before goes by its own first epoch, 0: it would take this peer for one
+        # that is out of step, and drop its first batch.
+        with self.tracker.pause_updates():
+            self.tracker.update_epoch(epoch)
+
+    def share_state(self) -> None:
+        """From now on others may take over this peer's state."""
+        if not self.client_mode and not self.settings.client_mode:
+            self.state_averager.state_sharing_priority = self.local_epoch
+            self.state_averager.allow_state_sharing = True
+
+    def take_state(self, **_: Any) -> bool:
+        """Take over parameters, optimizer state and epoch of the peer that is furthest; False if none could be had.
+
+        A state older than this peer's is left alone.
+        """
+        averager = self.state_averager
+        epoch = averager.local_epoch
+        averager.local_epoch = epoch - 0.5  # an int again only when a state of this epoch or later has come
+        try:
+            self._download(timeout=self.load_state_timeout)
+            self.download_error = None
+        except Exception as error:
+            self.download_error = error
+        if taken := isinstance(averager.local_epoch, int):
+            self.taken += 1
+            self.behind_since = None
+        else:
+            averager.local_epoch = epoch
+            if self.behind_since is None:
+                self.behind_since = time.monotonic()
+        return taken
+
+    @property
+    def processes(self) -> list[Any]:
+        """hivemind's processes on this host, but for its daemon."""
+        return [each for each in (self.dht, self.state_averager, self.grad_averager) if each is not None]
+
+    # -- the end ---------------------------------------------------------------------------------------------
+
+    def close(self, timeout: float) -> None:
+        """Say goodbye and end the averagers' processes, within about ``timeout`` seconds."""
+        goodbye = threading.Thread(target=self._goodbye, name="torchhal-goodbye", daemon=True)
+        goodbye.start()
+        goodbye.join(timeout)  # a round that is under way may last longer, and so may a dead process's answer
+        end([each for each in (self.state_averager, self.grad_averager) if each is not None], 0.5)
+
+    def _goodbye(self) -> None:
+        try:
+            self.shutdown()
+        except Exception:
+            _log.debug("hivemind's shutdown failed", exc_info=True)
+
+
+def _compression(name: str) -> Any:
+    return getattr(compression, COMPRESSIONS[name])()

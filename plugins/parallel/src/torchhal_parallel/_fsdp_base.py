@@ -1,0 +1,445 @@
+"""The base of strategies that shard parameters by torch's ``fully_shard`` (FSDP2), unit by unit."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from torchhal.distributed import collectives
+from torchhal.errors import ModelError, UnsupportedCombinationError, message_of
+from torchhal.memory_estimate import ModelMemory, ParameterMemory
+from torchhal.precision import Precision
+from torchhal_parallel._inner_backward import InnerBackward
+from torchhal_parallel._lost_writes import LostWrites
+from torchhal_parallel._module_restore import recompute
+from torchhal_parallel._optimizer_checks import one_by_one
+from torchhal_parallel._shard_sizes import gathered_bytes
+from torchhal_parallel._sharded_base import ShardedStrategy, StepRunner, followed_by
+from torchhal_parallel._uneven_inputs import forward_of
+from torchhal_parallel._wrap_policy import check_form, check_policy, find_blocks
+
+
+class FullyShardedStrategy(ShardedStrategy):
+    """Units of the model whose parameters are gathered before they compute and divided among ranks otherwise.
+
+    Args:
+        reshard_after_forward: free a unit's parameters right after its forward, and gather them again for its
+            backward; without, they stay until its backward is done.
+        wrap_policy: which submodules are units; see :func:`~torchhal_parallel._wrap_policy.find_blocks`.
+        activation_checkpointing: recompute the activations of these submodules in backward instead of keeping them;
+            the same forms as ``wrap_policy``, or None.
+        mixed_precision: a ``MixedPrecisionPolicy`` for the units, beside the Trainer's precision, whose autocast needs
+            none. Buffers stay as they are, so batch norms need a precision of the Trainer instead.
+        cpu_offload: keep parameters, gradients and optimizer state in host memory between uses.
+        parts: see :class:`torchhal.strategies.ParallelStrategy`.
+    """
+
+    def __init__(
+        self,
+        *,
+        reshard_after_forward: bool = True,
+        wrap_policy: Any = "blocks",
+        activation_checkpointing: Any = None,
+        mixed_precision: MixedPrecisionPolicy | None = None,
+        cpu_offload: bool = False,
+        **parts: Any,
+    ) -> None:
+        for name, value in (
+            ("reshard_after_forward", reshard_after_forward),
+            ("cpu_offload", cpu_offload),
+        ):
+            if not isinstance(value, bool):
+                raise TypeError(f"{name!r} must be a bool (got {value!r})")
+        if mixed_precision is not None and not isinstance(mixed_precision, MixedPrecisionPolicy):
+            raise TypeError(f"'mixed_precision' must be a MixedPrecisionPolicy or None (got {mixed_precision!r})")
+        check_form(wrap_policy, "wrap_policy")
+        if activation_checkpointing is not None:
+            check_form(activation_checkpointing, "activation_checkpointing")
+        super().__init__(**parts)
+        self.reshard_after_forward = reshard_after_forward
+        self.wrap_policy = wrap_policy
+        self.activation_checkpointing = activation_checkpointing
+        self.mixed_precision = mixed_precision
+        self.cpu_offload = cpu_offload
+        self._forget()
+
+    def _forget(self) -> None:
+        self._mesh: Any = None
+        self._units: list[Any] = []
+        self._ignored: list[nn.Parameter] = []
+        self._inner_backward: InnerBackward | None = None
+        self._lost_writes: LostWrites | None = None
+        self._carried: dict[int, Any] = {}
+        self._averaged = True
+
+    # -- model -----------------------------------------------------------------------------------------------
+
+    def check_blocks(self, *, sharded: bool) -> None:
+        """Refuse policies and layers that can't be, while the model is whole; ``sharded``: there is a shard axis."""
+        assert self.module is not None
+        if self.activation_checkpointing is not None:
+            check_policy(self.module, self.activation_checkpointing, "activation_checkpointing")
+        if sharded:
+            check_shardable(self.module, self.alias or "fsdp")
+            warning = check_policy(self.module, self.wrap_policy, "wrap_policy")
+            if warning is not None and self.is_global_zero:
+                warnings.warn(warning, stacklevel=2)
+
+    def wrap_blocks(self) -> None:
+        """Set up the recomputation of activations, with or without a shard axis, before units are sharded."""
+        assert self.module is not None
+        if self.activation_checkpointing is not None:
+            recompute(self.module, self.activation_checkpointing)
+
+    def shard_units(self, mesh: Any, roots: Sequence[nn.Module] | None = None) -> None:
+        """Shard over ``mesh`` each unit that is inside ``roots``, then what is left in each of them.
+
+        None: the whole model is one root, and :attr:`model` is what runs the steps inside its hooks. The parts of one
+        that optimizes by hand are roots of their own: its backward passes run inside the step, which no hook could be
+        around.
+        """
+        assert self.module is not None and self._objects is not None
+        alias = self.alias or "fsdp"
+        if roots is None and getattr(self.module, "automatic_optimization", True):
+            self.model = self._runner = StepRunner(self.module)
+            roots = [self._runner]
+        elif roots is None:
+            roots = called_parts(self.module)
+        self._mesh = mesh
+        units = self._units = self._units_in(self.module, roots)
+        whole = kept_whole(self.module, units, roots)
+        check_scaled(whole, self.precision, alias)
+        for unit in units:
+            self.materialize(unit)
+            # in one order on every rank: their gradients travel as one message
+            self._ignored = [p for name, p in self.module.named_parameters() if name in whole and not p.is_meta]
+            self.configure_sharding(unit)
+            self._objects.empty_replaced()
+        self.materialize(self.module)  # what is in no unit
+        self._inner_backward = InnerBackward(
+            units,
+            lambda: self._runner is not None and self._runner.running,
+            reshard_after_forward=self.reshard_after_forward,
+        )
+        self._lost_writes = LostWrites(self.module, units, alias, mesh.get_group("shard").size())
+
+    def _units_in(self, module: nn.Module, roots: Sequence[nn.Module]) -> list[nn.Module]:
+        """Inner ones before those that hold them, the roots last."""
+        inside = {id(submodule) for root in roots for submodule in root.modules()} - set(map(id, roots))
+        return [*(unit for _, unit in find_blocks(module, self.wrap_policy) if id(unit) in inside), *roots]
+
+    def materialize(self, unit: nn.Module) -> None:
+        """Give parameters of ``unit`` that lie on the meta device memory and values. Nothing by default."""
+
+    def configure_sharding(self, unit: nn.Module) -> None:
+        """Shard one unit; the last one is what is left of the whole model. Override to use other options."""
+        options: dict[str, Any] = {"mesh": self._mesh, "reshard_after_forward": self.reshard_after_forward}
+        if self.mixed_precision is not None:
+            options["mp_policy"] = self.mixed_precision
+        if self.cpu_offload:
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=self.root_device.type != "cpu")
+        if self._ignored:
+            options["ignored_params"] = set(self._ignored)
+        sharded = fully_shard(unit, **options)
+        if not self.accelerator.backend_averages:
+            sharded.set_force_sum_reduction_for_comms(True)
+
+    def carry_hooks(self, hooks: Mapping[int, Any], parameter: nn.Parameter) -> None:
+        """A unit's gradients are those of what it gathers in its forward, always into the same tensors."""
+        self._carried[id(hooks)] = hooks
+        found = (
+            (unit, holder, attribute)
+            for unit in self._units
+            for holder in unit.modules()
+            for attribute, held in holder._parameters.items()
+            if held is parameter
+        )
+        unit, holder, attribute = next(found, (None, None, ""))
+        if unit is None or holder is None:
+            super().carry_hooks(hooks, parameter)
+            return
+
+        def at_forward(unit: nn.Module, args: Any) -> None:
+            if (leaf := holder._parameters.get(attribute)) is not None and leaf is not parameter:
+                self._carried_hooks.carry(hooks, leaf)
+                handle.remove()
+
+        handle = unit.register_forward_pre_hook(at_forward)
+        self._carried_hooks.add(handle)
+
+    # -- steps -----------------------------------------------------------------------------------------------
+
+    def begin_epoch(self) -> None:
+        self.check_writes()
+        self._reshard()  # what a hook has called may still be gathered, into parameters that nobody divided
+        super().begin_epoch()
+        assert self.module is not None
+        for parameter in self.module.parameters():  # hooks that were registered since
+            hooks = parameter._backward_hooks
+            if self._units and hooks and isinstance(parameter, DTensor) and id(hooks) not in self._carried:
+                self.carry_hooks(hooks, parameter)
+
+    def check_replicas(self) -> None:
+        self._reshard()
+        self.check_writes(restoring=True)
+        super().check_replicas()
+
+    def check_writes(self, *, restoring: bool = False) -> None:
+        """Raise where the steps have written what is lost, or other numbers on each rank: when an epoch begins, before
+        a checkpoint is gathered, and, then ``restoring`` the module, when the fit ends."""
+        if self._lost_writes is None or not self.is_set_up:
+            return
+        self._lost_writes.check_gathered()
+        if self.world_size == 1:
+            return
+        with self.guard("comparison of what was written to parameters"):
+            numbers = collectives.all_gather_object(self._lost_writes.numbers, self._mesh.get_group("shard"))
+        if len(set(numbers)) > 1:
+            error = self._lost_writes.parted()
+            if restoring:
+                self.restore_module()
+            raise error
+
+    def module_state_dict(self) -> dict[str, Any]:
+        self.check_writes()
+        return super().module_state_dict()
+
+    def watch_writes(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """A training step that refuses what would be lost, where parameters are sharded."""
+        return step if self._lost_writes is None else self._lost_writes.watched(step)
+
+    def buffer_source(self) -> tuple[int, Any]:
+        """(the rank whose buffers count, the group of ranks that follow it; None for all)."""
+        return 0, None
+
+    def with_buffers(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Give every rank the buffers of one before each training step, as DistributedDataParallel does.
+
+        A batch norm's statistics would else be those of a rank's own data. What the last step before a validation
+        has added to them still is.
+        """
+        assert self.module is not None
+        places = [(owner, name) for owner in self.module.modules() for name in owner._buffers]
+        if not places or self.world_size == 1:
+            return step
+        source, group = self.buffer_source()
+
+        def run(*args: Any) -> Any:
+            found = [owner._buffers.get(name) for owner, name in places]  # a forward may have assigned another tensor
+            buffers = [buffer for buffer in found if buffer is not None and not buffer.is_meta]
+            with self.guard("broadcast of the buffers"):
+                collectives.broadcast_tensors(buffers, src=source, group=group)
+            return step(*args)
+
+        return run
+
+    def then_sharded(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """A forward without a backward leaves the parameters of a unit that isn't resharded whole."""
+
+        def run(*args: Any) -> Any:
+            try:
+                return step(*args)
+            finally:
+                self._reshard()
+
+        return run
+
+    def _reshard(self) -> None:
+        if self._inner_backward is not None:
+            self._inner_backward.release()
+        for unit in self._units:
+            unit.reshard()
+
+    @property
+    def evaluation_communicates(self) -> bool:  # type: ignore[override]
+        """Where parameters are sharded, a forward gathers them."""
+        return bool(self._units)
+
+    @contextmanager
+    def evaluation_step_of(self, ranks: Collection[int]) -> Iterator[None]:
+        self._reshard()
+        with forward_of(
+            ranks,
+            self._mesh.get_group("shard"),
+            self._units,
+            self.root_device,
+            keep=not self.reshard_after_forward,
+            guard=self.guard("the evaluation of other ranks' batches"),
+        ):
+            yield
+        self._reshard()
+
+    def explain(self, error: BaseException) -> BaseException:
+        """What to do about a part of a unit that was called while nobody had gathered it."""
+        words = ("mixed torch.Tensor and DTensor", "inputs with different meshes")
+        if self._units and isinstance(error, RuntimeError) and any(word in message_of(error) for word in words):
+            model = type(self.module).__name__
+            return ModelError(
+                f"{error}. Under strategy {self.alias or 'fsdp'!r} the parameters of a unit are whole only while its "
+                f"own forward runs: {model} uses a part of one outside of it, as a penalty over self.parameters() "
+                "does, or by a transform of torch.func. Call the unit, choose units that are called by 'wrap_policy', "
+                "or use strategy='ddp'"
+            )
+        if self._units and "differentiated Tensor" in message_of(error) and "not have been used" in message_of(error):
+            return ModelError(
+                f"{error} Under strategy {self.alias or 'fsdp'!r} the parameters of a unit are others while its own "
+                f"forward runs, and {type(self.module).__name__} asks for a gradient by those of before or after it: "
+                "leave gradients by parameters to the backward of the loss, or use strategy='ddp' or 'zero1'"
+            )
+        return super().explain(error)
+
+    # -- optimizers and gradients ----------------------------------------------------------------------------
+
+    def setup_optimizers(self, optimizers: Sequence[Optimizer], lr_scheduler_configs: Sequence[Any] = ()) -> None:
+        if any(parameter.dim() for parameter in self._ignored):
+            one_by_one(optimizers, f"strategy {self.alias or 'fsdp'!r}")
+        super().setup_optimizers(optimizers, lr_scheduler_configs)
+
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        super().backward(loss, *args, **kwargs)
+        if self._inner_backward is not None and not kwargs.get("create_graph"):
+            self._inner_backward.release()
+        self._averaged = False
+
+    def sync_gradients(self) -> None:
+        self._averaged = True
+        super().sync_gradients()
+
+    def replicated_parameters(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self._ignored if parameter.requires_grad]
+
+    def unscale_gradients(self, optimizer: Optimizer) -> None:
+        self._average_once()
+        super().unscale_gradients(optimizer)
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> int | None:
+        if not self.reshard_after_forward or (self._inner_backward is not None and self._inner_backward.held):
+            self._reshard()  # a forward without a backward may have come since
+        if closure is not None:
+            return super().optimizer_step(optimizer, followed_by(closure, self._average_once))
+        self._average_once()
+        return super().optimizer_step(optimizer)
+
+    def _average_once(self) -> None:
+        if not self._averaged:
+            self.sync_gradients()
+
+    # -- memory ----------------------------------------------------------------------------------------------
+
+    def names_kept_whole(self, module: nn.Module) -> Collection[str]:
+        """Names of the parameters that no rank has a part of, but all of them whole."""
+        roots = [module] if getattr(module, "automatic_optimization", True) else called_parts(module)
+        return kept_whole(module, self._units_in(module, roots), roots)
+
+    def gathered_memory(
+        self, model: ModelMemory, held: Iterable[ParameterMemory], shapes: Mapping[int, Sequence[int]]
+    ) -> int:
+        """Bytes that the units need beside their shards; see :func:`~torchhal_parallel._shard_sizes.gathered_bytes`."""
+        whole = self.names_kept_whole(model.module)
+        return gathered_bytes(
+            model,
+            [entry for entry in held if entry.name not in whole],
+            shapes,
+            self.wrap_policy,
+            keep=not self.reshard_after_forward,
+            dtype=None if self.mixed_precision is None else self.mixed_precision.param_dtype,
+        )
+
+    def teardown(self) -> None:
+        try:
+            super().teardown()
+        finally:
+            release_groups(self._mesh)
+            self._forget()
+
+
+def release_groups(mesh: Any) -> None:
+    """Let go of the process groups of ``mesh``, which are destroyed; None has none.
+
+    torch's caches of DTensor operators keep every mesh, and a gloo group that is kept keeps a thread for each pair of
+    ranks, which wakes a hundred times a second. Later groups of the same names are looked up again.
+    """
+    if mesh is not None:
+        root = getattr(mesh, "_root_mesh", None) or mesh
+        getattr(root, "_pg_registry", {}).clear()
+
+
+def check_torch(alias: str) -> None:
+    """Raise UnsupportedCombinationError on a torch whose ``fully_shard`` lacks what its units are told here."""
+    needed = ("set_reshard_after_forward", "set_reshard_after_backward", "set_force_sum_reduction_for_comms")
+    if missing := [name for name in needed if not hasattr(FSDPModule, name)]:
+        raise UnsupportedCombinationError(
+            f"strategy {alias!r} shards by torch's fully_shard and needs torch 2.8 or later: torch {torch.__version__} "
+            f"has no FSDPModule.{missing[0]}. Use another torch, or strategy='zero1', which divides the optimizer's "
+            "state alone"
+        )
+
+
+def check_shardable(module: nn.Module, alias: str) -> None:
+    """Raise ModelError, with the names, for what ``fully_shard`` would refuse in the midst of training."""
+    for name, submodule in module.named_modules():
+        if isinstance(submodule, nn.Embedding | nn.EmbeddingBag) and submodule.sparse:
+            raise ModelError(
+                f"{name!r} is a {type(submodule).__name__} with sparse=True, whose gradients strategy {alias!r} can't "
+                "shard: use sparse=False, or strategy='ddp'"
+            )
+
+
+def called_parts(module: nn.Module) -> list[nn.Module]:
+    """The outermost submodules that are called and have parameters: containers aren't, their elements are."""
+    parts: list[nn.Module] = []
+    for child in module.children():
+        if type(child).forward is nn.Module.forward:
+            parts += called_parts(child)
+        elif next(child.parameters(), None) is not None:
+            parts.append(child)
+    return parts
+
+
+def kept_whole(module: nn.Module, units: Sequence[nn.Module], roots: Sequence[nn.Module]) -> dict[str, str]:
+    """Names of the parameters that stay whole on every rank, and why: ``fully_shard`` can't divide them.
+
+    Those in no root or in several, those without a dimension or an element, and of each unit, inner ones first, the
+    trained ones in another dtype than most of its trained elements have.
+    """
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    found: dict[str, str] = {}
+    holders = [id(parameter) for root in roots for parameter in root.parameters()]
+    for identity, name in names.items():
+        if (count := holders.count(identity)) != 1:
+            found[name] = "is shared by parts that are called one by one" if count else "is in no part that is called"
+    seen: set[int] = set()
+    for unit in units:
+        own = [parameter for parameter in unit.parameters() if id(parameter) not in seen]
+        seen.update(map(id, own))
+        sizes: dict[torch.dtype, int] = {}
+        for parameter in own:
+            if not parameter.dim() or not parameter.numel():
+                found[names[id(parameter)]] = "has no dimension" if not parameter.dim() else "has no element"
+            elif parameter.requires_grad:
+                sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
+        most = max(sizes, key=lambda dtype: sizes[dtype], default=None)
+        for parameter in own:
+            if parameter.requires_grad and parameter.dtype != most:
+                found.setdefault(names[id(parameter)], f"is {parameter.dtype} beside {most}")
+    return found
+
+
+def check_scaled(whole: Mapping[str, str], precision: Precision, alias: str) -> None:
+    """Raise ModelError for parameters that stay whole beside sharded ones, where a scaler sees them together."""
+    if getattr(precision, "scaler", None) is None:
+        return
+    for name, reason in whole.items():
+        raise ModelError(
+            f"{name!r} {reason}, so strategy {alias!r} keeps it whole, and the scaler of precision "
+            f"{precision.alias!r} takes no whole and sharded gradients together: give it the shape (1,) and the dtype "
+            "of the others, or use precision='bf16-mixed'"
+        )

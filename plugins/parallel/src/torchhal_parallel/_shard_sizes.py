@@ -1,0 +1,108 @@
+"""Which part of each parameter a rank holds, in numbers: for estimates of memory before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchhal.memory_estimate import ModelMemory, ParameterMemory, bytes_of
+from torchhal_parallel._pipeline_split import check_trained, cut, stage_parameters, untrainable
+from torchhal_parallel._tensor_parallel import sharded_dim
+from torchhal_parallel._wrap_policy import find_blocks
+
+
+def divided(shape: Sequence[int], size: int, dim: int = 0) -> tuple[int, ...]:
+    """``shape`` with dimension ``dim`` divided among ``size`` ranks, rounded up: the part of the first one.
+
+    A parameter of no dimension is whole on every rank.
+    """
+    if not len(shape):
+        return ()
+    return tuple(-(-length // size) if index == dim else length for index, length in enumerate(shape))
+
+
+def tensor_shapes(module: nn.Module, plan: Mapping[str, Any], size: int) -> dict[int, tuple[int, ...]]:
+    """The shape of each divided parameter on one of ``size`` ranks of a resolved tensor parallel plan, by its id."""
+    shapes: dict[int, tuple[int, ...]] = {}
+    for name, style in plan.items():
+        layer = module.get_submodule(name)
+        dim = sharded_dim(layer, style)
+        if dim is None:
+            continue
+        weight = layer.weight
+        assert isinstance(weight, torch.Tensor)
+        shapes[id(weight)] = divided(weight.shape, size, dim)
+        bias = getattr(layer, "bias", None)
+        if isinstance(bias, torch.Tensor) and dim == 0:
+            shapes[id(bias)] = divided(bias.shape, size)
+    return shapes
+
+
+def stages_of_ranks(module: nn.Module, points: Sequence[str], size: int) -> list[dict[str, torch.Tensor]]:
+    """Parameters and buffers of each rank of a pipeline of ``size``, by name; rank r has stages r, r + size, ...
+
+    Raises:
+        ModelError: one that is trained is in several stages, or in none.
+    """
+    parts = cut(module, points)
+    check_trained(module, untrainable(module, parts))
+    stages = [stage_parameters(module, stage) for stage in parts]
+    used = {name for stage in stages for name in stage}
+    everywhere = {  # what no stage uses stays on all ranks, as the step may use it
+        name: tensor for name, tensor in (*module.named_parameters(), *module.named_buffers()) if name not in used
+    }
+    return [
+        {name: tensor for stage in stages[rank::size] for name, tensor in stage.items()} | everywhere
+        for rank in range(size)
+    ]
+
+
+def gathered_bytes(
+    model: ModelMemory,
+    held: Iterable[ParameterMemory],
+    shapes: Mapping[int, Sequence[int]],
+    policy: Any,
+    *,
+    keep: bool,
+    dtype: torch.dtype | None = None,
+) -> int:
+    """What ``fully_shard`` has at most beside the shards: whole parameters, and whole gradients of one unit.
+
+    Args:
+        model: on the meta device.
+        held: the parameters that are sharded.
+        shapes: of what is whole to a rank, where tensor parallelism has divided it before, by the parameter's id.
+        policy: see :func:`~torchhal_parallel._wrap_policy.find_blocks`.
+        keep: parameters stay whole from the forward to the backward.
+        dtype: in which they are gathered; None for their own.
+    """
+    own = {id(entry.parameter): entry for entry in held if entry.parameter.dim()}
+
+    def needed(parameters: Iterable[nn.Parameter]) -> tuple[int, int]:
+        whole = gradients = 0
+        for parameter in parameters:
+            if id(parameter) in own:
+                entry = own.pop(id(parameter))
+                count, gradient, _ = entry.parts(shapes.get(id(parameter)))
+                scale = dtype.itemsize / parameter.element_size() if dtype is not None else 1.0
+                whole += round(count * scale)
+                gradients += round(gradient * scale)
+        return whole, gradients
+
+    units = [needed(unit.parameters()) for _, unit in find_blocks(model.module, policy)]
+    root = needed(model.module.parameters())
+    largest = max((gradients for _, gradients in units), default=0)
+    if keep:
+        return sum(whole for whole, _ in units) + root[0] + max(largest, root[1])
+    # the unit that computes and the one that is fetched meanwhile; what is in no unit stays until the end
+    both = sum(sorted((whole for whole, _ in units), reverse=True)[:2])
+    return root[0] + both + max(largest, root[1])
+
+
+def buffers_of(tensors: Mapping[str, torch.Tensor]) -> int:
+    """Bytes of the buffers among the tensors of a stage."""
+    distinct = {id(tensor): tensor for tensor in tensors.values() if not isinstance(tensor, nn.Parameter)}
+    return sum(map(bytes_of, distinct.values()))

@@ -1,0 +1,494 @@
+"""The base of strategies whose ranks hold parts of one model: states, clipping and checkpoints over the parts."""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
+from traceback import walk_tb
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from torchhal.checkpoint import read
+from torchhal.distributed import collectives
+from torchhal.errors import CheckpointMismatchError, ConfigurationError, ModelError, TorchhalError, message_of
+from torchhal.precision import dense_gradient
+from torchhal.strategies import ParallelStrategy, forward_through
+from torchhal_parallel._dtensor_layout import gathered, global_norm, like, local, place_of_part, scale_to, whole
+from torchhal_parallel._gradient_hooks import CarriedHandles, check_accumulation_hooks
+from torchhal_parallel._module_restore import ForwardInstead, Wrapping
+from torchhal_parallel._optimizer_checks import check_divisible
+from torchhal_parallel._parameter_objects import ParameterObjects, check_references
+from torchhal_parallel._plain_semantics import PlainSemantics
+from torchhal_parallel.checkpoint._lazy_tensor import StoredTensor
+
+_NOT_FOR_PARTS = (
+    "not have a sharding strategy registered", "Sharding propagation failed", "not supported for tensor subclasses",
+    "in-place operations that require placement changes", "not supported with DTensor", "along the sharded dim",
+)  # fmt: skip
+"""Words of torch's errors for what it can't do with a divided tensor."""
+
+_PLACED = ("state_dict", "optimizer_states", "gradients")
+"""The parts of a checkpoint whose tensors this strategy's own methods load, each rank its own share."""
+
+
+class StepRunner(nn.Module):
+    """What a sharded model is called through: its parameters are the module's, its forward is a step.
+
+    A wrapper hooks the forward of the module that it is applied to. Applied to this one, a step runs inside the hooks
+    whatever it calls, the module itself or only parts of it, and the module's own names stay as they were.
+
+    Outside of a step ``module(...)`` comes here by itself, as from a hook or a callback, or from the training_step of a
+    module that optimizes by hand: that one runs its backward passes inside the step, where the outermost hooks would
+    not have seen an output yet.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.running = False
+        Routed(module).runner = self
+
+    def forward(self, step: Any, *args: Any) -> Any:
+        before, self.running = self.running, True
+        try:
+            return step(*args)
+        finally:
+            self.running = before
+
+
+class Routed(ForwardInstead):
+    """The forward of a module that must run inside the hooks of its :class:`StepRunner`."""
+
+    runner: StepRunner
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.runner.running:
+            return self.inner(*args, **kwargs)
+        return self.runner(functools.partial(self.inner, **kwargs), *args)
+
+
+def followed_by(closure: Callable[[], Any], then: Callable[[], None]) -> Callable[[], Any]:
+    """``closure`` with ``then`` after each evaluation: an optimizer may ask for several."""
+
+    def run() -> Any:
+        result = closure()
+        then()
+        return result
+
+    return run
+
+
+class ShardedStrategy(ParallelStrategy):
+    """Parameters may be sharded tensors, of which each rank has a part.
+
+    State is portable: with a checkpoint IO that one process writes, the parts are gathered on rank 0, one tensor at a
+    time; with one of the feature ``sharded`` every rank gives its own. Either loads under any other strategy, and
+    any other strategy's checkpoints load here.
+
+    After a run the user's module is whole again on every rank, unless ``configure_model`` built it sharded. Its
+    parameters are the objects that they were before, so that whoever refers to one sees the trained weight; during the
+    run these are empty, and what takes part in training must not remember them.
+    """
+
+    inference_mode: ClassVar[bool] = False  # parameters that are gathered for a validation are used by training
+    compares_replicas: ClassVar[bool] = True
+    synchronizes_batchnorms: ClassVar[bool] = True
+
+    built_on_meta = False
+    """Whether the model is too large for every rank to have whole; ``configure_model`` builds it for each run."""
+
+    _runner: StepRunner | None = None
+    """What the steps run in, where the model as a whole is sharded."""
+
+    _objects: ParameterObjects | None = None
+    _wrapping: Wrapping | None = None
+    _divided: AbstractSet[nn.Parameter] = frozenset()
+    """The parameters that there were when the model was divided."""
+
+    def _reset(self) -> None:
+        super()._reset()
+        self._carried_hooks = CarriedHandles()
+        self._plain_semantics = PlainSemantics(self.guard, self._parameters)
+
+    def _parameters(self) -> Iterable[nn.Parameter]:
+        return () if self.module is None else self.module.parameters()
+
+    # -- the user's module -----------------------------------------------------------------------------------
+
+    def setup_model(self, *, training: bool = True) -> None:
+        assert self.module is not None
+        self.built_on_meta = self.is_on_meta()
+        if getattr(self.module, "_torchhal_in_parts", False):
+            raise ModelError(
+                f"an earlier run that failed has left {type(self.module).__name__} in parts: build a new one, and "
+                "continue from a checkpoint"
+            )
+        alias = self.alias or type(self).__name__
+        self._objects = ParameterObjects(self.module)
+        self._wrapping = None if self.built_on_meta else Wrapping(self.module, self._objects)
+        try:
+            super().setup_model(training=training)
+        finally:
+            if self._wrapping is not None and self._objects.any_replaced():
+                self.module.__dict__["_torchhal_in_parts"] = True
+        self._plain_semantics.enable()
+        with self._whole_if_refused():
+            self._objects.settle(alias)
+            if training:
+                check_accumulation_hooks(self._objects.replaced(), alias)
+                for name, parameter in self._objects.replaced():
+                    if parameter._backward_hooks:
+                        self.carry_hooks(parameter._backward_hooks, self.module.get_parameter(name))
+            self._check_references()
+
+    @contextmanager
+    def _whole_if_refused(self) -> Iterator[None]:
+        """Put the model back whole, and raise on every rank, when any refuses inside. Called on every rank."""
+        refusal: TorchhalError | None = None
+        try:
+            yield
+        except TorchhalError as error:
+            refusal = error
+        everybody = self.all_gather_object(refusal) if self.world_size > 1 else [refusal]
+        refusal = refusal or next((error for error in everybody if error is not None), None)
+        if refusal is None:
+            return
+        try:
+            self.restore_module()
+            self.barrier("the end of the gathering of a refused model")  # who leaves first closes connections
+        except TorchhalError as error:
+            raise refusal from error
+        raise refusal
+
+    def setup(self, trainer: Any) -> None:
+        training = trainer.state.fn == "fit"
+        self.setup_model(training=training)
+        if training:
+            with self._whole_if_refused():
+                self.setup_optimizers(*trainer.configure_optimizers())
+
+    def _check_references(self, *, through_optimizers: bool = False) -> None:
+        assert self._objects is not None
+        check_references(
+            self._takes_part(), self._objects, skip=(self, self.trainer), alias=self.alias or type(self).__name__,
+            through_optimizers=through_optimizers,
+        )  # fmt: skip
+
+    def carry_hooks(self, hooks: Mapping[int, Any], parameter: nn.Parameter) -> None:
+        """Let ``hooks``, registered on a parameter of the user's, run on the gradient of the one in its place."""
+        self._carried_hooks.carry(hooks, parameter)
+
+    def _takes_part(self) -> dict[str, Any]:
+        """What may use parameters in a fit, by the names that a message gives it."""
+        found: dict[str, Any] = {type(self.module).__name__: self.module}
+        if self.trainer is not None:
+            found |= {f"the callback {type(each).__name__}": each for each in self.trainer.callbacks}
+            found["the datamodule"] = self.trainer.datamodule
+        return found
+
+    def part_of(self, parameter: nn.Parameter) -> tuple[Any, torch.Tensor]:
+        return place_of_part(parameter), local(parameter.detach())
+
+    def is_on_meta(self) -> bool:
+        """Whether some of the model has no memory yet, on any rank. Called on every rank."""
+        assert self.module is not None
+        return any(tensor.is_meta for tensor in (*self.module.parameters(), *self.module.buffers()))
+
+    def setup_optimizers(self, optimizers: Sequence[Optimizer], lr_scheduler_configs: Sequence[Any] = ()) -> None:
+        assert self.module is not None
+        own = self._divided = set(self.module.parameters())
+        divided = self.is_divided()
+        for optimizer in optimizers:
+            if any(parameter not in own for group in optimizer.param_groups for parameter in group["params"]):
+                raise ConfigurationError(
+                    f"the {type(optimizer).__name__} was made before the model was divided and would step on tensors "
+                    "that nobody uses: make it in configure_optimizers"
+                )
+            if divided:
+                check_divisible(optimizer, self.alias or type(self).__name__)
+            if divided and isinstance(optimizer, torch.optim.Adafactor):
+                raise ConfigurationError(
+                    "torch's Adafactor can't compute its statistics of rows and columns of sharded parameters: use "
+                    "strategy='zero1', which divides its state too, or another optimizer"
+                )
+            if divided and isinstance(optimizer, torch.optim.Rprop):
+                raise ConfigurationError(
+                    "torch's Rprop sets chosen elements of its gradients, which it can't where they are sharded: use "
+                    "strategy='zero1', which divides its state too, or another optimizer"
+                )
+        if not getattr(self.module, "automatic_optimization", True) and self._objects is not None:
+            self._check_references(through_optimizers=True)  # a step of its own with an old one would train nothing
+        super().setup_optimizers(optimizers, lr_scheduler_configs)
+
+    def begin_epoch(self) -> None:
+        """Refuse a trained parameter that came after the model was divided: its values would be each rank's own."""
+        super().begin_epoch()
+        assert self.module is not None
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad and parameter not in self._divided:
+                raise ModelError(
+                    f"{name!r} has come into {type(self.module).__name__} while it was trained, after the model was "
+                    f"divided among the ranks, and strategy {self.alias or type(self).__name__!r} would not train it: "
+                    "replace a layer before fit, or in configure_model"
+                )
+
+    def is_divided(self) -> bool:
+        """Whether this rank lacks a part of some parameter; the same on every rank."""
+        assert self.module is not None
+        return any(parameter is not local(parameter) for parameter in self.module.parameters())
+
+    def restore_module(self) -> None:
+        assert self.module is not None
+        if self._wrapping is None:
+            return
+        with self.guard("gathering of the model"):
+            whole_model = self.whole_tensors()
+        self._carried_hooks.remove()
+        self._wrapping.undo(self.module, whole_model)
+        self.module.__dict__.pop("_torchhal_in_parts", None)
+        self.model, self.model_is_connected = self.module, False
+        self._runner, self._wrapping, self._objects = None, None, None
+
+    def whole_tensors(self) -> dict[str, torch.Tensor]:
+        """Every parameter and buffer, whole, in the host memory of every rank; one at a time on the devices."""
+        assert self.module is not None
+        tensors = [
+            *self.module.named_parameters(remove_duplicate=False), *self.module.named_buffers(remove_duplicate=False)
+        ]  # fmt: skip
+        return {name: whole(tensor.detach()).cpu() for name, tensor in tensors if not tensor.is_meta}
+
+    def _release_model(self) -> None:
+        if self.module is not None:
+            ForwardInstead.remove(self.module)  # also of one that a failed run has left in parts
+        self._carried_hooks.remove()
+        self._plain_semantics.disable()
+        self._divided, self._runner, self._objects, self._wrapping = frozenset(), None, None, None
+        super()._release_model()
+
+    @property
+    def saves_shards(self) -> bool:
+        """Whether the checkpoint IO takes each rank's part as it is."""
+        return "sharded" in self.checkpoint_io.features
+
+    def explain(self, error: BaseException) -> BaseException:
+        """What to do about an operator that torch has no way to compute with parts."""
+        alias = self.alias or type(self).__name__
+        if isinstance(error, RuntimeError) and any(words in message_of(error) for words in _NOT_FOR_PARTS):
+            return ModelError(
+                f"{error} Strategy {alias!r} divides parameters and gradients among the ranks, and torch can't do this "
+                "with a divided tensor: compute with what its full_tensor() gives, which all ranks must call, and "
+                "write a whole result back by weight.data = value, or use strategy='ddp' or 'zero1'"
+            )
+        if (
+            isinstance(error, RuntimeError)
+            and self._objects is not None
+            and "functorch transforms" in message_of(error)
+        ):
+            return ModelError(
+                f"transforms of torch.func can't go through layers that strategy {alias!r} divides: let "
+                f"{type(self.module).__name__} take the gradient by torch.autograd.grad, or use strategy='ddp' or "
+                "'zero1'"
+            )
+        words = "more than one element of the written-to tensor refers to a single memory location"
+        cause = error.__cause__ if isinstance(error, ModelError) else error  # a pipeline's rehearsal has wrapped it
+        if isinstance(cause, RuntimeError) and words in str(cause) and (name := self._written_original(cause)):
+            return ModelError(
+                f"{type(self.module).__name__} writes to {name!r} by a reference from before the model was divided, "
+                f"and strategy {alias!r} trains another object in its place: look parameters up where they are used, "
+                "by self.get_parameter(name) say"
+            )
+        return super().explain(error)
+
+    def _written_original(self, error: BaseException) -> str | None:
+        """The name of an emptied parameter of the user's that the code which raised ``error`` refers to."""
+        originals = {id(each): name for name, each in self._objects.replaced()} if self._objects is not None else {}
+        for frame, _ in reversed(list(walk_tb(error.__traceback__))):
+            held = [*frame.f_locals.values(), *map(frame.f_globals.get, frame.f_code.co_names)]
+            for value in (*held, *(each for one in held if type(one) is dict for each in one.values())):
+                if id(value) in originals:
+                    return originals[id(value)]
+        return None
+
+    # -- steps -----------------------------------------------------------------------------------------------
+
+    def user_step(self, name: str) -> Callable[..., Any]:
+        """The module's own step, with what looks at its first call."""
+        step: Callable[..., Any] = getattr(self.module, name)
+        called = name != "training_step" or self._objects is None
+
+        @functools.wraps(step)
+        def call(*args: Any) -> Any:
+            nonlocal called
+            result = step(*args)
+            if not called and self._objects is not None:
+                self._objects.check_unused(self.alias or type(self).__name__)
+                called = True
+            return result
+
+        return step if called else call
+
+    def module_step(self, name: str) -> Callable[..., Any]:
+        step = self.user_step(name)
+        if name == "training_step":
+            if not getattr(self.module, "automatic_optimization", True):
+                return step
+            if self.model_is_connected:
+                return self._through_connected(step)
+        return step if self._runner is None else lambda *args: self._runner(step, *args)  # type: ignore[misc]
+
+    def _through_connected(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """``step`` as what the model runs that the precision's ``connect`` has put a module around."""
+
+        def call(*args: Any) -> Any:
+            runner = self._runner
+            if runner is None:
+                return forward_through(self, self.module, step)(*args)
+            return forward_through(self, runner, functools.partial(runner.forward, step))(*args)
+
+        return call
+
+    # -- state -----------------------------------------------------------------------------------------------
+
+    def module_state_dict(self) -> dict[str, Any]:
+        return self._portable(super().module_state_dict())
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return self._portable(super().optimizer_state(optimizer))
+
+    def _portable(self, state: dict[str, Any]) -> dict[str, Any]:
+        if self.saves_shards:
+            return state
+        with self.guard("gathering of the state"):
+            return gathered(state, keep=self.keeps_gathered)  # type: ignore[no-any-return]
+
+    @property
+    def keeps_gathered(self) -> bool:
+        """Whether this rank needs what it helps to gather: rank 0, which saves it."""
+        return self.is_global_zero
+
+    def load_checkpoint(self, path: str, *, weights_only: bool = True) -> dict[str, Any]:
+        """A sharded checkpoint is opened, not read: each tensor is read where its part is known."""
+        if "sharded" not in self.checkpoint_io.features:
+            return super().load_checkpoint(path, weights_only=weights_only)
+        checkpoint = self.checkpoint_io.open_checkpoint(path)
+        return {key: value if key in _PLACED else read(value) for key, value in checkpoint.items()}
+
+    def load_module_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> Any:
+        assert self.module is not None
+        own = self.module.state_dict()
+        parts: Any = OrderedDict((name, self._placed(name, value, own.get(name))) for name, value in state.items())
+        if hasattr(state, "_metadata"):  # the versions of its modules, some of which bring older states up to date
+            parts._metadata = state._metadata
+        with torch.no_grad():
+            return super().load_module_state_dict(parts, strict=strict)
+
+    def check_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        super().check_optimizer_state(optimizer, state)
+        for index, target, entry in _by_parameter(optimizer, state):
+            for key, item in entry.items():
+                shape = getattr(item, "shape", ())
+                if len(shape) and target is not None and target is not local(target) and shape != target.shape:
+                    raise CheckpointMismatchError(
+                        f"the state of {type(optimizer).__name__} can't be divided as its parameters are: {key!r} of "
+                        f"parameter {index} has the shape {tuple(shape)}, and the parameter {tuple(target.shape)}. "
+                        "Continue with strategy='zero1' or 'ddp', under which parameters are whole"
+                    )
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        self.check_optimizer_state(optimizer, state)
+        placed = {
+            index: {key: self._placed(f"{key!r} of parameter {index}", item, target) for key, item in entry.items()}
+            for index, target, entry in _by_parameter(optimizer, state)
+        }
+        super().load_optimizer_state(optimizer, {**state, "state": placed})
+
+    def _placed(self, name: str, value: Any, target: Any) -> Any:
+        """``value`` in the layout of ``target``, if it has its shape; anything else whole."""
+        if not isinstance(value, torch.Tensor | StoredTensor):
+            return value
+        fits = isinstance(target, torch.Tensor) and tuple(value.shape) == tuple(target.shape)
+        if isinstance(value, StoredTensor):
+            return value.read(target if fits else None)
+        if fits:
+            return like(value, target)
+        if isinstance(target, torch.Tensor) and target is not local(target) and value.dim():
+            raise CheckpointMismatchError(
+                f"{name} has the shape {tuple(value.shape)} in the checkpoint and {tuple(target.shape)} here"
+            )
+        return value
+
+    def accumulated_gradients(self) -> dict[str, torch.Tensor]:
+        assert self.module is not None
+        self.sync_gradients()
+        gradients = {
+            name: parameter.grad.detach()
+            for name, parameter in self.module.named_parameters()
+            if parameter.grad is not None and not parameter.is_meta
+        }
+        if self.saves_shards:
+            return gradients
+        with self.guard("gathering of the gradients"):
+            return {name: whole(gradient).cpu() for name, gradient in gradients.items()}
+
+    def load_accumulated_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        assert self.module is not None
+        for name, parameter in self.module.named_parameters():
+            if name in gradients and not parameter.is_meta:
+                parameter.grad = self._placed(f"the gradient of {name}", gradients[name], parameter.detach())
+
+    # -- gradients -------------------------------------------------------------------------------------------
+
+    def sync_gradients(self) -> None:
+        """Average the gradients of parameters that are whole on every rank; the others' are averaged in backward."""
+        self.gradients_synced = True
+        if self.world_size > 1 and (plain := self.replicated_parameters()):
+            with self.guard("averaging of the gradients"):
+                collectives.average_gradients(plain)
+
+    def replicated_parameters(self) -> list[nn.Parameter]:
+        """Parameters whose gradients nobody averages but this strategy."""
+        return []
+
+    def clip_gradients(self, optimizer: Optimizer, clip_val: float, algorithm: str = "norm") -> torch.Tensor | None:
+        """Clip by the norm over all parts of all parameters; returns it, 0-d and the same on every rank."""
+        if algorithm not in ("norm", "value"):
+            raise ValueError(f"'algorithm' must be 'norm' or 'value' (got {algorithm!r})")
+        self.unscale_gradients(optimizer)
+        gradients = self._gradients(optimizer)
+        if algorithm == "value":
+            for gradient in gradients:
+                local(gradient).clamp_(-clip_val, clip_val)
+            return None
+        norm = self._norm(gradients)
+        scale_to(gradients, norm, clip_val)
+        return norm
+
+    def grad_norm(self, optimizer: Optimizer) -> torch.Tensor:
+        self.unscale_gradients(optimizer)
+        return self._norm(self._gradients(optimizer))
+
+    def _norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        with self.guard("the norm of the gradients"):
+            return global_norm(gradients, squares=self.sum_of_squares)
+
+    def _gradients(self, optimizer: Optimizer) -> list[torch.Tensor]:
+        """Those of the parameters that this rank has, or has a part of."""
+        parameters = [p for p in self.precision.main_params(optimizer) if p.grad is not None and not p.is_meta]
+        return [dense_gradient(parameter) for parameter in parameters]
+
+    def sum_of_squares(self, square: torch.Tensor) -> torch.Tensor:
+        """The sum of squares over the whole model, from that over the parameters which this rank has a part of."""
+        return square
+
+
+def _by_parameter(optimizer: Optimizer, state: Mapping[str, Any]) -> Iterator[tuple[Any, Any, Mapping[str, Any]]]:
+    """Index, parameter (None for an index that has none) and state of each parameter in ``state``."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, entry in state["state"].items():
+        yield index, parameters[index] if isinstance(index, int) and index < len(parameters) else None, entry
