@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import torchhal
 from torchhal.distributed import _rank_monitor as rank_monitor
 from torchhal.distributed import failures, signals
-from torchhal.distributed.failures import Failure
-from torchhal.distributed.signals import StopRequested, StopSignals, exit_on
+from torchhal.distributed.failures import Failure, exit_on
+from torchhal.distributed.signals import StopRequested, StopSignals
 from torchhal.errors import RankFailedError
 from torchhal.launchers._subprocess_supervisor import Children
 
@@ -279,7 +279,7 @@ def test_an_error_after_caught_interrupts_is_printed_once():
         for _ in range(2):
             failures.install_excepthook()
             try:
-                raise signals.exit_on(signal.SIGINT, agreed=True)
+                raise failures.exit_on(signal.SIGINT, agreed=True)
             except KeyboardInterrupt:
                 pass
         raise ValueError("boom")

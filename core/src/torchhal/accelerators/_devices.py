@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any, ClassVar, Protocol
 
 from torchhal.errors import ConfigurationError
 
-if TYPE_CHECKING:
-    from torchhal.accelerators.base import Accelerator
+
+class Accelerator(Protocol):
+    """What of an accelerator is needed to count its devices."""
+
+    name: ClassVar[str]
+    oversubscribable: ClassVar[bool]
+
+    def device_count(self) -> int: ...
+    def auto_device_count(self) -> int: ...
+    def require_available(self) -> Any: ...
+
 
 _TEXT = re.compile(r"\s*-?[0-9]+\s*(?:,\s*-?[0-9]+\s*)*,?\s*")
 _FORMS = "'auto', a count such as 2 or '2', -1 for all, or indices such as [0, 1] or '0,1'"

@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any, BinaryIO
-
-from torchhal.checkpoint._temp_files import is_temporary_name
-from torchhal.errors import ConfigurationError
-
-_FLATTENED_URL = re.compile(r"[a-z][a-z0-9+.-]+:/(?!/)")
 
 
 class Place(ABC):
@@ -72,42 +64,3 @@ class Place(ABC):
 def is_url(path: str) -> bool:
     """Whether fsspec is asked for it, and not the local file system."""
     return "://" in path
-
-
-def place_of(
-    path: str | os.PathLike[str],
-    options: Mapping[str, Any],
-    call_options: Mapping[str, Any] | None = None,
-    *,
-    folder: bool = False,
-) -> Place:
-    """The place ``path`` names.
-
-    ``options`` are an IO's own, for its URLs; ``call_options`` belong to this one path, so that a name among them
-    that means nothing there is a TypeError.
-    """
-    from torchhal.checkpoint._local_file import LocalPlace
-
-    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
-    if not isinstance(text, str):
-        raise TypeError(f"'path' must be a str or os.PathLike[str] (got {path!r})")
-    if not text or "\0" in text:
-        raise ConfigurationError(f"'path' must name a {'folder' if folder else 'file'} (got {text!r})")
-    if not isinstance(path, str) and _FLATTENED_URL.match(text):
-        raise ConfigurationError(
-            f"'path' must be a str when it is a URL: pathlib makes one slash of two (got {path!r})"
-        )
-    name = re.split(r"[/\\]" if os.name == "nt" else "/", text)[-1]
-    if not folder and name in ("", ".", ".."):
-        raise ConfigurationError(f"'path' must name a file (got {text!r}, which is a folder's name)")
-    if not folder and is_temporary_name(name):
-        raise ConfigurationError(f"'path' must not look like the temporary file of a save (got {text!r})")
-    if is_url(text):
-        from torchhal.checkpoint._fsspec_file import remote_place
-
-        return remote_place(text, options, call_options)
-    if call_options:
-        raise TypeError(
-            f"'storage_options' must be empty for the local path {text!r} (got {', '.join(map(repr, call_options))})"
-        )
-    return LocalPlace(text, text)

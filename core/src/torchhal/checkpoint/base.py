@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from torchhal.checkpoint._location import place_of
+from torchhal.checkpoint._locate import place_of
 
 
 class CheckpointIO(ABC):

@@ -16,7 +16,8 @@ from torch import serialization
 from torchhal.checkpoint import _save_time as save_time
 from torchhal.checkpoint._checksum import HEAD, TAIL, SealingFile, read_ending, verify, verify_description
 from torchhal.checkpoint._local_file import LocalPlace
-from torchhal.checkpoint._location import Place, place_of
+from torchhal.checkpoint._locate import place_of
+from torchhal.checkpoint._location import Place
 from torchhal.checkpoint._map_location import check_map_location
 from torchhal.checkpoint._storage_compaction import pickle_module
 from torchhal.checkpoint._validation import inspect_contents

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
 import runpy
-import signal as _signal
+import signal
 import sys
 import traceback as _traceback
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from torchhal.distributed.process import REPORT_FD, exit_status, is_signal_status, write_stderr
-from torchhal.distributed.signals import StopRequested, is_agreed, is_orderly
+from torchhal.distributed.signals import AGREED, StopRequested, is_agreed, is_orderly
 from torchhal.errors import RankFailedError, TorchhalError, message_of
 
 _TORCHHAL = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -75,7 +76,7 @@ class Failure:
     @classmethod
     def from_signal(cls, rank: int, signum: int) -> Failure:
         """That a rank left on a signal, without the others."""
-        name = _signal.Signals(signum).name
+        name = signal.Signals(signum).name
         return cls(rank, f"left on {name}", exit_code=128 + signum, stop_signal=signum)
 
     @classmethod
@@ -101,7 +102,7 @@ class Failure:
     @property
     def aborted(self) -> bool:
         """Whether C++ code gave up, as a backend does when ranks send each other what they don't expect."""
-        return self.signal == getattr(_signal, "SIGABRT", None)
+        return self.signal == getattr(signal, "SIGABRT", None)
 
     @property
     def weight(self) -> int:
@@ -159,7 +160,7 @@ def _stop_signal(error: BaseException) -> int:
     if isinstance(error, StopRequested):
         return error.signum
     if isinstance(error, KeyboardInterrupt):  # before a Trainer answers signals, or the second one
-        return 0 if is_agreed(error) else int(_signal.SIGINT)
+        return 0 if is_agreed(error) else int(signal.SIGINT)
     return (_exit_code(error) or 128) - 128 if is_agreed(error) is False else 0
 
 
@@ -225,6 +226,30 @@ def install_excepthook() -> None:
 
     hook._torchhal = previous  # type: ignore[attr-defined]
     sys.excepthook = hook
+
+
+def exit_on(signum: int, *, agreed: bool | None = None) -> BaseException:
+    """What ends a program on ``signum`` as its sender expects.
+
+    A KeyboardInterrupt of here that nobody catches ends it with SIGINT's code and without a traceback.
+
+    ``agreed`` tells the launcher, by ``signals.is_agreed``, whether all ranks stop at one place and may still be
+    writing.
+    """
+    error: BaseException
+    if signum == signal.SIGINT:
+        install_excepthook()
+        error = KeyboardInterrupt()  # no subclass: Python gives the code for KeyboardInterrupt itself only
+    else:
+        error = SystemExit(128 + signum)
+    error.__dict__[AGREED] = agreed
+    error.__dict__["_render_traceback_"] = functools.partial(_shown_in_a_notebook, type(error).__name__)
+    return error
+
+
+def _shown_in_a_notebook(name: str) -> list[str]:
+    """IPython asks an error for what it shows of it; the line above says what has happened."""
+    return [f"{name}: stopped in order"]
 
 
 _torchs: tuple[Any, Any] | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import signal
 import sys
@@ -28,48 +27,23 @@ class StopRequested(BaseException):
         self.signum = signum
 
 
-def exit_on(signum: int, *, agreed: bool | None = None) -> BaseException:
-    """What ends a program on ``signum`` as its sender expects.
-
-    A KeyboardInterrupt of here that nobody catches ends it with SIGINT's code and without a traceback.
-
-    ``agreed`` tells the launcher, by :func:`is_agreed`, whether all ranks stop at one place and may still be writing.
-    """
-    error: BaseException
-    if signum == signal.SIGINT:
-        from torchhal.distributed.failures import install_excepthook  # which imports this module
-
-        install_excepthook()
-        error = KeyboardInterrupt()  # no subclass: Python gives the code for KeyboardInterrupt itself only
-    else:
-        error = SystemExit(128 + signum)
-    error.__dict__[_AGREED] = agreed
-    error.__dict__["_render_traceback_"] = functools.partial(_shown_in_a_notebook, type(error).__name__)
-    return error
-
-
 def is_agreed(error: BaseException) -> bool | None:
-    """The ``agreed`` of :func:`exit_on`; None for an error that it did not make."""
-    agreed: bool | None = error.__dict__.get(_AGREED)
+    """The ``agreed`` of ``failures.exit_on``; None for an error that it did not make."""
+    agreed: bool | None = error.__dict__.get(AGREED)
     return agreed
 
 
 def signal_of(error: BaseException) -> int:
-    """The signal on which :func:`exit_on` made ``error``."""
+    """The signal on which ``failures.exit_on`` made ``error``."""
     return int(signal.SIGINT) if isinstance(error, KeyboardInterrupt) else error.code - 128  # type: ignore[attr-defined]
 
 
-def _shown_in_a_notebook(name: str) -> list[str]:
-    """IPython asks an error for what it shows of it; the line above says what has happened."""
-    return [f"{name}: stopped in order"]
-
-
 def is_orderly(error: BaseException) -> bool:
-    """Whether :func:`exit_on` made ``error``: the user has been told of the stop."""
-    return _AGREED in error.__dict__
+    """Whether ``failures.exit_on`` made ``error``: the user has been told of the stop."""
+    return AGREED in error.__dict__
 
 
-_AGREED = "_torchhal_agreed"
+AGREED = "_torchhal_agreed"
 
 
 class StopSignals:

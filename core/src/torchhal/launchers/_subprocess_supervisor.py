@@ -12,8 +12,7 @@ from contextlib import contextmanager
 
 from torchhal.distributed import failures, process, rendezvous
 from torchhal.distributed._rank_monitor import active_watches, stop_is_agreed
-from torchhal.distributed.failures import Failure
-from torchhal.distributed.signals import exit_on
+from torchhal.distributed.failures import Failure, exit_on
 from torchhal.launchers._exit_monitor import ExitMonitor
 
 GRACE = 5.0

@@ -16,7 +16,8 @@ import torch
 
 from torchhal.cluster.base import ClusterEnvironment
 from torchhal.distributed import failures, process, rendezvous
-from torchhal.distributed.signals import born_blocked, exit_on, is_agreed
+from torchhal.distributed.failures import exit_on
+from torchhal.distributed.signals import born_blocked, is_agreed
 from torchhal.errors import ConfigurationError, DistributedError, LaunchError, RankFailedError
 from torchhal.launchers._command import script_command
 from torchhal.launchers._exit_monitor import ExitMonitor

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torchhal.distributed import failures
-from torchhal.distributed.failures import STILL_HERE, Failure
-from torchhal.distributed.signals import exit_on
+from torchhal.distributed.failures import STILL_HERE, Failure, exit_on
 from torchhal.errors import LaunchError
 
 

@@ -19,16 +19,9 @@ from torchhal.checkpoint._location import is_url
 from torchhal.cluster import ClusterEnvironment
 from torchhal.cluster._job import Job, current_job
 from torchhal.distributed import rendezvous
+from torchhal.distributed.failures import exit_on
 from torchhal.distributed.process import open_standard_descriptors
-from torchhal.distributed.signals import (
-    DEFAULT_SIGNALS,
-    StopRequested,
-    StopSignals,
-    at_once,
-    exit_on,
-    is_orderly,
-    signal_of,
-)
+from torchhal.distributed.signals import DEFAULT_SIGNALS, StopRequested, StopSignals, at_once, is_orderly, signal_of
 from torchhal.errors import ModelError, RankFailedError, TorchhalError
 from torchhal.pytree import move_to_device
 from torchhal.trainer import _checkpointing as checkpointing

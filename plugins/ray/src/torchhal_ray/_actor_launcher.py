@@ -10,11 +10,11 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from torchhal.distributed import process
-from torchhal.distributed.failures import Failure
-from torchhal.distributed.signals import NotedSignals, exit_on
+from torchhal.distributed.failures import Failure, exit_on
+from torchhal.distributed.signals import NotedSignals
 from torchhal.errors import LaunchError
 from torchhal.launchers import Launcher, serialization
 from torchhal.launchers.worker_outcome import Verdict
@@ -24,9 +24,6 @@ from torchhal_ray import tune
 from torchhal_ray._driver_queue import Letters
 from torchhal_ray._ranks import Seat, seats, shared_devices
 from torchhal_ray._worker import Assignment, Started, Worker, send_signal
-
-if TYPE_CHECKING:
-    from torchhal_ray.environment import RayLauncher
 
 GRACE = 5.0
 """Seconds that the others get to come back by themselves after a rank has raised."""
@@ -51,6 +48,18 @@ _JOB = ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID")
 """What rank 0 needs to have the scheduler's job requeued in which this process runs, and its Ray cluster."""
 
 
+class ActorSettings(Protocol):
+    """What :class:`torchhal_ray.RayLauncher` was made with."""
+
+    num_workers: int | None
+    placement: str
+    timeout: float
+    stop_timeout: float
+    runtime_env: dict[str, Any]
+    init: dict[str, Any]
+    stop_signals: tuple[int, ...]
+
+
 class ActorLauncher(Launcher):
     """Runs the function in actors of a placement group; the caller waits for them and is no rank.
 
@@ -65,7 +74,7 @@ class ActorLauncher(Launcher):
 
     def __init__(
         self,
-        settings: RayLauncher,
+        settings: ActorSettings,
         resources: Mapping[str, float],
         prepare: Callable[[], None],
         *,

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from torchhal.errors import CheckpointMismatchError
-
-if TYPE_CHECKING:
-    from torchhal_torchft.strategy import TorchFTStrategy
+from torchhal.strategies import Strategy
 
 
-def collect(strategy: TorchFTStrategy) -> dict[str, Any]:
+def collect(strategy: Strategy) -> dict[str, Any]:
     """The state between two steps."""
     (optimizer,) = strategy.optimizers
     trainer = strategy.trainer
@@ -32,7 +30,7 @@ def collect(strategy: TorchFTStrategy) -> dict[str, Any]:
     return taken
 
 
-def load(strategy: TorchFTStrategy, state: Mapping[str, Any]) -> None:
+def load(strategy: Strategy, state: Mapping[str, Any]) -> None:
     """Continue from :func:`collect`'s value of another group.
 
     Raises:

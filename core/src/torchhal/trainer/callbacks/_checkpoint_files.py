@@ -6,7 +6,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from torchhal.checkpoint._location import is_url, place_of
+from torchhal.checkpoint._locate import place_of
+from torchhal.checkpoint._location import is_url
 from torchhal.errors import CheckpointError
 
 

@@ -14,7 +14,8 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from torchhal.checkpoint._location import Place, place_of
+from torchhal.checkpoint._locate import place_of
+from torchhal.checkpoint._location import Place
 from torchhal.checkpoint._temp_files import machine, process_is_dead
 from torchhal.errors import CheckpointError, TorchhalError
 from torchhal.trainer.callbacks._checkpoint_files import join
