@@ -7,7 +7,7 @@ How a page is read stands in docs/README.md, for those who write one:
   own, ``<!-- test: file NAME -->`` only writes it (any language), ``<!-- test: raises NAME -->`` expects the error,
   ``<!-- no-run: reason -->`` leaves it out. ``exits N`` after a script's name, or before a console, expects that code.
 * In a console every ``$ torchhal ...`` runs; each line shown below it must begin as a line of the real output does.
-* A page sees the parts of core, of torchhal-parallel and of the simulator; a plugin's README also its own, and a page
+* A page sees the parts of core, of torchhal-parallel, the kit and the simulator; a plugin's README also its own, and a page
   with ``<!-- plugins: NAME ... -->`` those of that folder in ``plugins``.
 
 Blocks keep their line numbers, so that a traceback names the line of the page.
@@ -33,7 +33,7 @@ PAGES += sorted((ROOT / "docs" / "how-to").glob("*.md")) + sorted((ROOT / "plugi
 PLUGIN_PAGE = ROOT / "docs" / "how-to" / "write-a-strategy.md"
 TIMEOUT = 300  # seconds, on a machine that does much else
 
-EVERYWHERE = {"parallel", "simulator"}
+EVERYWHERE = {"conformance", "parallel", "simulator"}
 FIRST_PARTY = {path.parent.name for path in (ROOT / "plugins").glob("*/pyproject.toml")}
 
 NEEDS = re.compile(r"^<!-- plugins: (.+?) -->$", re.MULTILINE)

@@ -33,6 +33,30 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+__all__ = [
+    "AcceleratorUnavailable",
+    "AmbiguousAliasError",
+    "BrokenPluginError",
+    "CheckpointCorruptError",
+    "CheckpointError",
+    "CheckpointMismatchError",
+    "CollectiveTimeoutError",
+    "ComponentError",
+    "ConfigurationError",
+    "DistributedError",
+    "IncompatiblePluginError",
+    "LaunchError",
+    "ModelError",
+    "NonFiniteLossError",
+    "PluginError",
+    "RankFailedError",
+    "TorchhalError",
+    "UnknownAliasError",
+    "UnknownArgumentError",
+    "UnsupportedCombinationError",
+    "message_of",
+]
+
 
 class TorchhalError(Exception):
     """Base of every error that torchhal raises on purpose.

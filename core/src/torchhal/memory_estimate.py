@@ -19,6 +19,14 @@ from torch.optim import Optimizer
 
 from torchhal.errors import ConfigurationError, ModelError
 
+__all__ = [
+    "MemoryEstimate",
+    "ModelMemory",
+    "ParameterMemory",
+    "bytes_of",
+    "format_bytes",
+]
+
 STATE_FACTORS: Final = {"ASGD": 1.0, "LBFGS": 203.0, "Adafactor": 0.1}
 """Size of the state, in sizes of the parameters, of optimizers that can't step on the meta device: LBFGS with its
 default history of 100, Adafactor for matrices of a few dozen rows. Of any other one 2 is assumed, as of Adam."""

@@ -15,11 +15,20 @@ import pluggy
 
 from torchhal._terminal import printable
 
+__all__ = [
+    "HOOKS",
+    "KINDS",
+    "Availability",
+    "Component",
+    "hookimpl",
+]
+
 PROJECT: Final = "torchhal"
 """The pluggy project name, and the entry-point group."""
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
+"""Marks a manifest's functions as hooks."""
 
 HOOKS: Final[Mapping[str, str]] = {
     "accelerator": "torchhal_accelerators",

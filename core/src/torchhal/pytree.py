@@ -14,6 +14,12 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
+__all__ = [
+    "map_tensors",
+    "move_to_device",
+    "moves_itself",
+]
+
 _log = logging.getLogger(__name__)
 
 

@@ -15,6 +15,14 @@ import torch
 if TYPE_CHECKING:
     from torchhal.accelerators import Accelerator
 
+__all__ = [
+    "collect",
+    "collect_host",
+    "restore",
+    "restore_host",
+    "seed_everything",
+]
+
 SEED_VARIABLE = "TORCHHAL_SEED"
 _MAX_SEED = 2**32 - 1  # NumPy takes no more
 

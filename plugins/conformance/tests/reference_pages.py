@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import extension_api
+
 import torchhal_conformance.checks  # noqa: F401  registers them
 from torchhal.accelerators import Accelerator
 from torchhal.checkpoint import CheckpointIO
@@ -199,7 +201,8 @@ KIT = FOLDER / "conformance.md"
 def pages() -> dict[Path, str]:
     before, rest = KIT.read_text(encoding="utf-8").split(START)
     kit = f"{before}{START}\n{index()}\n{END}{rest.split(END)[1]}"
-    return {KIT: kit, **{FOLDER / page.file: text(page) for page in PAGES}}
+    extension = {FOLDER / "extension-api.md": extension_api.text(MADE)}
+    return {KIT: kit, **{FOLDER / page.file: text(page) for page in PAGES}, **extension}
 
 
 if __name__ == "__main__":

@@ -9,6 +9,10 @@ import torch
 
 from torchhal.accelerators.base import Accelerator
 
+__all__ = [
+    "CPUAccelerator",
+]
+
 
 class CPUAccelerator(Accelerator):
     """The CPU. ``devices=n`` means n processes; more than there are cores is allowed, if rarely wise."""

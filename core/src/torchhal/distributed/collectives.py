@@ -21,6 +21,22 @@ from torch import nn
 from torchhal.errors import DistributedError
 from torchhal.pytree import map_tensors
 
+__all__ = [
+    "agree",
+    "all_gather",
+    "all_gather_object",
+    "average_gradients",
+    "broadcast_copies",
+    "broadcast_object",
+    "broadcast_tensors",
+    "check_gatherable",
+    "check_op",
+    "check_src",
+    "host",
+    "reduce",
+    "reduce_tensor",
+]
+
 _OPS = {
     "mean": dist.ReduceOp.SUM,
     "avg": dist.ReduceOp.SUM,

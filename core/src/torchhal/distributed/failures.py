@@ -20,6 +20,13 @@ from torchhal.distributed.process import REPORT_FD, exit_status, is_signal_statu
 from torchhal.distributed.signals import AGREED, StopRequested, is_agreed, is_orderly
 from torchhal.errors import RankFailedError, TorchhalError, message_of
 
+__all__ = [
+    "Failure",
+    "exit_on",
+    "sender",
+    "supervised",
+]
+
 _TORCHHAL = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _LAUNCHING = tuple(os.path.join(_TORCHHAL, package, "") for package in ("distributed", "launchers"))
 

@@ -15,6 +15,20 @@ import threading
 import time
 from collections.abc import Callable, Mapping, MutableMapping
 
+__all__ = [
+    "LAUNCH_ID",
+    "LAUNCH_KIND",
+    "PARENT_IS_MAIN",
+    "PARENT_PID",
+    "REPORT_FD",
+    "describe_exit",
+    "launched_by",
+    "leave",
+    "rank_variables",
+    "without_external",
+    "write_stderr",
+]
+
 LAUNCH_ID = "TORCHHAL_LAUNCH_ID"
 """Set in every process that a torchhal launcher starts, and nowhere else: RANK and its like may be left over in a
 shell, this can't be."""

@@ -16,6 +16,10 @@ from typing import Any, ClassVar
 
 from torchhal.distributed.process import leave, write_descriptor_2, write_stderr
 
+__all__ = [
+    "NotedSignals",
+]
+
 DEFAULT_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 

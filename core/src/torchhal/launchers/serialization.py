@@ -18,6 +18,14 @@ from typing import IO, Any
 
 from torchhal.errors import LaunchError
 
+__all__ = [
+    "apply_settings",
+    "collect_settings",
+    "pack_function",
+    "read",
+    "write",
+]
+
 
 class NamelessFile:
     """A temporary file without a name; pickles to a started process, whatever the start method."""

@@ -24,6 +24,11 @@ from torchhal.distributed.failures import Failure
 if TYPE_CHECKING:
     from torchhal.launchers.serialization import NamelessFile
 
+__all__ = [
+    "failed",
+    "perform",
+]
+
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 """A function and its arguments."""
 

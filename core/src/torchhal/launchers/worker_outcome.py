@@ -10,6 +10,10 @@ from torchhal.distributed import failures
 from torchhal.distributed.failures import STILL_HERE, Failure, exit_on
 from torchhal.errors import LaunchError
 
+__all__ = [
+    "Verdict",
+]
+
 
 class Verdict:
     """Collects the messages of ``torchhal.launchers.worker``, of ``num_workers`` workers."""

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from torchhal.accelerators.cpu import CPUAccelerator
+from torchhal.accelerators import CPUAccelerator
 from torchhal.plugin import Availability
 from torchhal_ipu import _sdk as sdk
 

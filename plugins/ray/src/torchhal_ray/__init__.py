@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     from torchhal_ray.environment import RayLauncher
     from torchhal_ray.tune import TuneReportCallback
 
+__version__ = "0.1.0"
+
 __all__ = ["RayLauncher", "TuneReportCallback"]
 
 _HOMES = {"RayLauncher": "environment", "TuneReportCallback": "tune"}
