@@ -21,7 +21,10 @@ PYTEST_XLA = $(RUNNER) $(XLA)/bin/python -m pytest --numprocesses 4 --dist loadf
 # The thousands of processes that the tests start read bytecode; without it, each compiles what it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-rest test-xla test-newest check lint bench conformance cluster-tools clean
+.PHONY: help demo test test-all test-rest test-xla test-newest check lint bench conformance cluster-tools clean
+
+help:  ## list the targets
+	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 
 demo: $(VENV)/demo.stamp  ## train a small conv net with ddp on two CPU processes
 	$(BIN)/python docs/tutorials/digits.py
@@ -37,7 +40,7 @@ test-rest: $(VENV)/dev.stamp  ## what test leaves out
 	$(PYTEST) -m slow
 
 # Beside mypy one process compiles the tests, with pytest's assertions, which otherwise each worker of a fresh clone does.
-check: $(VENV)/dev.stamp
+check: $(VENV)/dev.stamp  ## linters and types
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 	$(BIN)/python -m pytest --collect-only -qq >/dev/null 2>&1 & collecting=$$!; \
 	trap 'kill $$collecting 2>/dev/null' EXIT; $(BIN)/mypy && { wait $$collecting || true; }  # the tests will say why not
@@ -52,7 +55,7 @@ test-newest: $(NEWEST)/packages.stamp  ## the tests of `make test` on the newest
 cluster-tools:  ## Slurm, Open MPI, MPICH and iproute2, for tests/test_clusters.py, which skips without them (Debian, root)
 	apt-get install --yes --quiet --no-install-recommends slurmctld slurmd slurm-client iproute2 openmpi-bin mpich
 
-lint: $(VENV)/dev.stamp
+lint: $(VENV)/dev.stamp  ## fix what the linters can, then check types
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/mypy
@@ -110,5 +113,5 @@ $(NEWEST)/packages.stamp: requirements-dev.txt core/pyproject.toml $(PLUGINS:=/p
 	$(NEWEST)/bin/python -m pip install --quiet --no-deps $(PLUGINS:%=--editable ./%)
 	touch $@
 
-clean:
+clean:  ## remove the environments and the runs
 	rm -rf $(VENV) $(XLA) $(NEWEST) torchhal_runs
