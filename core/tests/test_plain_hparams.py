@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from torchhal import Module, Trainer
-from torchhal._plain_hparams import NotPlainError, from_plain, to_plain
+from torchhal._hyperparameters import NotPlainError, from_plain, to_plain
 from torchhal.errors import CheckpointMismatchError
 
 

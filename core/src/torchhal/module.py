@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from torchhal._arguments import check_bool, check_clip_algorithm, check_clip_val, check_path
+from torchhal._hyperparameters import Hyperparameters
 from torchhal.errors import (
     CheckpointCorruptError,
     CheckpointMismatchError,
@@ -46,19 +47,6 @@ def _mismatch(describe: Callable[[Exception], str]) -> Iterator[None]:
         raise
     except Exception as error:  # what it raises depends on what is wrong, and on the user's code
         raise CheckpointMismatchError(describe(error)) from error
-
-
-class Hyperparameters(dict[str, Any]):
-    """Constructor arguments by name, readable as attributes."""
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self[name]
-        except KeyError:
-            raise AttributeError(f"no hyperparameter {name!r}: there are {', '.join(self) or 'none'}") from None
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        self[name] = value
 
 
 if TYPE_CHECKING:
@@ -192,7 +180,7 @@ class _HasHyperparameters:
     @classmethod
     def _saved_arguments(cls, checkpoint: dict[str, Any], path: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         """The saved ones that are not ``given``."""
-        from torchhal._plain_hparams import from_plain
+        from torchhal._hyperparameters import from_plain
 
         prefix = cls._hyperparameter_prefix
         accepted = inspect.signature(cls.__init__).parameters.values()

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torchhal import rng
-from torchhal._plain_hparams import NotPlainError, to_plain
+from torchhal._hyperparameters import NotPlainError, to_plain
 from torchhal.checkpoint import CheckpointIO
 from torchhal.checkpoint._inspection import is_tensor
 from torchhal.checkpoint._trainer_format import FORMAT, check_dtypes

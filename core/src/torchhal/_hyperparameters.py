@@ -1,4 +1,4 @@
-"""Hyperparameters as plain data, which a checkpoint can hold and a load needs no code of, and back."""
+"""Keep hyperparameters by name, and as plain data that a checkpoint can hold and a load needs no code of."""
 
 from __future__ import annotations
 
@@ -16,7 +16,19 @@ from typing import Any
 
 import torch
 
-from torchhal.module import Hyperparameters
+
+class Hyperparameters(dict[str, Any]):
+    """Constructor arguments by name, readable as attributes."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"no hyperparameter {name!r}: there are {', '.join(self) or 'none'}") from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
+
 
 _KIND = "__torchhal__"
 """The key of a dict that stands for a value of another type: which, with its parts beside it."""
