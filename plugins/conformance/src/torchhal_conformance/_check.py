@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 from collections.abc import Callable, Iterable
@@ -137,6 +138,7 @@ def checks_for(kind: str, *, level: str | None = None) -> list[Check]:
         raise ConfigurationError(f"'kind' must be one of {', '.join(map(repr, KINDS))} (got {kind!r})")
     if level is not None and level not in LEVELS:
         raise ConfigurationError(f"'level' must be one of {', '.join(map(repr, LEVELS))} (got {level!r})")
+    importlib.import_module("torchhal_conformance.checks")  # which registers them
     wanted = LEVELS if level is None else LEVELS[: LEVELS.index(level) + 1]
     families = list(PREFIXES)
     found = [one for one in CHECKS.values() if kind in one.kinds and one.level in wanted]
