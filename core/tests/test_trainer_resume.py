@@ -3,6 +3,7 @@
 import random
 import re
 import warnings
+from datetime import timedelta
 
 import hardware
 import numpy
@@ -234,6 +235,88 @@ def test_max_steps_in_the_midst_of_an_epoch_goes_on_there(tmp_path):
     trainer.save_checkpoint(tmp_path / "eight.ckpt")
     _, second = fit("shuffled", [], max_steps=11, ckpt_path=tmp_path / "eight.ckpt")
     assert first.losses + second.losses == whole.losses
+
+
+class Clamped(Module):
+    """Goes on in a hook of its own after each step, validation or epoch, with everything that a checkpoint holds."""
+
+    def __init__(self, hook):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.register_buffer("average", torch.zeros(3, 4))
+        setattr(self, hook, self.go_on)
+
+    def go_on(self, *args):
+        if self.trainer.sanity_checking:
+            return
+        with torch.no_grad():
+            self.layer.weight.clamp_(-0.3, 0.3)
+            self.average.lerp_(self.layer.weight, 0.1)
+        self.optimizers().param_groups[0]["lr"] *= 0.9
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return F.cross_entropy(self.layer(x), y)
+
+    def validation_step(self, batch, batch_idx):
+        pass
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+def fit_clamped(hook, callbacks, **options):
+    random.seed(3)
+    numpy.random.seed(3)
+    torch.manual_seed(3)
+    model = Clamped(hook)
+    trainer = Trainer(
+        accelerator=hardware.name(), devices=1, max_epochs=3, logger=False, callbacks=callbacks,
+        enable_checkpointing=bool(callbacks), enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(model, DataLoader(Noisy(), 4), DataLoader(Noisy(), 8), **options)
+    return {**model.state_dict(), "lr": torch.tensor(trainer.optimizers[0].param_groups[0]["lr"])}
+
+
+@pytest.mark.parametrize(
+    ("hook", "options"),
+    [
+        ("on_train_batch_end", {"every_n_train_steps": 4}),
+        ("on_train_batch_end", {"train_time_interval": timedelta(microseconds=1)}),
+        ("on_validation_end", {"save_on_train_epoch_end": False, "every_n_epochs": 1}),
+        ("on_train_epoch_end", {"save_on_train_epoch_end": True}),
+    ],
+)
+def test_what_the_models_own_hook_does_is_in_the_file(tmp_path, hook, options):
+    whole = fit_clamped(hook, [])
+    again = fit_clamped(hook, [ModelCheckpoint(tmp_path, save_top_k=-1, **options)])
+    paths = sorted(tmp_path.glob("*.ckpt"))
+    assert len(paths) >= 3
+    for path in paths:
+        for name, value in fit_clamped(hook, [], ckpt_path=path).items():
+            assert torch.equal(value, whole[name]) and torch.equal(again[name], whole[name]), (path.name, name)
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        "on_train_batch_start", "on_before_zero_grad", "on_before_optimizer_step", "on_train_batch_end",
+        "on_validation_start", "on_validation_batch_start", "on_validation_batch_end", "on_validation_epoch_end",
+        "on_validation_end", "on_train_epoch_end", "on_train_end",
+    ],
+)  # fmt: skip
+def test_a_callback_may_ask_to_come_after_the_model(hook):
+    events = []
+    late, early = Callback(), Callback()
+    late.runs_after_module = True
+    model = Net()
+    for owner, name in ((late, "late"), (early, "early"), (model, "model")):
+        setattr(owner, hook, lambda *args, name=name: events.append(name))
+    Trainer(
+        accelerator=hardware.name(), devices=1, max_epochs=2, logger=False, callbacks=[late, early],
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    ).fit(model, DataLoader(Noisy(), 4), DataLoader(Noisy(), 8))  # fmt: skip
+    assert events and events == ["early", "model", "late"] * (len(events) // 3)
 
 
 class Stateful:

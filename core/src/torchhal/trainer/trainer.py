@@ -451,24 +451,20 @@ class Trainer(TrainerOutput, TrainerProperties):
         return max(1, share_of(length, interval)) if due else 0
 
     def call_epoch_end(self, name: str, before_monitors: Callable[[], None] | None = None) -> None:
-        """Epoch-end hooks: callbacks, the model, then (with all values in) the callbacks that monitor them."""
-        trainer, module = self, self.module
-        monitors = [callback for callback in self.callbacks if getattr(callback, "monitors", False)]
-        watching = {id(callback) for callback in monitors}
+        """Epoch-end hooks: callbacks, the model, then (with all values in) the callbacks that monitor or save them."""
+        module = self.module
         self.current_hook = name
-        functions = self.hooks.of_callbacks(name)
-        for function in functions:
-            if id(getattr(function, "__self__", None)) not in watching:
-                function(trainer, module)
+        before, after = self.hooks.of_callbacks(name)
+        for function in before:
+            function(self, module)
         own = self.hooks.of_module(name)
         if own is not None:
             own()
         self.results.finalize_epoch()
         if before_monitors is not None:
             before_monitors()
-        for function in functions:
-            if id(getattr(function, "__self__", None)) in watching:
-                function(trainer, module)
+        for function in after:
+            function(self, module)
         self.current_hook = None
 
     # -- checkpoints -----------------------------------------------------------------------------------------
