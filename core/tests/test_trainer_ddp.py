@@ -754,6 +754,36 @@ def test_a_line_search_takes_the_same_way_on_every_rank(world2):
         assert torch.equal(tensor, theirs[name]), name
 
 
+class ThawedOnce(Thawed):
+    """Its first layer is trained from the second epoch on, which only the start of that epoch says."""
+
+    def on_train_epoch_start(self):
+        if self.current_epoch == 1:
+            self.layers[0].requires_grad_(True)
+
+
+def resume_thawed(folder, strategy):
+    """Whether a run that goes on in the third epoch ends as the one that it continues, with the same layers trained."""
+    found = []
+    for ckpt_path in (None, f"{folder}/batch9.ckpt"):
+        model = ThawedOnce()
+        trainer = Trainer(
+            accelerator=hardware.name(), devices=2, strategy=strategy, max_epochs=3, logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+            callbacks=[SaveAt(folder, [9])], accumulate_grad_batches=2,
+        )  # fmt: skip
+        trainer.fit(model, torch.utils.data.DataLoader(rows(32), 4, shuffle=True), ckpt_path=ckpt_path)
+        found.append((model.state_dict(), [each.requires_grad for each in model.parameters()]))
+    (whole, trained), (state, trained_then) = found
+    return trained_then == trained, all(torch.equal(whole[name], state[name]) for name in whole)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_a_resumed_run_trains_what_was_unfrozen(world2, tmp_path, strategy):
+    for same_trained, same_weights in world2.run(resume_thawed, str(tmp_path), strategy):
+        assert same_trained and same_weights
+
+
 class Wide(Module):
     """Gradients of many sizes: with three ranks or more, each place in a buffer has its own order of summation."""
 

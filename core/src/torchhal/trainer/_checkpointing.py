@@ -24,6 +24,7 @@ from torchhal.strategies._optimizer_state import parameters_without_state
 from torchhal.trainer import _checkpoint_digests as checkpoint_digests
 from torchhal.trainer._callback_states import callback_states, load_callback_states, unchanged_by_errors
 from torchhal.trainer._checkpoint_fields import check_format, check_training_state, check_weights
+from torchhal.trainer._frozen_parameters import KEY as FROZEN
 from torchhal.trainer._trained_by import check_same
 from torchhal.trainer.data import _elastic_resume as elastic_resume
 
@@ -56,6 +57,8 @@ def dump_checkpoint(trainer: Trainer, *, weights_only: bool = False) -> dict[str
         checkpoint["lr_schedulers"] = [strategy.scheduler_state(config) for config in strategy.lr_scheduler_configs]
         if trainer.trained_by is not None:
             checkpoint["trained_by"] = trainer.trained_by
+        if (frozen := trainer.frozen_parameters.state()) is not None:
+            checkpoint[FROZEN] = frozen
         checkpoint["precision"] = strategy.precision.state_dict()
         checkpoint["strategy"] = strategy.state_dict()
         checkpoint["callbacks"] = callback_states(trainer)
@@ -217,6 +220,7 @@ def restore_training(trainer: Trainer, checkpoint: dict[str, Any], path: str) ->
     ):
         with _naming(path, f"lr_schedulers/{index}"):
             strategy.load_scheduler_state(config, state)
+    trainer.frozen_parameters.restore(checkpoint.get(FROZEN))
     loops = checkpoint["loops"]
     fit.load_state_dict(loops["fit"])
     with _naming(path, "loops/results"):

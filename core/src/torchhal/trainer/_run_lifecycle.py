@@ -320,6 +320,7 @@ def attach(trainer: Trainer, fn: str) -> None:
     if fn == "fit":
         trainer.fit_loop.begin()
         trainer.trained_by = None
+        trainer.frozen_parameters.forget()
     if trainer.strategy.module is not module:  # what an earlier model was trained with is no state of this one
         trainer.strategy.optimizers, trainer.strategy.lr_scheduler_configs = [], []
     # the folder of a new run is the next free one: decided once, by rank 0

@@ -25,6 +25,7 @@ from torchhal.trainer._connectors import (
     make_callbacks,
     make_loggers,
 )
+from torchhal.trainer._frozen_parameters import FrozenParameters
 from torchhal.trainer._properties import TrainerProperties
 from torchhal.trainer._run_lifecycle import launch
 from torchhal.trainer._state import TrainerState
@@ -199,6 +200,7 @@ class Trainer(TrainerOutput, TrainerProperties):
         """Whether the last fit ran in workers that are gone, and their optimizers with them."""
         self.trained_by: dict[str, Any] | None = None
         """The optimizers and schedulers of this run as checkpoints name them; None before they are known."""
+        self.frozen_parameters = FrozenParameters(self)
         self.current_hook: str | None = None
         self.said: set[str] = set()
         self.fit_loop = FitLoop(self)

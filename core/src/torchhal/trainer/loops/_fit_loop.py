@@ -192,6 +192,7 @@ class FitLoop(TrainerPart):
         with at_once():
             self.optimization = Optimization(trainer)
             trainer.hooks.call("on_train_start")
+            trainer.frozen_parameters.begin()
         if not self.batches_done:
             self._restore_rng()
         while not self._done():
