@@ -29,6 +29,7 @@ class Net(Module):
         super().__init__()
         torch.manual_seed(0)
         self.body = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.2), nn.Linear(3, 3))
+        self.scale = nn.Parameter(torch.ones(1), requires_grad=False)
         self.made = optimizer, groups, scheduler, reverse
 
     def training_step(self, batch, batch_idx):
@@ -590,6 +591,9 @@ def test_a_checkpoint_of_lightning_is_named_as_one(tmp_path):
         (("callbacks",), [1]),
         (("precision",), 3),
         (("gradients",), {"body.0.weight": 1}),
+        (("frozen",), ["scale"]),
+        (("frozen", "at_start"), "scale"),
+        (("frozen", "at_save"), [1]),
     ],
 )
 @pytest.mark.parametrize("sealed", [True, False])

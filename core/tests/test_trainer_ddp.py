@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from world import joined
 
-from torchhal import Callback, Module, Trainer
+from torchhal import Callback, ModelCheckpoint, Module, Trainer
 from torchhal.distributed import collectives
 from torchhal.errors import DistributedError, ModelError
 from torchhal.strategies import DDPStrategy, ParallelStrategy
@@ -430,6 +430,51 @@ def test_layers_built_in_hooks_come_back_from_workers_or_say_why(tmp_path, built
         assert "The trained weights are in" in result.stderr
 
 
+class Buffered(Module):
+    """With tensors of many kinds, some of them tied and some in no state."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.layer = torch.nn.Linear(3, 3)
+        self.tied = torch.nn.Linear(3, 3)
+        self.tied.weight = self.layer.weight
+        self.wave = torch.nn.Parameter(torch.ones(3, dtype=torch.complex64))
+        self.register_buffer("average", torch.zeros(3))
+        self.register_buffer("passing", torch.zeros(3), persistent=False)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def training_step(self, batch, batch_idx):
+        self.count += 1
+        self.average += self.layer.bias.detach() / 3
+        return (self.tied(self.layer(batch)) * self.wave.abs()).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("precision", ["64-true", "bf16-true", "32-true"])
+@pytest.mark.parametrize("strategy", ["ddp_fork", pytest.param("ddp_spawn", marks=pytest.mark.slow)])
+def test_the_module_comes_back_from_workers_as_they_had_it(tmp_path, strategy, precision):
+    def fit(strategy, devices):
+        model = Buffered()
+        trainer = Trainer(
+            accelerator="cpu", devices=devices, strategy=strategy, precision=precision, max_epochs=1, logger=False,
+            callbacks=[ModelCheckpoint(tmp_path, strategy)], enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        dtype = {"64": torch.float64, "bf": torch.bfloat16, "32": torch.float32}[precision[:2]]
+        trainer.fit(model, torch.utils.data.DataLoader(rows(16).to(dtype), 4))
+        return model
+
+    def dtypes(model):
+        return {name: each.dtype for name, each in (*model.named_parameters(), *model.named_buffers())}
+
+    model = fit(strategy, 2)
+    assert dtypes(model) == dtypes(fit("single_device", 1)) and model.tied.weight is model.layer.weight
+    saved = torch.load(tmp_path / f"{strategy}.ckpt", weights_only=True)["state_dict"]
+    assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
+
+
 # -- in the ranks of one world -----------------------------------------------------------------------------------
 
 
@@ -752,6 +797,36 @@ def test_a_line_search_takes_the_same_way_on_every_rank(world2):
     assert calls == others > 12
     for name, tensor in mine.items():
         assert torch.equal(tensor, theirs[name]), name
+
+
+class ThawedOnce(Thawed):
+    """Its first layer is trained from the second epoch on, which only the start of that epoch says."""
+
+    def on_train_epoch_start(self):
+        if self.current_epoch == 1:
+            self.layers[0].requires_grad_(True)
+
+
+def resume_thawed(folder, strategy):
+    """Whether a run that goes on in the third epoch ends as the one that it continues, with the same layers trained."""
+    found = []
+    for ckpt_path in (None, f"{folder}/batch9.ckpt"):
+        model = ThawedOnce()
+        trainer = Trainer(
+            accelerator=hardware.name(), devices=2, strategy=strategy, max_epochs=3, logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+            callbacks=[SaveAt(folder, [9])], accumulate_grad_batches=2,
+        )  # fmt: skip
+        trainer.fit(model, torch.utils.data.DataLoader(rows(32), 4, shuffle=True), ckpt_path=ckpt_path)
+        found.append((model.state_dict(), [each.requires_grad for each in model.parameters()]))
+    (whole, trained), (state, trained_then) = found
+    return trained_then == trained, all(torch.equal(whole[name], state[name]) for name in whole)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_a_resumed_run_trains_what_was_unfrozen(world2, tmp_path, strategy):
+    for same_trained, same_weights in world2.run(resume_thawed, str(tmp_path), strategy):
+        assert same_trained and same_weights
 
 
 class Wide(Module):

@@ -3,6 +3,7 @@
 import random
 import re
 import warnings
+from datetime import timedelta
 
 import hardware
 import numpy
@@ -234,6 +235,224 @@ def test_max_steps_in_the_midst_of_an_epoch_goes_on_there(tmp_path):
     trainer.save_checkpoint(tmp_path / "eight.ckpt")
     _, second = fit("shuffled", [], max_steps=11, ckpt_path=tmp_path / "eight.ckpt")
     assert first.losses + second.losses == whole.losses
+
+
+class Clamped(Module):
+    """Goes on in a hook of its own after each step, validation or epoch, with everything that a checkpoint holds."""
+
+    def __init__(self, hook):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.register_buffer("average", torch.zeros(3, 4))
+        setattr(self, hook, self.go_on)
+
+    def go_on(self, *args):
+        if self.trainer.sanity_checking:
+            return
+        with torch.no_grad():
+            self.layer.weight.clamp_(-0.3, 0.3)
+            self.average.lerp_(self.layer.weight, 0.1)
+        self.optimizers().param_groups[0]["lr"] *= 0.9
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return F.cross_entropy(self.layer(x), y)
+
+    def validation_step(self, batch, batch_idx):
+        pass
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+def fit_clamped(hook, callbacks, **options):
+    random.seed(3)
+    numpy.random.seed(3)
+    torch.manual_seed(3)
+    model = Clamped(hook)
+    trainer = Trainer(
+        accelerator=hardware.name(), devices=1, max_epochs=3, logger=False, callbacks=callbacks,
+        enable_checkpointing=bool(callbacks), enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(model, DataLoader(Noisy(), 4), DataLoader(Noisy(), 8), **options)
+    return {**model.state_dict(), "lr": torch.tensor(trainer.optimizers[0].param_groups[0]["lr"])}
+
+
+@pytest.mark.parametrize(
+    ("hook", "options"),
+    [
+        ("on_train_batch_end", {"every_n_train_steps": 4}),
+        ("on_train_batch_end", {"train_time_interval": timedelta(microseconds=1)}),
+        ("on_validation_end", {"save_on_train_epoch_end": False, "every_n_epochs": 1}),
+        ("on_train_epoch_end", {"save_on_train_epoch_end": True}),
+    ],
+)
+def test_what_the_models_own_hook_does_is_in_the_file(tmp_path, hook, options):
+    whole = fit_clamped(hook, [])
+    again = fit_clamped(hook, [ModelCheckpoint(tmp_path, save_top_k=-1, **options)])
+    paths = sorted(tmp_path.glob("*.ckpt"))
+    assert len(paths) >= 3
+    for path in paths:
+        for name, value in fit_clamped(hook, [], ckpt_path=path).items():
+            assert torch.equal(value, whole[name]) and torch.equal(again[name], whole[name]), (path.name, name)
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        "on_train_batch_start", "on_before_zero_grad", "on_before_optimizer_step", "on_train_batch_end",
+        "on_validation_start", "on_validation_batch_start", "on_validation_batch_end", "on_validation_epoch_end",
+        "on_validation_end", "on_train_epoch_end", "on_train_end",
+    ],
+)  # fmt: skip
+def test_a_callback_may_ask_to_come_after_the_model(hook):
+    events = []
+    late, early = Callback(), Callback()
+    late.runs_after_module = True
+    model = Net()
+    for owner, name in ((late, "late"), (early, "early"), (model, "model")):
+        setattr(owner, hook, lambda *args, name=name: events.append(name))
+    Trainer(
+        accelerator=hardware.name(), devices=1, max_epochs=2, logger=False, callbacks=[late, early],
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    ).fit(model, DataLoader(Noisy(), 4), DataLoader(Noisy(), 8))  # fmt: skip
+    assert events and events == ["early", "model", "late"] * (len(events) // 3)
+
+
+class Thawed(Net):
+    """Trains its layers by turns: each change is made in one hook only, so that a resumed run doesn't make it again."""
+
+    def __init__(self, start="init", hook="on_train_epoch_start"):
+        super().__init__()
+        self.start = start
+        if start == "init":
+            self.freeze()
+        setattr(self, hook, self.change)
+
+    def freeze(self):
+        self.body[0].requires_grad_(False)
+
+    def setup(self, stage):
+        if self.start == "setup":
+            self.freeze()
+
+    def on_train_start(self):
+        if self.start == "on_train_start":
+            self.freeze()
+
+    def change(self, *args):
+        if self.trainer.global_step == 6:
+            self.body[0].requires_grad_(True)
+        if self.trainer.global_step == 12:
+            self.body[4].requires_grad_(False)
+
+
+def fit_thawed(callbacks=(), model=None, **options):
+    random.seed(3)
+    numpy.random.seed(3)
+    torch.manual_seed(3)
+    model = Thawed() if model is None else model()
+    options = {"max_epochs": 4, **options}
+    ckpt_path = options.pop("ckpt_path", None)
+    trainer = Trainer(
+        accelerator=hardware.name(), devices=1, logger=False, enable_checkpointing=False, callbacks=list(callbacks),
+        enable_progress_bar=False, enable_model_summary=False, **options,
+    )  # fmt: skip
+    trainer.fit(model, loader("shuffled"), DataLoader(Noisy(), 8), ckpt_path=ckpt_path)
+    return model
+
+
+class SaveAll(Callback):
+    runs_after_module = True
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer, *args):
+        trainer.save_checkpoint(self.folder / f"{trainer.fit_loop.total_batches}.ckpt")
+
+
+def same(one, other):
+    return all(map(torch.equal, one.state_dict().values(), other.state_dict().values())) and [
+        each.requires_grad for each in one.parameters()
+    ] == [each.requires_grad for each in other.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("start", "hook"),
+    [
+        ("init", "on_train_epoch_start"),
+        ("on_train_start", "on_train_batch_end"),
+        pytest.param("setup", "on_train_batch_end", marks=pytest.mark.slow),
+        pytest.param(None, "on_train_epoch_start", marks=pytest.mark.slow),
+    ],
+)
+def test_what_was_frozen_and_unfrozen_stays_so(tmp_path, start, hook):
+    def model():
+        return Thawed(start, hook)
+
+    whole = fit_thawed([SaveAll(tmp_path)], model)
+    for batch in (3, 6, 8, 12, 15):
+        assert same(fit_thawed(model=model, ckpt_path=tmp_path / f"{batch}.ckpt"), whole), batch
+    again = tmp_path / "again"
+    again.mkdir()
+    fit_thawed([SaveAll(again)], model, ckpt_path=tmp_path / "8.ckpt", max_epochs=3)
+    assert same(fit_thawed(model=model, ckpt_path=again / "10.ckpt"), whole), "continued twice"
+
+
+def test_what_was_unfrozen_in_the_midst_of_an_accumulation_stays_so(tmp_path):
+    def model():
+        return Thawed(hook="on_train_batch_start")
+
+    options = {"accumulate_grad_batches": 3, "max_epochs": 5}
+    whole = fit_thawed([SaveAll(tmp_path)], model, **options)
+    for batch in (17, 20):
+        assert same(fit_thawed(model=model, ckpt_path=tmp_path / f"{batch}.ckpt", **options), whole), batch
+
+
+def test_the_second_fit_of_a_process_keeps_how_the_first_began(tmp_path):
+    model = fit_thawed([SaveAll(tmp_path)], max_epochs=2)
+    second = tmp_path / "second"
+    second.mkdir()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fit_thawed([SaveAll(second)], lambda: model, ckpt_path=tmp_path / "12.ckpt", max_epochs=3)
+    assert same(fit_thawed(ckpt_path=second / "15.ckpt"), fit_thawed())
+
+
+def test_who_freezes_otherwise_now_keeps_that_and_is_told(tmp_path):
+    fit_thawed([SaveAll(tmp_path)], max_epochs=2)
+
+    class Otherwise(Thawed):
+        def freeze(self):
+            self.body[4].bias.requires_grad_(False)
+
+        def change(self, *args):
+            pass
+
+    with pytest.warns(UserWarning, match="'body.0.bias', 'body.0.weight' there alone and 'body.4.bias' here alone"):
+        model = fit_thawed(model=Otherwise, ckpt_path=tmp_path / "12.ckpt", max_epochs=3)
+    assert [name for name, each in model.named_parameters() if not each.requires_grad] == ["body.4.bias"]
+
+
+def test_a_file_says_what_is_frozen_only_if_anything_is(tmp_path):
+    fit_thawed([SaveAll(tmp_path)], max_epochs=2)
+    layer = ["body.0.bias", "body.0.weight"]
+    assert torch.load(tmp_path / "6.ckpt", weights_only=True)["frozen"] == {"at_start": layer, "at_save": layer}
+    assert torch.load(tmp_path / "7.ckpt", weights_only=True)["frozen"] == {"at_start": layer, "at_save": []}
+    fit_thawed([SaveAll(tmp_path)], Net, max_epochs=1)
+    assert "frozen" not in torch.load(tmp_path / "3.ckpt", weights_only=True)
+
+
+def test_an_older_file_leaves_what_is_frozen_to_the_model(tmp_path):
+    fit_thawed([SaveAll(tmp_path)], max_epochs=2)
+    checkpoint = torch.load(tmp_path / "12.ckpt", weights_only=True)
+    del checkpoint["frozen"], checkpoint["digests"]
+    torch.save(checkpoint, tmp_path / "old.ckpt")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = fit_thawed(ckpt_path=tmp_path / "old.ckpt", max_epochs=3)
+    assert not model.body[0].weight.requires_grad
 
 
 class Stateful:

@@ -1,6 +1,7 @@
 """A run deletes and replaces what it wrote itself, in its own folder, and nothing else."""
 
 import itertools
+import json
 import os
 import shutil
 import subprocess
@@ -19,7 +20,7 @@ from torch.utils.data import DataLoader
 from torchhal import Callback, ModelCheckpoint, Module, Trainer
 from torchhal.checkpoint import TorchCheckpointIO
 from torchhal.checkpoint._local_file import LocalPlace
-from torchhal.errors import CheckpointError
+from torchhal.errors import CheckpointError, ConfigurationError
 from torchhal.strategies import DDPStrategy
 from torchhal.trainer.callbacks import _written_files as written_files
 from torchhal.trainer.callbacks._written_files import WrittenFiles, new_run_id, take_over
@@ -693,3 +694,105 @@ def test_the_last_of_two_folders_is_the_one_that_was_saved_later(tmp_path, monke
     monkeypatch.setattr(time, "time_ns", lambda: now() - 10**15)
     trainer = fit(None, 5, ckpt_path="last", callbacks=callbacks())
     assert trainer.ckpt_path == str(tmp_path / "often" / "step=4.ckpt")
+
+
+class Beside(Callback):
+    """Another run, from its first to its last step, in the midst of this one."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if trainer.global_step == 2:
+            fit(self.folder, 3, filename="beside-{step}")
+
+
+def fit_beside(folder):
+    fit(None, 4, callbacks=[Beside(folder), ModelCheckpoint(folder, "{step}", every_n_train_steps=1)])
+
+
+def test_the_last_of_two_runs_at_once_is_nobodys(tmp_path):
+    fit(tmp_path, 1, filename="before-{step}")  # which is over when the others begin
+    fit_beside(tmp_path)
+    before = names(tmp_path)
+    with pytest.raises(ConfigurationError) as caught:
+        fit(tmp_path, 9, ckpt_path="last")
+    said = str(caught.value)
+    assert f"'{tmp_path / 'step=4.ckpt'}', '{tmp_path / 'beside-step=3.ckpt'}'." in said and "ckpt_path=PATH" in said
+    assert "before" not in said
+    assert names(tmp_path) == before == ["before-step=1.ckpt", "beside-step=3.ckpt", "step=4.ckpt"]
+
+
+@pytest.mark.parametrize("chosen", ["step=4.ckpt", "beside-step=3.ckpt"])
+def test_after_one_of_them_was_named_and_has_saved_it_is_the_last(tmp_path, chosen):
+    fit_beside(tmp_path)
+    fit(tmp_path, 5, ckpt_path=tmp_path / chosen)
+    assert fit(tmp_path, 6, ckpt_path="last").ckpt_path == str(tmp_path / "step=5.ckpt")
+
+
+def test_of_runs_one_after_the_other_the_later_one_is_continued(tmp_path):
+    fit(tmp_path, 4, filename="first-{step}")
+    fit(tmp_path, 2)
+    trainer = fit(tmp_path, 3, ckpt_path="last")
+    assert trainer.ckpt_path == str(tmp_path / "step=2.ckpt")
+    assert fit(tmp_path, 4, ckpt_path="last").run_id == trainer.run_id, "as a requeued job is"
+
+
+def test_records_of_an_earlier_release_say_nothing_of_time(tmp_path):
+    fit_beside(tmp_path)
+    for path in (tmp_path / ".torchhal").glob("*.ckpt.json"):
+        record = json.loads(path.read_text())
+        path.write_text(json.dumps({name: record[name] for name in ("run", "writer", "version", "machine", "process")}))
+    assert fit(tmp_path, 5, ckpt_path="last").ckpt_path == str(tmp_path / "step=4.ckpt")
+
+
+@pytest.mark.parametrize(
+    ("changed", "refused"),
+    [
+        ({}, True),
+        ({"format": 3}, False),
+        ({"began_ns": "long ago"}, False),
+        ({"began_ns": 2**62}, False),
+        ({"ancestors": 5}, True),
+        ({"ancestors": [5, "../x"]}, True),
+    ],
+)
+def test_what_a_damaged_record_says_of_time_is_nothing(tmp_path, changed, refused):
+    fit_beside(tmp_path)
+    path = tmp_path / ".torchhal" / "step=4.ckpt.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))
+    try:
+        fit(tmp_path, 5, ckpt_path="last")
+    except ConfigurationError:
+        assert refused
+    else:
+        assert not refused
+
+
+def save_as(files, path):
+    files.claim(str(path))
+    TorchCheckpointIO().save_checkpoint({"state_dict": {}}, str(path))
+    files.wrote(str(path))
+    return str(path)
+
+
+def test_a_run_that_went_on_from_another_is_of_its_history(tmp_path):
+    """The one before still saves, on a host that stood still for a minute, when the new one has begun."""
+    before = WrittenFiles(new_run_id(), "w")
+    list(take_over([(before, str(tmp_path))], wait=False))
+    start = save_as(before, tmp_path / "a.ckpt")
+    after, stranger = WrittenFiles(new_run_id(), "w"), WrittenFiles(new_run_id(), "w")
+    after.continues(start)
+    after.continued["machine"] = "elsewhere"  # which can't be asked, so that it may live
+    list(take_over([(after, str(tmp_path))], wait=False))
+    list(take_over([(stranger, str(tmp_path))], wait=False))
+    assert after.run != before.run and after.ancestors == [before.run]
+    io = TorchCheckpointIO()
+    save_as(before, tmp_path / "b.ckpt")
+    newest = save_as(after, tmp_path / "c.ckpt")
+    assert written_files.runs_beside(newest, io.list_checkpoints(tmp_path), io.saved_ns, None) == []
+    newest = save_as(before, tmp_path / "d.ckpt")
+    assert written_files.runs_beside(newest, io.list_checkpoints(tmp_path), io.saved_ns, None) == []
+    other = save_as(stranger, tmp_path / "e.ckpt")
+    newest = save_as(after, tmp_path / "f.ckpt")
+    assert written_files.runs_beside(newest, io.list_checkpoints(tmp_path), io.saved_ns, None) == [other]

@@ -194,6 +194,40 @@ def test_state_of_other_shapes_is_refused_by_the_optimizers_name(world2, tmp_pat
             assert "state of ByRows" in text and "'rows' of parameter 0 has the shape (8,)" in text and "zero1" in text
 
 
+def resume_unfrozen(alias, io, folder):
+    """The weights, and which of them are trained, of a run and of one that continues it after a layer was unfrozen."""
+    from torchhal import Trainer
+
+    found = []
+    for ckpt_path in (None, os.path.join(folder, "x.ckpt")):
+        module = models.Transformer()
+        module.requires_grad_(False)
+        list(module.children())[-1].requires_grad_(True)
+        trainer = Trainer(
+            accelerator="cpu", strategy=alias, devices=2, max_steps=6, logger=False, plugins=[io],
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+
+        def go_on(*args, module=module, trainer=trainer, path=ckpt_path):
+            if trainer.global_step == 2:
+                module.requires_grad_(True)
+            if trainer.global_step == 4 and path is None:
+                trainer.save_checkpoint(os.path.join(folder, "x.ckpt"))
+
+        module.on_train_batch_end = go_on
+        trainer.fit(module, training.loader(trainer, models.Transformer, batches=6), ckpt_path=ckpt_path)
+        found.append((module.state_dict(), [each.requires_grad for each in module.parameters()]))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("alias", "io"), [("zero3", "torch"), ("zero3", "dcp"), ("zero1", "torch")])
+def test_what_was_unfrozen_is_trained_on(world2, tmp_path, alias, io):
+    for (state, trained), (resumed, trained_then) in world2.run(resume_unfrozen, alias, io, str(tmp_path), timeout=100):
+        assert trained == trained_then and all(trained)
+        assert all(torch.equal(value, resumed[name]) for name, value in state.items())
+
+
 def test_the_folder_is_what_it_says(world2, written):
     folder, _ = written("zero3", "dcp")
     path = middle(folder)

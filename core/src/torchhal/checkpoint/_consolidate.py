@@ -16,8 +16,8 @@ from torchhal.checkpoint.torch_file import TorchCheckpointIO
 from torchhal.errors import CheckpointError, CheckpointMismatchError
 
 TRAINING: Final = (
-    "optimizer_states", "lr_schedulers", "trained_by", "precision", "strategy", "callbacks", "loops", "ranks",
-    "gradients", "digests",
+    "optimizer_states", "lr_schedulers", "trained_by", "frozen", "precision", "strategy", "callbacks", "loops",
+    "ranks", "gradients", "digests",
 )  # fmt: skip
 """What only a run that continues needs."""
 

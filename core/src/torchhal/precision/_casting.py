@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -50,12 +50,39 @@ def cast_module(
     if only is not None:
         parameters = [parameter for parameter in module.parameters() if only(parameter)]
         chosen = {id(tensor) for p in parameters for tensor in (p, p.grad) if tensor is not None}
+
+    def wanted(tensor: torch.Tensor) -> torch.dtype | None:
+        return dtype if tensor.is_floating_point() and (chosen is None or id(tensor) in chosen) else None
+
+    return _cast_each(module, wanted)
+
+
+def cast_by_name(module: nn.Module, dtypes: Mapping[str, torch.dtype]) -> nn.Module:
+    """Cast, as :func:`cast_module` does, the parameters and buffers in ``dtypes`` that are there, each to its own.
+
+    What is no floating-point or complex number, or is to become another kind of number, stays as it is.
+    """
+    chosen: dict[int, torch.dtype] = {}
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        dtype = dtypes.get(name)
+        if dtype is not None and _kind(dtype) == _kind(tensor.dtype) != "other":
+            chosen[id(tensor)] = dtype
+            if isinstance(tensor, nn.Parameter) and tensor.grad is not None:
+                chosen[id(tensor.grad)] = dtype
+    return _cast_each(module, lambda tensor: chosen.get(id(tensor)))
+
+
+def _kind(dtype: torch.dtype) -> str:
+    return "real" if dtype.is_floating_point else "complex" if dtype.is_complex else "other"
+
+
+def _cast_each(module: nn.Module, wanted: Callable[[torch.Tensor], torch.dtype | None]) -> nn.Module:
+    """Cast each parameter, gradient and buffer to the dtype that is ``wanted``; None leaves it as it is."""
     done: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # the original too: its id must not be used again
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.is_floating_point() or (chosen is not None and id(tensor) not in chosen):
-            return tensor
-        if tensor.dtype is dtype:  # before the look-up: a tied parameter that was cast is the same object
+        dtype = wanted(tensor)
+        if dtype is None or tensor.dtype is dtype:  # first, as a tied parameter that was cast is the same object
             return tensor
         if id(tensor) not in done:
             done[id(tensor)] = (tensor, tensor.to(dtype))

@@ -54,7 +54,7 @@ def check_digests(checkpoint: Mapping[str, Any], path: str) -> None:
 
 
 def _parts(checkpoint: Mapping[str, Any], *, sharded: bool) -> Iterator[tuple[str, Any]]:
-    for name in ("torchhal_format", "epoch", "global_step", "precision", "strategy", "trained_by"):
+    for name in ("torchhal_format", "epoch", "global_step", "precision", "strategy", "trained_by", "frozen"):
         if name in checkpoint:
             yield name, checkpoint[name]
     for name in ("loops", "callbacks"):

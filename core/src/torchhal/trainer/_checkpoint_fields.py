@@ -155,6 +155,7 @@ def check_training_state(checkpoint: Mapping[str, Any], path: str) -> None:
             if not is_tensor(gradients.value[name]):
                 raise gradients.at(name).refuse("a tensor")
     _check_trained_by(root)
+    _check_frozen(root)
 
 
 def _check_optimizer_state(state: Field) -> None:
@@ -179,6 +180,17 @@ def _check_trained_by(root: Field) -> None:
                 name.text()
     for scheduler in trained_by.at("lr_schedulers").items():
         scheduler.text()
+
+
+def _check_frozen(root: Field) -> None:
+    """As :meth:`torchhal.trainer._frozen_parameters.FrozenParameters.state` gives it. Names that the model lacks are
+    nobody's."""
+    frozen = root.optional("frozen")
+    if frozen is None:
+        return
+    for when in ("at_start", "at_save"):
+        for name in frozen.dict().at(when).items():
+            name.text()
 
 
 def _check_counters(root: Field) -> None:

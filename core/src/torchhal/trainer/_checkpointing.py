@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -24,7 +25,9 @@ from torchhal.strategies._optimizer_state import parameters_without_state
 from torchhal.trainer import _checkpoint_digests as checkpoint_digests
 from torchhal.trainer._callback_states import callback_states, load_callback_states, unchanged_by_errors
 from torchhal.trainer._checkpoint_fields import check_format, check_training_state, check_weights
+from torchhal.trainer._frozen_parameters import KEY as FROZEN
 from torchhal.trainer._trained_by import check_same
+from torchhal.trainer.callbacks._written_files import runs_beside
 from torchhal.trainer.data import _elastic_resume as elastic_resume
 
 if TYPE_CHECKING:
@@ -56,6 +59,8 @@ def dump_checkpoint(trainer: Trainer, *, weights_only: bool = False) -> dict[str
         checkpoint["lr_schedulers"] = [strategy.scheduler_state(config) for config in strategy.lr_scheduler_configs]
         if trainer.trained_by is not None:
             checkpoint["trained_by"] = trainer.trained_by
+        if (frozen := trainer.frozen_parameters.state()) is not None:
+            checkpoint[FROZEN] = frozen
         checkpoint["precision"] = strategy.precision.state_dict()
         checkpoint["strategy"] = strategy.state_dict()
         checkpoint["callbacks"] = callback_states(trainer)
@@ -217,6 +222,7 @@ def restore_training(trainer: Trainer, checkpoint: dict[str, Any], path: str) ->
     ):
         with _naming(path, f"lr_schedulers/{index}"):
             strategy.load_scheduler_state(config, state)
+    trainer.frozen_parameters.restore(checkpoint.get(FROZEN))
     loops = checkpoint["loops"]
     fit.load_state_dict(loops["fit"])
     with _naming(path, "loops/results"):
@@ -254,16 +260,25 @@ def last_checkpoint(trainer: Trainer) -> str | None:
     The folders are those of the Trainer's ModelCheckpoint callbacks; where one follows the logger into a folder
     per run (``version_N``), the newest earlier run that has a checkpoint.
     """
+    return _newest(trainer, _last_folders(trainer))
+
+
+def _last_folders(trainer: Trainer) -> list[list[str]]:
+    """The checkpoints of each folder in which the last one is looked for, in the order of the saves."""
     io = trainer.strategy.checkpoint_io
-    found: dict[str, str] = {}
+    found: dict[str, list[str]] = {}
     for callback in trainer.checkpoint_callbacks:
         for folder in callback.candidate_folders(trainer):
             if folder in found:
                 break
             if paths := io.list_checkpoints(folder):
-                found[folder] = paths[-1]
+                found[folder] = paths
                 break
-    return max(found.values(), key=io.saved_ns, default=None)
+    return list(found.values())
+
+
+def _newest(trainer: Trainer, folders: list[list[str]]) -> str | None:
+    return max((paths[-1] for paths in folders), key=trainer.strategy.checkpoint_io.saved_ns, default=None)
 
 
 def _folders(trainer: Trainer) -> str:
@@ -286,7 +301,10 @@ def resolve_path(trainer: Trainer, ckpt_path: Any) -> str | None:
         if not trainer.checkpoint_callbacks:
             raise ConfigurationError("ckpt_path='last' needs a ModelCheckpoint callback, which knows the folder")
         # one answer, even if the ranks' views of the folder differ
-        path: str | None = trainer.strategy.broadcast(last_checkpoint(trainer))
+        folders = _last_folders(trainer)
+        path: str | None = trainer.strategy.broadcast(_newest(trainer, folders))
+        if path is not None:
+            _refuse_several_runs(trainer, path, [*itertools.chain(*folders)])
         if path is None:
             _refuse_others(trainer, [callback.candidate_folders(trainer) for callback in trainer.checkpoint_callbacks])
         if path is None and trainer.state.fn != "fit":
@@ -332,6 +350,22 @@ def _of_other(alias: str, path: str) -> str:
     )
 
 
-def _raise_everywhere(trainer: Trainer, problem: str | None) -> None:
+def _refuse_several_runs(trainer: Trainer, newest: str, paths: list[str]) -> None:
+    """Raise ConfigurationError, on every rank, where another run saved beside the one that saved ``newest``: which of
+    them is to be continued, nobody can tell."""
+    problem = None
+    if trainer.is_global_zero:
+        io = trainer.strategy.checkpoint_io
+        if others := runs_beside(newest, paths, io.saved_ns, io.storage_options):
+            problem = (
+                "ckpt_path='last' must mean a checkpoint of one run, and several runs saved at the same time in "
+                f"{', '.join(map(repr, sorted({*map(os.path.dirname, (newest, *others))})))}. The newest of each: "
+                f"{', '.join(map(repr, (newest, *others)))}. Name the one to go on from, ckpt_path=PATH, and give each "
+                "run a folder of its own, ModelCheckpoint(dirpath=...) or Trainer(default_root_dir=...)"
+            )
+    _raise_everywhere(trainer, problem, ConfigurationError)
+
+
+def _raise_everywhere(trainer: Trainer, problem: str | None, kind: type[TorchhalError] = CheckpointError) -> None:
     if (problem := trainer.strategy.broadcast(problem)) is not None:
-        raise CheckpointError(problem)
+        raise kind(problem)

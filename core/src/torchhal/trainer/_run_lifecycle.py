@@ -23,6 +23,7 @@ from torchhal.distributed.failures import exit_on
 from torchhal.distributed.process import open_standard_descriptors
 from torchhal.distributed.signals import DEFAULT_SIGNALS, StopRequested, StopSignals, at_once, is_orderly, signal_of
 from torchhal.errors import ModelError, RankFailedError, TorchhalError
+from torchhal.precision._casting import cast_by_name
 from torchhal.pytree import move_to_device
 from torchhal.trainer import _checkpointing as checkpointing
 from torchhal.trainer import _rank_consistency as rank_consistency
@@ -313,6 +314,7 @@ def attach(trainer: Trainer, fn: str) -> None:
     if fn == "fit":
         trainer.fit_loop.begin()
         trainer.trained_by = None
+        trainer.frozen_parameters.forget()
     if trainer.strategy.module is not module:  # what an earlier model was trained with is no state of this one
         trainer.strategy.optimizers, trainer.strategy.lr_scheduler_configs = [], []
     # the folder of a new run is the next free one: decided once, by rank 0
@@ -526,6 +528,7 @@ def answer(trainer: Trainer, result: Any) -> dict[str, Any]:
     return {
         "result": result,
         "state_dict": to_cpu(state) if trainer.is_global_zero else {},
+        "buffer_dtypes": {name: buffer.dtype for name, buffer in trainer.module.named_buffers()},
         "log_dir": trainer.log_dir,
         "run_id": trainer.run_id,
         "loop": trainer.fit_loop.state_dict(),
@@ -548,14 +551,19 @@ def absorb(trainer: Trainer, answer: dict[str, Any]) -> Any:
     for callback in trainer.checkpoint_callbacks:
         callback.setup(trainer, trainer.module, trainer.state.fn or "fit")  # finds its folder, as in the worker
     load_callback_states(trainer, answer["callbacks"])
-    take_weights(trainer, answer["state_dict"])  # after the callbacks know where the checkpoints are
+    # after the callbacks know where the checkpoints are
+    take_weights(trainer, answer["state_dict"], answer["buffer_dtypes"])
     trainer.results.callback_metrics.update(answer["callback_metrics"])
     trainer.state.status = answer["status"]
     return answer["result"]
 
 
-def take_weights(trainer: Trainer, state: dict[str, Any]) -> None:
-    """Load what the workers trained into the model of this process, which ran none of its hooks."""
+def take_weights(trainer: Trainer, state: dict[str, Any], buffer_dtypes: dict[str, torch.dtype]) -> None:
+    """Load what the workers trained into the model of this process, which ran none of its hooks.
+
+    It gets the dtypes of theirs, which their precision has cast; ``buffer_dtypes`` are those of buffers, of which a
+    state has the persistent ones alone.
+    """
     module = trainer.module
     configure = module_hook(module, "configure_model")
     if configure is not None:
@@ -565,6 +573,8 @@ def take_weights(trainer: Trainer, state: dict[str, Any]) -> None:
     if missing := sorted(set(state) ^ set(module.state_dict())):
         problem = f"{', '.join(map(repr, missing[:4]))} are in one of them only"
     else:
+        dtypes = {name: value.dtype for name, value in state.items() if isinstance(value, torch.Tensor)}
+        cast_by_name(module, {**buffer_dtypes, **dtypes})
         try:
             module.load_state_dict(state)
         except RuntimeError as error:

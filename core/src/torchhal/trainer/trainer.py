@@ -25,6 +25,7 @@ from torchhal.trainer._connectors import (
     make_callbacks,
     make_loggers,
 )
+from torchhal.trainer._frozen_parameters import FrozenParameters
 from torchhal.trainer._properties import TrainerProperties
 from torchhal.trainer._run_lifecycle import launch
 from torchhal.trainer._state import TrainerState
@@ -199,6 +200,7 @@ class Trainer(TrainerOutput, TrainerProperties):
         """Whether the last fit ran in workers that are gone, and their optimizers with them."""
         self.trained_by: dict[str, Any] | None = None
         """The optimizers and schedulers of this run as checkpoints name them; None before they are known."""
+        self.frozen_parameters = FrozenParameters(self)
         self.current_hook: str | None = None
         self.said: set[str] = set()
         self.fit_loop = FitLoop(self)
@@ -451,24 +453,20 @@ class Trainer(TrainerOutput, TrainerProperties):
         return max(1, share_of(length, interval)) if due else 0
 
     def call_epoch_end(self, name: str, before_monitors: Callable[[], None] | None = None) -> None:
-        """Epoch-end hooks: callbacks, the model, then (with all values in) the callbacks that monitor them."""
-        trainer, module = self, self.module
-        monitors = [callback for callback in self.callbacks if getattr(callback, "monitors", False)]
-        watching = {id(callback) for callback in monitors}
+        """Epoch-end hooks: callbacks, the model, then (with all values in) the callbacks that monitor or save them."""
+        module = self.module
         self.current_hook = name
-        functions = self.hooks.of_callbacks(name)
-        for function in functions:
-            if id(getattr(function, "__self__", None)) not in watching:
-                function(trainer, module)
+        before, after = self.hooks.of_callbacks(name)
+        for function in before:
+            function(self, module)
         own = self.hooks.of_module(name)
         if own is not None:
             own()
         self.results.finalize_epoch()
         if before_monitors is not None:
             before_monitors()
-        for function in functions:
-            if id(getattr(function, "__self__", None)) in watching:
-                function(trainer, module)
+        for function in after:
+            function(self, module)
         self.current_hook = None
 
     # -- checkpoints -----------------------------------------------------------------------------------------

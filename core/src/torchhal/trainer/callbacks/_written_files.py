@@ -10,10 +10,11 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from torchhal.checkpoint import next_ns
 from torchhal.checkpoint._locate import place_of
 from torchhal.checkpoint._location import Place
 from torchhal.checkpoint._temp_files import machine, process_is_dead
@@ -24,6 +25,8 @@ _log = logging.getLogger("torchhal")
 
 FOLDER = ".torchhal"
 """Beside the checkpoints; a record is called as its checkpoint is, with ``.json``."""
+RECORD_FORMAT = 2
+"""Of records that say when their fit began and which runs it went on from; the first ones had no number."""
 _RUN_ID = re.compile("[0-9a-f]{16}")
 OWNER = ".owner-"
 """The file that names the process that a run now belongs to is called as the run, this, and a number."""
@@ -54,14 +57,23 @@ class WrittenFiles:
         self.storage_options = storage_options or {}
         self.continued: dict[str, Any] | None = None
         """The record of the checkpoint that this fit continues from, if a run wrote it there."""
+        self.began_ns: int | None = None
+        """When this fit began, by the clock of :func:`torchhal.checkpoint.next_ns`; None before its first step."""
+        self.ancestors: list[str] = []
+        """The runs from which this one went on as a run of its own."""
         self._held: dict[str, tuple[str, int]] = {}  # the run and the number of this process's owner file, by folder
         self._has_warned = False
 
     def continues(self, path: str) -> None:
         """Remember which run wrote ``path``, from which this one continues: :func:`take_over` makes something of it."""
-        record = self._read(path)
-        if record is not None and self._is_that_file(record, self._place(path)):
+        record = self.record(path)
+        if record is not None:
             self.continued = {**record, "run": str(record["run"])}
+
+    def record(self, path: str) -> dict[str, Any] | None:
+        """Which run wrote what is at ``path``, and what else is known of it; None where nothing is."""
+        record = self._read(path)
+        return record if record is not None and self._is_that_file(record, self._place(path)) else None
 
     def hold(self, path: str) -> bool:
         """Be the process of this run in the folder of ``path`` until :meth:`let_go`, as others see; or, if another is
@@ -82,9 +94,14 @@ class WrittenFiles:
                 self._held = {}  # this process stood still, and another continues the run
             elif _without_waiting(self._take_over(folder, self.run)):
                 return True
-            self.run = new_run_id()
+            self.become(new_run_id())
             _without_waiting(self._take_over(folder, self.run))
             return False
+
+    def become(self, run: str) -> None:
+        """Go on as another run than before."""
+        self.ancestors = [*self.ancestors, self.run]
+        self.run = run
 
     def let_go(self) -> None:
         """The fit is over: whoever continues it may go on as this run, on another machine too."""
@@ -290,6 +307,9 @@ class WrittenFiles:
             "version": version,
             "machine": machine(),
             "process": os.getpid(),
+            "format": RECORD_FORMAT,
+            "began_ns": self.began_ns,
+            "ancestors": self.ancestors,
         }
         return json.dumps(about).encode()
 
@@ -309,13 +329,19 @@ def take_over(writers: Sequence[tuple[WrittenFiles, str]], *, wait: bool) -> Ite
         wait: False takes whoever would have to be waited for as alive.
     """
     first, folder = writers[0]
+    began_ns = next_ns()
+    for files, _ in writers:
+        files.began_ns = began_ns
     if first.continued is not None:
-        record = first.continued
+        record, taken = first.continued, False
         with suppress(Exception):  # as in a folder that takes no file: what is written there says so
             deciding = first._take_over(folder, record["run"], record)
-            if (yield from deciding) if wait else _without_waiting(deciding):
-                for files, _ in writers:  # in other folders, too: it was one run that wrote them
-                    files.run = record["run"]
+            taken = (yield from deciding) if wait else _without_waiting(deciding)
+        for files, _ in writers:  # in other folders, too: it was one run that wrote them
+            files.ancestors = ancestors_of(record)
+            own, files.run = files.run, record["run"]
+            if not taken:
+                files.become(own)
     another = new_run_id()
     for files, folder in writers:
         with suppress(Exception):
@@ -323,7 +349,50 @@ def take_over(writers: Sequence[tuple[WrittenFiles, str]], *, wait: bool) -> Ite
                 continue  # where the run is new, it makes no file before its first save
             deciding = files._take_over(folder, files.run)
             if not ((yield from deciding) if wait else _without_waiting(deciding)):
-                files.run = another
+                files.become(another)
+
+
+def began_ns_of(record: Mapping[str, Any]) -> int | None:
+    """When the fit that wrote this record began; None where it doesn't say."""
+    began_ns = record.get("began_ns") if record.get("format") == RECORD_FORMAT else None
+    return began_ns if type(began_ns) is int else None
+
+
+def ancestors_of(record: Mapping[str, Any]) -> list[str]:
+    """The runs from which that of this record went on as a run of its own; none where it doesn't say."""
+    runs = record.get("ancestors") if record.get("format") == RECORD_FORMAT else None
+    return [run for run in runs if isinstance(run, str) and _RUN_ID.fullmatch(run)] if isinstance(runs, list) else []
+
+
+def runs_beside(
+    newest: str, paths: Sequence[str], saved_ns: Callable[[str], int], storage_options: Mapping[str, Any] | None
+) -> list[str]:
+    """The newest checkpoint of each run that saved after the fit that wrote ``newest`` had begun, and that is another
+    history: neither went on from the other. What has no record, or one of an earlier release, is passed over.
+
+    Args:
+        newest: of all that are looked at, the one that was saved last.
+        paths: all that are looked at.
+        saved_ns: when one of them was saved.
+        storage_options: for URLs.
+    """
+    files = WrittenFiles("", "", storage_options)
+    own = files.record(newest)
+    began_ns = None if own is None else began_ns_of(own)
+    if own is None or began_ns is None:
+        return []
+    found: dict[str, str] = {}
+    for path in sorted(paths, key=saved_ns, reverse=True):
+        if saved_ns(path) <= began_ns:
+            break
+        record = files.record(path)
+        if record is not None and not _one_history(own, record):
+            found.setdefault(record["run"], path)
+    return list(found.values())
+
+
+def _one_history(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return one["run"] in (other["run"], *ancestors_of(other)) or other["run"] in ancestors_of(one)
 
 
 def _without_waiting(deciding: Iterator[Waiting]) -> bool:

@@ -22,12 +22,17 @@ class Callback:
 
     The Trainer looks once per run which hooks a callback overrides, on its class or on the instance, and calls
     only those: on every rank, in the order of ``trainer.callbacks``, with checkpoint callbacks last. For each hook
-    that the model has too the callbacks come first, except at the end of an epoch: there ``EarlyStopping`` and
-    ``ModelCheckpoint`` come after the model, so that they see what it logged.
+    that the model has too the callbacks come first, except those with :attr:`runs_after_module`, such as
+    ``ModelCheckpoint``, and at the end of an epoch ``EarlyStopping``, so that it sees what the model logged.
 
     ``module`` is the user's model. A hook of an evaluation's batch that doesn't take ``dataloader_idx`` isn't given it.
     What a hook communicates it must communicate on every rank.
     """
+
+    runs_after_module: bool = False
+    """Whether its hooks are called after the model's of the same name (but for ``setup``, ``teardown``,
+    ``on_save_checkpoint`` and ``on_load_checkpoint``). A callback that saves the run wants True: what the model's own
+    hook does is part of the state then."""
 
     _made_with: str = ""
     """The arguments of ``__init__``, in words or as a digest, which tell callbacks of one ``state_key`` apart."""

@@ -80,8 +80,9 @@ class ModelCheckpoint(Callback):
     FILE_EXTENSION = ".ckpt"
     STARTING_VERSION = 1
 
-    monitors = True
-    """Called at the end of an epoch after the model, with all values in."""
+    runs_after_module = True
+    """What the model's own hook does to weights, buffers or optimizers is in the file, or a resumed run would lack it;
+    at the end of an epoch all values are in."""
 
     @explain_unknown_arguments
     def __init__(

@@ -192,6 +192,7 @@ class FitLoop(TrainerPart):
         with at_once():
             self.optimization = Optimization(trainer)
             trainer.hooks.call("on_train_start")
+            trainer.frozen_parameters.begin()
         if not self.batches_done:
             self._restore_rng()
         while not self._done():
@@ -451,10 +452,13 @@ class FitLoop(TrainerPart):
         trainer = self.trainer
         self._got_batch = True
         trainer.current_hook = "on_train_batch_start"
-        for function in trainer.hooks.of_callbacks("on_train_batch_start"):
+        before, after = trainer.hooks.of_callbacks("on_train_batch_start")
+        for function in before:
             function(trainer, trainer.module, batch, index)
         own = trainer.hooks.of_module("on_train_batch_start")
         response = own(batch, index) if own is not None else None
+        for function in after:
+            function(trainer, trainer.module, batch, index)
         trainer.current_hook = "training_step"
         return isinstance(response, int) and response == -1
 

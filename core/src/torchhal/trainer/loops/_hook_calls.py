@@ -98,36 +98,39 @@ class Hooks(TrainerPart):
 
     def __init__(self, trainer: Any) -> None:
         super().__init__(trainer)
-        self._bound: dict[str, list[Callable[..., Any]]] = {}
+        self._bound: dict[str, tuple[list[Callable[..., Any]], list[Callable[..., Any]]]] = {}
 
     def refresh(self) -> None:
         """Forget; callbacks may have been added."""
         self._bound.clear()
 
-    def of_callbacks(self, name: str) -> list[Callable[..., Any]]:
-        """The callbacks' bodies of ``name``, in the order of the list; called with (trainer, module, ...)."""
+    def of_callbacks(self, name: str) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
+        """The callbacks' bodies of ``name``, called with (trainer, module, ...): those that come before the model's
+        own, and those that come after it."""
         bound = self._bound.get(name)
         if bound is None:
-            bound = self._bound[name] = [
-                getattr(callback, name)
-                for callback in self.trainer.callbacks
-                if hasattr(callback, name) and overrides(callback, Callback, name)
-            ]
+            bound = self._bound[name] = ([], [])
+            for callback in self.trainer.callbacks:
+                if hasattr(callback, name) and overrides(callback, Callback, name):
+                    bound[_comes_after(callback, name)].append(getattr(callback, name))
         return bound
 
     def of_module(self, name: str) -> Callable[..., Any] | None:
         return module_hook(self.trainer.module, name)
 
     def call(self, name: str, *args: Any) -> None:
-        """Callbacks, then the model."""
+        """Callbacks, the model, then the callbacks that want what the model's hook has done."""
         trainer, module = self.trainer, self.trainer.module
         previous, trainer.current_hook = trainer.current_hook, name
+        before, after = self.of_callbacks(name)
         try:
-            for function in self.of_callbacks(name):
+            for function in before:
                 function(trainer, module, *args)
             own = self.of_module(name)
             if own is not None:
                 own(*args)
+            for function in after:
+                function(trainer, module, *args)
         finally:
             trainer.current_hook = previous
 
@@ -140,24 +143,34 @@ class Hooks(TrainerPart):
                 its signature takes it.
         """
         trainer, module = self.trainer, self.trainer.module
-        bodies = [adapt_batch_hook(function, 2 + arguments) for function in self.of_callbacks(name)]
+        before, after = (
+            [adapt_batch_hook(function, 2 + arguments) for function in bodies] for bodies in self.of_callbacks(name)
+        )
         own = self.of_module(name)
         if own is not None:
             own = adapt_batch_hook(own, arguments)
-        if not bodies and own is None:
+        if not (before or after) and own is None:
             return None
 
         def call(*args: Any) -> None:
             previous, trainer.current_hook = trainer.current_hook, name
             try:
-                for body in bodies:
+                for body in before:
                     body(trainer, module, *args)
                 if own is not None:
                     own(*args)
+                for body in after:
+                    body(trainer, module, *args)
             finally:
                 trainer.current_hook = previous
 
         return call
 
     def has(self, name: str) -> bool:
-        return bool(self.of_callbacks(name)) or self.of_module(name) is not None
+        return any(self.of_callbacks(name)) or self.of_module(name) is not None
+
+
+def _comes_after(callback: Any, name: str) -> bool:
+    """Whether ``callback`` is called after the model in the hook ``name``."""
+    monitors = name.endswith("_epoch_end") and getattr(callback, "monitors", False)
+    return bool(monitors or getattr(callback, "runs_after_module", False))
