@@ -497,6 +497,9 @@ class HybridStrategy(FullyShardedStrategy):
     def is_divided(self) -> bool:
         return self.pipe is not None or super().is_divided()
 
+    def is_sharded(self) -> bool:
+        return self.sizes["shard"] > 1 or self.sizes["tensor"] > 1
+
     def setup_optimizers(self, optimizers: Sequence[Optimizer], lr_scheduler_configs: Sequence[Any] = ()) -> None:
         if self.sizes["tensor"] > 1:
             one_by_one(optimizers, "tensor parallelism")

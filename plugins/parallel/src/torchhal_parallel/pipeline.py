@@ -123,6 +123,7 @@ class Pipeline:
         """Pipeline rank of the stage that makes the loss, and does what the step does after ``self(...)``."""
         last = len(self.stages) - 1
         self.roots = {index: StageRoot(module, self.stages[index], is_last=index == last) for index in self.mine}
+        self._cut_at = {name: module.get_submodule(name) for name in (*around(split_points), *split_points)}
         self._rehearsal = Rehearsal(module, strategy)
         self._capture = Capture(module, around(split_points), strategy.root_device, trainer)
         self._followed = _Recent(KEPT_FORWARDS)
@@ -609,6 +610,7 @@ class Pipeline:
 
     def _cut(self, tensors: dict[str, torch.Tensor], constants: dict[str, Any], rows: int) -> Followed:
         model = type(self.module).__name__
+        self._check_cuts()
         found = self._capture(tensors, rows, constants)
         if found.recomputes:
             self._say(
@@ -637,6 +639,21 @@ class Pipeline:
         ends[-1] = ends[-1][0], ends_of([value if value.dim() else value[None] for value in results], True)
         scalars = frozenset(index for index, value in enumerate(results) if not value.dim())
         return Followed(stages, ends, found.returned, found.constants, found.reads, scalars)
+
+    def _check_cuts(self) -> None:
+        """Raise ModelError if another module stands where a stage begins, or around that."""
+        now = dict(self.module.named_modules(remove_duplicate=False))
+        for name, before in self._cut_at.items():
+            if (found := now.get(name)) is before:
+                continue
+            model, what = type(self.module).__name__, f"a {type(before).__name__}"
+            become = "is gone" if found is None else f"has become another object, of {type(found).__name__}"
+            raise ModelError(
+                f"{name!r} of {model} was {what} when the model was cut into the stages of a pipeline there, and "
+                f"{become}: change modules before the fit, in configure_model say, let the forward of {model} choose "
+                "between modules that it has from the start, cut elsewhere by HybridStrategy(split_points=[...]), or "
+                "use a strategy under which each rank has the model, such as 'zero1'"
+            )
 
     def _is_without_state(self, name: str) -> bool:
         try:
