@@ -210,7 +210,11 @@ class Capture:
             if name == outer or name.startswith(f"{outer}."):
                 if isinstance(made, Exception):
                     raise ModelError(
-                        f"{outer!r} can't be copied to find its shapes ({type(made).__name__}: {made})"
+                        f"{outer!r} can't be copied to find its shapes ({type(made).__name__}: {made}). A pipeline "
+                        "copies the modules that it calls, without memory: keep nothing in their attributes that "
+                        "autograd has computed, as torch.nn.utils.weight_norm and torch.nn.utils.prune do. Use "
+                        "torch.nn.utils.parametrizations.weight_norm; call prune.remove, or register a parametrization "
+                        "(torch.nn.utils.parametrize) that multiplies by a mask; otherwise let the forward compute it"
                     ) from made
                 return made if name == outer else made.get_submodule(name[len(outer) + 1 :])
         raise ModelError(f"{name!r} was not part of {type(self.module).__name__} when it was cut into stages")

@@ -38,6 +38,7 @@ from torchhal_parallel._sample_independence import (
     has_own_statistics,
 )
 from torchhal_parallel._scatter_gather import merge, merge_training, rows_of
+from torchhal_parallel._shown import shown
 from torchhal_parallel._stage import Followed, StageRoot, ends_of
 from torchhal_parallel._tensor_parallel_check import OpenLayers
 
@@ -562,7 +563,7 @@ class Pipeline:
         if bad := [name for name, value in others.items() if not isinstance(value, PLAIN)]:
             raise ModelError(
                 f"a pipeline passes tensors from stage to stage, and the step calls {model} with {bad[0]}="
-                f"{others[bad[0]]!r}: give it tensors, numbers, strings, flags and None"
+                f"{shown(others[bad[0]])}: give it tensors, numbers, strings, flags and None"
             )
         if asked := [name for name, tensor in tensors.items() if tensor.requires_grad]:
             raise ModelError(
