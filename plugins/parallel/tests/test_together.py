@@ -329,6 +329,7 @@ def test_a_forward_that_mixes_samples_is_refused(world2, model, schedule):
     "model, word",
     [
         ("BatchNormed", "'layers.1' is a batch norm: it normalizes with the statistics of 4 samples"),
+        ("Counted", "changes the buffer 'layers.1.calls', and a pipeline runs"),
         slow("SpectralNormed", "changes the buffer 'layers.0.parametrizations.weight.0._u'"),
         ("NoisyForward", None), slow("Bounded", None),
     ],

@@ -427,6 +427,24 @@ class SpectralNormed(staged.Stack):
         nn.utils.parametrizations.spectral_norm(self.layers[0])
 
 
+class Counted(staged.Stack):
+    """A layer counts its calls in a buffer that it assigns anew."""
+
+    class Layer(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 4)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x):
+            if self.training:
+                self.calls = self.calls + 1
+            return super().forward(x)
+
+    def __init__(self):
+        super().__init__()
+        self.layers[1] = Counted.Layer()
+
+
 class NoisyForward(staged.Stack):
     """Draws random numbers in evaluation, too, so that nothing can be compared."""
 

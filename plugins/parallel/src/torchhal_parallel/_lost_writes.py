@@ -137,8 +137,9 @@ class LostWrites:
 
 def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function`` as torch.compile leaves it alone; without torch._dynamo, slow to import, nothing is compiled."""
-    made: Callable[..., Any] = torch.compiler.disable(function) if "torch._dynamo" in sys.modules else function
-    return made
+    if "torch._dynamo" not in sys.modules:
+        return function
+    return torch.compiler.disable(function)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def _memory(tensor: DTensor) -> int:

@@ -31,6 +31,7 @@ from torchhal_parallel._pipeline_split import cut, stages_of, uses
 from torchhal_parallel._remote_tensor import INSTEAD, RemoteWriteError
 from torchhal_parallel._sample_independence import (
     BATCH_NORM,
+    CHANGED_BUFFER,
     batch_norm_in_training,
     buffer_versions,
     changed_more_than_once,
@@ -348,7 +349,7 @@ class Pipeline:
             return merge_training(results, sizes, self.strategy.root_device), unlike, not_compared
 
     def _check_samples(
-        self, tensors: dict[str, torch.Tensor], constants: dict[str, Any], rows: int, versions: dict[str, int]
+        self, tensors: dict[str, torch.Tensor], constants: dict[str, Any], rows: int, versions: dict[str, Any]
     ) -> None:
         """Raise ModelError on every rank if the forward mixes samples; say once what else microbatches make another.
 
@@ -356,7 +357,7 @@ class Pipeline:
 
         Args:
             rows: samples of a microbatch.
-            versions: those of the buffers before this batch.
+            versions: the buffers, with theirs, before this batch.
         """
         if not self._is_compared() or self.microbatches == 1:
             return
@@ -365,10 +366,7 @@ class Pipeline:
         if (name := batch_norm_in_training(self.module)) is not None:
             notes["batch norm"] = BATCH_NORM.format(model=model, name=name, rows=rows)
         if name := changed_more_than_once(versions, buffer_versions(self.module), self.microbatches):
-            notes["buffers"] = (
-                f"the forward of {model} changes the buffer {name!r}, and a pipeline runs it for each of the "
-                f"{self.microbatches} microbatches of a batch: it is changed as often"
-            )
+            notes["buffers"] = CHANGED_BUFFER.format(model=model, name=name, microbatches=self.microbatches)
         found: float | None = None
         generators, in_a_row = self._rehearsal.generators(), self._followed_in_a_row
         try:
