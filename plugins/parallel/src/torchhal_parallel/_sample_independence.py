@@ -16,10 +16,10 @@ BATCH_NORM = (
 
 CHANGED_BUFFER = (
     "a training step of {model} changes the buffer {name!r}, and a pipeline runs the forward, and what the step does "
-    "with its result, for each of the {microbatches} microbatches of a batch: it is changed as often, where one process "
-    "changes it once. So a spectral norm takes {microbatches} power iterations for a batch, and a moving average moves "
-    "as often. If it is to be changed once, do so in a hook such as on_train_batch_start, in place, or use a strategy "
-    "under which each rank has the model, such as 'zero3'"
+    "with its result, for each of the {microbatches} microbatches of a batch: it is changed as often, where one "
+    "process changes it once. So a spectral norm takes {microbatches} power iterations for a batch, and a moving "
+    "average moves as often. If it is to be changed once, do so in a hook such as on_train_batch_start, in place, or "
+    "use a strategy under which each rank has the model, such as 'zero3'"
 )
 
 

@@ -22,7 +22,15 @@ from torchhal.distributed import collectives
 from torchhal.errors import ConfigurationError, ModelError, UnsupportedCombinationError
 from torchhal.pytree import map_tensors
 from torchhal_parallel._attribute_reads import PLAIN
-from torchhal_parallel._batch_loss import Branches, WholeBatch, detached, is_narrow, unlike_mean, without_traces
+from torchhal_parallel._batch_loss import (
+    Branches,
+    WholeBatch,
+    detached,
+    is_narrow,
+    leaf_of,
+    unlike_mean,
+    without_traces,
+)
 from torchhal_parallel._capture import Capture, around
 from torchhal_parallel._forward_capture import Rehearsal, once, silent
 from torchhal_parallel._microbatch_logging import one_log
@@ -474,7 +482,7 @@ class Pipeline:
         kept = (self.trainer, self.strategy, self.strategy.accelerator)
         generators = self._rehearsal.generators()
         try:
-            output = map_tensors(merge(outputs, [rows] * len(outputs), device), _leaf)
+            output = map_tensors(merge(outputs, [rows] * len(outputs), device), leaf_of)
             answer = self._rehearsal.answering(once(self.module, output))
             with without_traces(self.module, kept), silent(self.module), answer:
                 whole = loss_of(step(batch, *rest)).detach()
@@ -672,11 +680,6 @@ def _first_dimensions(batch: Any) -> set[int]:
 
     map_tensors(batch, look)
     return found
-
-
-def _leaf(value: Any) -> Any:
-    floating = isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
-    return value.requires_grad_() if floating else value
 
 
 def check_schedule_name(schedule: str) -> None:
