@@ -267,8 +267,8 @@ class DataParallelStrategy(PartsStrategy, SingleDeviceStrategy):
 
     The loader's batch is the global batch, and the result is that of one device, but for what depends on more than a
     sample: a batch norm sees its part of the batch, dropout draws other numbers. The loss must be a mean over the
-    samples: those of the parts are weighed by their sizes, and what is none is refused at the first batch, the second, the
-    fourth, ... (:mod:`torchhal_parallel._part_losses`). Each value that a step logs becomes one per batch.
+    samples: those of the parts are weighed by their sizes, and what is none is refused at the batches 1, 2, 4, 8, ...
+    (:mod:`torchhal_parallel._part_losses`). Each value that a step logs becomes one per batch.
 
     Args:
         split: a function ``(batch, parts)`` that divides batches which
