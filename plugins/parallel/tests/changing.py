@@ -36,16 +36,18 @@ class Warming(staged.Stack):
         return self.head(x)
 
 
-def warmed():
+def warmed(model="Warming"):
     """(weights and buffers on rank 0, val_loss after the last epoch) of a fit in stages."""
     seen = Seen()
     run = staged.trainer("pipeline", max_epochs=EPOCHS, callbacks=seen)
-    run.fit(Warming(), DataLoader(staged.samples(), staged.BATCH), DataLoader(staged.samples(16), staged.BATCH))
+    run.fit(
+        globals()[model](), DataLoader(staged.samples(), staged.BATCH), DataLoader(staged.samples(16), staged.BATCH)
+    )
     return seen.state, float(run.callback_metrics["val_loss"])
 
 
-def warmed_in_a_plain_loop():
-    module = Warming()
+def warmed_in_a_plain_loop(model="Warming"):
+    module = globals()[model]()
     optimizer = module.configure_optimizers()
     for epoch in range(EPOCHS):
         module.begin(epoch)
@@ -57,6 +59,43 @@ def warmed_in_a_plain_loop():
     with torch.no_grad():
         x, y = staged.samples(16).tensors
         return module.state_dict(), F.mse_loss(module(x), y).item()
+
+
+class Replaced(staged.Stack):
+    """Lets two layers change places, and puts modules without parameters in the place of another and beside it."""
+
+    def __init__(self):
+        super().__init__()
+        self.ends = nn.ModuleList([nn.Identity()])
+
+    def begin(self, epoch):
+        if epoch == 1:
+            self.layers[0], self.layers[1] = self.layers[1], self.layers[0]
+            self.layers[3] = nn.Hardtanh(-0.5, 0.5)
+            self.ends.append(nn.Softsign())
+        if epoch == 2:
+            self.layers[3].max_val = 0.3
+
+    def on_train_epoch_start(self):
+        self.begin(self.current_epoch)
+
+    def forward(self, x):
+        x = super().forward(x)
+        for end in self.ends:
+            x = end(x)
+        return x
+
+
+class WithNewWeights(staged.Stack):
+    def on_train_batch_start(self, batch, batch_idx):
+        if batch_idx == 2:
+            self.head = nn.Linear(4, 1)
+
+
+class CutElsewhere(staged.Stack):
+    def on_train_batch_start(self, batch, batch_idx):
+        if batch_idx == 2:
+            self.layers[2] = nn.Identity()
 
 
 class WarmsInTheStep(Warming):

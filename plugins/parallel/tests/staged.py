@@ -51,7 +51,7 @@ def samples(count=SAMPLES):
 
 
 def trainer(strategy, **options):
-    devices = 2 if strategy != "single_device" else 1
+    devices = options.pop("devices", 2 if strategy != "single_device" else 1)
     if strategy == "pipeline":
         strategy = HybridStrategy(pipeline=2, microbatches=options.pop("microbatches", 4))
     settings = {

@@ -400,9 +400,10 @@ def test_a_tied_weight_is_known_by_each_of_its_names():
 # -- in stages -----------------------------------------------------------------------------------------------
 
 
-def test_what_changes_by_epochs_is_trained_as_in_a_plain_loop(world2):
-    expected, val_loss = changing.warmed_in_a_plain_loop()
-    results = world2.run(changing.warmed, timeout=60)
+@pytest.mark.parametrize("model", ["Warming", "Replaced"])
+def test_what_changes_by_epochs_is_trained_as_in_a_plain_loop(world2, model):
+    expected, val_loss = changing.warmed_in_a_plain_loop(model)
+    results = world2.run(changing.warmed, model, timeout=60)
     assert results[0][0].keys() == expected.keys()
     for name, value in results[0][0].items():
         torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5)
@@ -414,6 +415,20 @@ def test_ranks_that_would_follow_other_numbers_are_refused(world2):
     for kind, message, steps in world2.run(changing.noted, "WarmsInTheStep", timeout=60):
         assert (kind, steps) == ("ModelError", 0), message
         assert "'beta', which is 0.0 on one rank" in message and "on_train_batch_start" in message
+
+
+REPLACED = [
+    ("WithNewWeights", ["'head', a Linear with parameters", "before the fit", "'zero1'"]),
+    ("CutElsewhere", ["'layers.2' of CutElsewhere was a Linear", "of Identity", "split_points=[...]"]),
+]
+
+
+@pytest.mark.parametrize("model, words", REPLACED, ids=lambda value: value if isinstance(value, str) else "")
+def test_modules_that_come_too_late_are_refused(world2, model, words):
+    for kind, message, steps in world2.run(changing.noted, model, timeout=60):
+        assert (kind, steps) == ("ModelError", 2), message
+        for word in words:
+            assert word in message
 
 
 def test_what_changes_in_each_batch_is_told_of_once(world2):

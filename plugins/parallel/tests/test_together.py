@@ -130,9 +130,26 @@ def test_zero1_refuses_an_optimizer_that_comes_to_all_parameters_later(world2):
         assert "LateNorm looks at all of them together" in message and 0 < steps <= 4
 
 
-def test_an_optimizer_over_each_parameter_is_not(world2):
-    expected, _ = together.fitted("single_device", None, "LayerNorms")
-    same(world2.run(together.fitted, "pipeline", None, "LayerNorms", timeout=60)[0][0], expected)
+@pytest.mark.parametrize("optimizer", ["LayerNorms", "Adafactor", slow("Rprop")])
+def test_an_optimizer_over_each_parameter_is_not(world2, optimizer):
+    expected, _ = together.fitted("single_device", None, optimizer)
+    same(world2.run(together.fitted, "pipeline", None, optimizer, timeout=60)[0][0], expected)
+
+
+def test_an_average_of_divided_parameters(world2):
+    expected = together.averaged("single_device")
+    for ours in world2.run(together.averaged, "zero3", timeout=60):
+        same(ours, expected)
+
+
+@slow
+def test_a_compiled_model_is_watched_in_silence(world2):
+    """torch.compile does not look into what compares gathered parameters with their parts."""
+    expected, _ = together.compiled("single_device")
+    for state, messages in world2.run(together.compiled, "zero3", timeout=120):
+        assert messages == []
+        if state:
+            same(state, expected)
 
 
 @pytest.mark.parametrize("name", together.OPTIMIZERS)
@@ -144,7 +161,7 @@ def test_a_small_copy_tells_whether_gradients_of_others_count(name):
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
     generator = torch.get_rng_state()
     # Late's norm comes after the steps that are tried
-    if name.endswith("LayerNorms") or name in ("LateNorm", "AddsNoise"):
+    if name.endswith("LayerNorms") or name in ("LateNorm", "AddsNoise", "Adafactor", "Rprop"):
         check_separable(optimizer, "pipeline", CPUAccelerator(), torch.device("cpu"))
     else:
         with pytest.raises(ConfigurationError, match=f"{name.removesuffix('GlobalNorm')}.*all of them together"):
@@ -312,6 +329,7 @@ def test_a_forward_that_mixes_samples_is_refused(world2, model, schedule):
     "model, word",
     [
         ("BatchNormed", "'layers.1' is a batch norm: it normalizes with the statistics of 4 samples"),
+        ("Counted", "changes the buffer 'layers.1.calls', and a pipeline runs"),
         slow("SpectralNormed", "changes the buffer 'layers.0.parametrizations.weight.0._u'"),
         ("NoisyForward", None), slow("Bounded", None),
     ],

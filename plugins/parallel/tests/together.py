@@ -2,6 +2,7 @@
 
 import copy
 import io
+import logging
 import warnings
 from collections import deque
 
@@ -47,6 +48,51 @@ class Bounded(staged.Stack):
             follower.lerp_(parameter, 0.1)
             if parameter.dim() == 2:
                 parameter.div_(parameter.norm(dim=1, keepdim=True).clamp(min=1.0))
+
+
+class Averaged(staged.Stack):
+    """A moving average of its parameters, in whatever parts these are."""
+
+    def on_train_start(self):
+        self.average = {name: parameter.detach().clone() for name, parameter in self.named_parameters()}
+
+    @torch.no_grad()
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        for name, parameter in self.named_parameters():
+            self.average[name].lerp_(parameter, 0.1)
+
+    def on_train_end(self):
+        parts = self.average.items()
+        self.whole = {name: part.full_tensor() if hasattr(part, "full_tensor") else part for name, part in parts}
+
+
+def averaged(strategy):
+    module = Averaged()
+    staged.trainer(strategy).fit(module, DataLoader(staged.samples(), staged.BATCH // (1 + (strategy == "zero3"))))
+    return module.whole
+
+
+class Records(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.messages = []
+
+    def emit(self, record):
+        self.messages.append(record.getMessage())
+
+
+def compiled(strategy):
+    """(weights, what dynamo had to say) of a fit of a model that was compiled by an eager backend."""
+    records, logger = Records(), logging.getLogger("torch._dynamo.variables.tensor")
+    logger.addHandler(records)
+    try:
+        seen, module = Seen(), staged.Stack()
+        module.compile(backend="eager")
+        run = staged.trainer(strategy, callbacks=seen)
+        run.fit(module, DataLoader(staged.samples(), staged.BATCH // (1 + (strategy == "zero3"))))
+    finally:
+        logger.removeHandler(records)
+    return seen.state, records.messages
 
 
 class ClipsAllParameters(staged.Stack):
@@ -260,6 +306,8 @@ OPTIMIZERS = {
     "CountedNorm": CountedNorm,
     "LayerNorms": LayerNorms,
     "AroundGlobalNorm": lambda parameters: Around(parameters, GlobalNorm),
+    "Adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=0.05),
+    "Rprop": torch.optim.Rprop,
     "AroundLayerNorms": lambda parameters: Around(parameters, LayerNorms),
 }
 
@@ -377,6 +425,24 @@ class SpectralNormed(staged.Stack):
     def __init__(self):
         super().__init__()
         nn.utils.parametrizations.spectral_norm(self.layers[0])
+
+
+class Counted(staged.Stack):
+    """A layer counts its calls in a buffer that it assigns anew."""
+
+    class Layer(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 4)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x):
+            if self.training:
+                self.calls = self.calls + 1
+            return super().forward(x)
+
+    def __init__(self):
+        super().__init__()
+        self.layers[1] = Counted.Layer()
 
 
 class NoisyForward(staged.Stack):

@@ -1,6 +1,7 @@
 """Models that some strategy can't carry."""
 
 import os
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -9,6 +10,8 @@ from models import ConvNet, Transformer
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+from torch.nn.utils import prune
+from torch.optim.swa_utils import AveragedModel
 
 from torchhal import Module
 
@@ -613,6 +616,33 @@ class Factored(Transformer):
 class Resilient(Transformer):
     def configure_optimizers(self):
         return torch.optim.Rprop(self.parameters())
+
+
+class OldWeightNorm(Transformer):
+    def __init__(self):
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            nn.utils.weight_norm(self.layers[0].up)
+
+
+class Pruned(Transformer):
+    def __init__(self):
+        super().__init__()
+        prune.l1_unstructured(self.layers[0].up, "weight", 0.5)
+
+
+class CalledWithATuple(Transformer):
+    def forward(self, tokens, pair=()):
+        return super().forward(tokens)
+
+    def __call__(self, tokens):
+        return super().__call__(tokens, (tokens, 0.5))
+
+
+class CopiedInAHook(Transformer):
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        AveragedModel(self)
 
 
 class GradientByWeights(Transformer):

@@ -2,7 +2,7 @@
 
 What a forward reads of a module as a number, a flag or a string becomes part of its graph, as does which branch it
 took for it. The graph is right as long as these are what they were. A forward that changes attributes itself would do
-so only when it is followed.
+so only when it is followed. The same holds for the submodules that it calls: by name, or as all of a container.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _GONE: Final = object()
 
 
 class AttributeReads:
-    """What one run of a forward has read of the attributes of ``owners``, but for tensors and submodules.
+    """What one run of a forward has read of the attributes of ``owners``, submodules included, but for tensors.
 
     Args:
         owners: modules, and the Trainer, by the names that messages give them.
@@ -55,6 +55,9 @@ class AttributeReads:
         self._read: dict[tuple[int, str], Any] = {}
         self._at_first: dict[tuple[int, str], tuple[Any, Any]] = {}
         self._traces: dict[tuple[int, str], Any] = {}
+        self._children_read: dict[tuple[int, str], nn.Module] = {}
+        """Modules of which the forward has read a submodule by its name, or by ``""`` all of them."""
+        self._children: list[tuple[nn.Module, str, Any]] = []
         self.changed: list[str] = []
         """Attributes that the forward has changed itself; they are what they were again."""
 
@@ -71,7 +74,11 @@ class AttributeReads:
             original: Any = kind.__getattribute__
 
             def read(owner: Any, name: str, get: Any = original) -> Any:
-                value = get(owner, name)
+                try:
+                    value = get(owner, name)
+                except AttributeError:  # where nn.Module goes on to look for a submodule
+                    self._note_child(owner, name, paused())
+                    raise
                 self._note(owner, name, value, paused())
                 return value
 
@@ -94,6 +101,8 @@ class AttributeReads:
                 real = self.stand_ins[id(owner)]
                 self._read.setdefault((id(real), name), real)
             return
+        if name == "_modules":
+            self._note_child(owner, "", paused)
         if id(owner) not in self._names or name in _MACHINERY or name.startswith("__"):
             return
         own = object.__getattribute__(owner, "__dict__")
@@ -103,6 +112,10 @@ class AttributeReads:
         if name in own and isinstance(owner, nn.Module) and (id(owner), name) not in self._at_first:
             kept = copy.copy(value) if type(value) in _CONTAINERS and len(value) <= _MOST_ITEMS else None
             self._at_first[id(owner), name] = (_trace(value), kept)
+
+    def _note_child(self, owner: Any, name: str, paused: bool) -> None:
+        if not paused and id(owner) in self._names and isinstance(owner, nn.Module):
+            self._children_read.setdefault((id(owner), name), owner)
 
     def _changes_since(self, before: Mapping[int, dict[str, Any]]) -> Iterator[tuple[tuple[Any, str], Any]]:
         """((owner, name), what undoes it) of each attribute that the forward has set, removed, or put something into.
@@ -126,6 +139,11 @@ class AttributeReads:
         """Take what the attributes are now for what they were when the forward ran."""
         self._at_first = {}
         self._traces = {key: self._trace_of(key) for key in self._read}
+        self._children = [
+            (owner, name, list(owner._modules.values()) if not name else owner._modules[name])
+            for (_, name), owner in self._children_read.items()
+            if not name or name in owner._modules
+        ]
         return self
 
     def differing(self) -> str | None:
@@ -133,6 +151,11 @@ class AttributeReads:
         for key, trace in self._traces.items():
             if self._trace_of(key) != trace:
                 return self._path(self._read[key], key[1])
+        for owner, name, child in self._children:
+            if name and owner._modules.get(name) is not child:
+                return self._path(owner, name)
+            if not name and list(owner._modules.values()) != child:
+                return self._names[id(owner)] or type(owner).__name__
         return None
 
     def numbers(self) -> dict[str, str]:

@@ -24,6 +24,8 @@ from torchhal.pytree import map_tensors
 from torchhal_parallel._dtensor_layout import is_below_float32
 from torchhal_parallel._scatter_gather import merge
 
+NO_MEAN = "the loss is no mean over samples, as one over unpadded tokens, or of samples with each other, is none"
+
 _STRUCTURE = ("_parameters", "_modules", "forward")
 """What a module consists of, which a step does not change."""
 
@@ -127,21 +129,30 @@ def unlike_mean(
         microbatches: see above.
         narrow: something was computed in 16 bits.
     """
+    numbers = other_mean(losses, [1] * len(losses), whole, narrow=narrow)
+    if numbers is None:
+        return None
+    return (
+        f"the training_step of {model} gives for {len(losses)} of the {microbatches} microbatches of a batch together "
+        f"the loss {numbers[0]:.6g}, and for each alone losses whose mean is {numbers[1]:.6g}, on which this pipeline "
+        f"would train: {NO_MEAN}. Set HybridStrategy(pipeline=..., schedule='gpipe'), which computes the loss of the "
+        "whole batch. Or divide a sum over tokens by the samples times the mean number of tokens per sample of the "
+        "whole batch, a tensor without dimension that collate_fn adds to the batch"
+    )
+
+
+def other_mean(
+    losses: Sequence[torch.Tensor], sizes: Sequence[int], whole: torch.Tensor, *, narrow: bool
+) -> tuple[float, float] | None:
+    """(``whole``, the mean of ``losses`` weighed by ``sizes``) if these differ by more than rounding, else None."""
     parts, expected = [float(loss) for loss in losses], float(whole)
-    mean = sum(parts) / len(parts)
+    mean = sum(part * size for part, size in zip(parts, sizes, strict=True)) / sum(sizes)
     if not math.isfinite(expected):
         return None
     tolerance = 2e-2 if whole.element_size() < 4 else 5e-3 if narrow else 1e-4
     if math.isfinite(mean) and abs(mean - expected) <= tolerance * max(abs(expected), *map(abs, parts)) + 1e-7:
         return None
-    return (
-        f"the training_step of {model} gives for {len(parts)} of the {microbatches} microbatches of a batch together "
-        f"the loss {expected:.6g}, and for each alone losses whose mean is {mean:.6g}, on which this pipeline would "
-        "train: the loss is no mean over samples, as one over unpadded tokens, or of samples with each other, is "
-        "none. Set HybridStrategy(pipeline=..., schedule='gpipe'), which computes the loss of the whole batch. Or "
-        "divide a sum over tokens by the samples times the mean number of tokens per sample of the whole batch, a "
-        "tensor without dimension that collate_fn adds to the batch"
-    )
+    return expected, mean
 
 
 @contextmanager
@@ -183,6 +194,12 @@ def is_narrow(device: torch.device, outputs: Any) -> bool:
 
     map_tensors(outputs, look)
     return found
+
+
+def leaf_of(value: Any) -> Any:
+    """``value`` of a graph of its own, if it can have a gradient."""
+    floating = isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+    return value.requires_grad_() if floating else value
 
 
 def detached(value: Any) -> Any:

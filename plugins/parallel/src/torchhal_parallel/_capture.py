@@ -119,7 +119,9 @@ class Capture:
         """
         graph = fx.Graph()
         recorder = _Recorder(self, graph)
-        reads = AttributeReads(self.owners, self._copied)
+        added = {name: each for name, each in self.module.named_modules() if id(each) not in self.names}
+        recorder.added = {id(each): name for name, each in added.items()}
+        reads = AttributeReads({**self.owners, **added}, self._copied)
         calls = AutogradCalls(type(self.module).__name__, lambda: recorder.silent)
         for submodule, made in self._copies:
             vars(made)["training"] = submodule.training
@@ -208,7 +210,11 @@ class Capture:
             if name == outer or name.startswith(f"{outer}."):
                 if isinstance(made, Exception):
                     raise ModelError(
-                        f"{outer!r} can't be copied to find its shapes ({type(made).__name__}: {made})"
+                        f"{outer!r} can't be copied to find its shapes ({type(made).__name__}: {made}). A pipeline "
+                        "copies the modules that it calls, without memory: keep nothing in their attributes that "
+                        "autograd has computed, as torch.nn.utils.weight_norm and torch.nn.utils.prune do. Use "
+                        "torch.nn.utils.parametrizations.weight_norm; call prune.remove, or register a parametrization "
+                        "(torch.nn.utils.parametrize) that multiplies by a mask; otherwise let the forward compute it"
                     ) from made
                 return made if name == outer else made.get_submodule(name[len(outer) + 1 :])
         raise ModelError(f"{name!r} was not part of {type(self.module).__name__} when it was cut into stages")
@@ -236,6 +242,8 @@ class _Recorder(TorchDispatchMode):
         self.recomputes = False
         self.with_grad = torch.is_grad_enabled()
         self.autocast = self._autocast()
+        self.added: dict[int, str] = {}
+        """The names of modules that the model did not have when it was cut into stages."""
         self.protected: dict[int, str] = {}
         """What is in a storage that the forward must not write to."""
         for _, key, tensor in capture._stand_ins:
@@ -295,6 +303,8 @@ class _Recorder(TorchDispatchMode):
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             name = names.get(id(module))
+            if not self.silent and name is None:
+                self._check_added(module)
             if self.silent or name is None or name in around:
                 if not self.silent and (module._backward_hooks or module._backward_pre_hooks):
                     raise ModelError(
@@ -316,6 +326,19 @@ class _Recorder(TorchDispatchMode):
         finally:
             nn.Module.__call__ = original  # type: ignore[method-assign]
             torch.autograd.Function.apply = apply  # type: ignore[method-assign]
+
+    def _check_added(self, module: nn.Module) -> None:
+        """Raise ModelError for a module with tensors that came too late; what one without does is followed."""
+        if id(module) not in self.added or not _has_tensors(module):
+            return
+        name, model = self.added[id(module)], type(self.capture.module).__name__
+        raise ModelError(
+            f"the forward of {model} calls {name!r}, a {type(module).__name__} with parameters or buffers that has "
+            "come into the model since it was cut into the stages of a pipeline, which compute with those that it had "
+            f"then: have it there before the fit, in configure_model say, let the forward of {model} choose between "
+            "modules that it has from the start, or use a strategy under which each rank has the model, such as "
+            "'zero1'"
+        )
 
     def call_function(self, kind: Any, args: Any, kwargs: Any) -> Any:
         """Record ``kind.apply(...)`` of an ``autograd.Function``, whose backward is another than that of its forward.
@@ -440,6 +463,10 @@ def _storage(tensor: torch.Tensor) -> int:
 
 def _requires_grad(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _has_tensors(module: nn.Module) -> bool:
+    return any(tensor is not None for tensor in (*module._parameters.values(), *module._buffers.values()))
 
 
 def around(split_points: Sequence[str]) -> set[str]:

@@ -26,6 +26,9 @@ from torchhal_parallel._sharded_base import ShardedStrategy, StepRunner, followe
 from torchhal_parallel._uneven_inputs import forward_of
 from torchhal_parallel._wrap_policy import check_form, check_policy, find_blocks
 
+_NO_COPY = ("FSDP does not support deepcopy", "copy_() on an invalid python storage")
+"""What torch says of a deepcopy of a module of ``fully_shard``, and of a gradient in parts."""
+
 
 class FullyShardedStrategy(ShardedStrategy):
     """Units of the model whose parameters are gathered before they compute and divided among ranks otherwise.
@@ -293,6 +296,13 @@ class FullyShardedStrategy(ShardedStrategy):
                 f"{error} Under strategy {self.alias or 'fsdp'!r} the parameters of a unit are others while its own "
                 f"forward runs, and {type(self.module).__name__} asks for a gradient by those of before or after it: "
                 "leave gradients by parameters to the backward of the loss, or use strategy='ddp' or 'zero1'"
+            )
+        if self._units and any(words in message_of(error) for words in _NO_COPY):
+            return ModelError(
+                f"{type(self.module).__name__} was copied while strategy {self.alias or 'fsdp'!r} has it in parts, by "
+                "copy.deepcopy or by AveragedModel(self) say, and torch's fully_shard can't copy its modules: keep an "
+                "average or a snapshot as {name: parameter.detach().clone() for name, parameter in "
+                "self.named_parameters()}, whose tensors are in the same parts, or copy the module before the fit"
             )
         return super().explain(error)
 

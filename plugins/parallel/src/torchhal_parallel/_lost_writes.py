@@ -12,6 +12,7 @@ those times, but not every 64 steps, the ranks compare the numbers that they wro
 
 from __future__ import annotations
 
+import sys
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -67,8 +68,9 @@ class LostWrites:
                 self._memory = {_memory(parameter): parameter for parameter in self._sharded.values()}
             with ExitStack() as stack:
                 if compared := not self._steps & (self._steps - 1):
+                    compare = _untraced(self._compare)
                     for unit in self.units:  # before the unit's own hook, which frees what was gathered
-                        stack.callback(unit.register_forward_hook(self._compare, prepend=True).remove)
+                        stack.callback(unit.register_forward_hook(compare, prepend=True).remove)
                 if self.watches_parts:
                     stack.enter_context(watched_writes(self._check_write))
                 output = step(*args, **kwargs)
@@ -131,6 +133,13 @@ class LostWrites:
             "the ranks did not write the same numbers, by their own batches say: their parts don't belong together. "
             "Write the same on each rank, or use strategy='ddp'"
         )
+
+
+def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` as torch.compile leaves it alone; without torch._dynamo, slow to import, nothing is compiled."""
+    if "torch._dynamo" not in sys.modules:
+        return function
+    return torch.compiler.disable(function)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def _memory(tensor: DTensor) -> int:

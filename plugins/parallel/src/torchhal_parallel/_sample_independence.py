@@ -14,6 +14,14 @@ BATCH_NORM = (
     "pipeline=..., data=...) in its place if that is too few"
 )
 
+CHANGED_BUFFER = (
+    "a training step of {model} changes the buffer {name!r}, and a pipeline runs the forward, and what the step does "
+    "with its result, for each of the {microbatches} microbatches of a batch: it is changed as often, where one "
+    "process changes it once. So a spectral norm takes {microbatches} power iterations for a batch, and a moving "
+    "average moves as often. If it is to be changed once, do so in a hook such as on_train_batch_start, in place, or "
+    "use a strategy under which each rank has the model, such as 'zero3'"
+)
+
 
 def batch_norm_in_training(module: nn.Module) -> str | None:
     """The name of the first batch norm whose statistics are those of what it is called with."""
@@ -25,10 +33,10 @@ def has_own_statistics(module: nn.Module) -> bool:
     return any(isinstance(each, _BatchNorm) and each.running_mean is None for each in module.modules())
 
 
-def buffer_versions(module: nn.Module) -> dict[str, int]:
-    """How often each buffer was changed in place, but for those of batch norms."""
+def buffer_versions(module: nn.Module) -> dict[str, tuple[torch.Tensor, int]]:
+    """Each buffer with how often it was changed in place, but for those of batch norms."""
     return {
-        f"{path}.{name}" if path else name: buffer._version
+        f"{path}.{name}" if path else name: (buffer, buffer._version)
         for path, owner in module.named_modules()
         if not isinstance(owner, _BatchNorm)
         for name, buffer in owner._buffers.items()
@@ -36,9 +44,15 @@ def buffer_versions(module: nn.Module) -> dict[str, int]:
     }
 
 
-def changed_more_than_once(before: dict[str, int], after: dict[str, int], microbatches: int) -> str | None:
-    """The first buffer that each of several microbatches has changed."""
-    return next((name for name in before if after.get(name, 0) - before[name] >= microbatches > 1), None)
+def changed_more_than_once(
+    before: dict[str, tuple[torch.Tensor, int]], after: dict[str, tuple[torch.Tensor, int]], microbatches: int
+) -> str | None:
+    """The first buffer that each of several microbatches has changed, or put another tensor in the place of."""
+    for name, (buffer, version) in before.items():
+        now, count = after.get(name, (None, 0))
+        if microbatches > 1 and (now is not buffer or count - version >= microbatches):
+            return name
+    return None
 
 
 def dependence(

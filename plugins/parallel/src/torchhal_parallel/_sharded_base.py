@@ -203,7 +203,7 @@ class ShardedStrategy(ParallelStrategy):
     def setup_optimizers(self, optimizers: Sequence[Optimizer], lr_scheduler_configs: Sequence[Any] = ()) -> None:
         assert self.module is not None
         own = self._divided = set(self.module.parameters())
-        divided = self.is_divided()
+        divided, sharded = self.is_divided(), self.is_sharded()
         for optimizer in optimizers:
             if any(parameter not in own for group in optimizer.param_groups for parameter in group["params"]):
                 raise ConfigurationError(
@@ -212,12 +212,12 @@ class ShardedStrategy(ParallelStrategy):
                 )
             if divided:
                 check_divisible(optimizer, self.alias or type(self).__name__)
-            if divided and isinstance(optimizer, torch.optim.Adafactor):
+            if sharded and isinstance(optimizer, torch.optim.Adafactor):
                 raise ConfigurationError(
                     "torch's Adafactor can't compute its statistics of rows and columns of sharded parameters: use "
                     "strategy='zero1', which divides its state too, or another optimizer"
                 )
-            if divided and isinstance(optimizer, torch.optim.Rprop):
+            if sharded and isinstance(optimizer, torch.optim.Rprop):
                 raise ConfigurationError(
                     "torch's Rprop sets chosen elements of its gradients, which it can't where they are sharded: use "
                     "strategy='zero1', which divides its state too, or another optimizer"
@@ -242,6 +242,10 @@ class ShardedStrategy(ParallelStrategy):
         """Whether this rank lacks a part of some parameter; the same on every rank."""
         assert self.module is not None
         return any(parameter is not local(parameter) for parameter in self.module.parameters())
+
+    def is_sharded(self) -> bool:
+        """Whether a rank has a part of some parameter, and not all of it or nothing; the same on every rank."""
+        return self.is_divided()
 
     def restore_module(self) -> None:
         assert self.module is not None

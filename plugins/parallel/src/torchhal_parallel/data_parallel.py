@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -17,6 +18,7 @@ from torchhal.pytree import move_to_device
 from torchhal.strategies import DDPStrategy, SingleDeviceStrategy, Strategy, check_frequencies, check_lookups
 from torchhal.trainer.logging import batch_size_of
 from torchhal_parallel._microbatch_logging import one_log
+from torchhal_parallel._part_losses import NotComparedError, PartLosses, is_compiled
 from torchhal_parallel._scatter_gather import merge, merge_training, split_batch
 from torchhal_parallel._tensor_swap import buffer_copies, parameter_copies, standing_in
 
@@ -45,6 +47,15 @@ class PartsStrategy(Strategy):
 
     _unmade = False
     """Whether the first forward will make parameters or buffers whose shapes nobody knows yet."""
+
+    _batches = 0
+    """Batches of training that were divided."""
+
+    _compared = False
+    """Whether the losses of some batch were compared."""
+
+    _said = False
+    """Whether a warning was given that losses were not compared."""
 
     _in_step = False
     """Whether a step that divides its batch by itself runs through :attr:`model`."""
@@ -79,6 +90,7 @@ class PartsStrategy(Strategy):
         if training and len(self.devices) > 1:
             check_frequencies(self.module, "each part of a batch")
         super().setup_model(training=training)
+        self._batches, self._compared, self._said = 0, False, False
         self._unmade = any(map(is_lazy, (*self.module.parameters(), *self.module.buffers())))
 
     def wrap_model(self, *, training: bool) -> None:
@@ -110,7 +122,10 @@ class PartsStrategy(Strategy):
             if len(parts) == 1:
                 return step(parts[0][0], *rest)
             sizes = [size for _, size in parts]
-            outputs = self._run(step, [part for part, _ in parts], sizes, rest)
+            losses = self._losses_to_compare(batch) if name == "training_step" else None
+            outputs = self._run(step, [part for part, _ in parts], sizes, rest, losses)
+            if losses is not None:
+                self._check_losses(losses, step, rest, outputs, sizes)
             if name == "training_step":
                 return merge_training(outputs, sizes, self.root_device)
             return merge(outputs, sizes, self.root_device)
@@ -145,7 +160,12 @@ class PartsStrategy(Strategy):
         return [(part, size or 0) for part, size in zip(parts, sizes, strict=True)]
 
     def _run(
-        self, step: Callable[..., Any], parts: Sequence[Any], sizes: Sequence[int], rest: tuple[Any, ...]
+        self,
+        step: Callable[..., Any],
+        parts: Sequence[Any],
+        sizes: Sequence[int],
+        rest: tuple[Any, ...],
+        losses: PartLosses | None,
     ) -> list[Any]:
         module = self.module
         assert module is not None
@@ -154,8 +174,10 @@ class PartsStrategy(Strategy):
         # all before the first part runs: each sees what the batch began with
         buffers = [buffer_copies(module, device) for device in devices[1:]]
         outputs = []
+        watched = nullcontext if losses is None else losses.recorded
         with one_log(self.trainer, sizes, self.root_device) as start_part:
-            outputs.append(step(parts[0], *rest))
+            with watched():
+                outputs.append(step(parts[0], *rest))
             if self._unmade:
                 buffers = [buffer_copies(module, device) for device in devices[1:]]
                 self._unmade = False
@@ -163,9 +185,50 @@ class PartsStrategy(Strategy):
                 start_part(index)
                 with self._current(device):
                     copies = parameter_copies(module, device)
-                    with standing_in([*copies, *buffers[index - 1]]):
+                    with standing_in([*copies, *buffers[index - 1]]), watched():
                         outputs.append(step(move_to_device(parts[index], device, non_blocking=True), *rest))
         return outputs
+
+    def _losses_to_compare(self, batch: Any) -> PartLosses | None:
+        """What looks at the losses of this batch, if it is the first, the second, the fourth, the eighth, ..."""
+        self._batches += 1
+        assert self.module is not None
+        if self._batches & (self._batches - 1) or self.split is not None:  # which may divide in any order
+            return None
+        if is_compiled(self.module):
+            self._say_not_compared("a part of it is compiled")
+            return None
+        return PartLosses(self, batch)
+
+    def _check_losses(
+        self,
+        losses: PartLosses,
+        step: Callable[..., Any],
+        rest: tuple[Any, ...],
+        outputs: Sequence[Any],
+        sizes: Sequence[int],
+    ) -> None:
+        """Raise ModelError if the mean of the losses of the parts is not that of the batch."""
+        try:
+            problem = losses.unlike(step, rest, outputs, sizes)
+        except NotComparedError as reason:
+            if not (self._compared and 1 in sizes):  # of one sample it is not always seen what is one per sample
+                self._say_not_compared(str(reason))
+            return
+        self._compared = True
+        if problem is not None:
+            raise ModelError(problem)
+
+    def _say_not_compared(self, reason: str) -> None:
+        """Warn once on rank 0."""
+        if not self._said and self.is_global_zero:
+            warnings.warn(
+                f"whether the loss of {type(self.module).__name__} is a mean over samples could not be tried "
+                f"({reason}): strategy {self.alias or 'dp'!r} trains on the mean of the losses of the parts of a "
+                "batch, weighed by their samples. If it is none, use devices=1",
+                stacklevel=2,
+            )
+        self._said = True
 
     @contextmanager
     def _current(self, device: torch.device) -> Iterator[None]:
@@ -204,7 +267,8 @@ class DataParallelStrategy(PartsStrategy, SingleDeviceStrategy):
 
     The loader's batch is the global batch, and the result is that of one device, but for what depends on more than a
     sample: a batch norm sees its part of the batch, dropout draws other numbers. The loss must be a mean over the
-    samples: those of the parts are weighed by their sizes. Each value that a step logs becomes one per batch.
+    samples: those of the parts are weighed by their sizes, and what is none is refused at the batches 1, 2, 4, 8, ...
+    (:mod:`torchhal_parallel._part_losses`). Each value that a step logs becomes one per batch.
 
     Args:
         split: a function ``(batch, parts)`` that divides batches which

@@ -42,6 +42,7 @@ from torchhal_parallel._optimizer_checks import OptimizerTrial, check_separable,
 from torchhal_parallel._pipeline_split import check_trained, even_cuts, stage_parameters, untrainable
 from torchhal_parallel._remote_tensor import RemoteParameter, RemoteTensor, remote, remote_gradient
 from torchhal_parallel._shard_sizes import buffers_of, divided, stages_of_ranks, tensor_shapes
+from torchhal_parallel._shown import shown
 from torchhal_parallel._tensor_parallel import apply_plan, check_plan_form, plan_of, resolve_plan
 from torchhal_parallel._tensor_parallel_check import OpenLayers
 from torchhal_parallel.pipeline import Pipeline, check_schedule, check_schedule_name, check_schedules_of_torch
@@ -465,7 +466,7 @@ class HybridStrategy(FullyShardedStrategy):
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise ModelError(
                 f"the training_step of {type(self.module).__name__} must return a tensor with one element, or a dict "
-                f"with 'loss', under a pipeline (got {result!r})"
+                f"with 'loss', under a pipeline (got {shown(result)})"
             )
         if isinstance(loss, RemoteTensor):
             loss.refuse("part of the loss")
@@ -496,6 +497,9 @@ class HybridStrategy(FullyShardedStrategy):
 
     def is_divided(self) -> bool:
         return self.pipe is not None or super().is_divided()
+
+    def is_sharded(self) -> bool:
+        return self.sizes["shard"] > 1 or self.sizes["tensor"] > 1
 
     def setup_optimizers(self, optimizers: Sequence[Optimizer], lr_scheduler_configs: Sequence[Any] = ()) -> None:
         if self.sizes["tensor"] > 1:

@@ -22,7 +22,15 @@ from torchhal.distributed import collectives
 from torchhal.errors import ConfigurationError, ModelError, UnsupportedCombinationError
 from torchhal.pytree import map_tensors
 from torchhal_parallel._attribute_reads import PLAIN
-from torchhal_parallel._batch_loss import Branches, WholeBatch, detached, is_narrow, unlike_mean, without_traces
+from torchhal_parallel._batch_loss import (
+    Branches,
+    WholeBatch,
+    detached,
+    is_narrow,
+    leaf_of,
+    unlike_mean,
+    without_traces,
+)
 from torchhal_parallel._capture import Capture, around
 from torchhal_parallel._forward_capture import Rehearsal, once, silent
 from torchhal_parallel._microbatch_logging import one_log
@@ -31,6 +39,7 @@ from torchhal_parallel._pipeline_split import cut, stages_of, uses
 from torchhal_parallel._remote_tensor import INSTEAD, RemoteWriteError
 from torchhal_parallel._sample_independence import (
     BATCH_NORM,
+    CHANGED_BUFFER,
     batch_norm_in_training,
     buffer_versions,
     changed_more_than_once,
@@ -38,6 +47,7 @@ from torchhal_parallel._sample_independence import (
     has_own_statistics,
 )
 from torchhal_parallel._scatter_gather import merge, merge_training, rows_of
+from torchhal_parallel._shown import shown
 from torchhal_parallel._stage import Followed, StageRoot, ends_of
 from torchhal_parallel._tensor_parallel_check import OpenLayers
 
@@ -123,6 +133,7 @@ class Pipeline:
         """Pipeline rank of the stage that makes the loss, and does what the step does after ``self(...)``."""
         last = len(self.stages) - 1
         self.roots = {index: StageRoot(module, self.stages[index], is_last=index == last) for index in self.mine}
+        self._cut_at = {name: module.get_submodule(name) for name in (*around(split_points), *split_points)}
         self._rehearsal = Rehearsal(module, strategy)
         self._capture = Capture(module, around(split_points), strategy.root_device, trainer)
         self._followed = _Recent(KEPT_FORWARDS)
@@ -346,7 +357,7 @@ class Pipeline:
             return merge_training(results, sizes, self.strategy.root_device), unlike, not_compared
 
     def _check_samples(
-        self, tensors: dict[str, torch.Tensor], constants: dict[str, Any], rows: int, versions: dict[str, int]
+        self, tensors: dict[str, torch.Tensor], constants: dict[str, Any], rows: int, versions: dict[str, Any]
     ) -> None:
         """Raise ModelError on every rank if the forward mixes samples; say once what else microbatches make another.
 
@@ -354,7 +365,7 @@ class Pipeline:
 
         Args:
             rows: samples of a microbatch.
-            versions: those of the buffers before this batch.
+            versions: the buffers, with theirs, before this batch.
         """
         if not self._is_compared() or self.microbatches == 1:
             return
@@ -363,10 +374,7 @@ class Pipeline:
         if (name := batch_norm_in_training(self.module)) is not None:
             notes["batch norm"] = BATCH_NORM.format(model=model, name=name, rows=rows)
         if name := changed_more_than_once(versions, buffer_versions(self.module), self.microbatches):
-            notes["buffers"] = (
-                f"the forward of {model} changes the buffer {name!r}, and a pipeline runs it for each of the "
-                f"{self.microbatches} microbatches of a batch: it is changed as often"
-            )
+            notes["buffers"] = CHANGED_BUFFER.format(model=model, name=name, microbatches=self.microbatches)
         found: float | None = None
         generators, in_a_row = self._rehearsal.generators(), self._followed_in_a_row
         try:
@@ -474,7 +482,7 @@ class Pipeline:
         kept = (self.trainer, self.strategy, self.strategy.accelerator)
         generators = self._rehearsal.generators()
         try:
-            output = map_tensors(merge(outputs, [rows] * len(outputs), device), _leaf)
+            output = map_tensors(merge(outputs, [rows] * len(outputs), device), leaf_of)
             answer = self._rehearsal.answering(once(self.module, output))
             with without_traces(self.module, kept), silent(self.module), answer:
                 whole = loss_of(step(batch, *rest)).detach()
@@ -561,7 +569,7 @@ class Pipeline:
         if bad := [name for name, value in others.items() if not isinstance(value, PLAIN)]:
             raise ModelError(
                 f"a pipeline passes tensors from stage to stage, and the step calls {model} with {bad[0]}="
-                f"{others[bad[0]]!r}: give it tensors, numbers, strings, flags and None"
+                f"{shown(others[bad[0]])}: give it tensors, numbers, strings, flags and None"
             )
         if asked := [name for name, tensor in tensors.items() if tensor.requires_grad]:
             raise ModelError(
@@ -609,6 +617,7 @@ class Pipeline:
 
     def _cut(self, tensors: dict[str, torch.Tensor], constants: dict[str, Any], rows: int) -> Followed:
         model = type(self.module).__name__
+        self._check_cuts()
         found = self._capture(tensors, rows, constants)
         if found.recomputes:
             self._say(
@@ -638,6 +647,21 @@ class Pipeline:
         scalars = frozenset(index for index, value in enumerate(results) if not value.dim())
         return Followed(stages, ends, found.returned, found.constants, found.reads, scalars)
 
+    def _check_cuts(self) -> None:
+        """Raise ModelError if another module stands where a stage begins, or around that."""
+        now = dict(self.module.named_modules(remove_duplicate=False))
+        for name, before in self._cut_at.items():
+            if (found := now.get(name)) is before:
+                continue
+            model, what = type(self.module).__name__, f"a {type(before).__name__}"
+            become = "is gone" if found is None else f"has become another object, of {type(found).__name__}"
+            raise ModelError(
+                f"{name!r} of {model} was {what} when the model was cut into the stages of a pipeline there, and "
+                f"{become}: change modules before the fit, in configure_model say, let the forward of {model} choose "
+                "between modules that it has from the start, cut elsewhere by HybridStrategy(split_points=[...]), or "
+                "use a strategy under which each rank has the model, such as 'zero1'"
+            )
+
     def _is_without_state(self, name: str) -> bool:
         try:
             used = self.module.get_submodule(name)
@@ -656,11 +680,6 @@ def _first_dimensions(batch: Any) -> set[int]:
 
     map_tensors(batch, look)
     return found
-
-
-def _leaf(value: Any) -> Any:
-    floating = isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
-    return value.requires_grad_() if floating else value
 
 
 def check_schedule_name(schedule: str) -> None:
