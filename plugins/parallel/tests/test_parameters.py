@@ -1200,7 +1200,8 @@ def test_numbers_of_divided_tensors_are_those_of_the_whole(world2, strategy):
 
 def number_handlers():
     handlers = DTensor._op_dispatcher._custom_op_handlers
-    found = [str(operator) for operator in handlers if "_local_scalar_dense" in str(operator)]
+    ours = ("_local_scalar_dense", "normal_", "randn_like")
+    found = [str(operator) for operator in handlers if any(name in str(operator) for name in ours)]
     return found + ["data"] * ("data" in vars(DTensor))
 
 
@@ -1231,6 +1232,59 @@ class AssignsData(Net):
 def test_data_of_a_parameter_can_be_assigned(world2, strategy):
     check_alike(world2, "AssignsData", strategy, "one" if strategy == "tensor_parallel" else "ddp")
     assert world2.run(number_handlers) == [[]] * 2
+
+
+# -- random numbers ----------------------------------------------------------------------------------------------
+
+
+class Redrawn(Net):
+    """Layers that begin anew, and noise on weights and gradients of each kind that torch draws."""
+
+    def on_train_epoch_start(self):
+        for module in self.modules():
+            if self.current_epoch and hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+
+    def on_before_optimizer_step(self, optimizer):
+        for parameter in self.parameters():
+            gradient = parameter.grad
+            gradient.add_(torch.randn_like(gradient), alpha=0.01)
+            gradient.mul_(torch.empty_like(gradient).bernoulli_(0.7))
+            gradient.mul_(torch.native_dropout(gradient.detach().cos(), 0.5, True)[0])
+            gradient.mul_(torch.bernoulli(parameter.detach().sigmoid()) + F.dropout(torch.ones_like(gradient)))
+
+    @torch.no_grad()
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        weight = self.blocks[1].down.weight
+        (nn.init.xavier_normal_, nn.init.kaiming_uniform_, nn.init.trunc_normal_, nn.init.zeros_)[batch_idx](weight)
+        self.blocks[0].up.weight.data.exponential_().mul_(torch.randint_like(self.blocks[0].up.weight, -3, 3))
+        self.blocks[0].up.weight.div_(10)
+        if batch_idx == 3:
+            weight.copy_(torch.normal(weight, 0.1) + torch.rand_like(weight))
+
+
+class NoisySteps(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.add_(torch.randn_like(parameter), alpha=0.1).sub_(parameter.grad, alpha=0.1)
+
+
+class WithNoisySteps(Net):
+    def configure_optimizers(self):
+        return NoisySteps(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("strategy", [slow("zero2"), "zero3", "tensor_parallel", "pipeline"])
+def test_random_numbers_are_those_of_the_whole(world2, strategy):
+    check_alike(world2, "Redrawn", strategy, "one" if strategy in ("tensor_parallel", "pipeline") else "ddp")
+    assert world2.run(number_handlers) == [[]] * 2
+
+
+@pytest.mark.parametrize("strategy", [slow("zero2"), "zero3", slow("tensor_parallel")])
+def test_an_optimizer_draws_for_the_whole(world2, strategy):
+    check_alike(world2, "WithNoisySteps", strategy, "one" if strategy == "tensor_parallel" else "ddp")
 
 
 # -- parameters that are made of other tensors -------------------------------------------------------------------

@@ -246,6 +246,33 @@ def test_what_is_computed_of_a_remote_tensor_is_one():
     assert torch.equal(mine, torch.ones(3, 2))
 
 
+@pytest.mark.parametrize(
+    "draw",
+    [
+        torch.randn_like, torch.rand_like, lambda weight: torch.empty_like(weight).bernoulli_(0.7),
+        lambda weight: torch.native_dropout(weight.detach(), 0.5, True), torch.bernoulli,
+        lambda weight: torch.randint_like(weight, -3, 3), lambda weight: weight.data.exponential_(),
+        lambda weight: torch.normal(weight.detach(), 0.1), nn.init.trunc_normal_,
+        lambda weight: nn.init.orthogonal_(weight), lambda weight: nn.init.sparse_(weight, 0.1),
+        lambda weight: torch.randn_like(weight, device="cpu"),
+    ],
+)  # fmt: skip
+def test_a_remote_tensor_draws_what_its_values_would(draw):
+    """And nothing is written to it."""
+    weight = nn.Parameter(torch.ones(20, 8) / 2)
+    states = []
+    for each in (remote(weight, "head.weight"), weight):
+        torch.manual_seed(0)
+        draw(each)
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states) and not torch.equal(states[0], torch.manual_seed(0).get_state())
+
+
+def test_what_a_remote_tensor_would_draw_by_its_values_is_refused():
+    with pytest.raises(ModelError, match=r"'head\.weight'.* aten::poisson, which draws random numbers by its values"):
+        torch.poisson(remote(nn.Parameter(torch.ones(3, 2)), "head.weight"))
+
+
 # -- over all samples ----------------------------------------------------------------------------------------
 
 

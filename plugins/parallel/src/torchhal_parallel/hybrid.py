@@ -309,13 +309,14 @@ class HybridStrategy(FullyShardedStrategy):
     def _drop_others(self, kept: set[int]) -> None:
         """Free the parameters and buffers of other stages: they stay in the model by name and shape."""
         assert self.module is not None
+        home = torch.device("cpu") if self.cpu_offload else self.root_device
         standing_for: dict[int, Any] = {}  # tied ones stay tied, or an optimizer would count them twice
         for path, owner in self.module.named_modules():
             for members in (owner._parameters, owner._buffers):
                 for name, tensor in members.items():
                     if tensor is not None and id(tensor) not in kept:
                         if id(tensor) not in standing_for:
-                            standing_for[id(tensor)] = remote(tensor, f"{path}.{name}" if path else name)
+                            standing_for[id(tensor)] = remote(tensor, f"{path}.{name}" if path else name, home)
                         members[name] = standing_for[id(tensor)]
 
     # -- memory ----------------------------------------------------------------------------------------------
