@@ -7,6 +7,7 @@ import math
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from traceback import walk_tb
 from typing import Any
@@ -519,10 +520,12 @@ class HybridStrategy(FullyShardedStrategy):
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> int | None:
         if self.pipe is None:
             return super().optimizer_step(optimizer, closure)
+        watched: AbstractContextManager[None] = nullcontext()
         if (trial := self._trials.get(id(optimizer))) is not None:
             trial.before_step()
+            watched = trial.watched(optimizer, trial.done)
         own = [[each for each in group["params"] if not each.is_meta] for group in optimizer.param_groups]
-        with with_parameters(optimizer, own):
+        with with_parameters(optimizer, own), watched:
             return super().optimizer_step(optimizer, closure)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -68,9 +68,12 @@ class ZeRO1Strategy(DDPStrategy):
         self._steps[id(optimizer)] = step = self._steps[id(optimizer)] + 1
         if step & (step - 1) == 0:  # a power of two
             self._check_alike_before_step(optimizer, step)
+        watched: AbstractContextManager[None] = nullcontext()
         if (trial := self._trials.get(id(optimizer))) is not None:
             trial.before_step()
-        with self.only_mine(optimizer):
+            if closure is None:  # a training step in it may draw
+                watched = trial.watched(optimizer, trial.done)
+        with self.only_mine(optimizer), watched:
             stepped = super().optimizer_step(optimizer, closure)
         if stepped:
             with self.guard("sending of the updated parameters"):
