@@ -961,6 +961,73 @@ def test_what_another_library_handles_stays_its_own(left_inside):
     assert plain_semantics._handlers() == before
 
 
+class RateByLoss(Net):
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.optimizers().param_groups[0]["lr"] = 0.1 / (
+            1 + float(outputs["loss"] if isinstance(outputs, dict) else outputs)
+        )
+
+
+class MomentumByBatch(Net):
+    """Of the last batch of all alone."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if self.current_epoch and batch_idx == 3:
+            self.optimizers().param_groups[0]["momentum"] = torch.tensor(batch[0].float().mean().item() / 100)
+
+
+class RateByEpoch(RateByLoss):
+    """The same on each rank."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.optimizers().param_groups[0]["lr"] = torch.tensor(0.1 / (1 + batch_idx))
+
+
+@pytest.mark.parametrize("name, key", [("RateByLoss", "'lr'"), slow("MomentumByBatch", "'momentum'")])
+@pytest.mark.parametrize("strategy", ["zero1", slow("zero2"), "zero3", slow(HybridStrategy(shard=2))])
+def test_optimizers_that_step_by_other_numbers_on_each_rank_are_refused(world2, strategy, name, key):
+    for kind, said in world2.run(final, name, strategy, 2):
+        assert kind == "DistributedError", said
+        assert f"param_groups[0][{key}] of SGD is " in said and " on rank 0 and " in said and " on rank 1" in said
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_a_rate_that_all_ranks_have_is_none_of_these(world2, strategy):
+    check_alike(world2, "RateByEpoch", strategy, "ddp")
+
+
+class ReplacesWeight(Net):
+    def on_train_batch_start(self, batch, batch_idx):
+        if self.current_epoch and batch_idx == 1:
+            self.blocks[0].up.weight = nn.Parameter(torch.ones(12, 8))
+
+
+class ReplacesLayer(Net):
+    def on_train_batch_start(self, batch, batch_idx):
+        if self.current_epoch and batch_idx == 1:
+            self.norm = nn.LayerNorm(8)
+
+
+@pytest.mark.parametrize("strategy", [slow("zero2"), "zero3", "tensor_parallel", slow("pipeline")])
+def test_a_parameter_that_is_replaced_while_it_is_trained_is_refused(world2, strategy):
+    for kind, said in world2.run(final, "ReplacesWeight", strategy, 2):
+        assert (
+            kind in ("ModelError", "RankFailedError") and "'blocks.0.up.weight' of ReplacesWeight is replaced" in said
+        )
+
+
+@pytest.mark.parametrize("strategy", ["zero3", slow("tensor_parallel")])
+def test_a_layer_that_is_replaced_in_the_last_epoch_is_refused(world2, strategy):
+    for kind, said in world2.run(final, "ReplacesLayer", strategy, 2):
+        assert kind == "ModelError" and "'norm.weight' has come into ReplacesLayer" in said, said
+
+
+def test_an_assignment_may_follow_a_fit():
+    module = Net()
+    fit(module, "zero3", 1)
+    module.head.weight = nn.Parameter(torch.zeros(20, 8))
+
+
 class Momentum(Net):
     """A teacher that follows by its blocks from the second step on, and a critic's clamp: by numbers that all have."""
 

@@ -14,13 +14,14 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from torchhal.distributed import collectives
-from torchhal.errors import ModelError, UnsupportedCombinationError, message_of
+from torchhal.errors import ModelError, TorchhalError, UnsupportedCombinationError, message_of
 from torchhal.memory_estimate import ModelMemory, ParameterMemory
 from torchhal.precision import Precision
 from torchhal_parallel._inner_backward import InnerBackward
 from torchhal_parallel._lost_writes import LostWrites
 from torchhal_parallel._module_restore import recompute
 from torchhal_parallel._optimizer_checks import one_by_one
+from torchhal_parallel._same_settings import find_differing_settings
 from torchhal_parallel._shard_sizes import gathered_bytes
 from torchhal_parallel._sharded_base import ShardedStrategy, StepRunner, followed_by
 from torchhal_parallel._uneven_inputs import forward_of
@@ -193,20 +194,28 @@ class FullyShardedStrategy(ShardedStrategy):
         super().check_replicas()
 
     def check_writes(self, *, restoring: bool = False) -> None:
-        """Raise where the steps have written what is lost, or other numbers on each rank: when an epoch begins, before
-        a checkpoint is gathered, and, then ``restoring`` the module, when the fit ends."""
-        if self._lost_writes is None or not self.is_set_up:
+        """Raise where the steps have written what is lost, or other numbers on each rank, or where optimizers step by
+        other ones: when an epoch begins, before a checkpoint is gathered, and, then ``restoring`` the module, when the
+        fit ends."""
+        if not self.is_set_up:
             return
-        self._lost_writes.check_gathered()
+        if self._lost_writes is not None:
+            self._lost_writes.check_gathered()
         if self.world_size == 1:
             return
-        with self.guard("comparison of what was written to parameters"):
-            numbers = collectives.all_gather_object(self._lost_writes.numbers, self._mesh.get_group("shard"))
-        if len(set(numbers)) > 1:
-            error = self._lost_writes.parted()
+        self._reshard()  # a unit that is gathered has others in the places of its parameters
+        if (error := self.find_new_parameter() or self._find_parted()) is not None:
             if restoring:
                 self.restore_module()
             raise error
+
+    def _find_parted(self) -> TorchhalError | None:
+        with self.guard("comparison of what was written to parameters"):
+            if self._lost_writes is not None:
+                numbers = collectives.all_gather_object(self._lost_writes.numbers, self._mesh.get_group("shard"))
+                if len(set(numbers)) > 1:
+                    return self._lost_writes.parted()
+            return find_differing_settings(self.optimizers, self.alias or "fsdp")
 
     def module_state_dict(self) -> dict[str, Any]:
         self.check_writes()

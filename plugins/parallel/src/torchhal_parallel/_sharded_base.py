@@ -25,6 +25,7 @@ from torchhal_parallel._module_restore import ForwardInstead, Wrapping
 from torchhal_parallel._optimizer_checks import check_divisible
 from torchhal_parallel._parameter_objects import ParameterObjects, check_references
 from torchhal_parallel._plain_semantics import PlainSemantics
+from torchhal_parallel._replaced_parameters import ReplacedParameters
 from torchhal_parallel.checkpoint._lazy_tensor import StoredTensor
 
 _NOT_FOR_PARTS = (
@@ -107,6 +108,7 @@ class ShardedStrategy(ParallelStrategy):
     """What the steps run in, where the model as a whole is sharded."""
 
     _objects: ParameterObjects | None = None
+    _replaced: ReplacedParameters | None = None
     _wrapping: Wrapping | None = None
     _divided: AbstractSet[nn.Parameter] = frozenset()
     """The parameters that there were when the model was divided."""
@@ -172,6 +174,17 @@ class ShardedStrategy(ParallelStrategy):
         if training:
             with self._whole_if_refused():
                 self.setup_optimizers(*trainer.configure_optimizers())
+            self._watch_replacement()
+
+    def _watch_replacement(self) -> None:
+        assert self.module is not None
+        if self.world_size > 1:
+            self._replaced = ReplacedParameters(self.module, self.alias or type(self).__name__)
+
+    def _allow_replacement(self) -> None:
+        if self._replaced is not None:
+            self._replaced.stop()
+            self._replaced = None
 
     def _check_references(self, *, through_optimizers: bool = False) -> None:
         assert self._objects is not None
@@ -227,16 +240,22 @@ class ShardedStrategy(ParallelStrategy):
         super().setup_optimizers(optimizers, lr_scheduler_configs)
 
     def begin_epoch(self) -> None:
-        """Refuse a trained parameter that came after the model was divided: its values would be each rank's own."""
         super().begin_epoch()
+        if (error := self.find_new_parameter()) is not None:
+            raise error
+
+    def find_new_parameter(self) -> ModelError | None:
+        """What to raise for a trained parameter that came after the model was divided: its values would be each rank's
+        own."""
         assert self.module is not None
         for name, parameter in self.module.named_parameters():
-            if parameter.requires_grad and parameter not in self._divided:
-                raise ModelError(
+            if parameter.requires_grad and self._divided and parameter not in self._divided:
+                return ModelError(
                     f"{name!r} has come into {type(self.module).__name__} while it was trained, after the model was "
                     f"divided among the ranks, and strategy {self.alias or type(self).__name__!r} would not train it: "
                     "replace a layer before fit, or in configure_model"
                 )
+        return None
 
     def is_divided(self) -> bool:
         """Whether this rank lacks a part of some parameter; the same on every rank."""
@@ -245,6 +264,7 @@ class ShardedStrategy(ParallelStrategy):
 
     def restore_module(self) -> None:
         assert self.module is not None
+        self._allow_replacement()
         if self._wrapping is None:
             return
         with self.guard("gathering of the model"):
@@ -264,6 +284,7 @@ class ShardedStrategy(ParallelStrategy):
         return {name: whole(tensor.detach()).cpu() for name, tensor in tensors if not tensor.is_meta}
 
     def _release_model(self) -> None:
+        self._allow_replacement()
         if self.module is not None:
             ForwardInstead.remove(self.module)  # also of one that a failed run has left in parts
         self._carried_hooks.remove()

@@ -17,6 +17,7 @@ from torchhal.memory_estimate import MemoryEstimate, ModelMemory
 from torchhal.strategies import DDPStrategy, find_difference
 from torchhal_parallel._gathering import on_first_rank
 from torchhal_parallel._optimizer_checks import OptimizerTrial, check_divisible, check_separable, with_parameters
+from torchhal_parallel._same_settings import find_differing_settings
 
 
 class ZeRO1Strategy(DDPStrategy):
@@ -54,6 +55,27 @@ class ZeRO1Strategy(DDPStrategy):
             order = [p for group in optimizer.param_groups for p in group["params"] if p in added]
             owners |= {parameter: index % self.world_size for index, parameter in enumerate(order)}
         return owners
+
+    def begin_epoch(self) -> None:
+        self._check_settings()
+        super().begin_epoch()
+
+    def check_replicas(self) -> None:
+        self._check_settings()
+        super().check_replicas()
+
+    def module_state_dict(self) -> dict[str, Any]:
+        self._check_settings()
+        return super().module_state_dict()
+
+    def _check_settings(self) -> None:
+        """Raise DistributedError, on every rank alike, where optimizers step by other numbers than on other ranks."""
+        if self.world_size == 1 or not self.is_set_up or not self.optimizers:
+            return
+        with self.guard("comparison of the optimizers' settings"):
+            error = find_differing_settings(self.optimizers, self.alias or "zero1")
+        if error is not None:
+            raise error
 
     def only_mine(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """The optimizer with this rank's parameters alone."""
