@@ -996,6 +996,67 @@ def test_a_rate_that_all_ranks_have_is_none_of_these(world2, strategy):
     check_alike(world2, "RateByEpoch", strategy, "ddp")
 
 
+class ScaledGradients(Net):
+    """By the loss of a rank's own batch, as a number."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.mean = batch[0].float().mean()
+
+    def on_before_optimizer_step(self, optimizer):
+        for parameter in self.parameters():
+            parameter.grad.mul_(1 + getattr(self, "mean", torch.zeros(())).item())
+
+
+class ScaledByTensor(ScaledGradients):
+    def on_before_optimizer_step(self, optimizer):
+        torch._foreach_mul_([each.grad for each in self.parameters()], getattr(self, "mean", torch.ones(())))
+
+
+class ScaledWeights(Net):
+    def on_train_batch_start(self, batch, batch_idx):
+        with torch.no_grad():
+            self.blocks[1].up.weight.mul_(1 - 0.01 * batch[0].float().mean().item())
+
+
+class ScalesInCallback(Callback):
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        module.head.weight.data.mul_(1 - 0.01 * batch[0].float().mean().item())
+
+
+class ScaledByCallback(Net):
+    def configure_callbacks(self):
+        return [ScalesInCallback()]
+
+
+@pytest.mark.parametrize("strategy", ["zero1", slow("zero2"), "zero3", slow(HybridStrategy(shard=2))])
+@pytest.mark.parametrize("name", ["ScaledGradients", "ScaledByTensor", "ScaledWeights", "ScaledByCallback"])
+def test_hooks_that_write_other_numbers_on_each_rank_are_refused(world2, strategy, name):
+    for kind, said in world2.run(final, name, strategy, 2):
+        assert kind == "DistributedError", (kind, said)
+        assert ("before step 2 of its" if strategy == "zero1" else "did not write the same numbers") in said or (
+            strategy == "zero1" and "before step 1 of its optimizer" in said
+        ), said
+
+
+class ScaledAlike(Net):
+    """A number, a tensor, and what is no parameter's."""
+
+    def on_before_optimizer_step(self, optimizer):
+        factor = 1 / (1 + self.trainer.strategy.grad_norm(optimizer))
+        for parameter in self.parameters():
+            parameter.grad.clone().mul_(self.trainer.global_rank)
+            parameter.grad.mul_(factor).mul_(0.9)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        with torch.no_grad():
+            self.head.weight.mul_(1 - self.trainer.strategy.reduce(batch[0].float().mean()).item() / 100)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_hooks_may_write_the_same_on_each_rank(world2, strategy):
+    check_alike(world2, "ScaledAlike", strategy, "ddp")
+
+
 class ReplacesWeight(Net):
     def on_train_batch_start(self, batch, batch_idx):
         if self.current_epoch and batch_idx == 1:

@@ -43,6 +43,9 @@ class FullyShardedStrategy(ShardedStrategy):
         parts: see :class:`torchhal.strategies.ParallelStrategy`.
     """
 
+    _watched_hooks: Any = None
+    """The Trainer's, while what they write is noted."""
+
     def __init__(
         self,
         *,
@@ -71,6 +74,18 @@ class FullyShardedStrategy(ShardedStrategy):
         self.mixed_precision = mixed_precision
         self.cpu_offload = cpu_offload
         self._forget()
+
+    def setup(self, trainer: Any) -> None:
+        super().setup(trainer)
+        if self._lost_writes is not None and trainer.state.fn == "fit":
+            self._watched_hooks = trainer.hooks
+            trainer.hooks.wrap(self._lost_writes.around_hook)
+
+    def _release_model(self) -> None:
+        super()._release_model()
+        if self._watched_hooks is not None:
+            self._watched_hooks.wrap(None)
+            self._watched_hooks = None
 
     def _forget(self) -> None:
         self._mesh: Any = None
@@ -212,8 +227,8 @@ class FullyShardedStrategy(ShardedStrategy):
     def _find_parted(self) -> TorchhalError | None:
         with self.guard("comparison of what was written to parameters"):
             if self._lost_writes is not None:
-                numbers = collectives.all_gather_object(self._lost_writes.numbers, self._mesh.get_group("shard"))
-                if len(set(numbers)) > 1:
+                numbers = collectives.all_gather_object(self._lost_writes.checksum(), self._mesh.get_group("shard"))
+                if any(each != numbers[0] for each in numbers):
                     return self._lost_writes.parted()
             return find_differing_settings(self.optimizers, self.alias or "fsdp")
 

@@ -103,16 +103,17 @@ class ZeRO1Strategy(DDPStrategy):
         return stepped
 
     def _check_alike_before_step(self, optimizer: Optimizer, step: int) -> None:
-        """Raise DistributedError, on every rank alike, where something has written to replicas of a parameter by what
-        is in a rank's batch: the step would send one rank's values over those of the others."""
+        """Raise DistributedError, on every rank alike, where something has written to replicas of a parameter, or of
+        its gradient, by what is in a rank's batch: the step would send one rank's values over those of the others."""
         assert self.module is not None
         own, ignored = self.owner_of(optimizer), set(self.parameters_to_ignore())
-        named = self.module.named_parameters()
+        named = [(name, each) for name, each in self.module.named_parameters() if each in own and name not in ignored]
+        parts: list[tuple[str, Any, torch.Tensor]] = [(name, None, each) for name, each in named]
+        for name, each in named:
+            if each.grad is not None and each.grad.layout is torch.strided:
+                parts.append((f"the gradient of {name}", None, each.grad))
         with self.guard("comparison of the replicas"):
-            difference = find_difference(
-                [(name, None, each) for name, each in named if each in own and name not in ignored],
-                f"before step {step} of its optimizer",
-            )
+            difference = find_difference(parts, f"before step {step} of its optimizer")
         if difference:
             raise DistributedError(difference)
 
