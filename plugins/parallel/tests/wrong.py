@@ -717,6 +717,32 @@ class ByRows(torch.optim.Optimizer):
                     self.state[parameter]["rows"] = parameter.grad.abs().sum(1)
 
 
+class Remembering(torch.optim.Optimizer):
+    """A mean of squares of one element in one dimension, and the gradients of some steps in lists and dicts."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                mean = state.setdefault("mean", torch.zeros(1))
+                mean += parameter.grad.square().mean().item()
+                past = state.setdefault("past", {"gradients": [], "mean": (mean.clone(),)})
+                past["gradients"] = [*past["gradients"][-1:], parameter.grad.clone()]
+                for gradient in past["gradients"]:
+                    parameter.sub_(gradient, alpha=group["lr"] / (mean.sqrt().item() + 0.1))
+
+
+class WithMemory(Transformer):
+    def configure_optimizers(self):
+        return Remembering(self.parameters())
+
+
 class Rows(Transformer):
     def configure_optimizers(self):
         return ByRows(self.parameters())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -412,9 +413,8 @@ class ShardedStrategy(ParallelStrategy):
     def check_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         super().check_optimizer_state(optimizer, state)
         for index, target, entry in _by_parameter(optimizer, state):
-            for key, item in entry.items():
-                shape = getattr(item, "shape", ())
-                if len(shape) and target is not None and target is not local(target) and shape != target.shape:
+            for key, shape in ((key, shape) for key, item in entry.items() for shape in _shapes_in(item)):
+                if target is not None and target is not local(target) and not _can_be_placed(shape, target):
                     raise CheckpointMismatchError(
                         f"the state of {type(optimizer).__name__} can't be divided as its parameters are: {key!r} of "
                         f"parameter {index} has the shape {tuple(shape)}, and the parameter {tuple(target.shape)}. "
@@ -430,7 +430,11 @@ class ShardedStrategy(ParallelStrategy):
         super().load_optimizer_state(optimizer, {**state, "state": placed})
 
     def _placed(self, name: str, value: Any, target: Any) -> Any:
-        """``value`` in the layout of ``target``, if it has its shape; anything else whole."""
+        """``value``, or what is in it, in the layout of ``target``, if it has its shape; anything else whole."""
+        if isinstance(value, dict):
+            return {key: self._placed(name, each, target) for key, each in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)(self._placed(name, each, target) for each in value)
         if not isinstance(value, torch.Tensor | StoredTensor):
             return value
         fits = isinstance(target, torch.Tensor) and tuple(value.shape) == tuple(target.shape)
@@ -438,7 +442,7 @@ class ShardedStrategy(ParallelStrategy):
             return value.read(target if fits else None)
         if fits:
             return like(value, target)
-        if isinstance(target, torch.Tensor) and target is not local(target) and value.dim():
+        if isinstance(target, torch.Tensor) and target is not local(target) and not _can_be_placed(value.shape, target):
             raise CheckpointMismatchError(
                 f"{name} has the shape {tuple(value.shape)} in the checkpoint and {tuple(target.shape)} here"
             )
@@ -506,6 +510,21 @@ class ShardedStrategy(ParallelStrategy):
     def sum_of_squares(self, square: torch.Tensor) -> torch.Tensor:
         """The sum of squares over the whole model, from that over the parameters which this rank has a part of."""
         return square
+
+
+def _shapes_in(item: Any) -> Iterator[Any]:
+    """The shapes of the tensors in an optimizer's state, of which lists and dicts may hold several."""
+    if isinstance(item, dict | list | tuple):
+        for each in item.values() if isinstance(item, dict) else item:
+            yield from _shapes_in(each)
+    elif isinstance(item, torch.Tensor | StoredTensor):
+        yield item.shape
+
+
+def _can_be_placed(shape: Any, target: torch.Tensor) -> bool:
+    """Whether state of ``shape`` can stand beside the divided ``target``: in its layout, or as it is, a number that all
+    ranks have; one of several elements may have been divided, in a layout that nobody has written down."""
+    return tuple(shape) == tuple(target.shape) or math.prod(shape) == 1
 
 
 def _by_parameter(optimizer: Optimizer, state: Mapping[str, Any]) -> Iterator[tuple[Any, Any, Mapping[str, Any]]]:
