@@ -17,6 +17,7 @@ from torchhal.distributed import collectives
 from torchhal.errors import ModelError, TorchhalError, UnsupportedCombinationError, message_of
 from torchhal.memory_estimate import ModelMemory, ParameterMemory
 from torchhal.precision import Precision
+from torchhal_parallel._between_steps import explain_mixed
 from torchhal_parallel._inner_backward import InnerBackward
 from torchhal_parallel._lost_writes import LostWrites
 from torchhal_parallel._module_restore import recompute
@@ -305,6 +306,8 @@ class FullyShardedStrategy(ShardedStrategy):
         """What to do about a part of a unit that was called while nobody had gathered it."""
         words = ("mixed torch.Tensor and DTensor", "inputs with different meshes")
         if self._units and isinstance(error, RuntimeError) and any(word in message_of(error) for word in words):
+            if (found := explain_mixed(error, self.alias or "fsdp")) is not None:
+                return found
             model = type(self.module).__name__
             return ModelError(
                 f"{error}. Under strategy {self.alias or 'fsdp'!r} the parameters of a unit are whole only while its "
@@ -414,6 +417,13 @@ def check_shardable(module: nn.Module, alias: str) -> None:
             raise ModelError(
                 f"{name!r} is a {type(submodule).__name__} with sparse=True, whose gradients strategy {alias!r} can't "
                 "shard: use sparse=False, or strategy='ddp'"
+            )
+    for name, parameter in module.named_parameters():
+        if not parameter.is_contiguous():
+            raise ModelError(
+                f"{name!r} is not contiguous (its shape is {tuple(parameter.shape)}, its strides are "
+                f"{parameter.stride()}), and strategy {alias!r} shards contiguous parameters alone: make it of "
+                "tensor.contiguous(), leave memory_format=torch.channels_last to inputs, or use strategy='zero1'"
             )
 
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from torchhal import rng
 from torchhal.accelerators import Accelerator
-from torchhal.errors import ConfigurationError
+from torchhal.errors import ConfigurationError, TorchhalError
 from torchhal.precision import needs_closure
 
 STEPS = 3
@@ -60,6 +60,8 @@ class OptimizerTrial:
         self.accelerator = accelerator
         self.device = device
         self.tried = self.done = 0
+        self.has_failed = False
+        """Whether a copy has failed, as one does that keeps a list of buffers beside its groups."""
         self._copies: list[_SmallCopy] = []
         state = rng.collect(accelerator, device)
         try:
@@ -90,6 +92,7 @@ class OptimizerTrial:
         except Exception as error:
             if divided and each is divided[0]:  # one that can't do without the others, perhaps with an empty group
                 self._copies = [quiet, loud]
+                self.has_failed = True
             else:
                 self._give_up(error)
                 return
@@ -118,12 +121,28 @@ class OptimizerTrial:
         What a hook of its step draws isn't told from that, so that an optimizer with such hooks isn't asked.
         """
         if step & (step - 1) or any(getattr(optimizer, name, None) for name in _STEP_HOOKS):
-            yield
+            with self.explained():
+                yield
             return
         before = self._generators()
-        yield
+        with self.explained():
+            yield
         if not all(map(torch.equal, before, self._generators())):
             raise self._drawing()
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Say what an error inside means where the optimizer can't do without some of its parameters."""
+        try:
+            yield
+        except (RuntimeError, ValueError, IndexError, KeyError, AssertionError, TypeError) as error:
+            if not self.has_failed or isinstance(error, TorchhalError):
+                raise
+            raise ConfigurationError(
+                f"{self.name} failed in its step ({type(error).__name__}: {error}), and strategy {self.alias!r} lets "
+                "each rank step some of the parameters alone, perhaps none of a group: if it keeps something for each "
+                "of them in a list beside its groups, keep it in self.state[parameter], or use strategy='ddp'"
+            ) from error
 
     def _generators(self) -> list[torch.Tensor]:
         """States of torch's generators of the host and the device."""
@@ -137,6 +156,7 @@ class OptimizerTrial:
         )
 
     def _give_up(self, error: Exception) -> None:
+        self.has_failed = True
         self._copies = []
         warnings.warn(
             f"whether {self.name} treats each parameter by itself could not be tried ({type(error).__name__}: {error}):"

@@ -271,8 +271,8 @@ def _check_views(operator: Any, args: Any, kwargs: Any) -> None:
                 raise ModelError(
                     f"{operator.name()} writes to a view of a parameter or gradient, as weight[0].zero_() and "
                     f"weight[0] = 1 do. Its elements, of the shape {tuple(tensor.shape)}, were gathered from several "
-                    "ranks, of which each has a part, and the write would be lost: write to the whole, as by "
-                    "weight.mul_(mask) or weight.data = value, or use strategy='ddp' or 'zero1'"
+                    "ranks, of which each has a part, and the write would be lost: write the whole back, as by "
+                    "weight.data = weight.full_tensor() * mask, or use strategy='ddp' or 'zero1'"
                 )
 
 

@@ -20,6 +20,7 @@ from torchhal.distributed import collectives
 from torchhal.errors import CheckpointMismatchError, ConfigurationError, ModelError, TorchhalError, message_of
 from torchhal.precision import dense_gradient
 from torchhal.strategies import ParallelStrategy, forward_through
+from torchhal_parallel._between_steps import explain_number
 from torchhal_parallel._dtensor_layout import gathered, global_norm, like, local, place_of_part, scale_to, whole
 from torchhal_parallel._gradient_hooks import CarriedHandles, check_accumulation_hooks
 from torchhal_parallel._module_restore import ForwardInstead, Wrapping
@@ -301,6 +302,17 @@ class ShardedStrategy(ParallelStrategy):
     def explain(self, error: BaseException) -> BaseException:
         """What to do about an operator that torch has no way to compute with parts."""
         alias = self.alias or type(self).__name__
+        if (found := explain_number(error, alias)) is not None:
+            return found
+        if (
+            isinstance(error, RuntimeError)
+            and "_fused_" in message_of(error)
+            and "not have a shard" in message_of(error)
+        ):
+            return ModelError(
+                f"{error} Strategy {alias!r} divides parameters among the ranks, and torch can't step them with this "
+                "optimizer's fused kernel: leave out fused=True, or use strategy='zero1' or 'ddp'"
+            )
         if isinstance(error, RuntimeError) and any(words in message_of(error) for words in _NOT_FOR_PARTS):
             return ModelError(
                 f"{error} Strategy {alias!r} divides parameters and gradients among the ranks, and torch can't do this "

@@ -32,6 +32,7 @@ from torchhal.errors import (
 from torchhal.memory_estimate import MemoryEstimate, ModelMemory, ParameterMemory
 from torchhal.precision import Precision
 from torchhal.strategies import Strategy, check_frequencies
+from torchhal_parallel._between_steps import explain_mixed
 from torchhal_parallel._divided_regions import DividedRegions
 from torchhal_parallel._double_backward import refuse_double_backward
 from torchhal_parallel._dtensor_layout import gathered, local
@@ -455,6 +456,8 @@ class HybridStrategy(FullyShardedStrategy):
                     "self.clip_gradients(...) in configure_gradient_clipping. The norm of all gradients is "
                     "trainer.strategy.grad_norm(optimizer)"
                 )
+            if (found := explain_mixed(error, self.alias or "hybrid")) is not None:
+                return found
             return ModelError(
                 f"{error}. The parameters of layers in a tensor parallel plan are divided, and {model} computes with "
                 "one outside of its layer, as a penalty over self.parameters() does: leave that layer "
