@@ -9,6 +9,7 @@ import pytest
 import torch
 import training
 from test_parity import TRANSFORMER, check, plain
+from tiers import slow
 
 from torchhal.checkpoint import TorchCheckpointIO
 from torchhal.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
@@ -226,6 +227,35 @@ def test_what_was_unfrozen_is_trained_on(world2, tmp_path, alias, io):
     for (state, trained), (resumed, trained_then) in world2.run(resume_unfrozen, alias, io, str(tmp_path), timeout=100):
         assert trained == trained_then and all(trained)
         assert all(torch.equal(value, resumed[name]) for name, value in state.items())
+
+
+def resume_with_memory(alias, io, path):
+    """The weights of an unbroken run of four steps, and of one that was resumed after two."""
+    import wrong
+
+    from torchhal import Trainer
+
+    found = []
+    for steps, ckpt_path in ((4, None), (2, None), (4, path)):
+        trainer = Trainer(
+            accelerator="cpu", strategy=alias, devices=2, max_steps=steps, logger=False, plugins=[io],
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        module = wrong.WithMemory()
+        module.train_dataloader = lambda trainer=trainer: training.loader(trainer, models.Transformer, batches=4)
+        if steps == 2:
+            module.on_train_end = lambda trainer=trainer: trainer.save_checkpoint(path)
+        trainer.fit(module, ckpt_path=ckpt_path)
+        found.append({name: value.clone() for name, value in module.state_dict().items()})
+    return found[0], found[2]
+
+
+@pytest.mark.parametrize("io", ["torch", "dcp"])
+@pytest.mark.parametrize("alias", ["zero3", slow("tensor_parallel")])
+def test_state_in_lists_and_of_one_element_comes_back_as_it_was(world2, tmp_path, alias, io):
+    for whole, resumed in world2.run(resume_with_memory, alias, io, str(tmp_path / "x.ckpt"), timeout=100):
+        for name, value in whole.items():
+            assert torch.equal(resumed[name], value), name
 
 
 def test_the_folder_is_what_it_says(world2, written):

@@ -961,6 +961,134 @@ def test_what_another_library_handles_stays_its_own(left_inside):
     assert plain_semantics._handlers() == before
 
 
+class RateByLoss(Net):
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.optimizers().param_groups[0]["lr"] = 0.1 / (
+            1 + float(outputs["loss"] if isinstance(outputs, dict) else outputs)
+        )
+
+
+class MomentumByBatch(Net):
+    """Of the last batch of all alone."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if self.current_epoch and batch_idx == 3:
+            self.optimizers().param_groups[0]["momentum"] = torch.tensor(batch[0].float().mean().item() / 100)
+
+
+class RateByEpoch(RateByLoss):
+    """The same on each rank."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.optimizers().param_groups[0]["lr"] = torch.tensor(0.1 / (1 + batch_idx))
+
+
+@pytest.mark.parametrize("name, key", [("RateByLoss", "'lr'"), slow("MomentumByBatch", "'momentum'")])
+@pytest.mark.parametrize("strategy", ["zero1", slow("zero2"), "zero3", slow(HybridStrategy(shard=2))])
+def test_optimizers_that_step_by_other_numbers_on_each_rank_are_refused(world2, strategy, name, key):
+    for kind, said in world2.run(final, name, strategy, 2):
+        assert kind == "DistributedError", said
+        assert f"param_groups[0][{key}] of SGD is " in said and " on rank 0 and " in said and " on rank 1" in said
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_a_rate_that_all_ranks_have_is_none_of_these(world2, strategy):
+    check_alike(world2, "RateByEpoch", strategy, "ddp")
+
+
+class ScaledGradients(Net):
+    """By the loss of a rank's own batch, as a number."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.mean = batch[0].float().mean()
+
+    def on_before_optimizer_step(self, optimizer):
+        for parameter in self.parameters():
+            parameter.grad.mul_(1 + getattr(self, "mean", torch.zeros(())).item())
+
+
+class ScaledByTensor(ScaledGradients):
+    def on_before_optimizer_step(self, optimizer):
+        torch._foreach_mul_([each.grad for each in self.parameters()], getattr(self, "mean", torch.ones(())))
+
+
+class ScaledWeights(Net):
+    def on_train_batch_start(self, batch, batch_idx):
+        with torch.no_grad():
+            self.blocks[1].up.weight.mul_(1 - 0.01 * batch[0].float().mean().item())
+
+
+class ScalesInCallback(Callback):
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        module.head.weight.data.mul_(1 - 0.01 * batch[0].float().mean().item())
+
+
+class ScaledByCallback(Net):
+    def configure_callbacks(self):
+        return [ScalesInCallback()]
+
+
+@pytest.mark.parametrize("strategy", ["zero1", slow("zero2"), "zero3", slow(HybridStrategy(shard=2))])
+@pytest.mark.parametrize("name", ["ScaledGradients", "ScaledByTensor", "ScaledWeights", "ScaledByCallback"])
+def test_hooks_that_write_other_numbers_on_each_rank_are_refused(world2, strategy, name):
+    for kind, said in world2.run(final, name, strategy, 2):
+        assert kind == "DistributedError", (kind, said)
+        assert ("before step 2 of its" if strategy == "zero1" else "did not write the same numbers") in said or (
+            strategy == "zero1" and "before step 1 of its optimizer" in said
+        ), said
+
+
+class ScaledAlike(Net):
+    """A number, a tensor, and what is no parameter's."""
+
+    def on_before_optimizer_step(self, optimizer):
+        factor = 1 / (1 + self.trainer.strategy.grad_norm(optimizer))
+        for parameter in self.parameters():
+            parameter.grad.clone().mul_(self.trainer.global_rank)
+            parameter.grad.mul_(factor).mul_(0.9)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        with torch.no_grad():
+            self.head.weight.mul_(1 - self.trainer.strategy.reduce(batch[0].float().mean()).item() / 100)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_hooks_may_write_the_same_on_each_rank(world2, strategy):
+    check_alike(world2, "ScaledAlike", strategy, "ddp")
+
+
+class ReplacesWeight(Net):
+    def on_train_batch_start(self, batch, batch_idx):
+        if self.current_epoch and batch_idx == 1:
+            self.blocks[0].up.weight = nn.Parameter(torch.ones(12, 8))
+
+
+class ReplacesLayer(Net):
+    def on_train_batch_start(self, batch, batch_idx):
+        if self.current_epoch and batch_idx == 1:
+            self.norm = nn.LayerNorm(8)
+
+
+@pytest.mark.parametrize("strategy", [slow("zero2"), "zero3", "tensor_parallel", slow("pipeline")])
+def test_a_parameter_that_is_replaced_while_it_is_trained_is_refused(world2, strategy):
+    for kind, said in world2.run(final, "ReplacesWeight", strategy, 2):
+        assert (
+            kind in ("ModelError", "RankFailedError") and "'blocks.0.up.weight' of ReplacesWeight is replaced" in said
+        )
+
+
+@pytest.mark.parametrize("strategy", ["zero3", slow("tensor_parallel")])
+def test_a_layer_that_is_replaced_in_the_last_epoch_is_refused(world2, strategy):
+    for kind, said in world2.run(final, "ReplacesLayer", strategy, 2):
+        assert kind == "ModelError" and "'norm.weight' has come into ReplacesLayer" in said, said
+
+
+def test_an_assignment_may_follow_a_fit():
+    module = Net()
+    fit(module, "zero3", 1)
+    module.head.weight = nn.Parameter(torch.zeros(20, 8))
+
+
 class Momentum(Net):
     """A teacher that follows by its blocks from the second step on, and a critic's clamp: by numbers that all have."""
 
@@ -1200,8 +1328,13 @@ def test_numbers_of_divided_tensors_are_those_of_the_whole(world2, strategy):
 
 def number_handlers():
     handlers = DTensor._op_dispatcher._custom_op_handlers
-    found = [str(operator) for operator in handlers if "_local_scalar_dense" in str(operator)]
+    ours = ("_local_scalar_dense", "normal_", "randn_like")
+    found = [str(operator) for operator in handlers if any(name in str(operator) for name in ours)]
     return found + ["data"] * ("data" in vars(DTensor))
+
+
+def whole_of(tensor):
+    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 class ByData(torch.optim.Optimizer):
@@ -1222,6 +1355,11 @@ class AssignsData(Net):
         self.head.weight.data = self.head.weight.data.clamp(-0.2, 0.2)
         self.head.bias.data = torch.linspace(-1, 1, 20)
         self.embed.weight[0].clone().zero_()
+        self.blocks[0].up.weight.data = whole_of(self.blocks[0].up.weight) * torch.ones(12, 8).tril()
+
+    def on_before_optimizer_step(self, optimizer):
+        gradient = self.blocks[1].down.weight.grad
+        gradient.data = whole_of(gradient) * torch.ones(8, 12).triu()
 
     def configure_optimizers(self):
         return ByData(self.parameters())
@@ -1231,6 +1369,59 @@ class AssignsData(Net):
 def test_data_of_a_parameter_can_be_assigned(world2, strategy):
     check_alike(world2, "AssignsData", strategy, "one" if strategy == "tensor_parallel" else "ddp")
     assert world2.run(number_handlers) == [[]] * 2
+
+
+# -- random numbers ----------------------------------------------------------------------------------------------
+
+
+class Redrawn(Net):
+    """Layers that begin anew, and noise on weights and gradients of each kind that torch draws."""
+
+    def on_train_epoch_start(self):
+        for module in self.modules():
+            if self.current_epoch and hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+
+    def on_before_optimizer_step(self, optimizer):
+        for parameter in self.parameters():
+            gradient = parameter.grad
+            gradient.add_(torch.randn_like(gradient), alpha=0.01)
+            gradient.mul_(torch.empty_like(gradient).bernoulli_(0.7))
+            gradient.mul_(torch.native_dropout(gradient.detach().cos(), 0.5, True)[0])
+            gradient.mul_(torch.bernoulli(parameter.detach().sigmoid()) + F.dropout(torch.ones_like(gradient)))
+
+    @torch.no_grad()
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        weight = self.blocks[1].down.weight
+        (nn.init.xavier_normal_, nn.init.kaiming_uniform_, nn.init.trunc_normal_, nn.init.zeros_)[batch_idx](weight)
+        self.blocks[0].up.weight.data.exponential_().mul_(torch.randint_like(self.blocks[0].up.weight, -3, 3))
+        self.blocks[0].up.weight.div_(10)
+        if batch_idx == 3:
+            weight.copy_(torch.normal(weight, 0.1) + torch.rand_like(weight))
+
+
+class NoisySteps(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.add_(torch.randn_like(parameter), alpha=0.1).sub_(parameter.grad, alpha=0.1)
+
+
+class WithNoisySteps(Net):
+    def configure_optimizers(self):
+        return NoisySteps(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("strategy", [slow("zero2"), "zero3", "tensor_parallel", "pipeline"])
+def test_random_numbers_are_those_of_the_whole(world2, strategy):
+    check_alike(world2, "Redrawn", strategy, "one" if strategy in ("tensor_parallel", "pipeline") else "ddp")
+    assert world2.run(number_handlers) == [[]] * 2
+
+
+@pytest.mark.parametrize("strategy", [slow("zero2"), "zero3", slow("tensor_parallel")])
+def test_an_optimizer_draws_for_the_whole(world2, strategy):
+    check_alike(world2, "WithNoisySteps", strategy, "one" if strategy == "tensor_parallel" else "ddp")
 
 
 # -- parameters that are made of other tensors -------------------------------------------------------------------

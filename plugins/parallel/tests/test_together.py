@@ -125,6 +125,28 @@ def test_an_optimizer_over_all_parameters_is_refused(world2, strategy, optimizer
         assert optimizer.removesuffix("GlobalNorm") in message and "'ddp'" in message
 
 
+@pytest.mark.parametrize("strategy", ["pipeline", "zero1"])
+@pytest.mark.parametrize("optimizer", ["AddsNoise", "LateNoise"])
+def test_an_optimizer_that_draws_random_numbers_is_refused(world2, strategy, optimizer):
+    """A rank would draw for its own parameters alone, and so the same for those of each rank."""
+    for _, message, steps in world2.run(together.refused, strategy, None, optimizer, timeout=60):
+        assert steps <= 1, message
+        assert f"{optimizer} draws random numbers" in message and "'ddp' or 'zero3'" in message
+
+
+def test_an_optimizer_that_draws_after_all_that_is_tried_is_refused():
+    late = type("LateNoise", (torch.optim.SGD,), {})([nn.Parameter(torch.ones(2))])
+    trial = check_separable(late, "zero1", CPUAccelerator(), torch.device("cpu"))
+    trial.tried = trial.done = MOST_STEPS
+    with trial.watched(late, 2 * MOST_STEPS):
+        pass
+    with pytest.raises(ConfigurationError, match="LateNoise draws random numbers"), trial.watched(late, 2 * MOST_STEPS):
+        torch.rand(2)
+    late.register_step_post_hook(lambda *_: None)
+    with trial.watched(late, 2 * MOST_STEPS), trial.watched(late, 2 * MOST_STEPS + 1):
+        torch.rand(2)  # by a hook, which sees all parameters
+
+
 def test_zero1_refuses_an_optimizer_that_comes_to_all_parameters_later(world2):
     for _, message, steps in world2.run(together.refused, "zero1", None, "LateNorm", timeout=60):
         assert "LateNorm looks at all of them together" in message and 0 < steps <= 4
@@ -161,10 +183,12 @@ def test_a_small_copy_tells_whether_gradients_of_others_count(name):
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
     generator = torch.get_rng_state()
     # Late's norm comes after the steps that are tried
-    if name.endswith("LayerNorms") or name in ("LateNorm", "AddsNoise", "Adafactor", "Rprop"):
+    if name.endswith("LayerNorms") or name in ("LateNorm", "Adafactor", "Rprop"):
         check_separable(optimizer, "pipeline", CPUAccelerator(), torch.device("cpu"))
     else:
-        with pytest.raises(ConfigurationError, match=f"{name.removesuffix('GlobalNorm')}.*all of them together"):
+        named = name.removesuffix("GlobalNorm")
+        why = f"{name} draws random numbers" if name.endswith("Noise") else f"{named}.*all of them together"
+        with pytest.raises(ConfigurationError, match=why):
             check_separable(optimizer, "pipeline", CPUAccelerator(), torch.device("cpu"))
     assert torch.equal(generator, torch.get_rng_state()) and not optimizer.state
     assert all(map(torch.equal, net.parameters(), before))
@@ -261,6 +285,33 @@ def test_what_is_computed_of_a_remote_tensor_is_one():
         with pytest.raises(RemoteWriteError, match=r"'head\.weight'.* is in another stage of the pipeline"):
             write()
     assert torch.equal(mine, torch.ones(3, 2))
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        torch.randn_like, torch.rand_like, lambda weight: torch.empty_like(weight).bernoulli_(0.7),
+        lambda weight: torch.native_dropout(weight.detach(), 0.5, True), torch.bernoulli,
+        lambda weight: torch.randint_like(weight, -3, 3), lambda weight: weight.data.exponential_(),
+        lambda weight: torch.normal(weight.detach(), 0.1), nn.init.trunc_normal_,
+        lambda weight: nn.init.orthogonal_(weight, 1), lambda weight: nn.init.sparse_(weight, 0.1),
+        lambda weight: torch.randn_like(weight, device="cpu"),
+    ],
+)  # fmt: skip
+def test_a_remote_tensor_draws_what_its_values_would(draw):
+    """And nothing is written to it."""
+    weight = nn.Parameter(torch.ones(20, 8) / 2)
+    states = []
+    for each in (remote(weight, "head.weight"), weight):
+        torch.manual_seed(0)
+        draw(each)
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states) and not torch.equal(states[0], torch.manual_seed(0).get_state())
+
+
+def test_what_a_remote_tensor_would_draw_by_its_values_is_refused():
+    with pytest.raises(ModelError, match=r"'head\.weight'.* aten::poisson, which draws random numbers by its values"):
+        torch.poisson(remote(nn.Parameter(torch.ones(3, 2)), "head.weight"))
 
 
 # -- over all samples ----------------------------------------------------------------------------------------

@@ -298,7 +298,23 @@ class AddsNoise(torch.optim.SGD):
                 parameter.sub_(parameter.grad + 0.01 * torch.randn_like(parameter), alpha=0.1)
 
 
+class LateNoise(torch.optim.SGD):
+    """From its third step on."""
+
+    steps = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.steps += 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if self.steps > 2:
+                    parameter.add_(torch.empty_like(parameter).normal_(), alpha=0.01)
+                parameter.sub_(parameter.grad, alpha=0.1)
+
+
 OPTIMIZERS = {
+    "LateNoise": LateNoise,
     "SharesTheRate": SharesTheRate,
     "AddsNoise": AddsNoise,
     "LateNorm": LateNorm,

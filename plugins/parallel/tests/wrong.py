@@ -747,6 +747,95 @@ class ByRows(torch.optim.Optimizer):
                     self.state[parameter]["rows"] = parameter.grad.abs().sum(1)
 
 
+class Remembering(torch.optim.Optimizer):
+    """A mean of squares of one element in one dimension, and the gradients of some steps in lists and dicts."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                mean = state.setdefault("mean", torch.zeros(1))
+                mean += parameter.grad.square().mean().item()
+                past = state.setdefault("past", {"gradients": [], "mean": (mean.clone(),)})
+                past["gradients"] = [*past["gradients"][-1:], parameter.grad.clone()]
+                for gradient in past["gradients"]:
+                    parameter.sub_(gradient, alpha=group["lr"] / (mean.sqrt().item() + 0.1))
+
+
+class Masked(Transformer):
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        with torch.no_grad():
+            self.layers[0].up.weight.mul_(torch.ones(self.layers[0].up.weight.shape).tril())
+
+
+class Plain(torch.optim.SGD):
+    """Its state are plain tensors, whole ones, or of no dimension where the name says so."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in (each for group in self.param_groups for each in group["params"] if each.grad is not None):
+            self.update(self.state[parameter], parameter)
+
+    def update(self, state, parameter):
+        parameter.sub_(state.setdefault("rates", torch.full(parameter.shape, 0.1)) * parameter.grad)
+
+
+class PlainNumber(Plain):
+    def update(self, state, parameter):
+        state.setdefault("mean", torch.zeros(())).add_(parameter.grad.square().mean())
+
+
+class WithPlain(Transformer):
+    def configure_optimizers(self):
+        return Plain(self.parameters(), lr=0.1)
+
+
+class WithPlainNumber(Transformer):
+    def configure_optimizers(self):
+        return PlainNumber(self.parameters(), lr=0.1)
+
+
+class Fused(Transformer):
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, fused=True)
+
+
+class Buffers(torch.optim.SGD):
+    """In a list beside its groups."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.1)
+        self.buffers = [torch.zeros_like(each) for group in self.param_groups for each in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        parameters = [each for group in self.param_groups for each in group["params"]]
+        torch._foreach_add_(self.buffers, [each.grad for each in parameters])
+        torch._foreach_sub_(parameters, self.buffers, alpha=0.1)
+
+
+class WithBuffers(Transformer):
+    def configure_optimizers(self):
+        return Buffers(self.parameters())
+
+
+class Transposed(Transformer):
+    def __init__(self):
+        super().__init__()
+        self.layers[0].up.weight = nn.Parameter(self.layers[0].up.weight.detach().t().contiguous().t())
+
+
+class WithMemory(Transformer):
+    def configure_optimizers(self):
+        return Remembering(self.parameters())
+
+
 class Rows(Transformer):
     def configure_optimizers(self):
         return ByRows(self.parameters())

@@ -14,13 +14,15 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from torchhal.distributed import collectives
-from torchhal.errors import ModelError, UnsupportedCombinationError, message_of
+from torchhal.errors import ModelError, TorchhalError, UnsupportedCombinationError, message_of
 from torchhal.memory_estimate import ModelMemory, ParameterMemory
 from torchhal.precision import Precision
+from torchhal_parallel._between_steps import explain_mixed
 from torchhal_parallel._inner_backward import InnerBackward
 from torchhal_parallel._lost_writes import LostWrites
 from torchhal_parallel._module_restore import recompute
 from torchhal_parallel._optimizer_checks import one_by_one
+from torchhal_parallel._same_settings import find_differing_settings
 from torchhal_parallel._shard_sizes import gathered_bytes
 from torchhal_parallel._sharded_base import ShardedStrategy, StepRunner, followed_by
 from torchhal_parallel._uneven_inputs import forward_of
@@ -44,6 +46,9 @@ class FullyShardedStrategy(ShardedStrategy):
         cpu_offload: keep parameters, gradients and optimizer state in host memory between uses.
         parts: see :class:`torchhal.strategies.ParallelStrategy`.
     """
+
+    _watched_hooks: Any = None
+    """The Trainer's, while what they write is noted."""
 
     def __init__(
         self,
@@ -73,6 +78,18 @@ class FullyShardedStrategy(ShardedStrategy):
         self.mixed_precision = mixed_precision
         self.cpu_offload = cpu_offload
         self._forget()
+
+    def setup(self, trainer: Any) -> None:
+        super().setup(trainer)
+        if self._lost_writes is not None and trainer.state.fn == "fit":
+            self._watched_hooks = trainer.hooks
+            trainer.hooks.wrap(self._lost_writes.around_hook)
+
+    def _release_model(self) -> None:
+        super()._release_model()
+        if self._watched_hooks is not None:
+            self._watched_hooks.wrap(None)
+            self._watched_hooks = None
 
     def _forget(self) -> None:
         self._mesh: Any = None
@@ -196,20 +213,28 @@ class FullyShardedStrategy(ShardedStrategy):
         super().check_replicas()
 
     def check_writes(self, *, restoring: bool = False) -> None:
-        """Raise where the steps have written what is lost, or other numbers on each rank: when an epoch begins, before
-        a checkpoint is gathered, and, then ``restoring`` the module, when the fit ends."""
-        if self._lost_writes is None or not self.is_set_up:
+        """Raise where the steps have written what is lost, or other numbers on each rank, or where optimizers step by
+        other ones: when an epoch begins, before a checkpoint is gathered, and, then ``restoring`` the module, when the
+        fit ends."""
+        if not self.is_set_up:
             return
-        self._lost_writes.check_gathered()
+        if self._lost_writes is not None:
+            self._lost_writes.check_gathered()
         if self.world_size == 1:
             return
-        with self.guard("comparison of what was written to parameters"):
-            numbers = collectives.all_gather_object(self._lost_writes.numbers, self._mesh.get_group("shard"))
-        if len(set(numbers)) > 1:
-            error = self._lost_writes.parted()
+        self._reshard()  # a unit that is gathered has others in the places of its parameters
+        if (error := self.find_new_parameter() or self._find_parted()) is not None:
             if restoring:
                 self.restore_module()
             raise error
+
+    def _find_parted(self) -> TorchhalError | None:
+        with self.guard("comparison of what was written to parameters"):
+            if self._lost_writes is not None:
+                numbers = collectives.all_gather_object(self._lost_writes.checksum(), self._mesh.get_group("shard"))
+                if any(each != numbers[0] for each in numbers):
+                    return self._lost_writes.parted()
+            return find_differing_settings(self.optimizers, self.alias or "fsdp")
 
     def module_state_dict(self) -> dict[str, Any]:
         self.check_writes()
@@ -284,6 +309,8 @@ class FullyShardedStrategy(ShardedStrategy):
         """What to do about a part of a unit that was called while nobody had gathered it."""
         words = ("mixed torch.Tensor and DTensor", "inputs with different meshes")
         if self._units and isinstance(error, RuntimeError) and any(word in message_of(error) for word in words):
+            if (found := explain_mixed(error, self.alias or "fsdp")) is not None:
+                return found
             model = type(self.module).__name__
             return ModelError(
                 f"{error}. Under strategy {self.alias or 'fsdp'!r} the parameters of a unit are whole only while its "
@@ -400,6 +427,13 @@ def check_shardable(module: nn.Module, alias: str) -> None:
             raise ModelError(
                 f"{name!r} is a {type(submodule).__name__} with sparse=True, whose gradients strategy {alias!r} can't "
                 "shard: use sparse=False, or strategy='ddp'"
+            )
+    for name, parameter in module.named_parameters():
+        if not parameter.is_contiguous():
+            raise ModelError(
+                f"{name!r} is not contiguous (its shape is {tuple(parameter.shape)}, its strides are "
+                f"{parameter.stride()}), and strategy {alias!r} shards contiguous parameters alone: make it of "
+                "tensor.contiguous(), leave memory_format=torch.channels_last to inputs, or use strategy='zero1'"
             )
 
 

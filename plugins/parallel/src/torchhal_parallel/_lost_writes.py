@@ -8,6 +8,9 @@ Costs: some 50 us a step for watching writes to parts, whose operands a function
 compared with the parts, bit by bit, in steps 1, 2, 4, 8, ...; every 64 steps, and when an epoch begins, a
 checkpoint is saved and the fit ends, it is asked whether they were written to, which takes 0.1 ms for 1000 of them. At
 those times, but not every 64 steps, the ranks compare the numbers that they wrote.
+
+Hooks between the steps may write as they like, but the same numbers on each rank, to gradients too: to watch one that
+the user has written costs the same 50 us.
 """
 
 from __future__ import annotations
@@ -31,6 +34,11 @@ from torchhal_parallel._remote_tensor import written
 _ASKED_EVERY = 64
 """Steps."""
 
+_BETWEEN_STEPS = (
+    "on_train_start", "on_train_epoch_start", "on_train_batch_start", "on_before_zero_grad", "on_before_backward",
+    "on_after_backward", "on_before_optimizer_step", "on_train_batch_end", "on_train_epoch_end", "on_train_end",
+)  # fmt: skip
+
 
 class LostWrites:
     """Watches the training steps of ``module``, of which ``units`` are sharded among ``size`` ranks.
@@ -42,10 +50,14 @@ class LostWrites:
         self.model = type(module).__name__
         self.units = units
         self.alias = alias
+        self.size = size
         self.watches_parts = size > 1 and getattr(module, "automatic_optimization", True)
         """Otherwise no rank has other values, or optimizers step inside the step, and so write to parts themselves."""
         self.numbers = 0
         """A checksum of those that this rank has written to its parts."""
+        self._tensors: dict[torch.device, torch.Tensor] = {}
+        """The same of numbers that are tensors, by device: to read each would wait for it."""
+        self._last: tuple[torch.Tensor, int] | None = None
         self._steps = 0
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._sharded: dict[tuple[int, str], Any] = {
@@ -64,8 +76,7 @@ class LostWrites:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             self._steps += 1
-            if not self._memory:
-                self._memory = {_memory(parameter): parameter for parameter in self._sharded.values()}
+            self._remember()
             with ExitStack() as stack:
                 if compared := not self._steps & (self._steps - 1):
                     compare = _untraced(self._compare)
@@ -79,6 +90,59 @@ class LostWrites:
             return output
 
         return call
+
+    def _remember(self) -> None:
+        if not self._memory:
+            self._memory = {_memory(parameter): parameter for parameter in self._sharded.values()}
+
+    def around_hook(self, name: str, body: Callable[..., Any]) -> Callable[..., Any]:
+        """``body`` of a hook, whose numbers are noted if it is the user's and may write between the steps."""
+        of_torchhal = str(getattr(body, "__module__", "")).partition(".")[0] == "torchhal"
+        if self.size == 1 or name not in _BETWEEN_STEPS or of_torchhal:
+            return body
+
+        def call(*args: Any) -> Any:
+            self._remember()
+            gradients: dict[int, Any] = {}
+
+            def check(operator: Any, args: Any, kwargs: Any) -> None:
+                if not gradients:
+                    found = (parameter.grad for parameter in self._sharded.values())
+                    gradients.update((_memory(each), each) for each in found if isinstance(each, DTensor))
+                self._note(operator, args, kwargs, gradients)
+
+            with watched_writes(check):
+                return body(*args)
+
+        call.__self__ = getattr(body, "__self__", None)  # type: ignore[attr-defined]
+        return call
+
+    def _note(self, operator: Any, args: Any, kwargs: Any, gradients: dict[int, Any]) -> None:
+        targets = {_memory(tensor) for tensor in written(operator, args, kwargs) if isinstance(tensor, DTensor)}
+        if not any(memory in self._memory or memory in gradients for memory in targets):
+            return
+        leaves = tree_leaves((args, kwargs))
+        numbers = [leaf for leaf in leaves if isinstance(leaf, int | float | complex)]
+        self.numbers = zlib.crc32(repr((operator.name(), numbers)).encode(), self.numbers)
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor) and leaf.numel() == 1:
+                self._add(leaf.detach())
+
+    def _add(self, number: torch.Tensor) -> None:
+        if (
+            self._last is not None
+            and number.data_ptr() == self._last[0].data_ptr()
+            and number._version == self._last[1]
+        ):
+            return  # one number for all parameters
+        self._last = number, number._version
+        total = self._tensors.get(number.device)
+        value = number.reshape(()).float()
+        self._tensors[number.device] = value if total is None else total * 0.75 + value
+
+    def checksum(self) -> tuple[int, list[str]]:
+        """What is the same on ranks that have written the same numbers."""
+        return self.numbers, [repr(total.item()) for total in self._tensors.values()]
 
     def check_gathered(self) -> None:
         """Raise ModelError if a gathered parameter was written to, other than through ``.data``, since the first step.
@@ -129,9 +193,10 @@ class LostWrites:
     def parted(self) -> DistributedError:
         """What to raise where :attr:`numbers` are not the same on each rank."""
         return DistributedError(
-            f"the training steps of {self.model} wrote to parameters that strategy {self.alias!r} has in parts, and "
-            "the ranks did not write the same numbers, by their own batches say: their parts don't belong together. "
-            "Write the same on each rank, or use strategy='ddp'"
+            f"the training steps of {self.model}, or hooks between them, wrote to parameters or gradients that "
+            f"strategy {self.alias!r} has in parts, and the ranks did not write the same numbers, by their own batches "
+            "say: their parts don't belong together. Write the same on each rank, such as what "
+            "trainer.strategy.reduce(value) gives, or use strategy='ddp'"
         )
 
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from torchhal import rng
 from torchhal.accelerators import Accelerator
-from torchhal.errors import ConfigurationError
+from torchhal.errors import ConfigurationError, TorchhalError
 from torchhal.precision import needs_closure
 
 STEPS = 3
@@ -38,7 +38,8 @@ def check_divisible(optimizer: Optimizer, alias: str) -> None:
 def check_separable(
     optimizer: Optimizer, alias: str, accelerator: Accelerator, device: torch.device
 ) -> OptimizerTrial | None:
-    """Refuse an optimizer whose step on one parameter depends on others, by a global norm or by how many there are.
+    """Refuse an optimizer whose step on one parameter depends on others, by a global norm or by how many there are, or
+    that draws random numbers.
 
     A copy of it is tried on tensors of a few elements, as nothing else tells. Those of torch are known: all but LBFGS
     treat each parameter by itself. Returned is what tries later steps (:meth:`OptimizerTrial.before_step`).
@@ -59,12 +60,14 @@ class OptimizerTrial:
         self.accelerator = accelerator
         self.device = device
         self.tried = self.done = 0
+        self.has_failed = False
+        """Whether a copy has failed, as one does that keeps a list of buffers beside its groups."""
         self._copies: list[_SmallCopy] = []
         state = rng.collect(accelerator, device)
         try:
             for scale, divided in ((1.0, False), (None, False), (1.0, True)):
                 torch.manual_seed(0)
-                self._copies.append(_SmallCopy(optimizer, scale, device, divided))
+                self._copies.append(_SmallCopy(optimizer, scale, accelerator, device, divided))
         except Exception as error:
             self._give_up(error)
         finally:
@@ -89,6 +92,7 @@ class OptimizerTrial:
         except Exception as error:
             if divided and each is divided[0]:  # one that can't do without the others, perhaps with an empty group
                 self._copies = [quiet, loud]
+                self.has_failed = True
             else:
                 self._give_up(error)
                 return
@@ -96,9 +100,11 @@ class OptimizerTrial:
             rng.restore(state, self.accelerator, self.device)
         self.tried += steps
         part = self._copies[2] if len(self._copies) > 2 else None
+        if any(each.drew for each in self._copies):
+            raise self._drawing()
         if not _same(quiet, loud):
             why = "the gradient of one changes its step on others, as by the norm of all gradients"
-        elif part and not part.drew and not _same(quiet, part):  # what draws noise draws other noise without the others
+        elif part and not _same(quiet, part):
             why = "without some of them its step on the others changes, as by how many there are"
         else:
             return
@@ -108,7 +114,49 @@ class OptimizerTrial:
             "strategy='ddp'"
         )
 
+    @contextmanager
+    def watched(self, optimizer: Optimizer, step: int) -> Iterator[None]:
+        """Refuse an optimizer that draws inside, in steps that are a power of two: it may begin to after all trials.
+
+        What a hook of its step draws isn't told from that, so that an optimizer with such hooks isn't asked.
+        """
+        if step & (step - 1) or any(getattr(optimizer, name, None) for name in _STEP_HOOKS):
+            with self.explained():
+                yield
+            return
+        before = self._generators()
+        with self.explained():
+            yield
+        if not all(map(torch.equal, before, self._generators())):
+            raise self._drawing()
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Say what an error inside means where the optimizer can't do without some of its parameters."""
+        try:
+            yield
+        except (RuntimeError, ValueError, IndexError, KeyError, AssertionError, TypeError) as error:
+            if not self.has_failed or isinstance(error, TorchhalError):
+                raise
+            raise ConfigurationError(
+                f"{self.name} failed in its step ({type(error).__name__}: {error}), and strategy {self.alias!r} lets "
+                "each rank step some of the parameters alone, perhaps none of a group: if it keeps something for each "
+                "of them in a list beside its groups, keep it in self.state[parameter], or use strategy='ddp'"
+            ) from error
+
+    def _generators(self) -> list[torch.Tensor]:
+        """States of torch's generators of the host and the device."""
+        return _generators(self.accelerator, self.device)
+
+    def _drawing(self) -> ConfigurationError:
+        return ConfigurationError(
+            f"{self.name} draws random numbers in its step, and strategy {self.alias!r} lets each rank step parameters "
+            "of its own: ranks that are seeded alike would draw the same for different parameters. Use strategy='ddp' "
+            "or 'zero3', or add the noise to gradients in on_before_optimizer_step"
+        )
+
     def _give_up(self, error: Exception) -> None:
+        self.has_failed = True
         self._copies = []
         warnings.warn(
             f"whether {self.name} treats each parameter by itself could not be tried ({type(error).__name__}: {error}):"
@@ -126,7 +174,9 @@ class _SmallCopy:
         divided: it has none of these parameters.
     """
 
-    def __init__(self, optimizer: Optimizer, scale: float | None, device: torch.device, divided: bool) -> None:
+    def __init__(
+        self, optimizer: Optimizer, scale: float | None, accelerator: Accelerator, device: torch.device, divided: bool
+    ) -> None:
         stand_ins = {
             parameter: _stand_in(parameter, device) for group in optimizer.param_groups for parameter in group["params"]
         }
@@ -135,9 +185,10 @@ class _SmallCopy:
         self.twin = _twin(optimizer, stand_ins, memo)
         self.parameters = list(stand_ins.values())
         self.scale = scale
+        self.accelerator = accelerator
         self.device = device
         self.drew = False
-        """Whether a step has drawn random numbers from torch's generator of the host."""
+        """Whether a step has drawn random numbers from torch's generator of the host or the device."""
         if divided:
             kept = set(self.parameters[::2])
             for group in self.twin.param_groups:
@@ -149,12 +200,17 @@ class _SmallCopy:
                 large = self.scale or (1e2 if parameter.dtype is torch.float16 else 1e6)
                 gradient = torch.randn(parameter.shape, dtype=parameter.dtype) * (large if index % 2 else 1.0)
                 parameter.grad = gradient.to(self.device)
-            before = torch.get_rng_state()
+            before = _generators(self.accelerator, self.device)
             self.step(self.twin)
-            self.drew = self.drew or not torch.equal(before, torch.get_rng_state())
+            self.drew = self.drew or not all(map(torch.equal, before, _generators(self.accelerator, self.device)))
 
     def values(self) -> list[torch.Tensor]:
         return [parameter.detach().nan_to_num() for parameter in self.parameters]
+
+
+def _generators(accelerator: Accelerator, device: torch.device) -> list[torch.Tensor]:
+    host = torch.get_rng_state()
+    return [host] if device.type == "cpu" else [host, torch.as_tensor(accelerator.get_rng_state(device))]
 
 
 def _same(one: _SmallCopy, other: _SmallCopy) -> bool:

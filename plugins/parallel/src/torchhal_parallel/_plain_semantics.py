@@ -3,7 +3,8 @@
 ``.item()``, ``float()``, ``int()`` and ``bool()`` give the number that stands in this rank's memory: of a norm of a
 sharded gradient that of this rank's part. ``weight.data = value`` changes nothing. ``weight[0]``, a view of a plain
 tensor, is gathered where it is divided, so that what is written to it is lost. Operators between tensors are right or
-errors, and ``.tolist()`` and ``.numpy()`` are errors.
+errors, and ``.tolist()`` and ``.numpy()`` are errors. Random numbers (``weight.normal_()``, ``randn_like(gradient)``)
+are drawn for each part from generators that are alike, so that the parts are equal.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from torchhal.errors import ModelError
 from torchhal_parallel._dtensor_layout import like, local, whole
+from torchhal_parallel._random_operators import DROPOUT, drawing, is_by_shape
 from torchhal_parallel._remote_tensor import written
 
 if not hasattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers"):
@@ -50,7 +52,10 @@ _watching: list[Callable[[Any, Any, Any], None]] = []
 class PlainSemantics:
     """While enabled, a number is gathered by all ranks that have a part of its tensor; they all must ask for it.
 
-    ``.data`` can be assigned to, and a write to a view that would be lost raises ModelError.
+    ``.data`` can be assigned to, and a write to a view that would be lost raises ModelError. Random numbers are drawn
+    for the whole tensor by each rank, which keeps those of its part: ranks that are seeded alike have together what one
+    process draws, and their generators go on alike. Values that they depend on (``bernoulli(weight)``) are gathered;
+    dropout draws a mask, and gathers nothing.
 
     Args:
         guard: makes a context, given what is done in it, in which the ranks communicate.
@@ -70,7 +75,7 @@ class PlainSemantics:
             if self not in _enabled:
                 _enabled.append(self)
             if len(_enabled) == 1 and not _before:
-                _handle({_NUMBER: _number_of_whole, **dict.fromkeys(_VIEWS, _view)})
+                _handle({_NUMBER: _number_of_whole, **dict.fromkeys(_VIEWS, _view), **dict.fromkeys(drawing(), _draw)})
                 DTensor.data = property(torch.Tensor.data.__get__, _assign)  # type: ignore[assignment,attr-defined]
 
     def disable(self) -> None:
@@ -123,6 +128,59 @@ def _number_of_whole(operator: Any, args: Any, kwargs: Any) -> Any:
         return operator(tensor.to_local())
     with _enabled[-1].guard(_WHAT):
         return operator(whole(tensor))
+
+
+def _draw(operator: Any, args: Any, kwargs: Any) -> Any:
+    targets = [tensor for tensor in written(operator, args, kwargs) if isinstance(tensor, DTensor)]
+    if any(placement.is_partial() for target in targets for placement in target.placements):
+        return _by_torch(operator, args, kwargs, instead=_draw)  # what stands in the ranks is a sum's
+    if targets:
+        _check_written(operator, args, kwargs)
+    if operator is DROPOUT:
+        return _drop(*args, **kwargs)
+    take = _empty_whole if is_by_shape(operator) else _values_of_whole
+    made: dict[int, torch.Tensor] = {}  # a tensor that is given twice is one
+
+    def whole_of(tensor: DTensor) -> torch.Tensor:
+        return made.setdefault(id(tensor), take(tensor))
+
+    drawn = operator(*tree_map_only(DTensor, whole_of, args), **tree_map_only(DTensor, whole_of, kwargs))
+    for target in targets:
+        target._local_tensor.copy_(local(like(made[id(target)], target)))
+    source = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DTensor))
+    results = drawn if isinstance(drawn, tuple) else (drawn,)
+    written_to = iter(targets)
+    results = tuple(
+        _divided_as(each, source) if returned.alias_info is None else next(written_to)
+        for each, returned in zip(results, operator._schema.returns, strict=True)
+    )
+    return results if isinstance(drawn, tuple) else results[0]
+
+
+def _drop(source: DTensor, p: float, train: bool | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    ones = _empty_whole(source).fill_(1)
+    factors, mask = (_divided_as(each, source) for each in DROPOUT(ones, p, train))
+    return source * factors, mask
+
+
+def _empty_whole(tensor: DTensor) -> torch.Tensor:
+    device = tensor._local_tensor.device
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+
+
+def _values_of_whole(tensor: DTensor) -> torch.Tensor:
+    if all(placement.is_replicate() for placement in tensor.placements):
+        return tensor._local_tensor.clone()  # it may be written to
+    with _enabled[-1].guard("random numbers that are drawn by the values of a divided tensor"):
+        return whole(tensor)
+
+
+def _divided_as(tensor: torch.Tensor, source: DTensor) -> torch.Tensor:
+    """``tensor``, whole on every rank, divided as ``source`` is where it has its shape."""
+    if tensor.shape == source.shape and not any(placement.is_partial() for placement in source.placements):
+        return like(tensor, source)
+    mesh = source.device_mesh
+    return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def _view(operator: Any, args: Any, kwargs: Any) -> Any:
@@ -188,11 +246,15 @@ def _unhandled() -> dict[Any, Any]:
     return dict.fromkeys(_writing())
 
 
-def _write(operator: Any, args: Any, kwargs: Any) -> Any:
+def _check_written(operator: Any, args: Any, kwargs: Any) -> None:
     for check in _watching:
         check(operator, args, kwargs)
     if _gathered:
         _check_views(operator, args, kwargs)
+
+
+def _write(operator: Any, args: Any, kwargs: Any) -> Any:
+    _check_written(operator, args, kwargs)
     result = _by_torch(operator, args, kwargs, instead=_write)
     if not _gathered and not _watching:
         _unhandle(_writing() & _before.keys())
@@ -209,8 +271,8 @@ def _check_views(operator: Any, args: Any, kwargs: Any) -> None:
                 raise ModelError(
                     f"{operator.name()} writes to a view of a parameter or gradient, as weight[0].zero_() and "
                     f"weight[0] = 1 do. Its elements, of the shape {tuple(tensor.shape)}, were gathered from several "
-                    "ranks, of which each has a part, and the write would be lost: write to the whole, as by "
-                    "weight.mul_(mask) or weight.data = value, or use strategy='ddp' or 'zero1'"
+                    "ranks, of which each has a part, and the write would be lost: write the whole back, as by "
+                    "weight.data = weight.full_tensor() * mask, or use strategy='ddp' or 'zero1'"
                 )
 
 
@@ -226,7 +288,7 @@ def _is_kept(memory: StorageWeakRef) -> bool:
 
 @functools.cache
 def _writing() -> frozenset[Any]:
-    """The operators that write to an argument, by ``out=`` too."""
+    """The operators that write to an argument, by ``out=`` too, but for those of random numbers."""
     found = set()
     for schema in torch._C._jit_get_all_schemas():
         namespace, _, name = schema.name.partition("::")
@@ -234,7 +296,7 @@ def _writing() -> frozenset[Any]:
             continue
         if operator := getattr(getattr(_aten, name, None), schema.overload_name or "default", None):
             found.add(operator)
-    return frozenset(found)
+    return frozenset(found - drawing())
 
 
 def _assign(tensor: DTensor, value: Any) -> None:

@@ -7,7 +7,8 @@ together would compute something else without a word: here it gets an error that
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any, Final, NoReturn
 
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from torchhal.errors import ModelError, TorchhalError
+from torchhal_parallel._random_operators import draws, draws_for_each_element
 
 _READING = ("aten::_local_scalar_dense", "aten::equal")
 """Operators that give a number of the host; ``item``, ``bool`` and ``allclose`` end in one of them."""
@@ -45,9 +47,11 @@ class RemoteTensor(torch.Tensor):
     has, RemoteWriteError.
     """
 
-    __slots__ = ("what",)
+    __slots__ = ("home", "what")
     what: str
     """Of which parameter or buffer, or of whose gradient, it was computed."""
+    home: torch.device
+    """Of the kind that the values are on, on their rank."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -60,6 +64,8 @@ class RemoteTensor(torch.Tensor):
         namespace_and_name = func._schema.name
         name = namespace_and_name.partition("::")[2]
         if name.startswith("new_") or name.endswith("_like"):  # of its shape, on whichever device
+            if draws(func):
+                source._draw(func, args, kwargs)
             with torch._C._DisableTorchDispatch():
                 made = func(*args, **kwargs)
             return source._like(made) if made.is_meta else made
@@ -68,6 +74,8 @@ class RemoteTensor(torch.Tensor):
             source.refuse("read")
         if any(not leaf.is_meta for leaf in written(func, args, kwargs)):
             raise RemoteWriteError(source.reason("written into a tensor of this rank"))
+        if draws(func):
+            source._draw(func, args, kwargs)
         with torch._C._DisableTorchDispatch():
             args, kwargs = tree_map_only(torch.Tensor, _shape_of, (args, kwargs))
             try:
@@ -77,7 +85,17 @@ class RemoteTensor(torch.Tensor):
         return tree_map_only(torch.Tensor, source._like, result)
 
     def _like(self, result: torch.Tensor) -> torch.Tensor:
-        return result if isinstance(result, RemoteTensor) else _remote(RemoteTensor, result, self.what)
+        return result if isinstance(result, RemoteTensor) else _remote(RemoteTensor, result, self.what, self.home)
+
+    def _draw(self, operator: Any, args: Any, kwargs: Any) -> None:
+        """Draw what the rank with the values draws, so that generators which are alike stay so."""
+        if kwargs.get("device") is not None:  # into a tensor that this rank has
+            return
+        if not draws_for_each_element(operator):
+            self.refuse(f"given to {operator.name()}, which draws random numbers by its values")
+
+        with torch._C._DisableTorchDispatch():
+            operator(*tree_map_only(RemoteTensor, _zeros, args), **tree_map_only(RemoteTensor, _zeros, kwargs))
 
     def refuse(self, done: str) -> NoReturn:
         """Say what was to be ``done`` with it, and what to call instead."""
@@ -96,7 +114,7 @@ class RemoteTensor(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RemoteTensor:
         if id(self) not in memo:
-            memo[id(self)] = _remote(type(self), self, self.what, self.requires_grad)
+            memo[id(self)] = _remote(type(self), self, self.what, self.home, self.requires_grad)
         return memo[id(self)]  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -118,22 +136,50 @@ class RemoteParameter(RemoteTensor, nn.Parameter):
     __slots__ = ()
 
 
-def remote(tensor: torch.Tensor, name: str) -> RemoteTensor:
-    """What stands for ``tensor``, the parameter or buffer ``name``, on the ranks of other stages."""
+def remote(tensor: torch.Tensor, name: str, home: torch.device | None = None) -> RemoteTensor:
+    """What stands for ``tensor``, the parameter or buffer ``name``, on the ranks of other stages.
+
+    ``home`` is the device on which ranks have such values; None: that of ``tensor``.
+    """
+    _let_init_draw()
     kind = RemoteParameter if isinstance(tensor, nn.Parameter) else RemoteTensor
-    return _remote(kind, tensor, repr(name), tensor.requires_grad)
+    return _remote(kind, tensor, repr(name), home or tensor.device, tensor.requires_grad)
 
 
 def remote_gradient(parameter: RemoteParameter) -> RemoteTensor:
     """What stands for the gradient of ``parameter`` between its backward, on another rank, and the next."""
-    return _remote(RemoteTensor, parameter, f"the gradient of {parameter.what}")
+    return _remote(RemoteTensor, parameter, f"the gradient of {parameter.what}", parameter.home)
 
 
-def _remote(kind: Any, tensor: torch.Tensor, what: str, requires_grad: bool = False) -> RemoteTensor:
+def _remote(
+    kind: Any, tensor: torch.Tensor, what: str, home: torch.device, requires_grad: bool = False
+) -> RemoteTensor:
     with torch._C._DisableTorchDispatch():
         made: RemoteTensor = torch.Tensor._make_subclass(kind, _shape_of(tensor), requires_grad)
-    made.what = what
+    made.what, made.home = what, home
     return made
+
+
+def _zeros(tensor: RemoteTensor) -> torch.Tensor:
+    with torch._C._DisableTorchDispatch():
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.home).zero_()
+
+
+@functools.cache
+def _let_init_draw() -> None:
+    """Let functions of ``nn.init`` that draw nothing on the meta device do so for what stands for other values."""
+
+    def drawing(inner: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(inner)
+        def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            inner(_zeros(tensor) if isinstance(tensor, RemoteTensor) else tensor, *args, **kwargs)
+            return tensor
+
+        return call
+
+    for name in ("_no_grad_trunc_normal_", "orthogonal_", "sparse_"):
+        if hasattr(nn.init, name):
+            setattr(nn.init, name, drawing(getattr(nn.init, name)))
 
 
 def _shape_of(tensor: torch.Tensor) -> torch.Tensor:

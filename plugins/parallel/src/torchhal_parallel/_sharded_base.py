@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -19,12 +20,14 @@ from torchhal.distributed import collectives
 from torchhal.errors import CheckpointMismatchError, ConfigurationError, ModelError, TorchhalError, message_of
 from torchhal.precision import dense_gradient
 from torchhal.strategies import ParallelStrategy, forward_through
+from torchhal_parallel._between_steps import explain_number
 from torchhal_parallel._dtensor_layout import gathered, global_norm, like, local, place_of_part, scale_to, whole
 from torchhal_parallel._gradient_hooks import CarriedHandles, check_accumulation_hooks
 from torchhal_parallel._module_restore import ForwardInstead, Wrapping
 from torchhal_parallel._optimizer_checks import check_divisible
 from torchhal_parallel._parameter_objects import ParameterObjects, check_references
 from torchhal_parallel._plain_semantics import PlainSemantics
+from torchhal_parallel._replaced_parameters import ReplacedParameters
 from torchhal_parallel.checkpoint._lazy_tensor import StoredTensor
 
 _NOT_FOR_PARTS = (
@@ -107,6 +110,7 @@ class ShardedStrategy(ParallelStrategy):
     """What the steps run in, where the model as a whole is sharded."""
 
     _objects: ParameterObjects | None = None
+    _replaced: ReplacedParameters | None = None
     _wrapping: Wrapping | None = None
     _divided: AbstractSet[nn.Parameter] = frozenset()
     """The parameters that there were when the model was divided."""
@@ -172,6 +176,17 @@ class ShardedStrategy(ParallelStrategy):
         if training:
             with self._whole_if_refused():
                 self.setup_optimizers(*trainer.configure_optimizers())
+            self._watch_replacement()
+
+    def _watch_replacement(self) -> None:
+        assert self.module is not None
+        if self.world_size > 1:
+            self._replaced = ReplacedParameters(self.module, self.alias or type(self).__name__)
+
+    def _allow_replacement(self) -> None:
+        if self._replaced is not None:
+            self._replaced.stop()
+            self._replaced = None
 
     def _check_references(self, *, through_optimizers: bool = False) -> None:
         assert self._objects is not None
@@ -227,16 +242,22 @@ class ShardedStrategy(ParallelStrategy):
         super().setup_optimizers(optimizers, lr_scheduler_configs)
 
     def begin_epoch(self) -> None:
-        """Refuse a trained parameter that came after the model was divided: its values would be each rank's own."""
         super().begin_epoch()
+        if (error := self.find_new_parameter()) is not None:
+            raise error
+
+    def find_new_parameter(self) -> ModelError | None:
+        """What to raise for a trained parameter that came after the model was divided: its values would be each rank's
+        own."""
         assert self.module is not None
         for name, parameter in self.module.named_parameters():
-            if parameter.requires_grad and parameter not in self._divided:
-                raise ModelError(
+            if parameter.requires_grad and self._divided and parameter not in self._divided:
+                return ModelError(
                     f"{name!r} has come into {type(self.module).__name__} while it was trained, after the model was "
                     f"divided among the ranks, and strategy {self.alias or type(self).__name__!r} would not train it: "
                     "replace a layer before fit, or in configure_model"
                 )
+        return None
 
     def is_divided(self) -> bool:
         """Whether this rank lacks a part of some parameter; the same on every rank."""
@@ -249,6 +270,7 @@ class ShardedStrategy(ParallelStrategy):
 
     def restore_module(self) -> None:
         assert self.module is not None
+        self._allow_replacement()
         if self._wrapping is None:
             return
         with self.guard("gathering of the model"):
@@ -268,6 +290,7 @@ class ShardedStrategy(ParallelStrategy):
         return {name: whole(tensor.detach()).cpu() for name, tensor in tensors if not tensor.is_meta}
 
     def _release_model(self) -> None:
+        self._allow_replacement()
         if self.module is not None:
             ForwardInstead.remove(self.module)  # also of one that a failed run has left in parts
         self._carried_hooks.remove()
@@ -283,6 +306,17 @@ class ShardedStrategy(ParallelStrategy):
     def explain(self, error: BaseException) -> BaseException:
         """What to do about an operator that torch has no way to compute with parts."""
         alias = self.alias or type(self).__name__
+        if (found := explain_number(error, alias)) is not None:
+            return found
+        if (
+            isinstance(error, RuntimeError)
+            and "_fused_" in message_of(error)
+            and "not have a shard" in message_of(error)
+        ):
+            return ModelError(
+                f"{error} Strategy {alias!r} divides parameters among the ranks, and torch can't step them with this "
+                "optimizer's fused kernel: leave out fused=True, or use strategy='zero1' or 'ddp'"
+            )
         if isinstance(error, RuntimeError) and any(words in message_of(error) for words in _NOT_FOR_PARTS):
             return ModelError(
                 f"{error} Strategy {alias!r} divides parameters and gradients among the ranks, and torch can't do this "
@@ -395,9 +429,8 @@ class ShardedStrategy(ParallelStrategy):
     def check_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         super().check_optimizer_state(optimizer, state)
         for index, target, entry in _by_parameter(optimizer, state):
-            for key, item in entry.items():
-                shape = getattr(item, "shape", ())
-                if len(shape) and target is not None and target is not local(target) and shape != target.shape:
+            for key, shape in ((key, shape) for key, item in entry.items() for shape in _shapes_in(item)):
+                if target is not None and target is not local(target) and not _can_be_placed(shape, target):
                     raise CheckpointMismatchError(
                         f"the state of {type(optimizer).__name__} can't be divided as its parameters are: {key!r} of "
                         f"parameter {index} has the shape {tuple(shape)}, and the parameter {tuple(target.shape)}. "
@@ -413,7 +446,11 @@ class ShardedStrategy(ParallelStrategy):
         super().load_optimizer_state(optimizer, {**state, "state": placed})
 
     def _placed(self, name: str, value: Any, target: Any) -> Any:
-        """``value`` in the layout of ``target``, if it has its shape; anything else whole."""
+        """``value``, or what is in it, in the layout of ``target``, if it has its shape; anything else whole."""
+        if isinstance(value, dict):
+            return {key: self._placed(name, each, target) for key, each in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)(self._placed(name, each, target) for each in value)
         if not isinstance(value, torch.Tensor | StoredTensor):
             return value
         fits = isinstance(target, torch.Tensor) and tuple(value.shape) == tuple(target.shape)
@@ -421,7 +458,7 @@ class ShardedStrategy(ParallelStrategy):
             return value.read(target if fits else None)
         if fits:
             return like(value, target)
-        if isinstance(target, torch.Tensor) and target is not local(target) and value.dim():
+        if isinstance(target, torch.Tensor) and target is not local(target) and not _can_be_placed(value.shape, target):
             raise CheckpointMismatchError(
                 f"{name} has the shape {tuple(value.shape)} in the checkpoint and {tuple(target.shape)} here"
             )
@@ -489,6 +526,21 @@ class ShardedStrategy(ParallelStrategy):
     def sum_of_squares(self, square: torch.Tensor) -> torch.Tensor:
         """The sum of squares over the whole model, from that over the parameters which this rank has a part of."""
         return square
+
+
+def _shapes_in(item: Any) -> Iterator[Any]:
+    """The shapes of the tensors in an optimizer's state, of which lists and dicts may hold several."""
+    if isinstance(item, dict | list | tuple):
+        for each in item.values() if isinstance(item, dict) else item:
+            yield from _shapes_in(each)
+    elif isinstance(item, torch.Tensor | StoredTensor):
+        yield item.shape
+
+
+def _can_be_placed(shape: Any, target: torch.Tensor) -> bool:
+    """Whether state of ``shape`` can stand beside the divided ``target``: in its layout, or as it is, a number that all
+    ranks have; one of several elements may have been divided, in a layout that nobody has written down."""
+    return tuple(shape) == tuple(target.shape) or math.prod(shape) == 1
 
 
 def _by_parameter(optimizer: Optimizer, state: Mapping[str, Any]) -> Iterator[tuple[Any, Any, Mapping[str, Any]]]:

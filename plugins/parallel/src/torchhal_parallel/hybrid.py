@@ -7,6 +7,7 @@ import math
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from traceback import walk_tb
 from typing import Any
@@ -31,6 +32,7 @@ from torchhal.errors import (
 from torchhal.memory_estimate import MemoryEstimate, ModelMemory, ParameterMemory
 from torchhal.precision import Precision
 from torchhal.strategies import Strategy, check_frequencies
+from torchhal_parallel._between_steps import explain_mixed
 from torchhal_parallel._divided_regions import DividedRegions
 from torchhal_parallel._double_backward import refuse_double_backward
 from torchhal_parallel._dtensor_layout import gathered, local
@@ -310,13 +312,14 @@ class HybridStrategy(FullyShardedStrategy):
     def _drop_others(self, kept: set[int]) -> None:
         """Free the parameters and buffers of other stages: they stay in the model by name and shape."""
         assert self.module is not None
+        home = torch.device("cpu") if self.cpu_offload else self.root_device
         standing_for: dict[int, Any] = {}  # tied ones stay tied, or an optimizer would count them twice
         for path, owner in self.module.named_modules():
             for members in (owner._parameters, owner._buffers):
                 for name, tensor in members.items():
                     if tensor is not None and id(tensor) not in kept:
                         if id(tensor) not in standing_for:
-                            standing_for[id(tensor)] = remote(tensor, f"{path}.{name}" if path else name)
+                            standing_for[id(tensor)] = remote(tensor, f"{path}.{name}" if path else name, home)
                         members[name] = standing_for[id(tensor)]
 
     # -- memory ----------------------------------------------------------------------------------------------
@@ -454,6 +457,8 @@ class HybridStrategy(FullyShardedStrategy):
                     "self.clip_gradients(...) in configure_gradient_clipping. The norm of all gradients is "
                     "trainer.strategy.grad_norm(optimizer)"
                 )
+            if (found := explain_mixed(error, self.alias or "hybrid")) is not None:
+                return found
             return ModelError(
                 f"{error}. The parameters of layers in a tensor parallel plan are divided, and {model} computes with "
                 "one outside of its layer, as a penalty over self.parameters() does: leave that layer "
@@ -522,10 +527,12 @@ class HybridStrategy(FullyShardedStrategy):
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> int | None:
         if self.pipe is None:
             return super().optimizer_step(optimizer, closure)
+        watched: AbstractContextManager[None] = nullcontext()
         if (trial := self._trials.get(id(optimizer))) is not None:
             trial.before_step()
+            watched = trial.watched(optimizer, trial.done)
         own = [[each for each in group["params"] if not each.is_meta] for group in optimizer.param_groups]
-        with with_parameters(optimizer, own):
+        with with_parameters(optimizer, own), watched:
             return super().optimizer_step(optimizer, closure)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from torchhal.memory_estimate import MemoryEstimate, ModelMemory
 from torchhal.strategies import DDPStrategy, find_difference
 from torchhal_parallel._gathering import on_first_rank
 from torchhal_parallel._optimizer_checks import OptimizerTrial, check_divisible, check_separable, with_parameters
+from torchhal_parallel._same_settings import find_differing_settings
 
 
 class ZeRO1Strategy(DDPStrategy):
@@ -55,6 +56,27 @@ class ZeRO1Strategy(DDPStrategy):
             owners |= {parameter: index % self.world_size for index, parameter in enumerate(order)}
         return owners
 
+    def begin_epoch(self) -> None:
+        self._check_settings()
+        super().begin_epoch()
+
+    def check_replicas(self) -> None:
+        self._check_settings()
+        super().check_replicas()
+
+    def module_state_dict(self) -> dict[str, Any]:
+        self._check_settings()
+        return super().module_state_dict()
+
+    def _check_settings(self) -> None:
+        """Raise DistributedError, on every rank alike, where optimizers step by other numbers than on other ranks."""
+        if self.world_size == 1 or not self.is_set_up or not self.optimizers:
+            return
+        with self.guard("comparison of the optimizers' settings"):
+            error = find_differing_settings(self.optimizers, self.alias or "zero1")
+        if error is not None:
+            raise error
+
     def only_mine(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """The optimizer with this rank's parameters alone."""
         owner, rank = self.owner_of(optimizer), self.global_rank
@@ -68,9 +90,12 @@ class ZeRO1Strategy(DDPStrategy):
         self._steps[id(optimizer)] = step = self._steps[id(optimizer)] + 1
         if step & (step - 1) == 0:  # a power of two
             self._check_alike_before_step(optimizer, step)
+        watched: AbstractContextManager[None] = nullcontext()
         if (trial := self._trials.get(id(optimizer))) is not None:
             trial.before_step()
-        with self.only_mine(optimizer):
+            if closure is None:  # a training step in it may draw
+                watched = trial.watched(optimizer, trial.done)
+        with self.only_mine(optimizer), watched:
             stepped = super().optimizer_step(optimizer, closure)
         if stepped:
             with self.guard("sending of the updated parameters"):
@@ -78,16 +103,17 @@ class ZeRO1Strategy(DDPStrategy):
         return stepped
 
     def _check_alike_before_step(self, optimizer: Optimizer, step: int) -> None:
-        """Raise DistributedError, on every rank alike, where something has written to replicas of a parameter by what
-        is in a rank's batch: the step would send one rank's values over those of the others."""
+        """Raise DistributedError, on every rank alike, where something has written to replicas of a parameter, or of
+        its gradient, by what is in a rank's batch: the step would send one rank's values over those of the others."""
         assert self.module is not None
         own, ignored = self.owner_of(optimizer), set(self.parameters_to_ignore())
-        named = self.module.named_parameters()
+        named = [(name, each) for name, each in self.module.named_parameters() if each in own and name not in ignored]
+        parts: list[tuple[str, Any, torch.Tensor]] = [(name, None, each) for name, each in named]
+        for name, each in named:
+            if each.grad is not None and each.grad.layout is torch.strided:
+                parts.append((f"the gradient of {name}", None, each.grad))
         with self.guard("comparison of the replicas"):
-            difference = find_difference(
-                [(name, None, each) for name, each in named if each in own and name not in ignored],
-                f"before step {step} of its optimizer",
-            )
+            difference = find_difference(parts, f"before step {step} of its optimizer")
         if difference:
             raise DistributedError(difference)
 

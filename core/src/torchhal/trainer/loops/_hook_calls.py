@@ -99,6 +99,15 @@ class Hooks(TrainerPart):
     def __init__(self, trainer: Any) -> None:
         super().__init__(trainer)
         self._bound: dict[str, tuple[list[Callable[..., Any]], list[Callable[..., Any]]]] = {}
+        self._around: Callable[[str, Callable[..., Any]], Callable[..., Any]] | None = None
+
+    def wrap(self, around: Callable[[str, Callable[..., Any]], Callable[..., Any]] | None) -> None:
+        """Call from now on what ``around`` makes of a hook's name and a body of it; None: the bodies themselves.
+
+        For a strategy that has to know what hooks do. It may give a body back as it is.
+        """
+        self._around = around
+        self.refresh()
 
     def refresh(self) -> None:
         """Forget; callbacks may have been added."""
@@ -112,11 +121,15 @@ class Hooks(TrainerPart):
             bound = self._bound[name] = ([], [])
             for callback in self.trainer.callbacks:
                 if hasattr(callback, name) and overrides(callback, Callback, name):
-                    bound[_comes_after(callback, name)].append(getattr(callback, name))
+                    bound[_comes_after(callback, name)].append(self._made(name, getattr(callback, name)))
         return bound
 
     def of_module(self, name: str) -> Callable[..., Any] | None:
-        return module_hook(self.trainer.module, name)
+        own = module_hook(self.trainer.module, name)
+        return None if own is None else self._made(name, own)
+
+    def _made(self, name: str, body: Callable[..., Any]) -> Callable[..., Any]:
+        return body if self._around is None else self._around(name, body)
 
     def call(self, name: str, *args: Any) -> None:
         """Callbacks, the model, then the callbacks that want what the model's hook has done."""
