@@ -1610,3 +1610,28 @@ def test_a_thread_ends_though_a_forked_child_has_its_pipe():
         for pid in children:
             os.waitpid(pid, 0)
         os.close(reading)
+
+
+def test_a_strategy_may_wrap_the_bodies_of_hooks():
+    """Those of callbacks and the model, for as long as it says; a copy of the Trainer has none of it."""
+
+    class Ends(Callback):
+        def on_train_epoch_end(self, trainer, module):
+            called.append("callback")
+
+    class Model(Module):
+        def on_train_epoch_end(self):
+            called.append("model")
+
+    called = []
+    trainer = make(Ends())
+    trainer.module = Model()
+    trainer.hooks.call("on_train_epoch_end")
+    trainer.hooks.wrap(lambda name, body: lambda *args: (called.append(name), body(*args)))
+    trainer.hooks.call("on_train_epoch_end")
+    assert called == ["callback", "model", *["on_train_epoch_end", "callback"], *["on_train_epoch_end", "model"]]
+    assert trainer.hooks.of_module("on_train_epoch_start") is None and not trainer.hooks.has("on_train_epoch_start")
+    assert trainer.hooks.__getstate__()["_around"] is None
+    trainer.hooks.wrap(None)
+    trainer.hooks.call("on_train_epoch_end")
+    assert called[6:] == ["callback", "model"]

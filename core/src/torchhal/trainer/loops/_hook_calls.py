@@ -109,6 +109,9 @@ class Hooks(TrainerPart):
         self._around = around
         self.refresh()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_bound": {}, "_around": None}  # a copy is of no run
+
     def refresh(self) -> None:
         """Forget; callbacks may have been added."""
         self._bound.clear()
