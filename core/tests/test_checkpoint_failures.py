@@ -301,7 +301,7 @@ class io_not_finished:
 
     def __enter__(self) -> str:
         code = """
-            from torchhal.checkpoint._location import place_of
+            from torchhal.checkpoint._locate import place_of
             with place_of(sys.argv[1], {}).replacing() as file:
                 print(next(n for n in os.listdir(os.path.dirname(sys.argv[1])) if str(os.getpid()) in n), flush=True)
                 input()

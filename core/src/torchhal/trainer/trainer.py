@@ -456,7 +456,7 @@ class Trainer(TrainerOutput, TrainerProperties):
         """Epoch-end hooks: callbacks, the model, then (with all values in) the callbacks that monitor or save them."""
         module = self.module
         self.current_hook = name
-        before, after = self.hooks.of_callbacks(name)
+        before, after = self.hooks.around_module(name)
         for function in before:
             function(self, module)
         own = self.hooks.of_module(name)

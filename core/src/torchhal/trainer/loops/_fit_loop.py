@@ -452,7 +452,7 @@ class FitLoop(TrainerPart):
         trainer = self.trainer
         self._got_batch = True
         trainer.current_hook = "on_train_batch_start"
-        before, after = trainer.hooks.of_callbacks("on_train_batch_start")
+        before, after = trainer.hooks.around_module("on_train_batch_start")
         for function in before:
             function(trainer, trainer.module, batch, index)
         own = trainer.hooks.of_module("on_train_batch_start")

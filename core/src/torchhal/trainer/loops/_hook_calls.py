@@ -116,9 +116,13 @@ class Hooks(TrainerPart):
         """Forget; callbacks may have been added."""
         self._bound.clear()
 
-    def of_callbacks(self, name: str) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
-        """The callbacks' bodies of ``name``, called with (trainer, module, ...): those that come before the model's
-        own, and those that come after it."""
+    def of_callbacks(self, name: str) -> list[Callable[..., Any]]:
+        """Return the callbacks' bodies of ``name``, in the order of their calls with (trainer, module, ...)."""
+        before, after = self.around_module(name)
+        return before + after
+
+    def around_module(self, name: str) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
+        """Return the bodies of :meth:`of_callbacks` that come before the model's own, and those that come after it."""
         bound = self._bound.get(name)
         if bound is None:
             bound = self._bound[name] = ([], [])
@@ -138,7 +142,7 @@ class Hooks(TrainerPart):
         """Callbacks, the model, then the callbacks that want what the model's hook has done."""
         trainer, module = self.trainer, self.trainer.module
         previous, trainer.current_hook = trainer.current_hook, name
-        before, after = self.of_callbacks(name)
+        before, after = self.around_module(name)
         try:
             for function in before:
                 function(trainer, module, *args)
@@ -160,7 +164,7 @@ class Hooks(TrainerPart):
         """
         trainer, module = self.trainer, self.trainer.module
         before, after = (
-            [adapt_batch_hook(function, 2 + arguments) for function in bodies] for bodies in self.of_callbacks(name)
+            [adapt_batch_hook(function, 2 + arguments) for function in bodies] for bodies in self.around_module(name)
         )
         own = self.of_module(name)
         if own is not None:
@@ -183,7 +187,7 @@ class Hooks(TrainerPart):
         return call
 
     def has(self, name: str) -> bool:
-        return any(self.of_callbacks(name)) or self.of_module(name) is not None
+        return any(self.around_module(name)) or self.of_module(name) is not None
 
 
 def _comes_after(callback: Any, name: str) -> bool:
