@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torchhal.accelerators import CPUAccelerator
 from torchhal.errors import ConfigurationError
 from torchhal_parallel import _divided_regions as divided_regions
+from torchhal_parallel._divided_gradients import ranks_of
 from torchhal_parallel._divided_regions import DividedRegions
 from torchhal_parallel._module_restore import ForwardInstead
 from torchhal_parallel._tensor_parallel_check import OpenLayers
@@ -431,3 +432,13 @@ def test_an_error_of_sizes_elsewhere_stays_what_it_is():
     with pytest.raises(RuntimeError, match=r"size|shape") as found:
         step(torch.randn(3, WIDTH))
     assert not isinstance(found.value, ConfigurationError)
+
+
+def test_a_group_of_an_earlier_call_was_of_all_ranks():
+    """torch.distributed.nn keeps the default group of its import, which torch itself has forgotten by then."""
+
+    class Gone:
+        def size(self):
+            return 3
+
+    assert ranks_of(Gone()) == {0, 1, 2}

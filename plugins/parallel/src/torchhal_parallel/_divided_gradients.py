@@ -75,7 +75,7 @@ def check_sums(result: Any, what: str, nodes: Nodes, ranks: Callable[[], set[int
     """
     results = [leaf.grad_fn for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
     for total in _behind(results, nodes.taken, _is_sum):
-        if not _is_sum(total) or not ranks() <= set(dist.get_process_group_ranks(total.group)):
+        if not _is_sum(total) or not ranks() <= ranks_of(total.group):
             continue
         for node in _behind(
             [following for following, _ in total.next_functions], nodes.taken, nodes.parts.__contains__
@@ -88,6 +88,18 @@ def check_sums(result: Any, what: str, nodes: Nodes, ranks: Callable[[], set[int
                     "DTensor.from_local(part, self.trainer.strategy.mesh['tensor'], [Partial()])"
                     ".redistribute(placements=[Replicate()]).to_local()"
                 )
+
+
+def ranks_of(group: Any) -> set[int]:
+    """Return the global ranks of a process group.
+
+    ``torch.distributed.nn.functional`` keeps as its default the default group that there was when it was imported; once
+    a process has set up its communication anew, torch has no ranks of that one, which was of all.
+    """
+    try:
+        return set(dist.get_process_group_ranks(group))
+    except KeyError:
+        return set(range(group.size()))
 
 
 def _behind(nodes: Iterable[Any], beyond: Set[Any], last: Callable[[Any], bool]) -> Iterator[Any]:
