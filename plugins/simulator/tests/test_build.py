@@ -123,11 +123,14 @@ def wait_for(condition: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-def runs(pid: int) -> bool:
+def runs(pid: int, session: int) -> bool:
+    """Whether a process of the session of a compiler runs; its number may be another's by now, as they are soon used up
+    where many tests start processes."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        state, _, _, own = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:4]
     except OSError:
         return False
+    return state != "Z" and int(own) == session
 
 
 def left_over(cache: Path) -> list[str]:
@@ -323,7 +326,7 @@ def test_an_orphaned_compiler_leaves_nothing(cache: Path, csrc: Path, compiler: 
     compiler.set()
     library = shared_library("device.cpp", csrc=csrc)
     orphan = compiler.calls[0]
-    wait_for(lambda: not runs(orphan))
+    wait_for(lambda: not runs(orphan, orphan))
     assert left_over(cache) == [] and answer(library) == 42
     assert sorted(path.name for path in library.parent.iterdir()) == ["device.so", "sha256"]
 
@@ -340,7 +343,7 @@ def test_an_interrupted_builder_ends_its_compiler(cache: Path, csrc: Path, compi
         if not builder.process.is_alive():
             break
     assert builder.outcome().startswith("KeyboardInterrupt")
-    wait_for(lambda: not any(runs(pid) for pid in compiler.calls))
+    wait_for(lambda: not any(runs(pid, compiler.calls[0]) for pid in compiler.calls))
     assert [path.suffix for path in cache.iterdir()] == [".lock"]
 
 
@@ -351,7 +354,7 @@ def test_a_compiler_that_hangs_is_ended(
     compiler.set("sleep 30 & echo $! >> $(dirname $0)/calls; wait")
     with pytest.raises(BuildError, match=r"compiling device\.cpp took longer than .* minutes and was ended"):
         shared_library("device.cpp", csrc=csrc)
-    wait_for(lambda: not any(runs(pid) for pid in compiler.calls))
+    wait_for(lambda: not any(runs(pid, compiler.calls[0]) for pid in compiler.calls))
     assert left_over(cache) == []
 
 
