@@ -6,6 +6,7 @@ The jobs are processes with torch's own variables, or a task's of Slurm's, on th
 import json
 import os
 import socket
+import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -496,3 +497,23 @@ def test_who_waits_in_torchs_set_up_for_a_rank_that_failed_there_leaves(tasks):
     assert first.code == 1
     assert "rank 1 failed: OSError: no device in amid" in second.err + first.err, (first.err, second.err)
     assert "torchhal: rank 0 is still here" in first.err and "init_process_group" in first.err, first.err
+
+
+GIVES_UP = """
+import sys
+from torchhal.distributed._store_client import connect_within
+try:
+    connect_within(0.5, sys.argv[1], 23702)
+except RuntimeError:
+    sys.exit(1)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_gives_up_on_an_address_ends_with_its_own_code():
+    """Not by SIGABRT, as one does that ends while a thread of it is inside of torch."""
+    codes = [
+        subprocess.run([sys.executable, "-c", GIVES_UP, ELSEWHERE], capture_output=True, check=False).returncode
+        for _ in range(4)
+    ]
+    assert codes == [1] * 4

@@ -76,11 +76,16 @@ def check_job(store: Store, job: str, rank: int, where: str, deadline: float) ->
         )
 
 
+_LATE = 1.0
+"""Seconds by which torch's own timeout may be late."""
+
+
 def connect_within(seconds: float, address: str, port: int) -> TCPStore:
     """A client of the store there; RuntimeError if it isn't ready in time.
 
     torch's own timeout ends with the connection: whoever accepts it and says nothing is waited for without end. So
-    this is done in a thread, which may be left behind.
+    this is done in a thread, which may be left behind; not where torch's timeout is about to end it, as a process that
+    ends while it is inside of torch is aborted.
     """
     made: Future[TCPStore] = Future()
 
@@ -92,11 +97,14 @@ def connect_within(seconds: float, address: str, port: int) -> TCPStore:
             made.set_exception(error)
 
     threading.Thread(target=make, name="torchhal-store", daemon=True).start()
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds + _LATE
     while True:
         for check in list(health_checks):
             check()
         if wait([made], timeout=0.2).done:
-            return made.result()
+            try:
+                return made.result()
+            finally:
+                del made  # the error's traceback has this frame: a cycle would keep the callers' stores from closing
         if time.monotonic() > deadline:
             raise RuntimeError(f"no answer within {seconds:.0f} s")
