@@ -76,8 +76,8 @@ def check_job(store: Store, job: str, rank: int, where: str, deadline: float) ->
         )
 
 
-_LATE = 1.0
-"""Seconds by which torch's own timeout may be late."""
+_LATE = 3.0
+"""Seconds by which torch's own timeout may be late, as it tries once more after a second's delay."""
 
 
 def connect_within(seconds: float, address: str, port: int) -> TCPStore:
@@ -96,12 +96,14 @@ def connect_within(seconds: float, address: str, port: int) -> TCPStore:
         except Exception as error:
             made.set_exception(error)
 
-    threading.Thread(target=make, name="torchhal-store", daemon=True).start()
+    thread = threading.Thread(target=make, name="torchhal-store", daemon=True)
+    thread.start()
     deadline = time.monotonic() + seconds + _LATE
     while True:
         for check in list(health_checks):
             check()
         if wait([made], timeout=0.2).done:
+            thread.join(_LATE)
             try:
                 return made.result()
             finally:
