@@ -82,7 +82,7 @@ def test_without_a_compiler_it_says_so(tmp_path: Path) -> None:
         env={"HOME": str(tmp_path), "PATH": str(tmp_path)}, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert asked.returncode == 1
-    assert "AcceleratorUnavailable: accelerator 'sim' can't be used here" in asked.stderr
+    assert "AcceleratorUnavailableError: accelerator 'sim' can't be used here" in asked.stderr
     assert "no C++ compiler" in asked.stderr
 
 

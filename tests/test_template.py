@@ -17,7 +17,7 @@ import yaml
 import torchhal
 from torchhal.plugin import KINDS
 from torchhal.registry import _builtin as builtin
-from torchhal.registry._discovery import contributions
+from torchhal.registry._discovery import collect_components
 from torchhal.registry._hints import DISTRIBUTIONS
 
 pytestmark = pytest.mark.packaging
@@ -223,7 +223,9 @@ def test_it_asks_for_what_is_not_given(tmp_path: Path) -> None:
 def test_names_with_a_meaning_are_known() -> None:
     """The template runs without torchhal, so it has a list of its own of what core and its plugins are called by."""
     (source,) = re.findall(r"^TAKEN = (\{.*?\})", (TEMPLATE / "hooks" / "pre_gen_project.py").read_text(), re.M | re.S)
-    names = {name for kind, part in contributions(builtin) if kind != "command" for name in (part.alias, *part.aliases)}
+    names = {
+        name for kind, part in collect_components(builtin) if kind != "command" for name in (part.alias, *part.aliases)
+    }
     names |= set(DISTRIBUTIONS) | {name.removeprefix("torchhal-") for name in DISTRIBUTIONS.values()}
     possible = {name for name in names if re.fullmatch("[a-z][a-z0-9_]*", name) and len(name) <= 30}
     assert sorted(possible - ast.literal_eval(source)) == []

@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from torchhal.accelerators import Accelerator, CPUAccelerator
-from torchhal.errors import AcceleratorUnavailable, ConfigurationError
+from torchhal.errors import AcceleratorUnavailableError, ConfigurationError
 from torchhal.plugin import Availability
 from torchhal.pytree import map_tensors, move_module, move_to_device
 
@@ -196,7 +196,7 @@ def test_missing_hardware(install: Callable[[types.ModuleType], None]) -> None: 
         Fake.require_available,
     ):
         with pytest.raises(
-            AcceleratorUnavailable, match=r"'fake' can't be used here: torch reports no .*doctor"
+            AcceleratorUnavailableError, match=r"'fake' can't be used here: torch reports no .*doctor"
         ) as info:
             use()
         assert info.value.alias == "fake"
@@ -207,7 +207,7 @@ def test_missing_hardware(install: Callable[[types.ModuleType], None]) -> None: 
 
 def test_a_device_type_that_torch_has_no_module_for(install: Any) -> None:  # ACC-10, ACC-19
     assert "meta" in Fake.availability().reason
-    with pytest.raises(AcceleratorUnavailable, match="'fake' can't be used here: RuntimeError"):
+    with pytest.raises(AcceleratorUnavailableError, match="'fake' can't be used here: RuntimeError"):
         Fake().setup_device(torch.device("meta", 0))
     Fake().teardown()
 

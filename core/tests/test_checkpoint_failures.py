@@ -27,7 +27,7 @@ from torchhal import Module, Trainer
 from torchhal.checkpoint import TorchCheckpointIO
 from torchhal.checkpoint import _local_file as local_file
 from torchhal.checkpoint import _temp_files as temp_files
-from torchhal.checkpoint._crc import Sum, combine, torch_describes_records
+from torchhal.checkpoint._crc import Crc32, combine, torch_describes_records
 from torchhal.errors import CheckpointCorruptError, CheckpointError
 from torchhal.trainer.callbacks import ModelCheckpoint
 from torchhal.trainer.callbacks._written_files import WrittenFiles
@@ -301,8 +301,8 @@ class io_not_finished:
 
     def __enter__(self) -> str:
         code = """
-            from torchhal.checkpoint._locate import place_of
-            with place_of(sys.argv[1], {}).replacing() as file:
+            from torchhal.checkpoint._locate import location_of
+            with location_of(sys.argv[1], {}).replacing() as file:
                 print(next(n for n in os.listdir(os.path.dirname(sys.argv[1])) if str(os.getpid()) in n), flush=True)
                 input()
         """
@@ -478,7 +478,7 @@ def test_the_seal_holds_however_torch_is_set(io_: TorchCheckpointIO, tmp_path: P
 
 
 def test_a_torch_that_writes_otherwise_is_noticed() -> None:
-    total = Sum(trust_descriptors=True, large=10)
+    total = Crc32(trust_descriptors=True, large=10)
     total.update(memoryview(b"x" * 20))
     with pytest.raises(CheckpointError, match="record's checksum"):
         total.update(memoryview(b"PK\x07\x08" + b"\0" * 12))

@@ -12,8 +12,8 @@ import torch
 from torchhal.checkpoint import _temp_files as temp_files
 from torchhal.checkpoint import folder as folders
 from torchhal.checkpoint._local_file import sync_folder
-from torchhal.checkpoint._map_location import located
-from torchhal.checkpoint.folder import FolderCheckpointIO, exchange
+from torchhal.checkpoint._map_location import apply_map_location
+from torchhal.checkpoint.folder import FolderCheckpointIO, swap_directories
 from torchhal.errors import CheckpointError
 
 
@@ -29,7 +29,7 @@ class Shelf(FolderCheckpointIO):
                 (folder / name).write_text(text)
             (folder / self.marker).write_text("")
             sync_folder(folder)
-            exchange(folder, path)
+            swap_directories(folder, path)
 
     def open_checkpoint(self, path):
         return {file.name: file.read_text() for file in path.iterdir() if file.name != self.marker}
@@ -91,7 +91,7 @@ def test_a_load_puts_tensors_where_torch_would(tmp_path, place):
     base = torch.arange(6.0).view(2, 3)
     saved = {"base": base, "column": base[:, 1], "again": base}
     torch.save(saved, tmp_path / "x.pt")
-    mine, torchs = located(saved, place), torch.load(tmp_path / "x.pt", map_location=place)
+    mine, torchs = apply_map_location(saved, place), torch.load(tmp_path / "x.pt", map_location=place)
     for name, tensor in torchs.items():
         assert (mine[name].device, mine[name].stride()) == (tensor.device, tensor.stride())
         assert mine[name].untyped_storage()._cdata == mine["base"].untyped_storage()._cdata
@@ -229,7 +229,7 @@ def test_a_save_that_stood_still_when_the_new_one_was_in_its_place_has_succeeded
 
     monkeypatch.setattr(folders, "_exchanged", lambda source, target: False)
     monkeypatch.setattr(Path, "rename", late)
-    exchange(own, path)
+    swap_directories(own, path)
     assert io.load_checkpoint(path) == {"a": "2"} and io.load_checkpoint(own) == {"a": "1"}
 
 

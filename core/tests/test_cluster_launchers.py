@@ -14,7 +14,7 @@ from limits import scaled
 from torchhal import registry
 from torchhal.accelerators import CPUAccelerator
 from torchhal.cluster import _hostlist as hostlist
-from torchhal.cluster._topology import ask_around, place_of, port_of
+from torchhal.cluster._topology import gather_topology, port_from_job_id, topology_of
 from torchhal.cluster.local import LocalEnvironment
 from torchhal.cluster.slurm import SlurmEnvironment
 from torchhal.errors import ConfigurationError, UnknownAliasError
@@ -516,7 +516,7 @@ class TestEnvContract:
 class TestWhoSharesAHost:
     def test_nodes_count_in_the_order_of_their_lowest_rank(self):
         hosts = ["b", "a", "b", "c", "a"]
-        places = [place_of(rank, hosts) for rank in range(5)]
+        places = [topology_of(rank, hosts) for rank in range(5)]
         assert [(place.node_rank, place.local_rank, place.local_world_size) for place in places] == [
             (0, 0, 2), (1, 0, 2), (0, 1, 2), (2, 0, 1), (1, 1, 2),
         ]  # fmt: skip
@@ -524,16 +524,22 @@ class TestWhoSharesAHost:
 
     def test_a_job_of_one_asks_nobody(self, job):
         environment = job(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", TORCHHAL_CLUSTER="env")
-        assert ask_around(environment).num_nodes == 1
+        assert gather_topology(environment).num_nodes == 1
 
     def test_a_copy_finds_out_for_itself(self, job):
         environment = job(FLUX[1])
-        environment._place = place_of(0, ["a"])
+        environment._place = topology_of(0, ["a"])
         assert pickle.loads(pickle.dumps(environment))._place is None
 
 
 def test_ports_follow_the_whole_name():
-    assert len({port_of("4711", str(step)) for step in range(50)} | {port_of(f"{n}4711", "0") for n in range(50)}) > 95
+    assert (
+        len(
+            {port_from_job_id("4711", str(step)) for step in range(50)}
+            | {port_from_job_id(f"{n}4711", "0") for n in range(50)}
+        )
+        > 95
+    )
 
 
 def test_every_built_in_environment_has_a_priority_of_its_own():

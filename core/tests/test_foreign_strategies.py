@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from torchhal import Module, Trainer
 from torchhal.strategies import SingleDeviceStrategy
-from torchhal.trainer.loops._fit_loop import Repositioned
+from torchhal.trainer.loops._fit_loop import DataPositionChanged
 
 pytestmark = pytest.mark.usefixtures("accelerator")
 
@@ -166,7 +166,7 @@ class Follower(SingleDeviceStrategy):
                 fit = self.trainer.fit_loop
                 fit.load_state_dict({**fit.state_dict(), **self.counters})
                 self.counters = {}
-                raise Repositioned
+                raise DataPositionChanged
             return function(batch, batch_idx)
 
         return step

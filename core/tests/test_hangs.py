@@ -357,24 +357,28 @@ def test_a_process_is_not_taken_for_another_of_its_number():
         try:
             child.stdout.readline()
             there = {
-                **process_inspection.whereabouts(),
+                **process_inspection.process_record(),
                 "pid": child.pid,
                 "started": process_inspection._stat(child.pid)[1],
                 "stacks": None,
             }
             said = f"its process {child.pid} is there, but in code that holds Python's lock"
-            assert process_inspection.look_at(there) == (Presence.THERE, said, [])
+            assert process_inspection.inspect_process(there) == (Presence.THERE, said, [])
             gone = (Presence.GONE, f"its process {child.pid} is gone", ())
-            assert process_inspection.look_at({**there, "started": "1"}) == gone
+            assert process_inspection.inspect_process({**there, "started": "1"}) == gone
             elsewhere = (Presence.ELSEWHERE, f"its process {child.pid} on n7 answers nothing", ())
-            assert process_inspection.look_at({**there, "host": "n7 pid:[1]"}) == elsewhere
+            assert process_inspection.inspect_process({**there, "host": "n7 pid:[1]"}) == elsewhere
             child.send_signal(signal.SIGSTOP)
             os.waitpid(child.pid, os.WUNTRACED)  # until it is
-            presence, said, _ = process_inspection.look_at(there)
+            presence, said, _ = process_inspection.inspect_process(there)
             assert presence is Presence.THERE and "is stopped" in said
             child.kill()
             os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # until nobody has asked how it ended
-            assert process_inspection.look_at(there) == (Presence.GONE, f"its process {child.pid} has ended", ())
+            assert process_inspection.inspect_process(there) == (
+                Presence.GONE,
+                f"its process {child.pid} has ended",
+                (),
+            )
         finally:
             child.kill()
-    assert process_inspection.look_at(there) == gone
+    assert process_inspection.inspect_process(there) == gone

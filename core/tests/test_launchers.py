@@ -447,8 +447,8 @@ def test_a_signal_waits_for_a_worker_for_a_time_before_it_is_that_worker_s_alone
     now = 100.0
     monkeypatch.setattr(multiprocess, "is_pending", lambda pid, signum: True)
     monkeypatch.setattr(multiprocess, "time", SimpleNamespace(monotonic=lambda: now))
-    signals = multiprocess.NotedSignals()
-    crew = multiprocess._Crew(launcher(), None, None, (give_back, (), {}), signals)
+    signals = multiprocess.SignalRecorder()
+    crew = multiprocess._WorkerGroup(launcher(), None, None, (give_back, (), {}), signals)
     crew._workers = [multiprocess._Worker(0, multiprocessing.current_process(), None)]
     for _ in range(100):
         crew._take_pending()

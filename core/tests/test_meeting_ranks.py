@@ -24,7 +24,7 @@ from running import Job
 from torchhal import Trainer
 from torchhal.cluster import mpi
 from torchhal.cluster.base import RanksNotMetError
-from torchhal.cluster.env_init import EnvEnvironment
+from torchhal.cluster.env_init import EnvVarEnvironment
 from torchhal.cluster.mpi import OpenMPIEnvironment, _place_of_rank_0
 from torchhal.distributed import (
     _reachability as reachability,
@@ -207,7 +207,7 @@ def test_a_trainer_is_made_without_a_word_to_the_other_ranks(environ, no_network
 def test_what_is_known_when_the_ranks_have_met_says_so(environ):
     environ(**ENV)
     with pytest.raises(RanksNotMetError, match=r"which ranks share a host.*set NODE_RANK and NNODES"):
-        EnvEnvironment().local_world_size()
+        EnvVarEnvironment().local_world_size()
 
 
 def test_contradictions_are_said_before_the_ranks_meet(environ, no_network):
@@ -275,7 +275,7 @@ def test_the_strategy_s_timeout_holds_for_finding_out_who_shares_a_host(tasks):
 def test_rank_0_says_that_its_address_is_another_host_s(monkeypatch, port):
     monkeypatch.setattr(reachability, "_ELSEWHERE", 0.5)
     with pytest.raises(LaunchError, match=rf"rank 0 runs on .* {ELSEWHERE} is {ELSEWHERE}, another.*set MASTER_ADDR"):
-        rendezvous.host(ELSEWHERE, port)
+        rendezvous.start_store(ELSEWHERE, port)
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that are over may linger
         probe.bind(("", port))  # and serves no longer
@@ -284,29 +284,29 @@ def test_rank_0_says_that_its_address_is_another_host_s(monkeypatch, port):
 def test_rank_0_says_that_its_address_is_nobody_s(monkeypatch, port):
     monkeypatch.setattr(reachability, "_UNKNOWN_NAME", 0.5)
     with pytest.raises(LaunchError, match=r"nowhere\.invalid is not known here .*set MASTER_ADDR to an address of"):
-        rendezvous.host("nowhere.invalid", port)
+        rendezvous.start_store("nowhere.invalid", port)
 
 
 def test_an_address_that_is_translated_to_this_host_is_its_own(monkeypatch, port):
     """As a service of Kubernetes' is: no interface has it, and a connection to it comes back."""
     monkeypatch.setattr(reachability, "_is_own", lambda literal: False)
     name = socket.gethostname()
-    assert rendezvous.host(name, port) == port
-    rendezvous.unhost(name, port)
+    assert rendezvous.start_store(name, port) == port
+    rendezvous.stop_store(name, port)
 
 
 def test_a_rank_of_another_job_is_refused_and_disturbs_nobody(port):
     """Two jobs at one address and port: the second's ranks find the first's store."""
-    rendezvous.host("127.0.0.1", port, "step 0 of Slurm's job 4711")
+    rendezvous.start_store("127.0.0.1", port, "step 0 of Slurm's job 4711")
     try:
         store = store_client.find_store("127.0.0.1", port, 1, time.monotonic() + scaled(20))
         with pytest.raises(DistributedError, match=r"another job's ranks meet there: step 0 of Slurm's job 4711, and"):
             store_client.check_job(store, "step 0 of Slurm's job 4712", 1, "here", time.monotonic() + scaled(20))
         store_client.check_job(store, "step 0 of Slurm's job 4711", 1, "here", time.monotonic() + scaled(20))
         with pytest.raises(LaunchError, match=f"port {port} is already in use.*each job needs"):
-            rendezvous.host("127.0.0.1", port, "step 0 of Slurm's job 4712")
+            rendezvous.start_store("127.0.0.1", port, "step 0 of Slurm's job 4712")
     finally:
-        rendezvous.unhost("127.0.0.1", port)
+        rendezvous.stop_store("127.0.0.1", port)
 
 
 def test_a_store_of_another_program_is_no_job_of_torchhal_s(monkeypatch):
@@ -341,7 +341,7 @@ class Threads:
         job = self.store()
         fresh = stores.PrefixedStore(f"torchhal/{number}", job)
         try:
-            roll_call.roll_call(fresh, rank, 2, timedelta(seconds=timeout), name="set-up", job=job)
+            roll_call.wait_for_all_ranks(fresh, rank, 2, timedelta(seconds=timeout), name="set-up", job=job)
         except DistributedError as error:
             roll_call.give_up(fresh, Failure.from_exception(rank, error))
             return str(error)
@@ -350,9 +350,9 @@ class Threads:
 
 @pytest.fixture
 def ranks():
-    port = rendezvous.host("127.0.0.1")
+    port = rendezvous.start_store("127.0.0.1")
     yield Threads(port)
-    rendezvous.unhost("127.0.0.1", port)
+    rendezvous.stop_store("127.0.0.1", port)
 
 
 def test_ranks_meet_again_after_one_has_waited_in_vain(ranks):
@@ -419,7 +419,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torchhal.accelerators.cpu import CPUAccelerator
-from torchhal.cluster.env_init import EnvEnvironment
+from torchhal.cluster.env_init import EnvVarEnvironment
 from torchhal.strategies import DDPStrategy
 from torchhal import Trainer
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from torchhal.plugin import HOOKS, KINDS, Availability, Component, Hookspecs, alias_problem
 from torchhal.registry import _builtin as builtin
-from torchhal.registry._discovery import contributions
+from torchhal.registry._discovery import collect_components
 
 TEXT = st.text("abz019-_ A/.é", max_size=70)
 
@@ -89,7 +89,7 @@ def test_one_hook_for_each_kind() -> None:
 
 
 def test_core_contributes_sound_parts_of_every_kind_through_the_hooks() -> None:
-    pairs = contributions(builtin)
+    pairs = collect_components(builtin)
     assert {kind for kind, _ in pairs} == set(HOOKS)
     assert [component.problem(kind) for kind, component in pairs] == [None] * len(pairs)
     names = [(kind, name) for kind, component in pairs for name in (component.alias, *component.aliases)]

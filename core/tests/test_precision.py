@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchhal._overrides import overrides
 from torchhal.accelerators import Accelerator, CPUAccelerator
 from torchhal.errors import CheckpointMismatchError, UnsupportedCombinationError
-from torchhal.precision import FullPrecision, MixedPrecision, Precision, SinglePrecision, mixed
+from torchhal.precision import MixedPrecision, Precision, SinglePrecision, TruePrecision, mixed
 from torchhal.registry import _builtin as builtin
 
 pytestmark = pytest.mark.usefixtures("accelerator")
@@ -104,9 +104,9 @@ def vector(model: nn.Module) -> torch.Tensor:
     ("alias", "cls", "param", "compute"),
     [
         ("32-true", SinglePrecision, torch.float32, torch.float32),
-        ("64-true", FullPrecision, torch.float64, torch.float64),
-        ("bf16-true", FullPrecision, torch.bfloat16, torch.bfloat16),
-        ("16-true", FullPrecision, torch.float16, torch.float16),
+        ("64-true", TruePrecision, torch.float64, torch.float64),
+        ("bf16-true", TruePrecision, torch.bfloat16, torch.bfloat16),
+        ("16-true", TruePrecision, torch.float16, torch.float16),
         ("bf16-mixed", MixedPrecision, torch.float32, torch.bfloat16),
         ("16-mixed", MixedPrecision, torch.float32, torch.float16),
     ],
@@ -134,7 +134,7 @@ def test_every_builtin_alias_is_in_the_table_above() -> None:
 @pytest.mark.parametrize("dtype", ["float32", torch.float32, "half", "16", "int64", torch.int64, torch.complex64, None])
 def test_full_precision_refuses_other_dtypes(dtype: Any) -> None:
     with pytest.raises(ValueError, match=r"'dtype' must .*\(got .*\)"):
-        FullPrecision(dtype)
+        TruePrecision(dtype)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", torch.float64, "fp16", 16])
@@ -144,7 +144,7 @@ def test_mixed_precision_refuses_other_dtypes(dtype: Any) -> None:
 
 
 def test_names_and_torch_dtypes_are_the_same() -> None:
-    assert FullPrecision(torch.bfloat16).alias == FullPrecision("bfloat16").alias == "bf16-true"
+    assert TruePrecision(torch.bfloat16).alias == TruePrecision("bfloat16").alias == "bf16-true"
     assert MixedPrecision(torch.float16).alias == MixedPrecision("float16").alias == "16-mixed"
 
 

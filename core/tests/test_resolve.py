@@ -18,7 +18,7 @@ from torchhal.accelerators import Accelerator, CPUAccelerator
 from torchhal.checkpoint import TorchCheckpointIO
 from torchhal.cluster import ClusterEnvironment, LocalEnvironment
 from torchhal.errors import (
-    AcceleratorUnavailable,
+    AcceleratorUnavailableError,
     AmbiguousAliasError,
     ConfigurationError,
     TorchhalError,
@@ -293,7 +293,7 @@ class Unfinished(Strategy):
     ],
 )
 def test_wrong_kinds_and_unfinished_classes(request_, texts):
-    with pytest.raises((ConfigurationError, AcceleratorUnavailable)) as caught:
+    with pytest.raises((ConfigurationError, AcceleratorUnavailableError)) as caught:
         plan(**request_)
     for text in texts:
         assert text in str(caught.value), caught.value
@@ -511,7 +511,7 @@ def test_auto_never_takes_what_must_be_named(registry):
     registry.register("accelerator", "sim", fake("sim", auto_priority=None, reason="not today"))
     found = plan()
     assert found.accelerator.alias == "cpu" and found.notes == ()
-    with pytest.raises(AcceleratorUnavailable, match="'sim' can't be used here: not today"):
+    with pytest.raises(AcceleratorUnavailableError, match="'sim' can't be used here: not today"):
         plan(accelerator="sim")
 
 
@@ -592,7 +592,7 @@ def test_auto_follows_the_strategy(registry):
     Fake_ = fake("fake", auto_priority=-5, reason="unplugged")
     with isolated_registry() as other:
         other.register("accelerator", "fake", Fake_)
-        with pytest.raises(AcceleratorUnavailable) as caught:
+        with pytest.raises(AcceleratorUnavailableError) as caught:
             plan(strategy=OnlyFake)
     assert "fake: unplugged" in str(caught.value) and "cpu: OnlyFake doesn't work on it" in str(caught.value)
 

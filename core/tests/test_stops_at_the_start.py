@@ -17,10 +17,10 @@ from torch.utils.data import DataLoader, TensorDataset
 import torchhal
 from torchhal.distributed import _rank_monitor as rank_monitor
 from torchhal.distributed import failures, signals
-from torchhal.distributed.failures import Failure, exit_on
+from torchhal.distributed.failures import Failure, exit_for_signal
 from torchhal.distributed.signals import StopRequested, StopSignals
 from torchhal.errors import RankFailedError
-from torchhal.launchers._subprocess_supervisor import Children
+from torchhal.launchers._subprocess_supervisor import ChildProcesses
 
 sys.path.insert(0, str(Path(__file__).parent / "scripts"))
 from limits import scaled
@@ -262,7 +262,7 @@ def test_caught_interrupts_leave_one_excepthook(monkeypatch, capsys):
     monkeypatch.setattr(failures, "uncaught", [counted.append])
     for _ in range(3):
         failures.install_excepthook()  # as a fit does
-        interrupt = exit_on(signal.SIGINT, agreed=True)
+        interrupt = exit_for_signal(signal.SIGINT, agreed=True)
     sys.excepthook(KeyboardInterrupt, interrupt, None)
     assert capsys.readouterr().err == "" and counted == []
     sys.excepthook(ValueError, error := ValueError("boom"), None)
@@ -279,7 +279,7 @@ def test_an_error_after_caught_interrupts_is_printed_once():
         for _ in range(2):
             failures.install_excepthook()
             try:
-                raise failures.exit_on(signal.SIGINT, agreed=True)
+                raise failures.exit_for_signal(signal.SIGINT, agreed=True)
             except KeyboardInterrupt:
                 pass
         raise ValueError("boom")
@@ -292,11 +292,11 @@ def test_an_error_after_caught_interrupts_is_printed_once():
 @pytest.mark.parametrize(
     ("error", "signum"),
     [
-        (exit_on(signal.SIGTERM, agreed=False), signal.SIGTERM),
-        (exit_on(signal.SIGINT, agreed=False), signal.SIGINT),
+        (exit_for_signal(signal.SIGTERM, agreed=False), signal.SIGTERM),
+        (exit_for_signal(signal.SIGINT, agreed=False), signal.SIGINT),
         (KeyboardInterrupt(), signal.SIGINT),
-        (exit_on(signal.SIGTERM, agreed=True), 0),
-        (exit_on(signal.SIGINT, agreed=True), 0),
+        (exit_for_signal(signal.SIGTERM, agreed=True), 0),
+        (exit_for_signal(signal.SIGINT, agreed=True), 0),
         (SystemExit(143), 0),
         (ValueError("x"), 0),
     ],
@@ -316,7 +316,7 @@ def children():
         reading, writing = os.pipe()
         child = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
         os.close(writing)
-        made.append(Children({1: child}, {1: reading}))
+        made.append(ChildProcesses({1: child}, {1: reading}))
         return made[-1]
 
     yield start
@@ -383,7 +383,7 @@ def test_a_notebook_shows_one_line_of_an_orderly_stop():
         (signal.SIGINT, "KeyboardInterrupt: stopped in order"),
         (signal.SIGTERM, "SystemExit: stopped"),
     ):
-        assert exit_on(signum)._render_traceback_()[0].startswith(line)
+        assert exit_for_signal(signum)._render_traceback_()[0].startswith(line)
 
 
 # -- several processes ---------------------------------------------------------------------------------------

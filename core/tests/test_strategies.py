@@ -36,7 +36,7 @@ from torchhal.errors import (
     DistributedError,
     ModelError,
 )
-from torchhal.precision import FullPrecision, MixedPrecision, Precision, SinglePrecision
+from torchhal.precision import MixedPrecision, Precision, SinglePrecision, TruePrecision
 from torchhal.resolve import Request, resolve
 from torchhal.strategies import DDPStrategy, ParallelStrategy, SingleDeviceStrategy, Strategy
 from torchhal.strategies._forward_through import forward_through
@@ -734,7 +734,7 @@ def half_precision():
             close(found, wanted, 5e-3)
         same_everywhere(strategy, dict(model.named_parameters()))
         strategy.teardown()
-        strategy = compose(DDPStrategy(), precision=FullPrecision("float64"))
+        strategy = compose(DDPStrategy(), precision=TruePrecision("float64"))
         strategy.setup_environment()
         reference, model = Regression().double(), Regression(seed=r)
         plain(reference, sgd(reference.parameters()), [part.double() for part in data])

@@ -7,7 +7,7 @@ import pytest
 from torchhal.distributed.signals import is_orderly
 from torchhal.errors import RankFailedError
 from torchhal.launchers.worker import failed, perform
-from torchhal.launchers.worker_outcome import Verdict
+from torchhal.launchers.worker_outcome import WorkerOutcomes
 
 LEFT = SystemExit(128 + signal.SIGTERM)
 FOR_WANT_OF_IT = RankFailedError("rank 0 called sys.exit(143)", rank=0)
@@ -17,7 +17,7 @@ OWN = ValueError("bad batch")
 @pytest.fixture
 def outcome():
     def outcome(received, *errors):
-        verdict = Verdict(len(errors), instead="")
+        verdict = WorkerOutcomes(len(errors), instead="")
         for rank, error in enumerate(errors):
             if error is not None:
                 verdict.take(rank, failed(rank, error))

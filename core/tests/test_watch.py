@@ -28,9 +28,9 @@ from torchhal.distributed import (
 )
 from torchhal.distributed import failures, rendezvous, stores
 from torchhal.distributed._process_inspection import Presence, Sighting
-from torchhal.distributed._rank_monitor import RankWatch, StopSignals
+from torchhal.distributed._rank_monitor import RankMonitor, StopSignals
 from torchhal.distributed.failures import Failure, is_timeout, is_transport_error
-from torchhal.distributed.signals import NotedSignals
+from torchhal.distributed.signals import SignalRecorder
 from torchhal.errors import CollectiveTimeoutError, DistributedError, RankFailedError
 
 SECOND = timedelta(seconds=1)
@@ -38,9 +38,9 @@ SECOND = timedelta(seconds=1)
 
 @pytest.fixture
 def server():
-    port = rendezvous.host("127.0.0.1")
+    port = rendezvous.start_store("127.0.0.1")
     yield port
-    rendezvous.unhost("127.0.0.1", port)
+    rendezvous.stop_store("127.0.0.1", port)
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def crew(server, tmp_path):
         for rank in range(started):
             client = dist.TCPStore("127.0.0.1", server, None, False, wait_for_workers=False)
             store = stores.PrefixedStore("torchhal/1", client)
-            watches.append(RankWatch(store, rank, world or started, **options).start())
+            watches.append(RankMonitor(store, rank, world or started, **options).start())
             watches[-1].hang.run_folder = str(tmp_path)
         return watches
 
@@ -168,7 +168,7 @@ def test_a_rank_that_waits_to_meet_one_that_left_on_a_signal_follows_it(server, 
     rendezvous.announce_stop(signal.SIGINT)
     group = stores.PrefixedStore("torchhal/1", stores_of[0])
     with pytest.raises(RankFailedError) as caught:
-        rendezvous.roll_call(group, 0, 2, SECOND * 30, name="set-up", job=stores_of[0])
+        rendezvous.wait_for_all_ranks(group, 0, 2, SECOND * 30, name="set-up", job=stores_of[0])
     assert (caught.value.rank, caught.value.stop_signal) == (1, signal.SIGINT)
     assert rendezvous._state().patience < 15
     rendezvous.begin_call()  # the interrupt was caught, and the next fit begins
@@ -188,7 +188,7 @@ def test_a_stop_of_an_earlier_call_ends_no_later_one(server, monkeypatch):
     for call, ends in ((before, RankFailedError), (state.call, CollectiveTimeoutError)):
         again = stores.PrefixedStore(f"torchhal/of-{call}", stores_of[0])
         with pytest.raises(ends):
-            rendezvous.roll_call(again, 0, 2, SECOND * 3, name="set-up", job=stores_of[0], call=call)
+            rendezvous.wait_for_all_ranks(again, 0, 2, SECOND * 3, name="set-up", job=stores_of[0], call=call)
 
 
 def test_who_lost_a_rank_does_not_wait_for_its_goodbye(crew, monkeypatch):
@@ -241,7 +241,7 @@ def unstarted(crew, server):
 
 def test_a_rank_whose_set_up_failed_and_that_lives_was_not_killed(crew, server):
     first, store = unstarted(crew, server)
-    RankWatch(store, 1, 2, announce=False).report_failure(OSError("no such device"))
+    RankMonitor(store, 1, 2, announce=False).report_failure(OSError("no such device"))
     error = first.explain(LOST)
     assert isinstance(error, RankFailedError)
     assert str(error).startswith("rank 1 failed: OSError: no such device")
@@ -267,7 +267,7 @@ def test_of_a_silent_rank_only_what_can_be_seen_is_said(crew, monkeypatch, prese
     first, second = crew(2)
     second.stop()
     monkeypatch.setattr(first, "_has_left", lambda rank: False)
-    monkeypatch.setattr(process_inspection, "look_at", lambda whereabouts: Sighting(presence, seen))
+    monkeypatch.setattr(process_inspection, "inspect_process", lambda process_record: Sighting(presence, seen))
     error = first.explain(LOST, timeout=scaled(0.2))
     assert isinstance(error, RankFailedError) and error.rank == 1
     assert ("too little memory?" in str(error)) == memory, error
@@ -331,13 +331,13 @@ def test_the_report_is_printed_once_where_it_happened(server, crew, capfd):
 
 def test_a_lost_store_is_named(crew, server, left):
     first, _ = crew(2)
-    rendezvous.unhost("127.0.0.1", server)
+    rendezvous.stop_store("127.0.0.1", server)
     deadline = time.monotonic() + scaled(5)
     while first._lost is None and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert first.flag
+    assert first.stop_requested
     with pytest.raises(DistributedError, match="rank 0 lost its connection to"):
-        first.at_boundary()
+        first.agree_on_stop_step()
     with pytest.raises(DistributedError, match="lost its connection"):
         first.barrier("x", SECOND)
 
@@ -358,12 +358,12 @@ def train(watch, steps, meeting, seed):
     for _ in range(steps):
         time.sleep(pace.random() * 0.004)
         meeting.wait(timeout=20)
-        watch.position += 1
-        if watch.flag:
-            signum = watch.at_boundary(timeout=10)
+        watch.steps_done += 1
+        if watch.stop_requested:
+            signum = watch.agree_on_stop_step(timeout=10)
             if signum is not None:
-                return watch.position, signum
-    return watch.position, None
+                return watch.steps_done, signum
+    return watch.steps_done, None
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -392,19 +392,19 @@ def test_two_signals_make_one_stop(crew):
 
 def test_a_rank_inside_a_collective_does_not_hold_up_the_agreement(crew):
     first, second = crew(2)
-    first.position = 7
-    second.position = 6  # in a step that needs the first
+    first.steps_done = 7
+    second.steps_done = 6  # in a step that needs the first
     first.request_stop(signal.SIGTERM)
     deadline = time.monotonic() + scaled(5)
-    while not first.flag and time.monotonic() < deadline:
+    while not first.stop_requested and time.monotonic() < deadline:
         time.sleep(0.005)
-    assert first.at_boundary(timeout=5) is None  # step 8 is still to be taken, together
-    first.position += 1
-    assert first.at_boundary() == signal.SIGTERM
-    second.position += 1
-    assert second.at_boundary() is None
-    second.position += 1
-    assert second.at_boundary() == signal.SIGTERM
+    assert first.agree_on_stop_step(timeout=5) is None  # step 8 is still to be taken, together
+    first.steps_done += 1
+    assert first.agree_on_stop_step() == signal.SIGTERM
+    second.steps_done += 1
+    assert second.agree_on_stop_step() is None
+    second.steps_done += 1
+    assert second.agree_on_stop_step() == signal.SIGTERM
 
 
 def test_a_stop_that_comes_when_a_rank_has_ended_is_void(crew):
@@ -412,10 +412,10 @@ def test_a_stop_that_comes_when_a_rank_has_ended_is_void(crew):
     second.stop()
     first.request_stop(signal.SIGTERM)
     deadline = time.monotonic() + scaled(5)
-    while not first.flag and time.monotonic() < deadline:
+    while not first.stop_requested and time.monotonic() < deadline:
         time.sleep(0.005)
-    assert first.at_boundary(timeout=10) is None
-    assert not first.flag
+    assert first.agree_on_stop_step(timeout=10) is None
+    assert not first.stop_requested
 
 
 def test_silent_ranks_are_named_when_no_agreement_comes(crew):
@@ -423,17 +423,17 @@ def test_silent_ranks_are_named_when_no_agreement_comes(crew):
     second._stopping = True
     time.sleep(0.1)
     first.request_stop(signal.SIGTERM)
-    while not first.flag:
+    while not first.stop_requested:
         time.sleep(0.005)
     with pytest.raises(CollectiveTimeoutError, match="rank 1 did not say within") as info:
-        first.at_boundary(timeout=0.5)
+        first.agree_on_stop_step(timeout=0.5)
     assert info.value.missing == (1,)
 
 
 def test_at_end_gives_one_answer(crew):
     watches = crew(3)
     watches[2].request_stop(signal.SIGTERM)
-    assert on_all(watches, lambda one: one.at_end(SECOND * 10)) == [signal.SIGTERM] * 3
+    assert on_all(watches, lambda one: one.agree_on_stop_at_end(SECOND * 10)) == [signal.SIGTERM] * 3
 
 
 @pytest.mark.parametrize("wishes", [(signal.SIGTERM, -1), (-1, signal.SIGTERM)])
@@ -442,7 +442,7 @@ def test_a_signal_is_not_lost_beside_a_wish(crew, wishes):
     time.sleep(0.1)
     for wish in wishes:
         watches[0].request_stop(wish)
-    assert on_all(watches, lambda one: one.at_end(SECOND * 10)) == [signal.SIGTERM] * 2
+    assert on_all(watches, lambda one: one.agree_on_stop_at_end(SECOND * 10)) == [signal.SIGTERM] * 2
 
 
 def test_a_signal_comes_before_a_wish_at_a_boundary(crew):
@@ -453,32 +453,32 @@ def test_a_signal_comes_before_a_wish_at_a_boundary(crew):
     while any(len(one._agreements) < 2 for one in watches) and time.monotonic() < deadline:
         time.sleep(0.005)
     for one in watches:
-        one.position += 1
-    assert on_all(watches, lambda one: one.at_boundary(timeout=5)) == [signal.SIGTERM] * 2
+        one.steps_done += 1
+    assert on_all(watches, lambda one: one.agree_on_stop_step(timeout=5)) == [signal.SIGTERM] * 2
 
 
 def test_at_end_waits_as_long_as_its_caller_says(crew):
     first, _ = crew(2)
     start = time.monotonic()
     with pytest.raises(CollectiveTimeoutError, match="end of training"):
-        first.at_end(SECOND * 0.5)
+        first.agree_on_stop_at_end(SECOND * 0.5)
     assert time.monotonic() - start < watch.DEFAULT_TIMEOUT.total_seconds() / 2
 
 
 def test_at_end_without_a_signal(crew):
-    assert on_all(crew(2), lambda one: one.at_end(SECOND * 10)) == [None] * 2
+    assert on_all(crew(2), lambda one: one.agree_on_stop_at_end(SECOND * 10)) == [None] * 2
 
 
 def test_a_world_of_one_needs_no_store():
-    with RankWatch(None, 0, 1) as one:
+    with RankMonitor(None, 0, 1) as one:
         one.barrier("x", SECOND)
-        assert one.at_boundary() is None
+        assert one.agree_on_stop_step() is None
         error = RuntimeError("Connection closed by peer")
         assert one.explain(error) is error
         one.report_failure(error)
         one.request_stop(signal.SIGINT)
-        assert one.flag
-        assert one.at_boundary() == one.at_end() == one.stop_signal == signal.SIGINT
+        assert one.stop_requested
+        assert one.agree_on_stop_step() == one.agree_on_stop_at_end() == one.stop_signal == signal.SIGINT
         assert one._thread is None
 
 
@@ -506,7 +506,10 @@ def own_handler():
 
 def test_a_handler_of_the_program_for_the_schedulers_signal_stays(own_handler):
     received = []
-    with StopSignals(received.append, signals=(signal.SIGTERM, signal.SIGUSR1)) as stop, NotedSignals([signal.SIGUSR1]):
+    with (
+        StopSignals(received.append, signals=(signal.SIGTERM, signal.SIGUSR1)) as stop,
+        SignalRecorder([signal.SIGUSR1]),
+    ):
         signal.raise_signal(signal.SIGUSR1)
     assert stop.kept == own_handler == [signal.SIGUSR1]
     assert received == [] and stop.received is None
@@ -517,7 +520,7 @@ def test_handlers_of_an_outer_fit_or_a_supervisor_are_not_the_programs():
     outer, inner = [], []
     with StopSignals(outer.append, signals=[signal.SIGUSR1]), StopSignals(inner.append, signals=[signal.SIGUSR1]):
         signal.raise_signal(signal.SIGUSR1)
-    with NotedSignals([signal.SIGUSR1]) as noted, StopSignals(inner.append, signals=[signal.SIGUSR1]):
+    with SignalRecorder([signal.SIGUSR1]) as noted, StopSignals(inner.append, signals=[signal.SIGUSR1]):
         signal.raise_signal(signal.SIGUSR1)
     assert outer == noted.received == []
     assert inner == [signal.SIGUSR1] * 2
@@ -641,14 +644,14 @@ def test_a_barrier_ends_when_a_rank_fails(crew):
 def test_roll_call_names_who_never_came(server):
     store = dist.TCPStore("127.0.0.1", server, None, False, wait_for_workers=False)
     with pytest.raises(CollectiveTimeoutError, match=r"start: ranks 0, 2 did not come within 0\.3 s") as info:
-        rendezvous.roll_call(store, 1, 3, timedelta(seconds=0.3), name="start")
+        rendezvous.wait_for_all_ranks(store, 1, 3, timedelta(seconds=0.3), name="start")
     assert info.value.missing == (0, 2)
 
 
 def meet(store, rank, world_size, timeout=20):
     """What a process hears in the roll call."""
     try:
-        rendezvous.roll_call(store, rank, world_size, timedelta(seconds=timeout), name="start")
+        rendezvous.wait_for_all_ranks(store, rank, world_size, timedelta(seconds=timeout), name="start")
     except DistributedError as error:
         return str(error)
     return None
@@ -683,7 +686,7 @@ def test_a_taken_port_is_an_error(server):
     from torchhal.errors import LaunchError
 
     with pytest.raises(LaunchError, match=f"port {server} is already in use"):
-        rendezvous.host("127.0.0.1", server)
+        rendezvous.start_store("127.0.0.1", server)
 
 
 def test_nobody_at_the_address():

@@ -13,7 +13,7 @@
     │   ├── UnknownArgumentError         (TypeError) a call has no argument of that name
     │   └── UnsupportedCombinationError  two parts that don't fit each other, both named
     ├── ModelError                       (TypeError) the user's module or data lacks something, or returned nonsense
-    ├── AcceleratorUnavailable           (RuntimeError) the hardware was asked for by name and isn't there
+    ├── AcceleratorUnavailableError      (RuntimeError) the hardware was asked for by name and isn't there
     ├── LaunchError                      (RuntimeError) the processes could not be started
     ├── DistributedError                 (RuntimeError) processes that should act together don't
     │   ├── RankFailedError              another rank failed first; carries its rank and traceback
@@ -31,10 +31,12 @@ pieces of a message are attributes of the error.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from torchhal.lazy_names import lazy_names
 
 __all__ = [
-    "AcceleratorUnavailable",
+    "AcceleratorUnavailableError",
     "AmbiguousAliasError",
     "BrokenPluginError",
     "CheckpointCorruptError",
@@ -127,7 +129,7 @@ class ModelError(TorchhalError, TypeError):
     """The user's module, data module or loader lacks something, or returned something unusable."""
 
 
-class AcceleratorUnavailable(TorchhalError, RuntimeError):
+class AcceleratorUnavailableError(TorchhalError, RuntimeError):
     """The accelerator was asked for by name and can't be used here; ``reason`` says why."""
 
     def __init__(self, message: str, *, alias: str, reason: str) -> None:
@@ -189,3 +191,7 @@ def message_of(error: BaseException) -> str:
         return str(error)
     except Exception as failure:
         return f"<its __str__ raised {type(failure).__name__}>"
+
+
+if not TYPE_CHECKING:  # any name would do, to a type checker
+    __getattr__, __dir__ = lazy_names(__name__, {}, renamed={"AcceleratorUnavailable": "AcceleratorUnavailableError"})

@@ -9,7 +9,7 @@ import pytest
 from torchhal.accelerators import Accelerator
 from torchhal.errors import ComponentError
 from torchhal.plugin import Component
-from torchhal.registry._entry import Entry
+from torchhal.registry._entry import RegistryEntry
 
 
 class Board(Accelerator):
@@ -52,8 +52,10 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "board_parts", sys.modules[__name__])
 
 
-def entry(name: str = "Board", *, kind: str = "accelerator", module: str = "board_parts", **fields: Any) -> Entry:
-    return Entry(kind, Component("board", f"{module}:{name}", **fields), "maker", "torchhal-maker")
+def entry(
+    name: str = "Board", *, kind: str = "accelerator", module: str = "board_parts", **fields: Any
+) -> RegistryEntry:
+    return RegistryEntry(kind, Component("board", f"{module}:{name}", **fields), "maker", "torchhal-maker")
 
 
 def test_loads_once() -> None:
@@ -165,7 +167,9 @@ def test_an_error_inside_the_constructor_is_left_alone() -> None:
 
 
 def test_an_unusable_record() -> None:
-    unusable = Entry("accelerator", Component("Bad", "board_parts:Board"), "maker", "torchhal-maker", "a bad alias")
+    unusable = RegistryEntry(
+        "accelerator", Component("Bad", "board_parts:Board"), "maker", "torchhal-maker", "a bad alias"
+    )
     assert unusable.availability().reason == "a bad alias"
     for use in (unusable.load, unusable.create):
         with pytest.raises(ComponentError, match="a bad alias"):
@@ -204,7 +208,7 @@ def test_a_record_of_nonsense_is_still_listed() -> None:
             raise RuntimeError
 
     nonsense = Component(Silent(), None, 3, requires=7, aliases=8)  # type: ignore[arg-type]
-    listed = Entry("accelerator", nonsense, "maker", "torchhal-maker", "bad").to_dict()
+    listed = RegistryEntry("accelerator", nonsense, "maker", "torchhal-maker", "bad").to_dict()
     assert listed == {
         "kind": "accelerator",
         "alias": "<Silent>",

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from torchhal.cluster import LocalEnvironment, TorchElasticEnvironment
-from torchhal.distributed._rank_monitor import RankWatch, StopSignals
+from torchhal.distributed._rank_monitor import RankMonitor, StopSignals
 from torchhal.distributed.rendezvous import generation_store
 from torchhal.launchers import ExternalLauncher, MultiprocessingLauncher, SubprocessScriptLauncher
 
@@ -31,7 +31,7 @@ def group(environment, folder, *, watched=True):
     store = generation_store(environment, SET_UP)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=SET_UP)
     (getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout)(TIMEOUT)  # public since 2.14
-    watch = RankWatch(store, rank, world)
+    watch = RankMonitor(store, rank, world)
     watch.hang.run_folder = folder
     if watched:
         watch.start()
@@ -157,13 +157,13 @@ def train_until_signal(args, watch, rank):
         while stopped is None:
             reduce_sum(1)
             time.sleep(0.005 * (rank + 1))
-            if rank == 0 and watch.position == 3:
+            if rank == 0 and watch.steps_done == 3:
                 time.sleep(0.5)  # the others wait for it in a collective
-            watch.position += 1
-            if watch.flag:
-                stopped = watch.at_boundary()
+            watch.steps_done += 1
+            if watch.stop_requested:
+                stopped = watch.agree_on_stop_step()
     assert signal.getsignal(signal.SIGTERM) is previous
-    note(args, rank, pid=os.getpid(), position=watch.position, signum=stopped)
+    note(args, rank, pid=os.getpid(), position=watch.steps_done, signum=stopped)
     reduce_sum(1)
     raise SystemExit(128 + stopped)
 

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 MODULES = {
-    "What every plugin needs": ("torchhal.plugin", "torchhal.errors", "torchhal.suggestions"),
+    "What every plugin needs": ("torchhal.plugin", "torchhal.errors", "torchhal.suggestions", "torchhal.lazy_names"),
     "The contracts": (
         "torchhal.accelerators",
         "torchhal.precision",

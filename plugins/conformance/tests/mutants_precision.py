@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from zoo import caught_by
 
-from torchhal.precision import FullPrecision, MixedPrecision, SinglePrecision
+from torchhal.precision import MixedPrecision, SinglePrecision, TruePrecision
 from torchhal.pytree import map_tensors
 
 HALF = {"arguments": {"dtype": "float16"}}
@@ -15,7 +15,7 @@ BRAIN = {"arguments": {"dtype": "bfloat16"}}
 
 
 @caught_by("PRE-01", **BRAIN)
-class NeverConverts(FullPrecision):
+class NeverConverts(TruePrecision):
     def convert_module(self, module):
         return module
 
@@ -27,13 +27,13 @@ class SilentlySingle(MixedPrecision):
 
 
 @caught_by("PRE-02", **BRAIN)
-class ConvertsBuffers(FullPrecision):
+class ConvertsBuffers(TruePrecision):
     def convert_module(self, module):
         return module._apply(lambda tensor: tensor.to(self.param_dtype))
 
 
 @caught_by("PRE-03", **BRAIN)
-class NewParameters(FullPrecision):
+class NewParameters(TruePrecision):
     def convert_module(self, module):
         for layer in module.modules():
             for name, parameter in list(layer._parameters.items()):
@@ -58,13 +58,13 @@ class Leaky:
 
 
 @caught_by("PRE-04", **BRAIN)
-class InitInFloat32(FullPrecision):
+class InitInFloat32(TruePrecision):
     def module_init_context(self):
         return nullcontext()
 
 
 @caught_by("PRE-04", **BRAIN)
-class InitLeaks(FullPrecision):
+class InitLeaks(TruePrecision):
     @contextmanager
     def module_init_context(self):
         torch.set_default_dtype(self.param_dtype)
@@ -72,7 +72,7 @@ class InitLeaks(FullPrecision):
 
 
 @caught_by("PRE-05", **BRAIN)
-class LeaksOnError(FullPrecision):
+class LeaksOnError(TruePrecision):
     def module_init_context(self):
         return Leaky(self.param_dtype)
 
@@ -98,13 +98,13 @@ class TorchsOwnContext(MixedPrecision):
 
 
 @caught_by("PRE-07", **BRAIN)
-class CastsLabels(FullPrecision):
+class CastsLabels(TruePrecision):
     def convert_input(self, batch):
         return map_tensors(batch, lambda t: t.to(self.param_dtype) if isinstance(t, torch.Tensor) else t)
 
 
 @caught_by("PRE-07", **BRAIN)
-class CopiesInputs(FullPrecision):
+class CopiesInputs(TruePrecision):
     def convert_input(self, batch):
         floats = lambda t: isinstance(t, torch.Tensor) and t.is_floating_point()  # noqa: E731
         return map_tensors(batch, lambda t: t.to(self.param_dtype, copy=True) if floats(t) else t)
@@ -237,7 +237,7 @@ class TakesLBFGS(MixedPrecision):
 
 
 @caught_by("PRE-18", **HALF)
-class TakesLBFGSInFloat16(FullPrecision):
+class TakesLBFGSInFloat16(TruePrecision):
     def check_optimizer(self, optimizer):
         pass
 

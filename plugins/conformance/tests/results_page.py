@@ -16,7 +16,7 @@ from typing import Any
 from torchhal import registry
 from torchhal.plugin import KINDS
 from torchhal.registry._discovery import CORE
-from torchhal.registry._entry import Entry
+from torchhal.registry._entry import RegistryEntry
 from torchhal_conformance._check import CHECKS
 
 ROOT = Path(__file__).parents[3]
@@ -49,7 +49,7 @@ WITHOUT_REPORT = {
 """Why a part that isn't a class with other defaults has no row of its own."""
 
 
-def first_party() -> dict[tuple[str, str], Entry]:
+def first_party() -> dict[tuple[str, str], RegistryEntry]:
     """Every part of the core and of the plugins of this repository, by kind and alias."""
     folders = {path.parent.name for path in (ROOT / "plugins").glob("*/pyproject.toml")}
     found = {}
@@ -160,7 +160,7 @@ def _count(ids: list[str]) -> str:
     return f"{len(ids)} check{'s' if len(ids) > 1 else ''}"
 
 
-def _why_none(entry: Entry, parts: dict[tuple[str, str], Entry], results: list[dict[str, Any]]) -> str:
+def _why_none(entry: RegistryEntry, parts: dict[tuple[str, str], RegistryEntry], results: list[dict[str, Any]]) -> str:
     """Of parts of one class with other defaults, one is checked."""
     if reason := WITHOUT_REPORT.get((entry.kind, entry.component.alias)):
         return reason

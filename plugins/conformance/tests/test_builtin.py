@@ -8,7 +8,7 @@ import pytest
 from torchhal.checkpoint import CheckpointIO, TorchCheckpointIO
 from torchhal.precision import Precision
 from torchhal.strategies import SingleDeviceStrategy
-from torchhal_conformance import Session, Subject, checks_for, conformance_suite
+from torchhal_conformance import ComponentUnderTest, Session, checks_for, conformance_suite
 from torchhal_conformance import _report as reports
 from torchhal_conformance._launcher_env import TABLES
 
@@ -58,7 +58,7 @@ class BareStrategy(SingleDeviceStrategy):
     [("precision", BarePrecision), ("checkpoint_io", BareIO), ("strategy", BareStrategy)],
 )
 def test_a_part_that_declares_nothing_is_conformant(kind: str, part: type[Any]) -> None:
-    subject = Subject.of(kind, part)
+    subject = ComponentUnderTest.of(kind, part)
     with Session(subject) as session:
         report = reports.build(subject, [session.run(one) for one in checks_for(kind)])
     failed = [(one["id"], one["reason"]) for one in report["checks"] if one["outcome"] == "failed"]

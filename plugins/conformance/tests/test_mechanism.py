@@ -21,20 +21,20 @@ from torchhal.accelerators import CPUAccelerator
 from torchhal.cli import main
 from torchhal.errors import ConfigurationError, UnknownAliasError
 from torchhal.strategies import DDPStrategy
-from torchhal_conformance import CHECKS, Session, Subject, checks_for, conformance_suite
+from torchhal_conformance import CHECKS, ComponentUnderTest, Session, checks_for, conformance_suite
 from torchhal_conformance import _report as reports
 from torchhal_conformance._assertions import close, raises, same
-from torchhal_conformance._check import Check, CheckFailed, Skipped, check, environment
+from torchhal_conformance._check import Check, CheckFailed, MissingRequirement, Skipped, check
 from torchhal_conformance._html import page
 from torchhal_conformance._limits import SLOWNESS
 from torchhal_conformance._session import Result, shared_server
-from torchhal_conformance._worker_pool import Silent, World
+from torchhal_conformance._worker_pool import WorkerPool, WorkerUnresponsive
 
 HERE = Path(__file__).parent
 
 
 def results(part, level=None, family="ACC", **options):
-    subject = Subject.of("accelerator", part, **options)
+    subject = ComponentUnderTest.of("accelerator", part, **options)
     with Session(subject) as session:
         chosen = [one for one in checks_for("accelerator", level=level) if one.id.startswith(family)]
         return subject, {one.id: session.run(one) for one in chosen}
@@ -139,7 +139,7 @@ def made(outcome: str, level: str = "core", reason: str = "") -> Result:
     ],
 )
 def test_verdicts(found: list, verdict: str) -> None:
-    assert verdict_of(Subject.of("accelerator", "cpu"), dict(enumerate(found))) == verdict
+    assert verdict_of(ComponentUnderTest.of("accelerator", "cpu"), dict(enumerate(found))) == verdict
 
 
 def test_state_is_as_before() -> None:
@@ -186,7 +186,7 @@ class OneDevice(CPUAccelerator):
 def test_each_size_of_a_world_counts_by_itself() -> None:
     found = {}
     for part in (RefusesThree, RefusesOneAndIsWrongInTwo, RefusesAll):
-        with Session(Subject.of("strategy", part)) as session:
+        with Session(ComponentUnderTest.of("strategy", part)) as session:
             found[part] = session.run(CHECKS["STR-09"])
     assert found[RefusesThree].outcome == "passed", found[RefusesThree].reason
     told = found[RefusesOneAndIsWrongInTwo]
@@ -197,12 +197,12 @@ def test_each_size_of_a_world_counts_by_itself() -> None:
 
 
 def test_a_size_that_lacks_devices_is_partial_though_another_passed() -> None:
-    with Session(Subject.of("accelerator", OneDevice)) as session:
+    with Session(ComponentUnderTest.of("accelerator", OneDevice)) as session:
         result = session.run(CHECKS["SYS-02"])
     assert result.outcome == "skipped", result.reason
     assert result.reason == "environment: a world of 2 needs 2 devices, 1 are here"
     assert verdict_of(session.subject, {"SYS-02": result, "ACC-01": made("passed")}) == "partial"
-    with Session(Subject.of("accelerator", OneDevice, arguments={"no": "such"})) as session:
+    with Session(ComponentUnderTest.of("accelerator", OneDevice, arguments={"no": "such"})) as session:
         assert session.run(CHECKS["SYS-02"]).outcome == "failed"
 
 
@@ -235,7 +235,7 @@ def test_a_check_that_hangs_in_this_process(monkeypatch) -> None:
     running = signal.setitimer(signal.ITIMER_REAL, 0)  # pytest-timeout's, which the kit would leave alone
     monkeypatch.setattr(sys.modules["torchhal_conformance._session"], "PATIENCE", 0.2)
     try:
-        with Session(Subject.of("accelerator", "cpu")) as session:
+        with Session(ComponentUnderTest.of("accelerator", "cpu")) as session:
             result = session.run(Check("ACC-01", sleeps, timeout=0.1))
     finally:
         signal.setitimer(signal.ITIMER_REAL, *running)
@@ -267,19 +267,19 @@ def ranks_die() -> None:
 
 
 def ranks_skip() -> None:
-    raise environment("no luck today")
+    raise MissingRequirement("no luck today")
 
 
 @pytest.fixture
 def world():
-    world = World(shared_server(), 3)
+    world = WorkerPool(shared_server(), 3)
     yield world
     world.stop()
 
 
-def test_limits_are_longer_where_the_machine_is_slow(world: World, monkeypatch) -> None:
+def test_limits_are_longer_where_the_machine_is_slow(world: WorkerPool, monkeypatch) -> None:
     monkeypatch.setenv(SLOWNESS, "3")
-    with pytest.raises(Silent, match=r"rank 2 HANG after 1\.5 s"):
+    with pytest.raises(WorkerUnresponsive, match=r"rank 2 HANG after 1\.5 s"):
         world.run(ranks_sleep, 2, timeout=0.5)
     for value in ("much", "0.5", "nan", "inf", ""):
         monkeypatch.setenv(SLOWNESS, value)
@@ -287,19 +287,23 @@ def test_limits_are_longer_where_the_machine_is_slow(world: World, monkeypatch) 
             world.run(ranks_sleep, -1)
 
 
-def test_a_silent_rank_is_a_hang_by_name_and_the_world_is_made_anew(world: World, monkeypatch) -> None:
+def test_a_silent_rank_is_a_hang_by_name_and_the_world_is_made_anew(world: WorkerPool, monkeypatch) -> None:
     monkeypatch.setattr(sys.modules["torchhal_conformance._worker_pool"], "GRACE", 2)
     monkeypatch.delenv(SLOWNESS, raising=False)
     assert world.run(ranks_sleep, -1) == [0, 1, 2]
     before = list(world._pids)
-    with pytest.raises(Silent, match=r"(?s)rank 2 HANG after 1 s.*ranks_sleep"):
+    with pytest.raises(WorkerUnresponsive, match=r"(?s)rank 2 HANG after 1 s.*ranks_sleep"):
         world.run(ranks_sleep, 2, timeout=1)
     assert world.run(ranks_sleep, -1) == [0, 1, 2]
     assert not set(before) & set(world._pids)
     start = time.monotonic()
-    with pytest.raises(Silent, match=r"(?s)rank 1 of 3: one and one is three.*rank 0, rank 2 HANG, waiting"):
+    with pytest.raises(
+        WorkerUnresponsive, match=r"(?s)rank 1 of 3: one and one is three.*rank 0, rank 2 HANG, waiting"
+    ):
         world.run(ranks_fail)
-    with pytest.raises(Silent, match=r"(?s)rank 1 DIED.*rank 1 has had enough.*Segmentation fault.*ranks_die"):
+    with pytest.raises(
+        WorkerUnresponsive, match=r"(?s)rank 1 DIED.*rank 1 has had enough.*Segmentation fault.*ranks_die"
+    ):
         world.run(ranks_die)
     assert time.monotonic() - start < 50  # the others sleep for twice as long
     with pytest.raises(Skipped, match="environment: no luck today"):
@@ -413,11 +417,11 @@ def test_items(tmp_path: Path) -> None:
 
 def test_a_part_by_any_of_its_names() -> None:
     for name in ("torchhal/slurm", "slurm", "SLURM"):
-        subject = Subject.of("cluster_environment", name)
+        subject = ComponentUnderTest.of("cluster_environment", name)
         assert subject.alias == "slurm" and subject.looked_up_as == name and len(subject.own_tables) == 4
-    subject = Subject.of("cluster_environment", "mpi")
+    subject = ComponentUnderTest.of("cluster_environment", "mpi")
     assert subject.alias == "openmpi" and len(subject.own_tables) == 4
-    assert Subject.of("cluster_environment", "torchhal/local").own_launcher == ()
+    assert ComponentUnderTest.of("cluster_environment", "torchhal/local").own_launcher == ()
 
 
 # -- the command and its report ------------------------------------------------------------------------------
@@ -449,7 +453,7 @@ def test_run_writes_the_report_and_what_is_derived_from_it(tmp_path: Path, capsy
 
 
 def test_an_expected_failure_says_so_in_the_report() -> None:
-    subject = Subject.of("accelerator", "cpu")
+    subject = ComponentUnderTest.of("accelerator", "cpu")
     found = [made("failed", reason="off by 2"), made("skipped", reason="environment: no device")]
     checks = reports.build(subject, found, {"ACC-01": "known since May"})["checks"]
     assert [one["reason"] for one in checks] == ["expected: known since May\noff by 2", "environment: no device"]

@@ -17,7 +17,7 @@ from made_plugins import Plugin
 
 from torchhal import memory_estimate
 from torchhal.testing import isolated_registry
-from torchhal_conformance import CHECKS, Result, Session, Subject
+from torchhal_conformance import CHECKS, ComponentUnderTest, Result, Session
 
 GENERIC = [id for id in CHECKS if id.startswith("GEN")]
 
@@ -30,7 +30,7 @@ def nothing_stays_patched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def installed(plugin: Plugin, folder: Path) -> Iterator[Subject]:
+def installed(plugin: Plugin, folder: Path) -> Iterator[ComponentUnderTest]:
     plugin.write(folder)
     distributions = importlib_metadata.distributions(path=[str(folder)])
     sys.path.insert(0, str(folder))
@@ -38,7 +38,7 @@ def installed(plugin: Plugin, folder: Path) -> Iterator[Subject]:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), before]))
     try:
         with isolated_registry(distributions=distributions):
-            yield Subject("accelerator", "acme", frozenset(plugin.features))
+            yield ComponentUnderTest("accelerator", "acme", frozenset(plugin.features))
     finally:
         sys.path.remove(str(folder))
         os.environ["PYTHONPATH"] = before

@@ -9,14 +9,14 @@ import torch
 from mutants_processes import Swarm
 from zoo import Mutant, load
 
-from torchhal_conformance import CHECKS, Session, Subject
+from torchhal_conformance import CHECKS, ComponentUnderTest, Session
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mutant", load(), ids=str)
 def test_caught(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.optim.SGD, "step", torch.optim.SGD.step)  # one mutant patches it, and pytest puts it back
-    subject = Subject.of(mutant.kind, mutant.part, **mutant.options)
+    subject = ComponentUnderTest.of(mutant.kind, mutant.part, **mutant.options)
     with Session(subject) as session:
         # who hangs for certain need not do so for long
         hangs = "HANG" in mutant.says
@@ -31,7 +31,7 @@ def test_caught(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_an_elastic_strategy_that_is_sound() -> None:
     """No part of the core is one."""
-    with Session(Subject.of("strategy", Swarm)) as session:
+    with Session(ComponentUnderTest.of("strategy", Swarm)) as session:
         result = session.run(CHECKS["STR-43"])
     assert result.outcome == "passed", result.reason
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from torchhal import Trainer
-from torchhal.errors import AcceleratorUnavailable, ConfigurationError, UnsupportedCombinationError
+from torchhal.errors import AcceleratorUnavailableError, ConfigurationError, UnsupportedCombinationError
 from torchhal.plugin import Availability
 from torchhal.registry import aliases, find
 from torchhal.resolve import Request, resolve
@@ -34,7 +34,7 @@ def test_unavailable_says_why(cls):
     if available:
         pytest.skip(f"environment: this machine has {cls.name}")
     assert available.reason and cls().device_count() == 0 and cls().parse_devices("auto") == ()
-    with pytest.raises(AcceleratorUnavailable) as caught:
+    with pytest.raises(AcceleratorUnavailableError) as caught:
         Trainer(accelerator=cls.name, max_epochs=1)
     assert repr(cls.name) in str(caught.value) and available.reason in str(caught.value)
 

@@ -16,7 +16,7 @@ from torchhal import rng
 from torchhal.errors import ModelError
 from torchhal_parallel._capture import Capture, around
 from torchhal_parallel._forward_capture import drawn_between
-from torchhal_parallel._pipeline_split import check_trained, cut, untrainable
+from torchhal_parallel._pipeline_split import check_trained, shared_or_unused_parameters, split_into_stages
 
 pytestmark = pytest.mark.timeout(170)
 
@@ -383,7 +383,7 @@ def test_the_mode_of_a_layer_that_reads_it_is_noticed_and_followed():
 def test_tensors_that_a_forward_makes_are_no_part_of_the_model():
     module = Net(lambda module, x: x + torch.full((4,), 0.5))
     attributes = set(vars(module))
-    stages = cut(module, ["layers.2"])
+    stages = split_into_stages(module, ["layers.2"])
     assert set(vars(module)) == attributes
     assert [name for stage in stages for name in stage.modules if "constant" in name] == []
 
@@ -391,10 +391,13 @@ def test_tensors_that_a_forward_makes_are_no_part_of_the_model():
 def test_a_tied_weight_is_known_by_each_of_its_names():
     module = nn.Sequential(Net(), Net())
     module[1].layers[3].linear.weight = module[0].layers[0].linear.weight
-    stages = cut(module, ["1"])
-    assert untrainable(module, stages[::-1]).keys() >= {"0.layers.0.linear.weight", "1.layers.3.linear.weight"}
+    stages = split_into_stages(module, ["1"])
+    assert shared_or_unused_parameters(module, stages[::-1]).keys() >= {
+        "0.layers.0.linear.weight",
+        "1.layers.3.linear.weight",
+    }
     with pytest.raises(ModelError, match="is used in the stages 0, 1"):
-        check_trained(module, untrainable(module, stages[::-1]))
+        check_trained(module, shared_or_unused_parameters(module, stages[::-1]))
 
 
 # -- in stages -----------------------------------------------------------------------------------------------

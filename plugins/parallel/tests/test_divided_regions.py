@@ -15,8 +15,8 @@ from torchhal.errors import ConfigurationError
 from torchhal_parallel import _divided_regions as divided_regions
 from torchhal_parallel._divided_gradients import ranks_of
 from torchhal_parallel._divided_regions import DividedRegions
-from torchhal_parallel._module_restore import ForwardInstead
-from torchhal_parallel._tensor_parallel_check import OpenLayers
+from torchhal_parallel._module_restore import ForwardOverride
+from torchhal_parallel._tensor_parallel_check import PartialOutputCheck
 
 WIDTH, SIZE = 8, 2
 STYLES = {
@@ -49,7 +49,7 @@ class Model(nn.Module):
         return x.sum()
 
 
-class TakesPart(ForwardInstead):
+class TakesPart(ForwardOverride):
     def __init__(self, layer):
         super().__init__(layer)
         self.layer = layer
@@ -61,7 +61,7 @@ class TakesPart(ForwardInstead):
 
 
 def divided(model, styles=STYLES, rank=0, accelerator=None, device="cpu"):
-    """OpenLayers of ``model``, whose layers give and take the parts of one rank."""
+    """PartialOutputCheck of ``model``, whose layers give and take the parts of one rank."""
 
     def part(layer, args, output):
         return output.chunk(SIZE, -1)[rank]
@@ -76,7 +76,7 @@ def divided(model, styles=STYLES, rank=0, accelerator=None, device="cpu"):
         trainer=None, accelerator=accelerator or CPUAccelerator(), root_device=torch.device(device)
     )
     regions = DividedRegions(model, styles, rank, SIZE, strategy=strategy)
-    return OpenLayers(model, styles, SIZE, regions)
+    return PartialOutputCheck(model, styles, SIZE, regions)
 
 
 def first_step(model, *args, layers=None, what="what training_step returns", **options):

@@ -7,7 +7,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from torchhal import Trainer
 from torchhal.errors import ConfigurationError, UnsupportedCombinationError
-from torchhal.precision import FullPrecision, SinglePrecision
+from torchhal.precision import SinglePrecision, TruePrecision
 from torchhal_parallel import pipeline
 from torchhal_parallel._pipeline_split import even_cuts
 from torchhal_parallel._wrap_policy import check_policy, find_blocks
@@ -270,7 +270,7 @@ def test_a_scaled_loss_is_refused_before_anything_starts(strategy):
         Trainer(accelerator="cpu", strategy=strategy, devices=4, precision="16-mixed")
 
 
-class Narrow(FullPrecision):
+class Narrow(TruePrecision):
     """A precision of the user's own."""
 
     def __init__(self):

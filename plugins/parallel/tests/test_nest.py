@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from world import rank
 
 from torchhal.errors import CheckpointError
-from torchhal_parallel.checkpoint._flatten import as_plain, fill, merged, taken_apart
+from torchhal_parallel.checkpoint._flatten import as_plain, flatten, merge_flat, unflatten
 from torchhal_parallel.checkpoint.dcp import DCPCheckpointIO
 
 pytestmark = pytest.mark.timeout(120)
@@ -63,10 +63,10 @@ def paths(value, path=()):
 @settings(max_examples=400, deadline=None)
 @given(nests)
 def test_what_is_taken_apart_comes_together(nest):
-    plain, found = taken_apart(nest)
+    plain, found = flatten(nest)
     assert len(found) == len(list(paths(nest))), "a name for each"
-    assert_same(fill(as_plain(plain), lambda reference: found[reference.name]), nest)
-    assert_same(fill(as_plain(merged([plain, plain])), lambda reference: found[reference.name]), nest)
+    assert_same(unflatten(as_plain(plain), lambda reference: found[reference.name]), nest)
+    assert_same(unflatten(as_plain(merge_flat([plain, plain])), lambda reference: found[reference.name]), nest)
 
 
 @pytest.mark.slow
@@ -75,7 +75,7 @@ def test_what_is_taken_apart_comes_together(nest):
 def test_a_name_means_one_place_on_all_ranks(one, other):
     names = {}
     for nest in (one, other):
-        for path, name in zip(paths(nest), taken_apart(nest)[1], strict=True):
+        for path, name in zip(paths(nest), flatten(nest)[1], strict=True):
             assert names.setdefault(name, path) == path
 
 

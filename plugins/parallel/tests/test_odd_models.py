@@ -7,7 +7,7 @@ import training
 import wrong
 from test_parity import check, label, world
 
-from torchhal_parallel._module_restore import ForwardInstead, recompute
+from torchhal_parallel._module_restore import ForwardOverride, recompute
 
 pytestmark = pytest.mark.timeout(170)
 
@@ -143,7 +143,7 @@ def test_blocks_that_share_parameters_are_recomputed_too():
     assert calls.count("outside") == 3 and calls.count("inside") == 6
     gradient = module.layers[0].down.weight.grad.clone()
     for layer in module.layers:
-        ForwardInstead.remove(layer)
+        ForwardOverride.remove(layer)
     assert not any("forward" in vars(layer) for layer in module.layers)
     module.zero_grad()
     module(tokens).sum().backward()

@@ -21,7 +21,7 @@ from torchhal import Callback, Module
 from torchhal.errors import ConfigurationError, DistributedError, ModelError
 from torchhal_parallel import _parameter_objects as parameter_objects
 from torchhal_parallel import _plain_semantics as plain_semantics
-from torchhal_parallel._module_restore import Wrapping
+from torchhal_parallel._module_restore import ModuleSnapshot
 from torchhal_parallel._parameter_objects import Memory, ParameterObjects, empty
 from torchhal_parallel.hybrid import HybridStrategy
 
@@ -1469,7 +1469,7 @@ def test_what_a_parameter_is_made_of_comes_back_with_it():
     module = nn.Module()
     module.weight = original = nn.Parameter(halves(1.0))
     objects = ParameterObjects(module)
-    wrapping = Wrapping(module, objects)
+    wrapping = ModuleSnapshot(module, objects)
     module.weight = nn.Parameter(torch.ones(1000))
     objects.settle("zero3")
     wrapping.undo(module, {"weight": halves(2.0)})

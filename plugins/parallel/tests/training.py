@@ -319,7 +319,7 @@ def norms():
     from torch.distributed.tensor import Shard, distribute_tensor
     from world import joined
 
-    from torchhal_parallel._dtensor_layout import global_norm, scale_to, whole
+    from torchhal_parallel._dtensor_layout import clip_grads_with_norm_, full_tensor, get_total_norm
 
     found = []
     with joined():
@@ -332,12 +332,12 @@ def norms():
                 for index, tensor in enumerate(full)
             ]
             truth = sum(tensor.to(torch.complex128).abs().square().sum() for tensor in full).sqrt().item()
-            norm = global_norm(gradients)
+            norm = get_total_norm(gradients)
             found.append((norm.item(), str(norm.dtype), truth))
-            scale_to(gradients, norm, 0.5)
+            clip_grads_with_norm_(gradients, norm, 0.5)
             assert [gradient.dtype for gradient in gradients] == [tensor.dtype for tensor in full]
             for gradient, tensor in zip(gradients, full, strict=True):
-                torch.testing.assert_close(whole(gradient), (tensor * (0.5 / truth)).to(tensor.dtype))
+                torch.testing.assert_close(full_tensor(gradient), (tensor * (0.5 / truth)).to(tensor.dtype))
     return found
 
 

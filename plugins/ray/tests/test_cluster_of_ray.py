@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import torchhal
 from torchhal.errors import ConfigurationError, LaunchError, RankFailedError
-from torchhal_ray import RayLauncher
+from torchhal_ray import RayEnvironment
 
 pytestmark = [pytest.mark.usefixtures("by_value"), pytest.mark.timeout(300)]  # each worker imports torch, on two cores
 
@@ -103,7 +103,7 @@ def test_the_same_fit_as_in_one_process(two_nodes, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHHAL_SEED", "17")
     monkeypatch.chdir(tmp_path)
     places, model = Places(), Net()
-    launcher = RayLauncher(num_workers=3, runtime_env={"env_vars": {"FROM_THE_DRIVER": "yes"}})
+    launcher = RayEnvironment(num_workers=3, runtime_env={"env_vars": {"FROM_THE_DRIVER": "yes"}})
     trainer = torchhal.Trainer(
         accelerator="cpu", plugins=launcher, max_epochs=2, callbacks=places, default_root_dir=tmp_path, **QUIET
     )
@@ -160,7 +160,7 @@ def hang(seconds):
 def fit(*callbacks, **options):
     options = {"num_workers": 2, **options}
     trainer = torchhal.Trainer(
-        accelerator="cpu", plugins=RayLauncher(**options), max_epochs=3, callbacks=list(callbacks), logger=False,
+        accelerator="cpu", plugins=RayEnvironment(**options), max_epochs=3, callbacks=list(callbacks), logger=False,
         enable_checkpointing=False, **QUIET,
     )  # fmt: skip
     trainer.fit(Net(), data(4))
@@ -245,7 +245,7 @@ def test_a_signal_while_the_workers_start_ends_them_at_once(two_nodes, tmp_path,
 
     thread = threading.Thread(target=stop)
     trainer = torchhal.Trainer(
-        accelerator="cpu", plugins=RayLauncher(num_workers=2), max_epochs=-1, logger=False, callbacks=[Sleeps()],
+        accelerator="cpu", plugins=RayEnvironment(num_workers=2), max_epochs=-1, logger=False, callbacks=[Sleeps()],
         default_root_dir=f"file://{tmp_path}", **QUIET,
     )  # fmt: skip
     thread.start()
@@ -266,7 +266,7 @@ def test_a_worker_that_can_t_stop_is_named_and_killed(two_nodes, tmp_path, capfd
 
     thread = signal_when(tmp_path / "begun")
     trainer = torchhal.Trainer(
-        accelerator="cpu", plugins=RayLauncher(num_workers=2, stop_timeout=5), max_epochs=8, logger=False,
+        accelerator="cpu", plugins=RayEnvironment(num_workers=2, stop_timeout=5), max_epochs=8, logger=False,
         callbacks=[At(1, 2, never, tmp_path / "begun")], **QUIET,
     )  # fmt: skip
     with pytest.raises(SystemExit) as caught:
@@ -283,7 +283,7 @@ def test_a_signal_to_the_driver_stops_at_a_step_and_saves(two_nodes, tmp_path):
 
     def trainer(*callbacks):
         return torchhal.Trainer(
-            accelerator="cpu", plugins=RayLauncher(num_workers=2), max_epochs=8, callbacks=list(callbacks),
+            accelerator="cpu", plugins=RayEnvironment(num_workers=2), max_epochs=8, callbacks=list(callbacks),
             default_root_dir=f"file://{tmp_path}", logger=False, **QUIET,
         )  # fmt: skip
 
@@ -308,7 +308,7 @@ def test_a_signal_to_the_driver_stops_at_a_step_and_saves(two_nodes, tmp_path):
 def test_what_cant_travel_is_named(two_nodes):
     model = Net()
     model.lock = threading.Lock()
-    trainer = torchhal.Trainer(accelerator="cpu", plugins=RayLauncher(num_workers=2), logger=False, **QUIET)
+    trainer = torchhal.Trainer(accelerator="cpu", plugins=RayEnvironment(num_workers=2), logger=False, **QUIET)
     with pytest.raises(LaunchError, match=r"module.*lock.*can't be sent.*setup, configure_model"):
         trainer.fit(model, data(4))
     assert two_nodes.is_free()
@@ -320,16 +320,16 @@ def test_too_little_room_says_what_was_asked_and_what_there_is(two_nodes, capfd)
     text = str(caught.value)
     assert "no room within 1 s for 3 x CPU 2, memory 1.0 GiB, on as few nodes as possible (PACK)" in text
     assert len(re.findall(r"node [\d.]+ \(\w{8}\): CPU 2, memory", text)) == 2
-    assert "free in all: CPU 4" in text and "RayLauncher(timeout=...)" in text
+    assert "free in all: CPU 4" in text and "RayEnvironment(timeout=...)" in text
     with pytest.raises(LaunchError, match=r"3 x CPU 1, each on a node of its own \(STRICT_SPREAD\)"):
         fit(num_workers=3, placement="STRICT_SPREAD", timeout=0)
     with pytest.raises(LaunchError, match="1 x CPU 3 on one node"):
         torchhal.Trainer(
-            accelerator="cpu", strategy="ddp", devices=3, plugins=RayLauncher(timeout=0), logger=False, **QUIET
+            accelerator="cpu", strategy="ddp", devices=3, plugins=RayEnvironment(timeout=0), logger=False, **QUIET
         ).fit(Net(), data(4))
     assert two_nodes.is_free()
 
 
 def test_both_ways_to_say_the_number_contradict_each_other():
-    with pytest.raises(ConfigurationError, match=r"given twice: num_workers=4 \(RayLauncher\), and 2 device\(s\)"):
-        torchhal.Trainer(accelerator="cpu", strategy="ddp", devices=2, plugins=RayLauncher(num_workers=4))
+    with pytest.raises(ConfigurationError, match=r"given twice: num_workers=4 \(RayEnvironment\), and 2 device\(s\)"):
+        torchhal.Trainer(accelerator="cpu", strategy="ddp", devices=2, plugins=RayEnvironment(num_workers=4))

@@ -13,7 +13,7 @@ from torchhal.resolve import Request, resolve
 from torchhal_ray._placement import of_trial
 from torchhal_ray._ranks import seats, shared_devices
 from torchhal_ray._sdk import connect
-from torchhal_ray.environment import RayLauncher
+from torchhal_ray.environment import RayEnvironment
 
 
 def numbers(found):
@@ -55,12 +55,12 @@ def test_workers_of_a_node_see_the_devices_of_all_in_their_order():
 )
 def test_nonsense_is_refused_by_name(arguments, says):
     with pytest.raises(ConfigurationError) as caught:
-        RayLauncher(**arguments)
+        RayEnvironment(**arguments)
     assert says in str(caught.value)
 
 
 def asked(device_type="cpu", devices=1, **arguments):
-    launcher = RayLauncher(**arguments)
+    launcher = RayEnvironment(**arguments)
     launcher.configure(num_nodes=1, local_world_size=devices)
     return launcher.make_launcher(device_type=device_type, prepare=print)
 
@@ -77,14 +77,14 @@ def test_inside_a_worker_nothing_is_launched_again(monkeypatch):
     for name, value in {"TORCHHAL_LAUNCH_ID": "x", "TORCHHAL_LAUNCH_KIND": "ray", "RANK": "2", "WORLD_SIZE": "3",
                         "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "NODE_RANK": "1"}.items():  # fmt: skip
         monkeypatch.setenv(name, value)
-    plan = resolve(Request(strategy="ddp", accelerator="cpu", plugins=RayLauncher(num_workers=3)))
+    plan = resolve(Request(strategy="ddp", accelerator="cpu", plugins=RayEnvironment(num_workers=3)))
     assert type(plan.build().make_launcher()).__name__ == "ExternalLauncher"
-    assert pickle.loads(pickle.dumps(RayLauncher(num_workers=3))).global_rank() == 2
+    assert pickle.loads(pickle.dumps(RayEnvironment(num_workers=3))).global_rank() == 2
     with pytest.raises(ConfigurationError, match="launched as one of 3, but num_workers=4"):
-        RayLauncher(num_workers=4).configure(1, 1)
+        RayEnvironment(num_workers=4).configure(1, 1)
     monkeypatch.setenv("TORCHHAL_LAUNCH_KIND", "spawn")
     with pytest.raises(LaunchError, match="'spawn' has started"):
-        RayLauncher(num_workers=3).make_launcher(device_type="cpu", prepare=print)
+        RayEnvironment(num_workers=3).make_launcher(device_type="cpu", prepare=print)
 
 
 class Trial:

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import torchhal
 from torchhal.errors import ConfigurationError, ModelError
-from torchhal_ray import RayLauncher, TuneReportCallback
+from torchhal_ray import RayEnvironment, TuneReportCallback
 
 pytestmark = pytest.mark.slow
 
@@ -38,7 +38,7 @@ def trial(space):
 
     report = TuneReportCallback({"level": "score"}, save_checkpoints=True)
     trainer = torchhal.Trainer(
-        accelerator="cpu", devices="auto", plugins=RayLauncher(num_workers=2) if config["workers"] else None,
+        accelerator="cpu", devices="auto", plugins=RayEnvironment(num_workers=2) if config["workers"] else None,
         max_epochs=3, callbacks=report, logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, default_root_dir=tune.get_context().get_trial_dir(),
     )  # fmt: skip

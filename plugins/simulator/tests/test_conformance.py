@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from torchhal_conformance import CHECKS, Session, Subject, conformance_suite
+from torchhal_conformance import CHECKS, ComponentUnderTest, Session, conformance_suite
 from torchhal_simulator import load, simulate
 from torchhal_simulator.accelerator import SimAccelerator
 
@@ -59,6 +59,6 @@ class CountsKilobytes(SimAccelerator):
     ],
 )
 def test_broken_device(id, part):
-    with Session(Subject.of("accelerator", part, features={"memory_stats"})) as session:
+    with Session(ComponentUnderTest.of("accelerator", part, features={"memory_stats"})) as session:
         result = session.run(CHECKS[id])
     assert result.outcome == "failed" and "Traceback" not in result.reason, result.reason

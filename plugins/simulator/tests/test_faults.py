@@ -17,7 +17,7 @@ from limits import scaled
 from running import Job
 from world import rank
 
-from torchhal.errors import AcceleratorUnavailable
+from torchhal.errors import AcceleratorUnavailableError
 from torchhal_simulator import _config as config
 from torchhal_simulator import simulate
 from torchhal_simulator._config import CollectiveFault, Loss, Settings
@@ -226,7 +226,7 @@ def no_device(flavour):
             availability = SimAccelerator.availability()
             assert not availability
             assert "no usable sim device" in availability.reason
-            with pytest.raises(AcceleratorUnavailable, match=r"'sim' can't be used here: .*no usable sim device"):
+            with pytest.raises(AcceleratorUnavailableError, match=r"'sim' can't be used here: .*no usable sim device"):
                 Trainer(accelerator="sim")
     assert module.is_available()
     torch.ones(1, device=device)

@@ -10,7 +10,7 @@ import torch
 
 from torchhal import Trainer
 from torchhal.cluster import LocalEnvironment
-from torchhal.errors import AcceleratorUnavailable, ConfigurationError
+from torchhal.errors import AcceleratorUnavailableError, ConfigurationError
 from torchhal_xla import _sdk as sdk
 from torchhal_xla import accelerator
 from torchhal_xla.environment import XLAEnvironment
@@ -78,7 +78,7 @@ def test_the_version_that_is_missing_or_wrong_is_named(installed, reason, tmp_pa
     problem = sdk.problem()
     assert problem.startswith(reason) and bool(problem) == bool(reason)
     if reason:
-        with pytest.raises(AcceleratorUnavailable) as caught:
+        with pytest.raises(AcceleratorUnavailableError) as caught:
             Trainer(accelerator="xla")
         assert reason in str(caught.value) and caught.value.alias == "xla"
 
@@ -103,7 +103,7 @@ def test_chips_are_counted_by_their_numbers(tmp_path, monkeypatch):
 def test_a_machine_without_a_tpu_says_so():
     if accelerator.chips():
         pytest.skip("this machine has a TPU")
-    with pytest.raises(AcceleratorUnavailable, match="no TPU chip is attached to this machine"):
+    with pytest.raises(AcceleratorUnavailableError, match="no TPU chip is attached to this machine"):
         Trainer(accelerator="tpu")
 
 
@@ -112,7 +112,9 @@ def test_a_pjrt_device_that_is_not_here_or_empty(tmp_path, monkeypatch):
         pytest.skip(why)
     monkeypatch.setattr(accelerator, "_PCI", tmp_path)
     monkeypatch.setenv("PJRT_DEVICE", "TPU")
-    with pytest.raises(AcceleratorUnavailable, match="PJRT_DEVICE=TPU asks for a TPU, but no TPU chip is attached"):
+    with pytest.raises(
+        AcceleratorUnavailableError, match="PJRT_DEVICE=TPU asks for a TPU, but no TPU chip is attached"
+    ):
         Trainer(accelerator="xla")
     monkeypatch.setenv("PJRT_DEVICE", "")  # torch_xla takes it for a device without a name
     accelerator.XLAAccelerator.load()

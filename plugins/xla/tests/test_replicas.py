@@ -137,8 +137,9 @@ def test_a_backward_before_the_first_device_is_named():
     """torch's autograd counts devices once; XLA's come too late then, and its own message asks for a bug report."""
     done = run_script("backward_first.py")
     assert done.returncode == 1
-    assert "AcceleratorUnavailable: accelerator 'xla': this process ran a backward before its first XLA device" in (
-        done.stderr
+    assert (
+        "AcceleratorUnavailableError: accelerator 'xla': this process ran a backward before its first XLA device"
+        in (done.stderr)
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from torchhal.accelerators._devices import parse_devices
-from torchhal.errors import AcceleratorUnavailable
+from torchhal.errors import AcceleratorUnavailableError
 from torchhal.plugin import Availability
 from torchhal.pytree import move_to_device
 
@@ -131,10 +131,10 @@ class Accelerator:
 
     @classmethod
     def require_available(cls) -> None:
-        """Raise AcceleratorUnavailable, with the reason, unless the hardware can be used here (ACC-19)."""
+        """Raise AcceleratorUnavailableError, with the reason, unless the hardware can be used here (ACC-19)."""
         availability = cls.availability()
         if not availability:
-            raise AcceleratorUnavailable(
+            raise AcceleratorUnavailableError(
                 f"accelerator {cls.name!r} can't be used here: {availability.reason}; "
                 "`torchhal doctor` lists what can, accelerator='auto' takes it",
                 alias=cls.name,
@@ -159,7 +159,7 @@ class Accelerator:
 
         Raises:
             ConfigurationError: (a ValueError) naming the value and what exists.
-            AcceleratorUnavailable: a sound request, but this machine has no such hardware. ``"auto"`` is empty then.
+            AcceleratorUnavailableError: a sound request, but there is no such hardware here. ``"auto"`` is empty then.
         """
         return parse_devices(self, devices)
 
@@ -178,7 +178,7 @@ class Accelerator:
 
         Raises:
             ValueError: a device of another type.
-            AcceleratorUnavailable: the hardware can't be used here, with the reason (ACC-19).
+            AcceleratorUnavailableError: the hardware can't be used here, with the reason (ACC-19).
         """
         if device.type != self.device_type:
             raise ValueError(

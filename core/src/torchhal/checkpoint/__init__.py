@@ -1,22 +1,22 @@
 """Checkpoints: how a dictionary of state becomes a file, or many, and comes back."""
 
 from torchhal.checkpoint._local_file import sync_folder
-from torchhal.checkpoint._locate import place_of
+from torchhal.checkpoint._locate import location_of
 from torchhal.checkpoint._map_location import read
 from torchhal.checkpoint._save_time import next_ns
 from torchhal.checkpoint._validation import inspect_contents
 from torchhal.checkpoint.base import CheckpointIO
-from torchhal.checkpoint.folder import FolderCheckpointIO, exchange
+from torchhal.checkpoint.folder import FolderCheckpointIO, swap_directories
 from torchhal.checkpoint.torch_file import TorchCheckpointIO
 
 __all__ = [
     "CheckpointIO",
     "FolderCheckpointIO",
     "TorchCheckpointIO",
-    "exchange",
     "inspect_contents",
+    "location_of",
     "next_ns",
-    "place_of",
     "read",
+    "swap_directories",
     "sync_folder",
 ]

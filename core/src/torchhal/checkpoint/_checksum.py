@@ -15,7 +15,7 @@ import zipfile
 import zlib
 from typing import BinaryIO, NamedTuple
 
-from torchhal.checkpoint._crc import Sum, torch_describes_records
+from torchhal.checkpoint._crc import Crc32, torch_describes_records
 from torchhal.errors import CheckpointCorruptError, CheckpointError
 
 _END = 22  # bytes of a zip's end-of-central-directory record without a comment
@@ -28,7 +28,7 @@ TAIL = _END + _SEAL_SIZE
 _PIECE = 16 << 20
 
 
-class SealingFile:
+class ChecksumWriter:
     """What torch.save writes to: passes everything on to ``file`` and sums it up on the way.
 
     The first error is kept in ``error``: torch turns it into "enforce fail", and goes on writing.
@@ -37,7 +37,7 @@ class SealingFile:
     def __init__(self, file: BinaryIO) -> None:
         self.error: BaseException | None = None
         self._file = file
-        self._sum = Sum(trust_descriptors=torch_describes_records())
+        self._sum = Crc32(trust_descriptors=torch_describes_records())
         self._end = b""  # the last write, if it may be the zip's end record
 
     def write(self, data: bytes | memoryview) -> int:
@@ -77,27 +77,27 @@ class SealingFile:
             view = view[written:]
 
 
-class Ending(NamedTuple):
+class ChecksumFooter(NamedTuple):
     """What the end of a checkpoint file says of it."""
 
     sealed: bool
     saved_ns: int
 
 
-def read_ending(head: bytes, tail: bytes) -> Ending | None:
+def read_ending(head: bytes, tail: bytes) -> ChecksumFooter | None:
     """The ending of a file from its first 4 and last ``TAIL`` bytes; None if it is no complete zip of torch's."""
     if head[:4] != HEAD:
         return None
     end = tail[-TAIL:-_SEAL_SIZE]
     match = _SEAL.fullmatch(tail[-_SEAL_SIZE:])
     if match and len(end) == _END and end[:4] == _END_MARK and end[-2:] == _SEAL_SIZE.to_bytes(2, "little"):
-        return Ending(True, int(match[1]))
+        return ChecksumFooter(True, int(match[1]))
     if len(tail) >= _END and tail[-_END:][:4] == _END_MARK and tail[-2:] == b"\0\0":
-        return Ending(False, 0)
+        return ChecksumFooter(False, 0)
     return None
 
 
-def verify(file: BinaryIO, shown: str) -> Ending:
+def verify(file: BinaryIO, shown: str) -> ChecksumFooter:
     """Read all of ``file`` and raise CheckpointCorruptError unless every byte is as it was written.
 
     For a file that plain torch.save wrote: unless the zip's own checksums hold.
@@ -117,7 +117,7 @@ def verify(file: BinaryIO, shown: str) -> Ending:
     return ending
 
 
-def verify_description(file: BinaryIO, shown: str) -> Ending:
+def verify_description(file: BinaryIO, shown: str) -> ChecksumFooter:
     """As :func:`verify`, but read only what says which tensors there are: their data may still be damaged."""
     ending, _, _ = _ending_of(file, shown)
     _verify_records(file, shown, data=False)
@@ -125,7 +125,7 @@ def verify_description(file: BinaryIO, shown: str) -> Ending:
     return ending
 
 
-def _ending_of(file: BinaryIO, shown: str) -> tuple[Ending, int, bytes]:
+def _ending_of(file: BinaryIO, shown: str) -> tuple[ChecksumFooter, int, bytes]:
     """The ending, the file's size, its last bytes."""
     file.seek(0)
     head = file.read(4)

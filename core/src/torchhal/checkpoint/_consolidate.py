@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 
 from torchhal.checkpoint._inspection import is_tensor
-from torchhal.checkpoint._local_file import sync_file, taking_the_place_of
+from torchhal.checkpoint._local_file import atomic_replace, sync_file
 from torchhal.checkpoint._map_location import read
 from torchhal.checkpoint.base import CheckpointIO
 from torchhal.checkpoint.torch_file import TorchCheckpointIO
@@ -106,7 +106,7 @@ def _save_weights(content: dict[str, Any], source: str, target: str) -> dict[str
             metadata.setdefault(key, content[key] if isinstance(content[key], str) else json.dumps(content[key]))
     try:
         os.makedirs(os.path.dirname(target) or ".", exist_ok=True)
-        with taking_the_place_of(target) as temporary:
+        with atomic_replace(target) as temporary:
             _import_safetensors().save_file(tensors, temporary, metadata=metadata)
             sync_file(temporary)
     except Exception as error:

@@ -54,7 +54,7 @@ def _multiply(a: int, b: int) -> int:
     return product
 
 
-class Sum:
+class Crc32:
     """The CRC-32 of the writes of one torch.save, in :attr:`value`."""
 
     def __init__(self, *, trust_descriptors: bool, large: int = _LARGE) -> None:
@@ -94,7 +94,7 @@ def torch_describes_records() -> bool:
 
     data = torch.arange(1024, dtype=torch.int32, device="cpu")
     serialization.save(data, cast(IO[bytes], Recorder()))
-    tried = Sum(trust_descriptors=True, large=data.numel() * data.element_size())
+    tried = Crc32(trust_descriptors=True, large=data.numel() * data.element_size())
     try:
         for piece in pieces:
             tried.update(memoryview(piece))

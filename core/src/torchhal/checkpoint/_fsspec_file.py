@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, BinaryIO
 
 from torchhal.checkpoint._local_file import LocalPlace
-from torchhal.checkpoint._location import Place
+from torchhal.checkpoint._location import CheckpointLocation
 from torchhal.checkpoint._temp_files import is_temporary_name, is_untouched, new_temporary_name, writer_is_dead
 from torchhal.errors import CheckpointError
 
@@ -43,7 +43,7 @@ _COMMON_OPTIONS = frozenset(
 )
 
 
-def remote_place(url: str, options: Mapping[str, Any], call_options: Mapping[str, Any] | None) -> Place:
+def remote_place(url: str, options: Mapping[str, Any], call_options: Mapping[str, Any] | None) -> CheckpointLocation:
     from fsspec.core import url_to_fs
     from fsspec.implementations.local import LocalFileSystem
 
@@ -90,7 +90,7 @@ def _known_options(filesystem: type) -> frozenset[str] | None:
     }
 
 
-class RemotePlace(Place):
+class RemotePlace(CheckpointLocation):
     """A path on an fsspec file system."""
 
     def __init__(self, fs: Any, path: str, shown: str) -> None:
@@ -194,13 +194,13 @@ class RemotePlace(Place):
         except OSError as error:
             raise CheckpointError(f"{self.shown!r} can't be removed: {error}") from error
 
-    def children(self) -> list[Place]:
+    def children(self) -> list[CheckpointLocation]:
         try:
             self.fs.invalidate_cache(self.path)
             entries = self.fs.ls(self.path, detail=True)
         except FileNotFoundError:
             return []
-        places: list[Place] = []
+        places: list[CheckpointLocation] = []
         for entry in entries:
             name = os.path.basename(entry["name"].rstrip("/"))
             if entry.get("type") == "file" and not is_temporary_name(name):

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, BinaryIO, cast
 
-from torchhal.checkpoint._location import Place
+from torchhal.checkpoint._location import CheckpointLocation
 from torchhal.checkpoint._temp_files import is_abandoned, is_temporary_name, lock, new_temporary_name
 from torchhal.errors import CheckpointError
 
@@ -20,7 +20,7 @@ _SEND_EVERY = 32 << 20
 _CANT_SYNC_FOLDERS = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EACCES, errno.EPERM}
 
 
-class LocalPlace(Place):
+class LocalPlace(CheckpointLocation):
     """A path on a mounted file system."""
 
     def __init__(self, path: str, shown: str) -> None:
@@ -87,7 +87,7 @@ class LocalPlace(Place):
         except OSError as error:
             raise CheckpointError(f"{self.shown!r} can't be removed: {error}") from error
 
-    def children(self) -> list[Place]:
+    def children(self) -> list[CheckpointLocation]:
         try:
             names = os.listdir(self.path)
         except FileNotFoundError:
@@ -239,7 +239,7 @@ def sync_file(path: str) -> None:
 
 
 @contextmanager
-def taking_the_place_of(path: str) -> Iterator[str]:
+def atomic_replace(path: str) -> Iterator[str]:
     """A new name beside ``path`` for the block to make a file of, durably: at its end the file takes the place of what
     is at ``path``, in one step. No trace of it stays when the block raises."""
     folder = os.path.dirname(path)
@@ -270,7 +270,7 @@ def link_file(source: str, target: str) -> bool:
         return False
     try:
         if not (os.path.exists(target) and os.path.samefile(source, target)):
-            with taking_the_place_of(target) as temporary:
+            with atomic_replace(target) as temporary:
                 link_or_copy(source, temporary)
     except OSError as error:
         raise CheckpointError(f"{target!r} could not become a second name of {source!r}: {error}") from error

@@ -8,20 +8,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchhal.checkpoint._local_file import LocalPlace
-from torchhal.checkpoint._location import Place, is_url
+from torchhal.checkpoint._location import CheckpointLocation, is_url
 from torchhal.checkpoint._temp_files import is_temporary_name
 from torchhal.errors import ConfigurationError
 
 _FLATTENED_URL = re.compile(r"[a-z][a-z0-9+.-]+:/(?!/)")
 
 
-def place_of(
+def location_of(
     path: str | os.PathLike[str],
     options: Mapping[str, Any],
     call_options: Mapping[str, Any] | None = None,
     *,
     folder: bool = False,
-) -> Place:
+) -> CheckpointLocation:
     """The place ``path`` names.
 
     ``options`` are an IO's own, for its URLs; ``call_options`` belong to this one path, so that a name among them

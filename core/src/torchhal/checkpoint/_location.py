@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any, BinaryIO
 
 
-class Place(ABC):
+class CheckpointLocation(ABC):
     """One path. ``shown`` is how messages and listings write it."""
 
     shown: str
@@ -36,7 +36,7 @@ class Place(ABC):
         """Delete the file or link; nothing if there is none, CheckpointError for a folder."""
 
     @abstractmethod
-    def children(self) -> list[Place]:
+    def children(self) -> list[CheckpointLocation]:
         """The files in this folder, leftovers apart; empty without the folder."""
 
     @abstractmethod

@@ -27,7 +27,7 @@ def check_map_location(map_location: Any) -> None:
         raise TypeError(f"'map_location' must be a device, its name, a callable, a dict or None (got {map_location!r})")
 
 
-def located(nest: Any, map_location: Any) -> Any:
+def apply_map_location(nest: Any, map_location: Any) -> Any:
     """``nest`` with its tensors, which are on the CPU, where torch's ``map_location`` says; what shares memory still
     does."""
     if map_location in (None, "cpu"):

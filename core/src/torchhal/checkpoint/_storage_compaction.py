@@ -20,7 +20,7 @@ _PAGE = 4096
 _ALIGNMENT = 16  # bytes: a stretch starts where a number of any dtype may
 
 
-class Views:
+class StorageCompactor:
     """The tensors of one checkpoint, by the memory they show."""
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import serialization
 
-from torchhal.checkpoint._storage_compaction import Views
+from torchhal.checkpoint._storage_compaction import StorageCompactor
 from torchhal.errors import CheckpointError
 
 # A load with weights_only takes values of exactly these types whatever they hold, in every torch since 2.6.
@@ -36,7 +36,7 @@ def inspect_contents(checkpoint: dict[str, Any]) -> dict[int, torch.Tensor]:
     Raises:
         CheckpointError: a value can't be saved, or a ``weights_only`` load would refuse it; with its place.
     """
-    views = Views()
+    views = StorageCompactor()
     unknown: list[tuple[Any, _Where]] = []
     seen = {id(checkpoint)}
     stack: list[tuple[Any, _Where]] = [(checkpoint, (None, "", "checkpoint"))]
@@ -61,7 +61,7 @@ def inspect_contents(checkpoint: dict[str, Any]) -> dict[int, torch.Tensor]:
 def _sort(
     value: Any,
     where: _Where,
-    views: Views,
+    views: StorageCompactor,
     unknown: list[tuple[Any, _Where]],
     seen: set[int],
     stack: list[tuple[Any, _Where]],
@@ -87,7 +87,7 @@ def _sort(
         unknown.append((value, where))
 
 
-def _refuse(unknown: list[tuple[Any, _Where]], views: Views) -> None:
+def _refuse(unknown: list[tuple[Any, _Where]], views: StorageCompactor) -> None:
     """Raise for the first value that can't be pickled or loaded again; all are tried at once, as all mostly pass."""
     if not unknown:
         return
@@ -113,7 +113,7 @@ def _refuse(unknown: list[tuple[Any, _Where]], views: Views) -> None:
             )
 
 
-def _why_refused(values: list[Any], views: Views) -> str | None:
+def _why_refused(values: list[Any], views: StorageCompactor) -> str | None:
     """Why a load of ``values`` would be refused; None if it wouldn't. Raises what pickling raises."""
     pickled = io.BytesIO()
     pickler = _Pickler(pickled, views)
@@ -143,7 +143,7 @@ def _why_refused(values: list[Any], views: Views) -> str | None:
 class _Pickler(pickle.Pickler):
     """Pickles as torch.save does, at its protocol, but for the data of tensors, which it only takes note of."""
 
-    def __init__(self, file: io.BytesIO, views: Views) -> None:
+    def __init__(self, file: io.BytesIO, views: StorageCompactor) -> None:
         super().__init__(file, protocol=2)
         self.found_storage = False
         self._views = views

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from torchhal.checkpoint._locate import place_of
+from torchhal.checkpoint._locate import location_of
 
 
 class CheckpointIO(ABC):
@@ -93,11 +93,11 @@ class CheckpointIO(ABC):
         Raises:
             CheckpointError: ``path`` is a folder, or the file can't be removed.
         """
-        place_of(path, self.storage_options).remove()
+        location_of(path, self.storage_options).remove()
 
     def exists(self, path: str | os.PathLike[str]) -> bool:
         """Whether a completed checkpoint is at ``path`` (CIO-16). By default: whether a file is."""
-        return place_of(path, self.storage_options).is_checkpoint_file()
+        return location_of(path, self.storage_options).is_checkpoint_file()
 
     def list_checkpoints(self, folder: str | os.PathLike[str]) -> list[str]:
         """The completed checkpoints directly in ``folder``, last saved last; ``[]`` without the folder (CIO-16).
@@ -105,7 +105,7 @@ class CheckpointIO(ABC):
         Each is a path that :meth:`load_checkpoint` takes. By default the order is that of :meth:`saved_ns`, then of
         names.
         """
-        found = [child.shown for child in place_of(folder, self.storage_options, folder=True).children()]
+        found = [child.shown for child in location_of(folder, self.storage_options, folder=True).children()]
         return sorted(filter(self.exists, found), key=lambda path: (self.saved_ns(path), path))
 
     def saved_ns(self, path: str | os.PathLike[str]) -> int:
@@ -115,7 +115,7 @@ class CheckpointIO(ABC):
         and calls ``seen()`` of that module with what it loads, keeps a run's checkpoints in the order in which the run
         made them.
         """
-        return place_of(path, self.storage_options).modified_ns()
+        return location_of(path, self.storage_options).modified_ns()
 
     def link_checkpoint(self, source: str | os.PathLike[str], target: str | os.PathLike[str]) -> bool:
         """Make ``target``, replacing what is there in one step, a second name of the completed checkpoint ``source``.
@@ -131,7 +131,7 @@ class CheckpointIO(ABC):
         """
         from torchhal.checkpoint._local_file import LocalPlace, link_file
 
-        places = [place_of(path, self.storage_options) for path in (source, target)]
+        places = [location_of(path, self.storage_options) for path in (source, target)]
         return all(isinstance(place, LocalPlace) for place in places) and link_file(*(place.shown for place in places))
 
     def wait(self) -> None:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch.distributed as dist
 
 from torchhal.checkpoint._local_file import LocalPlace, link_or_copy, sync_folder
-from torchhal.checkpoint._map_location import check_map_location, located, read
+from torchhal.checkpoint._map_location import apply_map_location, check_map_location, read
 from torchhal.checkpoint._temp_files import (
     ASIDE,
     NOTE,
@@ -70,7 +70,7 @@ class FolderCheckpointIO(CheckpointIO):
             try:
                 self._check_replaceable(target)
                 target.parent.mkdir(parents=True, exist_ok=True)
-                sweep(target.parent)
+                remove_stale(target.parent)
                 temporary = target.parent / new_temporary_name()
                 temporary.mkdir()
             except Exception as error:
@@ -111,7 +111,7 @@ class FolderCheckpointIO(CheckpointIO):
                 if _identity(path) in (None, before):
                     raise
                 # another save has put a new folder here while the old one was read
-        placed: dict[str, Any] = located(loaded, map_location)
+        placed: dict[str, Any] = apply_map_location(loaded, map_location)
         return placed
 
     # -- what is there ---------------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ class FolderCheckpointIO(CheckpointIO):
                     link_or_copy(str(file), str(name))
             for folder in (temporary, *(path for path in temporary.rglob("*") if path.is_dir())):
                 sync_folder(folder)
-            exchange(temporary, new)
+            swap_directories(temporary, new)
             sync_folder(new.parent)
         except OSError as error:
             raise CheckpointError(f"{str(new)!r} could not become a second name of {str(old)!r}: {error}") from error
@@ -217,7 +217,7 @@ def _several() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def sweep(folder: Path) -> None:
+def remove_stale(folder: Path) -> None:
     """Delete what killed saves left in ``folder``."""
     undo_broken_exchanges(folder)
     with suppress(OSError):
@@ -237,7 +237,7 @@ def _modified(path: Path) -> float:
         return 0.0
 
 
-def exchange(source: Path, target: Path) -> None:
+def swap_directories(source: Path, target: Path) -> None:
     """Put ``source`` at ``target``. What stood there is at ``source`` afterwards, for the caller to remove.
 
     In one step, where the system can (Linux); elsewhere there is a moment in which nothing is at ``target``. A process
@@ -259,7 +259,7 @@ def exchange(source: Path, target: Path) -> None:
 
 
 def undo_broken_exchanges(folder: Path, name: str | None = None) -> None:
-    """Put back what an :func:`exchange` that was cut short has left aside in ``folder``: with ``name``, that alone.
+    """Put back what an interrupted :func:`swap_directories` has left aside in ``folder``: with ``name``, that alone.
 
     That of a process that may live, on another machine say, gets :data:`EXCHANGE_S` to be done. If it only stood still,
     its save fails then, as another folder is at its target.

@@ -14,10 +14,10 @@ import torch
 from torch import serialization
 
 from torchhal.checkpoint import _save_time as save_time
-from torchhal.checkpoint._checksum import HEAD, TAIL, SealingFile, read_ending, verify, verify_description
+from torchhal.checkpoint._checksum import HEAD, TAIL, ChecksumWriter, read_ending, verify, verify_description
 from torchhal.checkpoint._local_file import LocalPlace
-from torchhal.checkpoint._locate import place_of
-from torchhal.checkpoint._location import Place
+from torchhal.checkpoint._locate import location_of
+from torchhal.checkpoint._location import CheckpointLocation
 from torchhal.checkpoint._map_location import check_map_location
 from torchhal.checkpoint._storage_compaction import pickle_module
 from torchhal.checkpoint._validation import inspect_contents
@@ -58,12 +58,12 @@ class TorchCheckpointIO(CheckpointIO):
         """
         if not isinstance(checkpoint, dict):
             raise TypeError(f"'checkpoint' must be a dict (got {type(checkpoint).__name__})")
-        place = place_of(path, self.storage_options, storage_options)
+        place = location_of(path, self.storage_options, storage_options)
         replaced = inspect_contents(checkpoint)
         pickler = pickle_module(replaced) if replaced else pickle
         try:
             with place.replacing() as file:
-                sealing = SealingFile(file)
+                sealing = ChecksumWriter(file)
                 try:
                     # Not a name: torch refuses some that start with a dot. It needs no more of a file than this.
                     serialization.save(checkpoint, cast(IO[bytes], sealing), pickle_module=pickler)
@@ -88,7 +88,7 @@ class TorchCheckpointIO(CheckpointIO):
         if not isinstance(weights_only, bool):
             raise TypeError(f"'weights_only' must be a bool (got {weights_only!r})")
         check_map_location(map_location)
-        place = place_of(path, self.storage_options)
+        place = location_of(path, self.storage_options)
         with place.reading() as file:
             try:
                 save_time.seen(verify(file, place.shown).saved_ns)
@@ -104,7 +104,7 @@ class TorchCheckpointIO(CheckpointIO):
 
         What isn't a tensor is. A file behind a URL is loaded.
         """
-        place = place_of(path, self.storage_options)
+        place = location_of(path, self.storage_options)
         if not isinstance(place, LocalPlace):
             return self.load_checkpoint(path)
         with place.reading() as file:
@@ -122,7 +122,7 @@ class TorchCheckpointIO(CheckpointIO):
 
         Its checksum is verified only by a load. False for a dangling link.
         """
-        place = place_of(path, self.storage_options)
+        place = location_of(path, self.storage_options)
         return read_ending(*place.ends(len(HEAD), TAIL)) is not None
 
     def list_checkpoints(self, folder: str | os.PathLike[str]) -> list[str]:
@@ -133,17 +133,17 @@ class TorchCheckpointIO(CheckpointIO):
         modification time.
         """
         found = []
-        for place in place_of(folder, self.storage_options, folder=True).children():
+        for place in location_of(folder, self.storage_options, folder=True).children():
             saved_ns = saved_at(place)
             if saved_ns is not None:
                 found.append((saved_ns, place.shown))
         return [shown for _, shown in sorted(found)]
 
     def saved_ns(self, path: str | os.PathLike[str]) -> int:
-        return saved_at(place_of(path, self.storage_options)) or 0
+        return saved_at(location_of(path, self.storage_options)) or 0
 
 
-def saved_at(place: Place) -> int | None:
+def saved_at(place: CheckpointLocation) -> int | None:
     """When the checkpoint file here was saved, in ns since the epoch; None if it is none."""
     ending = read_ending(*place.ends(len(HEAD), TAIL))
     if ending is None:

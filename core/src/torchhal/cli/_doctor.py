@@ -13,7 +13,7 @@ from torchhal._terminal import echo, printable
 from torchhal.cli import _hang_report as hang_report
 from torchhal.cli._output import output_to_stderr, print_json
 from torchhal.errors import TorchhalError
-from torchhal.registry import Entry, Registry
+from torchhal.registry import Registry, RegistryEntry
 
 _T = TypeVar("_T")
 
@@ -118,7 +118,7 @@ def _undriven(registry: Registry) -> list[str]:
     return [device] if device else []
 
 
-def _accelerator(entry: Entry) -> dict[str, Any]:
+def _accelerator(entry: RegistryEntry) -> dict[str, Any]:
     def ask() -> tuple[bool, str]:
         state = entry.availability() and entry.load().availability()
         return state.ok, state.reason
@@ -127,7 +127,7 @@ def _accelerator(entry: Entry) -> dict[str, Any]:
     return {"name": entry.qualified_name, "available": available, "reason": reason}
 
 
-def _environment(entry: Entry) -> dict[str, Any]:
+def _environment(entry: RegistryEntry) -> dict[str, Any]:
     def ask() -> tuple[bool, str]:
         state = entry.availability()
         return state.ok and bool(entry.load().detect()), state.reason
@@ -136,7 +136,7 @@ def _environment(entry: Entry) -> dict[str, Any]:
     return {"name": entry.qualified_name, "detected": detected, "reason": reason}
 
 
-def _advice(entry: Entry) -> list[str]:
+def _advice(entry: RegistryEntry) -> list[str]:
     def ask() -> list[str]:
         return entry.load().recommendations() if entry.availability() else []
 

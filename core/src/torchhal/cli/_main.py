@@ -71,7 +71,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _all_commands() -> list[registry.Entry]:
+def _all_commands() -> list[registry.RegistryEntry]:
     """Those that can be called by their name alone."""
     with output_to_stderr():
         names = [name for name in registry.aliases("command") if "/" not in name]

@@ -162,7 +162,7 @@ def _every(memory: ModelMemory, plan: Plan) -> Iterator[dict[str, Any]]:
     from torchhal import registry
     from torchhal.registry._discovery import describe
     from torchhal.resolve._compatibility import check_accelerator
-    from torchhal.resolve._plan import Part
+    from torchhal.resolve._plan import ResolvedComponent
 
     alike: dict[Any, dict[str, Any]] = {}
     impossible: list[dict[str, Any]] = []
@@ -178,7 +178,7 @@ def _every(memory: ModelMemory, plan: Plan) -> Iterator[dict[str, Any]]:
             continue
         strategy.alias = strategy.alias or alias  # by which its refusals name it
         try:
-            check_accelerator(plan.accelerator, Part("strategy", alias, strategy, ""))
+            check_accelerator(plan.accelerator, ResolvedComponent("strategy", alias, strategy, ""))
         except UnsupportedCombinationError:
             continue
         processes = strategy.num_local_processes(len(plan.device_indices)) * (plan.num_nodes or 1)

@@ -6,7 +6,7 @@ from datetime import timedelta
 from typing import Any, ClassVar
 
 from torchhal.cluster._env_vars import given, read_address, read_int, read_port
-from torchhal.cluster._topology import Place, ask_around, is_loopback
+from torchhal.cluster._topology import RankTopology, gather_topology, is_loopback
 from torchhal.cluster.base import ClusterEnvironment, RanksNotMetError
 from torchhal.errors import ConfigurationError
 
@@ -23,7 +23,7 @@ class ExternalEnvironment(ClusterEnvironment):
     """Who has started the processes, for messages."""
 
     def __init__(self) -> None:
-        self._place: Place | None = None
+        self._place: RankTopology | None = None
 
     @property
     def creates_processes_externally(self) -> bool:
@@ -60,7 +60,7 @@ class ExternalEnvironment(ClusterEnvironment):
 
     def join(self, timeout: timedelta) -> None:
         if self._place is None and not self._says_place():
-            self._place = ask_around(self, timeout)
+            self._place = gather_topology(self, timeout)
 
     def _says_place(self) -> bool:
         """Whether variables say which node this is, of how many, and how many processes it has."""
@@ -70,9 +70,9 @@ class ExternalEnvironment(ClusterEnvironment):
             return False
         return True
 
-    def _asked(self) -> Place:
+    def _asked(self) -> RankTopology:
         if self._place is None and self.world_size() == 1:
-            self._place = Place(0, 0, 1, 1)
+            self._place = RankTopology(0, 0, 1, 1)
         if self._place is None:
             raise RanksNotMetError(
                 f"{self.launcher} doesn't say which ranks share a host, which they find out when they meet: ask in "

@@ -12,7 +12,7 @@ import time
 
 from torchhal.cluster._env_vars import given
 from torchhal.distributed.process import describe_exit
-from torchhal.distributed.signals import NotedSignals
+from torchhal.distributed.signals import SignalRecorder
 from torchhal.errors import ConfigurationError
 
 _SWITCH = "TORCHHAL_REQUEUE"
@@ -95,7 +95,7 @@ def requeue() -> str:
     """
     array, task = given("SLURM_ARRAY_JOB_ID"), given("SLURM_ARRAY_TASK_ID")
     job = f"{array}_{task}" if array and task else given("SLURM_JOB_ID")
-    with NotedSignals() as noted:
+    with SignalRecorder() as noted:
         if shutil.which("scontrol") is None:
             return f"job {job} is not requeued: there is no scontrol here (in a container, mount Slurm's client)"
         ask = ["/bin/sh", "-c", _ASK, "sh", job]

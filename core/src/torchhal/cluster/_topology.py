@@ -16,7 +16,7 @@ _FIRST, _COUNT = 12_000, 20_000
 """Below 32768, where Linux begins to give out ports by itself."""
 
 
-def port_of(*job: str) -> int:
+def port_from_job_id(*job: str) -> int:
     """A port that all processes of a job find by themselves, and another job or step hardly (1 in 20,000).
 
     The whole name counts: the last digits of two jobs' numbers are often the same.
@@ -25,7 +25,7 @@ def port_of(*job: str) -> int:
 
 
 @dataclass(frozen=True)
-class Place:
+class RankTopology:
     """Where one process stands among the hosts of its job."""
 
     node_rank: int
@@ -34,14 +34,14 @@ class Place:
     num_nodes: int
 
 
-def place_of(rank: int, hosts: Sequence[str]) -> Place:
+def topology_of(rank: int, hosts: Sequence[str]) -> RankTopology:
     """Where ``rank`` stands, given each rank's host: nodes count in the order of their lowest rank, as in MPI."""
     nodes = list(dict.fromkeys(hosts))
     mine = [other for other, host in enumerate(hosts) if host == hosts[rank]]
-    return Place(nodes.index(hosts[rank]), mine.index(rank), len(mine), len(nodes))
+    return RankTopology(nodes.index(hosts[rank]), mine.index(rank), len(mine), len(nodes))
 
 
-def ask_around(environment: ClusterEnvironment, timeout: timedelta | None = None) -> Place:
+def gather_topology(environment: ClusterEnvironment, timeout: timedelta | None = None) -> RankTopology:
     """Ask all ranks of the job for their host, over the store where they meet. Every rank has to call it.
 
     Raises:
@@ -51,7 +51,7 @@ def ask_around(environment: ClusterEnvironment, timeout: timedelta | None = None
 
     rank, world_size = environment.global_rank(), environment.world_size()
     if world_size == 1:
-        return Place(0, 0, 1, 1)
+        return RankTopology(0, 0, 1, 1)
     store = rendezvous.generation_store(
         environment,
         timeout or rendezvous.DEFAULT_TIMEOUT,
@@ -59,7 +59,7 @@ def ask_around(environment: ClusterEnvironment, timeout: timedelta | None = None
         name="finding out at {where} which ranks share a host",
         say=_host(),
     )
-    return place_of(rank, [store.get(f"say/{other}").decode() for other in range(world_size)])
+    return topology_of(rank, [store.get(f"say/{other}").decode() for other in range(world_size)])
 
 
 def _host() -> str:

@@ -12,7 +12,7 @@ from torchhal.distributed.process import launched_by
 _SEVERAL = "RANK and WORLD_SIZE are, and say that this process is one of several"
 
 
-class EnvEnvironment(ExternalEnvironment):
+class EnvVarEnvironment(ExternalEnvironment):
     """Processes with RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT: Azure ML, a launcher of your own, a
     shell loop.
 

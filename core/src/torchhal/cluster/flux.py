@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from torchhal.cluster._env_vars import given, read_int, read_text
 from torchhal.cluster._external import ExternalEnvironment
-from torchhal.cluster._topology import port_of
+from torchhal.cluster._topology import port_from_job_id
 from torchhal.distributed.process import launched_by
 
 
@@ -46,7 +46,7 @@ class FluxEnvironment(ExternalEnvironment):
         return "127.0.0.1" if self.num_nodes() == 1 else super()._address()
 
     def _port(self) -> int:
-        return port_of(read_text("FLUX_JOB_ID"))  # not a number
+        return port_from_job_id(read_text("FLUX_JOB_ID"))  # not a number
 
     def job_id(self) -> str:
         return f"Flux's job {given('FLUX_JOB_ID')}" if given("FLUX_JOB_ID") else ""

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from torchhal.cluster._env_vars import given, read_int, read_text
 from torchhal.cluster._external import ExternalEnvironment
-from torchhal.cluster._topology import port_of
+from torchhal.cluster._topology import port_from_job_id
 from torchhal.distributed.process import launched_by
 from torchhal.errors import ConfigurationError
 
@@ -57,4 +57,4 @@ class LSFEnvironment(ExternalEnvironment):
         return f"LSF's job {given('LSB_JOBID')}" if given("LSB_JOBID") else ""
 
     def _port(self) -> int:
-        return port_of(read_text("LSB_JOBID"))
+        return port_from_job_id(read_text("LSB_JOBID"))

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from torchhal.cluster._env_vars import given, read_int
 from torchhal.cluster._external import ExternalEnvironment
-from torchhal.cluster._topology import port_of
+from torchhal.cluster._topology import port_from_job_id
 from torchhal.cluster.base import RanksNotMetError
 from torchhal.distributed.process import launched_by
 from torchhal.errors import ConfigurationError
@@ -76,7 +76,7 @@ class _MPIEnvironment(ExternalEnvironment):
         return "127.0.0.1" if self._on_one_host() and self._job() else self._from_mpi()[0]
 
     def _port(self) -> int:
-        return port_of(self._job()) if self._on_one_host() and self._job() else self._from_mpi()[1]
+        return port_from_job_id(self._job()) if self._on_one_host() and self._job() else self._from_mpi()[1]
 
     def _from_mpi(self) -> tuple[str, int]:
         """Rank 0's host and a free port there, from MPI itself. The same on all ranks, each of which has to ask."""

@@ -6,7 +6,7 @@ import json
 from typing import ClassVar
 
 from torchhal.cluster._env_vars import given, read_address, read_port, read_text
-from torchhal.cluster._topology import port_of
+from torchhal.cluster._topology import port_from_job_id
 from torchhal.cluster.local import LocalEnvironment
 from torchhal.errors import ConfigurationError
 
@@ -44,7 +44,7 @@ class SageMakerEnvironment(LocalEnvironment):
 
     def _meeting_place(self) -> tuple[str, int]:
         address = read_address("MASTER_ADDR") if given("MASTER_ADDR") else _hosts()[0]
-        port = read_port("MASTER_PORT") if given("MASTER_PORT") else port_of(given("TRAINING_JOB_NAME"))
+        port = read_port("MASTER_PORT") if given("MASTER_PORT") else port_from_job_id(given("TRAINING_JOB_NAME"))
         return address, port
 
     def _node_rank_of_several(self) -> int:

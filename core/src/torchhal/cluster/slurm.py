@@ -10,7 +10,7 @@ from torchhal.cluster import _hostlist as hostlist
 from torchhal.cluster._env_vars import given, read_int, read_text
 from torchhal.cluster._external import ExternalEnvironment
 from torchhal.cluster._job import SlurmJob
-from torchhal.cluster._topology import port_of
+from torchhal.cluster._topology import port_from_job_id
 from torchhal.distributed.process import launched_by
 from torchhal.errors import ConfigurationError
 
@@ -108,7 +108,7 @@ class SlurmEnvironment(ExternalEnvironment):
 
     def _port(self) -> int:
         # Not the last digits of the job's number: those of other jobs end alike, and two steps of a job share it.
-        return port_of(
+        return port_from_job_id(
             read_text("SLURM_JOB_ID"), read_text("SLURM_STEP_ID"), os.environ.get("SLURM_RESTART_COUNT", "0")
         )
 

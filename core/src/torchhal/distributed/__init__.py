@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchhal._lazy_names import lazy_names
+from torchhal.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from torchhal.distributed._rank_monitor import RankWatch, StopSignals
+    from torchhal.distributed._rank_monitor import RankMonitor, StopSignals
 
-__all__ = ["RankWatch", "StopSignals"]
+__all__ = ["RankMonitor", "StopSignals"]
 
-__getattr__, __dir__ = lazy_names(__name__, {"RankWatch": "_rank_monitor", "StopSignals": "_rank_monitor"})
+__getattr__, __dir__ = lazy_names(__name__, {"RankMonitor": "_rank_monitor", "StopSignals": "_rank_monitor"})

@@ -72,7 +72,7 @@ class HangDump:
 
     def introduce(self, store: Store) -> None:
         """Tell the others where this process is; rank 0 also what the dumps of this run are called."""
-        here = process_inspection.whereabouts()
+        here = process_inspection.process_record()
         if self.rank == 0:
             self._name = f"{FOLDER}{_now()}-{uuid.uuid4().hex[:6]}"
         store.set(self._key(f"where/{self.rank}"), json.dumps({**here, "name": self._name}))
@@ -133,7 +133,7 @@ class HangDump:
                 continue
             there = self._whereabouts(store, rank) if store is not None else self._rank_0 if rank == 0 else None
             if there is not None:
-                self._seen[rank] = seen = process_inspection.look_at(there)
+                self._seen[rank] = seen = process_inspection.inspect_process(there)
                 self.write_for(rank, seen.text, seen.stacks)
         return {rank: self._seen[rank] for rank in ranks if rank in self._seen}
 

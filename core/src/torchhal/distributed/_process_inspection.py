@@ -30,8 +30,8 @@ _own: tuple[int, int] | None = None
 """(pid, descriptor of the memory for this process's stacks)."""
 
 
-def whereabouts() -> dict[str, Any]:
-    """Where this process is and how to see its stacks, for :func:`look_at` in another one."""
+def process_record() -> dict[str, Any]:
+    """Where this process is and how to see its stacks, for :func:`inspect_process` in another one."""
     pid = os.getpid()
     return {"host": _host(), "pid": pid, "started": _stat(pid)[1], "stacks": _offer_stacks()}
 
@@ -55,21 +55,21 @@ class Sighting(NamedTuple):
     """The lines of its stacks, if it still writes some."""
 
 
-def look_at(whereabouts: dict[str, Any]) -> Sighting:
-    """What the process with these :func:`whereabouts` is doing."""
-    pid, host = int(whereabouts["pid"]), str(whereabouts["host"])
+def inspect_process(process_record: dict[str, Any]) -> Sighting:
+    """What the process with these :func:`process_record` is doing."""
+    pid, host = int(process_record["pid"]), str(process_record["host"])
     if host != _host():
         return Sighting(Presence.ELSEWHERE, f"its process {pid} on {host.partition(' ')[0]} answers nothing")
     state, started = _stat(pid)
     if state == "D":  # for a moment everybody is
         time.sleep(0.3)
         state, started = _stat(pid)
-    if not state or started != whereabouts["started"]:
+    if not state or started != process_record["started"]:
         return Sighting(Presence.GONE, f"its process {pid} is gone")
     if state in _STATES:
         presence = Presence.GONE if state in _ENDED else Presence.THERE
         return Sighting(presence, f"its process {pid} {_STATES[state]}")
-    stacks = _ask_for_stacks(pid, whereabouts["stacks"])
+    stacks = _ask_for_stacks(pid, process_record["stacks"])
     return Sighting(Presence.THERE, f"its process {pid} is there, but in code that holds Python's lock", stacks)
 
 

@@ -26,12 +26,12 @@ from torchhal.distributed.signals import StopRequested, StopSignals, follow
 from torchhal.distributed.stores import EventLog, Store, first_line, own_connection, ranks_text
 from torchhal.errors import CollectiveTimeoutError, DistributedError, RankFailedError, TorchhalError
 
-__all__ = ["RankWatch", "StopSignals", "active_watches"]
+__all__ = ["RankMonitor", "StopSignals", "active_watches"]
 
-_active: weakref.WeakSet[RankWatch] = weakref.WeakSet()
+_active: weakref.WeakSet[RankMonitor] = weakref.WeakSet()
 
 
-def active_watches() -> list[RankWatch]:
+def active_watches() -> list[RankMonitor]:
     """The watches of this process that are started: a launcher tells them of processes that died."""
     return [watch for watch in _active if watch.pid == os.getpid()]
 
@@ -81,7 +81,7 @@ class _Agreement:
         self.stop_at: int | None = None
 
 
-class RankWatch:
+class RankMonitor:
     """What the ranks tell each other beside their collectives.
 
     Started after the process group is set up, stopped before it is destroyed. The thread has its own connection to
@@ -95,11 +95,11 @@ class RankWatch:
 
     **Stop.** A signal reaches one rank or some, at different points of a step; all must stop after the same step, and
     none may run a collective to find out. :meth:`request_stop` sets an attribute. The thread posts it, and every
-    rank's thread, when it reads of it, raises :attr:`flag` and *then* posts :attr:`position`. When all positions are
-    posted, all ranks stop at their highest plus one. The training loop does at each step boundary::
+    rank's thread, when it reads of it, raises :attr:`stop_requested` and *then* posts :attr:`steps_done`. When all
+    positions are posted, all ranks stop at their highest plus one. The training loop does at each step boundary::
 
-        watch.position += 1
-        if watch.flag and (signum := watch.at_boundary()) is not None:
+        watch.steps_done += 1
+        if watch.stop_requested and (signum := watch.agree_on_stop_step()) is not None:
             ...  # every rank is here at the same position
 
     Why nobody passes the stop: say a thread posted p. If the main thread counted up after that, it sees the flag,
@@ -109,7 +109,7 @@ class RankWatch:
     threads do. A rank that waits at its boundary while another sits in a collective that needs it is released as
     soon as all threads have posted, and runs on to the agreed step; so does the other. Ranks take as many steps as
     each other, or set their positions to the largest where they did not, so all get there, or all reach the end of
-    training first, where :meth:`at_end` tells them.
+    training first, where :meth:`agree_on_stop_at_end` tells them.
 
     **Barrier.** :meth:`barrier` names who is missing and where it is instead.
 
@@ -141,10 +141,10 @@ class RankWatch:
         self.rank = rank
         self.world_size = world_size
         self.pid = os.getpid()
-        self.position = 0
+        self.steps_done = 0
         """Step boundaries passed; the training loop counts it up."""
-        self.flag = False
-        """Whether :meth:`at_boundary` has something to say."""
+        self.stop_requested = False
+        """Whether :meth:`agree_on_stop_step` has something to say."""
         self.interval, self.grace, self.limit, self.silence = interval, grace, limit, silence
         self._announce = not failures.supervised if announce is None else announce
         self._prefix = prefix
@@ -187,7 +187,7 @@ class RankWatch:
 
     # -- life ------------------------------------------------------------------------------------------------
 
-    def start(self) -> RankWatch:
+    def start(self) -> RankMonitor:
         """Start the thread; idempotent."""
         global _stop_is_agreed
         if self._store is not None and self._thread is None:
@@ -235,7 +235,7 @@ class RankWatch:
             except RuntimeError:  # the host is gone: nobody left to tell
                 pass
 
-    def __enter__(self) -> RankWatch:
+    def __enter__(self) -> RankMonitor:
         return self.start()
 
     def __exit__(self, *exc: object) -> None:
@@ -412,7 +412,7 @@ class RankWatch:
         if not self.hang.written:  # else another rank has asked, or this one
             self._outbox.append({"kind": "hang", "rank": self.rank, "why": why})
             self._wake.set()
-        self.hang.write(why, self.position)  # returns when the watch's thread has written, if it is about to
+        self.hang.write(why, self.steps_done)  # returns when the watch's thread has written, if it is about to
 
     def _hint(self, ranks: list[int], timeout: float = 2.0) -> str:
         """For the end of an error's message: where ``ranks`` are, and what to read."""
@@ -452,7 +452,7 @@ class RankWatch:
             return []
 
     def _store_lost_error(self) -> DistributedError:
-        self.hang.write(f"rank {self.rank} lost its connection to {store_host()}", self.position)
+        self.hang.write(f"rank {self.rank} lost its connection to {store_host()}", self.steps_done)
         seen = self.hang.look_at(None, [0]) if rendezvous.is_hosted_by_rank_0() else {}
         return DistributedError(f"{self._store_lost()}{self.hang.hint(seen)}")
 
@@ -473,7 +473,7 @@ class RankWatch:
         if signum not in self._wishes:
             self._wishes.append(signum)
         if self._store is None:
-            self.flag = True
+            self.stop_requested = True
 
     @property
     def stop_signal(self) -> int | None:
@@ -482,8 +482,8 @@ class RankWatch:
             return _first_choice(self._wishes)
         return _first_choice([a.signum for a in self._agreements if a.stop_at is not None])
 
-    def at_boundary(self, timeout: float = 60.0) -> int | None:
-        """The signal to stop on at this :attr:`position`, or None to go on. Waits while an agreement is being made.
+    def agree_on_stop_step(self, timeout: float = 60.0) -> int | None:
+        """The signal to stop on at this :attr:`steps_done`, or None to go on. Waits while an agreement is being made.
 
         Raises:
             RankFailedError: another rank has failed.
@@ -498,10 +498,10 @@ class RankWatch:
                 pending = next((a for a in self._agreements if a.stop_at is None), None)
                 agreed = [a for a in self._agreements if a.stop_at is not None and a.stop_at >= 0]
                 if pending is None and not agreed:
-                    self.flag = False  # a stop that came too late on some rank
+                    self.stop_requested = False  # a stop that came too late on some rank
                     return None
             if pending is None:
-                return _first_choice([a.signum for a in agreed if self.position >= (a.stop_at or 0)])
+                return _first_choice([a.signum for a in agreed if self.steps_done >= (a.stop_at or 0)])
             if time.monotonic() - start > timeout:
                 missing = self._without_position(pending)
                 self._all_dump(f"rank {self.rank} waited in vain for all ranks to agree where to stop")
@@ -515,7 +515,7 @@ class RankWatch:
                 )
             time.sleep(0.002)
 
-    def at_end(self, timeout: timedelta = DEFAULT_TIMEOUT) -> int | None:
+    def agree_on_stop_at_end(self, timeout: timedelta = DEFAULT_TIMEOUT) -> int | None:
         """The signal on which the job shall end though training ended first; the same answer on all ranks.
 
         Every rank calls it once after its last boundary, while signals still call :meth:`request_stop`. A barrier.
@@ -592,7 +592,7 @@ class RankWatch:
     def _lose(self, why: str) -> None:
         if self._lost is None:
             self._lost = why
-            rendezvous.abandon()
+            rendezvous.drop_store()
             self._discover()
 
     def _is_behind(self) -> bool:
@@ -651,16 +651,16 @@ class RankWatch:
             agreement = _Agreement(int(event["signum"]))
             with self._lock:
                 self._agreements.append(agreement)
-                self.flag = True  # first the flag, then the position: see the class's docstring
+                self.stop_requested = True  # first the flag, then the position: see the class's docstring
             if agreement.signum > 0:
                 _agree()
-            position = self.position
+            position = self.steps_done
             store.set(self._key(f"stop/{agreement.signum}/{self.rank}"), str(position))
             store.add(self._key(f"stop/{agreement.signum}/count"), 1)
 
     def _dump_and_answer(self, store: Store, why: str) -> None:
         self._looking = False  # a slow disk is no silent store
-        self.hang.write(why, self.position)
+        self.hang.write(why, self.steps_done)
         self._looking = True
         self.hang.answer(store)
 
@@ -701,7 +701,7 @@ class RankWatch:
     def _note_end(self) -> None:
         if self._discovered is None:
             self._discovered = time.monotonic()
-        self.flag = True
+        self.stop_requested = True
 
     def _raise_failure(self) -> None:
         if self._failure is not None:

@@ -24,7 +24,7 @@ health_checks: list[Callable[[], None]] = []
 """Called again and again while this process waits for others; a launcher's raises when a process it started died."""
 
 
-def roll_call(
+def wait_for_all_ranks(
     store: Store,
     rank: int,
     world_size: int,

@@ -22,7 +22,7 @@ from torchhal.errors import RankFailedError, TorchhalError, message_of
 
 __all__ = [
     "Failure",
-    "exit_on",
+    "exit_for_signal",
     "sender",
     "supervised",
 ]
@@ -235,7 +235,7 @@ def install_excepthook() -> None:
     sys.excepthook = hook
 
 
-def exit_on(signum: int, *, agreed: bool | None = None) -> BaseException:
+def exit_for_signal(signum: int, *, agreed: bool | None = None) -> BaseException:
     """What ends a program on ``signum`` as its sender expects.
 
     A KeyboardInterrupt of here that nobody catches ends it with SIGINT's code and without a traceback.

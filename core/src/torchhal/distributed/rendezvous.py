@@ -19,8 +19,8 @@ from torchhal.distributed._roll_call import (
     as_distributed_error,
     give_up,
     health_checks,
-    roll_call,
     stopped_key,
+    wait_for_all_ranks,
     wait_until,
 )
 from torchhal.distributed._store_client import JOB, check_job, connect_within, find_store
@@ -29,7 +29,16 @@ from torchhal.distributed.process import launched_by, settle_threads
 from torchhal.distributed.stores import LONG, HashStore, PrefixedStore, Store, TCPStore, join_address
 from torchhal.errors import CollectiveTimeoutError, DistributedError, LaunchError, TorchhalError
 
-__all__ = ["connect", "expect", "generation_store", "health_checks", "host", "roll_call", "unhost", "withdraw"]
+__all__ = [
+    "connect",
+    "expect",
+    "generation_store",
+    "health_checks",
+    "start_store",
+    "stop_store",
+    "wait_for_all_ranks",
+    "withdraw",
+]
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 """What every wait for other ranks takes at most, where the strategy says nothing else."""
@@ -87,7 +96,7 @@ def _state() -> _State:
 _abandoned: list[_State] = []  # kept, not closed: closing would end threads that exist in the parent only
 
 
-def host(address: str, port: int = 0, job: str = "") -> int:
+def start_store(address: str, port: int = 0, job: str = "") -> int:
     """Serve the job's store in this process, before any other process of the job is started; the port.
 
     Port 0 takes a free one, without the race of choosing first and binding later. On a loopback address the server
@@ -150,7 +159,7 @@ def _serve(address: str, port: int, job: str) -> tuple[int, Store, str]:
     return bound, store, mark
 
 
-def unhost(address: str, port: int, *, ranks: int = 0, timeout: float = 0.0) -> None:
+def stop_store(address: str, port: int, *, ranks: int = 0, timeout: float = 0.0) -> None:
     """Stop serving, when ``ranks`` have said goodbye or after ``timeout`` seconds: the job of that store is over."""
     store = _state().hosted.pop((address, port), None)
     deadline = time.monotonic() + timeout
@@ -184,7 +193,7 @@ def connect(environment: ClusterEnvironment, timeout: timedelta = DEFAULT_TIMEOU
     if (address, port) in state.hosted:
         store, who = state.hosted[address, port], f"this process at {where}"
     elif rank == 0 and not agent and launched_by() is None:
-        host(address, port, environment.job_id())
+        start_store(address, port, environment.job_id())
         store, who = state.hosted[address, port], f"this process at {where}"
     else:
         store = find_store(address, port, rank, deadline)
@@ -228,8 +237,8 @@ def _register_exit() -> None:
 def _at_exit(pid: int) -> None:
     if pid == os.getpid():
         _say_absent()
-        say_goodbye()
-        linger(_state().patience)
+        announce_exit()
+        serve_until_all_exit(_state().patience)
         if launched_by() is None:  # a process that a launcher owns doesn't finalize
             settle_threads()
 
@@ -294,7 +303,7 @@ def generation_store(
     state.absent = 0
     try:
         fresh.set(f"say/{rank}", say)
-        roll_call(
+        wait_for_all_ranks(
             fresh,
             rank,
             world_size,
@@ -354,7 +363,7 @@ def _host_name() -> str:
     return "the launching process" if by_caller else _RANK_0
 
 
-def abandon() -> None:
+def drop_store() -> None:
     """The job's store answers no more: nobody may wait for it, not even to say goodbye."""
     state = _state()
     state.lingers = False
@@ -362,7 +371,7 @@ def abandon() -> None:
         state.job.left = True
 
 
-def say_goodbye() -> None:
+def announce_exit() -> None:
     """Tell ranks that wait for this one that it won't come: its process ends. Once; later calls do nothing."""
     job = _state().job
     if job is None or job.left:
@@ -438,7 +447,7 @@ def announce_stop(signum: int) -> None:
         pass
 
 
-def linger(timeout: float) -> None:
+def serve_until_all_exit(timeout: float) -> None:
     """Serve on until all ranks have said goodbye: slower ones would lose the store under their feet.
 
     A process that started all others waits for them anyway, and nobody waits after a failure.

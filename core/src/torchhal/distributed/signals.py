@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from torchhal.distributed.process import leave, write_descriptor_2, write_stderr
 
 __all__ = [
-    "NotedSignals",
+    "SignalRecorder",
 ]
 
 DEFAULT_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -32,18 +32,18 @@ class StopRequested(BaseException):
 
 
 def is_agreed(error: BaseException) -> bool | None:
-    """The ``agreed`` of ``failures.exit_on``; None for an error that it did not make."""
+    """The ``agreed`` of ``failures.exit_for_signal``; None for an error that it did not make."""
     agreed: bool | None = error.__dict__.get(AGREED)
     return agreed
 
 
 def signal_of(error: BaseException) -> int:
-    """The signal on which ``failures.exit_on`` made ``error``."""
+    """The signal on which ``failures.exit_for_signal`` made ``error``."""
     return int(signal.SIGINT) if isinstance(error, KeyboardInterrupt) else error.code - 128  # type: ignore[attr-defined]
 
 
 def is_orderly(error: BaseException) -> bool:
-    """Whether ``failures.exit_on`` made ``error``: the user has been told of the stop."""
+    """Whether ``failures.exit_for_signal`` made ``error``: the user has been told of the stop."""
     return AGREED in error.__dict__
 
 
@@ -54,7 +54,7 @@ class StopSignals:
     """While entered, SIGTERM and the first SIGINT call ``request(signum)`` instead of ending the process.
 
     ``request`` runs inside a signal handler: it may set plain attributes and nothing more - no collective, no store,
-    no lock (``RankWatch.request_stop`` is made for it). A second SIGINT raises KeyboardInterrupt at once. Leaving
+    no lock (``RankMonitor.request_stop`` is made for it). A second SIGINT raises KeyboardInterrupt at once. Leaving
     restores the previous handlers; those are not called in between. Outside the main thread, where Python has no
     signal handlers, it does nothing. A SIGINT that this process was started to ignore (``nohup``, a shell's ``&``)
     stays ignored. Of ``signals`` other than those two, one for which the program has installed a handler stays the
@@ -238,7 +238,7 @@ def interrupt() -> None:
         signal.pthread_kill(main, signal.SIGINT)
 
 
-class NotedSignals:
+class SignalRecorder:
     """While entered, SIGINT, SIGTERM and ``also`` are noted, for a supervisor to pass on; only in the main thread,
     where they arrive. Of ``also``, one that the program handles itself stays the program's."""
 
@@ -247,7 +247,7 @@ class NotedSignals:
         self._signals = (*DEFAULT_SIGNALS, *also)
         self._previous: dict[int, Any] = {}
 
-    def __enter__(self) -> NotedSignals:
+    def __enter__(self) -> SignalRecorder:
         if threading.current_thread() is threading.main_thread():
             for signum in self._signals:
                 previous = signal.getsignal(signum)
@@ -274,7 +274,7 @@ def _is_the_programs(signum: int, handler: Any) -> bool:
 
     An outer fit's handler is not the program's, nor that of a supervisor, which a forked worker inherits.
     """
-    ours = isinstance(getattr(handler, "__self__", None), StopSignals | NotedSignals)
+    ours = isinstance(getattr(handler, "__self__", None), StopSignals | SignalRecorder)
     return signum not in DEFAULT_SIGNALS and callable(handler) and not ours
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchhal._lazy_names import lazy_names
+from torchhal.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from torchhal.launchers.base import Launcher

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 
 
-def put_threads_away() -> bool:
+def pause_openmp_threads() -> bool:
     """End this thread's idle OpenMP threads; they come back when needed. False: no way to, or no sign of success.
 
     After False a fork must compute on one thread.

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from torchhal.distributed import failures, process, rendezvous
 from torchhal.distributed._rank_monitor import active_watches, stop_is_agreed
-from torchhal.distributed.failures import Failure, exit_on
+from torchhal.distributed.failures import Failure, exit_for_signal
 from torchhal.launchers._exit_monitor import ExitMonitor
 
 GRACE = 5.0
@@ -25,7 +25,7 @@ EXIT_WAIT = 60.0
 """Seconds that healthy processes wait for each other to end."""
 
 
-class Children:
+class ChildProcesses:
     """Started processes by rank. Made once per launching process.
 
     The thread looks at them several times a second. When one fails, it tells this process's rank watches, ends the
@@ -90,7 +90,7 @@ class Children:
             raise self.failure.error()
         if (signum := self.stop_signal) is not None:
             self.raised = True
-            raise exit_on(signum, agreed=False)
+            raise exit_for_signal(signum, agreed=False)
 
     @property
     def stop_signal(self) -> int | None:

@@ -19,13 +19,13 @@ import torch
 from torchhal.cluster.base import ClusterEnvironment
 from torchhal.distributed import process, rendezvous
 from torchhal.distributed.failures import Failure
-from torchhal.distributed.signals import NotedSignals, born_blocked, is_pending
+from torchhal.distributed.signals import SignalRecorder, born_blocked, is_pending
 from torchhal.errors import ConfigurationError, LaunchError
-from torchhal.launchers._openmp import put_threads_away
+from torchhal.launchers._openmp import pause_openmp_threads
 from torchhal.launchers.base import Launcher
-from torchhal.launchers.serialization import NamelessFile, collect_settings, pack_function
+from torchhal.launchers.serialization import AnonymousFile, collect_settings, pack_function
 from torchhal.launchers.worker import INTERRUPT, Assignment, run
-from torchhal.launchers.worker_outcome import Verdict
+from torchhal.launchers.worker_outcome import WorkerOutcomes
 
 START_METHODS = ("spawn", "fork", "forkserver")
 GRACE = 5.0
@@ -96,10 +96,10 @@ class MultiprocessingLauncher(Launcher):
             if self.start_method == "fork"
             else pack_function(function, args, kwargs, self.prepare, instead=INSTEAD)
         )
-        result = NamelessFile()
+        result = AnonymousFile()
         try:
-            with NotedSignals(self.environment.stop_signals) as signals:
-                crew = _Crew(self, payload, result, (function, args, kwargs), signals)
+            with SignalRecorder(self.environment.stop_signals) as signals:
+                crew = _WorkerGroup(self, payload, result, (function, args, kwargs), signals)
                 try:
                     crew.start()
                     crew.supervise()
@@ -137,22 +137,22 @@ class _Worker:
         self.failure: Failure | None = None
 
 
-class _Crew:
+class _WorkerGroup:
     """The workers of one launch."""
 
     def __init__(
         self,
         launcher: MultiprocessingLauncher,
-        payload: NamelessFile | None,
-        result: NamelessFile,
+        payload: AnonymousFile | None,
+        result: AnonymousFile,
         call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]],
-        signals: NotedSignals,
+        signals: SignalRecorder,
     ) -> None:
         self._launcher, self._payload, self._result, self._call = launcher, payload, result, call
         self._signals = signals
         self._workers: list[_Worker] = []
         self._served: tuple[str, int] | None = None
-        self.verdict = Verdict(launcher.num_processes, instead=INSTEAD)
+        self.verdict = WorkerOutcomes(launcher.num_processes, instead=INSTEAD)
         self._end_at: float | None = None  # when who is left gets SIGTERM
         self._terminated_at: float | None = None
 
@@ -168,7 +168,7 @@ class _Crew:
         pipes = [context.Pipe() for _ in range(local)]
         ends = [end for pair in pipes for end in pair]
         settings = None if method == "fork" else collect_settings()
-        if method == "fork" and not put_threads_away():
+        if method == "fork" and not pause_openmp_threads():
             threads = 1
         for local_rank, (mine, theirs) in enumerate(pipes):
             rank = node_rank * local + local_rank
@@ -210,7 +210,7 @@ class _Crew:
         # Served only now: a fork must not inherit the server's thread in whatever state it is.
         port = launcher.environment.main_port if nodes > 1 else 0
         if node_rank == 0:
-            port = rendezvous.host(address, port, launcher.environment.job_id())
+            port = rendezvous.start_store(address, port, launcher.environment.job_id())
             self._served = (address, port)
         for one in self._workers:
             try:
@@ -262,7 +262,7 @@ class _Crew:
             # Workers of other nodes may be slower; after a failure they still have to read of it.
             others = self._launcher.num_nodes > 1
             timeout = 0.0 if not others else 2.0 if self.verdict.failures or self.verdict.problem else 30.0
-            rendezvous.unhost(
+            rendezvous.stop_store(
                 *self._served, ranks=self._launcher.num_processes * self._launcher.num_nodes, timeout=timeout
             )
 

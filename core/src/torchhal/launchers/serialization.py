@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 
-class NamelessFile:
+class AnonymousFile:
     """A temporary file without a name; pickles to a started process, whatever the start method."""
 
     def __init__(self, descriptor: int | None = None) -> None:
@@ -75,8 +75,8 @@ def read(file: IO[bytes], **options: Any) -> Any:
     return serialization.load(file, weights_only=False, **options)
 
 
-def _rebuild(handle: Any) -> NamelessFile:
-    return NamelessFile(handle.detach())
+def _rebuild(handle: Any) -> AnonymousFile:
+    return AnonymousFile(handle.detach())
 
 
 class _Positioned(io.RawIOBase):
@@ -126,13 +126,13 @@ def pack_function(
     *,
     instead: str,
     pickle_module: Any = pickle,
-) -> NamelessFile:
+) -> AnonymousFile:
     """``(None, function, args, kwargs)`` as a file for the workers; LaunchError that says what can't be sent, and
     ``instead`` what else the user can do.
 
     Whoever reads it calls ``prepare`` before the rest is unpickled.
     """
-    file = NamelessFile()
+    file = AnonymousFile()
     try:
         file.write((None if prepare is None else _First(prepare), function, args, kwargs), pickle_module)
     except OSError as error:

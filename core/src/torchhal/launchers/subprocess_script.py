@@ -16,12 +16,12 @@ import torch
 
 from torchhal.cluster.base import ClusterEnvironment
 from torchhal.distributed import failures, process, rendezvous
-from torchhal.distributed.failures import exit_on
+from torchhal.distributed.failures import exit_for_signal
 from torchhal.distributed.signals import born_blocked, is_agreed
 from torchhal.errors import ConfigurationError, DistributedError, LaunchError, RankFailedError
 from torchhal.launchers._command import script_command
 from torchhal.launchers._exit_monitor import ExitMonitor
-from torchhal.launchers._subprocess_supervisor import GRACE, Children
+from torchhal.launchers._subprocess_supervisor import GRACE, ChildProcesses
 from torchhal.launchers.base import Launcher
 
 NAME = "subprocess_script"
@@ -31,7 +31,7 @@ NAME = "subprocess_script"
 class _Launched:
     """What this process has started; at most once in its life."""
 
-    children: Children
+    children: ChildProcesses
     num_processes: int
     num_nodes: int
     address: str
@@ -95,7 +95,7 @@ class SubprocessScriptLauncher(Launcher):
             if self.num_nodes == 1:
                 rendezvous.no_linger()  # nobody is left to say goodbye
             if cause is None and stop_signal is not None:
-                raise exit_on(stop_signal, agreed=False) from None  # on which left who was waited for
+                raise exit_for_signal(stop_signal, agreed=False) from None  # on which left who was waited for
             rank = self.environment.global_rank()
             if cause is None or isinstance(error, RankFailedError) or cause.rank == rank:
                 if self._leaves_alone(error):
@@ -142,11 +142,11 @@ class SubprocessScriptLauncher(Launcher):
         node_rank = environment.node_rank() if self.num_nodes > 1 else 0
         address = environment.main_address if self.num_nodes > 1 else "127.0.0.1"
         if self.num_nodes == 1:
-            port = rendezvous.host(address, job=environment.job_id())
+            port = rendezvous.start_store(address, job=environment.job_id())
         else:
             port = environment.main_port
             if node_rank == 0:
-                rendezvous.host(address, port, environment.job_id())
+                rendezvous.start_store(address, port, environment.job_id())
         launch_id = uuid.uuid4().hex
         started: dict[int, subprocess.Popen[bytes]] = {}
         reports: dict[int, int] = {}
@@ -171,7 +171,7 @@ class SubprocessScriptLauncher(Launcher):
                 child.kill()
                 child.wait()
             raise LaunchError(f"process {len(started) + 1} of {local} could not be started: {error}") from error
-        children = Children(started, reports, ExitMonitor(node_rank * local) if started else None)
+        children = ChildProcesses(started, reports, ExitMonitor(node_rank * local) if started else None)
         rendezvous.health_checks.append(children.check)
         failures.install_excepthook()
         atexit.register(_at_exit, children)
@@ -204,15 +204,15 @@ def _start_child(command: list[str], variables: dict[str, str]) -> tuple[int, su
     return reader, child
 
 
-def _refuse_after_failure(children: Children) -> None:
+def _refuse_after_failure(children: ChildProcesses) -> None:
     failure = children.failure
     why = f"rank {failure.rank} {failure.message}" if failure is not None else "the function failed on rank 0"
     raise LaunchError(f"the other processes of this script have ended after an earlier failure ({why}): start it again")
 
 
-def _at_exit(children: Children) -> None:
+def _at_exit(children: ChildProcesses) -> None:
     if children.is_mine:
-        rendezvous.say_goodbye()  # else a rank that is on its way to a second launch waits for this one
+        rendezvous.announce_exit()  # else a rank that is on its way to a second launch waits for this one
         children.at_exit()
 
 

@@ -22,7 +22,7 @@ from torchhal.distributed import failures, process, signals
 from torchhal.distributed.failures import Failure
 
 if TYPE_CHECKING:
-    from torchhal.launchers.serialization import NamelessFile
+    from torchhal.launchers.serialization import AnonymousFile
 
 __all__ = [
     "failed",
@@ -53,8 +53,8 @@ class Assignment:
     supervisor_is_main: bool
     settings: dict[str, Any] | None
     threads: int
-    payload: NamelessFile | None
-    result: NamelessFile
+    payload: AnonymousFile | None
+    result: AnonymousFile
     call: Call | None
     others: list[Connection]
     """Ends of pipes that a fork inherits and must not keep open."""
@@ -149,7 +149,7 @@ def perform(
     settings: dict[str, Any] | None,
     threads: int | None,
 ) -> tuple[Any, ...]:
-    """Run the call that ``read`` gives, and give its result to ``write``: what the supervisor's ``Verdict`` takes.
+    """Run the call that ``read`` gives, and give its result to ``write``: what ``WorkerOutcomes`` takes.
 
     Whatever the call itself raises is raised; :func:`failed` makes a message of it.
     """

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from torchhal.distributed import failures
-from torchhal.distributed.failures import STILL_HERE, Failure, exit_on
+from torchhal.distributed.failures import STILL_HERE, Failure, exit_for_signal
 from torchhal.errors import LaunchError
 
 __all__ = [
-    "Verdict",
+    "WorkerOutcomes",
 ]
 
 
-class Verdict:
+class WorkerOutcomes:
     """Collects the messages of ``torchhal.launchers.worker``, of ``num_workers`` workers."""
 
     def __init__(self, num_workers: int, *, instead: str) -> None:
@@ -52,7 +52,7 @@ class Verdict:
         if self.problem is not None:
             raise self.problem
         if received and self._is_the_signals():
-            raise exit_on(received[0], agreed=True)  # they have said where they stopped
+            raise exit_for_signal(received[0], agreed=True)  # they have said where they stopped
         if not self.failures:
             return
         codes = {failure.exit_code for failure, _ in self.failures}

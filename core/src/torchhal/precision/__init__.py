@@ -1,16 +1,22 @@
 """Precisions: the dtypes a model is trained in."""
 
+from typing import TYPE_CHECKING
+
+from torchhal.lazy_names import lazy_names
 from torchhal.precision._casting import cast_tensors
 from torchhal.precision.base import Precision, dense_gradient, needs_closure
 from torchhal.precision.mixed import MixedPrecision
-from torchhal.precision.true_precision import FullPrecision, SinglePrecision
+from torchhal.precision.true_precision import SinglePrecision, TruePrecision
 
 __all__ = [
-    "FullPrecision",
     "MixedPrecision",
     "Precision",
     "SinglePrecision",
+    "TruePrecision",
     "cast_tensors",
     "dense_gradient",
     "needs_closure",
 ]
+
+if not TYPE_CHECKING:  # any name would do, to a type checker
+    __getattr__, __dir__ = lazy_names(__name__, {}, renamed={"FullPrecision": "TruePrecision"})

@@ -23,7 +23,7 @@ class SinglePrecision(Precision):
     """
 
 
-class FullPrecision(Precision):
+class TruePrecision(Precision):
     """Everything in one dtype other than float32: parameters, inputs and what a step makes by itself.
 
     Args:

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, overload
 
-from torchhal.registry._entry import Entry
+from torchhal.registry._entry import RegistryEntry
 from torchhal.registry._plugin_loader import PluginRecord
 from torchhal.registry._registry import Registry
 
 __all__ = [
-    "Entry",
     "PluginRecord",
     "Registry",
+    "RegistryEntry",
     "aliases",
     "entries",
     "find",
@@ -44,7 +44,7 @@ def installed() -> list[PluginRecord]:
     return _default.installed()
 
 
-def entries(kind: str) -> list[Entry]:
+def entries(kind: str) -> list[RegistryEntry]:
     """See :meth:`Registry.entries`."""
     return _default.entries(kind)
 
@@ -54,7 +54,7 @@ def aliases(kind: str) -> list[str]:
     return _default.aliases(kind)
 
 
-def find(kind: str, alias: str) -> Entry:
+def find(kind: str, alias: str) -> RegistryEntry:
     """See :meth:`Registry.find`."""
     return _default.find(kind, alias)
 

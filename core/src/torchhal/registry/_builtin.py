@@ -14,7 +14,7 @@ def torchhal_accelerators() -> list[Component]:
 
 @hookimpl
 def torchhal_precisions() -> list[Component]:
-    full, mixed = "torchhal.precision.true_precision:FullPrecision", "torchhal.precision.mixed:MixedPrecision"
+    full, mixed = "torchhal.precision.true_precision:TruePrecision", "torchhal.precision.mixed:MixedPrecision"
     single = "torchhal.precision.true_precision:SinglePrecision"
     return [
         Component("32-true", single, "torch's default: nothing is converted", aliases=("32",)),
@@ -51,7 +51,7 @@ def torchhal_cluster_environments() -> list[Component]:
         Component(
             "sagemaker", "torchhal.cluster.sagemaker:SageMakerEnvironment", summary="A host of a SageMaker training job"
         ),
-        Component("env", "torchhal.cluster.env_init:EnvEnvironment", summary="torch's env:// variables"),
+        Component("env", "torchhal.cluster.env_init:EnvVarEnvironment", summary="torch's env:// variables"),
     ]
 
 

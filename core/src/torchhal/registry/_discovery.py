@@ -1,7 +1,7 @@
 """Find the plugins installed beside torchhal and read what their manifests contribute.
 
 Everything about a plugin comes from its metadata until the environment's lists and its requirement on torchhal have
-had their say; only then is its manifest imported and handed to :func:`contributions`.
+had their say; only then is its manifest imported and handed to :func:`collect_components`.
 ``importlib_metadata`` and ``packaging`` are imported inside the functions that need them: a built-in alias is
 looked up without them.
 """
@@ -43,7 +43,7 @@ def canonical(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class Found:
+class DiscoveredPlugin:
     """A plugin as its distribution's metadata tell of it. ``problem`` says why they can't be used, or is empty."""
 
     name: str
@@ -59,7 +59,7 @@ class Found:
         return not {"*", canonical(self.name), canonical(self.distribution)}.isdisjoint(names)
 
 
-def find_plugins(distributions: Iterable[Distribution] | None = None) -> list[Found]:
+def find_plugins(distributions: Iterable[Distribution] | None = None) -> list[DiscoveredPlugin]:
     """Every plugin among ``distributions`` (default: all that are installed), sorted by distribution and name.
 
     ``importlib_metadata.entry_points()`` raises for the whole environment on one unreadable file, so this goes
@@ -99,7 +99,7 @@ def _first_valid(same: list[Distribution]) -> Distribution:
     return same[0]
 
 
-def _read(name: str, distribution: Distribution) -> Iterator[Found]:
+def _read(name: str, distribution: Distribution) -> Iterator[DiscoveredPlugin]:
     try:
         if not _GROUP.search(distribution.read_text("entry_points.txt") or ""):
             return
@@ -109,7 +109,7 @@ def _read(name: str, distribution: Distribution) -> Iterator[Found]:
     except Exception as error:
         # The bytes that can't be decoded still tell whether this is a plugin or none of our business.
         if not isinstance(error, UnicodeDecodeError) or f"[{PROJECT}]".encode() in error.object:
-            yield Found(name, name, None, problem=f"its entry_points.txt can't be read: {describe(error)}")
+            yield DiscoveredPlugin(name, name, None, problem=f"its entry_points.txt can't be read: {describe(error)}")
         return
     try:
         metadata = distribution.metadata
@@ -120,7 +120,7 @@ def _read(name: str, distribution: Distribution) -> Iterator[Found]:
         requires = tuple(metadata.get_all("Requires-Dist") or distribution.requires or ())
     except Exception as error:
         for point in entry_points:
-            yield Found(point.name, name, None, problem=f"its METADATA can't be read: {describe(error)}")
+            yield DiscoveredPlugin(point.name, name, None, problem=f"its METADATA can't be read: {describe(error)}")
         return
     previous = None
     for point in entry_points:
@@ -129,7 +129,9 @@ def _read(name: str, distribution: Distribution) -> Iterator[Found]:
             problem = f"a distribution called {label!r} can't provide plugins: '{canonical(label)}/...' has a meaning"
         elif point.name == previous:
             problem = f"its entry_points.txt gives {point.name!r} twice, here as {point.value!r}"
-        yield Found(point.name, label, version, requires, point, _manifest_file(distribution, point), problem)
+        yield DiscoveredPlugin(
+            point.name, label, version, requires, point, _manifest_file(distribution, point), problem
+        )
         previous = point.name
 
 
@@ -188,18 +190,18 @@ DENY: Final = "TORCHHAL_DISABLE_PLUGINS"
 
 
 @dataclass(frozen=True)
-class Selection:
+class PluginFilter:
     """Which plugins the environment lets in; ``allow`` is None when every one may come."""
 
     allow: frozenset[str] | None
     deny: frozenset[str]
 
     @classmethod
-    def read(cls, environ: Mapping[str, str]) -> Selection:
+    def read(cls, environ: Mapping[str, str]) -> PluginFilter:
         allow = environ.get(ALLOW)
         return cls(None if allow is None else _names(allow), _names(environ.get(DENY, "")))
 
-    def refusal(self, plugin: Found) -> str:
+    def refusal(self, plugin: DiscoveredPlugin) -> str:
         """Why ``plugin`` stays out, or an empty string."""
         if plugin.answers_to(self.deny):
             return f"{DENY} names it"
@@ -207,7 +209,7 @@ class Selection:
             return f"{ALLOW} doesn't name it" if self.allow else f"{ALLOW} is empty"
         return ""
 
-    def unmatched(self, plugins: Iterable[Found]) -> list[str]:
+    def unmatched(self, plugins: Iterable[DiscoveredPlugin]) -> list[str]:
         """One line for each name in a list that means no installed plugin."""
         plugins = list(plugins)
         return [
@@ -225,7 +227,7 @@ def _names(value: str) -> frozenset[str]:
 # -- manifests -----------------------------------------------------------------------------------------------
 
 
-def contributions(manifest: object) -> list[tuple[str, Component]]:
+def collect_components(manifest: object) -> list[tuple[str, Component]]:
     """The ``(kind, component)`` pairs that the hooks of ``manifest`` return.
 
     Each manifest has a plugin manager of its own: what one registers, or raises, can't reach another.

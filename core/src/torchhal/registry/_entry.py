@@ -27,7 +27,7 @@ BASES: Final[Mapping[str, str]] = {
 
 
 @dataclass(frozen=True, eq=False)
-class Entry:
+class RegistryEntry:
     """A component and who provides it.
 
     Attributes:

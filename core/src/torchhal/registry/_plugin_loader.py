@@ -14,12 +14,12 @@ import torchhal
 from torchhal._terminal import printable
 from torchhal.errors import BrokenPluginError, ComponentError, IncompatiblePluginError, PluginError
 from torchhal.plugin import Component
-from torchhal.registry._discovery import Found, Selection, contributions, describe, unmet_requirement
-from torchhal.registry._entry import Entry
+from torchhal.registry._discovery import DiscoveredPlugin, PluginFilter, collect_components, describe, unmet_requirement
+from torchhal.registry._entry import RegistryEntry
 
 STRICT: Final = "TORCHHAL_STRICT_PLUGINS"
 
-Names = dict[tuple[str, str], tuple[Entry, ...]]
+Names = dict[tuple[str, str], tuple[RegistryEntry, ...]]
 """(kind, name) -> the entries of that name, the unusable ones too."""
 
 
@@ -36,7 +36,7 @@ class PluginRecord:
         reason: why it isn't loaded, or an empty string.
         file: of the manifest, where known.
         load_ms: time its import and hooks took; None when it wasn't imported.
-        components: what it provides, the unusable ones with their :attr:`~torchhal.registry._entry.Entry.problem`.
+        components: what it provides, the unusable ones with their :attr:`.RegistryEntry.problem`.
     """
 
     name: str
@@ -46,7 +46,7 @@ class PluginRecord:
     reason: str = ""
     file: str | None = None
     load_ms: float | None = None
-    components: tuple[Entry, ...] = ()
+    components: tuple[RegistryEntry, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """As in ``torchhal plugins --json``."""
@@ -63,7 +63,7 @@ class PluginRecord:
 
 
 @dataclass(frozen=True)
-class Scan:
+class ScanResult:
     """The outcome of reading all plugins. ``failure`` is what strict mode raises."""
 
     records: tuple[PluginRecord, ...]
@@ -77,24 +77,24 @@ def is_strict(environ: Mapping[str, str]) -> bool:
 
 
 def read_plugins(
-    found: Iterable[Found], selection: Selection, *, reserved: Container[tuple[str, str]], strict: bool
-) -> Scan:
+    found: Iterable[DiscoveredPlugin], selection: PluginFilter, *, reserved: Container[tuple[str, str]], strict: bool
+) -> ScanResult:
     """Read every plugin that nothing speaks against. ``reserved`` are the (kind, name) pairs of core."""
     records: list[PluginRecord] = []
     by_name: Names = {}
     failure: PluginError | None = None
     for plugin in found:
         cause = None
-        record = judge(plugin, selection)
+        record = plugin_status(plugin, selection)
         if record.status == "found":
             record, cause = _load(plugin, record, by_name, reserved)
         records.append(record)
         if strict and failure is None and (failure := _failure(record)):
             failure.__cause__ = cause
-    return Scan(tuple(records), by_name, failure)
+    return ScanResult(tuple(records), by_name, failure)
 
 
-def judge(plugin: Found, selection: Selection) -> PluginRecord:
+def plugin_status(plugin: DiscoveredPlugin, selection: PluginFilter) -> PluginRecord:
     """What metadata and environment say about ``plugin``; ``"found"`` when they have nothing against it."""
     status, reason = "found", ""
     if refusal := selection.refusal(plugin):
@@ -111,7 +111,7 @@ def judge(plugin: Found, selection: Selection) -> PluginRecord:
 
 
 def _load(
-    plugin: Found, record: PluginRecord, by_name: Names, reserved: Container[tuple[str, str]]
+    plugin: DiscoveredPlugin, record: PluginRecord, by_name: Names, reserved: Container[tuple[str, str]]
 ) -> tuple[PluginRecord, BaseException | None]:
     """Import the manifest and enter what it gives into ``by_name``."""
     assert plugin.entry_point is not None
@@ -121,7 +121,7 @@ def _load(
     try:
         manifest = plugin.entry_point.load()
         file = getattr(manifest, "__file__", None) or file
-        pairs = contributions(manifest)
+        pairs = collect_components(manifest)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # SystemExit, CancelledError and RecursionError as well
@@ -129,7 +129,7 @@ def _load(
     load_ms = round((time.perf_counter() - start) * 1000, 3)
     entries = []
     for kind, component in pairs:
-        entry = Entry(kind, component, plugin.name, plugin.distribution)
+        entry = RegistryEntry(kind, component, plugin.name, plugin.distribution)
         entry = replace(entry, problem=_problem(entry, by_name, reserved))
         entries.append(entry)
         for name in entry.names:
@@ -138,7 +138,7 @@ def _load(
     return replace(record, status=status, reason=reason, file=file, load_ms=load_ms, components=tuple(entries)), cause
 
 
-def _problem(entry: Entry, by_name: Names, reserved: Container[tuple[str, str]]) -> str:
+def _problem(entry: RegistryEntry, by_name: Names, reserved: Container[tuple[str, str]]) -> str:
     try:
         if reason := entry.component.problem(entry.kind):
             return reason

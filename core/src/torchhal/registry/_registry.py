@@ -20,16 +20,16 @@ from torchhal.plugin import HOOKS, KINDS, Component
 from torchhal.registry._discovery import (
     CORE,
     USER,
-    Found,
-    Selection,
+    DiscoveredPlugin,
+    PluginFilter,
     canonical,
-    contributions,
+    collect_components,
     find_plugins,
     metadata_fingerprint,
 )
-from torchhal.registry._entry import Entry, class_problem
+from torchhal.registry._entry import RegistryEntry, class_problem
 from torchhal.registry._hints import COMMANDS, DISTRIBUTIONS, meant_by
-from torchhal.registry._plugin_loader import PluginRecord, Scan, is_strict, judge, read_plugins
+from torchhal.registry._plugin_loader import PluginRecord, ScanResult, is_strict, plugin_status, read_plugins
 from torchhal.suggestions import nearest, one_of
 
 if TYPE_CHECKING:
@@ -57,9 +57,9 @@ class Registry:
     ) -> None:
         self._distributions = distributions
         self._environ = os.environ if environ is None else environ
-        self._core: dict[tuple[str, str], Entry] = {}
-        self._user: dict[tuple[str, str], Entry] = {}
-        self._scan: Scan | None = None
+        self._core: dict[tuple[str, str], RegistryEntry] = {}
+        self._user: dict[tuple[str, str], RegistryEntry] = {}
+        self._scan: ScanResult | None = None
         self._metadata: frozenset[tuple[str, int]] = frozenset()  # as it was when the scan began
         self._lock = threading.Lock()
         self._scanner: int | None = None  # the thread that is importing manifests
@@ -77,10 +77,10 @@ class Registry:
 
     def installed(self) -> list[PluginRecord]:
         """As :meth:`plugins`, from metadata alone: imports no plugin, and knows no components."""
-        selection = Selection.read(self._environ)
-        return [judge(plugin, selection) for plugin in self._find_plugins()]
+        selection = PluginFilter.read(self._environ)
+        return [plugin_status(plugin, selection) for plugin in self._find_plugins()]
 
-    def entries(self, kind: str) -> list[Entry]:
+    def entries(self, kind: str) -> list[RegistryEntry]:
         """Every usable part of ``kind``: the built-in ones, then the others by qualified name."""
         self._not_from_a_manifest(f"entries({kind!r})")
         _check_kind(kind)
@@ -95,7 +95,7 @@ class Registry:
     def aliases(self, kind: str) -> list[str]:
         """Every name that :meth:`find` resolves for ``kind``, sorted; a qualified one where the alias is contested."""
         self._not_from_a_manifest(f"aliases({kind!r})")
-        owners: dict[str, list[Entry]] = {}
+        owners: dict[str, list[RegistryEntry]] = {}
         for entry in self.entries(kind):
             for name in entry.names:
                 owners.setdefault(name, []).append(entry)
@@ -107,7 +107,7 @@ class Registry:
 
     # -- look-up ---------------------------------------------------------------------------------------------
 
-    def find(self, kind: str, alias: str) -> Entry:
+    def find(self, kind: str, alias: str) -> RegistryEntry:
         """The part of ``kind`` called ``alias``, without case; ``distribution/alias`` names its owner too.
 
         Raises:
@@ -139,7 +139,7 @@ class Registry:
             raise ComponentError("; ".join(f"{entry} can't be used: {entry.problem}" for entry in candidates))
         raise UnknownAliasError(self._unknown(kind, alias), kind=kind, alias=alias)
 
-    def _candidates(self, key: tuple[str, str], owner: str | None) -> list[Entry]:
+    def _candidates(self, key: tuple[str, str], owner: str | None) -> list[RegistryEntry]:
         if owner in (None, CORE) and (core := self._built_in().get(key)):
             return [core]
         user = [self._user[key]] if owner in (None, USER) and key in self._user else []
@@ -173,7 +173,7 @@ class Registry:
         return "\n".join([*lines, *self.why_unknown(alias, kind)])
 
     @staticmethod
-    def _absent(scan: Scan, kind: str) -> dict[str, str]:
+    def _absent(scan: ScanResult, kind: str) -> dict[str, str]:
         """First-party aliases whose distribution isn't installed, with its name."""
         present = {canonical(record.distribution) for record in scan.records}
         hints = COMMANDS if kind == "command" else DISTRIBUTIONS
@@ -245,7 +245,7 @@ class Registry:
             raise ConfigurationError(
                 f"the {kind.replace('_', ' ')} alias {alias!r} is registered already, for {before.component.target}"
             )
-        self._user[key] = Entry(kind, component, USER, USER, _class=[cls])
+        self._user[key] = RegistryEntry(kind, component, USER, USER, _class=[cls])
         return cls
 
     def refresh(self) -> None:
@@ -261,11 +261,11 @@ class Registry:
 
     # -- the scan --------------------------------------------------------------------------------------------
 
-    def _built_in(self) -> dict[tuple[str, str], Entry]:
+    def _built_in(self) -> dict[tuple[str, str], RegistryEntry]:
         if not self._core:
             from torchhal.registry import _builtin as builtin
 
-            entries = [Entry(kind, component, CORE, CORE) for kind, component in contributions(builtin)]
+            entries = [RegistryEntry(kind, component, CORE, CORE) for kind, component in collect_components(builtin)]
             self._core = {(entry.kind, name): entry for entry in entries for name in entry.names}
         return self._core
 
@@ -276,7 +276,7 @@ class Registry:
                 "a manifest only describes its components, it can't ask for others"
             )
 
-    def _scanned(self) -> Scan:
+    def _scanned(self) -> ScanResult:
         unmatched: list[str] = []
         with self._lock:
             scan = self._scan
@@ -284,7 +284,7 @@ class Registry:
                 self._scanner = threading.get_ident()
                 metadata = metadata_fingerprint()
                 try:
-                    found, selection = self._find_plugins(), Selection.read(self._environ)
+                    found, selection = self._find_plugins(), PluginFilter.read(self._environ)
                     scan = read_plugins(found, selection, reserved=self._built_in(), strict=is_strict(self._environ))
                     unmatched = selection.unmatched(found)
                 finally:
@@ -296,7 +296,7 @@ class Registry:
             raise scan.failure.with_traceback(None)
         return scan
 
-    def _find_plugins(self) -> list[Found]:
+    def _find_plugins(self) -> list[DiscoveredPlugin]:
         return find_plugins(None if self._distributions is None else self._distributions())
 
 

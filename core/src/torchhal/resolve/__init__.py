@@ -17,11 +17,17 @@ from torchhal.errors import ConfigurationError
 from torchhal.resolve._accelerator_choice import choose_accelerator
 from torchhal.resolve._compatibility import check_parts
 from torchhal.resolve._launcher_choice import choose_environment, interactive_alias, launcher
-from torchhal.resolve._plan import Part, Plan, Request
-from torchhal.resolve._user_arguments import choose, from_alias, from_object, sort_plugins, substitute
+from torchhal.resolve._plan import Plan, Request, ResolvedComponent
+from torchhal.resolve._user_arguments import (
+    apply_accelerator_default,
+    choose_component,
+    component_from_instance,
+    from_alias,
+    group_by_kind,
+)
 from torchhal.strategies import Strategy
 
-__all__ = ["Part", "Plan", "Request", "resolve"]
+__all__ = ["Plan", "Request", "ResolvedComponent", "resolve"]
 
 
 def resolve(
@@ -35,7 +41,7 @@ def resolve(
     Raises:
         ConfigurationError: an argument outside its domain, of a wrong type too, or a conflict between two.
         UnsupportedCombinationError: two parts that don't fit each other.
-        AcceleratorUnavailable: an accelerator asked for by name that can't be used here.
+        AcceleratorUnavailableError: an accelerator asked for by name that can't be used here.
         UnknownAliasError, AmbiguousAliasError, ComponentError: from the registry.
     """
     asked_nodes = request.num_nodes
@@ -44,10 +50,10 @@ def resolve(
     ):
         raise ConfigurationError(f"'num_nodes' must be an int of at least 1, or 'auto' (got {asked_nodes!r})")
     notes: list[str] = []
-    plugins = sort_plugins(request.plugins)
-    given: Part | None = None
+    plugins = group_by_kind(request.plugins)
+    given: ResolvedComponent | None = None
     if not isinstance(request.strategy, str):
-        given = from_object("strategy", request.strategy, "given as an object")
+        given = component_from_instance("strategy", request.strategy, "given as an object")
 
     accelerator = choose_accelerator(request, None if given is None else given.value, notes)
     hardware: Accelerator = accelerator.value
@@ -96,8 +102,8 @@ def resolve(
     asked = request.precision
     if isinstance(asked, int) and not isinstance(asked, bool):
         asked = str(asked)
-    precision = choose("precision", "32-true", {"precision=": asked, **sources("precision")}, hardware)
-    checkpoint_io = choose("checkpoint_io", chosen.default_checkpoint_io, sources("checkpoint_io"), hardware)
+    precision = choose_component("precision", "32-true", {"precision=": asked, **sources("precision")}, hardware)
+    checkpoint_io = choose_component("checkpoint_io", chosen.default_checkpoint_io, sources("checkpoint_io"), hardware)
 
     check_parts(accelerator, strategy, precision, environment, len(indices), num_nodes)
     devices = tuple(hardware.get_parallel_devices(indices))
@@ -132,8 +138,13 @@ def _is_auto(value: object) -> bool:
 
 
 def _strategy(
-    request: Request, given: Part | None, hardware: Accelerator, environment: Part, several: bool, count: str
-) -> Part:
+    request: Request,
+    given: ResolvedComponent | None,
+    hardware: Accelerator,
+    environment: ResolvedComponent,
+    several: bool,
+    count: str,
+) -> ResolvedComponent:
     if given is not None:
         return given
     asked = str(request.strategy)
@@ -142,13 +153,13 @@ def _strategy(
         if several:
             alias, where = interactive_alias(hardware.default_parallel_strategy, environment, hardware)
         return from_alias("strategy", alias, f"{count} and no strategy named: {hardware.name}'s default{where}")
-    alias = substitute("strategy", asked, hardware)
+    alias = apply_accelerator_default("strategy", asked, hardware)
     means = "" if alias == asked else f", which on {hardware.name} means {alias}"
     return from_alias("strategy", alias, f"strategy={asked!r}{means}")
 
 
 def _devices_of_processes(
-    strategy: Strategy, accelerator: Part, environment: Part, indices: tuple[int, ...]
+    strategy: Strategy, accelerator: ResolvedComponent, environment: ResolvedComponent, indices: tuple[int, ...]
 ) -> tuple[tuple[int, ...], str]:
     """devices="auto" where somebody else has started the processes: one for each, if that is how the strategy works."""
     local = environment.value.local_world_size()

@@ -9,18 +9,18 @@ from typing import Any
 import torch
 
 from torchhal import registry
-from torchhal.errors import AcceleratorUnavailable, ComponentError, ConfigurationError
+from torchhal.errors import AcceleratorUnavailableError, ComponentError, ConfigurationError
 from torchhal.plugin import Availability
 from torchhal.registry._discovery import USER
-from torchhal.registry._entry import Entry
+from torchhal.registry._entry import RegistryEntry
 from torchhal.registry._hints import DISTRIBUTIONS
 from torchhal.registry._plugin_loader import PluginRecord
-from torchhal.resolve._plan import Part, Request
-from torchhal.resolve._user_arguments import from_alias, from_object
+from torchhal.resolve._plan import Request, ResolvedComponent
+from torchhal.resolve._user_arguments import component_from_instance, from_alias
 from torchhal.strategies import Strategy
 
 
-def choose_accelerator(request: Request, strategy: Strategy | None, notes: list[str]) -> Part:
+def choose_accelerator(request: Request, strategy: Strategy | None, notes: list[str]) -> ResolvedComponent:
     """The accelerator; what "auto" had to leave out becomes a note."""
     asked = request.accelerator
     is_auto = isinstance(asked, str) and asked.lower() == "auto"
@@ -32,13 +32,13 @@ def choose_accelerator(request: Request, strategy: Strategy | None, notes: list[
                 f"the accelerator is given more than once: {asked!r} (accelerator=) and {inside!r} (inside "
                 f"{strategy!r}); give it in one place"
             )
-        part = from_object("accelerator", inside, f"given inside {strategy!r}")
+        part = component_from_instance("accelerator", inside, f"given inside {strategy!r}")
     elif is_auto:
         return _best(strategy if strategy is not None else request.strategy, notes)
     elif isinstance(asked, str):
         part = from_alias("accelerator", asked, f"accelerator={asked!r}")
     else:
-        part = from_object("accelerator", asked, "given as an object")
+        part = component_from_instance("accelerator", asked, "given as an object")
     type(part.value).require_available()
     return part
 
@@ -59,14 +59,14 @@ def _class_of(strategy: Any) -> type[Strategy] | None:
 @dataclass
 class _Candidate:
     name: str
-    entry: Entry
+    entry: RegistryEntry
     priority: int | None
     """None: it could not even be asked."""
     reason: str
     """Why it can't be used; empty where it can."""
 
 
-def _best(strategy: Any, notes: list[str]) -> Part:
+def _best(strategy: Any, notes: list[str]) -> ResolvedComponent:
     """The available accelerator with the highest priority that ``strategy``, an object or a name, works on."""
     candidates = _candidates()
     usable = [candidate for candidate in candidates if not candidate.reason]
@@ -79,7 +79,7 @@ def _best(strategy: Any, notes: list[str]) -> Part:
         if wanted is not None:
             reasons += [f"{candidate.name}: {wanted.__name__} doesn't work on it" for candidate in usable]
         reason = "; ".join([*reasons, *broken]) or "none is installed"
-        raise AcceleratorUnavailable(
+        raise AcceleratorUnavailableError(
             f"accelerator='auto' finds none that can be used here: {reason}", alias="auto", reason=reason
         )
     best = max(candidate.priority or 0 for candidate in fitting)
@@ -102,10 +102,10 @@ def _best(strategy: Any, notes: list[str]) -> Part:
     if own and (device := undriven_device(registry.entries("accelerator"), registry.plugins())):
         notes.append(f"accelerator='auto' takes {winners[0].name!r}, but {device}, or say which you mean")
     reason = "accelerator='auto': the best one available here"
-    return Part("accelerator", winners[0].name, winners[0].entry.create(), reason)
+    return ResolvedComponent("accelerator", winners[0].name, winners[0].entry.create(), reason)
 
 
-def undriven_device(entries: Iterable[Entry], plugins: Iterable[PluginRecord]) -> str:
+def undriven_device(entries: Iterable[RegistryEntry], plugins: Iterable[PluginRecord]) -> str:
     """A device that torch itself sees here and none of ``entries`` drives, and what to install; empty for none.
 
     An extension's device (PrivateUse1) is not meant: whoever imported it knows. Nor is one whose plugin among
@@ -123,7 +123,7 @@ def undriven_device(entries: Iterable[Entry], plugins: Iterable[PluginRecord]) -
     return f"torch sees a device of type {device.type!r} here, which nothing that is installed drives: {remedy}"
 
 
-def _device_type(entry: Entry) -> str:
+def _device_type(entry: RegistryEntry) -> str:
     try:
         return str(entry.load().device_type)
     except ComponentError:

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from torchhal import registry
 from torchhal.checkpoint.base import CheckpointIO
-from torchhal.registry._entry import Entry
+from torchhal.registry._entry import RegistryEntry
 
 
-def usable_ios() -> Iterator[tuple[Entry, CheckpointIO]]:
+def usable_ios() -> Iterator[tuple[RegistryEntry, CheckpointIO]]:
     """What can be used here; not what only writes differently than another."""
     for entry in registry.entries("checkpoint_io"):
         if entry.availability():

@@ -8,12 +8,17 @@ from torchhal.distributed.process import launched_by
 from torchhal.errors import ComponentError, UnsupportedCombinationError
 from torchhal.precision import Precision
 from torchhal.registry._discovery import USER
-from torchhal.resolve._plan import Part
+from torchhal.resolve._plan import ResolvedComponent
 from torchhal.strategies import ParallelStrategy, Strategy
 
 
 def check_parts(
-    accelerator: Part, strategy: Part, precision: Part, environment: Part, devices: int, nodes: int
+    accelerator: ResolvedComponent,
+    strategy: ResolvedComponent,
+    precision: ResolvedComponent,
+    environment: ResolvedComponent,
+    devices: int,
+    nodes: int,
 ) -> None:
     """Raise UnsupportedCombinationError unless the parts can work together."""
     hardware: Accelerator = accelerator.value
@@ -59,7 +64,7 @@ def _launches_each(strategy: Strategy, devices: int) -> bool:
     )
 
 
-def check_accelerator(accelerator: Part, strategy: Part) -> None:
+def check_accelerator(accelerator: ResolvedComponent, strategy: ResolvedComponent) -> None:
     """Raise UnsupportedCombinationError for a strategy that is not made for this hardware."""
     hardware: Accelerator = accelerator.value
     works_on = strategy.value.accelerators
@@ -76,7 +81,7 @@ def check_accelerator(accelerator: Part, strategy: Part) -> None:
         )
 
 
-def _check_backend(accelerator: Part, strategy: Part) -> None:
+def _check_backend(accelerator: ResolvedComponent, strategy: ResolvedComponent) -> None:
     hardware: Accelerator = accelerator.value
     if hardware.backend or not isinstance(strategy.value, ParallelStrategy) or strategy.value.process_group_backend:
         return
@@ -87,7 +92,7 @@ def _check_backend(accelerator: Part, strategy: Part) -> None:
     )
 
 
-def _check_precision(accelerator: Part, strategy: Part, precision: Part) -> None:
+def _check_precision(accelerator: ResolvedComponent, strategy: ResolvedComponent, precision: ResolvedComponent) -> None:
     hardware: Accelerator = accelerator.value
     value: Precision = precision.value
     names = {precision.alias, value.alias}

@@ -12,8 +12,8 @@ from torchhal.cluster._env_vars import given
 from torchhal.distributed.process import launched_by
 from torchhal.errors import ConfigurationError, UnsupportedCombinationError
 from torchhal.launchers._command import why_no_script
-from torchhal.resolve._plan import Part
-from torchhal.resolve._user_arguments import choose, from_alias, substitute
+from torchhal.resolve._plan import ResolvedComponent
+from torchhal.resolve._user_arguments import apply_accelerator_default, choose_component, from_alias
 from torchhal.strategies import Strategy
 
 KIND = "cluster_environment"
@@ -21,17 +21,17 @@ VARIABLE = "TORCHHAL_CLUSTER"
 """An alias, or "none": switches detection off without a change to the script."""
 
 
-def choose_environment(sources: Mapping[str, Any], accelerator: Accelerator, notes: list[str]) -> Part:
+def choose_environment(sources: Mapping[str, Any], accelerator: Accelerator, notes: list[str]) -> ResolvedComponent:
     """The environment that is given, else TORCHHAL_CLUSTER's, else the one that says it started this process, else
     "local"."""
-    local = substitute(KIND, "local", accelerator)
+    local = apply_accelerator_default(KIND, "local", accelerator)
     if any(value is not None for value in sources.values()):
-        return choose(KIND, local, sources, accelerator)
+        return choose_component(KIND, local, sources, accelerator)
     named = given(VARIABLE)
     if named.lower() == "none":
         return from_alias(KIND, local, f"{VARIABLE}={named}: nothing is detected")
     if named:
-        return choose(KIND, local, {f"{VARIABLE}=": named}, accelerator)
+        return choose_component(KIND, local, {f"{VARIABLE}=": named}, accelerator)
     found: list[tuple[int, str]] = []
     for entry in registry.entries(KIND):
         if not entry.availability():
@@ -54,7 +54,7 @@ def choose_environment(sources: Mapping[str, Any], accelerator: Accelerator, not
     return from_alias(KIND, winners[0], "detected from the environment")
 
 
-def interactive_alias(alias: str, environment: Part, accelerator: Accelerator) -> tuple[str, str]:
+def interactive_alias(alias: str, environment: ResolvedComponent, accelerator: Accelerator) -> tuple[str, str]:
     """What stands in for the default strategy ``alias`` where no script can be run again, and why; else ``alias``.
 
     Workers that inherit everything, for what a cell has defined can't be imported; where they can't be forked, those
@@ -65,11 +65,17 @@ def interactive_alias(alias: str, environment: Part, accelerator: Accelerator) -
     if environment.value.creates_processes_externally or "owns_launch" in environment.value.features:
         return alias, ""
     forks = "fork" in accelerator.start_methods and "fork" in multiprocessing.get_all_start_methods()
-    workers = substitute("strategy", "ddp_notebook" if forks else "ddp_spawn", accelerator)
+    workers = apply_accelerator_default("strategy", "ddp_notebook" if forks else "ddp_spawn", accelerator)
     return workers, ", in a session without a script that could be run again"
 
 
-def launcher(strategy: Part, environment: Part, accelerator: Part, local: int, num_nodes: int) -> tuple[str, str]:
+def launcher(
+    strategy: ResolvedComponent,
+    environment: ResolvedComponent,
+    accelerator: ResolvedComponent,
+    local: int,
+    num_nodes: int,
+) -> tuple[str, str]:
     """What starts the processes of a node, and why; an error where the device doesn't survive it, or where that can't
     start any."""
     if environment.value.creates_processes_externally:

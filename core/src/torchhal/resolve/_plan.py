@@ -26,7 +26,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Part:
+class ResolvedComponent:
     """One chosen part: its alias where it has one, the instance, and why it was chosen."""
 
     kind: str
@@ -39,11 +39,11 @@ class Part:
 class Plan:
     """What will run, and for each choice the reason. Nothing has been started."""
 
-    accelerator: Part
-    precision: Part
-    checkpoint_io: Part
-    cluster_environment: Part | None
-    strategy: Part
+    accelerator: ResolvedComponent
+    precision: ResolvedComponent
+    checkpoint_io: ResolvedComponent
+    cluster_environment: ResolvedComponent | None
+    strategy: ResolvedComponent
     device_indices: tuple[int, ...]
     devices: tuple[torch.device, ...]
     devices_reason: str

@@ -15,10 +15,10 @@ from torchhal import registry
 from torchhal.accelerators import Accelerator
 from torchhal.checkpoint import CheckpointIO
 from torchhal.cluster import ClusterEnvironment
-from torchhal.errors import AcceleratorUnavailable, ConfigurationError, PluginError, UnknownAliasError
+from torchhal.errors import AcceleratorUnavailableError, ConfigurationError, PluginError, UnknownAliasError
 from torchhal.precision import Precision
 from torchhal.registry._hints import meant_by
-from torchhal.resolve._plan import Part
+from torchhal.resolve._plan import ResolvedComponent
 from torchhal.strategies import Strategy
 from torchhal.suggestions import one_of
 
@@ -34,7 +34,7 @@ BASES: Mapping[str, type] = {
 PLUGIN_KINDS = ("precision", "checkpoint_io", "cluster_environment")
 
 
-def from_object(kind: str, value: Any, reason: str) -> Part:
+def component_from_instance(kind: str, value: Any, reason: str) -> ResolvedComponent:
     """A part from an instance, or from a class that needs no arguments."""
     base = BASES[kind]
     instance = value
@@ -59,7 +59,7 @@ def from_object(kind: str, value: Any, reason: str) -> Part:
             f"'{kind}' must be {auto}an alias, {article} {base.__name__} or a class of one (got {value!r})"
             f"{_meant(kind, value)}"
         )
-    return Part(kind, _own_alias(instance), instance, reason)
+    return ResolvedComponent(kind, _own_alias(instance), instance, reason)
 
 
 def _meant(kind: str, value: Any) -> str:
@@ -77,27 +77,27 @@ def _own_alias(value: Any) -> str:
     return str(getattr(value, "alias", "") or getattr(value, "name", "") or type(value).__name__)
 
 
-def from_alias(kind: str, alias: str, reason: str) -> Part:
+def from_alias(kind: str, alias: str, reason: str) -> ResolvedComponent:
     """The part that the registry knows by ``alias``."""
     entry = registry.find(kind, alias)
     availability = entry.availability()
     if not availability:
         message = f"{kind.replace('_', ' ')} {alias!r} can't be used here: {availability.reason}"
         if kind == "accelerator":
-            raise AcceleratorUnavailable(message, alias=alias, reason=availability.reason)
+            raise AcceleratorUnavailableError(message, alias=alias, reason=availability.reason)
         raise ConfigurationError(message)
     value = entry.create()
     if isinstance(value, Strategy) and not value.alias:
         value.alias = entry.component.alias
-    return Part(kind, entry.component.alias, value, reason)
+    return ResolvedComponent(kind, entry.component.alias, value, reason)
 
 
-def substitute(kind: str, alias: str, accelerator: Accelerator) -> str:
+def apply_accelerator_default(kind: str, alias: str, accelerator: Accelerator) -> str:
     """What a general alias means on this hardware."""
     return accelerator.substitutes.get(kind, {}).get(alias.lower(), alias)
 
 
-def sort_plugins(plugins: Any) -> dict[str, Any]:
+def group_by_kind(plugins: Any) -> dict[str, Any]:
     """``plugins=`` by kind: objects by their class, names by whoever provides them."""
     if plugins is None:
         return {}
@@ -149,7 +149,7 @@ def _kinds_of_object(plugin: Any) -> list[str]:
     return [kind for kind, base in BASES.items() if issubclass(cls, base)]
 
 
-def one_source(kind: str, sources: Mapping[str, Any]) -> tuple[str, Any]:
+def single_source(kind: str, sources: Mapping[str, Any]) -> tuple[str, Any]:
     """The one (place, value) of ``sources`` where something is given, or ("", None); an error for two that differ."""
     named = {where: value for where, value in sources.items() if value is not None}
     first, *others = named.values() if named else [None]
@@ -167,13 +167,15 @@ def _same(first: Any, second: Any) -> bool:
     return first is second
 
 
-def choose(kind: str, default: str, sources: Mapping[str, Any], accelerator: Accelerator) -> Part:
+def choose_component(
+    kind: str, default: str, sources: Mapping[str, Any], accelerator: Accelerator
+) -> ResolvedComponent:
     """The part of ``kind`` that is given somewhere, or the one called ``default``."""
-    where, value = one_source(kind, sources)
+    where, value = single_source(kind, sources)
     if value is None:
-        return from_alias(kind, substitute(kind, default, accelerator), "the default")
+        return from_alias(kind, apply_accelerator_default(kind, default, accelerator), "the default")
     if not isinstance(value, str):
-        return from_object(kind, value, f"given as an object ({where})")
-    alias = substitute(kind, value, accelerator)
+        return component_from_instance(kind, value, f"given as an object ({where})")
+    alias = apply_accelerator_default(kind, value, accelerator)
     means = "" if alias == value else f", which on {accelerator.name} means {alias}"
     return from_alias(kind, alias, f"{where}{value!r}{means}")

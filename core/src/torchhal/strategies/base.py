@@ -17,7 +17,7 @@ from torchhal._overrides import overrides
 from torchhal.accelerators import Accelerator
 from torchhal.checkpoint import CheckpointIO
 from torchhal.cluster import ClusterEnvironment
-from torchhal.distributed._rank_monitor import RankWatch
+from torchhal.distributed._rank_monitor import RankMonitor
 from torchhal.distributed.rendezvous import DEFAULT_TIMEOUT
 from torchhal.errors import (
     CheckpointError,
@@ -150,7 +150,7 @@ class Strategy(ABC):
         """Whether :attr:`model` is a wrapper that the precision's ``connect`` gave."""
         self.optimizers: list[Optimizer] = []
         self.lr_scheduler_configs: list[Any] = []
-        self._watch: RankWatch | None = None
+        self._watch: RankMonitor | None = None
         self.accumulate_grad_batches = 1
         self.gradient_clip_val: float | None = None
         self.gradient_clip_algorithm = "norm"
@@ -240,10 +240,10 @@ class Strategy(ABC):
         return part
 
     @property
-    def watch(self) -> RankWatch:
+    def watch(self) -> RankMonitor:
         """What this process knows of the others' failures and wishes to stop; of itself alone before the set-up."""
         if self._watch is None:
-            self._watch = RankWatch(None, 0, 1)
+            self._watch = RankMonitor(None, 0, 1)
         return self._watch
 
     # -- processes and ranks ---------------------------------------------------------------------------------
@@ -318,7 +318,7 @@ class Strategy(ABC):
     def _watch_ranks(self, store: Store) -> None:
         """Start :attr:`watch`, once in a life: before the ranks wait for each other in C, if they do in a set-up."""
         if self._watch is None or self._watch.world_size == 1:
-            self._watch = RankWatch(store, self.global_rank, self.world_size).start()
+            self._watch = RankMonitor(store, self.global_rank, self.world_size).start()
 
     def setup_communication(self) -> Store | None:
         """Let the ranks find each other; the store through which they tell of failures and wishes to stop.

@@ -70,7 +70,7 @@ def dump_checkpoint(trainer: Trainer, *, weights_only: bool = False) -> dict[str
             {
                 "rng": rng.collect(strategy.accelerator, strategy.root_device),
                 "data": fit.data.position() if fit.data is not None else None,
-                "share": list(elastic_resume.share_of_data(trainer)),
+                "share": list(elastic_resume.data_parallel_rank(trainer)),
                 "batch_size": elastic_resume.batch_size(fit),
             }
         )
@@ -227,7 +227,7 @@ def restore_training(trainer: Trainer, checkpoint: dict[str, Any], path: str) ->
     fit.load_state_dict(loops["fit"])
     with _naming(path, "loops/results"):
         trainer.results.load_state_dict(loops["results"])
-    if checkpoint.get("gradients") is not None and elastic_resume.keeps_gradients(trainer, checkpoint):
+    if checkpoint.get("gradients") is not None and elastic_resume.carries_accumulated_grads(trainer, checkpoint):
         with _naming(path, "gradients"):
             strategy.load_accumulated_gradients(checkpoint["gradients"])
         fit.restored_gradients = True

@@ -18,7 +18,7 @@ from torchhal.trainer.loggers import CSVLogger
 
 
 @dataclass
-class Attachments:
+class DataSources:
     """The loaders as given to one call, and what became of them."""
 
     train: Any = None

@@ -13,7 +13,7 @@ from torchhal.trainer.callbacks import EarlyStopping, ModelCheckpoint, ProgressB
 from torchhal.trainer.data._loaders import TrainingData, find_loaders
 
 if TYPE_CHECKING:
-    from torchhal.trainer._connectors import Attachments
+    from torchhal.trainer._connectors import DataSources
     from torchhal.trainer.logging._logged_metrics import Results
     from torchhal.trainer.loops._evaluation_loop import EvaluationLoop
     from torchhal.trainer.loops._fit_loop import FitLoop
@@ -40,7 +40,7 @@ class TrainerProperties(TrainerSettings):
     fit_loop: FitLoop
     evaluation_loop: EvaluationLoop
     results: Results
-    attachments: Attachments
+    attachments: DataSources
     log_dir: str | None
     """The folder of the first logger, the same on every rank; None without a logger, and before a run."""
 

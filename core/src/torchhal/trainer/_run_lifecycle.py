@@ -19,7 +19,7 @@ from torchhal.checkpoint._location import is_url
 from torchhal.cluster import ClusterEnvironment
 from torchhal.cluster._job import Job, current_job
 from torchhal.distributed import rendezvous
-from torchhal.distributed.failures import exit_on
+from torchhal.distributed.failures import exit_for_signal
 from torchhal.distributed.process import open_standard_descriptors
 from torchhal.distributed.signals import DEFAULT_SIGNALS, StopRequested, StopSignals, at_once, is_orderly, signal_of
 from torchhal.errors import ModelError, RankFailedError, TorchhalError
@@ -43,7 +43,7 @@ from torchhal.trainer.data._loaders import (
 from torchhal.trainer.loggers.base import FolderLogger
 from torchhal.trainer.logging import _status_lines as status_lines
 from torchhal.trainer.logging._standard_streams import lossy_streams
-from torchhal.trainer.loops._fit_loop import Interrupted
+from torchhal.trainer.loops._fit_loop import StopOnSignal
 from torchhal.trainer.loops._hook_calls import module_hook
 
 if TYPE_CHECKING:
@@ -76,9 +76,9 @@ def _launch(trainer: Trainer, fn: str, ckpt_path: Any) -> Any:
     except BaseException as error:
         trainer.state.status = "interrupted"
         if is_orderly(error) and not launcher.has_begun:
-            say_where(trainer, fn, signal_of(error), begun=False)
+            log_stop(trainer, fn, signal_of(error), begun=False)
         raise
-    return absorb(trainer, message)
+    return apply_worker_result(trainer, message)
 
 
 def choose_log_folders(trainer: Trainer, fn: str) -> None:
@@ -96,7 +96,7 @@ def run(trainer: Trainer, fn: str, ckpt_path: Any, *, in_worker: bool = False) -
     In a worker the result is what the calling process must hear of it, gathered while the ranks are still together.
     """
     trainer.state = TrainerState(fn, "train" if fn == "fit" else fn, "running")
-    restore_flags = keep_flags()
+    restore_flags = save_torch_flags()
     asked_accumulation = trainer.accumulate_grad_batches
 
     def ask(signum: int) -> None:
@@ -123,28 +123,28 @@ def run(trainer: Trainer, fn: str, ckpt_path: Any, *, in_worker: bool = False) -
             try:
                 with at_once():
                     trainer.strategy.setup_environment()
-                    say_where_to_dump(trainer, trainer.default_root_dir)
-                    attach(trainer, fn)
+                    set_hang_folder(trainer, trainer.default_root_dir)
+                    bind_trainer(trainer, fn)
                     status_lines.announce_start(trainer, fn)
                     set_up(trainer, fn, ckpt_path, on_refusal)
                     on_refusal.pop_all()
                 if signals.received is not None:
                     ask(signals.received)  # a scheduler's warning, perhaps before the ranks knew each other
-                result = work(trainer, fn)
+                result = run_stage(trainer, fn)
             except StopRequested as stop:
                 # this rank alone may be here, and there is nothing to save
                 rendezvous.announce_stop(stop.signum)
                 trainer.strategy.watch.report_stop(stop.signum)
-                say_where(trainer, fn, stop.signum, begun=False)
-                raise exit_on(stop.signum, agreed=False) from None
-            except Interrupted as interruption:
+                log_stop(trainer, fn, stop.signum, begun=False)
+                raise exit_for_signal(stop.signum, agreed=False) from None
+            except StopOnSignal as interruption:
                 # every rank is here, after the same step: what follows may communicate
                 if fn == "fit" and trainer.state.stage != "sanity_check" and not trainer.fast_dev_run:
                     save_interrupted(trainer, interruption.signum)
-                say_where(trainer, fn, interruption.signum)
+                log_stop(trainer, fn, interruption.signum)
                 if fn == "fit":
-                    run_again(trainer, ckpt_path, interruption.signum)
-                raise exit_on(interruption.signum, agreed=True) from None
+                    requeue(trainer, ckpt_path, interruption.signum)
+                raise exit_for_signal(interruption.signum, agreed=True) from None
             hooks_left = False
             tear_down_hooks(trainer, fn)
             trainer.state.status = "finished"
@@ -152,19 +152,19 @@ def run(trainer: Trainer, fn: str, ckpt_path: Any, *, in_worker: bool = False) -
             if fn == "fit":
                 status_lines.announce_end(trainer)
             if in_worker:
-                result = answer(trainer, result)
+                result = pack_worker_result(trainer, result)
             else:
                 trainer.strategy.restore_module()
         failed = False
     except BaseException as error:
         trainer.state.status = "interrupted"
-        raised = report(trainer, error)
+        raised = report_failure(trainer, error)
         if hooks_left:
             tear_down_hooks(trainer, fn, failed=True)
         on_refusal.close()
         if isinstance(raised, RankFailedError) and raised.stop_signal:
-            say_where(trainer, fn, raised.stop_signal, begun=has_begun(trainer), left=raised.rank)
-            raise exit_on(raised.stop_signal, agreed=False) from None
+            log_stop(trainer, fn, raised.stop_signal, begun=has_begun(trainer), left=raised.rank)
+            raise exit_for_signal(raised.stop_signal, agreed=False) from None
         if raised is error:
             raise
         raise raised from error
@@ -183,7 +183,7 @@ def run(trainer: Trainer, fn: str, ckpt_path: Any, *, in_worker: bool = False) -
                 raise
             _log.exception("the tear-down failed too")  # the first error is the one to hear of
     if signals.received is not None:  # too late to stop anything here; whoever sent it wants more than this call ended
-        raise exit_on(signals.received, agreed=True)
+        raise exit_for_signal(signals.received, agreed=True)
     return result
 
 
@@ -234,7 +234,7 @@ def has_begun(trainer: Trainer) -> bool:
     return bool(trainer.results.stage == trainer.state.fn)
 
 
-def say_where(trainer: Trainer, fn: str, signum: int, *, begun: bool = True, left: int | None = None) -> None:
+def log_stop(trainer: Trainer, fn: str, signum: int, *, begun: bool = True, left: int | None = None) -> None:
     """One line for whoever reads the log of a job that was stopped, in its steps or before it had ``begun`` them.
 
     ``left``: the rank that went at once, with which nothing could be saved any more; None where all stopped together.
@@ -250,13 +250,13 @@ def say_where(trainer: Trainer, fn: str, signum: int, *, begun: bool = True, lef
     trainer.print(f"torchhal: {fn} stopped on {name} {at}", file=sys.stderr)
 
 
-def say_where_to_dump(trainer: Trainer, folder: str) -> None:
+def set_hang_folder(trainer: Trainer, folder: str) -> None:
     """Where ranks that hang write down where they are; what is far away can't be waited for then."""
     if not is_url(folder):
         trainer.strategy.watch.hang.run_folder = folder
 
 
-def run_again(trainer: Trainer, ckpt_path: Any, signum: int) -> None:
+def requeue(trainer: Trainer, ckpt_path: Any, signum: int) -> None:
     """Let the scheduler start the job anew; it is told whether that would go on from here, or begin again for ever."""
     job = job_of(trainer)
     if trainer.is_global_zero:
@@ -266,10 +266,10 @@ def run_again(trainer: Trainer, ckpt_path: Any, signum: int) -> None:
     # A rank that leaves may end the others, and with them what was asked for. The scheduler may take longer than a
     # collective may; and what this process ends with is the signal's code, whoever comes.
     with suppress(TorchhalError):
-        trainer.strategy.watch.barrier("run_again", _RUN_AGAIN_TIMEOUT)
+        trainer.strategy.watch.barrier("requeue", _RUN_AGAIN_TIMEOUT)
 
 
-def work(trainer: Trainer, fn: str) -> Any:
+def run_stage(trainer: Trainer, fn: str) -> Any:
     """Everything between the set-up and the tear-down."""
     if fn != "fit":
         return evaluate(trainer, fn)
@@ -277,7 +277,7 @@ def work(trainer: Trainer, fn: str) -> Any:
     return None
 
 
-def keep_flags() -> Callable[[], None]:
+def save_torch_flags() -> Callable[[], None]:
     """What puts torch's global switches back as they are now."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -302,7 +302,7 @@ def set_flags(trainer: Trainer) -> None:
         torch.autograd.set_detect_anomaly(True)
 
 
-def attach(trainer: Trainer, fn: str) -> None:
+def bind_trainer(trainer: Trainer, fn: str) -> None:
     module, datamodule = trainer.module, trainer.datamodule
     if hasattr(type(module), "trainer"):
         module.trainer = trainer
@@ -322,7 +322,7 @@ def attach(trainer: Trainer, fn: str) -> None:
         choose_log_folders(trainer, fn)
     trainer.log_dir = trainer.strategy.broadcast(trainer.logger.log_dir if trainer.logger is not None else None)
     if trainer.log_dir:
-        say_where_to_dump(trainer, trainer.log_dir)
+        set_hang_folder(trainer, trainer.log_dir)
     trainer.hooks.refresh()
 
 
@@ -354,7 +354,7 @@ def set_up(trainer: Trainer, fn: str, ckpt_path: Any, on_refusal: ExitStack) -> 
         checkpoint = checkpointing.read_checkpoint(trainer, trainer.ckpt_path)
         checkpointing.restore_datamodule(trainer, checkpoint, trainer.ckpt_path)
     if fn == "fit":
-        elastic_resume.begin(trainer, checkpoint)
+        elastic_resume.record_batch_setup(trainer, checkpoint)
     strategy.accumulate_grad_batches = trainer.accumulate_grad_batches
     strategy.gradient_clip_val = trainer.gradient_clip_val
     strategy.gradient_clip_algorithm = trainer.gradient_clip_algorithm
@@ -452,7 +452,7 @@ def sanity_check(trainer: Trainer) -> None:
         trainer.hooks.call("on_sanity_check_end")
         cut = loop.stops_here()
     if cut:
-        raise Interrupted(strategy.watch.stop_signal or signal.SIGTERM)
+        raise StopOnSignal(strategy.watch.stop_signal or signal.SIGTERM)
     trainer.state.stage = trainer.results.stage = "train"
     rng.restore(before, strategy.accelerator, strategy.root_device)
 
@@ -467,7 +467,7 @@ def evaluate(trainer: Trainer, fn: str) -> Any:
         trainer.attachments.evaluation_data = data
     outputs, cut = trainer.evaluation_loop.run(fn, data)
     if cut:
-        raise Interrupted(trainer.strategy.watch.stop_signal or signal.SIGTERM)
+        raise StopOnSignal(trainer.strategy.watch.stop_signal or signal.SIGTERM)
     if fn != "predict":
         return trainer.results.evaluation_results(max(1, len(data.loaders)))
     if not trainer.attachments.keep_predictions:
@@ -481,7 +481,7 @@ def evaluate(trainer: Trainer, fn: str) -> Any:
     return outputs[0] if len(outputs) == 1 else outputs
 
 
-def report(trainer: Trainer, error: BaseException) -> BaseException:
+def report_failure(trainer: Trainer, error: BaseException) -> BaseException:
     """Tell the other ranks, then the callbacks; the error to raise."""
     strategy = trainer.strategy
     raised = strategy.explain(error)
@@ -522,7 +522,7 @@ def tear_down_hooks(trainer: Trainer, fn: str, *, failed: bool = False) -> None:
         raise first
 
 
-def answer(trainer: Trainer, result: Any) -> dict[str, Any]:
+def pack_worker_result(trainer: Trainer, result: Any) -> dict[str, Any]:
     """What a worker sends back to the process that called fit; rank 0's is heard."""
     state = trainer.strategy.module_state_dict()  # every rank helps to gather it
     return {
@@ -538,7 +538,7 @@ def answer(trainer: Trainer, result: Any) -> dict[str, Any]:
     }
 
 
-def absorb(trainer: Trainer, answer: dict[str, Any]) -> Any:
+def apply_worker_result(trainer: Trainer, answer: dict[str, Any]) -> Any:
     if hasattr(type(trainer.module), "trainer"):
         trainer.module.trainer = trainer
     trainer.strategy.connect(trainer.module)

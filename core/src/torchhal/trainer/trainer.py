@@ -17,7 +17,7 @@ from torchhal.strategies import Strategy
 from torchhal.trainer import _checkpointing as checkpointing
 from torchhal.trainer import _trained_by as trained_by
 from torchhal.trainer._connectors import (
-    Attachments,
+    DataSources,
     check_datamodule,
     check_model,
     check_no_second,
@@ -188,7 +188,7 @@ class Trainer(TrainerOutput, TrainerProperties):
         self.state = TrainerState()
         self.module: Any = None
         self.datamodule: Any = None
-        self.attachments = Attachments()
+        self.attachments = DataSources()
         self.should_stop = False
         self.ckpt_path: str | None = None
         self.trainer_id = new_run_id()
@@ -288,7 +288,7 @@ class Trainer(TrainerOutput, TrainerProperties):
             check_training_loader(train_dataloaders)
         for loader in as_loaders(val_dataloaders):
             check_loader(loader, "val_dataloaders")
-        attachments = Attachments(train=train_dataloaders, validate=val_dataloaders)
+        attachments = DataSources(train=train_dataloaders, validate=val_dataloaders)
         if find_source(model, datamodule, "train", train_dataloaders) is None:
             raise ModelError(
                 "fit needs training data: pass train_dataloaders or a datamodule, or define train_dataloader on the "
@@ -307,7 +307,7 @@ class Trainer(TrainerOutput, TrainerProperties):
         datamodule: Any = None,
     ) -> list[dict[str, float]]:
         """Evaluate on the validation data; one dict of metrics per loader."""
-        attachments = Attachments(validate=dataloaders)
+        attachments = DataSources(validate=dataloaders)
         result: list[dict[str, float]] = self._evaluate("validate", model, attachments, datamodule, ckpt_path, verbose)
         return result
 
@@ -321,7 +321,7 @@ class Trainer(TrainerOutput, TrainerProperties):
         datamodule: Any = None,
     ) -> list[dict[str, float]]:
         """Evaluate on the test data; one dict of metrics per loader. ``ckpt_path`` may be "best" or "last"."""
-        attachments = Attachments(test=dataloaders)
+        attachments = DataSources(test=dataloaders)
         result: list[dict[str, float]] = self._evaluate("test", model, attachments, datamodule, ckpt_path, verbose)
         return result
 
@@ -339,12 +339,12 @@ class Trainer(TrainerOutput, TrainerProperties):
         A list of lists with several loaders. ``return_predictions=False`` keeps nothing, for callbacks that write.
         """
         keep = arguments.check_bool("return_predictions", return_predictions)
-        attachments = Attachments(predict=dataloaders, keep_predictions=keep)
+        attachments = DataSources(predict=dataloaders, keep_predictions=keep)
         result: list[Any] | None = self._evaluate("predict", model, attachments, datamodule, ckpt_path, False)
         return result
 
     def _evaluate(
-        self, fn: str, model: Any, attachments: Attachments, datamodule: Any, ckpt_path: Any, verbose: bool
+        self, fn: str, model: Any, attachments: DataSources, datamodule: Any, ckpt_path: Any, verbose: bool
     ) -> Any:
         arguments.check_bool("verbose", verbose)
         model = self.module if model is None else check_model(model)
@@ -371,7 +371,7 @@ class Trainer(TrainerOutput, TrainerProperties):
             self.print_results(fn, results)
         return results
 
-    def _launch(self, fn: str, model: Any, attachments: Attachments, datamodule: Any, ckpt_path: Any) -> Any:
+    def _launch(self, fn: str, model: Any, attachments: DataSources, datamodule: Any, ckpt_path: Any) -> Any:
         path = arguments.check_ckpt_path(ckpt_path)
         self.check_hook_names(model, datamodule, self.callbacks)
         if self.attachments.asked_for_callbacks is model:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from torchhal.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from torchhal_bagua.strategy import BaguaStrategy
@@ -11,10 +13,4 @@ __version__ = "0.1.0"
 
 __all__ = ["BaguaStrategy"]
 
-
-def __getattr__(name: str) -> Any:
-    if name != "BaguaStrategy":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from torchhal_bagua.strategy import BaguaStrategy
-
-    return BaguaStrategy
+__getattr__, __dir__ = lazy_names(__name__, {"BaguaStrategy": "strategy"})

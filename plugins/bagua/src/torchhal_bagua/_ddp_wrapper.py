@@ -39,7 +39,7 @@ class Runner(nn.Module):
         return (self.step or self.module)(*args, **kwargs)
 
 
-class Wrapped:
+class DDPWrapper:
     """
     Args:
         module: on its device, with something to train.
@@ -221,7 +221,7 @@ def check_qadam(optimizers: Sequence[Optimizer], trained: Sequence[nn.Parameter]
         )
 
 
-class Used(torch.autograd.Function):
+class TouchAllParameters(torch.autograd.Function):
     """The loss, as one that every parameter has a part in: a gradient of zero where it has no other."""
 
     @staticmethod

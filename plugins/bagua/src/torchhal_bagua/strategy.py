@@ -19,7 +19,7 @@ from torchhal.strategies import ParallelStrategy
 from torchhal_bagua import _algorithms as algorithms
 from torchhal_bagua import _compatibility as compatibility
 from torchhal_bagua import _sdk as sdk
-from torchhal_bagua._ddp_wrapper import Used, Wrapped, check_qadam, ignored_names
+from torchhal_bagua._ddp_wrapper import DDPWrapper, TouchAllParameters, check_qadam, ignored_names
 
 BATCHES = "bagua_batches"
 """Key in the optimizer's state in checkpoints, which optimizers elsewhere ignore."""
@@ -106,7 +106,7 @@ class BaguaStrategy(ParallelStrategy):
         if bucket_cap_mb is not None:
             self._settings["BAGUA_DEFAULT_BUCKET_SIZE"] = str(max(1, int(bucket_cap_mb * 1024**2)))
         self._variables = sdk.Environment()
-        self._wrapped: Wrapped | None = None
+        self._wrapped: DDPWrapper | None = None
         self._arrived: set[torch.Tensor] = set()  # parameters with a gradient from the latest backward
         self._watched: list[Any] = []
 
@@ -169,7 +169,7 @@ class BaguaStrategy(ParallelStrategy):
         assert self.module is not None
         self._unwrap()
         with self.guard("set-up of the algorithm"):
-            self._wrapped = Wrapped(
+            self._wrapped = DDPWrapper(
                 self.module,
                 self.optimizers,
                 name=self.algorithm,
@@ -264,7 +264,7 @@ class BaguaStrategy(ParallelStrategy):
             super().backward(loss, *args, **kwargs)
             return
         if self.find_unused_parameters:
-            loss = Used.apply(loss, *wrapped.parameters)  # type: ignore[no-untyped-call]
+            loss = TouchAllParameters.apply(loss, *wrapped.parameters)  # type: ignore[no-untyped-call]
         self._arrived.clear()
         try:
             super().backward(loss, *args, **kwargs)

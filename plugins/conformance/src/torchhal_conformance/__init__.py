@@ -17,13 +17,22 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torchhal_conformance._check import CHECKS, Check, CheckFailed, checks_for
-    from torchhal_conformance._component_under_test import Subject
+    from torchhal_conformance._component_under_test import ComponentUnderTest
     from torchhal_conformance._session import Result, Session
     from torchhal_conformance._suite import conformance_suite
 
 __version__ = "0.1.0"
 
-__all__ = ["CHECKS", "Check", "CheckFailed", "Result", "Session", "Subject", "checks_for", "conformance_suite"]
+__all__ = [
+    "CHECKS",
+    "Check",
+    "CheckFailed",
+    "ComponentUnderTest",
+    "Result",
+    "Session",
+    "checks_for",
+    "conformance_suite",
+]
 
 _HOMES = {
     "CHECKS": "_check",
@@ -31,7 +40,7 @@ _HOMES = {
     "CheckFailed": "_check",
     "Result": "_session",
     "Session": "_session",
-    "Subject": "_component_under_test",
+    "ComponentUnderTest": "_component_under_test",
     "checks_for": "_check",
     "conformance_suite": "_suite",
 }

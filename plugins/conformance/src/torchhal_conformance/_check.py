@@ -40,8 +40,8 @@ class Check:
 
     Attributes:
         id: such as ``"ACC-01"``; public and stable.
-        function: raises when the rule is broken. Takes a ``Bench``; with ``worlds`` it runs on every rank and takes
-            a ``Rank``.
+        function: raises when the rule is broken. Takes a ``CheckContext``; with ``worlds`` it runs on every rank and
+            takes a ``RankContext``.
         level: one of :data:`LEVELS`.
         features: what the part must declare for the check to mean anything; empty at core level.
         since: the version of torchhal that first had it.
@@ -156,11 +156,15 @@ class Skipped(Exception):
     """The check could not be made; the reason begins with ``environment:`` when another machine could make it."""
 
 
-def environment(reason: str) -> Skipped:
-    """To raise where this machine lacks something: the verdict is then ``partial``."""
-    return Skipped(f"environment: {reason}")
+class MissingRequirement(Skipped):
+    """This machine lacks what the check needs: the verdict is then ``partial``."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"environment: {reason}")
 
 
-def not_applicable(reason: str) -> Skipped:
-    """To raise where the rule says nothing about this part: the verdict doesn't change."""
-    return Skipped(f"not applicable: {reason}")
+class NotApplicable(Skipped):
+    """The rule says nothing about this component: the verdict doesn't change."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"not applicable: {reason}")

@@ -21,8 +21,8 @@ from torchhal import registry
 from torchhal.errors import ConfigurationError
 from torchhal.plugin import Component
 from torchhal.registry._discovery import CORE, USER
-from torchhal.registry._entry import Entry, class_problem
-from torchhal_conformance._check import Check, environment
+from torchhal.registry._entry import RegistryEntry, class_problem
+from torchhal_conformance._check import Check, MissingRequirement
 from torchhal_conformance._launcher_env import LAUNCHERS, TABLES
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class _Class:
 
 
 @dataclass
-class Subject:
+class ComponentUnderTest:
     """One part under test.
 
     Attributes:
@@ -79,7 +79,7 @@ class Subject:
         launcher: Sequence[str] | None = None,
         golden: str | os.PathLike[str] | None = None,
         seed: int = 0,
-    ) -> Subject:
+    ) -> ComponentUnderTest:
         """A subject of checked arguments; the part itself is looked up when it is first used."""
         if isinstance(features, str):
             raise TypeError(f"'features' must be several names, not one str (got {features!r})")
@@ -111,19 +111,19 @@ class Subject:
         return fields
 
     @cached_property
-    def entry(self) -> Entry:
+    def entry(self) -> RegistryEntry:
         """The registry's entry, or one like it for a class that has no alias."""
         target = self.target
         if isinstance(target, str):
             return registry.find(self.kind, target)
         if isinstance(target, Component):
-            return Entry(self.kind, target, USER, USER, problem=target.problem(self.kind) or "")
+            return RegistryEntry(self.kind, target, USER, USER, problem=target.problem(self.kind) or "")
         if isinstance(target, _Class):
             target = import_object(target.module, target.name, target.file)
         if problem := class_problem(self.kind, target):
             raise ConfigurationError(f"{target!r} can't be checked as a {self.kind}: it {problem}")
         component = Component(_slug(target), f"{target.__module__}:{target.__qualname__}")
-        return Entry(self.kind, component, USER, USER, _class=[target])
+        return RegistryEntry(self.kind, component, USER, USER, _class=[target])
 
     @property
     def alias(self) -> str:
@@ -196,22 +196,24 @@ class Subject:
         return made
 
 
-def missing(check: Check, subject: Subject) -> str:
+def missing(check: Check, subject: ComponentUnderTest) -> str:
     """Why ``check`` can't be made here, beginning with ``environment:`` or the undeclared feature; empty if it can."""
     if undeclared := sorted(check.features - subject.declared):
         return f"feature {', '.join(map(repr, undeclared))} is not declared"
     if ("posix" in check.needs or check.worlds) and os.name != "posix":
-        return str(environment("it needs processes made by fork"))
+        return str(MissingRequirement("it needs processes made by fork"))
     if "table" in check.needs and not subject.own_tables:
-        return str(environment("the variables of its launcher are not known: give tables=[{...}, ...], one per rank"))
+        return str(
+            MissingRequirement("the variables of its launcher are not known: give tables=[{...}, ...], one per rank")
+        )
     if not subject.entry.availability():
-        return "" if check.id.startswith("GEN") else str(environment(subject.entry.availability().reason))
+        return "" if check.id.startswith("GEN") else str(MissingRequirement(subject.entry.availability().reason))
     if check.needs & {"device", "two devices"}:
         accelerator = subject.make_accelerator()
         if not (state := type(accelerator).availability()):
-            return str(environment(state.reason))
+            return str(MissingRequirement(state.reason))
         if "two devices" in check.needs and accelerator.device_count() < 2 and not accelerator.oversubscribable:
-            return str(environment(f"it needs two devices, accelerator {accelerator.name!r} has one here"))
+            return str(MissingRequirement(f"it needs two devices, accelerator {accelerator.name!r} has one here"))
     return ""
 
 

@@ -52,14 +52,14 @@ def _run(arguments: argparse.Namespace) -> int:
         faulthandler.enable(all_threads=False)  # a part that crashes this process shows amid which check
     with output_to_stderr():
         from torchhal_conformance import _report as reports
-        from torchhal_conformance._component_under_test import Subject
+        from torchhal_conformance._component_under_test import ComponentUnderTest
         from torchhal_conformance._html import page
         from torchhal_conformance._session import Session
         from torchhal_conformance._suite import check_features, choose
 
         features = [name.strip() for name in arguments.features.split(",") if name.strip()]
         launcher = None if arguments.launcher is None else shlex.split(arguments.launcher)
-        subject = Subject.of(
+        subject = ComponentUnderTest.of(
             arguments.kind, arguments.alias, features=features, accelerator=arguments.accelerator, launcher=launcher,
             seed=arguments.seed,
         )  # fmt: skip

@@ -10,18 +10,18 @@ from typing import Any
 import torch
 
 from torchhal.accelerators import Accelerator
-from torchhal_conformance._component_under_test import Subject
-from torchhal_conformance._worker_pool import World
+from torchhal_conformance._component_under_test import ComponentUnderTest
+from torchhal_conformance._worker_pool import WorkerPool
 
 
 @dataclass(frozen=True)
-class Bench:
+class CheckContext:
     """The place where one check is made."""
 
-    subject: Subject
+    subject: ComponentUnderTest
     folder: Path
     """Empty, and gone after the check."""
-    _world: Callable[[int], World]
+    _world: Callable[[int], WorkerPool]
 
     def make(self, **arguments: Any) -> Any:
         """A new instance of the part."""

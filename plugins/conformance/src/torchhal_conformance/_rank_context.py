@@ -18,8 +18,8 @@ from torchhal.cluster import TorchElasticEnvironment
 from torchhal.errors import ConfigurationError
 from torchhal.precision import Precision, SinglePrecision
 from torchhal.strategies import Strategy
-from torchhal_conformance._check import CHECKS, CheckFailed, not_applicable
-from torchhal_conformance._component_under_test import Subject
+from torchhal_conformance._check import CHECKS, CheckFailed, NotApplicable
+from torchhal_conformance._component_under_test import ComponentUnderTest
 from torchhal_conformance._worker_pool import CALL
 
 PATIENCE = timedelta(seconds=20)
@@ -27,10 +27,10 @@ PATIENCE = timedelta(seconds=20)
 _stores: dict[int, Any] = {}
 
 
-class Rank:
+class RankContext:
     """This process among the ranks of one check."""
 
-    def __init__(self, subject: Subject, folder: str) -> None:
+    def __init__(self, subject: ComponentUnderTest, folder: str) -> None:
         self.subject = subject
         self.folder = folder
         """An empty folder that all ranks see."""
@@ -111,17 +111,17 @@ def side_channel() -> Any:
     return _stores[pid]
 
 
-def run_check(id: str, subject: Subject, folder: str) -> None:
-    """Make one check on this rank; what :class:`~torchhal_conformance._worker_pool.World` is asked to run."""
+def run_check(id: str, subject: ComponentUnderTest, folder: str) -> None:
+    """Make one check on this rank; what :class:`~torchhal_conformance._worker_pool.WorkerPool` is asked to run."""
     import torchhal_conformance.checks  # noqa: F401  registers them
 
     # torch answers once which accelerator it has, and a backward on the CPU asks it
     subject.make_accelerator().availability()
     torch.manual_seed(subject.seed)
-    rank = Rank(subject, folder)
+    rank = RankContext(subject, folder)
     if subject.kind == "strategy":
         try:
             rank.make().check_fit(precision=SinglePrecision(), world_size=rank.size)
         except ConfigurationError as error:
-            raise not_applicable(f"it refuses {rank.size} process(es): {error}") from error
+            raise NotApplicable(f"it refuses {rank.size} process(es): {error}") from error
     CHECKS[id].function(rank)

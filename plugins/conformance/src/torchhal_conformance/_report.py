@@ -11,7 +11,7 @@ import torch
 
 import torchhal
 from torchhal_conformance._check import LEVELS, checks_for
-from torchhal_conformance._component_under_test import Subject
+from torchhal_conformance._component_under_test import ComponentUnderTest
 from torchhal_conformance._session import ENVIRONMENT, Result
 
 SCHEMA: Final = 1
@@ -19,7 +19,9 @@ KIT: Final = torchhal.__version__
 """The kit's version: it is released with the core."""
 
 
-def build(subject: Subject, results: Sequence[Result], expected: Mapping[str, str] | None = None) -> dict[str, Any]:
+def build(
+    subject: ComponentUnderTest, results: Sequence[Result], expected: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """The report: schema 1, described in docs/reference/conformance.md.
 
     ``expected``: id -> why the part is known to fail it; the reason of such a failure begins with it.
@@ -82,7 +84,7 @@ def _counts(checks: Sequence[Mapping[str, Any]], level: str) -> dict[str, int]:
     return {outcome: mine.count(outcome) for outcome in ("passed", "failed", "skipped")}
 
 
-def _device(subject: Subject) -> str:
+def _device(subject: ComponentUnderTest) -> str:
     try:
         accelerator = subject.make_accelerator()
         state = type(accelerator).availability()

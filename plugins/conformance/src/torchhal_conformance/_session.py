@@ -22,13 +22,13 @@ from typing import Final
 import torch
 
 from torchhal_conformance import _rank_context as rank_context
-from torchhal_conformance._check import Check, CheckFailed, Skipped, environment, not_applicable
-from torchhal_conformance._component_under_test import Subject, missing
-from torchhal_conformance._context import Bench
+from torchhal_conformance._check import Check, CheckFailed, MissingRequirement, NotApplicable, Skipped
+from torchhal_conformance._component_under_test import ComponentUnderTest, missing
+from torchhal_conformance._context import CheckContext
 from torchhal_conformance._fork_server import ForkServer
 from torchhal_conformance._limits import scaled
 from torchhal_conformance._torch_globals import restore, torch_state
-from torchhal_conformance._worker_pool import World
+from torchhal_conformance._worker_pool import WorkerPool
 
 ENVIRONMENT: Final = "environment:"
 PATIENCE: Final = 240.0
@@ -65,9 +65,9 @@ def shared_server() -> ForkServer:
 class Session:
     """Makes checks of one subject. Holds processes: use it in a ``with`` block, or call :meth:`close`."""
 
-    def __init__(self, subject: Subject) -> None:
+    def __init__(self, subject: ComponentUnderTest) -> None:
         self.subject = subject
-        self._worlds: dict[int, World] = {}
+        self._worlds: dict[int, WorkerPool] = {}
 
     def __enter__(self) -> Session:
         return self
@@ -81,10 +81,10 @@ class Session:
             world.stop()
         self._worlds.clear()
 
-    def world(self, size: int) -> World:
+    def world(self, size: int) -> WorkerPool:
         """The processes, ``size`` of them, that the checks of this session share."""
         if size not in self._worlds:
-            self._worlds[size] = World(shared_server(), size)
+            self._worlds[size] = WorkerPool(shared_server(), size)
         return self._worlds[size]
 
     def run(self, one: Check) -> Result:
@@ -109,7 +109,7 @@ class Session:
     def _make(self, one: Check) -> None:
         if not one.worlds:
             with folder() as own:
-                one.function(Bench(self.subject, own, self.world))
+                one.function(CheckContext(self.subject, own, self.world))
             return
         multi = bool(getattr(self.subject.part, "multi_device", True))
         accelerator = self.subject.make_accelerator()
@@ -128,9 +128,9 @@ class Session:
                 (lacking if f"{kind}:" == ENVIRONMENT else refused).append(reason)
         # one size that was made says nothing about another that another machine could make
         if lacking:
-            raise environment("; ".join(dict.fromkeys(lacking)))
+            raise MissingRequirement("; ".join(dict.fromkeys(lacking)))
         if len(refused) == len(sizes):
-            raise not_applicable("; ".join(dict.fromkeys(refused)))
+            raise NotApplicable("; ".join(dict.fromkeys(refused)))
 
 
 @contextmanager

@@ -27,7 +27,7 @@ PATIENCE: Final = 5.0
 
 
 @dataclass(frozen=True)
-class Ended:
+class CompletedJob:
     """What came of a job. ``code`` is negative for a signal; ``left`` are processes that had to be killed."""
 
     code: int
@@ -54,7 +54,7 @@ class Job:
     def running(self) -> bool:
         return self._process.poll() is None
 
-    def finish(self, timeout: float) -> Ended:
+    def finish(self, timeout: float) -> CompletedJob:
         """Wait for its end and for that of all that it started; then nothing of it is left.
 
         Raises:
@@ -70,7 +70,7 @@ class Job:
         while (left := self._descendants()) and time.monotonic() < deadline:
             time.sleep(0.05)
         self.kill()
-        return Ended(code, self.output(), tuple(left))
+        return CompletedJob(code, self.output(), tuple(left))
 
     def kill(self) -> None:
         """End it, and all that it started."""

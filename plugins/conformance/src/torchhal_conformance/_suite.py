@@ -13,7 +13,7 @@ from torchhal.errors import ConfigurationError
 from torchhal.plugin import Component
 from torchhal_conformance import _report as reports
 from torchhal_conformance._check import CHECKS, Check, checks_for
-from torchhal_conformance._component_under_test import Subject
+from torchhal_conformance._component_under_test import ComponentUnderTest
 from torchhal_conformance._session import Result, Session
 
 REPORTS: Final = "TORCHHAL_CONFORMANCE_REPORTS"
@@ -59,7 +59,7 @@ def conformance_suite(
     """
     import pytest
 
-    subject = Subject.of(
+    subject = ComponentUnderTest.of(
         kind,
         part,
         features=features,
@@ -133,7 +133,7 @@ def choose(kind: str, level: str | None, only: Iterable[str] | None, name: str) 
     return [one for one in found if one.id in wanted]
 
 
-def _write_report(folder: Path, subject: Subject, report: Mapping[str, Any]) -> None:
+def _write_report(folder: Path, subject: ComponentUnderTest, report: Mapping[str, Any]) -> None:
     on = registry.find("accelerator", subject.accelerator).component.alias
     where = f".{on}" if subject.kind in ("precision", "strategy") else ""
     folder.mkdir(parents=True, exist_ok=True)
@@ -142,7 +142,7 @@ def _write_report(folder: Path, subject: Subject, report: Mapping[str, Any]) -> 
     (folder / name).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
-def check_features(subject: Subject) -> None:
+def check_features(subject: ComponentUnderTest) -> None:
     """Raise ConfigurationError for a declared feature that no check of the kind knows."""
     known = {name for one in checks_for(subject.kind) for name in one.features}
     if unknown := sorted(subject.features - known):

@@ -26,9 +26,11 @@ from multiprocessing.connection import Client, Connection, Listener, wait
 from typing import Any, Final
 
 from torchhal.distributed.stores import TCPStore
-from torchhal_conformance._check import CheckFailed, Skipped
+from torchhal_conformance._check import CheckFailed, MissingRequirement, NotApplicable, Skipped
 from torchhal_conformance._fork_server import ForkServer
 from torchhal_conformance._limits import scaled
+
+_SKIPS: Final = frozenset(kind.__name__ for kind in (Skipped, MissingRequirement, NotApplicable))
 
 GRACE: Final = 3.0
 """Seconds that the other ranks have left once one has failed: they may be waiting for it."""
@@ -44,11 +46,11 @@ class Outcome:
     traceback: str = ""
 
 
-class Silent(CheckFailed):
+class WorkerUnresponsive(CheckFailed):
     """A rank didn't answer in time, or died."""
 
 
-class World:
+class WorkerPool:
     """``size`` processes, started on first use. They belong to one subject."""
 
     def __init__(self, server: ForkServer, size: int) -> None:
@@ -70,7 +72,7 @@ class World:
         """
         outcomes = self.outcomes(function, *arguments, timeout=timeout)
         failed = {rank: outcome for rank, outcome in enumerate(outcomes) if outcome.error}
-        skipped = [outcome for outcome in failed.values() if outcome.error == Skipped.__name__]
+        skipped = [outcome for outcome in failed.values() if outcome.error in _SKIPS]
         if skipped and len(skipped) == len(failed):
             raise Skipped(skipped[0].message)
         if failed:
@@ -93,7 +95,7 @@ class World:
             try:
                 connection.send_bytes(payload)
             except OSError:
-                raise Silent(f"world of {self.size}: rank {rank} DIED before the check began") from None
+                raise WorkerUnresponsive(f"world of {self.size}: rank {rank} DIED before the check began") from None
         outcomes: dict[int, Outcome] = {}
         timeout = scaled(timeout)
         deadline = time.monotonic() + timeout
@@ -109,7 +111,9 @@ class World:
                     outcomes[rank] = connection.recv()
                 except (EOFError, OSError):
                     told = f"\n{self._told(outcomes)}" if any(o.error for o in outcomes.values()) else ""
-                    raise Silent(f"world of {self.size}: rank {rank} DIED{told}{self._printed([rank])}") from None
+                    raise WorkerUnresponsive(
+                        f"world of {self.size}: rank {rank} DIED{told}{self._printed([rank])}"
+                    ) from None
                 if outcomes[rank].error:
                     deadline = min(deadline, time.monotonic() + scaled(GRACE))
         return [outcomes[rank] for rank in range(self.size)]
@@ -118,12 +122,14 @@ class World:
         failed = {rank: outcome for rank, outcome in outcomes.items() if outcome.error}
         names = ", ".join(f"rank {rank}" for rank in waiting)
         if failed:  # the others were waiting for it
-            raise Silent(
+            raise WorkerUnresponsive(
                 f"{self._told(failed)}\n(in a world of {self.size}: {names} HANG, waiting for a rank that failed)"
             )
         stacks = "\n".join(f"rank {rank} is at:\n{self._stack(rank)}" for rank in waiting)
         silent = ", ".join(f"rank {rank} HANG" for rank in waiting)
-        raise Silent(f"world of {self.size}: {silent} after {timeout:g} s\n{stacks}{self._printed(waiting)}")
+        raise WorkerUnresponsive(
+            f"world of {self.size}: {silent} after {timeout:g} s\n{stacks}{self._printed(waiting)}"
+        )
 
     def _printed(self, ranks: Iterable[int]) -> str:
         """The last of what these ranks wrote to stdout and stderr, a crash's own message too."""

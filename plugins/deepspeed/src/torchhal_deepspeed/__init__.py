@@ -1,3 +1,17 @@
 """DeepSpeed's engine as strategies of torchhal, and its checkpoints."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torchhal.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from torchhal_deepspeed.checkpoint import DeepSpeedCheckpointIO
+    from torchhal_deepspeed.strategy import DeepSpeedStrategy
+
 __version__ = "0.1.0"
+
+__all__ = ["DeepSpeedCheckpointIO", "DeepSpeedStrategy"]
+
+__getattr__, __dir__ = lazy_names(__name__, {"DeepSpeedCheckpointIO": "checkpoint", "DeepSpeedStrategy": "strategy"})

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 
-def by_hand(engine: Any, module: nn.Module, step: Callable[..., Any]) -> Callable[..., Any]:
+def manual_step(engine: Any, module: nn.Module, step: Callable[..., Any]) -> Callable[..., Any]:
     """``step`` of a module that optimizes by hand: its backward passes run inside it, and the engine has to have seen
     what they begin with. Each ``self(...)`` goes through the engine instead."""
     attributes = vars(module)
@@ -28,7 +28,7 @@ def by_hand(engine: Any, module: nn.Module, step: Callable[..., Any]) -> Callabl
     return run
 
 
-class NotTheLast:
+class no_accumulation_boundary:
     """Entered for the batches of an accumulation that more will follow: the engine keeps their gradients."""
 
     def __init__(self, engine: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import torch
 
-from torchhal_deepspeed._partition_map import Ledger
+from torchhal_deepspeed._partition_map import PartitionMap
 from torchhal_deepspeed._partitioned_tensors import StoredPart
 
 TAG: Final = "engine"
@@ -26,7 +26,7 @@ class Written:
 class EngineFiles:
     """Saves the state of one engine, and knows the addresses in what it saved."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: PartitionMap) -> None:
         self.ledger = ledger
         self.engine = ledger.engine
 

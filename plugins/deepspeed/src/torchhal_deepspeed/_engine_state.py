@@ -10,8 +10,8 @@ from torch import nn
 
 from torchhal.errors import CheckpointMismatchError
 from torchhal_deepspeed._engine_files import EngineFiles
-from torchhal_deepspeed._partition_map import Ledger
-from torchhal_deepspeed._partitioned_tensors import InEngine
+from torchhal_deepspeed._partition_map import PartitionMap
+from torchhal_deepspeed._partitioned_tensors import EngineTensorRef
 
 EXTRA: Final = "deepspeed"
 """Key of an optimizer's state under which the engine's own counters, loss scale and scheduler are."""
@@ -42,7 +42,7 @@ class EngineState:
             what is divided tensors without values.
     """
 
-    def __init__(self, ledger: Ledger, module: nn.Module, *, keep: bool) -> None:
+    def __init__(self, ledger: PartitionMap, module: nn.Module, *, keep: bool) -> None:
         self.ledger = ledger
         self.module = module
         self.keep = keep
@@ -56,7 +56,7 @@ class EngineState:
         """The module's state_dict.
 
         Args:
-            stand_ins: give an ``InEngine`` for each tensor, for an IO that lets the
+            stand_ins: give an ``EngineTensorRef`` for each tensor, for an IO that lets the
                 engine write it.
             broadcast: gives every rank the tensors of rank 0, as copies.
         """
@@ -71,11 +71,11 @@ class EngineState:
             if parameter is None:
                 if stand_ins and name in buffers:
                     tensor = buffers[name]
-                    state[name] = InEngine(name, None, tensor.shape, tensor.dtype, self.files)
+                    state[name] = EngineTensorRef(name, None, tensor.shape, tensor.dtype, self.files)
                 continue
             first = ledger.name_of[parameter]
             if stand_ins:
-                state[name] = InEngine(first, None, ledger.shape(parameter), ledger.dtype(parameter), self.files)
+                state[name] = EngineTensorRef(first, None, ledger.shape(parameter), ledger.dtype(parameter), self.files)
                 continue
             if first not in gathered:
                 whole = self._kept(ledger.whole(parameter))
@@ -150,7 +150,7 @@ class EngineState:
                 if stand_ins:
                     dtype = ledger.dtype(parameter, key)
                     name = ledger.name_of[parameter]
-                    entry[key] = InEngine(name, key, ledger.shape(parameter), dtype, self.files)
+                    entry[key] = EngineTensorRef(name, key, ledger.shape(parameter), dtype, self.files)
                 else:
                     entry[key] = self._kept(ledger.whole(parameter, key))
             if entry:

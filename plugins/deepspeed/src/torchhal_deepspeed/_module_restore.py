@@ -29,7 +29,7 @@ _OF_PARAMETERS: Final = frozenset(
 """Attributes that the engine sets, beside those that begin with ``ds_``."""
 
 
-class Wrapping:
+class ModuleSnapshot:
     """What a module was like before the engine had it: made before, undone after the run.
 
     Attributes that the user or a callback sets meanwhile stay.

@@ -12,7 +12,7 @@ from torch import nn
 from torchhal.errors import CheckpointMismatchError
 
 
-class Part(NamedTuple):
+class TensorSlice(NamedTuple):
     """A stretch of a flattened parameter, or of one of its state tensors, without padding.
 
     Args:
@@ -24,14 +24,14 @@ class Part(NamedTuple):
     offset: int
 
 
-class Place(NamedTuple):
+class PartitionSlice(NamedTuple):
     """Where this rank's part stands in one of the optimizer's flat tensors.
 
     Args:
         group: index of the flat tensor.
         start: of the part in it, in elements.
         length: elements of the part, without padding.
-        offset: as in :class:`Part`.
+        offset: as in :class:`TensorSlice`.
     """
 
     group: int
@@ -40,7 +40,7 @@ class Place(NamedTuple):
     offset: int
 
 
-class Ledger:
+class PartitionMap:
     """The state of an engine in terms of the user's parameters.
 
     Every stage keeps fp32 values and optimizer state in flat tensors, each rank a part of them; below stage 1 whole.
@@ -111,42 +111,44 @@ class Ledger:
         offset = size * dist.get_rank(group=parameter.ds_process_group)
         return offset, max(0, min(size, parameter.ds_numel - offset))
 
-    def place(self, parameter: nn.Parameter) -> Place | None:
+    def place(self, parameter: nn.Parameter) -> PartitionSlice | None:
         """Where this rank's part of a divided parameter is; None if it has none."""
         group = self._group_of[id(parameter)]
         if self.stage == 3:
             _, start, _ = self.optimizer.grad_position[self.optimizer.get_param_id(parameter)]
             offset, count = self.partition(parameter)
-            return Place(group, start, count, offset) if count else None
+            return PartitionSlice(group, start, count, offset) if count else None
         mapping = parameter._hp_mapping  # type: ignore[attr-defined]
         if mapping is None:
             return None
         address = mapping.get_hp_fragment_address()
-        return Place(group, address.start, address.numel, mapping.lp_fragment_address.start)
+        return PartitionSlice(group, address.start, address.numel, mapping.lp_fragment_address.start)
 
-    def part(self, parameter: nn.Parameter, key: str | None = None) -> Part | None:
+    def part(self, parameter: nn.Parameter, key: str | None = None) -> TensorSlice | None:
         """This rank's part of the fp32 values, or of the state ``key``; None if it has none."""
         place = self.place(parameter)
         if place is None:
             return None
         if self.stage == 3:  # by the optimizer's own method, which also fetches what lies on NVMe
             tensor = self.optimizer.get_local_fp32_param(parameter, key)
-            return Part(tensor.narrow(0, 0, place.length), place.offset)
+            return TensorSlice(tensor.narrow(0, 0, place.length), place.offset)
         flat = self.flats[place.group]
         if key is not None:
             flat = self.base.state[flat][key]
-        return Part(flat.narrow(0, place.start, place.length), place.offset)
+        return TensorSlice(flat.narrow(0, place.start, place.length), place.offset)
 
     def whole(self, parameter: nn.Parameter, key: str | None = None) -> torch.Tensor:
         """All of it, on every rank, which must all call; on the engine's device."""
         if not self.is_divided(parameter):
             if hasattr(parameter, "ds_tensor"):
                 offset, count = self.partition(parameter)
-                return self._joined(parameter, Part(parameter.ds_tensor.detach().flatten().narrow(0, 0, count), offset))
+                return self._joined(
+                    parameter, TensorSlice(parameter.ds_tensor.detach().flatten().narrow(0, 0, count), offset)
+                )
             return parameter.detach() if key is None else self.base.state[parameter][key]
         return self._joined(parameter, self.part(parameter, key), key)
 
-    def _joined(self, parameter: nn.Parameter, part: Part | None, key: str | None = None) -> torch.Tensor:
+    def _joined(self, parameter: nn.Parameter, part: TensorSlice | None, key: str | None = None) -> torch.Tensor:
         if part is None:
             like = self.flats[self._group_of[id(parameter)]]
             like = like if key is None else self.base.state[like][key]

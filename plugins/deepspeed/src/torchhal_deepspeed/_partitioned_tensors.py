@@ -36,7 +36,7 @@ class StoredPart(NamedTuple):
 
 
 @dataclass(frozen=True)
-class InEngine:
+class EngineTensorRef:
     """Stands in a checkpoint for a tensor that the engine writes itself.
 
     Args:
@@ -54,7 +54,7 @@ class InEngine:
 
 
 @dataclass(frozen=True)
-class InFolder:
+class StoredTensorRef:
     """Stands for a tensor in what ``open_checkpoint`` returns."""
 
     shape: torch.Size
@@ -157,9 +157,9 @@ def checksum(path: Path) -> int:
 # -- nests of them ---------------------------------------------------------------------------------------------
 
 
-def in_engine(nest: Any) -> Iterator[InEngine]:
-    """Every :class:`InEngine` in dicts, lists and tuples."""
-    if isinstance(nest, InEngine):
+def in_engine(nest: Any) -> Iterator[EngineTensorRef]:
+    """Every :class:`EngineTensorRef` in dicts, lists and tuples."""
+    if isinstance(nest, EngineTensorRef):
         yield nest
     elif isinstance(nest, Mapping):
         for value in nest.values():
@@ -169,22 +169,22 @@ def in_engine(nest: Any) -> Iterator[InEngine]:
             yield from in_engine(value)
 
 
-def marked(nest: Any) -> Any:
-    """The nest as plain data, with a mark for each :class:`InEngine`."""
-    if isinstance(nest, InEngine):
+def encode_refs(nest: Any) -> Any:
+    """The nest as plain data, with a mark for each :class:`EngineTensorRef`."""
+    if isinstance(nest, EngineTensorRef):
         return {_MARK: (nest.name, nest.key), "shape": tuple(nest.shape), "dtype": nest.dtype}
-    return rebuilt(nest, marked)
+    return map_containers(nest, encode_refs)
 
 
-def filled(nest: Any, make: Callable[[str, str | None, torch.Size, torch.dtype], InFolder]) -> Any:
+def decode_refs(nest: Any, make: Callable[[str, str | None, torch.Size, torch.dtype], StoredTensorRef]) -> Any:
     """The nest again, with what ``make`` returns for each mark."""
     if isinstance(nest, dict) and _MARK in nest:
         name, key = nest[_MARK]
         return make(name, key, torch.Size(nest["shape"]), nest["dtype"])
-    return rebuilt(nest, lambda value: filled(value, make))
+    return map_containers(nest, lambda value: decode_refs(value, make))
 
 
-def rebuilt(nest: Any, change: Callable[[Any], Any]) -> Any:
+def map_containers(nest: Any, change: Callable[[Any], Any]) -> Any:
     """Dicts, lists and tuples with ``change`` applied to what is in them; the same object where nothing changes."""
     if isinstance(nest, Mapping):
         changed = {key: change(value) for key, value in nest.items()}

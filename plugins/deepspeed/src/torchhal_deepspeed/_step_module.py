@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 
-class Twin(nn.Module):
+class StepModule(nn.Module):
     """Has the submodules, parameters and buffers of ``module`` under their names; its forward is a whole step.
 
     The engine hooks the forward of the module that it wraps. Applied to the twin, one step is one forward whatever it

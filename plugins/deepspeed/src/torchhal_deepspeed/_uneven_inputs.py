@@ -13,7 +13,7 @@ _GATHERS: Final = ("all_gather", "all_gather_coalesced")
 
 
 @contextmanager
-def forward_of(ranks: Collection[int], engine: Any, broadcast: Callable[[Any, int], Any]) -> Iterator[None]:
+def uneven_forward(ranks: Collection[int], engine: Any, broadcast: Callable[[Any, int], Any]) -> Iterator[None]:
     """Around a forward without gradients that only ``ranks`` run, inside; the others do nothing there.
 
     The first of these ranks says which parameters it gathers next, and the others gather them with it: no batch is made

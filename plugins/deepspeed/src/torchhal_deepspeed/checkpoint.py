@@ -11,17 +11,17 @@ from typing import Any, ClassVar, Final
 import torch
 from torch.distributed.tensor import DTensor
 
-from torchhal.checkpoint import FolderCheckpointIO, TorchCheckpointIO, exchange, sync_folder
+from torchhal.checkpoint import FolderCheckpointIO, TorchCheckpointIO, swap_directories, sync_folder
 from torchhal.errors import CheckpointError
 from torchhal_deepspeed._partitioned_tensors import (
     Files,
-    InFolder,
     StoredPart,
+    StoredTensorRef,
     checksum,
-    filled,
+    decode_refs,
+    encode_refs,
     in_engine,
-    marked,
-    rebuilt,
+    map_containers,
 )
 
 PLAIN: Final = "torchhal.ckpt"
@@ -92,14 +92,14 @@ class DeepSpeedCheckpointIO(FolderCheckpointIO):
                         places.setdefault(item, []).append(tuple(part))
                 content = {
                     "format": FORMAT,
-                    "plain": marked(checkpoint),
+                    "plain": encode_refs(checkpoint),
                     "parts": places,
                     "sums": {file: value for _, own, _ in everybody for file, value in own.items()},
                 }
                 TorchCheckpointIO().save_checkpoint(content, temporary / PLAIN)
                 for folder in {temporary, *((temporary / file).parent for file in content["sums"])}:
                     sync_folder(folder)
-                exchange(temporary, target)
+                swap_directories(temporary, target)
                 sync_folder(target.parent)
             except Exception as error:
                 failure = _said(error)
@@ -108,7 +108,7 @@ class DeepSpeedCheckpointIO(FolderCheckpointIO):
     # -- load ------------------------------------------------------------------------------------------------
 
     def open_checkpoint(self, path: str | os.PathLike[str]) -> dict[str, Any]:
-        """The checkpoint with an ``InFolder`` for each tensor that the engine wrote."""
+        """The checkpoint with an ``StoredTensorRef`` for each tensor that the engine wrote."""
         folder = Path(path)
         if not folder.is_dir():
             if folder.is_file():
@@ -127,11 +127,11 @@ class DeepSpeedCheckpointIO(FolderCheckpointIO):
             )
         files = Files(folder, content["sums"])
 
-        def stand_in(name: str, key: str | None, shape: torch.Size, dtype: torch.dtype) -> InFolder:
+        def stand_in(name: str, key: str | None, shape: torch.Size, dtype: torch.dtype) -> StoredTensorRef:
             parts = tuple(StoredPart(*part) for part in content["parts"].get((name, key), ()))
-            return InFolder(shape, dtype, parts, files)
+            return StoredTensorRef(shape, dtype, parts, files)
 
-        opened: dict[str, Any] = filled(content["plain"], stand_in)
+        opened: dict[str, Any] = decode_refs(content["plain"], stand_in)
         return opened
 
 
@@ -146,4 +146,4 @@ def _check_whole(nest: Any) -> Any:
             "the IO 'deepspeed' saves what DeepSpeed's engine holds, and another strategy's sharded tensors it doesn't "
             "know: use plugins=['dcp']"
         )
-    return rebuilt(nest, _check_whole)
+    return map_containers(nest, _check_whole)

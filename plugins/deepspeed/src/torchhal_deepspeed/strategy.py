@@ -24,13 +24,13 @@ from torchhal.strategies import ParallelStrategy, check_frequencies, check_looku
 from torchhal_deepspeed import _compatibility as compatibility
 from torchhal_deepspeed import _config as settings
 from torchhal_deepspeed import _sdk as sdk
-from torchhal_deepspeed._accumulation_boundary import NotTheLast, by_hand
+from torchhal_deepspeed._accumulation_boundary import manual_step, no_accumulation_boundary
 from torchhal_deepspeed._activation_checkpointing import chooser, recompute
 from torchhal_deepspeed._engine_state import EXTRA, EngineState
-from torchhal_deepspeed._module_restore import Wrapping, divide_anew
-from torchhal_deepspeed._partition_map import Ledger
-from torchhal_deepspeed._step_module import Twin
-from torchhal_deepspeed._uneven_inputs import forward_of
+from torchhal_deepspeed._module_restore import ModuleSnapshot, divide_anew
+from torchhal_deepspeed._partition_map import PartitionMap
+from torchhal_deepspeed._step_module import StepModule
+from torchhal_deepspeed._uneven_inputs import uneven_forward
 from torchhal_deepspeed.checkpoint import DeepSpeedCheckpointIO
 
 _PARTS = (
@@ -111,7 +111,7 @@ class DeepSpeedStrategy(ParallelStrategy):
         self.state: EngineState | None = None
         """Reads and writes what the engine holds."""
         self._deepspeed: Any = None
-        self._wrapping: Wrapping | None = None
+        self._wrapping: ModuleSnapshot | None = None
         self._left: dict[str, Any] = {}
         self._trained: frozenset[str] = frozenset()
         self._compared = True
@@ -208,7 +208,7 @@ class DeepSpeedStrategy(ParallelStrategy):
         if self.stage == 3:
             compatibility.check_divisible(self.module)
         # what zero.Init has built may be too large for one rank, and stays in parts
-        self._wrapping = None if self._is_divided() else Wrapping(self.module)
+        self._wrapping = None if self._is_divided() else ModuleSnapshot(self.module)
         self.model_to_device()
         self.sync_module(self.module)
         if training and self.activation_checkpointing is not None:
@@ -260,7 +260,11 @@ class DeepSpeedStrategy(ParallelStrategy):
         compatibility.check_statistics(self.module, self.compute_dtype, settings.buffer_dtype(config))
         with self.guard("start of DeepSpeed's engine"):
             self.engine = sdk.start(
-                self._deepspeed, broadcast=self.stage == 3, model=Twin(self.module), optimizer=optimizer, config=config
+                self._deepspeed,
+                broadcast=self.stage == 3,
+                model=StepModule(self.module),
+                optimizer=optimizer,
+                config=config,
             )
         self.model = self.engine
         if self.stage == 3 and self._wrapping is not None:
@@ -269,7 +273,7 @@ class DeepSpeedStrategy(ParallelStrategy):
             groups = [list(self.module.parameters())]
         self._trained = compatibility.trained(self.module)
         self._compared = self.world_size == 1 or self.stage == 0
-        self.state = EngineState(Ledger(self.engine, self.module, groups), self.module, keep=self.is_global_zero)
+        self.state = EngineState(PartitionMap(self.engine, self.module, groups), self.module, keep=self.is_global_zero)
 
     # -- steps -----------------------------------------------------------------------------------------------
 
@@ -297,7 +301,7 @@ class DeepSpeedStrategy(ParallelStrategy):
             return step
         engine = self.engine
         if name == "training_step" and not getattr(self.module, "automatic_optimization", True):
-            return by_hand(engine, self.module, step)
+            return manual_step(engine, self.module, step)
         buffers = [buffer for buffer in self.module.buffers() if buffer.is_floating_point()]
         if name != "training_step" or not buffers or self.world_size == 1:
             return lambda *args: engine(step, *args)
@@ -316,10 +320,10 @@ class DeepSpeedStrategy(ParallelStrategy):
         return self.stage == 3 and self.engine is not None
 
     def evaluation_step_of(self, ranks: Collection[int]) -> AbstractContextManager[Any]:
-        return forward_of(ranks, self.engine, self.broadcast)
+        return uneven_forward(ranks, self.engine, self.broadcast)
 
     def no_backward_sync(self) -> AbstractContextManager[Any] | None:
-        return NotTheLast(self.engine) if self.engine is not None else None
+        return no_accumulation_boundary(self.engine) if self.engine is not None else None
 
     def manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         """The engine averages the gradients of every backward: several before one step add up."""

@@ -75,7 +75,7 @@ class Gradients(GradientAverager):  # type: ignore[misc]
         """Gradients of others are nobody's state; hivemind downloads them, and uses them for nothing."""
 
 
-class Stepped:
+class StrategyOptimizer:
     """An optimizer as hivemind sees it: stepping it is whatever the strategy does for a step."""
 
     def __init__(self, optimizer: Optimizer, step: Callable[[], Any]) -> None:
@@ -157,7 +157,7 @@ class Collaboration(hivemind.Optimizer):  # type: ignore[misc]
                 },
                 verbose=settings.verbose,
             )
-        self.state_averager.optimizer = self._stepped = Stepped(optimizer, step)
+        self.state_averager.optimizer = self._stepped = StrategyOptimizer(optimizer, step)
         self._download = self.state_averager.load_state_from_peers
         # whoever calls it: hivemind tries for ever when it raises, also where it always will
         self.state_averager.load_state_from_peers = self.take_state

@@ -387,14 +387,14 @@ class HivemindStrategy(SingleDeviceStrategy):
         """The state of a peer that is as far as this one or further; False if there is none."""
         deadline = time.monotonic() + self.settings.join_timeout
         while not (donors := network.donors()):
-            if self.watch.flag or time.monotonic() > deadline:
+            if self.watch.stop_requested or time.monotonic() > deadline:
                 _say(f"no peer of run {self.settings.run_id!r} shares its state, so this one begins with its own")
                 return False
             time.sleep(0.5)
         while max(donors.values()) >= self.epoch:
             if peer.take_state():
                 return True
-            if self.watch.flag:
+            if self.watch.stop_requested:
                 return False
             if time.monotonic() > deadline:
                 raise self._state_error(

@@ -5,7 +5,9 @@ Importing this package imports neither torch nor anything of Intel's.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from torchhal.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from torchhal_hpu.accelerator import HPUAccelerator
@@ -16,17 +18,6 @@ if TYPE_CHECKING:
     from torchhal_hpu.strategy import HPUParallelStrategy, HPUSingleStrategy
 
 __version__ = "0.1.0"
-
-_HOMES = {
-    "FP8Precision": "precision",
-    "HPUAccelerator": "accelerator",
-    "HPUCheckpointIO": "checkpoint",
-    "HPUMixedPrecision": "precision",
-    "HPUParallelStrategy": "strategy",
-    "HPUSingleStrategy": "strategy",
-    "HPUStats": "stats",
-    "fused": "optimizers",
-}
 
 __all__ = [
     "FP8Precision",
@@ -39,10 +30,16 @@ __all__ = [
     "fused",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    from importlib import import_module
-
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "FP8Precision": "precision",
+        "HPUAccelerator": "accelerator",
+        "HPUCheckpointIO": "checkpoint",
+        "HPUMixedPrecision": "precision",
+        "HPUParallelStrategy": "strategy",
+        "HPUSingleStrategy": "strategy",
+        "HPUStats": "stats",
+        "fused": "optimizers",
+    },
+)

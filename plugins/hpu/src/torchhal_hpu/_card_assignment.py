@@ -14,7 +14,7 @@ _CHOSEN_BY = "TORCHHAL_HPU_MODULE_CHOSEN_BY"  # the process that chose: its chil
 _RANKS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "ID")
 
 
-class Place:
+class CardAssignment:
     """This process's module and its place among the ranks, as the bridge is told them.
 
     The ranks' variables are there between :meth:`join` and :meth:`leave`: what runs later in this process must not

@@ -11,7 +11,7 @@ import torch
 from torchhal.accelerators import Accelerator
 from torchhal.plugin import Availability
 from torchhal_hpu import _sdk as sdk
-from torchhal_hpu._card_assignment import Place
+from torchhal_hpu._card_assignment import CardAssignment
 
 
 class HPUAccelerator(Accelerator):
@@ -41,7 +41,7 @@ class HPUAccelerator(Accelerator):
     }
 
     def __init__(self) -> None:
-        self._place = Place()
+        self._place = CardAssignment()
 
     @classmethod
     def load(cls) -> None:

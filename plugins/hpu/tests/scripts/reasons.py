@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from torchhal.errors import AcceleratorUnavailable
+from torchhal.errors import AcceleratorUnavailableError
 from torchhal.resolve import Request, resolve
 from torchhal_hpu.accelerator import HPUAccelerator
 
@@ -37,7 +37,7 @@ def reason():
     assert not availability and HPUAccelerator.availability().reason == availability.reason, "the same the second time"
     try:
         resolve(Request(accelerator="hpu"))
-    except AcceleratorUnavailable as error:
+    except AcceleratorUnavailableError as error:
         assert availability.reason in str(error), error
     else:
         raise AssertionError("an accelerator that is named must be there")

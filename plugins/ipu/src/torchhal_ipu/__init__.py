@@ -5,7 +5,9 @@ Importing this package imports neither torch nor poptorch.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from torchhal.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from torchhal_ipu.accelerator import IPUAccelerator
@@ -14,18 +16,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "IPUAccelerator": "accelerator",
-    "IPUMixedPrecision": "precision",
-    "IPUStrategy": "strategy",
-}
-
 __all__ = ["IPUAccelerator", "IPUMixedPrecision", "IPUStrategy"]
 
-
-def __getattr__(name: str) -> Any:
-    from importlib import import_module
-
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__, __dir__ = lazy_names(
+    __name__, {"IPUAccelerator": "accelerator", "IPUMixedPrecision": "precision", "IPUStrategy": "strategy"}
+)

@@ -11,14 +11,14 @@ from torch import nn
 from torchhal.errors import ModelError
 from torchhal.pytree import map_tensors
 from torchhal_ipu._config import sizes
-from torchhal_ipu._step_tracing import TENSOR, Returned, Step, Unknown
+from torchhal_ipu._step_tracing import TENSOR, Returned, Step, TracedIndex
 
 _REDUCED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "mean": torch.mean, "sum": torch.sum, "min": torch.min, "max": torch.max,
 }  # fmt: skip
 
 
-def taken_apart(batch: Any) -> tuple[list[torch.Tensor], Any]:
+def flatten(batch: Any) -> tuple[list[torch.Tensor], Any]:
     """The tensors of a batch, and its structure.
 
     Raises:
@@ -45,7 +45,7 @@ def shapes(tensors: list[torch.Tensor]) -> tuple[Any, ...]:
     return tuple((tensor.shape, tensor.dtype) for tensor in tensors)
 
 
-class Running:
+class CompiledStep:
     """A step that was made for batches like ``batch``.
 
     Args:
@@ -78,13 +78,13 @@ class Running:
     ) -> None:
         import poptorch
 
-        tensors, self.structure = taken_apart(batch)
+        tensors, self.structure = flatten(batch)
         self.shapes = shapes(tensors)
         self.name = name
         self._results = results
         self._parts = sizes(options).parts
         self._check(tensors, sizes(options))
-        known = tuple(Unknown("batch_idx", name) if place == 0 else index for place, index in enumerate(indices))
+        known = tuple(TracedIndex("batch_idx", name) if place == 0 else index for place, index in enumerate(indices))
         self._graph = Step(module, step, name, self.structure, known, results, training=optimizer is not None)
         self._classes = [(tensor, type(tensor)) for tensor in (*module.parameters(), *module.buffers())]
         if optimizer is not None:

@@ -18,7 +18,7 @@ TENSOR: Final = "<tensor>"
 """Where a tensor stands in the structure of a batch."""
 
 
-class Unknown:
+class TracedIndex:
     """Stands for ``batch_idx`` within a compiled step: whatever is done with it raises."""
 
     _name: str
@@ -41,7 +41,7 @@ for _operator in (
     "__radd__", "__rfloordiv__", "__rmod__", "__rmul__", "__rsub__", "__rtruediv__", "__str__", "__sub__",
     "__truediv__", "__getattr__",
 ):  # fmt: skip
-    setattr(Unknown, _operator, Unknown._refuse)
+    setattr(TracedIndex, _operator, TracedIndex._refuse)
 
 
 class Logged:

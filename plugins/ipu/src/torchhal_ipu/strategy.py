@@ -17,7 +17,7 @@ from torchhal_ipu import _compatibility as compatibility
 from torchhal_ipu import _config as options
 from torchhal_ipu import _dataloader as dataloader
 from torchhal_ipu import _optimizers as device_optimizers
-from torchhal_ipu._compiled_step import Running, shapes, taken_apart
+from torchhal_ipu._compiled_step import CompiledStep, flatten, shapes
 from torchhal_ipu.precision import IPUMixedPrecision
 
 _log = logging.getLogger("torchhal")
@@ -78,9 +78,9 @@ class IPUStrategy(SingleDeviceStrategy):
         self._forget()
 
     def _forget(self) -> None:
-        self._training: Running | None = None
-        self._others: dict[Any, Running] = {}
-        self._current: Running | None = None
+        self._training: CompiledStep | None = None
+        self._others: dict[Any, CompiledStep] = {}
+        self._current: CompiledStep | None = None
         self._results: Any = None
         self._random_state: list[int] | None = None
         self._frozen: Any = None
@@ -225,7 +225,7 @@ class IPUStrategy(SingleDeviceStrategy):
         optimizer: Any = self.optimizers[0]
 
         def run(batch: Any, *indices: Any) -> Any:
-            tensors, structure = taken_apart(batch)
+            tensors, structure = flatten(batch)
             running = self._training
             if running is None:
                 self._release()
@@ -245,11 +245,11 @@ class IPUStrategy(SingleDeviceStrategy):
 
         return run
 
-    def _make_training(self, step: Callable[..., Any], batch: Any, indices: tuple[Any, ...]) -> Running:
+    def _make_training(self, step: Callable[..., Any], batch: Any, indices: tuple[Any, ...]) -> CompiledStep:
         assert self.module is not None
         self._frozen = self._fixed()
         optimizer: Any = self.optimizers[0]
-        running = Running(
+        running = CompiledStep(
             self.module, step, "training_step", batch, indices, self._results, self._training_options(),
             optimizer=optimizer, random_state=self._random_state,
         )  # fmt: skip
@@ -263,7 +263,7 @@ class IPUStrategy(SingleDeviceStrategy):
         modes = tuple(child.training for child in self.module.modules())  # asked for anew by each evaluation
 
         def run(batch: Any, *indices: Any) -> Any:
-            tensors, structure = taken_apart(batch)
+            tensors, structure = flatten(batch)
             key = (name, indices[1:], modes, shapes(tensors))
             running = self._others.get(key)
             if running is None:
@@ -278,7 +278,7 @@ class IPUStrategy(SingleDeviceStrategy):
 
     def _make_other(
         self, key: Any, step: Callable[..., Any], batch: Any, tensors: list[torch.Tensor], indices: tuple[Any, ...]
-    ) -> Running:
+    ) -> CompiledStep:
         assert self.module is not None
         given = options.for_inference(self.inference_options, self._flags())
         parts = options.sizes(given).parts
@@ -292,7 +292,7 @@ class IPUStrategy(SingleDeviceStrategy):
                 "%s gets batches of a third shape, and is compiled for each: pad them to one, or use drop_last=True",
                 name,
             )
-        return Running(self.module, step, name, batch, indices, self._results, given)
+        return CompiledStep(self.module, step, name, batch, indices, self._results, given)
 
     def _release(self) -> None:
         """Give the IPUs back, for another executor."""
@@ -300,7 +300,7 @@ class IPUStrategy(SingleDeviceStrategy):
             self._current.release()
             self._current = None
 
-    def _switch(self, running: Running) -> None:
+    def _switch(self, running: CompiledStep) -> None:
         self._release()
         self._current = running  # a call attaches it, and brings the host's weights
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from torchhal.errors import AcceleratorUnavailable, ConfigurationError, UnsupportedCombinationError
+from torchhal.errors import AcceleratorUnavailableError, ConfigurationError, UnsupportedCombinationError
 from torchhal.resolve import Request, resolve
 from torchhal_ipu.accelerator import IPUAccelerator
 
@@ -88,7 +88,7 @@ def reason():
     assert not availability and IPUAccelerator.availability().reason == availability.reason, "the same the second time"
     try:
         resolve(Request(accelerator="ipu"))
-    except AcceleratorUnavailable as error:
+    except AcceleratorUnavailableError as error:
         assert availability.reason in str(error), error
     else:
         raise AssertionError("an accelerator that is named must be there")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchhal_parallel._module_restore import ForwardInstead
+from torchhal_parallel._module_restore import ForwardOverride
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
@@ -47,7 +47,7 @@ def _attributes(module: nn.Module, index: set[int]) -> tuple[Any, ...]:
             continue
         if "hook" in name and hasattr(value, "__len__"):
             found.append((name, len(value)))
-        elif isinstance(value, ForwardInstead):
+        elif isinstance(value, ForwardOverride):
             found.append((name, type(value)))
         else:
             found.append((name, _form(value, index, lambda tensor: (tuple(tensor.shape), tensor.dtype))))

@@ -33,7 +33,7 @@ from torchhal_parallel._forward_capture import drawn_between, logging_by
 from torchhal_parallel._gradient_check import AutogradCalls, check_gradients
 from torchhal_parallel._recorded_calls import FunctionCall, InContext, is_mutable, is_same_again
 from torchhal_parallel._remote_tensor import written
-from torchhal_parallel._tensor_swap import StandIn, standing_in
+from torchhal_parallel._tensor_swap import StandIn, swapped_tensors
 
 CONSTANT = "_constant"
 """How the names of tensors begin that a forward has from elsewhere than its arguments, parameters and buffers."""
@@ -135,7 +135,7 @@ class Capture:
         torch.clear_autocast_cache()  # of casts that another forward has made
         generators = rng.collect_host()
         try:
-            with standing_in(self._stand_ins):
+            with swapped_tensors(self._stand_ins):
                 with (
                     self._logs_refused(recorder),
                     reads.recorded(lambda: recorder.silent),

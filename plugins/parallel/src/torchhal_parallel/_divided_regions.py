@@ -32,7 +32,7 @@ from torchhal_parallel._alike import KindsOfCalls
 from torchhal_parallel._batch_loss import without_traces
 from torchhal_parallel._divided_gradients import Nodes, check_gradients, check_sums
 from torchhal_parallel._dtensor_layout import is_below_float32
-from torchhal_parallel._tensor_swap import StandIn, standing_in
+from torchhal_parallel._tensor_swap import StandIn, swapped_tensors
 
 TOLERANCE = 1e-3
 """Of the norm: float32 rounds to 1e-6 of it, a mean over half of 4,096 random numbers is off by 1e-2."""
@@ -412,7 +412,7 @@ def _in_full_precision(module: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         for device in devices:
             stack.enter_context(torch.autocast(device, enabled=False))
-        stack.enter_context(standing_in(wide))
+        stack.enter_context(swapped_tensors(wide))
         yield
 
 

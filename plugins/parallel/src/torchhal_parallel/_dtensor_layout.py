@@ -23,7 +23,7 @@ except ImportError as error:  # distribute_tensor, which is public, would move t
     ) from error
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """All of ``tensor``, on every rank that has a part of it; they all must call.
 
     Of several mesh dimensions that divide it the outer one did so last, and is gathered first. ``full_tensor`` does the
@@ -37,12 +37,12 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local()
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
+def to_local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part, which shares the tensor's memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def like(value: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+def shard_like(value: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """``value``, whole on every rank, in the layout and on the device of ``target``, which has its shape.
 
     Nothing is sent: each rank takes its part. The slice is right for every placement that ``fully_shard`` and
@@ -53,7 +53,7 @@ def like(value: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     shape, offset = compute_local_shape_and_global_offset(value.shape, target.device_mesh, target.placements)
     part = value[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
     return DTensor.from_local(
-        part.to(local(target).device, copy=True).contiguous(),
+        part.to(to_local(target).device, copy=True).contiguous(),
         target.device_mesh,
         target.placements,
         run_check=False,
@@ -75,7 +75,7 @@ def place_of_part(tensor: torch.Tensor) -> Any:
     return tuple(shape), tuple(offset)
 
 
-def gathered(value: Any, *, keep: bool) -> Any:
+def gather_to_cpu(value: Any, *, keep: bool) -> Any:
     """A nest with every sharded tensor whole and on the CPU, one at a time. Called on every rank.
 
     Where ``keep`` is False the result holds no data: tensors of the same shape on the meta device.
@@ -84,13 +84,13 @@ def gathered(value: Any, *, keep: bool) -> Any:
     def gather(tensor: Any) -> Any:
         if not isinstance(tensor, DTensor):
             return tensor
-        full = whole(tensor.detach())
+        full = full_tensor(tensor.detach())
         return full.cpu() if keep else torch.empty_like(full, device="meta")
 
     return map_tensors(value, gather)
 
 
-def global_norm(
+def get_total_norm(
     gradients: Iterable[torch.Tensor], *, squares: Callable[[torch.Tensor], torch.Tensor] | None = None
 ) -> torch.Tensor:
     """The 2-norm over all elements of all ``gradients``, the same on every rank: a 0-d tensor.
@@ -115,7 +115,7 @@ def global_norm(
                     break
             sharded = tuple(dim for dim, placement in enumerate(gradient.placements) if not placement.is_replicate())
             divided = (gradient.device_mesh, sharded) if sharded else None
-        part = local(gradient).detach()
+        part = to_local(gradient).detach()
         norm = torch.linalg.vector_norm(part, dtype=torch.float32 if is_below_float32(part) else None)
         groups.setdefault((divided, norm.dtype, norm.device), []).append(norm)
     total: torch.Tensor | None = None
@@ -131,9 +131,9 @@ def global_norm(
     return (total if squares is None else squares(total)).sqrt()
 
 
-def scale_to(gradients: Iterable[torch.Tensor], norm: torch.Tensor, clip_val: float) -> None:
+def clip_grads_with_norm_(gradients: Iterable[torch.Tensor], norm: torch.Tensor, clip_val: float) -> None:
     """Scale ``gradients`` so that their global ``norm`` is at most ``clip_val``, as torch's own clipping does."""
     factor = (clip_val / (norm + 1e-6)).clamp(max=1.0)
     for gradient in gradients:
-        part = local(gradient)
+        part = to_local(gradient)
         part.mul_(factor.to(part.device))  # in its own dtype: a number of no dimension widens nothing

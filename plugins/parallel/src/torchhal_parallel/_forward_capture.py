@@ -13,20 +13,20 @@ from torch import nn
 from torchhal import rng
 from torchhal.errors import ModelError
 from torchhal.trainer.logging import is_metric
-from torchhal_parallel._module_restore import ForwardInstead
+from torchhal_parallel._module_restore import ForwardOverride
 
 LOOKS = 2
 """How many rehearsals of a step are looked at closely."""
 
 
-class _Called(BaseException):
+class _ForwardReached(BaseException):
     """The step has called the model; what with. No Exception, which the step might catch."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         self.arguments = arguments
 
 
-class Answered(ForwardInstead):
+class PatchedForward(ForwardOverride):
     """The forward of a model that no rank has whole: it gives what a pipeline has computed, while a step runs."""
 
     answer: Callable[..., Any] | None = None
@@ -46,7 +46,7 @@ class Answered(ForwardInstead):
         return self.answer(*args, **kwargs)
 
 
-class Rehearsal:
+class ForwardCapture:
     """Runs a step as far as ``self(...)``: ``rehearsal(step, batch, rest)`` gives the arguments of the call by name.
 
     What a step does before the call, it does again when it runs in earnest. So that must leave nothing behind but what
@@ -65,7 +65,7 @@ class Rehearsal:
         self.further = next((each.name for each in parameters if each.kind is each.VAR_KEYWORD), None)
         """What the forward calls the keyword arguments that it has no names for."""
         self._looks: dict[str, int] = {}
-        self._forward = Answered(module)
+        self._forward = PatchedForward(module)
 
     @contextmanager
     def answering(self, answer: Callable[..., Any]) -> Iterator[None]:
@@ -99,12 +99,12 @@ class Rehearsal:
             named = dict(list(bound.items())[1:])
             if self.further is not None:
                 named |= named.pop(self.further, {})
-            raise _Called(named)
+            raise _ForwardReached(named)
 
-        with silent(self.module), self.answering(stop), torch.no_grad():
+        with without_logging(self.module), self.answering(stop), torch.no_grad():
             try:
                 step(batch, *rest)
-            except _Called as called:
+            except _ForwardReached as called:
                 return called.arguments
             except Exception as error:
                 raise ModelError(
@@ -147,7 +147,7 @@ def drawn_between(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[s
     return [kind for kind, state in before.items() if not _same(state, after[kind])]
 
 
-def once(module: nn.Module, output: Any) -> Callable[..., Any]:
+def returns_once(module: nn.Module, output: Any) -> Callable[..., Any]:
     """What ``module(...)`` calls to get ``output``, the first time."""
     calls = 0
 
@@ -165,7 +165,7 @@ def once(module: nn.Module, output: Any) -> Callable[..., Any]:
 
 
 @contextmanager
-def silent(module: nn.Module) -> Iterator[None]:
+def without_logging(module: nn.Module) -> Iterator[None]:
     """What the step logs inside is dropped: it logs again when it runs in earnest."""
     with logging_by(module, lambda *args, **kwargs: None):
         yield

@@ -24,8 +24,8 @@ from torchhal_parallel._module_restore import recompute
 from torchhal_parallel._optimizer_checks import one_by_one
 from torchhal_parallel._same_settings import find_differing_settings
 from torchhal_parallel._shard_sizes import gathered_bytes
-from torchhal_parallel._sharded_base import ShardedStrategy, StepRunner, followed_by
-from torchhal_parallel._uneven_inputs import forward_of
+from torchhal_parallel._sharded_base import ShardedStrategy, StepRunner, run_after_closure
+from torchhal_parallel._uneven_inputs import uneven_forward
 from torchhal_parallel._wrap_policy import check_form, check_policy, find_blocks
 
 _NO_COPY = ("FSDP does not support deepcopy", "copy_() on an invalid python storage")
@@ -294,7 +294,7 @@ class FullyShardedStrategy(ShardedStrategy):
     @contextmanager
     def evaluation_step_of(self, ranks: Collection[int]) -> Iterator[None]:
         self._reshard()
-        with forward_of(
+        with uneven_forward(
             ranks,
             self._mesh.get_group("shard"),
             self._units,
@@ -361,7 +361,7 @@ class FullyShardedStrategy(ShardedStrategy):
         if not self.reshard_after_forward or (self._inner_backward is not None and self._inner_backward.held):
             self._reshard()  # a forward without a backward may have come since
         if closure is not None:
-            return super().optimizer_step(optimizer, followed_by(closure, self._average_once))
+            return super().optimizer_step(optimizer, run_after_closure(closure, self._average_once))
         self._average_once()
         return super().optimizer_step(optimizer)
 

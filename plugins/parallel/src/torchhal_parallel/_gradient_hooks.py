@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.hooks import RemovableHandle
 
 from torchhal.errors import ModelError
-from torchhal_parallel._dtensor_layout import like, whole
+from torchhal_parallel._dtensor_layout import full_tensor, shard_like
 
 
 class CarriedHooks:
@@ -26,7 +26,7 @@ class CarriedHooks:
         self.hooks = hooks
 
     def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
-        result = whole(gradient)
+        result = full_tensor(gradient)
         for hook in tuple(self.hooks.values()):
             changed = hook(result)
             result = result if changed is None else changed
@@ -35,7 +35,7 @@ class CarriedHooks:
         if any(placement.is_partial() for placement in gradient.placements):
             placements = [Replicate() if each.is_partial() else each for each in gradient.placements]
             gradient = gradient.redistribute(placements=placements)
-        return like(result, gradient)
+        return shard_like(result, gradient)
 
 
 class HooksOfBatch:

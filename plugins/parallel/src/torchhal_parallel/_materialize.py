@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from torchhal.errors import ModelError
-from torchhal_parallel._tensor_swap import StandIn, standing_in
+from torchhal_parallel._tensor_swap import StandIn, swapped_tensors
 
 
 def tensors_on_meta(module: nn.Module) -> list[str]:
@@ -76,7 +76,7 @@ def materialize(model: nn.Module, unit: nn.Module, unset: Collection[str], devic
 def _initialize(model: nn.Module, waiting: Mapping[str, nn.Module], device: torch.device) -> None:
     owners: dict[int, Any] = {id(owner): owner for owner in waiting.values()}
     places = {(id(owner), name.rpartition(".")[2]) for name, owner in waiting.items()}
-    with torch.no_grad(), torch.device(device), standing_in(_outlines(model, places)):
+    with torch.no_grad(), torch.device(device), swapped_tensors(_outlines(model, places)):
         for owner in owners.values():
             if callable(getattr(owner, "reset_parameters", None)):
                 owner.reset_parameters()

@@ -26,7 +26,7 @@ class _Key:
     """Whether the step gave a batch_size, or some part did not log."""
 
 
-class PartLog:
+class MicrobatchLog:
     """Stands in for a Trainer's results while the parts of a batch run; :meth:`hand_over` logs what they logged.
 
     The n-th call with a name in one part belongs to the n-th in the others.
@@ -103,7 +103,7 @@ class PartLog:
 
 
 @contextmanager
-def one_log(trainer: Any, sizes: Sequence[int], device: torch.device) -> Iterator[Callable[[int], None]]:
+def merged_log(trainer: Any, sizes: Sequence[int], device: torch.device) -> Iterator[Callable[[int], None]]:
     """What parts of ``sizes`` samples log inside becomes one value each; called with the number of each as it begins.
 
     Without a ``trainer`` there is nothing to log to.
@@ -112,7 +112,7 @@ def one_log(trainer: Any, sizes: Sequence[int], device: torch.device) -> Iterato
         yield lambda part: None
         return
     results = trainer.results
-    log = trainer.results = PartLog(results, sizes, device)
+    log = trainer.results = MicrobatchLog(results, sizes, device)
     try:
         yield log.start_part
     finally:

@@ -28,7 +28,7 @@ _HOOKS = (
 )  # fmt: skip
 
 
-class ForwardInstead:
+class ForwardOverride:
     """Stands in for the forward of ``module`` until :meth:`remove`; ``inner`` is the one that it had."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -48,7 +48,7 @@ class ForwardInstead:
                 module.__dict__["forward"] = found._before
 
 
-class Recomputed(ForwardInstead):
+class Recomputed(ForwardOverride):
     """A forward whose activations are not kept: backward computes them again."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -64,7 +64,7 @@ def recompute(module: nn.Module, policy: Any) -> None:
         Recomputed(block)
 
 
-class Wrapping:
+class ModuleSnapshot:
     """What a module was like before it was wrapped: made before, undone after the run.
 
     ``fully_shard`` changes classes and keeps state in the modules; it and ``parallelize_module`` register hooks, some
@@ -94,7 +94,7 @@ class Wrapping:
         """
         for submodule, before, attributes, hooks in self._before:
             submodule.__class__ = before
-            ForwardInstead.remove(submodule)
+            ForwardOverride.remove(submodule)
             for name in set(submodule.__dict__) - attributes:
                 if name == "_distribute_module_applied" or str(name).startswith("__composable_api_state_key"):
                     del submodule.__dict__[name]

@@ -4,8 +4,8 @@ Only the outer forward is followed, down to the modules at which it is cut; what
 own control flow, hooks and training mode. A stage calls the model's own submodules, so names, parameters and shared
 state are those of the model.
 
-:func:`cut` says which stage has which modules, before there is a batch. What the stages compute is cut from the forward
-of a batch by :func:`stages_of`.
+:func:`split_into_stages` says which stage has which modules, before there is a batch. What the stages compute is cut
+from the forward of a batch by :func:`stages_of`.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _balanced(weights: Sequence[int], parts: int) -> list[int]:
     return lightest[len(weights)][1]
 
 
-def cut(module: nn.Module, split_points: Sequence[str]) -> list[Stage]:
+def split_into_stages(module: nn.Module, split_points: Sequence[str]) -> list[Stage]:
     """The stages of ``module.forward``, each from the call of a module in ``split_points`` on, by what they have.
 
     Where the forward can't be followed without a batch, as one that branches on shapes, modules are taken to be called
@@ -310,15 +310,15 @@ def stage_parameters(module: nn.Module, stage: Stage) -> dict[str, Any]:
         *module.named_parameters(remove_duplicate=False),
         *module.named_buffers(remove_duplicate=False),
     ]
-    return {name: tensor for name, tensor in everything if uses(stage, name)}
+    return {name: tensor for name, tensor in everything if stage_owns(stage, name)}
 
 
-def uses(stage: Stage, name: str) -> bool:
+def stage_owns(stage: Stage, name: str) -> bool:
     """Whether the entry ``name`` of the model's state is of a module that the stage runs."""
     return any(name == used or name.startswith(f"{used}.") for used in stage.modules)
 
 
-def untrainable(module: nn.Module, stages: Sequence[Stage]) -> dict[str, str]:
+def shared_or_unused_parameters(module: nn.Module, stages: Sequence[Stage]) -> dict[str, str]:
     """Names of the parameters and buffers that several stages have, or none, and why they can't be trained so."""
     owners: dict[int, set[int]] = {}
     names: dict[int, list[str]] = {}  # tied ones have several, and a stage knows them by any
@@ -343,7 +343,7 @@ def untrainable(module: nn.Module, stages: Sequence[Stage]) -> dict[str, str]:
 
 
 def check_trained(module: nn.Module, untrainable: Mapping[str, str]) -> None:
-    """Raise ModelError for a parameter of :func:`untrainable` that is trained."""
+    """Raise ModelError for a parameter of :func:`shared_or_unused_parameters` that is trained."""
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and name in untrainable:
             raise ModelError(f"{name!r} {untrainable[name]}")

@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from torchhal.errors import ModelError
-from torchhal_parallel._dtensor_layout import like, local, whole
+from torchhal_parallel._dtensor_layout import full_tensor, shard_like, to_local
 from torchhal_parallel._random_operators import DROPOUT, drawing, is_by_shape
 from torchhal_parallel._remote_tensor import written
 
@@ -127,7 +127,7 @@ def _number_of_whole(operator: Any, args: Any, kwargs: Any) -> Any:
     if all(placement.is_replicate() for placement in tensor.placements):
         return operator(tensor.to_local())
     with _enabled[-1].guard(_WHAT):
-        return operator(whole(tensor))
+        return operator(full_tensor(tensor))
 
 
 def _draw(operator: Any, args: Any, kwargs: Any) -> Any:
@@ -146,7 +146,7 @@ def _draw(operator: Any, args: Any, kwargs: Any) -> Any:
 
     drawn = operator(*tree_map_only(DTensor, whole_of, args), **tree_map_only(DTensor, whole_of, kwargs))
     for target in targets:
-        target._local_tensor.copy_(local(like(made[id(target)], target)))
+        target._local_tensor.copy_(to_local(shard_like(made[id(target)], target)))
     source = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DTensor))
     results = drawn if isinstance(drawn, tuple) else (drawn,)
     written_to = iter(targets)
@@ -172,13 +172,13 @@ def _values_of_whole(tensor: DTensor) -> torch.Tensor:
     if all(placement.is_replicate() for placement in tensor.placements):
         return tensor._local_tensor.clone()  # it may be written to
     with _enabled[-1].guard("random numbers that are drawn by the values of a divided tensor"):
-        return whole(tensor)
+        return full_tensor(tensor)
 
 
 def _divided_as(tensor: torch.Tensor, source: DTensor) -> torch.Tensor:
     """``tensor``, whole on every rank, divided as ``source`` is where it has its shape."""
     if tensor.shape == source.shape and not any(placement.is_partial() for placement in source.placements):
-        return like(tensor, source)
+        return shard_like(tensor, source)
     mesh = source.device_mesh
     return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
@@ -311,5 +311,5 @@ def _assign(tensor: DTensor, value: Any) -> None:
         if isinstance(new, DTensor):
             new = new.redistribute(tensor.device_mesh, tensor.placements)
         else:
-            new = like(new, tensor.detach())
-        tensor._local_tensor.copy_(local(new))
+            new = shard_like(new, tensor.detach())
+        tensor._local_tensor.copy_(to_local(new))

@@ -9,7 +9,12 @@ import torch
 from torch import nn
 
 from torchhal.memory_estimate import ModelMemory, ParameterMemory, bytes_of
-from torchhal_parallel._pipeline_split import check_trained, cut, stage_parameters, untrainable
+from torchhal_parallel._pipeline_split import (
+    check_trained,
+    shared_or_unused_parameters,
+    split_into_stages,
+    stage_parameters,
+)
 from torchhal_parallel._tensor_parallel import sharded_dim
 from torchhal_parallel._wrap_policy import find_blocks
 
@@ -47,8 +52,8 @@ def stages_of_ranks(module: nn.Module, points: Sequence[str], size: int) -> list
     Raises:
         ModelError: one that is trained is in several stages, or in none.
     """
-    parts = cut(module, points)
-    check_trained(module, untrainable(module, parts))
+    parts = split_into_stages(module, points)
+    check_trained(module, shared_or_unused_parameters(module, parts))
     stages = [stage_parameters(module, stage) for stage in parts]
     used = {name for stage in stages for name in stage}
     everywhere = {  # what no stage uses stays on all ranks, as the step may use it

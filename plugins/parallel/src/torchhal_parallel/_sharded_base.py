@@ -21,9 +21,17 @@ from torchhal.errors import CheckpointMismatchError, ConfigurationError, ModelEr
 from torchhal.precision import dense_gradient
 from torchhal.strategies import ParallelStrategy, forward_through
 from torchhal_parallel._between_steps import explain_number
-from torchhal_parallel._dtensor_layout import gathered, global_norm, like, local, place_of_part, scale_to, whole
+from torchhal_parallel._dtensor_layout import (
+    clip_grads_with_norm_,
+    full_tensor,
+    gather_to_cpu,
+    get_total_norm,
+    place_of_part,
+    shard_like,
+    to_local,
+)
 from torchhal_parallel._gradient_hooks import CarriedHandles, check_accumulation_hooks
-from torchhal_parallel._module_restore import ForwardInstead, Wrapping
+from torchhal_parallel._module_restore import ForwardOverride, ModuleSnapshot
 from torchhal_parallel._optimizer_checks import check_divisible
 from torchhal_parallel._parameter_objects import ParameterObjects, check_references
 from torchhal_parallel._plain_semantics import PlainSemantics
@@ -55,7 +63,7 @@ class StepRunner(nn.Module):
         super().__init__()
         self.module = module
         self.running = False
-        Routed(module).runner = self
+        RoutedForward(module).runner = self
 
     def forward(self, step: Any, *args: Any) -> Any:
         before, self.running = self.running, True
@@ -65,7 +73,7 @@ class StepRunner(nn.Module):
             self.running = before
 
 
-class Routed(ForwardInstead):
+class RoutedForward(ForwardOverride):
     """The forward of a module that must run inside the hooks of its :class:`StepRunner`."""
 
     runner: StepRunner
@@ -76,7 +84,7 @@ class Routed(ForwardInstead):
         return self.runner(functools.partial(self.inner, **kwargs), *args)
 
 
-def followed_by(closure: Callable[[], Any], then: Callable[[], None]) -> Callable[[], Any]:
+def run_after_closure(closure: Callable[[], Any], then: Callable[[], None]) -> Callable[[], Any]:
     """``closure`` with ``then`` after each evaluation: an optimizer may ask for several."""
 
     def run() -> Any:
@@ -111,7 +119,7 @@ class ShardedStrategy(ParallelStrategy):
 
     _objects: ParameterObjects | None = None
     _replaced: ReplacedParameters | None = None
-    _wrapping: Wrapping | None = None
+    _wrapping: ModuleSnapshot | None = None
     _divided: AbstractSet[nn.Parameter] = frozenset()
     """The parameters that there were when the model was divided."""
 
@@ -135,7 +143,7 @@ class ShardedStrategy(ParallelStrategy):
             )
         alias = self.alias or type(self).__name__
         self._objects = ParameterObjects(self.module)
-        self._wrapping = None if self.built_on_meta else Wrapping(self.module, self._objects)
+        self._wrapping = None if self.built_on_meta else ModuleSnapshot(self.module, self._objects)
         try:
             super().setup_model(training=training)
         finally:
@@ -208,7 +216,7 @@ class ShardedStrategy(ParallelStrategy):
         return found
 
     def part_of(self, parameter: nn.Parameter) -> tuple[Any, torch.Tensor]:
-        return place_of_part(parameter), local(parameter.detach())
+        return place_of_part(parameter), to_local(parameter.detach())
 
     def is_on_meta(self) -> bool:
         """Whether some of the model has no memory yet, on any rank. Called on every rank."""
@@ -262,7 +270,7 @@ class ShardedStrategy(ParallelStrategy):
     def is_divided(self) -> bool:
         """Whether this rank lacks a part of some parameter; the same on every rank."""
         assert self.module is not None
-        return any(parameter is not local(parameter) for parameter in self.module.parameters())
+        return any(parameter is not to_local(parameter) for parameter in self.module.parameters())
 
     def is_sharded(self) -> bool:
         """Whether a rank has a part of some parameter, and not all of it or nothing; the same on every rank."""
@@ -287,12 +295,12 @@ class ShardedStrategy(ParallelStrategy):
         tensors = [
             *self.module.named_parameters(remove_duplicate=False), *self.module.named_buffers(remove_duplicate=False)
         ]  # fmt: skip
-        return {name: whole(tensor.detach()).cpu() for name, tensor in tensors if not tensor.is_meta}
+        return {name: full_tensor(tensor.detach()).cpu() for name, tensor in tensors if not tensor.is_meta}
 
     def _release_model(self) -> None:
         self._allow_replacement()
         if self.module is not None:
-            ForwardInstead.remove(self.module)  # also of one that a failed run has left in parts
+            ForwardOverride.remove(self.module)  # also of one that a failed run has left in parts
         self._carried_hooks.remove()
         self._plain_semantics.disable()
         self._divided, self._runner, self._objects, self._wrapping = frozenset(), None, None, None
@@ -403,7 +411,7 @@ class ShardedStrategy(ParallelStrategy):
         if self.saves_shards:
             return state
         with self.guard("gathering of the state"):
-            return gathered(state, keep=self.keeps_gathered)  # type: ignore[no-any-return]
+            return gather_to_cpu(state, keep=self.keeps_gathered)  # type: ignore[no-any-return]
 
     @property
     def keeps_gathered(self) -> bool:
@@ -430,7 +438,7 @@ class ShardedStrategy(ParallelStrategy):
         super().check_optimizer_state(optimizer, state)
         for index, target, entry in _by_parameter(optimizer, state):
             for key, shape in ((key, shape) for key, item in entry.items() for shape in _shapes_in(item)):
-                if target is not None and target is not local(target) and not _can_be_placed(shape, target):
+                if target is not None and target is not to_local(target) and not _can_be_placed(shape, target):
                     raise CheckpointMismatchError(
                         f"the state of {type(optimizer).__name__} can't be divided as its parameters are: {key!r} of "
                         f"parameter {index} has the shape {tuple(shape)}, and the parameter {tuple(target.shape)}. "
@@ -457,8 +465,12 @@ class ShardedStrategy(ParallelStrategy):
         if isinstance(value, StoredTensor):
             return value.read(target if fits else None)
         if fits:
-            return like(value, target)
-        if isinstance(target, torch.Tensor) and target is not local(target) and not _can_be_placed(value.shape, target):
+            return shard_like(value, target)
+        if (
+            isinstance(target, torch.Tensor)
+            and target is not to_local(target)
+            and not _can_be_placed(value.shape, target)
+        ):
             raise CheckpointMismatchError(
                 f"{name} has the shape {tuple(value.shape)} in the checkpoint and {tuple(target.shape)} here"
             )
@@ -475,7 +487,7 @@ class ShardedStrategy(ParallelStrategy):
         if self.saves_shards:
             return gradients
         with self.guard("gathering of the gradients"):
-            return {name: whole(gradient).cpu() for name, gradient in gradients.items()}
+            return {name: full_tensor(gradient).cpu() for name, gradient in gradients.items()}
 
     def load_accumulated_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
         assert self.module is not None
@@ -504,10 +516,10 @@ class ShardedStrategy(ParallelStrategy):
         gradients = self._gradients(optimizer)
         if algorithm == "value":
             for gradient in gradients:
-                local(gradient).clamp_(-clip_val, clip_val)
+                to_local(gradient).clamp_(-clip_val, clip_val)
             return None
         norm = self._norm(gradients)
-        scale_to(gradients, norm, clip_val)
+        clip_grads_with_norm_(gradients, norm, clip_val)
         return norm
 
     def grad_norm(self, optimizer: Optimizer) -> torch.Tensor:
@@ -516,7 +528,7 @@ class ShardedStrategy(ParallelStrategy):
 
     def _norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         with self.guard("the norm of the gradients"):
-            return global_norm(gradients, squares=self.sum_of_squares)
+            return get_total_norm(gradients, squares=self.sum_of_squares)
 
     def _gradients(self, optimizer: Optimizer) -> list[torch.Tensor]:
         """Those of the parameters that this rank has, or has a part of."""

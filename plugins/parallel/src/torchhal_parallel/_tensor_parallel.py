@@ -172,7 +172,7 @@ def _check_closed(modules: Mapping[str, nn.Module], resolved: Mapping[str, Any])
 
     What may close a layer stands beside it or beside its parent, and takes as much as it gives, or a multiple of that,
     as for the grouped heads of an attention. Whether it does is seen when the model first computes:
-    :class:`~torchhal_parallel._tensor_parallel_check.OpenLayers`.
+    :class:`~torchhal_parallel._tensor_parallel_check.PartialOutputCheck`.
     """
     rows = [name for name, style in resolved.items() if isinstance(style, RowwiseParallel) or style == "rowwise"]
     for name, style in resolved.items():

@@ -27,7 +27,7 @@ _OVERWRITING = ("zero_", "fill_", "copy_")
 """Operators after which nothing is left of what their first argument was."""
 
 
-class OpenLayers:
+class PartialOutputCheck:
     """Watches the layers of a resolved tensor parallel plan over ``size`` ranks.
 
     A style that is an object decides alone what its layer takes and gives, and is not looked at.

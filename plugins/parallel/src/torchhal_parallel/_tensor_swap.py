@@ -43,7 +43,7 @@ def parameter_copies(module: nn.Module, device: torch.device) -> list[StandIn]:
 
 
 @contextmanager
-def standing_in(copies: Sequence[StandIn]) -> Iterator[None]:
+def swapped_tensors(copies: Sequence[StandIn]) -> Iterator[None]:
     """While entered, the module has ``copies``; whatever they have become meanwhile is gone afterwards.
 
     In the dicts themselves: a module refuses to register a tensor with a history as a parameter, and nothing that

@@ -12,7 +12,7 @@ from torch import nn
 
 
 @contextmanager
-def forward_of(
+def uneven_forward(
     ranks: Collection[int],
     group: Any,
     units: Sequence[Any],

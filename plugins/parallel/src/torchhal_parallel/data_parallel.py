@@ -17,16 +17,16 @@ from torchhal.errors import ConfigurationError, ModelError, UnsupportedCombinati
 from torchhal.pytree import move_to_device
 from torchhal.strategies import DDPStrategy, SingleDeviceStrategy, Strategy, check_frequencies, check_lookups
 from torchhal.trainer.logging import batch_size_of
-from torchhal_parallel._microbatch_logging import one_log
+from torchhal_parallel._microbatch_logging import merged_log
 from torchhal_parallel._part_losses import NotComparedError, PartLosses, is_compiled
 from torchhal_parallel._scatter_gather import merge, merge_training, split_batch
-from torchhal_parallel._tensor_swap import buffer_copies, parameter_copies, standing_in
+from torchhal_parallel._tensor_swap import buffer_copies, parameter_copies, swapped_tensors
 
 Split = Callable[[Any, int], Sequence[Any]]
 """``split(batch, parts)``: at most ``parts`` batches whose ``batch_size_of`` is known, together the whole."""
 
 
-class PartsStrategy(Strategy):
+class BatchSplitStrategy(Strategy):
     """Steps that run on the parts of a batch, one per device of this process, and act as one.
 
     The model and the optimizer's state are on :attr:`root_device`. The first part uses the model as it is. For each
@@ -175,7 +175,7 @@ class PartsStrategy(Strategy):
         buffers = [buffer_copies(module, device) for device in devices[1:]]
         outputs = []
         watched = nullcontext if losses is None else losses.recorded
-        with one_log(self.trainer, sizes, self.root_device) as start_part:
+        with merged_log(self.trainer, sizes, self.root_device) as start_part:
             with watched():
                 outputs.append(step(parts[0], *rest))
             if self._unmade:
@@ -185,7 +185,7 @@ class PartsStrategy(Strategy):
                 start_part(index)
                 with self._current(device):
                     copies = parameter_copies(module, device)
-                    with standing_in([*copies, *buffers[index - 1]]), watched():
+                    with swapped_tensors([*copies, *buffers[index - 1]]), watched():
                         outputs.append(step(move_to_device(parts[index], device, non_blocking=True), *rest))
         return outputs
 
@@ -253,7 +253,7 @@ class PartsStrategy(Strategy):
 class InParts(nn.Module):
     """:attr:`Strategy.model` where no Trainer runs the steps: its forward is ``forward_in_parts`` of the strategy."""
 
-    def __init__(self, strategy: PartsStrategy, module: nn.Module) -> None:
+    def __init__(self, strategy: BatchSplitStrategy, module: nn.Module) -> None:
         super().__init__()
         self.module = module
         self._strategy = strategy
@@ -262,7 +262,7 @@ class InParts(nn.Module):
         return self._strategy.forward_in_parts(args, kwargs)
 
 
-class DataParallelStrategy(PartsStrategy, SingleDeviceStrategy):
+class DataParallelStrategy(BatchSplitStrategy, SingleDeviceStrategy):
     """One process that drives several devices: each batch is divided among them.
 
     The loader's batch is the global batch, and the result is that of one device, but for what depends on more than a
@@ -302,7 +302,7 @@ class DataParallelStrategy(PartsStrategy, SingleDeviceStrategy):
         return self.in_parts(super().module_step(name), name)
 
 
-class DDP2Strategy(PartsStrategy, DDPStrategy):
+class DDP2Strategy(BatchSplitStrategy, DDPStrategy):
     """One process per node, which divides its batches among the node's devices; gradients are averaged over nodes.
 
     Each node sees its share of the data, in batches of the loader's size.
@@ -338,4 +338,4 @@ def _checked(split: Split | None) -> Split | None:
     return split
 
 
-__all__ = ["DDP2Strategy", "DataParallelStrategy", "PartsStrategy"]
+__all__ = ["BatchSplitStrategy", "DDP2Strategy", "DataParallelStrategy"]

@@ -35,18 +35,18 @@ from torchhal.strategies import Strategy, check_frequencies
 from torchhal_parallel._between_steps import explain_mixed
 from torchhal_parallel._divided_regions import DividedRegions
 from torchhal_parallel._double_backward import refuse_double_backward
-from torchhal_parallel._dtensor_layout import gathered, local
+from torchhal_parallel._dtensor_layout import gather_to_cpu, to_local
 from torchhal_parallel._fsdp_base import FullyShardedStrategy, check_torch, release_groups
 from torchhal_parallel._gathering import on_every_rank, on_first_rank
 from torchhal_parallel._gradient_hooks import HooksOfBatch
 from torchhal_parallel._microbatches import check_loader
 from torchhal_parallel._optimizer_checks import OptimizerTrial, check_separable, one_by_one, with_parameters
-from torchhal_parallel._pipeline_split import check_trained, even_cuts, stage_parameters, untrainable
+from torchhal_parallel._pipeline_split import check_trained, even_cuts, shared_or_unused_parameters, stage_parameters
 from torchhal_parallel._remote_tensor import RemoteParameter, RemoteTensor, remote, remote_gradient
 from torchhal_parallel._shard_sizes import buffers_of, divided, stages_of_ranks, tensor_shapes
 from torchhal_parallel._shown import shown
 from torchhal_parallel._tensor_parallel import apply_plan, check_plan_form, plan_of, resolve_plan
-from torchhal_parallel._tensor_parallel_check import OpenLayers
+from torchhal_parallel._tensor_parallel_check import PartialOutputCheck
 from torchhal_parallel.pipeline import Pipeline, check_schedule, check_schedule_name, check_schedules_of_torch
 
 AXES = ("pipeline", "data", "shard", "tensor")
@@ -118,7 +118,7 @@ class HybridStrategy(FullyShardedStrategy):
         self.mesh: Any = None
         self.sizes: dict[str, int] = {}
         self.pipe: Pipeline | None = None
-        self._open_layers: OpenLayers | None = None
+        self._open_layers: PartialOutputCheck | None = None
         self._mine: list[nn.Parameter] = []
         self._others: list[tuple[RemoteParameter, RemoteTensor]] = []
         self._names: dict[str, torch.Size | None] = {}
@@ -246,7 +246,7 @@ class HybridStrategy(FullyShardedStrategy):
                 refuse_double_backward(self.module, plan, self.alias or "hybrid")
             rank, size = self.rank_in("tensor"), self.sizes["tensor"]
             regions = DividedRegions(self.module, plan, rank, size, strategy=self)
-            self._open_layers = OpenLayers(self.module, plan, size, regions)
+            self._open_layers = PartialOutputCheck(self.module, plan, size, regions)
             if self.pipe is not None:
                 self.pipe.watch(self._open_layers)
         self.wrap_blocks()
@@ -292,7 +292,7 @@ class HybridStrategy(FullyShardedStrategy):
             schedule=self.schedule,
             microbatches=self.given_microbatches or stages,
         )
-        self._untrainable = untrainable(self.module, pipe.stages)
+        self._untrainable = shared_or_unused_parameters(self.module, pipe.stages)
         parts = [set(map(id, stage_parameters(self.module, stage).values())) for stage in pipe.stages]
         everything = set(map(id, (*self.module.parameters(), *self.module.buffers())))
         kept = everything.difference(*parts)  # the step may use what no stage does, wherever that runs
@@ -577,7 +577,7 @@ class HybridStrategy(FullyShardedStrategy):
             state = {name: value for name, value in state.items() if self.pipe.owns(name)}
         if not self.saves_shards:
             with self.guard("gathering of the state"):
-                state = gathered(state, keep=self.keeps_gathered)
+                state = gather_to_cpu(state, keep=self.keeps_gathered)
                 if self.pipe is not None:
                     state = self._from_all_stages(state)
             order = {name: position for position, name in enumerate(self._names)}
@@ -662,14 +662,14 @@ def average_local(parameters: Sequence[nn.Parameter], group: Any) -> None:
     if not sharded:
         return
     there = torch.tensor([parameter.grad is not None for parameter in sharded], dtype=torch.uint8)
-    there = there.to(local(sharded[0].detach()).device)
+    there = there.to(to_local(sharded[0].detach()).device)
     dist.all_reduce(there, dist.ReduceOp.MAX, group=group)
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for parameter, somewhere in zip(sharded, there.tolist(), strict=True):
         if somewhere:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            part = local(parameter.grad)
+            part = to_local(parameter.grad)
             by_dtype.setdefault(part.dtype, []).append(part)
     for parts in by_dtype.values():
         flat = torch.cat([part.reshape(-1) for part in parts])

@@ -32,10 +32,10 @@ from torchhal_parallel._batch_loss import (
     without_traces,
 )
 from torchhal_parallel._capture import Capture, around
-from torchhal_parallel._forward_capture import Rehearsal, once, silent
-from torchhal_parallel._microbatch_logging import one_log
+from torchhal_parallel._forward_capture import ForwardCapture, returns_once, without_logging
+from torchhal_parallel._microbatch_logging import merged_log
 from torchhal_parallel._microbatches import indivisible
-from torchhal_parallel._pipeline_split import cut, stages_of, uses
+from torchhal_parallel._pipeline_split import split_into_stages, stage_owns, stages_of
 from torchhal_parallel._remote_tensor import INSTEAD, RemoteWriteError
 from torchhal_parallel._sample_independence import (
     BATCH_NORM,
@@ -49,7 +49,7 @@ from torchhal_parallel._sample_independence import (
 from torchhal_parallel._scatter_gather import merge, merge_training, rows_of
 from torchhal_parallel._shown import shown
 from torchhal_parallel._stage import Followed, StageRoot, ends_of
-from torchhal_parallel._tensor_parallel_check import OpenLayers
+from torchhal_parallel._tensor_parallel_check import PartialOutputCheck
 
 SCHEDULES: Final[Mapping[str, Any]] = {
     "gpipe": ScheduleGPipe,
@@ -126,7 +126,7 @@ class Pipeline:
                 f"the forward of this {type(module).__name__} was set on the object, and a pipeline follows that of "
                 "the class: define it there"
             )
-        self.stages = cut(module, split_points)
+        self.stages = split_into_stages(module, split_points)
         self.mine = list(range(self.rank, len(self.stages), self.size))
         self.is_last = len(self.stages) - 1 in self.mine
         self.last_rank = (len(self.stages) - 1) % self.size
@@ -134,7 +134,7 @@ class Pipeline:
         last = len(self.stages) - 1
         self.roots = {index: StageRoot(module, self.stages[index], is_last=index == last) for index in self.mine}
         self._cut_at = {name: module.get_submodule(name) for name in (*around(split_points), *split_points)}
-        self._rehearsal = Rehearsal(module, strategy)
+        self._rehearsal = ForwardCapture(module, strategy)
         self._capture = Capture(module, around(split_points), strategy.root_device, trainer)
         self._followed = _Recent(KEPT_FORWARDS)
         self._schedules = _Recent(KEPT_SCHEDULES)
@@ -145,10 +145,10 @@ class Pipeline:
 
     def owns(self, name: str) -> bool:
         """Whether this rank's value of an entry of the model's state counts: its stage changes it, or the step does."""
-        users = (index for index, stage in enumerate(self.stages) if uses(stage, name))
+        users = (index for index, stage in enumerate(self.stages) if stage_owns(stage, name))
         return next(users, len(self.stages) - 1) in self.mine
 
-    def watch(self, layers: OpenLayers) -> None:
+    def watch(self, layers: PartialOutputCheck) -> None:
         """Let ``layers`` look at what this rank's stages give when they first compute."""
         for index, root in self.roots.items():
             what = f"what stage {index} of the pipeline gives"
@@ -284,7 +284,7 @@ class Pipeline:
 
         def loss(output: Any) -> torch.Tensor:
             nonlocal result
-            with self._rehearsal.answering(once(self.module, output)), self._explaining():
+            with self._rehearsal.answering(returns_once(self.module, output)), self._explaining():
                 result = step(batch, *rest)
             found: torch.Tensor = loss_of(result)
             result = detached(result)
@@ -313,7 +313,7 @@ class Pipeline:
         last_output: dict[int, Any] = {}
         unlike = not_compared = None
         taken: list[list[bool]] = []
-        with one_log(self.trainer, sizes, self.strategy.root_device) as start_part:
+        with merged_log(self.trainer, sizes, self.strategy.root_device) as start_part:
 
             def compare_with_last(part: int, output: Any) -> None:
                 """Two neighbours at a time: the outputs of a whole batch are what the schedule has no memory for."""
@@ -333,7 +333,7 @@ class Pipeline:
                 start_part(part)
                 branches = Branches()
                 with (
-                    self._rehearsal.answering(once(self.module, output)),
+                    self._rehearsal.answering(returns_once(self.module, output)),
                     self._explaining(),
                     branches if compared else nullcontext(),
                 ):
@@ -483,8 +483,8 @@ class Pipeline:
         generators = self._rehearsal.generators()
         try:
             output = map_tensors(merge(outputs, [rows] * len(outputs), device), leaf_of)
-            answer = self._rehearsal.answering(once(self.module, output))
-            with without_traces(self.module, kept), silent(self.module), answer:
+            answer = self._rehearsal.answering(returns_once(self.module, output))
+            with without_traces(self.module, kept), without_logging(self.module), answer:
                 whole = loss_of(step(batch, *rest)).detach()
             drawn = self._rehearsal.drawn_from(generators)
             reason = f"it draws random numbers ({drawn[0]})" if drawn else None
@@ -539,7 +539,7 @@ class Pipeline:
             values = self._forward(values, followed.ends)
         if not self.is_last:
             return None
-        with self._rehearsal.answering(once(self.module, followed.output(values))):
+        with self._rehearsal.answering(returns_once(self.module, followed.output(values))):
             return step(batch, *rest)
 
     def _forward(self, values: Any, ends: Sequence[tuple[Any, Any]]) -> Any:
@@ -629,7 +629,7 @@ class Pipeline:
         stages = stages_of(found.graph, self.split_points, model, found.constants.keys())
         for index, (ours, now) in enumerate(zip(self.stages, stages, strict=True)):
             for name in now.modules:
-                if not uses(ours, name) and not self._is_without_state(name):
+                if not stage_owns(ours, name) and not self._is_without_state(name):
                     raise ModelError(
                         f"called with {', '.join((*tensors, *constants))}, {model} uses {name!r} in stage {index}, and "
                         "it was taken for a part of another stage: let its forward call its modules in the order in "

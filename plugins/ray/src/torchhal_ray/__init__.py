@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from torchhal.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from torchhal_ray.environment import RayLauncher
+    from torchhal_ray.environment import RayEnvironment
     from torchhal_ray.tune import TuneReportCallback
 
 __version__ = "0.1.0"
 
-__all__ = ["RayLauncher", "TuneReportCallback"]
+__all__ = ["RayEnvironment", "TuneReportCallback"]
 
-_HOMES = {"RayLauncher": "environment", "TuneReportCallback": "tune"}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(
+    __name__, {"RayEnvironment": "environment", "TuneReportCallback": "tune"}, renamed={"RayLauncher": "RayEnvironment"}
+)

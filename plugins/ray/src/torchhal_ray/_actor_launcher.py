@@ -13,16 +13,16 @@ from contextlib import closing
 from typing import Any, ClassVar, Protocol
 
 from torchhal.distributed import process
-from torchhal.distributed.failures import Failure, exit_on
-from torchhal.distributed.signals import NotedSignals
+from torchhal.distributed.failures import Failure, exit_for_signal
+from torchhal.distributed.signals import SignalRecorder
 from torchhal.errors import LaunchError
 from torchhal.launchers import Launcher, serialization
-from torchhal.launchers.worker_outcome import Verdict
+from torchhal.launchers.worker_outcome import WorkerOutcomes
 from torchhal_ray import _placement as placement
 from torchhal_ray import _sdk as sdk
 from torchhal_ray import tune
-from torchhal_ray._driver_queue import Letters
-from torchhal_ray._ranks import Seat, seats, shared_devices
+from torchhal_ray._driver_queue import MessageReader
+from torchhal_ray._ranks import RankSlot, seats, shared_devices
 from torchhal_ray._worker import Assignment, Started, Worker, send_signal
 
 GRACE = 5.0
@@ -49,7 +49,7 @@ _JOB = ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID")
 
 
 class ActorSettings(Protocol):
-    """What :class:`torchhal_ray.RayLauncher` was made with."""
+    """What :class:`torchhal_ray.RayEnvironment` was made with."""
 
     num_workers: int | None
     placement: str
@@ -100,10 +100,10 @@ class ActorLauncher(Launcher):
                 content = file.content()
         except SystemExit as error:
             if error.code == signal.SIGTERM:  # of the handler that ray.init installs
-                raise exit_on(signal.SIGTERM, agreed=False) from None
+                raise exit_for_signal(signal.SIGTERM, agreed=False) from None
             raise
-        with NotedSignals(self.settings.stop_signals) as signals:
-            crew = _Crew(ray, self, signals)
+        with SignalRecorder(self.settings.stop_signals) as signals:
+            crew = _WorkerGroup(ray, self, signals)
             try:
                 crew.start(content)
                 crew.supervise()
@@ -117,19 +117,19 @@ class ActorLauncher(Launcher):
         return f"ActorLauncher({self.bundles} x {self.per_bundle}, placement={self.placement!r})"
 
 
-class _Crew:
-    def __init__(self, ray: Any, launcher: ActorLauncher, signals: NotedSignals) -> None:
+class _WorkerGroup:
+    def __init__(self, ray: Any, launcher: ActorLauncher, signals: SignalRecorder) -> None:
         self._ray, self._launcher, self._signals = ray, launcher, signals
         self._settings = launcher.settings
         self._group: Any = None
-        self._seats: list[Seat] = []
+        self._seats: list[RankSlot] = []
         self._actors: list[Any] = []
         self._pids: list[int] = []
         self._running: dict[Any, int] = {}
         self._in_trial = tune.in_trial(ray)
-        self._letters = Letters(ray, tune.report if self._in_trial else None)
+        self._letters = MessageReader(ray, tune.report if self._in_trial else None)
         self._end_at: float | None = None
-        self.verdict = Verdict(launcher.bundles * launcher.per_bundle, instead=INSTEAD)
+        self.verdict = WorkerOutcomes(launcher.bundles * launcher.per_bundle, instead=INSTEAD)
         self.result: bytes | None = None
 
     # -- start -----------------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ class _Crew:
             post = self._letters.post if seat.rank == 0 else None
             self._running[actor.run.remote(Assignment(variables, settings, folder, post), call)] = seat.rank
 
-    def _find_seats(self, first: int) -> list[Seat]:
+    def _find_seats(self, first: int) -> list[RankSlot]:
         from ray.util.placement_group import placement_group_table
 
         table: dict[int, str] = placement_group_table(self._group)["bundles_to_node_id"]
@@ -177,7 +177,7 @@ class _Crew:
         here = self._ray.get_runtime_context().get_node_id()
         return seats(table, addresses, self._launcher.per_bundle, driver=here)
 
-    def _variables(self, launch_id: str, seat: Seat) -> dict[str, str]:
+    def _variables(self, launch_id: str, seat: RankSlot) -> dict[str, str]:
         """All but the meeting place, which rank 0 finds."""
         passed = {name: value for name, value in os.environ.items() if name.startswith("TORCHHAL_") or name in _JOB}
         ranks = process.rank_variables(
@@ -194,7 +194,7 @@ class _Crew:
         asked = self._settings.runtime_env.get("env_vars", {})
         return {**{name: passed[name] for name in passed if name not in _PRIVATE}, **asked, **ranks}
 
-    def _make(self, seat: Seat, variables: dict[str, str]) -> Any:
+    def _make(self, seat: RankSlot, variables: dict[str, str]) -> Any:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         resources = dict(self._launcher.resources)
@@ -323,7 +323,7 @@ class _Crew:
             remove_placement_group(self._group)
 
 
-def _same_node(one: Seat, other: Seat) -> bool:
+def _same_node(one: RankSlot, other: RankSlot) -> bool:
     return one.node_rank == other.node_rank
 
 

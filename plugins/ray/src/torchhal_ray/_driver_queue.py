@@ -10,7 +10,7 @@ post: Callable[[Any], None] | None = None
 """In a worker whose driver listens. Returns when the driver has done with the message."""
 
 
-class Mailbox:
+class MessageQueue:
     """An actor between a worker that is busy and a driver that looks now and then."""
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Mailbox:
         await self._done.put(None)
 
 
-class Post:
+class MessageSender:
     """What rank 0 calls; goes there by pickle."""
 
     def __init__(self, box: Any) -> None:
@@ -42,7 +42,7 @@ class Post:
         ray.get(self._box.post.remote(letter))
 
 
-class Letters:
+class MessageReader:
     """The driver's end: ``read`` is called with each letter; without a ``read`` there is no mailbox."""
 
     def __init__(self, ray: Any, read: Callable[[Any], None] | None) -> None:
@@ -50,12 +50,12 @@ class Letters:
         self._box: Any = None
         self._next: Any = None
         if read is not None:
-            self._box = ray.remote(Mailbox).options(num_cpus=0).remote()
+            self._box = ray.remote(MessageQueue).options(num_cpus=0).remote()
             self._next = self._box.next.remote()
 
     @property
-    def post(self) -> Post | None:
-        return None if self._box is None else Post(self._box)
+    def post(self) -> MessageSender | None:
+        return None if self._box is None else MessageSender(self._box)
 
     def waiting(self) -> list[Any]:
         """What to wait for, beside other things; give it to :meth:`take` when it is there."""

@@ -41,7 +41,7 @@ def reserve(
                 raise LaunchError(
                     f"the Ray cluster has no room within {timeout:g} s for {asked(bundles, strategy)}. "
                     f"{present(ray)}. Ask for less, free some of it, add nodes, or wait longer with "
-                    "RayLauncher(timeout=...)"
+                    "RayEnvironment(timeout=...)"
                 )
             if waited > TELL_AFTER and not told:
                 told = True

@@ -10,7 +10,7 @@ def torchhal_cluster_environments() -> list[Component]:
     return [
         Component(
             "ray",
-            "torchhal_ray.environment:RayLauncher",
+            "torchhal_ray.environment:RayEnvironment",
             "workers as actors on a Ray cluster",
             requires=("ray",),
         )

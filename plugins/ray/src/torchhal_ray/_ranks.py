@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Seat:
+class RankSlot:
     """One worker's place. A node is known by its id: several may share an address."""
 
     rank: int
@@ -22,7 +22,9 @@ class Seat:
         return f"rank {self.rank} on node {self.address} ({self.node_id[:8]})"
 
 
-def seats(bundles: Mapping[int, str], addresses: Mapping[str, str], per_bundle: int, driver: str = "") -> list[Seat]:
+def seats(
+    bundles: Mapping[int, str], addresses: Mapping[str, str], per_bundle: int, driver: str = ""
+) -> list[RankSlot]:
     """The workers of a placement group, by rank: node for node, the driver's own first, then by (node id, address).
 
     Args:
@@ -32,12 +34,12 @@ def seats(bundles: Mapping[int, str], addresses: Mapping[str, str], per_bundle: 
         driver: node id of the process that asks.
     """
     nodes = sorted(set(bundles.values()), key=lambda node: (node != driver, node, addresses.get(node, "")))
-    found: list[Seat] = []
+    found: list[RankSlot] = []
     for node_rank, node in enumerate(nodes):
         mine = [bundle for bundle in sorted(bundles) if bundles[bundle] == node for _ in range(per_bundle)]
         for local_rank, bundle in enumerate(mine):
             address = addresses.get(node, "of an unknown address")
-            found.append(Seat(len(found), local_rank, node_rank, len(mine), bundle, node, address))
+            found.append(RankSlot(len(found), local_rank, node_rank, len(mine), bundle, node, address))
     return found
 
 

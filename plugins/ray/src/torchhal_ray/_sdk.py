@@ -27,7 +27,7 @@ def import_ray() -> Any:
         import ray
     except ImportError as error:
         raise LaunchError(
-            f"RayLauncher needs Ray, which is not here ({error}): pip install 'torchhal-ray[vendor]'"
+            f"RayEnvironment needs Ray, which is not here ({error}): pip install 'torchhal-ray[vendor]'"
         ) from error
     finally:
         if mine:

@@ -60,10 +60,10 @@ class Worker:
         from torchhal.distributed import rendezvous
 
         address = ray.util.get_node_ip_address()
-        return address, rendezvous.host(address)
+        return address, rendezvous.start_store(address)
 
     def run(self, assignment: Assignment, content: bytes) -> tuple[tuple[Any, ...], bytes | None]:
-        """Run the call in ``content``: the message for the driver's ``Verdict``, and of rank 0 the result.
+        """Run the call in ``content``: the message for the driver's ``WorkerOutcomes``, and of rank 0 the result.
 
         Runs in the main thread, so that a SIGTERM asks for a stop as it does in any process that trains.
         """
@@ -96,7 +96,7 @@ class Worker:
             message = perform(read, write if self.rank == 0 else None, settings=assignment.settings, threads=threads)
         except BaseException as error:
             message = failed(self.rank, error, ray.cloudpickle.dumps)
-            rendezvous.say_goodbye()  # this process lives on, but nobody need wait for it
+            rendezvous.announce_exit()  # this process lives on, but nobody need wait for it
         sys.stdout.flush()
         sys.stderr.flush()
         return message, result.getvalue() if self.rank == 0 else None

@@ -15,13 +15,13 @@ RESOURCES = {"cuda": "GPU", "xpu": "GPU", "npu": "NPU", "hpu": "HPU", "xla": "TP
 """What Ray calls the devices of a torch device type. CPU cores are asked for anyway."""
 
 
-class RayLauncher(LocalEnvironment):
+class RayEnvironment(LocalEnvironment):
     """Workers as actors on a Ray cluster: that which this program is connected to, or ``ray.init`` finds or starts.
 
     Two ways to say how many:
 
     * ``Trainer(devices=d, num_nodes=n, plugins="ray")``: d workers on each of n nodes;
-    * ``Trainer(plugins=RayLauncher(num_workers=w))``: w workers in all, one device each, on whichever nodes
+    * ``Trainer(plugins=RayEnvironment(num_workers=w))``: w workers in all, one device each, on whichever nodes
       ``placement`` leads to; nodes may differ in number.
 
     Model, data and callbacks go to the workers by cloudpickle; the trained weights, the callbacks' states, the metrics
@@ -109,7 +109,7 @@ class RayLauncher(LocalEnvironment):
             return
         if num_devices > 1 or num_nodes > 1:
             raise ConfigurationError(
-                f"the number of processes is given twice: num_workers={self.num_workers} (RayLauncher), and "
+                f"the number of processes is given twice: num_workers={self.num_workers} (RayEnvironment), and "
                 f"{num_devices} device(s) on each of {num_nodes} node(s) (devices=, num_nodes=); leave one of them out"
             )
         if self._launched() and self.world_size() != self.num_workers:
@@ -140,7 +140,7 @@ class RayLauncher(LocalEnvironment):
         return ActorLauncher(self, resources, prepare, num_nodes=num_nodes, per_node=per_node)
 
     def __repr__(self) -> str:
-        return f"RayLauncher(num_workers={self.num_workers}, placement={self.placement!r})"
+        return f"RayEnvironment(num_workers={self.num_workers}, placement={self.placement!r})"
 
 
 def _checked(resources: Mapping[str, float]) -> dict[str, float]:

@@ -9,7 +9,9 @@ Importing this package imports neither torch nor a compiler.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from torchhal.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from torchhal_simulator._build import BuildError
@@ -23,22 +25,17 @@ __version__ = "0.1.0"
 __simulator__ = True
 """What runs on this device ran on no hardware: tools that report results can ask for this."""
 
-_HOMES = {
-    "BuildError": "_build",
-    "Counters": "_counters",
-    "counters": "_counters",
-    "counting": "_counters",
-    "load": "_library",
-    "restrict": "_capabilities",
-    "simulate": "_config",
-}
-
 __all__ = ["BuildError", "Counters", "counters", "counting", "load", "restrict", "simulate"]
 
-
-def __getattr__(name: str) -> Any:
-    from importlib import import_module
-
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "BuildError": "_build",
+        "Counters": "_counters",
+        "counters": "_counters",
+        "counting": "_counters",
+        "load": "_library",
+        "restrict": "_capabilities",
+        "simulate": "_config",
+    },
+)

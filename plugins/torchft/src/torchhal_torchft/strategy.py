@@ -19,7 +19,7 @@ from torchhal.memory_estimate import MemoryEstimate, ModelMemory
 from torchhal.precision import Precision
 from torchhal.strategies import SingleDeviceStrategy, Strategy
 from torchhal.trainer.data import distribute
-from torchhal.trainer.loops import Interrupted, Repositioned
+from torchhal.trainer.loops import DataPositionChanged, StopOnSignal
 from torchhal_torchft import _config as config
 from torchhal_torchft import _sdk as sdk
 from torchhal_torchft import _state as state
@@ -219,7 +219,7 @@ class TorchFTStrategy(SingleDeviceStrategy):
         """Find a quorum for the next step; whether the gradients will be of the weights that all groups have.
 
         Raises:
-            Repositioned: this group goes on at another place in the data.
+            DataPositionChanged: this group goes on at another place in the data.
         """
         group, trainer = self._group, self.trainer
         assert group is not None
@@ -235,7 +235,7 @@ class TorchFTStrategy(SingleDeviceStrategy):
         if group.taken == taken:
             return True
         if before_forward and fit is not None and (fit.epoch, fit.batches_done) != place:
-            raise Repositioned
+            raise DataPositionChanged
         return before_forward
 
     def _may_step(self, optimizer: Optimizer) -> bool:
@@ -275,8 +275,12 @@ class TorchFTStrategy(SingleDeviceStrategy):
 
     def _stop_if_asked(self) -> None:
         """While this group waits for others, nothing has been done yet for the batch at hand."""
-        if self.trainer is not None and self.watch.flag and (signum := self.watch.at_boundary()) is not None:
-            raise Interrupted(signum)
+        if (
+            self.trainer is not None
+            and self.watch.stop_requested
+            and (signum := self.watch.agree_on_stop_step()) is not None
+        ):
+            raise StopOnSignal(signum)
 
     # -- the end ---------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ import torch
 
 from torchhal.accelerators import Accelerator
 from torchhal.cluster import read_int
-from torchhal.errors import AcceleratorUnavailable, ConfigurationError
+from torchhal.errors import AcceleratorUnavailableError, ConfigurationError
 from torchhal.plugin import Availability
 from torchhal_xla import _sdk as sdk
 
@@ -189,7 +189,7 @@ def _check_autograd(device: torch.device) -> None:
             "this process ran a backward before its first XLA device was there, and torch's autograd looks for devices "
             "only once: make one first (torch.zeros(1, device='xla')), or train in a process of its own"
         )
-        raise AcceleratorUnavailable(f"accelerator 'xla': {reason}", alias="xla", reason=reason) from error
+        raise AcceleratorUnavailableError(f"accelerator 'xla': {reason}", alias="xla", reason=reason) from error
 
 
 def chips() -> list[int]:

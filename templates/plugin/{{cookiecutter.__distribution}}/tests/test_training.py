@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchhal import Trainer, seed_everything
 {%- if 'accelerator' in kinds %}
-from torchhal.errors import AcceleratorUnavailable
+from torchhal.errors import AcceleratorUnavailableError
 {%- endif %}
 
 ALIAS = "{{ cookiecutter.__alias }}"
@@ -32,7 +32,7 @@ def hardware() -> None:
     """Where it is missing, as in most CI, these tests are skipped with the reason."""
     try:
         Trainer(accelerator=ALIAS)
-    except AcceleratorUnavailable as error:
+    except AcceleratorUnavailableError as error:
         pytest.skip(str(error))
 {%- endif %}
 

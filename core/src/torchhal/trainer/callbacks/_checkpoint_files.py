@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from torchhal.checkpoint._locate import place_of
+from torchhal.checkpoint._locate import location_of
 from torchhal.checkpoint._location import is_url
 from torchhal.errors import CheckpointError
 
@@ -27,7 +27,7 @@ def check_writable(folder: str, storage_options: Mapping[str, Any]) -> None:
     Of one at a URL, only whether there is a file system for it, and none is asked.
     """
     if is_url(folder):
-        place_of(join(folder, "x"), storage_options)
+        location_of(join(folder, "x"), storage_options)
         return
     existing = folder
     while not os.path.lexists(existing) and os.path.dirname(existing) != existing:

@@ -15,8 +15,8 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from torchhal.checkpoint import next_ns
-from torchhal.checkpoint._locate import place_of
-from torchhal.checkpoint._location import Place
+from torchhal.checkpoint._locate import location_of
+from torchhal.checkpoint._location import CheckpointLocation
 from torchhal.checkpoint._temp_files import machine, process_is_dead
 from torchhal.errors import CheckpointError, TorchhalError
 from torchhal.trainer.callbacks._checkpoint_files import join
@@ -195,7 +195,7 @@ class WrittenFiles:
         self._held[folder] = run, number
         _start_renewing(self)
 
-    def _is_over(self, folder: str, run: str, owner: Place) -> Generator[Waiting, None, bool]:
+    def _is_over(self, folder: str, run: str, owner: CheckpointLocation) -> Generator[Waiting, None, bool]:
         """Whether the process of an owner file is gone; on another machine, whether it stays silent. So it is with a
         file that can't be read: its host crashed as it was written, or it is being written.
 
@@ -216,7 +216,7 @@ class WrittenFiles:
                 return False
         return True
 
-    def _silent_s(self, folder: str, run: str, owner: Place) -> float:
+    def _silent_s(self, folder: str, run: str, owner: CheckpointLocation) -> float:
         """0 where the file system doesn't say."""
         now = self._now(folder, run)
         try:
@@ -256,15 +256,15 @@ class WrittenFiles:
         if (not before_ns or silent_ns > EXPIRES_S / 2 * 1e9) and max(self._owners(folder, run), default=0) > number:
             own.remove()
 
-    def _owner(self, folder: str, run: str, number: int) -> Place:
+    def _owner(self, folder: str, run: str, number: int) -> CheckpointLocation:
         return self._in(folder, f"{run}{OWNER}{number}")
 
-    def _now(self, folder: str, run: str) -> Place:
+    def _now(self, folder: str, run: str) -> CheckpointLocation:
         return self._in(folder, f"{run}{NOW}")
 
-    def _owners(self, folder: str, run: str) -> dict[int, Place]:
+    def _owners(self, folder: str, run: str) -> dict[int, CheckpointLocation]:
         pattern = re.compile(rf".*[/\\]{run}{re.escape(OWNER)}(\d+)")
-        places = place_of(join(folder, FOLDER), self.storage_options, folder=True).children()
+        places = location_of(join(folder, FOLDER), self.storage_options, folder=True).children()
         matches = ((pattern.fullmatch(place.shown), place) for place in places)
         return {int(match[1]): place for match, place in matches if match}
 
@@ -273,19 +273,19 @@ class WrittenFiles:
     def _is_mine(self, record: Mapping[str, Any]) -> bool:
         return bool(record["run"] == self.run and record["writer"] == self.writer)
 
-    def _is_that_file(self, record: Mapping[str, Any], place: Place) -> bool:
+    def _is_that_file(self, record: Mapping[str, Any], place: CheckpointLocation) -> bool:
         """Also where the record doesn't say, as of a save that was killed: the name was free, or this run's own."""
         version = record["version"]
         return bool(version is None or version == place.version())
 
-    def _place(self, path: str) -> Place:
-        return place_of(path, self.storage_options)
+    def _place(self, path: str) -> CheckpointLocation:
+        return location_of(path, self.storage_options)
 
-    def _record_place(self, path: str) -> Place:
+    def _record_place(self, path: str) -> CheckpointLocation:
         return self._in(os.path.dirname(path), f"{os.path.basename(path)}.json")
 
-    def _in(self, folder: str, name: str) -> Place:
-        return place_of(join(join(folder, FOLDER), name), self.storage_options)
+    def _in(self, folder: str, name: str) -> CheckpointLocation:
+        return location_of(join(join(folder, FOLDER), name), self.storage_options)
 
     def _read(self, path: str) -> dict[str, Any] | None:
         record = _parsed(self._content(self._record_place(path)))
@@ -293,7 +293,7 @@ class WrittenFiles:
             return None
         return record if _RUN_ID.fullmatch(str(record["run"])) else None  # it becomes a file's name
 
-    def _content(self, place: Place) -> bytes:
+    def _content(self, place: CheckpointLocation) -> bytes:
         try:
             with place.reading() as file:
                 return file.read()

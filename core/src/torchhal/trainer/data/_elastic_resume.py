@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from torchhal.trainer.trainer import Trainer
 
 
-def share_of_data(trainer: Trainer) -> tuple[int, int]:
+def data_parallel_rank(trainer: Trainer) -> tuple[int, int]:
     """(replicas, which of them): ranks of one model that share its batches count as one."""
     kwargs: Mapping[str, int] | None = trainer.strategy.distributed_sampler_kwargs
     return (1, 0) if kwargs is None else (kwargs["num_replicas"], kwargs["rank"])
 
 
-def begin(trainer: Trainer, checkpoint: Mapping[str, Any] | None) -> None:
+def record_batch_setup(trainer: Trainer, checkpoint: Mapping[str, Any] | None) -> None:
     """A fit, before its strategy prepares: what optimizer steps took before is known, what batches hold now isn't."""
     fit = trainer.fit_loop
     fit.asked_accumulate = fit.accumulate = trainer.accumulate_grad_batches
@@ -39,7 +39,7 @@ def choose_accumulation(trainer: Trainer, data: TrainingData) -> None:
     """
     fit, asked = trainer.fit_loop, trainer.fit_loop.asked_accumulate
     fit.batch_size = data.items_per_batch
-    one = share_of_data(trainer)[0] * fit.batch_size
+    one = data_parallel_rank(trainer)[0] * fit.batch_size
     fit.step_size = asked * one
     if (fit.before.get("asked_accumulate"), fit.before.get("batch_size")) == (asked, fit.batch_size):
         fit.step_size = fit.before["step_size"]
@@ -58,7 +58,7 @@ def change_accumulation(trainer: Trainer) -> None:
     stays known, so a life that goes on from here takes as much to a step."""
     fit = trainer.fit_loop
     _accumulate(trainer, trainer.accumulate_grad_batches)
-    fit.step_size = fit.accumulate * share_of_data(trainer)[0] * fit.batch_size
+    fit.step_size = fit.accumulate * data_parallel_rank(trainer)[0] * fit.batch_size
 
 
 def _accumulate(trainer: Trainer, batches: int) -> None:
@@ -72,7 +72,7 @@ def _settle_accumulation(trainer: Trainer) -> str:
     fit = trainer.fit_loop
     if any(map(needs_closure, trainer.strategy.optimizers)):  # these evaluate a batch several times within one step
         _accumulate(trainer, fit.asked_accumulate)
-    now, before = fit.accumulate * share_of_data(trainer)[0] * fit.batch_size, fit.before.get("step_size")
+    now, before = fit.accumulate * data_parallel_rank(trainer)[0] * fit.batch_size, fit.before.get("step_size")
     if before is not None and now != before:
         return (
             f"An optimizer step takes {now} {_items(fit)}, not {before} as before "
@@ -86,7 +86,7 @@ def _settle_accumulation(trainer: Trainer) -> str:
 def restore_rank(trainer: Trainer, checkpoint: Mapping[str, Any], path: str) -> None:
     """This rank's generators and position in the data, whatever number of replicas has written ``checkpoint``."""
     strategy, fit, ranks = trainer.strategy, trainer.fit_loop, checkpoint["ranks"]
-    mine = share_of_data(trainer)
+    mine = data_parallel_rank(trainer)
     shares = _shares(ranks)
     changed = _settle_accumulation(trainer)
     # whoever had this share of the data; this very rank, if it was one of them
@@ -95,7 +95,7 @@ def restore_rank(trainer: Trainer, checkpoint: Mapping[str, Any], path: str) -> 
     others = _other_data(trainer, entry)
     if _has_same_batches(trainer, checkpoint):
         if fit.batches_done and fit.data is not None and entry["data"] is not None:
-            fit.data.take_order(entry["data"])
+            fit.data.restore_order(entry["data"])
         fit.resume(entry["data"], entry["rng"])
         if others:
             where = f"The epoch goes on at batch {fit.batches_done}, in the order of now. " if fit.batches_done else ""
@@ -129,7 +129,7 @@ def _has_same_batches(trainer: Trainer, checkpoint: Mapping[str, Any]) -> bool:
     """Whether this rank has the share of one before, and batches of the same size for an epoch in its midst."""
     fit = trainer.fit_loop
     resized = fit.batches_done > 0 and fit.before.get("batch_size", fit.batch_size) != fit.batch_size
-    return share_of_data(trainer) in _shares(checkpoint["ranks"]) and not resized
+    return data_parallel_rank(trainer) in _shares(checkpoint["ranks"]) and not resized
 
 
 def _other_data(trainer: Trainer, entry: Mapping[str, Any]) -> str:
@@ -140,7 +140,7 @@ def _other_data(trainer: Trainer, entry: Mapping[str, Any]) -> str:
     if fit.data is None:
         return said
     counts = [("samples", position.get("samples"), fit.data.samples)]
-    if not said and share_of_data(trainer) == tuple(entry.get("share", ())):  # else there are others anyhow
+    if not said and data_parallel_rank(trainer) == tuple(entry.get("share", ())):  # else there are others anyhow
         counts.append(("batches", position.get("length"), fit.data.whole_loader_length))
     for what, then, now in counts:
         if then is not None and now is not None and then != now:
@@ -152,7 +152,7 @@ def _items(fit: Any) -> str:
     return "samples" if fit.batch_size > 1 else "batches of the loader"
 
 
-def keeps_gradients(trainer: Trainer, checkpoint: Mapping[str, Any]) -> bool:
+def carries_accumulated_grads(trainer: Trainer, checkpoint: Mapping[str, Any]) -> bool:
     """Whether an accumulation that the checkpoint was written in goes on: with other replicas, or batches of another
     size, it begins again."""
     return _has_same_batches(trainer, checkpoint)
@@ -182,17 +182,17 @@ def _rest(trainer: Trainer, entry: dict[str, Any], used: int) -> dict[str, Any]:
     assert data is not None
     # Steps end at multiples of the accumulation, so the count of batches goes on at one: where a step takes what it
     # took before, that is exact.
-    step = share_of_data(trainer)[0] * data.items_per_batch * fit.accumulate
+    step = data_parallel_rank(trainer)[0] * data.items_per_batch * fit.accumulate
     fit.batches_done = -(-used // step) * fit.accumulate
-    order = {**data.rest_from(entry["data"], used), "batches": fit.batches_done}
-    data.take_rest(order)
+    order = {**data.remaining_after(entry["data"], used), "batches": fit.batches_done}
+    data.resume_remaining(order)
     states = entry["data"]["generators"]
     return {"epoch_rng": None, "generators_at_start": states, "generators": states, "order": order}
 
 
 def _nearest_batch(trainer: Trainer, entry: dict[str, Any]) -> None:
     fit = trainer.fit_loop
-    replicas, _ = share_of_data(trainer)
+    replicas, _ = data_parallel_rank(trainer)
     before, now = entry.get("batch_size"), batch_size(fit)
     samples = fit.batches_done * entry["share"][0] * (before if before and now else 1)
     step = fit.accumulate * replicas * (now if before and now else 1)

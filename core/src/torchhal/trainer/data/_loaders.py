@@ -173,9 +173,9 @@ def prepare_rest(loader: DataLoader[Any], trainer: Trainer, order: dict[str, Any
     if order["seed"] is not None:
         loader = samplers.distribute(loader, training=True, seed=order["seed"], start=order["start"], **share)
     else:
-        drawn = samplers.OwnOrder(loader, draws_seed=order["draws_seed"])
+        drawn = samplers.RecordedOrderSampler(loader, draws_seed=order["draws_seed"])
         state = (order["rng"], order["generators"])
-        rest = samplers.RestSampler(drawn, start=order["start"], state=state, generators=generators, **share)
+        rest = samplers.RemainingSampler(drawn, start=order["start"], state=state, generators=generators, **share)
         loader = samplers.rest_of(loader, rest)
     return _finish_loader(loader, trainer, training=True)
 
@@ -371,16 +371,16 @@ class TrainingData(TrainerPart):
         size = getattr(owner, "batch_size", None)
         return size if isinstance(size, int) and not isinstance(size, bool) and size > 0 else 1
 
-    def take_order(self, entry: dict[str, Any]) -> None:
+    def restore_order(self, entry: dict[str, Any]) -> None:
         """Let the running epoch go on in the order that it had in the run that saved ``entry``, a :meth:`position`."""
         order = entry.get("order")
         if order is None or self.order is None:
             return
         # the loader by itself would draw another one where a rest is left, or its workers had their seed already
         if order["start"] or order != self.order:
-            self.take_rest(self.rest_from(entry, order["start"]))
+            self.resume_remaining(self.remaining_after(entry, order["start"]))
 
-    def take_rest(self, order: dict[str, Any]) -> None:
+    def resume_remaining(self, order: dict[str, Any]) -> None:
         """Let the running epoch have the items of ``order`` from number ``order["start"]`` on, which is where this
         number of replicas took over, at batch ``order["batches"]``."""
         self.order = order
@@ -389,14 +389,14 @@ class TrainingData(TrainerPart):
         self.loader_length = None if rest is None else order["batches"] + rest
         self.length = limit_length(self.loader_length, *self._limit())
 
-    def take_whole(self) -> None:
+    def reset_epoch(self) -> None:
         """Let the next epoch have all items again."""
         if self.loader is not self._whole:
             close_loader(self.loader)
         self.loader, self.order = self._whole, self._whole_order
         self.length, self.loader_length = self.whole_length, self.whole_loader_length
 
-    def rest_from(self, entry: dict[str, Any], used: int) -> dict[str, Any]:
+    def remaining_after(self, entry: dict[str, Any], used: int) -> dict[str, Any]:
         """The order of an epoch after its first ``used`` items, from a rank's :meth:`position` in the run before."""
         order = {**entry["order"], "start": used, "per_batch": self.items_per_batch}
         if order["seed"] is None and "rng" not in order:

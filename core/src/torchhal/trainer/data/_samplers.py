@@ -121,7 +121,7 @@ class DistributedSamplerWrapper(Sampler[Any]):
         rng.restore_host(state)
 
 
-class OwnOrder:
+class RecordedOrderSampler:
     """What a loader that nobody shared draws in an epoch, from its sampler or its batch sampler."""
 
     def __init__(self, loader: DataLoader[Any], *, draws_seed: bool) -> None:
@@ -147,7 +147,7 @@ class OwnOrder:
         return iter(self.sampler) if iterator is None else iterator
 
 
-class RestSampler(DistributedSamplerWrapper):
+class RemainingSampler(DistributedSamplerWrapper):
     """A rank's share of what is left of an epoch that a loader by itself began: the order is drawn as it was then.
 
     Args:
@@ -160,7 +160,7 @@ class RestSampler(DistributedSamplerWrapper):
 
     def __init__(
         self,
-        order: OwnOrder,
+        order: RecordedOrderSampler,
         num_replicas: int,
         rank: int,
         *,
@@ -275,7 +275,7 @@ def distribute(
     return with_sampler(loader, shares)
 
 
-def rest_of(loader: DataLoader[Any], sampler: RestSampler) -> DataLoader[Any]:
+def rest_of(loader: DataLoader[Any], sampler: RemainingSampler) -> DataLoader[Any]:
     """A copy of a map-style ``loader`` that takes from ``sampler`` what it took from its own, samples or batches."""
     return (with_batch_sampler if _drawn_from(loader) is loader.batch_sampler else with_sampler)(loader, sampler)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchhal._lazy_names import lazy_names
+from torchhal.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from torchhal.trainer.logging._log_options import (

@@ -27,18 +27,18 @@ from torchhal.trainer.logging._log_options import (
     is_metric,
 )
 from torchhal.trainer.logging._metric_accumulators import (
-    Entry,
+    MetricAccumulator,
     Payload,
     Ranks,
     Step,
     combine,
-    drain,
-    fold,
-    outcome,
+    compute_metric,
+    merge_by_key,
+    pack,
+    reduce_numbers,
     reduced,
     restore_metric,
     to_host,
-    together,
 )
 
 STAGES = ("train", "sanity_check", "validate", "test", "predict")
@@ -83,7 +83,7 @@ class Results:
         """``module`` is where a rank that never logged a metric object finds it by its attribute's name."""
         self.strategy = strategy
         self.module = module
-        self._entries: dict[Any, Entry] = {}
+        self._entries: dict[Any, MetricAccumulator] = {}
         self.leaders: list[bool] = []
         """Of each rank whether it is a data leader, on which steps end."""
         self.leader = 0
@@ -217,7 +217,7 @@ class Results:
             else:
                 entry.add(number, 1)
 
-    def _open(self, name: str, hook: str | None, asked: tuple[Any, ...]) -> Entry:
+    def _open(self, name: str, hook: str | None, asked: tuple[Any, ...]) -> MetricAccumulator:
         """A new key: everything about it is checked and decided here."""
         options = decide(name, hook, asked)
         assert hook is not None
@@ -228,7 +228,7 @@ class Results:
                     raise changed(name, hook, entry.asked, asked)
                 break
         else:
-            entry = Entry(name, hook, index, asked, options)
+            entry = MetricAccumulator(name, hook, index, asked, options)
             on_leaders = self.leader != 0 and hook in STEPS  # a collective there would wait for ranks that never come
             entry.muted = options.rank_zero_only and self.strategy.global_rank != (self.leader if on_leaders else 0)
             entry.sync_step = options.sync_step and self.strategy.world_size > 1 and not on_leaders
@@ -238,7 +238,7 @@ class Results:
         self._entries[name, hook, self.dataloader_idx] = entry
         return entry
 
-    def _log_other(self, entry: Entry, value: Any, batch_size: Any, metric_attribute: str | None) -> None:
+    def _log_other(self, entry: MetricAccumulator, value: Any, batch_size: Any, metric_attribute: str | None) -> None:
         """Values on a device, subclasses of Tensor, metric objects, numbers of other types."""
         options = entry.options
         if entry.muted:
@@ -275,7 +275,7 @@ class Results:
             value = value.new_zeros(()) if isinstance(value, Tensor) else type(value)(0)
         return self.strategy.reduce(value, reduction)
 
-    def _weight(self, entry: Entry) -> int:
+    def _weight(self, entry: MetricAccumulator) -> int:
         size = self._batch_size
         if size is None:
             if self.batch is None or not HOOKS[entry.hook].step_allowed:
@@ -300,7 +300,7 @@ class Results:
         """
         stage = self._stage
         entries = [entry for entry in self._of(stage) if entry.dirty]
-        payloads = [drain(entry) for entry in entries] + self._restored.pop(_accumulated(stage), [])
+        payloads = [pack(entry) for entry in entries] + self._restored.pop(_accumulated(stage), [])
         metrics = {entry.identity: entry.metric for entry in entries if entry.metric is not None}
         if self.strategy.world_size > 1:
             steps = self._steps() if self.leader else []
@@ -316,7 +316,7 @@ class Results:
         for payload in sorted(payloads, key=_order):
             if payload["metric"]:
                 metric = metrics.get(payload["identity"])
-                value = outcome(payload["name"], self._metric_of(payload) if metric is None else metric)
+                value = compute_metric(payload["name"], self._metric_of(payload) if metric is None else metric)
             else:
                 value = reduced(payload)
             self._publish(payload, value)
@@ -358,7 +358,7 @@ class Results:
         self._ended.add(self._stage)
         self.start_batch(None)
 
-    def _of(self, stage: str) -> Iterable[Entry]:
+    def _of(self, stage: str) -> Iterable[MetricAccumulator]:
         stage = _accumulated(stage)
         # several dataloaders may share an entry
         return {id(entry): entry for entry in self._entries.values() if entry.stage == stage}.values()
@@ -398,10 +398,12 @@ class Results:
         for name, hook, index, asked, dtype, number in everybody[self.leader]:
             entry = self._entries.get((name, hook, index))
             if entry is None:
-                entry = self._entries[name, hook, index] = Entry(name, hook, index, asked, decide(name, hook, asked))
+                entry = self._entries[name, hook, index] = MetricAccumulator(
+                    name, hook, index, asked, decide(name, hook, asked)
+                )
                 entry.borrowed = True
             if entry.options.sync_step and hook in STEPS:
-                number = together(entry.options.reduction, brought[name, hook, index])
+                number = reduce_numbers(entry.options.reduction, brought[name, hook, index])
             elif not entry.borrowed:
                 continue
             entry.step, entry.dtype = number, dtype
@@ -479,7 +481,7 @@ class Results:
         self.share_steps()
         stages: dict[str, list[Payload]] = {stage: list(waiting) for stage, waiting in self._restored.items()}
         for stage in ("train", "validate", "test"):
-            dirty = [drain(entry, keep=True) for entry in self._of(stage) if entry.dirty]
+            dirty = [pack(entry, keep=True) for entry in self._of(stage) if entry.dirty]
             if dirty:
                 stages.setdefault(stage, []).extend(dirty)
         ranks = self.strategy.all_gather_object(stages) if self.strategy.world_size > 1 else [stages]
@@ -508,7 +510,7 @@ class Results:
                     {**payload, "identity": tuple(payload["identity"])} for payload in payloads
                 )
         for payloads in self._restored.values():
-            payloads[:] = fold(payloads)
+            payloads[:] = merge_by_key(payloads)
             for payload in payloads:
                 metric_state = payload.pop("metric_state", None)
                 if metric_state is not None:
@@ -528,7 +530,7 @@ class Results:
         counted = [stages for stages, leads in zip(ranks, led, strict=True) if leads]
         return counted[sum(leaders[:rank]) :: sum(leaders)]
 
-    def _take_restored(self, entry: Entry) -> None:
+    def _take_restored(self, entry: MetricAccumulator) -> None:
         waiting = self._restored.get(entry.stage, [])
         for payload in waiting:
             if payload["identity"] == entry.identity:

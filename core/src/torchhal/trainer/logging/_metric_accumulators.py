@@ -39,7 +39,7 @@ class Ranks(Protocol):
     def reduce(self, value: Any, op: str = "mean") -> Any: ...
 
 
-class Entry:
+class MetricAccumulator:
     """What was logged under one name from one hook, for one dataloader, on this rank."""
 
     __slots__ = (
@@ -192,13 +192,13 @@ class Entry:
     def step_value(self) -> Tensor:
         """The value of the last step as a 0-d tensor."""
         if isinstance(self.step, Tensor):
-            return ordinary(self.step)
+            return is_plain_number(self.step)
         floating = self.dtype.is_floating_point or isinstance(self.step, bool | int)
         with torch.inference_mode(False):
             return torch.tensor(self.step, dtype=self.dtype if floating else torch.float64)
 
 
-def ordinary(value: Tensor) -> Tensor:
+def is_plain_number(value: Tensor) -> Tensor:
     """``value`` as a tensor that may be used anywhere, also when it was made under inference mode."""
     if not value.is_inference():
         return value
@@ -215,7 +215,7 @@ def _together(reduction: str, left: Any, right: Any) -> Any:
     return min(left, right) if reduction == "min" else max(left, right)
 
 
-def together(reduction: str, values: list[Any]) -> Any:
+def reduce_numbers(reduction: str, values: list[Any]) -> Any:
     """Numbers of several ranks as one."""
     total = values[0]
     for value in values[1:]:
@@ -249,7 +249,7 @@ def _attribute_of(metric: Any, module: Any) -> str | None:
     return None
 
 
-def drain(entry: Entry, *, keep: bool = False) -> Payload:
+def pack(entry: MetricAccumulator, *, keep: bool = False) -> Payload:
     """The entry's accumulation; the entry begins anew unless it is to ``keep`` it.
 
     Kept (for a checkpoint), totals are numbers, and a metric object's state goes along.
@@ -301,13 +301,13 @@ def _host_copy(leaf: Any) -> Any:
 
 
 def restore_metric(metric: Any, state: dict[str, Any]) -> None:
-    """Give a torchmetrics object the state that :func:`drain` kept."""
+    """Give a torchmetrics object the state that :func:`pack` kept."""
     for name, value in state.items():
         default = metric._defaults.get(name)
         setattr(metric, name, move_to_device(value, default.device) if isinstance(default, Tensor) else value)
 
 
-def fold(payloads: list[Payload]) -> list[Payload]:
+def merge_by_key(payloads: list[Payload]) -> list[Payload]:
     """One payload per key, those of the same key taken together."""
     folded: dict[Any, Payload] = {}
     for payload in payloads:
@@ -355,7 +355,7 @@ def combine(
     gathered = ranks.all_gather_object((shared if ranks.is_data_leader else [], shown, beside))
     known = {payload["identity"] for payload in own}
     own += [payload for payload in gathered[leader][1] if payload["identity"] not in known]
-    return fold([payload for rank in gathered for payload in rank[0]]) + own, [rank[2] for rank in gathered]
+    return merge_by_key([payload for rank in gathered for payload in rank[0]]) + own, [rank[2] for rank in gathered]
 
 
 def to_host(totals: Iterable[Any]) -> list[Any]:
@@ -394,7 +394,7 @@ def reduced(payload: Payload) -> Tensor:
         return total.clone() if payload["wide"] else total.to(dtype, copy=True)
 
 
-def outcome(name: str, metric: Any) -> Tensor:
+def compute_metric(name: str, metric: Any) -> Tensor:
     """A metric object's value of the epoch; between ranks it is the object that communicates."""
     with torch.no_grad():
         value = metric.compute()

@@ -22,7 +22,7 @@ from torchhal.trainer.data._loaders import (
     start_iterator,
 )
 from torchhal.trainer.loops._hook_calls import adapt_step
-from torchhal.trainer.loops._uneven_evaluation import Lockstep
+from torchhal.trainer.loops._uneven_evaluation import UnevenEvaluation
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -119,7 +119,7 @@ class EvaluationLoop(TrainerPart):
             kept: list[Any] = []
             outputs.append(kept)
             batches = data.batches[index]
-            lockstep = Lockstep(trainer.strategy, batches) if together and batches != [] else None
+            lockstep = UnevenEvaluation(trainer.strategy, batches) if together and batches != [] else None
             # only its end tells how far each rank gets: all count all their batches, and go on from the highest count
             ends_apart = batches is None and not (alone or together)
             if length == 0 and lockstep is None and not ends_apart:
@@ -163,7 +163,7 @@ class EvaluationLoop(TrainerPart):
             finally:
                 close_iterator(iterator)
             if ends_apart:
-                watch.position, any_cut = trainer.strategy.reduce([watch.position, int(cut)], "max")
+                watch.steps_done, any_cut = trainer.strategy.reduce([watch.steps_done, int(cut)], "max")
                 cut = bool(any_cut)
             if cut:
                 return outputs, True
@@ -174,10 +174,10 @@ class EvaluationLoop(TrainerPart):
     def stops_here(self) -> bool:
         """Whether a signal ends the run at this place: the batch, or the step between hooks, on which all agree."""
         watch = self.trainer.strategy.watch
-        watch.position += 1
-        return watch.flag and self._signalled()
+        watch.steps_done += 1
+        return watch.stop_requested and self._signalled()
 
     def _signalled(self) -> bool:
         """Whether a signal ends the run; any other wish to stop can wait for the end of this evaluation."""
-        signum = self.trainer.strategy.watch.at_boundary()
+        signum = self.trainer.strategy.watch.agree_on_stop_step()
         return signum is not None and signum > 0

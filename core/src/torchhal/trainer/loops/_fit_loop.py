@@ -36,7 +36,7 @@ STOP_ASKED = -1
 OUT_OF_TIME = -2
 
 
-class Interrupted(Exception):
+class StopOnSignal(Exception):
     """All ranks stop here, at the same step boundary, on this signal."""
 
     def __init__(self, signum: int) -> None:
@@ -44,7 +44,7 @@ class Interrupted(Exception):
         self.signum = signum
 
 
-class Repositioned(Exception):
+class DataPositionChanged(Exception):
     """A strategy has taken over the counters of others, who are elsewhere in the data: the loop goes on from there.
 
     Raised by the callable of ``Strategy.step_function("training_step")`` before it does anything with its batch, which
@@ -198,12 +198,12 @@ class FitLoop(TrainerPart):
         while not self._done():
             try:
                 self._run_epoch()
-            except Repositioned:
+            except DataPositionChanged:
                 self._reposition()
         trainer.hooks.call("on_train_end")
-        signum = trainer.strategy.watch.at_end(trainer.strategy.timeout)
+        signum = trainer.strategy.watch.agree_on_stop_at_end(trainer.strategy.timeout)
         if signum is not None and signum > 0:
-            raise Interrupted(signum)
+            raise StopOnSignal(signum)
 
     def _restore_rng(self) -> None:
         generators, self._resume_rng = self._resume_rng, None
@@ -287,7 +287,7 @@ class FitLoop(TrainerPart):
             trainer.attachments.validation_data = load_validation_data(trainer)
         resuming = self.batches_done > 0
         if not resuming:
-            data.take_whole()
+            data.reset_epoch()
         trainer.results.stage = "train"
         trainer.hooks.call("on_train_epoch_start")
         trainer.strategy.begin_epoch()
@@ -374,13 +374,13 @@ class FitLoop(TrainerPart):
             if self.settings_changed:
                 accumulate, max_steps, log_every, validate_every, crossing, deadline = self._settings(length)
             # counted after the validation: a signal that cuts it short finds every rank still before this boundary
-            watch.position += 1
+            watch.steps_done += 1
             if max_steps != -1 and self.global_step >= max_steps:
                 if last and whole:
                     exhaust_sampler(batches)
                 return not last
             late = deadline is not None and time.monotonic() > deadline
-            if (watch.flag or trainer.should_stop or late) and self._stop_at_boundary(alone):
+            if (watch.stop_requested or trainer.should_stop or late) and self._stop_at_boundary(alone):
                 return not last
             if last:
                 if whole:  # else it was a limit, and what is left of the sampler stays undrawn
@@ -467,8 +467,8 @@ class FitLoop(TrainerPart):
         trainer = self.trainer
         watch = trainer.strategy.watch
         if alone:
-            if watch.flag and (signum := watch.at_boundary()) is not None:
-                raise Interrupted(signum)
+            if watch.stop_requested and (signum := watch.agree_on_stop_step()) is not None:
+                raise StopOnSignal(signum)
             self._stop_if_late()
             return trainer.should_stop and self._minimum_reached()
         # one rank's clock or callback may be alone in this: agree as on a signal, without a collective per step
@@ -476,9 +476,9 @@ class FitLoop(TrainerPart):
         if wish is not None and wish != self._wish and self._minimum_reached():
             self._wish = wish  # once: a signal that comes later must not be forgotten over it
             watch.request_stop(wish)
-        if watch.flag and (signum := watch.at_boundary()) is not None:
+        if watch.stop_requested and (signum := watch.agree_on_stop_step()) is not None:
             if signum > 0:
-                raise Interrupted(signum)
+                raise StopOnSignal(signum)
             trainer.should_stop = True
             self.out_of_time = signum == OUT_OF_TIME
             return self._minimum_reached()

@@ -9,7 +9,7 @@ from torchhal.errors import ModelError
 from torchhal.strategies.base import Strategy
 
 
-class Lockstep:
+class UnevenEvaluation:
     """Every rank is there for every step that any rank has a batch for.
 
     Args:

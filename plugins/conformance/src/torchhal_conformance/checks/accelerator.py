@@ -15,20 +15,20 @@ from torch.utils.data import DataLoader, Dataset
 
 from torchhal import registry
 from torchhal.accelerators import Accelerator
-from torchhal.errors import AcceleratorUnavailable, UnsupportedCombinationError
+from torchhal.errors import AcceleratorUnavailableError, UnsupportedCombinationError
 from torchhal.plugin import Availability
 from torchhal.pytree import move_module
 from torchhal.resolve import Request, resolve
 from torchhal_conformance._assertions import close, raises, require, same
-from torchhal_conformance._check import CheckFailed, check, not_applicable
-from torchhal_conformance._context import Bench
+from torchhal_conformance._check import CheckFailed, NotApplicable, check
+from torchhal_conformance._context import CheckContext
 
 TOLERANCE = 1e-3
 """Of a float32 result against the CPU's, times the greatest value: hardware may add up in another order and width."""
 
 
 @check("ACC-01")
-def availability(bench: Bench) -> None:
+def availability(bench: CheckContext) -> None:
     """availability() never raises, is an Availability with a reason when false, and says the same when asked again.
 
     Why: a bare False, or a driver's exception, tells a user nothing, and "auto" would fall back without a word.
@@ -42,7 +42,7 @@ def availability(bench: Bench) -> None:
 
 
 @check("ACC-02", needs=["device"])
-def equivalent_requests(bench: Bench) -> None:
+def equivalent_requests(bench: CheckContext) -> None:
     """parse_devices means the same by n and "n", by [0, 1] and "0,1", by -1, "-1" and all, and knows "auto".
 
     Why: a command line gives strings where a script gives numbers, and both must get the same devices.
@@ -64,7 +64,7 @@ def equivalent_requests(bench: Bench) -> None:
 
 
 @check("ACC-03", needs=["device"])
-def nonsense(bench: Bench) -> None:
+def nonsense(bench: CheckContext) -> None:
     """parse_devices refuses what can't be meant (-2, 0, [], "", "0,0", True, 1.5, "a", [-1], an index beyond the last)
     with a ValueError or TypeError that names the value and how many devices there are.
 
@@ -82,7 +82,7 @@ def nonsense(bench: Bench) -> None:
 
 
 @check("ACC-04", needs=["device"])
-def parsing_is_pure(bench: Bench) -> None:
+def parsing_is_pure(bench: CheckContext) -> None:
     """parse_devices leaves its argument and the environment alone, and takes its own result to mean itself.
 
     Why: resolve asks several times; a list that was emptied, or a variable set on the way, changes the next answer.
@@ -99,7 +99,7 @@ def parsing_is_pure(bench: Bench) -> None:
 
 
 @check("ACC-05", needs=["device"])
-def parallel_devices(bench: Bench) -> None:
+def parallel_devices(bench: CheckContext) -> None:
     """get_parallel_devices([2, 0]) is device 2, then device 0, each of device_type; without an index if not indexed.
 
     Why: renumbered devices put two jobs on one device and leave another idle.
@@ -117,7 +117,7 @@ def parallel_devices(bench: Bench) -> None:
 
 
 @check("ACC-06")
-def auto_count(bench: Bench) -> None:
+def auto_count(bench: CheckContext) -> None:
     """auto_device_count() is at least 1 exactly where the accelerator is available, and "auto" means that many devices.
 
     Why: a count that disagrees with the availability makes "auto" choose hardware that isn't there, or ignore it.
@@ -131,7 +131,7 @@ def auto_count(bench: Bench) -> None:
 
 
 @check("ACC-07", features=["visible_devices"], needs=["two devices"])
-def visible_devices(bench: Bench) -> None:
+def visible_devices(bench: CheckContext) -> None:
     """With the vendor's variable set to one device, one device is counted, and it has the logical index 0.
 
     The variable is the class attribute ``visible_devices``: without it the kit couldn't know which one to set.
@@ -156,7 +156,7 @@ def _count_visible(subject: Any, variable: str) -> tuple[int, tuple[int, ...]]:
 
 
 @check("ACC-08", needs=["device"])
-def setup_device(bench: Bench) -> None:
+def setup_device(bench: CheckContext) -> None:
     """setup_device makes the device the current one, may be called again, and refuses another type with a ValueError.
 
     Why: code that says device="x" without an index works on device 0 by luck, and on every rank but one against it.
@@ -178,14 +178,14 @@ def setup_device(bench: Bench) -> None:
 
 
 @check("ACC-09", features=["memory_stats"], needs=["two devices"])
-def other_devices(bench: Bench) -> None:
+def other_devices(bench: CheckContext) -> None:
     """A process that is set up on device 1 allocates nothing on device 0.
 
     Why: every rank that opens a context on device 0 takes hundreds of megabytes of it, and rank 0 runs out first.
     Fix: call set_device before anything that makes a tensor, a stream or a handle.
     """
     if not bench.accelerator().indexed:
-        raise not_applicable("a process of this accelerator has one device")
+        raise NotApplicable("a process of this accelerator has one device")
     bench.fresh()
     allocated = bench.elsewhere(_allocated_on_first, bench.subject)
     bench.fresh()
@@ -203,7 +203,7 @@ def _allocated_on_first(subject: Any) -> int:
 
 
 @check("ACC-10")
-def teardown(bench: Bench) -> None:
+def teardown(bench: CheckContext) -> None:
     """teardown() may be called before a set-up, after one that failed, and twice.
 
     Why: it runs on the way out of an error; when it raises itself, its error is what the user sees.
@@ -223,7 +223,7 @@ def teardown(bench: Bench) -> None:
 
 
 @check("ACC-11", features=["memory_stats"], needs=["device"])
-def no_leak(bench: Bench) -> None:
+def no_leak(bench: CheckContext) -> None:
     """After a set-up, work and teardown(), no more memory is allocated than before.
 
     Why: a second fit in one process runs out of memory that the first one never gave back.
@@ -251,7 +251,7 @@ def _declared_dtypes(accelerator: Accelerator) -> list[torch.dtype]:
 
 
 @check("ACC-12", needs=["device"])
-def round_trip(bench: Bench) -> None:
+def round_trip(bench: CheckContext) -> None:
     """What batch_to_device puts on the device comes back bit for bit: every dtype of the declared precisions, integers
     and booleans; 0-d, empty, strided, expanded tensors, and views that share memory.
 
@@ -298,7 +298,7 @@ class _Moves:
 
 
 @check("ACC-13", needs=["device"])
-def batch_structure(bench: Bench) -> None:
+def batch_structure(bench: CheckContext) -> None:
     """batch_to_device keeps dicts, lists, tuples, named tuples and dataclasses what they are, calls an object's own
     ``.to``, and leaves strings, numbers and None alone; the batch that was given is not written to.
 
@@ -329,7 +329,7 @@ def batch_structure(bench: Bench) -> None:
 
 
 @check("ACC-14", needs=["device"])
-def random_state(bench: Bench) -> None:
+def random_state(bench: CheckContext) -> None:
     """manual_seed makes the device's random numbers repeat; get_rng_state and set_rng_state replay the stream. The
     state is a uint8 tensor on the CPU.
 
@@ -358,7 +358,7 @@ def random_state(bench: Bench) -> None:
 
 
 @check("ACC-15", needs=["device"])
-def synchronize(bench: Bench) -> None:
+def synchronize(bench: CheckContext) -> None:
     """After synchronize(device) the host reads what the device wrote before, also through a copy that didn't wait.
     It takes a device and works without one.
 
@@ -387,7 +387,7 @@ def _pinned(size: int) -> torch.Tensor:
 
 
 @check("ACC-16", needs=["device"])
-def declared_precisions(bench: Bench) -> None:
+def declared_precisions(bench: CheckContext) -> None:
     """Each precision that the class lists multiplies matrices forward and backward on the device; one that it doesn't
     list is refused before a launch by an error that names both.
 
@@ -417,7 +417,7 @@ def declared_precisions(bench: Bench) -> None:
 
 
 @check("ACC-17", needs=["device"])
-def numerics(bench: Bench) -> None:
+def numerics(bench: CheckContext) -> None:
     """A small network (convolution, normalization, linear) computes on the device what it computes on the CPU, forward
     and backward, up to 1e-3.
 
@@ -442,7 +442,7 @@ def numerics(bench: Bench) -> None:
 
 
 @check("ACC-18", features=["memory_stats"], needs=["device"])
-def memory_stats(bench: Bench) -> None:
+def memory_stats(bench: CheckContext) -> None:
     """memory_stats counts bytes as ints, with ``allocated`` and ``peak`` at least; a tensor of 4 MiB adds 4 MiB, the
     peak is never below the current allocation, and reset_peak_memory_stats starts it anew.
 
@@ -474,16 +474,17 @@ def memory_stats(bench: Bench) -> None:
 
 
 @check("ACC-19")
-def without_hardware(bench: Bench) -> None:
-    """Where the hardware is missing, require_available, setup_device and parse_devices(1) raise AcceleratorUnavailable
-    with the reason. On a machine that has it, this is tried on a subclass that says it is missing.
+def without_hardware(bench: CheckContext) -> None:
+    """Where the hardware is missing, require_available, setup_device and parse_devices(1) raise
+    AcceleratorUnavailableError with the reason. On a machine that has it, this is tried on a subclass that says it is
+    missing.
 
     Why: "'NoneType' object has no attribute ..." from inside a vendor's library is no answer to "why not here".
     Fix: call super().setup_device(device), or require_available() first; return 0 from device_count() then.
     """
     part = bench.subject.part
     if part.device_type == "cpu" and part.oversubscribable:
-        raise not_applicable("the host's processors are always there")
+        raise NotApplicable("the host's processors are always there")
     reason = part.availability().reason
     if not reason:
         reason = "taken away for a check"
@@ -496,7 +497,7 @@ def without_hardware(bench: Bench) -> None:
         "parse_devices(1)": lambda: accelerator.parse_devices(1),
     }
     for what, call in calls.items():
-        raises(f"{what} without hardware", AcceleratorUnavailable, call, reason)
+        raises(f"{what} without hardware", AcceleratorUnavailableError, call, reason)
     same("auto_device_count() without hardware", accelerator.auto_device_count(), 0)
 
 
@@ -509,7 +510,7 @@ class _Numbers(Dataset[int]):
 
 
 @check("ACC-20", needs=["device", "posix"])
-def data_workers(bench: Bench) -> None:
+def data_workers(bench: CheckContext) -> None:
     """A DataLoader with two workers works after the device was set up and used, by the cheapest way in
     ``start_methods``: fork, else forkserver, else spawn.
 
@@ -534,7 +535,7 @@ def _load_data(subject: Any, method: str) -> list[int]:
 
 
 @check("ACC-21")
-def one_name(bench: Bench) -> None:
+def one_name(bench: CheckContext) -> None:
     """The alias, ``name`` and the type of its devices agree, and repr() is one line.
 
     Why: messages name the accelerator by ``name`` and users ask for it by alias: two names send them looking.
@@ -552,7 +553,7 @@ def one_name(bench: Bench) -> None:
 
 
 @check("ACC-22", features=["threads"], needs=["two devices"])
-def two_threads(bench: Bench) -> None:
+def two_threads(bench: CheckContext) -> None:
     """Two instances, each set up on its own device in its own thread, don't disturb each other.
 
     Why: a current device kept in a global moves one thread's work to the other's device.

@@ -23,10 +23,10 @@ from torch import nn
 from torchhal.checkpoint import CheckpointIO
 from torchhal.errors import CheckpointCorruptError, CheckpointError
 from torchhal_conformance._assertions import raises, require, same
-from torchhal_conformance._check import CheckFailed, check, not_applicable
-from torchhal_conformance._component_under_test import Subject
-from torchhal_conformance._context import Bench
-from torchhal_conformance._rank_context import Rank
+from torchhal_conformance._check import CheckFailed, NotApplicable, check
+from torchhal_conformance._component_under_test import ComponentUnderTest
+from torchhal_conformance._context import CheckContext
+from torchhal_conformance._rank_context import RankContext
 
 MIB = 1 << 20
 DTYPES = (
@@ -70,7 +70,7 @@ def _listing(folder: Path) -> dict[str, int]:
 
 
 @check("CIO-01")
-def round_trip(bench: Bench) -> None:
+def round_trip(bench: CheckContext) -> None:
     """Every dtype, 0-d, empty and strided tensors, nested containers, large integers, None and the state of an
     optimizer come back as they were, in type, value and order.
 
@@ -101,7 +101,7 @@ def round_trip(bench: Bench) -> None:
 
 
 @check("CIO-02")
-def shared_memory(bench: Bench) -> None:
+def shared_memory(bench: CheckContext) -> None:
     """Tensors that share memory share it after a load, tied weights and views alike.
 
     Why: tied weights that come apart train apart, and a checkpoint of views is many times its size.
@@ -118,7 +118,7 @@ def shared_memory(bench: Bench) -> None:
 
 
 @check("CIO-03")
-def map_location(bench: Bench) -> None:
+def map_location(bench: CheckContext) -> None:
     """A load gives tensors on the CPU unless told otherwise, and takes map_location as a name, a device, a callable or
     a dict of names.
 
@@ -135,7 +135,7 @@ def map_location(bench: Bench) -> None:
 
 
 @check("CIO-04")
-def input_untouched(bench: Bench) -> None:
+def input_untouched(bench: CheckContext) -> None:
     """A save leaves the checkpoint that it was given as it was: keys, values and objects.
 
     Why: a state dict is often the running model's; what a save pops from it is missing from the run.
@@ -150,7 +150,7 @@ def input_untouched(bench: Bench) -> None:
 
 
 @check("CIO-05")
-def overwrite(bench: Bench) -> None:
+def overwrite(bench: CheckContext) -> None:
     """A save over another checkpoint replaces all of it: nothing of a larger predecessor is left.
 
     Why: shards of the old run that the new one doesn't overwrite are loaded as its own.
@@ -176,7 +176,7 @@ class PoisonPill:
 
 
 @contextlib.contextmanager
-def _previous_stays(bench: Bench, io: CheckpointIO, path: Path) -> Iterator[None]:
+def _previous_stays(bench: CheckContext, io: CheckpointIO, path: Path) -> Iterator[None]:
     """The checkpoint at ``path`` is the same, and nothing else is in the folder, when the block ends."""
     save(io, small(1), path)
     before = _listing(bench.folder)
@@ -188,7 +188,7 @@ def _previous_stays(bench: Bench, io: CheckpointIO, path: Path) -> Iterator[None
 
 
 @check("CIO-06")
-def poison_pill(bench: Bench) -> None:
+def poison_pill(bench: CheckContext) -> None:
     """A save that fails in the middle raises, leaves the previous checkpoint of that name, and nothing beside it.
 
     Why: the save that fails is the one before the crash; with the previous one it takes the whole run.
@@ -203,7 +203,7 @@ def poison_pill(bench: Bench) -> None:
 
 
 @check("CIO-07", needs=["posix"])
-def disk_full(bench: Bench) -> None:
+def disk_full(bench: CheckContext) -> None:
     """A save that finds the disk full raises CheckpointError, leaves the previous checkpoint, and nothing beside it.
 
     Why: full disks are common, and torch.save reports one as "enforce fail" or, over a plain file object, not at all.
@@ -228,7 +228,7 @@ def _version(number: int) -> dict[str, Any]:
     return {"version": number, "x": torch.full((MIB,), float(number)), "y": [torch.full((1000,), number)] * 3}
 
 
-def _survives_kills(subject: Subject, path: str, trials: int) -> None:
+def _survives_kills(subject: ComponentUnderTest, path: str, trials: int) -> None:
     """Kill savers, children of this process, and look at what each has left."""
     io, generator = subject.create(), random.Random(subject.seed)
     save(io, _version(0), path)
@@ -254,7 +254,7 @@ def _survives_kills(subject: Subject, path: str, trials: int) -> None:
 
 
 @check("CIO-08", features=["atomic"], needs=["posix"])
-def killed(bench: Bench) -> None:
+def killed(bench: CheckContext) -> None:
     """A process that is killed during a save leaves the old checkpoint or the new one, whole.
 
     Why: the scheduler's SIGKILL comes when it comes.
@@ -264,7 +264,7 @@ def killed(bench: Bench) -> None:
 
 
 @check("CIO-09", features=["atomic"])
-def concurrent_reader(bench: Bench) -> None:
+def concurrent_reader(bench: CheckContext) -> None:
     """A reader that loads while another process or thread saves over the same name always gets one whole checkpoint.
 
     Why: an evaluation that polls for the newest checkpoint dies in the moment when there is none.
@@ -296,7 +296,7 @@ def concurrent_reader(bench: Bench) -> None:
 
 
 @check("CIO-10", needs=["posix"])
-def temporary_file(bench: Bench) -> None:
+def temporary_file(bench: CheckContext) -> None:
     """Temporary files lie in the target's own folder, and the checkpoint's permissions follow the umask.
 
     Why: a rename from /tmp fails between file systems, and mkstemp's 0600 makes a team's checkpoint unreadable.
@@ -317,7 +317,7 @@ def temporary_file(bench: Bench) -> None:
         same(f"permissions of {os.path.basename(file)} under umask 027", oct(mode), oct(0o640))
 
 
-def _watch_save(subject: Subject, path: str) -> tuple[list[tuple[str, str]], list[str], dict[str, int]]:
+def _watch_save(subject: ComponentUnderTest, path: str) -> tuple[list[tuple[str, str]], list[str], dict[str, int]]:
     moves, opened = [], []
     listening = False
 
@@ -346,7 +346,7 @@ def _watch_save(subject: Subject, path: str) -> tuple[list[tuple[str, str]], lis
 
 
 @check("CIO-11")
-def paths(bench: Bench) -> None:
+def paths(bench: CheckContext) -> None:
     """A path may be a str or a Path, relative, hold blanks, '%' and any letters, begin with a dot or end in .tmp, and
     lie in folders that don't exist yet.
 
@@ -378,7 +378,7 @@ def paths(bench: Bench) -> None:
 
 
 @check("CIO-12")
-def damage(bench: Bench) -> None:
+def damage(bench: CheckContext) -> None:
     """A missing checkpoint is a FileNotFoundError with its path; one that is cut off, empty or garbage is a
     CheckpointError with it.
 
@@ -403,7 +403,7 @@ def damage(bench: Bench) -> None:
 
 
 @check("CIO-13")
-def removal(bench: Bench) -> None:
+def removal(bench: CheckContext) -> None:
     """remove_checkpoint deletes what a save wrote and nothing else; a missing checkpoint is no error; of a link the
     link alone is removed.
 
@@ -439,7 +439,7 @@ class _Canary:
 
 
 @check("CIO-14")
-def hostile_file(bench: Bench) -> None:
+def hostile_file(bench: CheckContext) -> None:
     """A load runs nothing that a file says, unless it was told weights_only=False: in place of any file of a
     checkpoint stands a pickle that would create a file, and it doesn't.
 
@@ -466,7 +466,7 @@ def hostile_file(bench: Bench) -> None:
 
 
 @check("CIO-15")
-def unknown_options(bench: Bench) -> None:
+def unknown_options(bench: CheckContext) -> None:
     """A storage option or an argument that means nothing here is a TypeError that names it.
 
     Why: a misspelt option that is dropped writes to the wrong place with the wrong rights.
@@ -485,7 +485,7 @@ def unknown_options(bench: Bench) -> None:
 
 
 @check("CIO-16", needs=["posix"])
-def completed_only(bench: Bench) -> None:
+def completed_only(bench: CheckContext) -> None:
     """exists and list_checkpoints see completed checkpoints alone, also after a save that was killed; the list is in
     the order of the saves.
 
@@ -505,7 +505,7 @@ def completed_only(bench: Bench) -> None:
 
 
 @check("CIO-17", features=["async"])
-def snapshot(bench: Bench) -> None:
+def snapshot(bench: CheckContext) -> None:
     """What changes after save_checkpoint has returned is not in the checkpoint.
 
     Why: training goes on while the save does; a mixture of two steps loads without an error.
@@ -523,7 +523,7 @@ def snapshot(bench: Bench) -> None:
 
 
 @check("CIO-18", features=["async"])
-def late_error(bench: Bench) -> None:
+def late_error(bench: CheckContext) -> None:
     """An error of a save is raised by the save, by wait() or by teardown(), once; the IO works afterwards, and again
     after teardown().
 
@@ -552,7 +552,7 @@ def late_error(bench: Bench) -> None:
 
 
 @check("CIO-19", features=["async"])
-def last_wins(bench: Bench) -> None:
+def last_wins(bench: CheckContext) -> None:
     """Of several saves to one path the last one counts.
 
     Why: "last.ckpt" is written every time; an older save that finishes later takes the run back.
@@ -565,12 +565,12 @@ def last_wins(bench: Bench) -> None:
     same("the value after two saves", io.load_checkpoint(path)["value"], 2)
 
 
-def _load_elsewhere(subject: Subject, path: str) -> Any:
+def _load_elsewhere(subject: ComponentUnderTest, path: str) -> Any:
     return pickle.dumps(subject.create().load_checkpoint(path))
 
 
 @check("CIO-20", needs=["posix"])
-def another_process(bench: Bench) -> None:
+def another_process(bench: CheckContext) -> None:
     """When a save has returned, or wait() has, another process reads the checkpoint.
 
     Why: what waits in this process's buffers is not there for the evaluation, nor after a crash.
@@ -584,7 +584,7 @@ def another_process(bench: Bench) -> None:
 
 
 @check("CIO-21", features=["sharded"], worlds=(2,), timeout=90)
-def all_ranks(rank: Rank) -> None:
+def all_ranks(rank: RankContext) -> None:
     """Through a strategy every rank takes part in a save to one path, all load the same, and paths that depend on the
     rank are an error on all of them.
 
@@ -602,11 +602,11 @@ def all_ranks(rank: Rank) -> None:
         rank.gather("done")
 
 
-def _save_shards(subject: Subject, path: str) -> None:
+def _save_shards(subject: ComponentUnderTest, path: str) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    rank = Rank(subject, os.path.dirname(path))
+    rank = RankContext(subject, os.path.dirname(path))
     with rank.joined() as strategy:
         mesh = init_device_mesh("cpu", (rank.size,))
         full = torch.arange(60.0).reshape(12, 5)
@@ -615,8 +615,8 @@ def _save_shards(subject: Subject, path: str) -> None:
         rank.gather("saved")
 
 
-def _load_shards(subject: Subject, path: str) -> Any:
-    rank = Rank(subject, os.path.dirname(path))
+def _load_shards(subject: ComponentUnderTest, path: str) -> Any:
+    rank = RankContext(subject, os.path.dirname(path))
     with rank.joined() as strategy:
         loaded = strategy.load_checkpoint(path)
         rank.gather("loaded")
@@ -625,7 +625,7 @@ def _load_shards(subject: Subject, path: str) -> Any:
 
 
 @check("CIO-22", features=["reshard"], needs=["posix"])
-def another_number_of_ranks(bench: Bench) -> None:
+def another_number_of_ranks(bench: CheckContext) -> None:
     """Shards that three ranks wrote load in two, and in one.
 
     Why: a job that restarts on fewer devices must go on.
@@ -640,14 +640,14 @@ def another_number_of_ranks(bench: Bench) -> None:
 
 
 @check("CIO-23", worlds=(2,), timeout=20)
-def one_writer(rank: Rank) -> None:
+def one_writer(rank: RankContext) -> None:
     """Without the feature ``sharded`` rank 0 alone writes, all ranks return, and all of them can load.
 
     Why: several writers of one file race, and a barrier inside of a save that one rank runs waits for ever.
     Fix: don't communicate in save_checkpoint; declare ``sharded`` if every rank has to take part.
     """
     if "sharded" in rank.subject.declared:
-        raise not_applicable("every rank writes its part")
+        raise NotApplicable("every rank writes its part")
     with rank.joined() as strategy:
         calls: list[str] = []
         io = strategy.checkpoint_io
@@ -668,7 +668,7 @@ def one_writer(rank: Rank) -> None:
 
 
 @check("CIO-24", features=["fsspec"])
-def url(bench: Bench) -> None:
+def url(bench: CheckContext) -> None:
     """A URL such as memory://run/x.ckpt can be saved to, loaded, listed and removed like a path.
 
     Why: code that joins paths or calls os.path.exists works until the run moves to an object store.
@@ -688,7 +688,7 @@ def url(bench: Bench) -> None:
 
 
 @check("CIO-25")
-def golden_files(bench: Bench) -> None:
+def golden_files(bench: CheckContext) -> None:
     """Checkpoints of golden_state() that earlier releases wrote load as what they were.
 
     Changed: the files are those of the folder given as ``golden=``, for only an author has them; without it the rule
@@ -698,7 +698,7 @@ def golden_files(bench: Bench) -> None:
     Fix: keep one file of each release in the tests, and read what it holds.
     """
     if bench.subject.golden is None:
-        raise not_applicable("no files of earlier releases were given (golden=)")
+        raise NotApplicable("no files of earlier releases were given (golden=)")
     files = sorted(path for path in Path(bench.subject.golden).iterdir() if not path.name.startswith("."))
     require(files, f"{bench.subject.golden} is empty")
     for file in files:
@@ -706,7 +706,7 @@ def golden_files(bench: Bench) -> None:
 
 
 @check("CIO-26")
-def like_a_dict(bench: Bench) -> None:
+def like_a_dict(bench: CheckContext) -> None:
     """Any sequence of saves, overwrites, removals and loads of a few names behaves as a dict would, also when half of
     it goes through another instance.
 
@@ -739,7 +739,7 @@ def like_a_dict(bench: Bench) -> None:
             raises(f"loading {name!r} {told}", FileNotFoundError, partial(io.load_checkpoint, folder / name))
 
 
-def _growth(subject: Subject, path: str, size: int) -> int:
+def _growth(subject: ComponentUnderTest, path: str, size: int) -> int:
     import resource
 
     io = subject.create()
@@ -752,7 +752,7 @@ def _growth(subject: Subject, path: str, size: int) -> int:
 
 
 @check("CIO-27", features=["streaming"], needs=["posix"])
-def memory(bench: Bench) -> None:
+def memory(bench: CheckContext) -> None:
     """A save needs at most 1.2 times the payload beside the payload itself.
 
     Why: a checkpoint that is first built in memory ends in the kernel killing the process, at the first save.
@@ -766,7 +766,7 @@ def memory(bench: Bench) -> None:
 
 
 @check("CIO-28")
-def teardown(bench: Bench) -> None:
+def teardown(bench: CheckContext) -> None:
     """teardown() flushes, may be called twice and before any use, and the instance works afterwards; one that was not
     used pickles.
 
@@ -789,7 +789,7 @@ def teardown(bench: Bench) -> None:
 
 
 @check("CIO-29", features=["checksum"])
-def flipped_bit(bench: Bench) -> None:
+def flipped_bit(bench: CheckContext) -> None:
     """One flipped bit anywhere in a checkpoint's files is refused by a CheckpointCorruptError with the path.
 
     Why: torch's zip reader checks nothing: damaged weights train on.

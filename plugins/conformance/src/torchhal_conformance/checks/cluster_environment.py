@@ -20,9 +20,9 @@ from torchhal.launchers import ExternalLauncher
 from torchhal.precision import SinglePrecision
 from torchhal.strategies import DDPStrategy
 from torchhal_conformance._assertions import raises, require, same
-from torchhal_conformance._check import CheckFailed, check, not_applicable
-from torchhal_conformance._component_under_test import Subject
-from torchhal_conformance._context import Bench
+from torchhal_conformance._check import CheckFailed, NotApplicable, check
+from torchhal_conformance._component_under_test import ComponentUnderTest
+from torchhal_conformance._context import CheckContext
 from torchhal_conformance._launcher_env import (
     CYCLIC,
     CYCLIC_RANKS,
@@ -48,7 +48,7 @@ def expected(rank: int) -> dict[str, int]:
 
 
 @check("ENV-01")
-def clean(bench: Bench) -> None:
+def clean(bench: CheckContext) -> None:
     """Where no launcher has set anything, detect() is False, a bool.
 
     Why: a laptop with a scheduler's client installed was taken for a node of a cluster.
@@ -60,7 +60,7 @@ def clean(bench: Bench) -> None:
 
 
 @check("ENV-02", needs=["table"])
-def own_table(bench: Bench) -> None:
+def own_table(bench: CheckContext) -> None:
     """detect() is True in every process of its own launcher, and False in those of all others.
 
     Why: two environments that see the same job disagree about ranks, and chance decides.
@@ -78,7 +78,7 @@ def own_table(bench: Bench) -> None:
 
 
 @check("ENV-03", needs=["table"])
-def second_node(bench: Bench) -> None:
+def second_node(bench: CheckContext) -> None:
     """On the first process of the second of two nodes with two each: global rank 2, local 0, node 1, world 4.
 
     Why: a local rank in the place of the global one gives two rank zeros and a hang.
@@ -89,7 +89,7 @@ def second_node(bench: Bench) -> None:
 
 
 @check("ENV-04", needs=["table"])
-def all_ranks(bench: Bench) -> None:
+def all_ranks(bench: CheckContext) -> None:
     """Every process of the table has its own global rank, and numbers within bounds that agree with each other.
 
     Why: a node rank that is computed from the wrong size is right for one node.
@@ -101,7 +101,7 @@ def all_ranks(bench: Bench) -> None:
 
 
 @check("ENV-05", needs=["table"])
-def whole_numbers(bench: Bench) -> None:
+def whole_numbers(bench: CheckContext) -> None:
     """Every number is an int.
 
     Why: "3" < "10" is false, and "0" is true.
@@ -114,7 +114,7 @@ def whole_numbers(bench: Bench) -> None:
 
 
 @check("ENV-06", needs=["table"])
-def broken_variables(bench: Bench) -> None:
+def broken_variables(bench: CheckContext) -> None:
     """Without one of its variables, or with an empty or garbled one, the numbers are as before, or the error is a
     ConfigurationError that names the variable.
 
@@ -149,7 +149,7 @@ def broken_variables(bench: Bench) -> None:
 
 
 @check("ENV-07", needs=["table"])
-def meeting_place(bench: Bench) -> None:
+def meeting_place(bench: CheckContext) -> None:
     """Address and port are the same on all ranks and stay so; the port is an int from 1 to 65535, and another one for
     another job where it is made from the job's number.
 
@@ -174,7 +174,7 @@ def meeting_place(bench: Bench) -> None:
 
 
 @check("ENV-08", features=["host_lists"], needs=["table"])
-def host_lists(bench: Bench) -> None:
+def host_lists(bench: CheckContext) -> None:
     """The scheduler's short form of a list of hosts gives the first host: dashes, ranges, zeros in front, IPv6.
 
     The list is in the variables of the table whose names end in NODELIST.
@@ -185,7 +185,7 @@ def host_lists(bench: Bench) -> None:
     table = bench.subject.own_tables[0]
     lists = [name for name in table if name.endswith("NODELIST")]
     if not lists:
-        raise not_applicable("no variable of its table ends in NODELIST")
+        raise NotApplicable("no variable of its table ends in NODELIST")
     forms = {"n[1-2]": "n1", "node-a[08-11,14]": "node-a08", "gpu-1,gpu-2": "gpu-1", "host-a-7": "host-a-7",
              "r2n[001,003]": "r2n001", "fd99::[101-102]": "fd99::101"}  # fmt: skip
     for text, first in forms.items():
@@ -194,7 +194,7 @@ def host_lists(bench: Bench) -> None:
 
 
 @check("ENV-09", needs=["table"])
-def who_creates(bench: Bench) -> None:
+def who_creates(bench: CheckContext) -> None:
     """creates_processes_externally is a bool, True in the processes that its launcher has started, and a strategy
     starts processes exactly where it is False.
 
@@ -223,7 +223,7 @@ def who_creates(bench: Bench) -> None:
 
 
 @check("ENV-10", needs=["table"])
-def environ_untouched(bench: Bench) -> None:
+def environ_untouched(bench: CheckContext) -> None:
     """detect(), the constructor and all numbers write nothing to os.environ; after teardown() it is as it was.
 
     Why: a teardown that deleted WORLD_SIZE broke the second fit.
@@ -241,7 +241,7 @@ def environ_untouched(bench: Bench) -> None:
 
 
 @check("ENV-11", needs=["table"])
-def mismatch(bench: Bench) -> None:
+def mismatch(bench: CheckContext) -> None:
     """validate_settings accepts what was started, and refuses another number of devices or nodes showing both numbers.
 
     Why: a job of four processes that waits for eight does so for ever.
@@ -257,7 +257,7 @@ def mismatch(bench: Bench) -> None:
 
 
 @check("ENV-12", needs=["table"])
-def precedence(bench: Bench) -> None:
+def precedence(bench: CheckContext) -> None:
     """Inside of another launcher's job no other environment has the same priority: the choice is never a tie.
 
     Why: torchrun inside of a scheduler's step sets both sets of variables, and the outer numbers were taken.
@@ -276,7 +276,7 @@ def precedence(bench: Bench) -> None:
 
 
 @check("ENV-13", needs=["table"])
-def interactive(bench: Bench) -> None:
+def interactive(bench: CheckContext) -> None:
     """A shell or notebook inside of an allocation is no process of a job: detect() is False.
 
     Why: notebooks in an allocation waited for ranks that nobody had started.
@@ -287,11 +287,11 @@ def interactive(bench: Bench) -> None:
             with variables(table):
                 require(bench.subject.part.detect() is False, f"detect() is true in a shell of a {name} allocation")
             return
-    raise not_applicable("its launcher has no interactive allocations that the kit knows")
+    raise NotApplicable("its launcher has no interactive allocations that the kit knows")
 
 
 @check("ENV-14", needs=["table"])
-def no_initialisation(bench: Bench) -> None:
+def no_initialisation(bench: CheckContext) -> None:
     """The rank is known before any process group exists, and asking for it initialises neither MPI nor
     torch.distributed.
 
@@ -308,7 +308,7 @@ def no_initialisation(bench: Bench) -> None:
 
 
 @check("ENV-15", needs=["table"])
-def fixed_ranks(bench: Bench) -> None:
+def fixed_ranks(bench: CheckContext) -> None:
     """configure() and set_rendezvous() don't change the numbers of a process that a launcher has started.
 
     Changed: the contract has no set_world_size and set_global_rank; these are what a launcher may call.
@@ -324,7 +324,7 @@ def fixed_ranks(bench: Bench) -> None:
 
 
 @check("ENV-16", needs=["table"])
-def another_process(bench: Bench) -> None:
+def another_process(bench: CheckContext) -> None:
     """It pickles, and a copy in another process answers for that process.
 
     Why: a rank that was kept in the object travelled to every worker.
@@ -342,7 +342,7 @@ def another_process(bench: Bench) -> None:
 
 
 @check("ENV-17", needs=["table", "posix"])
-def quick(bench: Bench) -> None:
+def quick(bench: CheckContext) -> None:
     """detect() and all numbers take less than 50 ms, start no process and resolve no name.
 
     Why: a scheduler's client on a login node takes a minute, at every import.
@@ -355,7 +355,7 @@ def quick(bench: Bench) -> None:
     require(seconds < 0.05, f"asking for the numbers took {seconds * 1000:.0f} ms, allowed 50")
 
 
-def _ask_all(subject: Subject) -> tuple[float, list[str]]:
+def _ask_all(subject: ComponentUnderTest) -> tuple[float, list[str]]:
     part, events, listening = subject.part, [], False
 
     def hook(event: str, arguments: Any) -> None:
@@ -380,7 +380,7 @@ def _ask_all(subject: Subject) -> tuple[float, list[str]]:
 
 
 @check("ENV-20", needs=["table"])
-def unequal_nodes(bench: Bench) -> None:
+def unequal_nodes(bench: CheckContext) -> None:
     """On nodes of three processes and of one every number is right, the size of each node too, whether the ranks fill
     one node after the other or are dealt to them in turn.
 
@@ -392,7 +392,7 @@ def unequal_nodes(bench: Bench) -> None:
     alias = bench.subject.alias
     dealt = {"one after the other": (UNEVEN.get(alias), UNEVEN_RANKS), "in turn": (CYCLIC.get(alias), CYCLIC_RANKS)}
     if not any(table for table, _ in dealt.values()):
-        raise not_applicable("the kit has recorded no unequal nodes of its launcher")
+        raise NotApplicable("the kit has recorded no unequal nodes of its launcher")
     for how, (table, ranks) in dealt.items():
         for row, (rank, node, local) in zip(table or (), ranks if table else (), strict=True):
             with variables(row):

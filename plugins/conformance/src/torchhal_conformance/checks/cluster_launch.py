@@ -14,21 +14,21 @@ from torchhal.checkpoint import TorchCheckpointIO
 from torchhal.precision import SinglePrecision
 from torchhal.strategies import DDPStrategy
 from torchhal_conformance._assertions import require, same
-from torchhal_conformance._check import check, environment
-from torchhal_conformance._component_under_test import Subject
-from torchhal_conformance._context import Bench
+from torchhal_conformance._check import MissingRequirement, check
+from torchhal_conformance._component_under_test import ComponentUnderTest
+from torchhal_conformance._context import CheckContext
 from torchhal_conformance._subprocesses import START, Job, call
 
 
-def _launcher(subject: Subject) -> Sequence[str]:
+def _launcher(subject: ComponentUnderTest) -> Sequence[str]:
     known = subject.own_launcher
     if known is None:
-        raise environment("how to start two processes is not known: give launcher=('srun', '-n', '2')")
+        raise MissingRequirement("how to start two processes is not known: give launcher=('srun', '-n', '2')")
     return known
 
 
 @check("ENV-18", features=["launches"], needs=["posix"])
-def real_launch(bench: Bench) -> None:
+def real_launch(bench: CheckContext) -> None:
     """Two processes that its launcher really starts are ranks 0 and 1, once each, and find each other.
 
     The launcher is the command ``launcher=`` of the suite, such as ("srun", "-n", "2"); torchrun's is known.
@@ -42,7 +42,7 @@ def real_launch(bench: Bench) -> None:
 
 
 @check("ENV-19", features=["elastic"], needs=["posix"])
-def restarted(bench: Bench) -> None:
+def restarted(bench: CheckContext) -> None:
     """When its launcher starts the processes again after a failure, they meet anew, with the ranks they have then.
 
     Why: the new processes went to the address of the dead ones and waited there.
@@ -54,14 +54,14 @@ def restarted(bench: Bench) -> None:
     same("rank, local rank, world and sum in each process of the second start", found, ["0 0 2 1.0", "1 1 2 1.0"])
 
 
-def _run_launcher(bench: Bench, function: Any) -> None:
+def _run_launcher(bench: CheckContext, function: Any) -> None:
     program = call(bench.folder, _start_here, bench.subject, function.__name__, str(bench.folder))
     ended = Job([*_launcher(bench.subject), *program], bench.folder).finish(START)
     require(ended.code == 0, f"the job ended with {ended.code}:\n{ended.output}")
     require(not ended.left, f"{len(ended.left)} processes are left when the job has ended")
 
 
-def _start_here(subject: Subject, name: str, folder: str) -> None:
+def _start_here(subject: ComponentUnderTest, name: str, folder: str) -> None:
     """In a process of the launcher: ddp on two CPU processes, with the environment under test."""
     strategy, accelerator = DDPStrategy(), CPUAccelerator()
     strategy.configure(

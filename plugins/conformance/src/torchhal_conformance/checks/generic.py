@@ -29,9 +29,9 @@ from torchhal.registry._entry import BASES, resolve_target
 from torchhal.registry._plugin_loader import PluginRecord
 from torchhal_conformance import _discovery_probe as discovery_probe
 from torchhal_conformance._assertions import require, same
-from torchhal_conformance._check import CheckFailed, check, environment, not_applicable
-from torchhal_conformance._component_under_test import Subject
-from torchhal_conformance._context import Bench
+from torchhal_conformance._check import CheckFailed, MissingRequirement, NotApplicable, check
+from torchhal_conformance._component_under_test import ComponentUnderTest
+from torchhal_conformance._context import CheckContext
 from torchhal_conformance._torch_globals import torch_state
 
 HEAVY: Final = frozenset({"torch", "numpy", "scipy", "pandas", "lightning", "tensorflow", "jax"})
@@ -39,14 +39,14 @@ MANIFEST_MS: Final = 50.0
 _ENVIRON: Final = dict(os.environ)  # as it was before any plugin was looked for
 
 
-def _plugin(bench: Bench) -> PluginRecord:
+def _plugin(bench: CheckContext) -> PluginRecord:
     record = bench.subject.plugin
     if record is None:
-        raise not_applicable("the part comes from no plugin")
+        raise NotApplicable("the part comes from no plugin")
     return record
 
 
-def _facts(bench: Bench) -> dict[str, Any]:
+def _facts(bench: CheckContext) -> dict[str, Any]:
     """What discovering the plugin does in a fresh Python; measured once per plugin."""
     record = _plugin(bench)
     facts: dict[str, Any] = json.loads(_measure(record.distribution, record.name, tuple(sys.path)))
@@ -78,7 +78,7 @@ def _loaded(facts: dict[str, Any]) -> None:
 
 
 @check("GEN-01")
-def light_manifest(bench: Bench) -> None:
+def light_manifest(bench: CheckContext) -> None:
     """Importing the manifest imports no torch, numpy or vendor's library, and takes less than 50 ms.
 
     Why: every `torchhal plugins` and every unknown alias imports all manifests; seconds each make people uninstall.
@@ -98,25 +98,25 @@ def light_manifest(bench: Bench) -> None:
 
 
 @check("GEN-02", needs=["posix"])
-def fork_after_discovery(bench: Bench) -> None:
+def fork_after_discovery(bench: CheckContext) -> None:
     """After discovery and every availability probe, a forked child can allocate on the device.
 
     Why: notebooks and data loaders fork; a driver that a probe has initialised is dead in the child.
     Fix: answer availability() from metadata, files or a library's query that opens no context.
     """
     if bench.subject.kind != "accelerator":
-        raise not_applicable("the part is no accelerator")
+        raise NotApplicable("the part is no accelerator")
     bench.fresh()
     try:
         code = bench.elsewhere(_fork_and_allocate, bench.subject)
     finally:
         bench.fresh()
     if isinstance(code, str):
-        raise environment(code)
+        raise MissingRequirement(code)
     same("exit code of a forked child that allocates on the device", code, 0)
 
 
-def _fork_and_allocate(subject: Subject) -> int | str:
+def _fork_and_allocate(subject: ComponentUnderTest) -> int | str:
     for kind in BASES:
         for entry in registry.entries(kind):
             if entry.availability() and kind in ("accelerator", "cluster_environment"):
@@ -142,7 +142,7 @@ def _fork_and_allocate(subject: Subject) -> int | str:
 
 
 @check("GEN-03")
-def no_side_effects(bench: Bench) -> None:
+def no_side_effects(bench: CheckContext) -> None:
     """Discovery leaves the environment, sys.path, warnings filters, signal handlers, root logger, random states,
     default dtype and device and the number of threads as they were, and puts nothing strange into sys.modules.
 
@@ -184,15 +184,15 @@ class _Hidden:
         return getattr(self.finder, name)
 
 
-def _vendors(bench: Bench) -> tuple[str, ...]:
+def _vendors(bench: CheckContext) -> tuple[str, ...]:
     requires = bench.subject.entry.component.requires
     if not requires:
-        raise not_applicable("its record requires no vendor's module")
+        raise NotApplicable("its record requires no vendor's module")
     return requires
 
 
 @check("GEN-04", needs=["posix"])
-def without_vendor(bench: Bench) -> None:
+def without_vendor(bench: CheckContext) -> None:
     """Without the vendor's modules the plugin is loaded, its parts are listed, and the part is unavailable with a
     reason that names the missing module.
 
@@ -210,7 +210,7 @@ def without_vendor(bench: Bench) -> None:
     require(any(name in reason for name in vendors), f"the reason must name {' or '.join(vendors)} (got {reason!r})")
 
 
-def _look_without(subject: Subject, vendors: tuple[str, ...]) -> tuple[str, bool, bool, str]:
+def _look_without(subject: ComponentUnderTest, vendors: tuple[str, ...]) -> tuple[str, bool, bool, str]:
     _must_be_absent(vendors)
     sys.meta_path[:] = [_Hidden(finder, frozenset(vendors)) for finder in sys.meta_path]
     entry = registry.find(subject.kind, subject.looked_up_as)
@@ -223,11 +223,11 @@ def _look_without(subject: Subject, vendors: tuple[str, ...]) -> tuple[str, bool
 
 def _must_be_absent(vendors: tuple[str, ...]) -> None:
     if there := [name for name in vendors if name in sys.modules]:
-        raise environment(f"{', '.join(there)} comes with torch here, so it can't be taken away")
+        raise MissingRequirement(f"{', '.join(there)} comes with torch here, so it can't be taken away")
 
 
 @check("GEN-05", needs=["posix"])
-def broken_vendor(bench: Bench) -> None:
+def broken_vendor(bench: CheckContext) -> None:
     """With a vendor's module whose import raises OSError, RuntimeError or AttributeError an accelerator is unavailable
     with that as the reason; a part of another kind loads, or is refused with it.
 
@@ -247,7 +247,9 @@ def broken_vendor(bench: Bench) -> None:
         require("half installed" in reason, f"the reason must hold the vendor's {error} (got {reason!r})")
 
 
-def _look_at_broken(subject: Subject, vendors: tuple[str, ...], error: str, folder: str) -> tuple[bool, str] | None:
+def _look_at_broken(
+    subject: ComponentUnderTest, vendors: tuple[str, ...], error: str, folder: str
+) -> tuple[bool, str] | None:
     _must_be_absent(vendors)
     for name in vendors:
         package = Path(folder, name)
@@ -267,7 +269,7 @@ def _look_at_broken(subject: Subject, vendors: tuple[str, ...], error: str, fold
 
 
 @check("GEN-06")
-def aliases(bench: Bench) -> None:
+def aliases(bench: CheckContext) -> None:
     """Every alias is a slug, one of its kind in the plugin, and none of the core's own.
 
     Why: a plugin that takes the name of another part decides by its mere presence what a script means.
@@ -284,7 +286,7 @@ def aliases(bench: Bench) -> None:
 
 
 @check("GEN-07")
-def target(bench: Bench) -> None:
+def target(bench: CheckContext) -> None:
     """The record's target is a concrete subclass of its kind's contract, defined in the plugin's own package.
 
     Why: a wrong path or a method left abstract is found by the first user instead of the author.
@@ -300,7 +302,7 @@ def target(bench: Bench) -> None:
 
 
 @check("GEN-08")
-def known_hooks(bench: Bench) -> None:
+def known_hooks(bench: CheckContext) -> None:
     """Every function of the manifest that is marked as a hook implements a hook that exists.
 
     Why: a misspelt hook is never called, and nothing says so.
@@ -313,7 +315,7 @@ def known_hooks(bench: Bench) -> None:
 
 
 @check("GEN-09")
-def hook_arguments(bench: Bench) -> None:
+def hook_arguments(bench: CheckContext) -> None:
     """A hook's implementation takes no argument that the hook doesn't have, not even one with a default.
 
     Why: it would never be passed, and a later core may pass something else under that name.
@@ -326,7 +328,7 @@ def hook_arguments(bench: Bench) -> None:
 
 
 @check("GEN-10")
-def signatures(bench: Bench) -> None:
+def signatures(bench: CheckContext) -> None:
     """An override takes every argument that the contract's method takes, asks for no other, and returns what it
     promises.
 
@@ -381,7 +383,7 @@ def _narrowed(part: type, base: type, name: str) -> Iterator[str]:
 
 
 @check("GEN-11")
-def defaults(bench: Bench) -> None:
+def defaults(bench: CheckContext) -> None:
     """The record's defaults fit the constructor, and the part is made from them alone.
 
     Why: an alias that can't be turned into an object is found when a user's job starts.
@@ -392,7 +394,7 @@ def defaults(bench: Bench) -> None:
 
 
 @check("GEN-12")
-def bounded_requirement(bench: Bench) -> None:
+def bounded_requirement(bench: CheckContext) -> None:
     """The distribution requires torchhal with a lower and an upper bound, between which the running version lies; what
     it requires only with an extra of its own doesn't count.
 
@@ -416,7 +418,7 @@ def bounded_requirement(bench: Bench) -> None:
 
 
 @check("GEN-13")
-def repeatable(bench: Bench) -> None:
+def repeatable(bench: CheckContext) -> None:
     """Discovery gives the same table when it is repeated, and in another process.
 
     Why: a hook that registers once, or by chance, gives ranks different ideas of what exists.
@@ -430,7 +432,7 @@ def repeatable(bench: Bench) -> None:
 
 
 @check("GEN-14")
-def disabled(bench: Bench) -> None:
+def disabled(bench: CheckContext) -> None:
     """A plugin that TORCHHAL_DISABLE_PLUGINS names is not imported.
 
     Why: the switch is there for the plugin whose import is the problem.
@@ -441,7 +443,7 @@ def disabled(bench: Bench) -> None:
 
 
 @check("GEN-15")
-def public_names(bench: Bench) -> None:
+def public_names(bench: CheckContext) -> None:
     """The package's source imports no underscored module or name of torchhal, and uses none through an import.
 
     Why: what is private changes in any release, and the plugin is then broken for everybody at once.
@@ -484,7 +486,7 @@ def _is_private(name: str) -> bool:
 
 
 @check("GEN-16", needs=["posix"])
-def no_patching(bench: Bench) -> None:
+def no_patching(bench: CheckContext) -> None:
     """Loading the plugin's classes rebinds no attribute of torchhal, torch and torch.distributed, nn and optim.
 
     Why: a patch acts on every user of the process, and two plugins that patch one place depend on their order.
@@ -535,7 +537,7 @@ def _made_by_torch(value: Any) -> bool:
 
 
 @check("GEN-17", features=["wheel"], timeout=120)
-def wheel(bench: Bench) -> None:
+def wheel(bench: CheckContext) -> None:
     """A wheel built from the source holds the same components, py.typed, a licence, a summary and a URL.
 
     Changed: the wheel is unpacked into a folder of its own, not installed into a new environment, which would need an
@@ -547,7 +549,7 @@ def wheel(bench: Bench) -> None:
     record = _plugin(bench)
     source = bench.subject.source
     if source is None:
-        raise environment("its source is not here: install the plugin with pip install --editable")
+        raise MissingRequirement("its source is not here: install the plugin with pip install --editable")
     build = subprocess.run(
         [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index",
          "--wheel-dir", str(bench.folder), str(source)],
@@ -569,7 +571,7 @@ def wheel(bench: Bench) -> None:
 
 
 @check("GEN-18")
-def beside_a_twin(bench: Bench) -> None:
+def beside_a_twin(bench: CheckContext) -> None:
     """Beside another plugin with the same aliases each is ambiguous, and both qualified names find their part.
 
     Why: where the winner depends on the order of folders, one script means different hardware on two machines.
@@ -580,7 +582,7 @@ def beside_a_twin(bench: Bench) -> None:
 
 
 @check("GEN-19")
-def pickles(bench: Bench) -> None:
+def pickles(bench: CheckContext) -> None:
     """The class and an instance that was not started pickle, and another process can unpickle them.
 
     Changed: there is no config of a part beside its constructor's arguments, which its instance carries.
@@ -592,7 +594,7 @@ def pickles(bench: Bench) -> None:
     if bench.subject.plugin is None and bench.subject.entry.plugin == "user":
         module = sys.modules.get(type(made).__module__)
         if getattr(module, type(made).__name__, None) is not type(made):
-            raise not_applicable("its class stands in no module that could be imported")
+            raise NotApplicable("its class stands in no module that could be imported")
     try:
         data = pickle.dumps((type(made), made))
         part, copy = pickle.loads(data)
@@ -610,7 +612,7 @@ def _class_name(data: bytes) -> str:
 
 
 @check("GEN-20")
-def no_network(bench: Bench) -> None:
+def no_network(bench: CheckContext) -> None:
     """Discovery opens no connection, resolves no name and starts no process.
 
     Why: login nodes without a network hang, and an `srun` at import starts a job step.
@@ -621,7 +623,7 @@ def no_network(bench: Bench) -> None:
 
 
 @check("GEN-21")
-def no_leak(bench: Bench) -> None:
+def no_leak(bench: CheckContext) -> None:
     """A hundred scans and look-ups leave no more file descriptors, threads and modules than one does.
 
     Why: services look parts up for every request.
@@ -633,7 +635,7 @@ def no_leak(bench: Bench) -> None:
 
 
 @check("GEN-22")
-def quiet_manifest(bench: Bench) -> None:
+def quiet_manifest(bench: CheckContext) -> None:
     """The manifest neither ends the process nor prints, to stdout or stderr.
 
     Changed: that `torchhal plugins --json` can be parsed beside it follows from this, and isn't asked by itself.

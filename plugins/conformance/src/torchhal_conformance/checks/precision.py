@@ -17,8 +17,8 @@ from torchhal.precision import Precision
 from torchhal.pytree import move_module
 from torchhal.resolve import Request, resolve
 from torchhal_conformance._assertions import close, raises, require, same
-from torchhal_conformance._check import CheckFailed, check, not_applicable
-from torchhal_conformance._context import Bench
+from torchhal_conformance._check import CheckFailed, NotApplicable, check
+from torchhal_conformance._context import CheckContext
 from torchhal_conformance._torch_globals import torch_state
 
 DOCUMENTED = {
@@ -35,7 +35,7 @@ CURVE = {torch.float64: 1e-4, torch.float32: 1e-5, torch.float16: 0.05, torch.bf
 class Trained:
     """A precision that is set up, with a model and an optimizer under it."""
 
-    def __init__(self, bench: Bench, make: Callable[..., Optimizer] = torch.optim.SGD, **options: Any) -> None:
+    def __init__(self, bench: CheckContext, make: Callable[..., Optimizer] = torch.optim.SGD, **options: Any) -> None:
         self.accelerator, self.device = bench.ready()
         self.precision: Precision = bench.make()
         self.precision.setup(self.accelerator, self.device)
@@ -98,7 +98,7 @@ class Trained:
     def scales(self) -> None:
         """Skip the check unless the loss is scaled."""
         if abs(self.scale() - 1) < 1e-2:
-            raise not_applicable("this precision doesn't scale the loss")
+            raise NotApplicable("this precision doesn't scale the loss")
 
     def poison(self) -> None:
         """Gradients that aren't finite, through the precision's own backward."""
@@ -125,7 +125,7 @@ class _Mixed(nn.Module):
 
 
 @check("PRE-01", needs=["device"])
-def documented_dtypes(bench: Bench) -> None:
+def documented_dtypes(bench: CheckContext) -> None:
     """The weights and the arithmetic have the dtypes that ``param_dtype`` and ``compute_dtype`` say, which for a common
     alias are the common ones; an unknown alias or dtype is an error that lists the valid ones.
 
@@ -146,7 +146,7 @@ def documented_dtypes(bench: Bench) -> None:
 
 
 @check("PRE-02", needs=["device"])
-def buffers(bench: Bench) -> None:
+def buffers(bench: CheckContext) -> None:
     """convert_module leaves integer, boolean and complex buffers as they are.
 
     Why: a position index in bfloat16 counts to 256.
@@ -159,7 +159,7 @@ def buffers(bench: Bench) -> None:
 
 
 @check("PRE-03", needs=["device"])
-def tied(bench: Bench) -> None:
+def tied(bench: CheckContext) -> None:
     """convert_module keeps tied parameters tied, and parameters the objects that they were.
 
     Why: an optimizer made before holds the old objects and moves nothing.
@@ -175,7 +175,7 @@ def tied(bench: Bench) -> None:
 
 
 @check("PRE-04", needs=["device"])
-def init_context(bench: Bench) -> None:
+def init_context(bench: CheckContext) -> None:
     """Inside of module_init_context() new parameters are of ``param_dtype``; afterwards the default dtype is as before.
 
     Why: a default dtype that stays changed makes every later tensor of the process another one.
@@ -193,7 +193,7 @@ class _Stop(Exception):
 
 
 @check("PRE-05", needs=["device"])
-def contexts_and_errors(bench: Bench) -> None:
+def contexts_and_errors(bench: CheckContext) -> None:
     """module_init_context() and forward_context() restore what they changed when their body raises.
 
     Why: a notebook goes on after an error, in another dtype.
@@ -217,7 +217,7 @@ def _surroundings(trained: Trained) -> tuple[torch.dtype, bool]:
 
 
 @check("PRE-06", needs=["device"])
-def nested_contexts(bench: Bench) -> None:
+def nested_contexts(bench: CheckContext) -> None:
     """forward_context() can be entered again and inside of itself, one object too; autocast is off after the last exit.
 
     Why: a validation step inside of a training step turned autocast off for the rest of it, or left it on for ever.
@@ -239,7 +239,7 @@ def nested_contexts(bench: Bench) -> None:
 
 
 @check("PRE-07", needs=["device"])
-def inputs(bench: Bench) -> None:
+def inputs(bench: CheckContext) -> None:
     """convert_input converts floating-point tensors at any depth and nothing else; what is right already is not copied.
 
     Why: labels turned into bfloat16 are other classes, and a copy of each batch costs a step its memory.
@@ -267,7 +267,7 @@ def inputs(bench: Bench) -> None:
 
 
 @check("PRE-08", needs=["device"])
-def outputs(bench: Bench) -> None:
+def outputs(bench: CheckContext) -> None:
     """convert_output gives floating-point tensors the default dtype, at any depth, and leaves the rest alone.
 
     Why: a bfloat16 loss shows three digits in every log.
@@ -283,7 +283,7 @@ def outputs(bench: Bench) -> None:
 
 
 @check("PRE-09", needs=["device"])
-def gradients(bench: Bench) -> None:
+def gradients(bench: CheckContext) -> None:
     """After backward() every gradient is one scale times the true one, and after unscale_gradients() the true one.
 
     Why: a scale that is applied twice, or never taken away, is a learning rate that is 65536 times too large.
@@ -301,7 +301,7 @@ def gradients(bench: Bench) -> None:
 
 
 @check("PRE-10", needs=["device"])
-def clip_by_norm(bench: Bench) -> None:
+def clip_by_norm(bench: CheckContext) -> None:
     """Clipped by norm, the update has the smaller one of the limit and the gradient's norm; the norm before clipping is
     returned.
 
@@ -323,7 +323,7 @@ def clip_by_norm(bench: Bench) -> None:
 
 
 @check("PRE-11", needs=["device"])
-def clip_by_value(bench: Bench) -> None:
+def clip_by_value(bench: CheckContext) -> None:
     """Clipped by value, each entry of the update is the gradient's, cut at the limit; an unknown algorithm is a
     ValueError that names it.
 
@@ -346,7 +346,7 @@ def clip_by_value(bench: Bench) -> None:
 
 
 @check("PRE-12", needs=["device"])
-def unscale_once(bench: Bench) -> None:
+def unscale_once(bench: CheckContext) -> None:
     """However often gradients are unscaled and clipped in a step, they are unscaled once.
 
     Why: logging the norm and clipping both unscale; the second time the gradient is gone.
@@ -369,7 +369,7 @@ def unscale_once(bench: Bench) -> None:
 
 
 @check("PRE-13", needs=["device"])
-def overflow(bench: Bench) -> None:
+def overflow(bench: CheckContext) -> None:
     """With an infinite or NaN gradient the weights stay, the scale falls, and the next good step is made.
 
     Why: one step with an infinity ends a run; a scale that never falls ends it too.
@@ -390,7 +390,7 @@ def overflow(bench: Bench) -> None:
 
 
 @check("PRE-14", needs=["device"])
-def skipped_step(bench: Bench) -> None:
+def skipped_step(bench: CheckContext) -> None:
     """optimizer_step answers True when the weights were updated, and False when the step was skipped.
 
     Why: a scheduler that advances on skipped steps decays the rate for nothing.
@@ -406,7 +406,7 @@ def skipped_step(bench: Bench) -> None:
 
 
 @check("PRE-15", needs=["device"])
-def accumulation(bench: Bench) -> None:
+def accumulation(bench: CheckContext) -> None:
     """Four micro-batches make the step of one batch, and the state changes once per optimizer step.
 
     Why: a scale that follows each backward is another one at the end of an accumulation than at its start.
@@ -425,7 +425,7 @@ def accumulation(bench: Bench) -> None:
 
 
 @check("PRE-16", needs=["device"])
-def state(bench: Bench) -> None:
+def state(bench: CheckContext) -> None:
     """A precision that continues from another one's state does the same, bit for bit.
 
     Why: a scale that starts anew after a resume skips steps that the uninterrupted run made.
@@ -449,7 +449,7 @@ def state(bench: Bench) -> None:
 
 
 @check("PRE-17", needs=["device"])
-def plain_state(bench: Bench) -> None:
+def plain_state(bench: CheckContext) -> None:
     """state_dict() is plain data that a weights_only load reads.
 
     Why: a pickled object in it makes every checkpoint unreadable to the safe loader.
@@ -469,7 +469,7 @@ def plain_state(bench: Bench) -> None:
 
 
 @check("PRE-18", needs=["device"])
-def closures(bench: Bench) -> None:
+def closures(bench: CheckContext) -> None:
     """An optimizer that evaluates a closure works, or check_optimizer refuses it with a TypeError that names it.
 
     Why: LBFGS evaluates as often as it likes; with gradients scaled in between it goes anywhere.
@@ -496,7 +496,7 @@ def closures(bench: Bench) -> None:
 
 
 @check("PRE-19", features=["fused"], needs=["device"])
-def fused_optimizers(bench: Bench) -> None:
+def fused_optimizers(bench: CheckContext) -> None:
     """Fused optimizers do what the others do, or check_optimizer refuses them with a TypeError.
 
     Why: they unscale by themselves under some versions, which makes it twice or never.
@@ -515,7 +515,7 @@ def fused_optimizers(bench: Bench) -> None:
 
 
 @check("PRE-20", needs=["device"])
-def master_weights(bench: Bench) -> None:
+def master_weights(bench: CheckContext) -> None:
     """Weights and the optimizer's state stay in ``param_dtype``: float32 where the arithmetic is narrower.
 
     Why: an update below half a digit of a bfloat16 weight is lost, so the end of training does nothing.
@@ -536,7 +536,7 @@ def master_weights(bench: Bench) -> None:
 
 
 @check("PRE-21", needs=["device"])
-def two_optimizers(bench: Bench) -> None:
+def two_optimizers(bench: CheckContext) -> None:
     """Two optimizers are unscaled, clipped, stepped and skipped each by itself.
 
     Why: one optimizer's overflow held back the other, or let it step with infinities.
@@ -567,7 +567,7 @@ def two_optimizers(bench: Bench) -> None:
 
 
 @check("PRE-22", needs=["device"])
-def main_params(bench: Bench) -> None:
+def main_params(bench: CheckContext) -> None:
     """main_params yields each parameter of an optimizer exactly once, over all of its groups.
 
     Why: what is yielded twice is clipped twice, and what is left out never.
@@ -583,7 +583,7 @@ def main_params(bench: Bench) -> None:
 
 
 @check("PRE-23", needs=["device"])
-def evaluation(bench: Bench) -> None:
+def evaluation(bench: CheckContext) -> None:
     """Evaluation computes in the dtype of training.
 
     Why: a model that is evaluated in another precision is another model.
@@ -599,7 +599,7 @@ def evaluation(bench: Bench) -> None:
 
 
 @check("PRE-24", needs=["device"])
-def teardown(bench: Bench) -> None:
+def teardown(bench: CheckContext) -> None:
     """After teardown() the process is as it was before setup(): default dtype, matmul precision, autocast, patches.
 
     Why: the next run in the process, with another precision, gets a mixture.
@@ -624,7 +624,7 @@ def teardown(bench: Bench) -> None:
 
 
 @check("PRE-25", needs=["device"])
-def loss_curve(bench: Bench) -> None:
+def loss_curve(bench: CheckContext) -> None:
     """Twenty steps go down as they do in float32, up to what the arithmetic's width allows.
 
     Why: everything above may hold and a model still not train.
@@ -660,7 +660,7 @@ def loss_curve(bench: Bench) -> None:
 
 
 @check("PRE-26", needs=["device"])
-def right_branch(bench: Bench) -> None:
+def right_branch(bench: CheckContext) -> None:
     """float32 and float64 compute without autocast, bit for bit what plain torch does; bfloat16 scales no loss.
 
     Plain torch is that before the set-up, for a precision whose class has the alias "32-true" or "64-true": neither

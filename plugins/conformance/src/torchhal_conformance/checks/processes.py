@@ -21,12 +21,12 @@ from torchhal.launchers import ExternalLauncher
 from torchhal.resolve import Request, resolve
 from torchhal.strategies import Strategy
 from torchhal_conformance._assertions import close, require, same
-from torchhal_conformance._check import CheckFailed, check, not_applicable
-from torchhal_conformance._component_under_test import Subject
-from torchhal_conformance._context import Bench
+from torchhal_conformance._check import CheckFailed, NotApplicable, check
+from torchhal_conformance._component_under_test import ComponentUnderTest
+from torchhal_conformance._context import CheckContext
 from torchhal_conformance._launcher_env import variables
-from torchhal_conformance._rank_context import Rank
-from torchhal_conformance._subprocesses import START, Ended, Job, call
+from torchhal_conformance._rank_context import RankContext
+from torchhal_conformance._subprocesses import START, CompletedJob, Job, call
 from torchhal_conformance.checks.trainer import (
     BATCH,
     FOREVER,
@@ -45,19 +45,19 @@ GONE_WITHIN: Final = 30.0
 """Seconds from a rank's failure to the end of every process."""
 
 
-def two_processes(subject: Subject) -> Strategy:
+def two_processes(subject: ComponentUnderTest) -> Strategy:
     """The strategy for two devices as a script gets it where no launcher has started the script."""
     request = Request(accelerator=subject.accelerator, strategy=part_of(subject), devices=2)
     strategy: Strategy = resolve(request).build()
     return strategy
 
 
-def _require_launcher(subject: Subject) -> None:
+def _require_launcher(subject: ComponentUnderTest) -> None:
     if not subject.part.multi_device:
-        raise not_applicable("the strategy is for one process")
+        raise NotApplicable("the strategy is for one process")
     with variables():
         if isinstance(two_processes(subject).make_launcher(), ExternalLauncher):
-            raise not_applicable("the strategy starts no processes")
+            raise NotApplicable("the strategy starts no processes")
 
 
 class Failing(Module):
@@ -79,7 +79,7 @@ CAUSE: Final = "the cause that everybody has to hear of"
 
 
 @check("STR-32", needs=["device", "two devices", "posix"])
-def one_rank_fails(bench: Bench) -> None:
+def one_rank_fails(bench: CheckContext) -> None:
     """When one rank raises, the job that the strategy has started ends in time, with a code other than 0, shows the
     original traceback, and leaves no process.
 
@@ -99,7 +99,7 @@ def one_rank_fails(bench: Bench) -> None:
     require(seconds < GONE_WITHIN, f"it took {seconds:.1f} s from the failure to the end, allowed {GONE_WITHIN:g}")
 
 
-def _fail(subject: Subject, folder: str) -> None:
+def _fail(subject: ComponentUnderTest, folder: str) -> None:
     batches = DataLoader(data(), batch_size=BATCH // 2)
     trainer_of(subject, 2, folder).validate(Failing(folder), batches, verbose=False)
 
@@ -115,7 +115,7 @@ class Logged(Module, Line):
 
 
 @check("STR-33", features=["spawn"], needs=["device", "two devices", "posix"])
-def results_return(bench: Bench) -> None:
+def results_return(bench: CheckContext) -> None:
     """What workers have trained comes back: the weights, metrics, the best checkpoint's path; no temporary file stays.
 
     Why: fit ran in copies, and the model that the script went on with was the untrained one.
@@ -130,7 +130,7 @@ def results_return(bench: Bench) -> None:
     require(not files, f"temporary files are left: {', '.join(files)}")
 
 
-def _train_in_workers(subject: Subject, folder: str) -> tuple[Any, ...]:
+def _train_in_workers(subject: ComponentUnderTest, folder: str) -> tuple[Any, ...]:
     temporary = os.path.join(folder, "tmp")
     os.mkdir(temporary)
     with variables({"TMPDIR": temporary}):
@@ -148,7 +148,7 @@ def _train_in_workers(subject: Subject, folder: str) -> tuple[Any, ...]:
 
 
 @check("STR-34", features=["spawn"], needs=["device", "two devices", "posix"])
-def settings_travel(bench: Bench) -> None:
+def settings_travel(bench: CheckContext) -> None:
     """Seed, determinism and default dtype of the calling process hold in its workers, and what they write to a
     parameter doesn't reach the caller's.
 
@@ -163,7 +163,7 @@ def settings_travel(bench: Bench) -> None:
     same("the caller's parameter after a worker wrote to its own", parameter, 0.0)
 
 
-def _settings(subject: Subject) -> tuple[dict[str, Any], dict[str, Any], float]:
+def _settings(subject: ComponentUnderTest) -> tuple[dict[str, Any], dict[str, Any], float]:
     with variables():
         strategy = two_processes(subject)
         model = nn.Linear(1, 1, bias=False)
@@ -193,7 +193,7 @@ def _now() -> dict[str, Any]:
 
 
 @check("STR-40", needs=["device"], worlds=(2,), timeout=60)
-def terminated(rank: Rank) -> None:
+def terminated(rank: RankContext) -> None:
     """SIGTERM to one process ends fit in all of them, after the same step and with status 143; the strategy is torn
     down, and the handlers of signals are those from before.
 
@@ -250,7 +250,7 @@ class Still(Module):
 
 
 @check("STR-43", features=["elastic"], needs=["device", "posix"])
-def peers_come_and_go(bench: Bench) -> None:
+def peers_come_and_go(bench: CheckContext) -> None:
     """A process that joins a run has the run's weights and not its own, and the run goes on when it leaves.
 
     The strategy's ``joining`` says how: the constructor's arguments for one that joins, empty while none can. Changed:
@@ -278,7 +278,7 @@ def peers_come_and_go(bench: Bench) -> None:
     close("the weight of the first one at its end", _get(folder, "first"), 5.0, 1e-3)
 
 
-def _peer(subject: Subject, folder: str, name: str) -> None:
+def _peer(subject: ComponentUnderTest, folder: str, name: str) -> None:
     first = name == "first"
     strategy = subject.create(**({} if first else _get(folder, "joining")))
     model = Still(5.0 if first else 50.0, folder, None if first else 4)
@@ -312,7 +312,7 @@ def _until(job: Job, done: Callable[[], object], what: str) -> None:
 
 
 @check("STR-44", features=["launches"], needs=["device", "two devices", "posix"])
-def two_jobs(bench: Bench) -> None:
+def two_jobs(bench: CheckContext) -> None:
     """Two jobs that are started on one host at the same time meet each for itself.
 
     Why: with one port for all the second job fails, or its ranks join the first.
@@ -331,14 +331,14 @@ def two_jobs(bench: Bench) -> None:
         same(f"the sums on the ranks of job {number}", found, [expected, expected])
 
 
-def _finish(job: Job) -> Ended:
+def _finish(job: Job) -> CompletedJob:
     try:
         return job.finish(START)
     except CheckFailed as error:
-        return Ended(-1, str(error), ())
+        return CompletedJob(-1, str(error), ())
 
 
-def _meet(subject: Subject, folder: str, number: int) -> None:
+def _meet(subject: ComponentUnderTest, folder: str, number: int) -> None:
     strategy = two_processes(subject)
     strategy.make_launcher().launch(_meet_and_add, strategy, folder, number)
 

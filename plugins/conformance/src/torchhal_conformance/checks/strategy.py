@@ -23,8 +23,8 @@ from torchhal.errors import UnsupportedCombinationError
 from torchhal.precision import SinglePrecision
 from torchhal.resolve import Request, resolve
 from torchhal_conformance._assertions import close, raises, require, same
-from torchhal_conformance._check import check, environment, not_applicable
-from torchhal_conformance._rank_context import Rank, side_channel
+from torchhal_conformance._check import MissingRequirement, NotApplicable, check
+from torchhal_conformance._rank_context import RankContext, side_channel
 from torchhal_conformance.checks.trainer import children
 
 WORLDS = (2, 3)
@@ -32,7 +32,7 @@ WORLDS = (2, 3)
 
 
 @check("STR-01", worlds=WORLDS)
-def reduce(rank: Rank) -> None:
+def reduce(rank: RankContext) -> None:
     """reduce gives sum, mean, max and min over the ranks; an unknown op is a ValueError that names it.
 
     Why: an op that is ignored turns a maximum into a mean, in every metric.
@@ -48,7 +48,7 @@ def reduce(rank: Rank) -> None:
 
 
 @check("STR-02", worlds=(2,))
-def reduce_is_pure(rank: Rank) -> None:
+def reduce_is_pure(rank: RankContext) -> None:
     """reduce leaves its input as it was and returns new memory, without a graph, whatever the backend.
 
     Why: a metric that was logged twice was reduced twice, on one backend only.
@@ -65,7 +65,7 @@ def reduce_is_pure(rank: Rank) -> None:
 
 
 @check("STR-03", worlds=WORLDS)
-def reduce_anything(rank: Rank) -> None:
+def reduce_anything(rank: RankContext) -> None:
     """reduce takes integers, booleans, 0-d, strided, float16 (added up without overflow) and bfloat16 tensors (without
     losing small terms), numbers and nests, and gives back what is no number.
 
@@ -96,7 +96,7 @@ def reduce_anything(rank: Rank) -> None:
 
 
 @check("STR-04", features=["groups"], worlds=(3,))
-def groups(rank: Rank) -> None:
+def groups(rank: RankContext) -> None:
     """reduce and all_gather over a group are over its ranks alone.
 
     Why: a group that is ignored mixes data-parallel replicas with the shards of one model.
@@ -112,7 +112,7 @@ def groups(rank: Rank) -> None:
 
 
 @check("STR-05", worlds=WORLDS)
-def decisions(rank: Rank) -> None:
+def decisions(rank: RankContext) -> None:
     """reduce_boolean_decision says on every rank whether all, or any, decided so.
 
     Why: a base class that returned each rank's own decision let half of the ranks stop.
@@ -127,7 +127,7 @@ def decisions(rank: Rank) -> None:
 
 
 @check("STR-06", worlds=WORLDS)
-def broadcast(rank: Rank) -> None:
+def broadcast(rank: RankContext) -> None:
     """broadcast gives every rank the value of rank ``src``, for each src: tensors, objects, None, more than 2 MB.
 
     Why: a src that is ignored gives every rank the value of rank 0, or its own.
@@ -147,7 +147,7 @@ def broadcast(rank: Rank) -> None:
 
 
 @check("STR-07", worlds=WORLDS)
-def received_device(rank: Rank) -> None:
+def received_device(rank: RankContext) -> None:
     """A tensor from another rank's device arrives on the receiver's own device, one from its CPU on the CPU.
 
     Why: a tensor that arrives on the sender's device opens a context there, or is on a device that isn't here.
@@ -163,7 +163,7 @@ def received_device(rank: Rank) -> None:
 
 
 @check("STR-08", worlds=WORLDS)
-def barrier(rank: Rank) -> None:
+def barrier(rank: RankContext) -> None:
     """barrier returns on no rank before the last one has come.
 
     Why: rank 0 read the file that the last rank had not written yet.
@@ -181,7 +181,7 @@ def barrier(rank: Rank) -> None:
 
 
 @check("STR-09", worlds=(1, 2, 3))
-def all_gather(rank: Rank) -> None:
+def all_gather(rank: RankContext) -> None:
     """all_gather gives (world, ...) in rank order, in fresh memory on root_device, also for one rank and from the CPU.
 
     Why: with one rank the first dimension was missing, so code that worked on eight devices failed on one.
@@ -200,7 +200,7 @@ def all_gather(rank: Rank) -> None:
 
 
 @check("STR-10", features=["sync_grads"], worlds=WORLDS)
-def gather_with_gradients(rank: Rank) -> None:
+def gather_with_gradients(rank: RankContext) -> None:
     """With sync_grads, backward adds up what the losses of all ranks say about this rank's tensor.
 
     Why: contrastive losses trained on detached negatives, and got worse without an error.
@@ -215,7 +215,7 @@ def gather_with_gradients(rank: Rank) -> None:
 
 
 @check("STR-11", worlds=WORLDS)
-def uneven_shapes(rank: Rank) -> None:
+def uneven_shapes(rank: RankContext) -> None:
     """Tensors of different shapes are gathered, one entry per rank that begins with what that rank has sent, or an
     error on every rank; never a hang or numbers from elsewhere.
 
@@ -241,7 +241,7 @@ def uneven_shapes(rank: Rank) -> None:
 
 
 @check("STR-12", worlds=WORLDS)
-def one_zero(rank: Rank) -> None:
+def one_zero(rank: RankContext) -> None:
     """Exactly one rank is the global zero, the same before and after the set-up; ranks are those of the environment.
 
     Changed: torchhal has no rank_zero_only that could say something else than the strategy.
@@ -259,7 +259,7 @@ def one_zero(rank: Rank) -> None:
 
 
 @check("STR-24", worlds=(2,))
-def given_checkpoint_io(rank: Rank) -> None:
+def given_checkpoint_io(rank: RankContext) -> None:
     """Checkpoints go through the checkpoint IO that was given, with the path and the options.
 
     Why: a strategy that saves by itself ignores encryption, remote storage and atomic writes.
@@ -300,7 +300,7 @@ class _Spy(TorchCheckpointIO):
 
 
 @check("STR-27", worlds=WORLDS)
-def own_device(rank: Rank) -> None:
+def own_device(rank: RankContext) -> None:
     """The root device of local rank i is the i-th device that was given.
 
     Why: all ranks on device 0 run, slowly, until it is full.
@@ -317,7 +317,7 @@ def own_device(rank: Rank) -> None:
 
 
 @check("STR-28", worlds=WORLDS)
-def sampler(rank: Rank) -> None:
+def sampler(rank: RankContext) -> None:
     """distributed_sampler_kwargs divide the samples: every sample on some rank, none on two but for the padding, and
     another order in each epoch.
 
@@ -348,7 +348,7 @@ def sampler(rank: Rank) -> None:
 
 
 @check("STR-29", worlds=WORLDS)
-def teardown(rank: Rank) -> None:
+def teardown(rank: RankContext) -> None:
     """teardown may be called twice; the model is on the CPU afterwards, the process group that the strategy made is
     gone, and no thread, no process and no variable of the environment is left.
 
@@ -379,7 +379,7 @@ def teardown(rank: Rank) -> None:
 
 
 @check("STR-30", worlds=(2,))
-def failed_setup(rank: Rank) -> None:
+def failed_setup(rank: RankContext) -> None:
     """After an error during the set-up teardown works, and the strategy can be set up afterwards.
 
     Why: teardown's own error is what the user saw, in place of the cause.
@@ -400,7 +400,7 @@ def failed_setup(rank: Rank) -> None:
 
 
 @check("STR-31", worlds=(2,))
-def several_lives(rank: Rank) -> None:
+def several_lives(rank: RankContext) -> None:
     """One strategy object can be set up, used and torn down several times in a process.
 
     Why: fit, then test: the second one met what the first had left.
@@ -416,7 +416,7 @@ def several_lives(rank: Rank) -> None:
 
 
 @check("STR-36", worlds=(1,))
-def given_precision(rank: Rank) -> None:
+def given_precision(rank: RankContext) -> None:
     """The precision that was given converts the module and the step's input and output, and scales and steps.
 
     Why: a strategy with autocast of its own trains in another precision than the one that was asked for.
@@ -424,7 +424,7 @@ def given_precision(rank: Rank) -> None:
     """
     supported = rank.subject.part.precisions
     if supported is not None and "32-true" not in supported:
-        raise not_applicable(f"it works with {', '.join(sorted(supported))} only")
+        raise NotApplicable(f"it works with {', '.join(sorted(supported))} only")
     _no_engine(rank)
     spy = _PrecisionSpy()
     with rank.joined(precision=spy) as strategy:
@@ -470,14 +470,14 @@ for _name in _PrecisionSpy.NAMES:
     setattr(_PrecisionSpy, _name, _method)
 
 
-def _no_engine(rank: Rank) -> None:
+def _no_engine(rank: RankContext) -> None:
     owned = {name for name in rank.subject.declared if name.startswith("owns_")}
     if owned & {"owns_step", "owns_backward", "owns_accumulation"}:
-        raise not_applicable(f"the strategy does the step itself ({', '.join(sorted(owned))})")
+        raise NotApplicable(f"the strategy does the step itself ({', '.join(sorted(owned))})")
 
 
 @check("STR-37", worlds=(1,))
-def unsupported_pair(rank: Rank) -> None:
+def unsupported_pair(rank: RankContext) -> None:
     """An accelerator or a precision that the strategy doesn't declare is refused before a launch, naming both.
 
     Changed: in the message only what doesn't fit is looked for; the strategy's name in it is the core's own business.
@@ -487,7 +487,7 @@ def unsupported_pair(rank: Rank) -> None:
     """
     part, subject = rank.subject.part, rank.subject
     if part.accelerators is None and part.precisions is None:
-        raise not_applicable("it declares that it works with everything")
+        raise NotApplicable("it declares that it works with everything")
     if part.accelerators is not None and "cpu" not in part.accelerators:
         request = Request(accelerator=CPUAccelerator(), strategy=subject.create(), devices=1)
         raises("a pair that can't work", UnsupportedCombinationError, partial(resolve, request), "cpu")
@@ -495,14 +495,14 @@ def unsupported_pair(rank: Rank) -> None:
         others = [name for name in ("64-true", "16-true", "bf16-true") if name not in part.precisions]
         accelerator = next(iter(part.accelerators or ["cpu"]))
         if not registry.find("accelerator", accelerator).load().availability():
-            raise environment(f"accelerator {accelerator!r} is not here")
+            raise MissingRequirement(f"accelerator {accelerator!r} is not here")
         for name in others[:1]:
             request = Request(accelerator=accelerator, strategy=subject.create(), precision=name, devices=1)
             raises("a pair that can't work", UnsupportedCombinationError, partial(resolve, request), name)
 
 
 @check("STR-38", worlds=(2,))
-def silent_before_setup(rank: Rank) -> None:
+def silent_before_setup(rank: RankContext) -> None:
     """Before the set-up nothing communicates: one rank alone can ask for ranks, sizes and sampler arguments.
 
     Why: a scheduler that asks for the number of steps in configure_optimizers deadlocked the job.
@@ -519,14 +519,14 @@ def silent_before_setup(rank: Rank) -> None:
 
 
 @check("STR-39", worlds=(2,))
-def foreign_group(rank: Rank) -> None:
+def foreign_group(rank: RankContext) -> None:
     """A process group that the user has made is used, and stays after teardown.
 
     Why: a strategy that destroyed it took the rest of the program's communication with it.
     Fix: destroy a group only if the set-up made it.
     """
     if rank.size == 1:
-        raise not_applicable("it makes no process group")
+        raise NotApplicable("it makes no process group")
     accelerator = rank.subject.make_accelerator()
     kind = accelerator.device_type
     backend = "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{accelerator.backend}"
@@ -548,7 +548,7 @@ def foreign_group(rank: Rank) -> None:
 
 
 @check("STR-45", worlds=WORLDS)
-def order_of_keys(rank: Rank) -> None:
+def order_of_keys(rank: RankContext) -> None:
     """A mapping whose keys come in another order on another rank is reduced by key, or is an error on every rank.
 
     Why: two metrics logged in another order were added up crosswise.
@@ -571,7 +571,7 @@ def order_of_keys(rank: Rank) -> None:
 
 
 @check("STR-46", worlds=WORLDS)
-def strided_views(rank: Rank) -> None:
+def strided_views(rank: RankContext) -> None:
     """reduce and broadcast of a strided view are right, and touch nothing beside it.
 
     Why: gloo works on the wrong elements of a view, without a word.

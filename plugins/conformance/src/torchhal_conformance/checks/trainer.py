@@ -18,15 +18,15 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from torchhal.errors import AcceleratorUnavailable
+from torchhal.errors import AcceleratorUnavailableError
 from torchhal.plugin import Availability
 from torchhal.resolve import Request, resolve
 from torchhal.testing import isolated_registry
 from torchhal_conformance._assertions import close, raises, require, same
-from torchhal_conformance._check import check, environment, not_applicable
-from torchhal_conformance._component_under_test import Subject
-from torchhal_conformance._context import Bench
-from torchhal_conformance._rank_context import Rank
+from torchhal_conformance._check import MissingRequirement, NotApplicable, check
+from torchhal_conformance._component_under_test import ComponentUnderTest
+from torchhal_conformance._context import CheckContext
+from torchhal_conformance._rank_context import RankContext
 from torchhal_conformance._subprocesses import Job
 
 BATCH = 12
@@ -64,20 +64,20 @@ def data() -> TensorDataset:
     return TensorDataset(x, 3 * x + 1)
 
 
-def part_of(subject: Subject) -> Any:
+def part_of(subject: ComponentUnderTest) -> Any:
     """The part as a user names it: its alias where that says all."""
     named = isinstance(subject.target, str) and not subject.arguments
     return subject.target if named else subject.create()
 
 
-def trainer(rank: Rank, **options: Any) -> Any:
+def trainer(rank: RankContext, **options: Any) -> Any:
     """A Trainer with the part under test; one of these processes per device."""
     if rank.subject.kind == "cluster_environment":
-        raise not_applicable("these processes were started as torchrun starts them")
+        raise NotApplicable("these processes were started as torchrun starts them")
     return trainer_of(rank.subject, rank.size, rank.folder, **options)
 
 
-def trainer_of(subject: Subject, size: int, folder: str, **options: Any) -> Any:
+def trainer_of(subject: ComponentUnderTest, size: int, folder: str, **options: Any) -> Any:
     """The same for ``size`` processes, whoever starts them."""
     from torchhal import Trainer
 
@@ -95,7 +95,7 @@ def trainer_of(subject: Subject, size: int, folder: str, **options: Any) -> Any:
     return Trainer(**{**arguments, **options})
 
 
-def loader(rank: Rank) -> Any:
+def loader(rank: RankContext) -> Any:
     return DataLoader(data(), batch_size=BATCH // rank.size, shuffle=False)
 
 
@@ -116,7 +116,7 @@ def learned(model: Line) -> list[float]:
 
 
 @check("SYS-01")
-def from_string(bench: Bench) -> None:
+def from_string(bench: CheckContext) -> None:
     """Every alias of the part becomes an object of its class from the string alone.
 
     Why: an alias in the table that raises at the first use was never tried.
@@ -126,16 +126,16 @@ def from_string(bench: Bench) -> None:
 
     subject = bench.subject
     if not isinstance(subject.target, str):
-        raise not_applicable("it has no alias yet")
+        raise NotApplicable("it has no alias yet")
     if not (state := subject.entry.availability()):
-        raise environment(state.reason)
+        raise MissingRequirement(state.reason)
     for name in subject.entry.names:
         made = registry.find(subject.kind, name).create(**subject.arguments)
         require(isinstance(made, subject.part), f"{name!r} made a {type(made).__name__}")
 
 
 @check("SYS-02", needs=["device"], worlds=(1, 2), timeout=60)
-def regression(rank: Rank) -> None:
+def regression(rank: RankContext) -> None:
     """A Trainer fits a line, and its weights are those of the plain loop on the joined batches.
 
     Why: each part may keep its contract and the whole not train.
@@ -150,7 +150,7 @@ def regression(rank: Rank) -> None:
 
 
 @check("SYS-03", needs=["device"], worlds=(1, 2), timeout=60)
-def resume(rank: Rank) -> None:
+def resume(rank: RankContext) -> None:
     """Two epochs, a checkpoint, and two more by another Trainer are four epochs.
 
     Changed: the first Trainer ends by itself; a kill in the midst of a save is CIO-08's.
@@ -172,7 +172,7 @@ def resume(rank: Rank) -> None:
 
 
 @check("SYS-04", needs=["device"], worlds=(1,), timeout=60)
-def all_loops(rank: Rank) -> None:
+def all_loops(rank: RankContext) -> None:
     """fit, validate, test and predict run one after the other, and predictions come in the order of the data.
 
     Changed: in one process. In several each rank has one block of the data, in order, which the Trainer's sampler gives
@@ -207,7 +207,7 @@ class Interrupted(Line):
 
 
 @check("SYS-05", needs=["device"], worlds=(1, 2), timeout=90)
-def interrupted(rank: Rank) -> None:
+def interrupted(rank: RankContext) -> None:
     """Ctrl-C in one process ends fit with KeyboardInterrupt in all of them, after the same step; what it saves goes on
     to what a run without it gives; no process is left.
 
@@ -254,7 +254,7 @@ def children() -> set[int]:
 
 
 @check("SYS-06")
-def unavailable(bench: Bench) -> None:
+def unavailable(bench: CheckContext) -> None:
     """Named where its hardware is missing, the accelerator is an error with the reason; "auto" falls back, and says so.
 
     On a machine that has it, this is tried on a subclass that says it is missing.
@@ -263,10 +263,10 @@ def unavailable(bench: Bench) -> None:
     Fix: an Availability with a reason; leave the choice to resolve.
     """
     if bench.subject.kind != "accelerator":
-        raise not_applicable("the part is no accelerator")
+        raise NotApplicable("the part is no accelerator")
     part = bench.subject.part
     if part.device_type == "cpu" and part.oversubscribable:
-        raise not_applicable("the host's processors are always there")
+        raise NotApplicable("the host's processors are always there")
     reason = part.availability().reason or "taken away for a check"
     members = {"availability": classmethod(lambda cls: Availability(False, reason)), "auto_priority": 99}
     absent = type(part.__name__, (part,), members)
@@ -274,7 +274,7 @@ def unavailable(bench: Bench) -> None:
         registry.register("accelerator", "absent", absent)
         raises(
             "the accelerator by its name",
-            AcceleratorUnavailable,
+            AcceleratorUnavailableError,
             lambda: resolve(Request(accelerator="absent")),
             reason,
         )
@@ -287,7 +287,7 @@ def unavailable(bench: Bench) -> None:
 
 
 @check("SYS-07", features=["readme"], needs=["device", "posix"])
-def readme_example(bench: Bench) -> None:
+def readme_example(bench: CheckContext) -> None:
     """The first example with a Trainer in the plugin's README runs, with the Python blocks before it, as one script.
 
     A block right after an HTML comment with the word no-run is left out. Changed: of the extended level, so that the
@@ -298,7 +298,7 @@ def readme_example(bench: Bench) -> None:
     """
     record = bench.subject.plugin
     if record is None:
-        raise not_applicable("the part comes from no plugin")
+        raise NotApplicable("the part comes from no plugin")
     metadata: Any = importlib.metadata.metadata(record.distribution)
     text = metadata.get_payload() or metadata.get("Description") or ""
     source = bench.subject.source
@@ -308,7 +308,7 @@ def readme_example(bench: Bench) -> None:
     program = _first_example(text)
     if program is None:
         require("Trainer(" in text, "the README shows no Trainer")
-        raise environment("every example of the README is marked no-run")
+        raise MissingRequirement("every example of the README is marked no-run")
     (bench.folder / "example.py").write_text(program, encoding="utf-8")
     ended = Job([sys.executable, "example.py"], bench.folder).finish(300)
     require(ended.code == 0, f"the example ends with {ended.code}:\n{ended.output}")

@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from torchhal.errors import CheckpointMismatchError, UnsupportedCombinationError
 from torchhal.strategies import Strategy
 from torchhal_conformance._assertions import close, raises, require, same
-from torchhal_conformance._check import CheckFailed, check, not_applicable
-from torchhal_conformance._rank_context import Rank
+from torchhal_conformance._check import CheckFailed, NotApplicable, check
+from torchhal_conformance._rank_context import RankContext
 
 TOLERANCE = 2e-5
 BATCH = 12
@@ -46,7 +46,7 @@ class Regression(nn.Module):
         return F.mse_loss(self(x), y)
 
 
-def batch(rank: Rank, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(rank: RankContext, number: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The global batch of that number."""
     return rank.random(BATCH, 6, seed=2 * number), rank.random(BATCH, 2, seed=2 * number + 1)
 
@@ -66,7 +66,9 @@ SGD: Callable[..., Optimizer] = torch.optim.SGD
 class Run:
     """A strategy with a model and an optimizer, driven as the Trainer's loop drives it."""
 
-    def __init__(self, rank: Rank, strategy: Strategy, model: Any = None, make: Any = SGD, **options: Any) -> None:
+    def __init__(
+        self, rank: RankContext, strategy: Strategy, model: Any = None, make: Any = SGD, **options: Any
+    ) -> None:
         self.rank, self.strategy = rank, strategy
         self.module = Regression() if model is None else model
         strategy.connect(self.module)
@@ -109,18 +111,18 @@ def values(strategy: Strategy) -> dict[str, torch.Tensor]:
 
 @contextlib.contextmanager
 def running(
-    rank: Rank, model: Any = None, make: Any = SGD, strategy: Strategy | None = None, **options: Any
+    rank: RankContext, model: Any = None, make: Any = SGD, strategy: Strategy | None = None, **options: Any
 ) -> Iterator[Run]:
     """A Run; not for strategies that do the step themselves, which the Trainer's checks are for."""
     owned = sorted(name for name in rank.subject.declared if name.startswith("owns_"))
     if set(owned) & {"owns_step", "owns_backward", "owns_accumulation"}:
-        raise not_applicable(f"the strategy does the step itself ({', '.join(owned)})")
+        raise NotApplicable(f"the strategy does the step itself ({', '.join(owned)})")
     with rank.joined(strategy) as strategy:
         yield Run(rank, strategy, model, make, **options)
 
 
 def reference(
-    rank: Rank, steps: int, make: Any = SGD, clip: float | None = None, **options: Any
+    rank: RankContext, steps: int, make: Any = SGD, clip: float | None = None, **options: Any
 ) -> tuple[Any, list[float]]:
     """The same in plain torch, in one process on the joined batches; the model and its losses."""
     model = Regression()
@@ -144,7 +146,7 @@ def like(what: str, got: dict[str, torch.Tensor], expected: nn.Module, tolerance
 
 
 @check("STR-13", worlds=(2, 3))
-def initial_weights(rank: Rank) -> None:
+def initial_weights(rank: RankContext) -> None:
     """Whatever weights and buffers the ranks came with, after the set-up all have those of rank 0.
 
     Why: without a broadcast every rank trains a model of its own, and the loss goes down all the same.
@@ -156,7 +158,7 @@ def initial_weights(rank: Rank) -> None:
 
 
 @check("STR-14", worlds=(2, 3))
-def averaged_gradient(rank: Rank) -> None:
+def averaged_gradient(rank: RankContext) -> None:
     """One step of plain SGD is the step on the joined batch: gradients are averaged, not added up.
 
     Why: a sum in place of a mean is a learning rate that grows with the number of devices.
@@ -168,7 +170,7 @@ def averaged_gradient(rank: Rank) -> None:
 
 
 @check("STR-15", worlds=(2,))
-def accumulation(rank: Rank) -> None:
+def accumulation(rank: RankContext) -> None:
     """Micro-batches under no_backward_sync() add up to the step of one batch; while it is entered nothing is sent.
 
     Why: synchronizing each micro-batch costs what accumulating was to save, and some did it twice.
@@ -202,7 +204,7 @@ def accumulation(rank: Rank) -> None:
 
 
 @check("STR-16", worlds=(2,))
-def optimizer_moves_weights(rank: Rank) -> None:
+def optimizer_moves_weights(rank: RankContext) -> None:
     """An optimizer step changes the weights that the module, the wrapper and a checkpoint show.
 
     Why: an optimizer that holds the parameters from before the wrapping moves nothing.
@@ -217,7 +219,7 @@ def optimizer_moves_weights(rank: Rank) -> None:
 
 
 @check("STR-17", worlds=(2, 3))
-def no_drift(rank: Rank) -> None:
+def no_drift(rank: RankContext) -> None:
     """After five steps with Adam the weights are the same on every rank, bit for bit.
 
     Why: replicas that drift apart are noticed when one is saved and another one was measured.
@@ -231,7 +233,7 @@ def no_drift(rank: Rank) -> None:
 
 
 @check("STR-18", worlds=(2, 3))
-def loss_parity(rank: Rank) -> None:
+def loss_parity(rank: RankContext) -> None:
     """Twenty steps have the losses of one process on the joined batches.
 
     Why: everything may look right and the numbers not be.
@@ -262,7 +264,7 @@ class _TwoParts(nn.Module):
 
 
 @check("STR-19", worlds=(2,))
-def two_optimizers(rank: Rank) -> None:
+def two_optimizers(rank: RankContext) -> None:
     """Two optimizers, stepped by the module itself through manual_backward, train as in one process.
 
     Why: wrappers average the gradients of the forward that they saw, and a second backward got none.
@@ -270,7 +272,7 @@ def two_optimizers(rank: Rank) -> None:
     """
     owned = sorted(rank.subject.declared)
     if any(name.startswith("owns_") for name in owned):
-        raise not_applicable(f"the strategy does the step itself ({', '.join(owned)})")
+        raise NotApplicable(f"the strategy does the step itself ({', '.join(owned)})")
     plain = _TwoParts()
     optimizers = [torch.optim.SGD(part.parameters(), lr=lr) for part, lr in ((plain.one, 0.1), (plain.two, 0.2))]
     for number in range(3):
@@ -286,7 +288,7 @@ def two_optimizers(rank: Rank) -> None:
         try:
             strategy.setup_optimizers(own)
         except UnsupportedCombinationError as error:
-            raise not_applicable(f"the strategy refuses such a model: {error}") from error
+            raise NotApplicable(f"the strategy refuses such a model: {error}") from error
         module.__dict__["parts"] = (strategy, strategy.optimizers)
         step = strategy.step_function("training_step")
         for number in range(3):
@@ -295,7 +297,7 @@ def two_optimizers(rank: Rank) -> None:
 
 
 @check("STR-20", worlds=(2,), timeout=45)
-def unused_parameters(rank: Rank) -> None:
+def unused_parameters(rank: RankContext) -> None:
     """A parameter that a step doesn't use trains on, or is an error on every rank; never a hang.
 
     Why: a wrapper waits for the gradient of every parameter, for ever.
@@ -317,7 +319,7 @@ def unused_parameters(rank: Rank) -> None:
 
 
 @check("STR-21", worlds=(2,))
-def unprefixed(rank: Rank) -> None:
+def unprefixed(rank: RankContext) -> None:
     """The user's module keeps its attributes and methods, and state dicts have its own names, no wrapper's prefix.
 
     Changed: torch.compile is left out, whose compiler takes longer than all other checks.
@@ -344,7 +346,7 @@ def _checkpoint(run: Run, scheduler: Any) -> dict[str, Any]:
 
 
 @check("STR-22", worlds=(2,), timeout=60)
-def resume(rank: Rank) -> None:
+def resume(rank: RankContext) -> None:
     """Two steps, a checkpoint, and two more in a new life are four steps: weights, optimizer, scheduler, precision.
 
     Changed: random numbers are the Trainer's to save and restore, not a strategy's; core's tests resume with dropout.
@@ -384,7 +386,7 @@ def resume(rank: Rank) -> None:
 
 
 @check("STR-23", features=["portable"], worlds=(2,))
-def portable(rank: Rank) -> None:
+def portable(rank: RankContext) -> None:
     """A checkpoint's weights load into the plain module, in one process without the strategy.
 
     Why: a model that only the cluster it was trained on can open.
@@ -406,7 +408,7 @@ def portable(rank: Rank) -> None:
 
 
 @check("STR-25", worlds=(2,))
-def strict_load(rank: Rank) -> None:
+def strict_load(rank: RankContext) -> None:
     """load_module_state_dict refuses other keys and shapes by name; with strict=False it loads what fits and returns
     the rest.
 
@@ -428,7 +430,7 @@ def strict_load(rank: Rank) -> None:
 
 
 @check("STR-26", worlds=(2,))
-def optimizer_device(rank: Rank) -> None:
+def optimizer_device(rank: RankContext) -> None:
     """After load_optimizer_state the optimizer's tensors are on the parameters' device.
 
     Why: a state that came from a file is on the CPU, and the next step raises.
@@ -447,7 +449,7 @@ def optimizer_device(rank: Rank) -> None:
 
 
 @check("STR-35", worlds=(2, 3))
-def global_norm(rank: Rank) -> None:
+def global_norm(rank: RankContext) -> None:
     """clip_gradients takes the norm of the whole gradient, over all shards, and the step is the clipped one.
 
     Why: a rank that clips by its own shard's norm changes the direction of the step.
@@ -474,7 +476,7 @@ class _Empty(nn.Module):
 
 
 @check("STR-41", worlds=(2,))
-def odd_modules(rank: Rank) -> None:
+def odd_modules(rank: RankContext) -> None:
     """A module without parameters is set up; one on the meta device works or is refused on every rank alike.
 
     Why: wrappers refuse a module with nothing to train, and an evaluation needs none.
@@ -496,7 +498,7 @@ def odd_modules(rank: Rank) -> None:
 
 
 @check("STR-42", worlds=(2,))
-def repeatable(rank: Rank) -> None:
+def repeatable(rank: RankContext) -> None:
     """The same seed twice gives the same weights, bit for bit.
 
     Why: a run that can't be repeated can't be debugged.
@@ -512,7 +514,7 @@ def repeatable(rank: Rank) -> None:
 
 
 @check("STR-47", worlds=(2, 3))
-def trained_from_rank_zero(rank: Rank) -> None:
+def trained_from_rank_zero(rank: RankContext) -> None:
     """With another seed on each rank, training is that of rank 0's model, also after the steps.
 
     Why: sharding cuts each rank's own weights into one model of pieces that never belonged together.
@@ -524,14 +526,14 @@ def trained_from_rank_zero(rank: Rank) -> None:
 
 
 @check("STR-48", worlds=(2,), timeout=45)
-def one_batch_more(rank: Rank) -> None:
+def one_batch_more(rank: RankContext) -> None:
     """Where one rank has a batch more than the others all ranks end, or all get an error, in time.
 
     Why: the rank with the extra batch waits for gradients that nobody sends.
     Fix: let barriers and collectives have the strategy's timeout, and explain what came of them.
     """
     if rank.size == 1:
-        raise not_applicable("there is one rank")
+        raise NotApplicable("there is one rank")
     strategy = rank.make()
     strategy.timeout = timedelta(seconds=6)
     outcome = ""

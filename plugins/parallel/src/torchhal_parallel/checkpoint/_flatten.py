@@ -29,7 +29,7 @@ class Reference:
     name: str
 
 
-def taken_apart(checkpoint: Mapping[Any, Any]) -> tuple[Any, dict[str, torch.Tensor]]:
+def flatten(checkpoint: Mapping[Any, Any]) -> tuple[Any, dict[str, torch.Tensor]]:
     """(plain data with references, tensors by their path in the nest). Tensors that share memory stay separate.
 
     A path has one name, and a name one path, on all ranks: ``state_dict/layer.weight``.
@@ -72,7 +72,7 @@ def _rebuilt(value: Any, visit: Callable[[Any, Any], Any]) -> Any:
     return value
 
 
-def merged(parts: list[Any]) -> Any:
+def merge_flat(parts: list[Any]) -> Any:
     """What any rank has, the first rank's where several have it: each rank holds the state of its own parameters."""
     first, *others = parts
     if type(first) in (dict, OrderedDict):
@@ -80,11 +80,11 @@ def merged(parts: list[Any]) -> Any:
         for other in others:
             if isinstance(other, dict):
                 for key, value in other.items():
-                    whole[key] = merged([whole[key], value]) if key in whole else value
+                    whole[key] = merge_flat([whole[key], value]) if key in whole else value
         return whole
     if type(first) in (list, tuple):
         same = [part for part in parts if type(part) is type(first) and len(part) == len(first)]
-        return type(first)(merged(list(column)) for column in zip(*same, strict=True))
+        return type(first)(merge_flat(list(column)) for column in zip(*same, strict=True))
     return first
 
 
@@ -96,14 +96,14 @@ def as_plain(value: Any) -> Any:
     return {_MARK: plain} if _is_marked(plain) else plain
 
 
-def fill(value: Any, read: Callable[[Reference], Any]) -> Any:
+def unflatten(value: Any, read: Callable[[Reference], Any]) -> Any:
     """The nest again, from what :func:`as_plain` made of it, with ``read`` of each reference in its place."""
     if _is_marked(value):
         inside = value[_MARK]
         if isinstance(inside, str):
             return read(Reference(inside))
         value = inside
-    return _rebuilt(value, lambda _, item: fill(item, read))
+    return _rebuilt(value, lambda _, item: unflatten(item, read))
 
 
 def _is_marked(value: Any) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from torchhal import registry
-from torchhal.checkpoint import CheckpointIO, place_of
+from torchhal.checkpoint import CheckpointIO, location_of
 from torchhal.errors import CheckpointError, ConfigurationError
 from torchhal_parallel.checkpoint._staging import HostMemory, snapshot
 
@@ -73,7 +73,7 @@ class AsyncCheckpointIO(CheckpointIO):
         if storage_options and "fsspec" not in self.inner.features:
             raise TypeError(f"'storage_options' have no meaning for {self.inner!r} (got {', '.join(storage_options)})")
         if storage_options:
-            place_of(path, self.storage_options, storage_options)  # a TypeError for those that mean nothing there
+            location_of(path, self.storage_options, storage_options)  # a TypeError for those that mean nothing there
         taken: dict[str, Any] = {}
         error = self._landed()
         if error is None:

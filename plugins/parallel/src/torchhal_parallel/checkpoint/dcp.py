@@ -15,9 +15,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
-from torchhal.checkpoint import FolderCheckpointIO, TorchCheckpointIO, exchange, inspect_contents, sync_folder
+from torchhal.checkpoint import FolderCheckpointIO, TorchCheckpointIO, inspect_contents, swap_directories, sync_folder
 from torchhal.errors import CheckpointCorruptError, CheckpointError, TorchhalError
-from torchhal_parallel.checkpoint._flatten import Reference, as_plain, fill, merged, taken_apart
+from torchhal_parallel.checkpoint._flatten import Reference, as_plain, flatten, merge_flat, unflatten
 from torchhal_parallel.checkpoint._lazy_tensor import StoredTensor
 from torchhal_parallel.checkpoint._safe_reader import METADATA, CheckedReader, checksums, quiet
 
@@ -57,7 +57,7 @@ class DCPCheckpointIO(FolderCheckpointIO):
         plain: Any = None
         tensors: dict[str, Any] = {}
         try:
-            plain, tensors = taken_apart(checkpoint)
+            plain, tensors = flatten(checkpoint)
             inspect_contents(as_plain(plain))  # before the others are told: what can't be saved can't be sent either
         except Exception as error:
             failure, plain, tensors = f"{type(error).__name__}: {error}", {}, {}
@@ -96,13 +96,13 @@ class DCPCheckpointIO(FolderCheckpointIO):
             try:
                 content = {
                     "format": FORMAT,
-                    "plain": as_plain(merged([plain for *_, plain in everybody])),
+                    "plain": as_plain(merge_flat([plain for *_, plain in everybody])),
                     "sums": {key: value for _, part in written for key, value in part.items()},
                     "metadata": zlib.crc32((temporary / METADATA).read_bytes()),
                 }
                 TorchCheckpointIO().save_checkpoint(content, temporary / PLAIN)
                 sync_folder(temporary)
-                exchange(temporary, target)
+                swap_directories(temporary, target)
                 sync_folder(target.parent)
             except Exception as error:
                 failure = _cause(error)
@@ -123,7 +123,7 @@ class DCPCheckpointIO(FolderCheckpointIO):
                 raise CheckpointCorruptError(f"{str(path)!r} lacks the tensor {reference.name!r}")
             return StoredTensor(reference.name, about.size, about.properties.dtype, reader.read_into)
 
-        opened: dict[str, Any] = fill(content["plain"], stand_in)
+        opened: dict[str, Any] = unflatten(content["plain"], stand_in)
         return opened
 
     def _open(self, path: str | os.PathLike[str]) -> tuple[Path, dict[str, Any]]:
