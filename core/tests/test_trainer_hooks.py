@@ -1336,7 +1336,7 @@ def test_a_failed_resume_leaves_nothing_behind(tmp_path):
     state = torch.get_rng_state()
     again.fit(Net(), batches(4))  # without it, so nothing of it is restored
     assert torch.equal(torch.get_rng_state(), state) is False or again.global_step == 4
-    assert again.fit_loop._resume_rng is None
+    assert again.run.progress.generators is None
 
 
 def test_another_models_optimizers_are_not_saved_with_this_one(tmp_path):

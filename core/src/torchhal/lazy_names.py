@@ -18,7 +18,8 @@ def lazy_names(
 
     Args:
         module: its ``__name__``.
-        homes: each public name -> the module inside the package that defines it.
+        homes: each public name -> the module that defines it, relative to the package: ``"cpu"``, or ``"._cpu"`` beside
+            the package.
         renamed: names of earlier releases -> what they are called now; the first use in each place warns.
     """
     renamed = renamed or {}
@@ -29,7 +30,7 @@ def lazy_names(
             return getattr(sys.modules[module], renamed[name])
         if name not in homes:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(f"{module}.{homes[name]}"), name)
+        value = getattr(importlib.import_module(f".{homes[name]}", module), name)
         setattr(sys.modules[module], name, value)
         return value
 

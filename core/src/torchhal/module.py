@@ -31,7 +31,7 @@ from torchhal.errors import (
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from torchhal.trainer import Trainer
+    from torchhal import Trainer
 
 
 _NEVER_OF_A_FILE = TorchhalError, ImportError, MemoryError, torch.OutOfMemoryError

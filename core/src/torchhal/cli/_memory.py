@@ -119,12 +119,12 @@ def _stand_in(request: Request) -> Trainer:
         )
     trainer.state.fn = "fit"
     counted: Any = _Batches(range(BATCHES), BATCHES, BATCHES)
-    trainer.fit_loop.data = counted
+    trainer.run.progress.data = counted
     return trainer
 
 
 class _Batches(NamedTuple):
-    """Of :class:`torchhal.trainer.data._loaders.TrainingData`, what tells a model how long it trains."""
+    """Of :class:`torchhal.trainer.data._training_data.TrainingData`, what tells a model how long it trains."""
 
     loader: range
     length: int

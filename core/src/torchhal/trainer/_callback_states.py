@@ -1,30 +1,27 @@
-"""Which state in a checkpoint is which callback's."""
+"""Save and load the states of callbacks, each under a key that tells it from the others."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchhal.errors import CheckpointMismatchError
 from torchhal.trainer.callbacks import Callback
 
-if TYPE_CHECKING:
-    from torchhal.trainer.trainer import Trainer
 
-
-def callback_states(trainer: Trainer) -> dict[str, Any]:
+def callback_states(callbacks: Sequence[Any]) -> dict[str, Any]:
     """``{key: state}`` of the callbacks that keep one."""
     states = {}
-    for callback, key in zip(trainer.callbacks, _keys(trainer.callbacks), strict=True):
+    for callback, key in zip(callbacks, _keys(callbacks), strict=True):
         state = callback.state_dict() if hasattr(callback, "state_dict") else None
         if state:
             states[key] = state
     return states
 
 
-def load_callback_states(trainer: Trainer, states: Mapping[str, Any], path: str | None = None) -> None:
+def load_callback_states(callbacks: Sequence[Any], states: Mapping[str, Any], path: str | None = None) -> None:
     """Give each callback the state of its key; one that was not there before begins anew.
 
     Args:
@@ -33,9 +30,9 @@ def load_callback_states(trainer: Trainer, states: Mapping[str, Any], path: str 
     Raises:
         CheckpointMismatchError: a callback refuses its state, or several could have one and nothing says which.
     """
-    keys = _keys(trainer.callbacks)
+    keys = _keys(callbacks)
     unclaimed = [saved for saved in states if saved not in keys]
-    for callback, key in zip(trainer.callbacks, keys, strict=True):
+    for callback, key in zip(callbacks, keys, strict=True):
         if key not in states:
             if hasattr(callback, "load_state_dict"):
                 _check_nobody_elses(callback, key, unclaimed, path)
@@ -51,22 +48,22 @@ def load_callback_states(trainer: Trainer, states: Mapping[str, Any], path: str 
             ) from error
 
 
-def begin_anew(trainer: Trainer) -> Callable[[], None]:
+def begin_anew(callbacks: Sequence[Any], trainer_id: str) -> Callable[[], None]:
     """Reset the callbacks that have served another Trainer, as in the folds of a cross-validation; return what gives
     them back what they knew, for a fit that is refused, to be called after their ``teardown``.
 
     A second fit of the same Trainer goes on, and so do they.
     """
     others: list[tuple[Callback, dict[str, Any]]] = []
-    for callback in trainer.callbacks:
-        if not isinstance(callback, Callback) or callback._trainer_id == trainer.trainer_id:
+    for callback in callbacks:
+        if not isinstance(callback, Callback) or callback._trainer_id == trainer_id:
             continue
         before = dict(vars(callback))
         if callback._trainer_id:  # else what it knows was given to it by hand
             callback._reset_state()
         forgotten = {name: value for name, value in before.items() if vars(callback).get(name) is not value}
         others.append((callback, {**forgotten, "_trainer_id": callback._trainer_id}))
-        callback._trainer_id = trainer.trainer_id
+        callback._trainer_id = trainer_id
 
     def undo() -> None:
         for callback, forgotten in others:

@@ -308,7 +308,7 @@ def _check_generators(state: Field) -> None:
 
 
 def _check_position(position: Field) -> None:
-    """As :meth:`torchhal.trainer.data._loaders.TrainingData.position` gives it."""
+    """As :meth:`torchhal.trainer.data._training_data.TrainingData.position` gives it."""
     if position.value is None:
         return
     if position.dict().at("epoch_rng").value is not None:

@@ -31,67 +31,67 @@ from torchhal.trainer.callbacks._written_files import runs_beside
 from torchhal.trainer.data import _elastic_resume as elastic_resume
 
 if TYPE_CHECKING:
-    from torchhal.trainer.trainer import Trainer
+    from torchhal.trainer.run import Run
 
 
-def dump_checkpoint(trainer: Trainer, *, weights_only: bool = False) -> dict[str, Any]:
+def dump_checkpoint(run: Run, *, weights_only: bool = False) -> dict[str, Any]:
     """The state between two batches. Called on every rank, since gathering it communicates; rank 0's is written.
 
     Args:
-        trainer: a Trainer whose model is set up.
+        run: a run whose model is set up.
         weights_only: only the weights and the counters, nothing to resume from.
     """
     from torchhal import __version__
 
-    strategy, module = trainer.strategy, trainer.module
+    strategy, module = run.strategy, run.module
     checkpoint: dict[str, Any] = {
         "torchhal_version": __version__,
         "torchhal_format": FORMAT,
-        "epoch": trainer.current_epoch,
-        "global_step": trainer.global_step,
+        "epoch": run.current_epoch,
+        "global_step": run.global_step,
         "state_dict": strategy.module_state_dict(),
     }
-    for owner in (module, trainer.datamodule):
+    for owner in (module, run.datamodule):
         if isinstance(getattr(owner, "hparams", None), Mapping) and owner.hparams:
-            _dump_hparams(trainer, owner, checkpoint)
+            _dump_hparams(run, owner, checkpoint)
     if not weights_only:
         checkpoint["optimizer_states"] = [strategy.optimizer_state(optimizer) for optimizer in strategy.optimizers]
         checkpoint["lr_schedulers"] = [strategy.scheduler_state(config) for config in strategy.lr_scheduler_configs]
-        if trainer.trained_by is not None:
-            checkpoint["trained_by"] = trainer.trained_by
-        if (frozen := trainer.frozen_parameters.state()) is not None:
+        if run.trained_by is not None:
+            checkpoint["trained_by"] = run.trained_by
+        if (frozen := run.frozen_parameters.state(run.module)) is not None:
             checkpoint[FROZEN] = frozen
         checkpoint["precision"] = strategy.precision.state_dict()
         checkpoint["strategy"] = strategy.state_dict()
-        checkpoint["callbacks"] = callback_states(trainer)
-        fit = trainer.fit_loop
-        checkpoint["loops"] = {"fit": fit.state_dict(), "results": trainer.results.state_dict()}
+        checkpoint["callbacks"] = callback_states(run.callbacks)
+        fit = run.progress
+        checkpoint["loops"] = {"fit": fit.state_dict(), "results": run.results.state_dict()}
         checkpoint["ranks"] = strategy.all_gather_object(
             {
                 "rng": rng.collect(strategy.accelerator, strategy.root_device),
                 "data": fit.data.position() if fit.data is not None else None,
-                "share": list(elastic_resume.data_parallel_rank(trainer)),
+                "share": list(elastic_resume.data_parallel_rank(run)),
                 "batch_size": elastic_resume.batch_size(fit),
             }
         )
-        if fit.optimization is not None and fit.optimization.has_gradients:
+        if fit.has_gradients:
             checkpoint["gradients"] = strategy.accumulated_gradients()
-        datamodule = trainer.datamodule
+        datamodule = run.datamodule
         if datamodule is not None and hasattr(datamodule, "state_dict"):
             checkpoint[type(datamodule).__qualname__] = datamodule.state_dict()
-    for callback in trainer.callbacks:
+    for callback in run.callbacks:
         hook = getattr(callback, "on_save_checkpoint", None)
         if hook is not None:
-            hook(trainer, module, checkpoint)
+            hook(run.trainer, module, checkpoint)
     if hasattr(module, "on_save_checkpoint"):
         module.on_save_checkpoint(checkpoint)
     sharded = "sharded" in strategy.checkpoint_io.features
-    if not weights_only and (sharded or trainer.is_global_zero):
+    if not weights_only and (sharded or run.is_global_zero):
         checkpoint[checkpoint_digests.KEY] = checkpoint_digests.digests(checkpoint, sharded=sharded)
     return checkpoint
 
 
-def _dump_hparams(trainer: Trainer, owner: Any, checkpoint: dict[str, Any]) -> None:
+def _dump_hparams(run: Run, owner: Any, checkpoint: dict[str, Any]) -> None:
     """What ``load_from_checkpoint`` makes ``owner`` of again, and the names of what the caller has to give then."""
     plain, objects = {}, {}
     for name, value in owner.hparams.items():
@@ -99,20 +99,20 @@ def _dump_hparams(trainer: Trainer, owner: Any, checkpoint: dict[str, Any]) -> N
             plain[name] = to_plain(value)
         except NotPlainError as error:
             objects[name] = error.described(value)
-    prefix = "datamodule_" if owner is trainer.datamodule else ""
+    prefix = "datamodule_" if owner is run.datamodule else ""
     checkpoint[f"{prefix}hyper_parameters"] = plain
     if getattr(owner, "_hparams_name", None) is not None:  # all of them came in this one argument
         checkpoint[f"{prefix}hparams_name"] = owner._hparams_name
     if objects:
         checkpoint[f"{prefix}hparams_left_out"] = objects
-        trainer.warn_once(
+        run.warn_once(
             f"hyperparameters {', '.join(f'{name!r} ({what})' for name, what in objects.items())} are or hold objects "
             "and are not saved in checkpoints: pass them "
             "to load_from_checkpoint, which asks for them, or leave them out with save_hyperparameters(ignore=[...])"
         )
 
 
-def read_checkpoint(trainer: Trainer, path: str) -> dict[str, Any]:
+def read_checkpoint(run: Run, path: str) -> dict[str, Any]:
     """The checkpoint at ``path``, checked, and shown to callbacks and module, which may change it, before anything is
     made of it; the module may still change its parameters then.
 
@@ -120,16 +120,16 @@ def read_checkpoint(trainer: Trainer, path: str) -> dict[str, Any]:
         CheckpointCorruptError: a value is not what was saved, or can't be; the message names its field.
         CheckpointMismatchError: another library has written it, or it lacks what this run needs.
     """
-    module, training = trainer.module, trainer.state.fn == "fit"
-    checkpoint = trainer.strategy.load_checkpoint(path)
+    module, training = run.module, run.state.fn == "fit"
+    checkpoint = run.strategy.load_checkpoint(path)
     check_format(checkpoint, path)
     if training:
         checkpoint_digests.check_digests(checkpoint, path)
     check_weights(checkpoint, path)
-    for callback in trainer.callbacks:
+    for callback in run.callbacks:
         hook = getattr(callback, "on_load_checkpoint", None)
         if hook is not None:
-            hook(trainer, module, checkpoint)
+            hook(run.trainer, module, checkpoint)
     if hasattr(module, "on_load_checkpoint"):
         module.on_load_checkpoint(checkpoint)
     check_weights(checkpoint, path)
@@ -138,33 +138,33 @@ def read_checkpoint(trainer: Trainer, path: str) -> dict[str, Any]:
     return checkpoint
 
 
-def restore_datamodule(trainer: Trainer, checkpoint: Mapping[str, Any], path: str) -> None:
+def restore_datamodule(run: Run, checkpoint: Mapping[str, Any], path: str) -> None:
     """The data module's state, before any of its loaders is made: they may depend on it."""
-    datamodule = trainer.datamodule
+    datamodule = run.datamodule
     if hasattr(datamodule, "load_state_dict") and (name := type(datamodule).__qualname__) in checkpoint:
         with _naming(path, name):
             datamodule.load_state_dict(checkpoint[name])
 
 
-def check_fits(trainer: Trainer, checkpoint: Mapping[str, Any], path: str) -> None:
+def check_fits(run: Run, checkpoint: Mapping[str, Any], path: str) -> None:
     """Raise CheckpointMismatchError where this run has other optimizers, groups or schedulers than the one saved, or
     can't take their states. Nothing is restored yet."""
-    strategy = trainer.strategy
+    strategy = run.strategy
     _match(path, "optimizer_states", "optimizer", checkpoint, strategy.optimizers)
     _match(path, "lr_schedulers", "lr_scheduler", checkpoint, strategy.lr_scheduler_configs)
-    check_same(checkpoint.get("trained_by"), trainer.trained_by, path)
+    check_same(checkpoint.get("trained_by"), run.trained_by, path)
     for index, (optimizer, state) in enumerate(zip(strategy.optimizers, checkpoint["optimizer_states"], strict=True)):
         try:
             with _naming(path, f"optimizer_states/{index}"):
                 strategy.check_optimizer_state(optimizer, state)
                 if checkpoint_digests.KEY not in checkpoint and (lost := parameters_without_state(optimizer, state)):
-                    trainer.warn_once(
+                    run.warn_once(
                         f"{path!r}, field 'optimizer_states/{index}': it has no state of the parameters numbered "
                         f"{', '.join(map(str, lost[:8]))}{' and others' if len(lost) > 8 else ''}, which begin without "
                         "one. If they had got gradients, continue from a checkpoint that was not edited"
                     )
         except CheckpointMismatchError:
-            if problem := _other_weights(trainer, checkpoint, path):  # of another model's checkpoint they say more
+            if problem := _other_weights(run, checkpoint, path):  # of another model's checkpoint they say more
                 raise CheckpointMismatchError(problem) from None
             raise
     for index, (config, state) in enumerate(
@@ -174,9 +174,9 @@ def check_fits(trainer: Trainer, checkpoint: Mapping[str, Any], path: str) -> No
             strategy.check_scheduler_state(config, state)
 
 
-def _other_weights(trainer: Trainer, checkpoint: Mapping[str, Any], path: str) -> str:
+def _other_weights(run: Run, checkpoint: Mapping[str, Any], path: str) -> str:
     """What to say where the weights, too, have other shapes or names than the model's; "" where they don't."""
-    module, saved = trainer.strategy.module, checkpoint["state_dict"]
+    module, saved = run.strategy.module, checkpoint["state_dict"]
     own = {} if module is None else module.state_dict()
     differ = [
         f"{name!r} has the shape {tuple(saved[name].shape)} in the checkpoint and {tuple(value.shape)} here"
@@ -193,13 +193,13 @@ def _other_weights(trainer: Trainer, checkpoint: Mapping[str, Any], path: str) -
     )
 
 
-def restore_weights(trainer: Trainer, checkpoint: dict[str, Any], path: str) -> None:
+def restore_weights(run: Run, checkpoint: dict[str, Any], path: str) -> None:
     """The module's weights, through the strategy that has set it up; for a fit first whatever may be refused by those
     alone who take it. On an error the callbacks are as before."""
-    strategy, strict = trainer.strategy, getattr(trainer.module, "strict_loading", True)
-    with unchanged_by_errors(trainer.callbacks):
-        if trainer.state.fn == "fit":
-            load_callback_states(trainer, checkpoint["callbacks"], path)
+    strategy, strict = run.strategy, getattr(run.module, "strict_loading", True)
+    with unchanged_by_errors(run.callbacks):
+        if run.state.fn == "fit":
+            load_callback_states(run.callbacks, checkpoint["callbacks"], path)
             with _naming(path, "precision"):
                 strategy.precision.load_state_dict(checkpoint["precision"])
             if "strategy" in checkpoint:
@@ -211,9 +211,9 @@ def restore_weights(trainer: Trainer, checkpoint: dict[str, Any], path: str) -> 
             strategy.load_module_state_dict(checkpoint["state_dict"], strict=strict)
 
 
-def restore_training(trainer: Trainer, checkpoint: dict[str, Any], path: str) -> None:
+def restore_training(run: Run, checkpoint: dict[str, Any], path: str) -> None:
     """Everything else a fit continues from: exact when the number of replicas is the same."""
-    strategy, fit = trainer.strategy, trainer.fit_loop
+    strategy, fit = run.strategy, run.progress
     for index, (optimizer, state) in enumerate(zip(strategy.optimizers, checkpoint["optimizer_states"], strict=True)):
         with _naming(path, f"optimizer_states/{index}"):
             strategy.load_optimizer_state(optimizer, state)
@@ -222,16 +222,16 @@ def restore_training(trainer: Trainer, checkpoint: dict[str, Any], path: str) ->
     ):
         with _naming(path, f"lr_schedulers/{index}"):
             strategy.load_scheduler_state(config, state)
-    trainer.frozen_parameters.restore(checkpoint.get(FROZEN))
+    run.frozen_parameters.restore(checkpoint.get(FROZEN))
     loops = checkpoint["loops"]
     fit.load_state_dict(loops["fit"])
     with _naming(path, "loops/results"):
-        trainer.results.load_state_dict(loops["results"])
-    if checkpoint.get("gradients") is not None and elastic_resume.carries_accumulated_grads(trainer, checkpoint):
+        run.results.load_state_dict(loops["results"])
+    if checkpoint.get("gradients") is not None and elastic_resume.carries_accumulated_grads(run, checkpoint):
         with _naming(path, "gradients"):
             strategy.load_accumulated_gradients(checkpoint["gradients"])
-        fit.restored_gradients = True
-    elastic_resume.restore_rank(trainer, checkpoint, path)
+        fit.has_gradients = True
+    elastic_resume.restore_rank(run, checkpoint, path)
 
 
 @contextmanager
@@ -254,21 +254,21 @@ def _match(path: str, field: str, what: str, checkpoint: Mapping[str, Any], pres
         )
 
 
-def last_checkpoint(trainer: Trainer) -> str | None:
+def last_checkpoint(run: Run) -> str | None:
     """What ``ckpt_path="last"`` means: the newest complete checkpoint of this run's folders, or None.
 
     The folders are those of the Trainer's ModelCheckpoint callbacks; where one follows the logger into a folder
     per run (``version_N``), the newest earlier run that has a checkpoint.
     """
-    return _newest(trainer, _last_folders(trainer))
+    return _newest(run, _last_folders(run))
 
 
-def _last_folders(trainer: Trainer) -> list[list[str]]:
+def _last_folders(run: Run) -> list[list[str]]:
     """The checkpoints of each folder in which the last one is looked for, in the order of the saves."""
-    io = trainer.strategy.checkpoint_io
+    io = run.strategy.checkpoint_io
     found: dict[str, list[str]] = {}
-    for callback in trainer.checkpoint_callbacks:
-        for folder in callback.candidate_folders(trainer):
+    for callback in run.checkpoint_callbacks:
+        for folder in callback.candidate_folders(run.trainer):
             if folder in found:
                 break
             if paths := io.list_checkpoints(folder):
@@ -277,20 +277,20 @@ def _last_folders(trainer: Trainer) -> list[list[str]]:
     return list(found.values())
 
 
-def _newest(trainer: Trainer, folders: list[list[str]]) -> str | None:
-    return max((paths[-1] for paths in folders), key=trainer.strategy.checkpoint_io.saved_ns, default=None)
+def _newest(run: Run, folders: list[list[str]]) -> str | None:
+    return max((paths[-1] for paths in folders), key=run.strategy.checkpoint_io.saved_ns, default=None)
 
 
-def _folders(trainer: Trainer) -> str:
-    return ", ".join(repr(callback.candidate_folders(trainer)[0]) for callback in trainer.checkpoint_callbacks)
+def _folders(run: Run) -> str:
+    return ", ".join(repr(callback.candidate_folders(run.trainer)[0]) for callback in run.checkpoint_callbacks)
 
 
-def resolve_path(trainer: Trainer, ckpt_path: Any) -> str | None:
+def resolve_path(run: Run, ckpt_path: Any) -> str | None:
     """The file that ``ckpt_path`` means: None, a path, "last" or "best"."""
     if ckpt_path is None:
         return None
     if ckpt_path == "best":
-        callbacks = [callback for callback in trainer.checkpoint_callbacks if callback.best_model_path]
+        callbacks = [callback for callback in run.checkpoint_callbacks if callback.best_model_path]
         if not callbacks:
             raise ConfigurationError(
                 "ckpt_path='best' needs a fit with this Trainer whose ModelCheckpoint found a best one (a monitored "
@@ -298,48 +298,48 @@ def resolve_path(trainer: Trainer, ckpt_path: Any) -> str | None:
             )
         return str(callbacks[0].best_model_path)
     if ckpt_path == "last":
-        if not trainer.checkpoint_callbacks:
+        if not run.checkpoint_callbacks:
             raise ConfigurationError("ckpt_path='last' needs a ModelCheckpoint callback, which knows the folder")
         # one answer, even if the ranks' views of the folder differ
-        folders = _last_folders(trainer)
-        path: str | None = trainer.strategy.broadcast(_newest(trainer, folders))
+        folders = _last_folders(run)
+        path: str | None = run.strategy.broadcast(_newest(run, folders))
         if path is not None:
-            _refuse_several_runs(trainer, path, [*itertools.chain(*folders)])
+            _refuse_several_runs(run, path, [*itertools.chain(*folders)])
         if path is None:
-            _refuse_others(trainer, [callback.candidate_folders(trainer) for callback in trainer.checkpoint_callbacks])
-        if path is None and trainer.state.fn != "fit":
+            _refuse_others(run, [callback.candidate_folders(run.trainer) for callback in run.checkpoint_callbacks])
+        if path is None and run.state.fn != "fit":
             raise ConfigurationError(
-                f"ckpt_path='last' needs a checkpoint, and there is none in {_folders(trainer)}: pass a path, or None "
-                f"to {trainer.state.fn} the model as it is"
+                f"ckpt_path='last' needs a checkpoint, and there is none in {_folders(run)}: pass a path, or None "
+                f"to {run.state.fn} the model as it is"
             )
         if path is None:
-            trainer.warn_once("ckpt_path='last': there is no checkpoint yet, so training starts from the beginning")
+            run.warn_once("ckpt_path='last': there is no checkpoint yet, so training starts from the beginning")
         return path
     path = str(os.fspath(ckpt_path))
-    _refuse_other(trainer, path)
+    _refuse_other(run, path)
     return path
 
 
-def _refuse_other(trainer: Trainer, path: str) -> None:
+def _refuse_other(run: Run, path: str) -> None:
     """Raise CheckpointError, on every rank, for a checkpoint that another IO than the run's has written."""
     problem = None
-    if trainer.is_global_zero and not trainer.strategy.checkpoint_io.exists(path):
-        problem = next((_of_other(alias, path) for alias, io in _others(trainer) if io.exists(path)), None)
-    _raise_everywhere(trainer, problem)
+    if run.is_global_zero and not run.strategy.checkpoint_io.exists(path):
+        problem = next((_of_other(alias, path) for alias, io in _others(run) if io.exists(path)), None)
+    _raise_everywhere(run, problem)
 
 
-def _refuse_others(trainer: Trainer, folders: list[list[str]]) -> None:
+def _refuse_others(run: Run, folders: list[list[str]]) -> None:
     """The same, for the newest in the first of each callback's folders that has any."""
     problem = None
-    if trainer.is_global_zero:
-        for alias, io in _others(trainer):
+    if run.is_global_zero:
+        for alias, io in _others(run):
             for path in (found[-1] for some in folders for folder in some if (found := io.list_checkpoints(folder))):
                 problem = problem or _of_other(alias, path)
-    _raise_everywhere(trainer, problem)
+    _raise_everywhere(run, problem)
 
 
-def _others(trainer: Trainer) -> list[tuple[str, CheckpointIO]]:
-    own = type(trainer.strategy.checkpoint_io)
+def _others(run: Run) -> list[tuple[str, CheckpointIO]]:
+    own = type(run.strategy.checkpoint_io)
     return [(entry.component.alias, io) for entry, io in usable_ios() if type(io) is not own]
 
 
@@ -350,12 +350,12 @@ def _of_other(alias: str, path: str) -> str:
     )
 
 
-def _refuse_several_runs(trainer: Trainer, newest: str, paths: list[str]) -> None:
+def _refuse_several_runs(run: Run, newest: str, paths: list[str]) -> None:
     """Raise ConfigurationError, on every rank, where another run saved beside the one that saved ``newest``: which of
     them is to be continued, nobody can tell."""
     problem = None
-    if trainer.is_global_zero:
-        io = trainer.strategy.checkpoint_io
+    if run.is_global_zero:
+        io = run.strategy.checkpoint_io
         if others := runs_beside(newest, paths, io.saved_ns, io.storage_options):
             problem = (
                 "ckpt_path='last' must mean a checkpoint of one run, and several runs saved at the same time in "
@@ -363,9 +363,9 @@ def _refuse_several_runs(trainer: Trainer, newest: str, paths: list[str]) -> Non
                 f"{', '.join(map(repr, (newest, *others)))}. Name the one to go on from, ckpt_path=PATH, and give each "
                 "run a folder of its own, ModelCheckpoint(dirpath=...) or Trainer(default_root_dir=...)"
             )
-    _raise_everywhere(trainer, problem, ConfigurationError)
+    _raise_everywhere(run, problem, ConfigurationError)
 
 
-def _raise_everywhere(trainer: Trainer, problem: str | None, kind: type[TorchhalError] = CheckpointError) -> None:
-    if (problem := trainer.strategy.broadcast(problem)) is not None:
+def _raise_everywhere(run: Run, problem: str | None, kind: type[TorchhalError] = CheckpointError) -> None:
+    if (problem := run.strategy.broadcast(problem)) is not None:
         raise kind(problem)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -13,26 +12,7 @@ from torchhal.checkpoint._location import is_url
 from torchhal.errors import ConfigurationError, ModelError
 from torchhal.registry._hints import NAMES
 from torchhal.trainer.callbacks import Callback, ModelCheckpoint, ModelSummary, ProgressBar
-from torchhal.trainer.data._loaders import LOADER_HOOKS, EvaluationData
 from torchhal.trainer.loggers import CSVLogger
-
-
-@dataclass
-class DataSources:
-    """The loaders as given to one call, and what became of them."""
-
-    train: Any = None
-    validate: Any = None
-    test: Any = None
-    predict: Any = None
-    keep_predictions: bool = True
-    asked_for_callbacks: Any = None
-    """The model whose ``configure_callbacks`` are among the Trainer's callbacks."""
-    ready: bool = False
-    """Whether all ``setup`` hooks have run, so that loaders may be asked for."""
-    validation_data: EvaluationData = field(default_factory=EvaluationData)
-    evaluation_data: EvaluationData = field(default_factory=EvaluationData)
-
 
 _OF_LOGGERS = ("log_metrics", "version", "log_dir", "finalize")
 
@@ -106,32 +86,3 @@ def check_model(model: Any) -> Any:
             "Compile it in place, model.compile(...), and pass the model"
         )
     return model
-
-
-def check_datamodule(datamodule: Any) -> None:
-    """Raise ModelError for what gives no data: a class, a number, a loader in the wrong place."""
-    if isinstance(datamodule, type):
-        raise ModelError(f"'datamodule' must be a DataModule (got {datamodule!r}): make an object, as Data(...)")
-    hooks = LOADER_HOOKS.values()
-    if datamodule is not None and not any(callable(getattr(datamodule, hook, None)) for hook in hooks):
-        raise ModelError(
-            f"'datamodule' must be a DataModule, or have one of {', '.join(dict.fromkeys(hooks))} (got "
-            f"{datamodule!r}); loaders go into the arguments before it"
-        )
-
-
-def check_no_second(datamodule: Any, name: str, given: Any) -> None:
-    if datamodule is not None and given is not None:
-        raise ConfigurationError(
-            f"'{name}' and 'datamodule' both give data: pass one of them (got {given!r} and {datamodule!r})"
-        )
-
-
-def find_source(model: Any, datamodule: Any, stage: str, given: Any) -> Any:
-    """Whoever would give the loaders of ``stage``, without asking for them yet."""
-    if given is not None:
-        return given
-    for owner in (datamodule, model):
-        if callable(getattr(owner, LOADER_HOOKS[stage], None)):
-            return owner
-    return None

@@ -1,35 +1,31 @@
-"""Which parameters need no gradient: a continued run goes on with what the saved one had frozen and unfrozen."""
+"""Freeze and unfreeze in a continued run what the saved one had frozen and unfrozen."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
 
 from torch import nn
-
-from torchhal.trainer._part import TrainerPart
 
 KEY = "frozen"
 """The field of a checkpoint, which is missing where nothing was frozen; see :meth:`FrozenParameters.state`."""
 
 
-class FrozenParameters(TrainerPart):
+class FrozenParameters:
     """The names of the parameters that were frozen when this fit began, before its first epoch, and are at a save."""
 
-    def __init__(self, trainer: Any) -> None:
-        super().__init__(trainer)
+    def __init__(self) -> None:
         self._at_start: list[str] | None = None
         self._saved: Mapping[str, list[str]] | None = None
 
     def forget(self) -> None:
-        """Another call begins."""
+        """Forget what the previous call of the Trainer began with and was to restore."""
         self._at_start = self._saved = None
 
-    def state(self) -> dict[str, list[str]] | None:
-        """What a checkpoint holds of it; None where there is nothing to say."""
+    def state(self, module: nn.Module) -> dict[str, list[str]] | None:
+        """Return what a checkpoint of ``module`` holds of it; None where nothing is or was frozen."""
         if self._saved is not None:  # not taken over yet: whoever goes on from this checkpoint, does it then
             return {name: list(names) for name, names in self._saved.items()}
-        now = _frozen(self.trainer.module)
+        now = _frozen(module)
         at_start = now if self._at_start is None else self._at_start
         return {"at_start": at_start, "at_save": now} if at_start or now else None
 
@@ -37,10 +33,17 @@ class FrozenParameters(TrainerPart):
         """Remember what :meth:`state` gave for the checkpoint that this fit continues from."""
         self._saved = saved
 
-    def begin(self) -> None:
-        """Take over what the saved run had frozen and unfrozen since its start, if this one starts as that did. On
-        every rank, after the hooks that come before the first epoch and as one of them would."""
-        module, saved = self.trainer.module, self._saved
+    def begin(self, module: nn.Module, path: str | None, warn: Callable[[str], None]) -> None:
+        """Freeze and unfreeze what the saved run had since its start, if this one starts as that did.
+
+        Called on every rank, after the hooks that come before the first epoch, and as one of them would.
+
+        Args:
+            module: the user's module.
+            path: the checkpoint that is continued, for the warning.
+            warn: called with a message where this run began with other parameters frozen.
+        """
+        saved = self._saved
         self._at_start, self._saved = _frozen(module), None
         if saved is None:
             return
@@ -51,8 +54,8 @@ class FrozenParameters(TrainerPart):
         elif here == known & at_save:  # frozen and unfrozen already, as in a second fit of one process
             self._at_start = sorted(before)
         else:
-            self.trainer.warn_once(
-                f"{self.trainer.ckpt_path!r} was saved by a run that began with other parameters frozen: "
+            warn(
+                f"{path!r} was saved by a run that began with other parameters frozen: "
                 f"{_differences(before - here, here - before)}. This run goes on as its own code says, without what "
                 "that one had frozen or unfrozen until the save: set requires_grad as that run had it before the fit, "
                 "or, for the parameters that are to be trained from here on, in on_train_start"

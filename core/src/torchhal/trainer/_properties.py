@@ -1,23 +1,29 @@
-"""What models, callbacks and libraries read on a Trainer, under the names they know."""
+"""Show a run under the names by which models, callbacks and libraries know a Trainer's attributes."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from datetime import timedelta
+from typing import Any
 
 import torch
 
 from torchhal.errors import ConfigurationError
-from torchhal.trainer._settings import TrainerSettings
+from torchhal.resolve import Plan
+from torchhal.strategies import Strategy
+from torchhal.suggestions import nearest
+from torchhal.trainer._forwarded import Forwarded
+from torchhal.trainer._hooks import Hooks
+from torchhal.trainer._settings import RunSettings, Setting
+from torchhal.trainer._state import TrainerState
 from torchhal.trainer.callbacks import EarlyStopping, ModelCheckpoint, ProgressBar
-from torchhal.trainer.data._loaders import TrainingData, find_loaders
-
-if TYPE_CHECKING:
-    from torchhal.trainer._connectors import DataSources
-    from torchhal.trainer.logging._logged_metrics import Results
-    from torchhal.trainer.loops._evaluation_loop import EvaluationLoop
-    from torchhal.trainer.loops._fit_loop import FitLoop
-    from torchhal.trainer.loops._optimization import SchedulerConfig
+from torchhal.trainer.data._loaders import find_loaders
+from torchhal.trainer.data._run_data import load_training_data
+from torchhal.trainer.logging._logged_metrics import Results
+from torchhal.trainer.loops._evaluation_loop import EvaluationLoop
+from torchhal.trainer.loops._fit_loop import FitLoop
+from torchhal.trainer.loops._optimization import SchedulerConfig
+from torchhal.trainer.run import Run
 
 
 def _made_with(name: str, value: Any, now: Any) -> ConfigurationError:
@@ -27,34 +33,102 @@ def _made_with(name: str, value: Any, now: Any) -> ConfigurationError:
     )
 
 
-class TrainerProperties(TrainerSettings):
-    """Read-only views over strategy, loops and results; nothing here changes a run."""
+_DECIDED = frozenset({"strategy", "num_nodes"})
+"""Attributes that the constructor has decided."""
+_ARGUMENTS_ONLY = frozenset({"devices", "plugins", "enable_progress_bar", "enable_model_summary"})
+"""Its arguments that are no attributes; a class of the user's own may have attributes of these names."""
 
-    strategy: Any
-    state: Any
-    module: Any
-    datamodule: Any
-    loggers: list[Any]
-    callbacks: list[Any]
-    plan: Any
+
+def _check_attribute(trainer: Any, name: str) -> None:
+    """Raise ConfigurationError for what is decided once; warn of an argument that is none, or nearly a setting."""
+    owner = type(trainer).__name__
+    if name in _DECIDED:
+        raise ConfigurationError(f"{name!r} of a {owner} is decided when it is made: pass it to a new one")
+    settings = [key for key, value in vars(RunSettings).items() if isinstance(value, Setting)]
+    if name in _ARGUMENTS_ONLY:
+        advice = "it is decided when the Trainer is made: pass it to a new one"
+    elif near := nearest(name, settings, cutoff=0.87):
+        advice = f"did you mean {near!r}?"
+    else:
+        return
+    trainer.run.warn_once(f"{owner} has no setting {name!r}, and nothing reads this attribute; {advice}")
+
+
+class TrainerProperties:
+    """Views of a Trainer over its run, and the settings, which callbacks and scripts may set again.
+
+    While a run is on, from the end of its ``setup`` hooks, a new value of a setting is taken with the next batch, or
+    refused by a ConfigurationError where it would come too late. Every rank must set the same. An argument that no
+    Trainer has as an attribute, or a name that is nearly a setting, is set with a warning; what the constructor has
+    decided is refused.
+    """
+
+    run: Run
     fit_loop: FitLoop
     evaluation_loop: EvaluationLoop
-    results: Results
-    attachments: DataSources
-    log_dir: str | None
-    """The folder of the first logger, the same on every rank; None without a logger, and before a run."""
 
-    def warn_once(self, message: str) -> None:
-        raise NotImplementedError
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "run" in vars(self) and self.run.settled:
+            is_known = name in vars(self) or hasattr(type(self), name)
+            if name in _DECIDED or not is_known:
+                _check_attribute(self, name)
+        object.__setattr__(self, name, value)
 
-    def reload_train_loader(self, *, first: bool = False) -> TrainingData:
-        raise NotImplementedError
+    # -- settings --------------------------------------------------------------------------------------------
+
+    fast_dev_run = Forwarded[int]("run")
+    max_epochs = Forwarded[int | None]("run")
+    min_epochs = Forwarded[int | None]("run")
+    max_steps = Forwarded[int]("run")
+    min_steps = Forwarded[int | None]("run")
+    max_time = Forwarded[timedelta | None]("run")
+    limit_train_batches = Forwarded[int | float]("run")
+    limit_val_batches = Forwarded[int | float]("run")
+    limit_test_batches = Forwarded[int | float]("run")
+    limit_predict_batches = Forwarded[int | float]("run")
+    overfit_batches = Forwarded[int | float]("run")
+    val_check_interval = Forwarded[int | float]("run")
+    check_val_every_n_epoch = Forwarded[int | None]("run")
+    num_sanity_val_steps = Forwarded[int]("run")
+    accumulate_grad_batches = Forwarded[int]("run")
+    gradient_clip_val = Forwarded[float | None]("run")
+    gradient_clip_algorithm = Forwarded[str]("run")
+    log_every_n_steps = Forwarded[int]("run")
+    reload_dataloaders_every_n_epochs = Forwarded[int]("run")
+    use_distributed_sampler = Forwarded[bool]("run")
+    sync_batchnorm = Forwarded[bool]("run")
+    inference_mode = Forwarded[bool]("run")
+    detect_anomaly = Forwarded[bool]("run")
+    deterministic = Forwarded[bool | str]("run")
+    benchmark = Forwarded[bool | None]("run")
+    default_root_dir = Forwarded[str]("run")
+
+    # -- the run ---------------------------------------------------------------------------------------------
+
+    plan = Forwarded[Plan]("run")
+    strategy = Forwarded[Strategy]("run")
+    num_nodes = Forwarded[int | None]("run")
+    state = Forwarded[TrainerState]("run")
+    module = Forwarded[Any]("run")
+    datamodule = Forwarded[Any]("run")
+    results = Forwarded[Results]("run")
+    hooks = Forwarded[Hooks]("run")
+    loggers = Forwarded[list[Any]]("run")
+    callbacks = Forwarded[list[Any]]("run")
+    should_stop = Forwarded[bool]("run")
+    current_hook = Forwarded[str | None]("run")
+    ckpt_path = Forwarded[str | None]("run")
+    log_dir = Forwarded[str | None]("run")
+    run_id = Forwarded[str]("run")
+    said = Forwarded[set[str]]("run")
+    trained_elsewhere = Forwarded[bool]("run")
+    enable_checkpointing = Forwarded[bool | None]("run")
 
     # -- processes -------------------------------------------------------------------------------------------
 
     @property
     def is_global_zero(self) -> bool:
-        return bool(self.strategy.is_global_zero)
+        return self.run.is_global_zero
 
     @property
     def global_rank(self) -> int:
@@ -70,9 +144,8 @@ class TrainerProperties(TrainerSettings):
 
     @property
     def world_size(self) -> int:
-        """Processes of the job: outside of a run those that the plan will have, so that a batch size or a learning
-        rate computed before ``fit`` is the same in the process that launches and in those that it has launched."""
-        return int(self.strategy.world_size) if self.strategy.is_set_up else self.plan.world_size
+        """Processes of the job; outside of a run those that the plan will have."""
+        return self.run.world_size
 
     @property
     def num_devices(self) -> int:
@@ -107,12 +180,12 @@ class TrainerProperties(TrainerSettings):
     @property
     def global_step(self) -> int:
         """Optimizer steps taken."""
-        return self.fit_loop.global_step
+        return self.run.global_step
 
     @property
     def current_epoch(self) -> int:
         """Epochs finished, which is the index of the running one."""
-        return self.fit_loop.epoch
+        return self.run.current_epoch
 
     @property
     def sanity_checking(self) -> bool:
@@ -140,8 +213,8 @@ class TrainerProperties(TrainerSettings):
 
     @property
     def is_last_batch(self) -> bool:
-        data = self.fit_loop.data
-        return data is not None and data.length is not None and self.fit_loop.batch_idx + 1 >= data.length
+        data = self.run.progress.data
+        return data is not None and data.length is not None and self.run.progress.batch_idx + 1 >= data.length
 
     # -- model, optimizers -----------------------------------------------------------------------------------
 
@@ -157,13 +230,12 @@ class TrainerProperties(TrainerSettings):
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        optimizers: list[torch.optim.Optimizer] = self.strategy.optimizers
-        return optimizers
+        return self.strategy.optimizers
 
     @optimizers.setter
     def optimizers(self, optimizers: list[torch.optim.Optimizer]) -> None:
         if not optimizers:
-            self.warn_once("trainer.optimizers was set to an empty list: nothing is optimized")
+            self.run.warn_once("trainer.optimizers was set to an empty list: nothing is optimized")
         self.strategy.optimizers[:] = optimizers
         if self.fit_loop.optimization is not None:
             self.fit_loop.optimization.wrap_optimizers()
@@ -175,15 +247,15 @@ class TrainerProperties(TrainerSettings):
 
     @property
     def lr_scheduler_configs(self) -> list[SchedulerConfig]:
-        configs: list[SchedulerConfig] = self.strategy.lr_scheduler_configs
-        return configs
+        return self.strategy.lr_scheduler_configs
 
     # -- data ------------------------------------------------------------------------------------------------
 
     @property
     def train_dataloader(self) -> Any:
         """The training loader; None before it is loaded."""
-        return self.fit_loop.data.loader if self.fit_loop.data is not None else None
+        data = self.run.progress.data
+        return None if data is None else data.loader
 
     @property
     def val_dataloaders(self) -> Any:
@@ -198,28 +270,28 @@ class TrainerProperties(TrainerSettings):
         return self._given("predict")
 
     def _given(self, stage: str) -> Any:
-        given = getattr(self.attachments, stage)
+        given = getattr(self.run.sources, stage)
         return given if given is not None else find_loaders(stage, None, self.module, self.datamodule)
 
     @property
     def num_training_batches(self) -> int | float:
         """Batches of an epoch; inf when the loader doesn't know. In ``configure_optimizers`` it loads the data."""
-        data = self.fit_loop.data
-        if data is None and self.state.fn == "fit" and self.attachments.ready:
-            data = self.reload_train_loader(first=True)
+        data = self.run.progress.data
+        if data is None and self.state.fn == "fit" and self.run.sources.ready:
+            data = load_training_data(self.run)
         if data is None:
             return 0
         return math.inf if data.length is None else data.length
 
     @property
     def num_val_batches(self) -> list[int | float]:
-        data = self.attachments.evaluation_data if self.state.fn == "validate" else self.attachments.validation_data
+        data = self.run.sources.evaluation_data if self.state.fn == "validate" else self.run.sources.validation_data
         return [math.inf if length is None else length for length in data.lengths]
 
     @property
     def has_validation(self) -> bool:
         """Whether this fit validates; the same on every rank, even where one of them has no batch of its own."""
-        return bool(self.attachments.validation_data)
+        return bool(self.run.sources.validation_data)
 
     @property
     def num_sanity_val_batches(self) -> list[int | float]:
@@ -235,14 +307,14 @@ class TrainerProperties(TrainerSettings):
         return self._num_evaluation_batches()
 
     def _num_evaluation_batches(self) -> list[int | float]:
-        return [math.inf if length is None else length for length in self.attachments.evaluation_data.lengths]
+        return [math.inf if length is None else length for length in self.run.sources.evaluation_data.lengths]
 
     @property
     def estimated_stepping_batches(self) -> int | float:
         """Optimizer steps of the whole fit; readable in ``configure_optimizers``, where it loads the training data."""
-        data = self.fit_loop.data
+        data = self.run.progress.data
         if data is None:
-            data = self.reload_train_loader(first=True)
+            data = load_training_data(self.run)
         length = data.whole_length
         if length is None:
             return self.max_steps if self.max_steps != -1 else math.inf
@@ -278,7 +350,7 @@ class TrainerProperties(TrainerSettings):
 
     @property
     def checkpoint_callbacks(self) -> list[ModelCheckpoint]:
-        return [callback for callback in self.callbacks if isinstance(callback, ModelCheckpoint)]
+        return self.run.checkpoint_callbacks
 
     @property
     def checkpoint_callback(self) -> ModelCheckpoint | None:
@@ -286,7 +358,7 @@ class TrainerProperties(TrainerSettings):
 
     @property
     def early_stopping_callbacks(self) -> list[EarlyStopping]:
-        return [callback for callback in self.callbacks if isinstance(callback, EarlyStopping)]
+        return self.run.early_stopping_callbacks
 
     @property
     def early_stopping_callback(self) -> EarlyStopping | None:
@@ -294,4 +366,4 @@ class TrainerProperties(TrainerSettings):
 
     @property
     def progress_bar_callback(self) -> ProgressBar | None:
-        return next((callback for callback in self.callbacks if isinstance(callback, ProgressBar)), None)
+        return self.run.progress_bar_callback

@@ -1,4 +1,4 @@
-"""Do all ranks train by the same numbers? Gradients are shared, steps are not: weights would part without a word."""
+"""Check that all ranks train by the same numbers: gradients are shared, steps are not, and weights would diverge."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from torch.optim import Optimizer
 from torchhal.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from torchhal.trainer.trainer import Trainer
+    from torchhal.trainer.run import Run
 
 
-def check_settings(trainer: Trainer) -> None:
+def check_settings(run: Run) -> None:
     """Raise ConfigurationError on every rank alike where the Trainers or the optimizers of the ranks differ.
 
     Once, before the first step; every rank calls it.
     """
-    strategy = trainer.strategy
+    strategy = run.strategy
     if strategy.world_size == 1:
         return
-    everybody = strategy.all_gather_object(_settings(trainer))
+    everybody = strategy.all_gather_object(_settings(run))
     for name, first in everybody[0].items():
         for rank, other in enumerate(everybody):
             if other[name] != first:
@@ -29,9 +29,9 @@ def check_settings(trainer: Trainer) -> None:
                 )
 
 
-def _settings(trainer: Trainer) -> dict[str, str]:
+def _settings(run: Run) -> dict[str, str]:
     asked = {
-        name: getattr(trainer, name)
+        name: getattr(run, name)
         for name in (
             "max_epochs",
             "max_steps",
@@ -41,8 +41,8 @@ def _settings(trainer: Trainer) -> dict[str, str]:
             "sync_batchnorm",
         )
     }
-    asked["precision"] = trainer.precision_plugin.alias or type(trainer.precision_plugin).__name__
-    asked["optimizers"] = [_description(optimizer) for optimizer in trainer.strategy.optimizers]
+    asked["precision"] = run.strategy.precision.alias or type(run.strategy.precision).__name__
+    asked["optimizers"] = [_description(optimizer) for optimizer in run.strategy.optimizers]
     return {name: str(value) for name, value in asked.items()}
 
 

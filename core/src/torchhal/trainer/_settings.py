@@ -1,4 +1,4 @@
-"""The Trainer's arguments as attributes: checked whenever they are set, and while it runs taken or refused."""
+"""Check the settings of a run whenever they are set, and take or refuse them while it runs."""
 
 from __future__ import annotations
 
@@ -10,22 +10,24 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 from torchhal import _arguments as arguments
 from torchhal.errors import ConfigurationError
 from torchhal.precision.base import needs_closure
-from torchhal.suggestions import nearest
 
 if TYPE_CHECKING:
-    from torchhal.trainer.trainer import Trainer
+    from torchhal.strategies import Strategy
+    from torchhal.trainer._progress import FitProgress
+    from torchhal.trainer._state import TrainerState
+    from torchhal.trainer.data._sources import DataSources
 
 T = TypeVar("T")
 _OPTIONAL = partial(arguments.check_optional_count, minimum=0)
 
 
 class Setting(Generic[T]):
-    """An argument of the Trainer, which callbacks and scripts may set again.
+    """A setting of a run, which callbacks and scripts may set again.
 
     Args:
         check: ``check(name, value)``, as in the constructor: the value in its one form, or a ConfigurationError.
         fits: raises ConfigurationError where the value contradicts another argument.
-        running: ``running(trainer, name, value)`` raises ConfigurationError where the value can't be taken any more;
+        running: ``running(run, name, value)`` raises ConfigurationError where the value can't be taken any more;
             called while a run is on, from the end of its ``setup`` hooks.
         follow: what to do once it is taken; by default the training loop looks again.
     """
@@ -34,9 +36,9 @@ class Setting(Generic[T]):
         self,
         check: Callable[[str, Any], T],
         *,
-        fits: Callable[[Trainer, str, Any], None] | None = None,
-        running: Callable[[Trainer, str, Any], None] | None = None,
-        follow: Callable[[Trainer], None] | None = None,
+        fits: Callable[[RunSettings, str, Any], None] | None = None,
+        running: Callable[[RunSettings, str, Any], None] | None = None,
+        follow: Callable[[RunSettings], None] | None = None,
     ) -> None:
         self.check = check
         self.fits = fits
@@ -47,80 +49,80 @@ class Setting(Generic[T]):
         self.name = name
 
     @overload
-    def __get__(self, trainer: None, owner: type) -> Setting[T]: ...
+    def __get__(self, run: None, owner: type) -> Setting[T]: ...
     @overload
-    def __get__(self, trainer: object, owner: type) -> T: ...
-    def __get__(self, trainer: object | None, owner: type) -> Setting[T] | T:
-        if trainer is None:
+    def __get__(self, run: object, owner: type) -> T: ...
+    def __get__(self, run: object | None, owner: type) -> Setting[T] | T:
+        if run is None:
             return self
         try:
-            value: T = vars(trainer)[self.name]
+            value: T = vars(run)[self.name]
         except KeyError:
             raise AttributeError(f"{owner.__name__!r} object has no attribute {self.name!r} yet") from None
         return value
 
-    def __set__(self, trainer: Any, value: Any) -> None:
+    def __set__(self, run: Any, value: Any) -> None:
         value = self.check(self.name, value)
-        if "fit_loop" not in vars(trainer):  # the constructor, which looks at all arguments together
-            vars(trainer)[self.name] = value
+        if not run.settled:  # the constructor, which looks at all arguments together
+            vars(run)[self.name] = value
             return
         if self.fits is not None:
-            self.fits(trainer, self.name, value)
-        before = vars(trainer)[self.name]
+            self.fits(run, self.name, value)
+        before = vars(run)[self.name]
         same = type(value) is type(before) and value == before  # 1 is a batch, 1.0 all of them
-        if same or trainer.state.status != "running" or not trainer.attachments.ready:
-            vars(trainer)[self.name] = value
+        if same or run.state.status != "running" or not run.sources.ready:
+            vars(run)[self.name] = value
             return
         if self.running is not None:
-            self.running(trainer, self.name, value)
-        vars(trainer)[self.name] = value
-        trainer.fit_loop.settings_changed = trainer.fit_loop.settings_differ = True
+            self.running(run, self.name, value)
+        vars(run)[self.name] = value
+        run.progress.settings_changed = run.progress.settings_differ = True
         if self.follow is not None:
-            self.follow(trainer)
+            self.follow(run)
 
 
-def _refuse_in(*functions: str) -> Callable[[Trainer, str, Any], None]:
+def _refuse_in(*functions: str) -> Callable[[RunSettings, str, Any], None]:
     """Raise while one of ``functions`` runs, or any where none is named: they have used the value already."""
 
-    def refuse(trainer: Trainer, name: str, value: Any) -> None:
-        fn = trainer.state.fn
+    def refuse(run: RunSettings, name: str, value: Any) -> None:
+        fn = run.state.fn
         if fn in functions or not functions:
             raise ConfigurationError(
-                f"'{name}' can't become {value!r} any more: {fn} has begun with {getattr(trainer, name)!r}. Set it "
+                f"'{name}' can't become {value!r} any more: {fn} has begun with {getattr(run, name)!r}. Set it "
                 f"before {fn}, or in a setup hook"
             )
 
     return refuse
 
 
-def _refuse_always(trainer: Trainer, name: str, value: Any) -> None:
-    if value != getattr(trainer, name):
+def _refuse_always(run: RunSettings, name: str, value: Any) -> None:
+    if value != getattr(run, name):
         raise ConfigurationError(
-            f"'{name}' can't become {value!r} any more: the Trainer was made with {getattr(trainer, name)!r}. Pass it "
+            f"'{name}' can't become {value!r} any more: the Trainer was made with {getattr(run, name)!r}. Pass it "
             "to a new one"
         )
 
 
-def _in_order(trainer: Trainer, name: str, value: Any) -> None:
+def _in_order(run: RunSettings, name: str, value: Any) -> None:
     """``min_epochs`` and ``min_steps`` may not exceed their ``max``."""
     what = name.removeprefix("max_").removeprefix("min_")
-    limits = {f"{end}_{what}": getattr(trainer, f"{end}_{what}") for end in ("min", "max")} | {name: value}
+    limits = {f"{end}_{what}": getattr(run, f"{end}_{what}") for end in ("min", "max")} | {name: value}
     arguments.check_order(f"min_{what}", limits[f"min_{what}"], f"max_{what}", limits[f"max_{what}"])
 
 
-def _interval_fits(trainer: Trainer, name: str, value: Any) -> None:
-    both = {key: getattr(trainer, key) for key in ("val_check_interval", "check_val_every_n_epoch")} | {name: value}
+def _interval_fits(run: RunSettings, name: str, value: Any) -> None:
+    both = {key: getattr(run, key) for key in ("val_check_interval", "check_val_every_n_epoch")} | {name: value}
     arguments.check_validation(both["val_check_interval"], both["check_val_every_n_epoch"])
 
 
-def _may_accumulate(trainer: Trainer, name: str, value: int) -> None:
+def _may_accumulate(run: RunSettings, name: str, value: int) -> None:
     """Whether the optimizer steps of the fit that runs can take so many batches from now on."""
-    strategy = trainer.strategy
-    if trainer.state.fn != "fit":
+    strategy = run.strategy
+    if run.state.fn != "fit":
         return
-    refuse_by_hand(trainer.module, name, value, 1)
+    refuse_by_hand(run.module, name, value, 1)
     if {"owns_accumulation", "owns_step"} & set(strategy.features):
-        _refuse_owned(trainer, name, value)
+        _refuse_owned(run, name, value)
     if value > 1 and any(map(needs_closure, strategy.optimizers)):
         raise ConfigurationError(
             f"'{name}' must be 1 for an optimizer that evaluates a batch several times within one step (got {value})"
@@ -128,19 +130,19 @@ def _may_accumulate(trainer: Trainer, name: str, value: int) -> None:
     strategy.check_accumulation(value)
 
 
-def _may_clip(trainer: Trainer, name: str, value: Any) -> None:
-    if trainer.state.fn != "fit":
+def _may_clip(run: RunSettings, name: str, value: Any) -> None:
+    if run.state.fn != "fit":
         return
-    refuse_by_hand(trainer.module, name, value, None if name == "gradient_clip_val" else "norm")
-    if "owns_clipping" in trainer.strategy.features:
-        _refuse_owned(trainer, name, value)
+    refuse_by_hand(run.module, name, value, None if name == "gradient_clip_val" else "norm")
+    if "owns_clipping" in run.strategy.features:
+        _refuse_owned(run, name, value)
 
 
-def _refuse_owned(trainer: Trainer, name: str, value: Any) -> None:
-    strategy = trainer.strategy
+def _refuse_owned(run: RunSettings, name: str, value: Any) -> None:
+    strategy = run.strategy
     raise ConfigurationError(
         f"'{name}' can't become {value!r} any more: strategy {strategy.alias or type(strategy).__name__!r} has set up "
-        f"its steps with {getattr(trainer, name)!r}. Set it before fit, or in a setup hook"
+        f"its steps with {getattr(run, name)!r}. Set it before fit, or in a setup hook"
     )
 
 
@@ -153,35 +155,12 @@ def refuse_by_hand(module: Any, name: str, value: Any, default: Any) -> None:
         )
 
 
-def _clip_from_now_on(trainer: Trainer) -> None:
-    trainer.strategy.gradient_clip_val = trainer.gradient_clip_val
-    trainer.strategy.gradient_clip_algorithm = trainer.gradient_clip_algorithm
-    if trainer.fit_loop.optimization is not None:
-        trainer.fit_loop.optimization.bind_clipping()
+def _clip_from_now_on(run: RunSettings) -> None:
+    run.strategy.gradient_clip_val = run.gradient_clip_val
+    run.strategy.gradient_clip_algorithm = run.gradient_clip_algorithm
 
 
-_DECIDED = frozenset({"strategy", "num_nodes"})
-"""Attributes that the constructor has decided."""
-_ARGUMENTS_ONLY = frozenset({"devices", "plugins", "enable_progress_bar", "enable_model_summary"})
-"""Its arguments that are no attributes; a class of the user's own may have attributes of these names."""
-
-
-def _check_attribute(trainer: Any, name: str) -> None:
-    """Raise ConfigurationError for what is decided once; warn of an argument that is none, or nearly a setting."""
-    owner = type(trainer).__name__
-    if name in _DECIDED:
-        raise ConfigurationError(f"{name!r} of a {owner} is decided when it is made: pass it to a new one")
-    settings = [key for cls in type(trainer).__mro__ for key, value in vars(cls).items() if isinstance(value, Setting)]
-    if name in _ARGUMENTS_ONLY:
-        advice = "it is decided when the Trainer is made: pass it to a new one"
-    elif near := nearest(name, settings, cutoff=0.87):
-        advice = f"did you mean {near!r}?"
-    else:
-        return
-    trainer.warn_once(f"{owner} has no setting {name!r}, and nothing reads this attribute; {advice}")
-
-
-class TrainerSettings:
+class RunSettings:
     """Those arguments of the Trainer that it has as attributes.
 
     While a run is on, from the end of its ``setup`` hooks, a new value is taken with the next batch, or refused by a
@@ -189,10 +168,13 @@ class TrainerSettings:
     attribute, or a name that is nearly a setting, is set with a warning; what the constructor has decided is refused.
     """
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if "hooks" in vars(self) and (name in _DECIDED or not (name in vars(self) or hasattr(type(self), name))):
-            _check_attribute(self, name)
-        object.__setattr__(self, name, value)
+    strategy: Strategy
+    state: TrainerState
+    module: Any
+    sources: DataSources
+    progress: FitProgress
+    settled: bool = False
+    """Whether all settings have their first values: until then the constructor checks them together."""
 
     fast_dev_run = Setting[int](lambda name, value: arguments.check_fast_dev_run(value), fits=_refuse_always)
     max_epochs = Setting[int | None](partial(_OPTIONAL, unlimited=True), fits=_in_order)

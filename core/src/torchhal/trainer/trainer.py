@@ -1,52 +1,31 @@
-"""The Trainer: what the user asked for, and the life of one run."""
+"""Train, validate, test and predict: the Trainer takes the user's arguments and starts runs."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torchhal import _arguments as arguments
 from torchhal.distributed.rendezvous import expect
-from torchhal.errors import ConfigurationError, ModelError
+from torchhal.errors import ModelError
 from torchhal.registry._hints import ATTRIBUTES
-from torchhal.resolve import Plan, Request, resolve
-from torchhal.strategies import Strategy
+from torchhal.resolve import Request, resolve
 from torchhal.trainer import _checkpointing as checkpointing
 from torchhal.trainer import _trained_by as trained_by
-from torchhal.trainer._connectors import (
-    DataSources,
-    check_datamodule,
-    check_model,
-    check_no_second,
-    find_source,
-    make_callbacks,
-    make_loggers,
-)
-from torchhal.trainer._frozen_parameters import FrozenParameters
+from torchhal.trainer._connectors import check_model, make_callbacks, make_loggers
+from torchhal.trainer._hook_names import check_hook_names
+from torchhal.trainer._launch import launch
 from torchhal.trainer._properties import TrainerProperties
-from torchhal.trainer._run_lifecycle import launch
-from torchhal.trainer._state import TrainerState
 from torchhal.trainer._unknown_arguments import explain_unknown_arguments
-from torchhal.trainer.callbacks._written_files import new_run_id
-from torchhal.trainer.data import _elastic_resume as elastic_resume
-from torchhal.trainer.data._loaders import (
-    TrainingData,
-    as_loaders,
-    check_loader,
-    check_training_loader,
-    find_loaders,
-    share_of,
-)
-from torchhal.trainer.logging._logged_metrics import Results
-from torchhal.trainer.logging._reporting import TrainerOutput
+from torchhal.trainer.data._loaders import as_loaders, check_loader, check_training_loader
+from torchhal.trainer.data._sources import DataSources, check_datamodule, check_no_second, find_source
 from torchhal.trainer.loops._evaluation_loop import EvaluationLoop
 from torchhal.trainer.loops._fit_loop import FitLoop, check_can_fit
-from torchhal.trainer.loops._hook_calls import Hooks
-from torchhal.trainer.loops._hook_names import check_hook_names
 from torchhal.trainer.loops._optimization import SchedulerConfig, configure_optimizers
+from torchhal.trainer.run import Run
 
 _log = logging.getLogger("torchhal")
 
@@ -61,7 +40,7 @@ class _RemovedMethod:
         raise AttributeError(f"type object {owner.__name__!r} has no attribute {self.name!r}: {ATTRIBUTES[self.name]}")
 
 
-class Trainer(TrainerOutput, TrainerProperties):
+class Trainer(TrainerProperties):
     """Trains, validates, tests and predicts with a model, on the hardware its arguments name.
 
     Args:
@@ -145,6 +124,8 @@ class Trainer(TrainerOutput, TrainerProperties):
         benchmark: bool | None = None,
         detect_anomaly: bool = False,
     ) -> None:
+        self.run = Run()
+        self.run.trainer = self
         self.fast_dev_run = fast_dev_run
         self._set_limits(max_epochs, min_epochs, max_steps, min_steps, max_time)
         self.limit_train_batches = limit_train_batches
@@ -171,41 +152,21 @@ class Trainer(TrainerOutput, TrainerProperties):
         enable_checkpointing = arguments.check_bool_or_default("enable_checkpointing", enable_checkpointing, True)
         enable_progress_bar = arguments.check_bool_or_default("enable_progress_bar", enable_progress_bar, True)
         enable_model_summary = arguments.check_bool_or_default("enable_model_summary", enable_model_summary, True)
-        self.enable_checkpointing = enable_checkpointing
+        self.run.enable_checkpointing = enable_checkpointing
         if self.fast_dev_run:
             self._shorten()
             logger = False
 
-        self.plan: Plan = resolve(
+        plan = resolve(
             Request(accelerator, strategy, devices, num_nodes, precision, () if plugins is None else plugins),
             on_environment_chosen=expect,
         )
-        self.strategy: Strategy = self.plan.build()
-        self.num_nodes = self.plan.num_nodes
+        self.run.compose(plan)
         if self.sync_batchnorm:
-            self.strategy.check_sync_batchnorm(self.plan.world_size)
+            self.strategy.check_sync_batchnorm(plan.world_size)
 
-        self.state = TrainerState()
-        self.module: Any = None
-        self.datamodule: Any = None
-        self.attachments = DataSources()
-        self.should_stop = False
-        self.ckpt_path: str | None = None
-        self.trainer_id = new_run_id()
-        """This object's and that of its copies in workers, whichever run it continues."""
-        self.run_id = new_run_id()
-        """No other run has it, but for those that continue this one in its folder; rank 0's counts."""
-        self.log_dir: str | None = None
-        self.trained_elsewhere = False
-        """Whether the last fit ran in workers that are gone, and their optimizers with them."""
-        self.trained_by: dict[str, Any] | None = None
-        """The optimizers and schedulers of this run as checkpoints name them; None before they are known."""
-        self.frozen_parameters = FrozenParameters(self)
-        self.current_hook: str | None = None
-        self.said: set[str] = set()
-        self.fit_loop = FitLoop(self)
-        self.evaluation_loop = EvaluationLoop(self)
-        self.results = Results(self.strategy)
+        self.evaluation_loop = EvaluationLoop(self.run)
+        self.fit_loop = FitLoop(self.run, self.evaluation_loop)
         self.loggers = make_loggers(logger, self.default_root_dir)
         self.callbacks = make_callbacks(
             callbacks,
@@ -214,9 +175,8 @@ class Trainer(TrainerOutput, TrainerProperties):
             model_summary=enable_model_summary,
             fast_dev_run=bool(self.fast_dev_run),
         )
-        self.hooks = Hooks(self)
-        _log.debug("plan:\n%s", self.plan.describe())
-        for note in self.plan.notes:
+        _log.debug("plan:\n%s", plan.describe())
+        for note in plan.notes:
             self.warn_once(note)
 
     if not TYPE_CHECKING:  # a type checker would let every name pass
@@ -277,7 +237,7 @@ class Trainer(TrainerOutput, TrainerProperties):
             ModelError: the model or its data lack something.
             RankFailedError: a process failed; the message starts with its traceback.
         """
-        check_can_fit(self, check_model(model))
+        check_can_fit(self.run, check_model(model))
         if hasattr(train_dataloaders, "train_dataloader"):
             check_no_second(datamodule, "train_dataloaders", train_dataloaders)
             train_dataloaders, datamodule = None, train_dataloaders
@@ -288,14 +248,14 @@ class Trainer(TrainerOutput, TrainerProperties):
             check_training_loader(train_dataloaders)
         for loader in as_loaders(val_dataloaders):
             check_loader(loader, "val_dataloaders")
-        attachments = DataSources(train=train_dataloaders, validate=val_dataloaders)
+        sources = DataSources(train=train_dataloaders, validate=val_dataloaders)
         if find_source(model, datamodule, "train", train_dataloaders) is None:
             raise ModelError(
                 "fit needs training data: pass train_dataloaders or a datamodule, or define train_dataloader on the "
                 "model"
             )
         self.should_stop = False
-        self._launch("fit", model, attachments, datamodule, ckpt_path)
+        self._launch("fit", model, sources, datamodule, ckpt_path)
 
     @explain_unknown_arguments
     def validate(
@@ -307,8 +267,8 @@ class Trainer(TrainerOutput, TrainerProperties):
         datamodule: Any = None,
     ) -> list[dict[str, float]]:
         """Evaluate on the validation data; one dict of metrics per loader."""
-        attachments = DataSources(validate=dataloaders)
-        result: list[dict[str, float]] = self._evaluate("validate", model, attachments, datamodule, ckpt_path, verbose)
+        sources = DataSources(validate=dataloaders)
+        result: list[dict[str, float]] = self._evaluate("validate", model, sources, datamodule, ckpt_path, verbose)
         return result
 
     @explain_unknown_arguments
@@ -321,8 +281,8 @@ class Trainer(TrainerOutput, TrainerProperties):
         datamodule: Any = None,
     ) -> list[dict[str, float]]:
         """Evaluate on the test data; one dict of metrics per loader. ``ckpt_path`` may be "best" or "last"."""
-        attachments = DataSources(test=dataloaders)
-        result: list[dict[str, float]] = self._evaluate("test", model, attachments, datamodule, ckpt_path, verbose)
+        sources = DataSources(test=dataloaders)
+        result: list[dict[str, float]] = self._evaluate("test", model, sources, datamodule, ckpt_path, verbose)
         return result
 
     @explain_unknown_arguments
@@ -339,21 +299,21 @@ class Trainer(TrainerOutput, TrainerProperties):
         A list of lists with several loaders. ``return_predictions=False`` keeps nothing, for callbacks that write.
         """
         keep = arguments.check_bool("return_predictions", return_predictions)
-        attachments = DataSources(predict=dataloaders, keep_predictions=keep)
-        result: list[Any] | None = self._evaluate("predict", model, attachments, datamodule, ckpt_path, False)
+        sources = DataSources(predict=dataloaders, keep_predictions=keep)
+        result: list[Any] | None = self._evaluate("predict", model, sources, datamodule, ckpt_path, False)
         return result
 
     def _evaluate(
-        self, fn: str, model: Any, attachments: DataSources, datamodule: Any, ckpt_path: Any, verbose: bool
+        self, fn: str, model: Any, sources: DataSources, datamodule: Any, ckpt_path: Any, verbose: bool
     ) -> Any:
         arguments.check_bool("verbose", verbose)
         model = self.module if model is None else check_model(model)
         if model is None:
             raise ModelError(f"{fn} needs a model: pass one, or fit one with this Trainer first")
-        given = getattr(attachments, fn)
+        given = getattr(sources, fn)
         if given is not None and hasattr(given, "setup") and hasattr(given, "prepare_data"):
             check_no_second(datamodule, "dataloaders", given)
-            setattr(attachments, fn, None)
+            setattr(sources, fn, None)
             given, datamodule = None, given
         check_no_second(datamodule, "dataloaders", given)
         check_datamodule(datamodule)
@@ -366,108 +326,53 @@ class Trainer(TrainerOutput, TrainerProperties):
         step = {"validate": "validation_step", "test": "test_step", "predict": "predict_step"}[fn]
         if not callable(getattr(model, step, None)):
             raise ModelError(f"{type(model).__name__} has no {step}: define it to {fn}")
-        results = self._launch(fn, model, attachments, datamodule, ckpt_path)
+        results = self._launch(fn, model, sources, datamodule, ckpt_path)
         if verbose and self.is_global_zero and results:
             self.print_results(fn, results)
         return results
 
-    def _launch(self, fn: str, model: Any, attachments: DataSources, datamodule: Any, ckpt_path: Any) -> Any:
+    def _launch(self, fn: str, model: Any, sources: DataSources, datamodule: Any, ckpt_path: Any) -> Any:
         path = arguments.check_ckpt_path(ckpt_path)
-        self.check_hook_names(model, datamodule, self.callbacks)
-        if self.attachments.asked_for_callbacks is model:
-            attachments.asked_for_callbacks = model
-        self.module, self.datamodule, self.attachments = model, datamodule, attachments
-        return launch(self, fn, path)
+        run = self.run
+        for sentence in check_hook_names(model, datamodule, run.callbacks):
+            run.warn_once(sentence)
+        if run.sources.asked_for_callbacks is model:
+            sources.asked_for_callbacks = model
+        run.module, run.datamodule, run.sources = model, datamodule, sources
+        return launch(run, self.fit_loop, fn, path)
 
-    def check_hook_names(self, module: Any, datamodule: Any, callbacks: list[Any]) -> None:
-        """Raise ModelError for a hook that no Trainer calls any more; warn of names that nearly are hooks."""
-        for sentence in check_hook_names(module, datamodule, callbacks):
-            self.warn_once(sentence)
-
-    # -- what the loops ask ------------------------------------------------------------------------------------
-
-    def reload_train_loader(self, *, first: bool = False) -> TrainingData:
-        """The training data, asked for again unless ``first`` has it already."""
-        if self.fit_loop.data is None or not first:
-            loader = find_loaders("train", self.attachments.train, self.module, self.datamodule)
-            if loader is None:
-                raise ModelError("fit needs training data: the model's or data module's train_dataloader returned None")
-            data, begins = TrainingData(loader, self), self.fit_loop.data is None
-            self.fit_loop.data = data
-            if begins:
-                elastic_resume.choose_accumulation(self, data)
-        return self.fit_loop.data
+    # -- what a strategy asks --------------------------------------------------------------------------------
 
     def configure_optimizers(self) -> tuple[list[Any], list[SchedulerConfig]]:
-        """The model's optimizers and schedulers; called by the strategy when its parameters are in place."""
-        self.follow_module()
-        optimizers, configs = configure_optimizers(self.module)
+        """Return the model's optimizers and schedulers; called by the strategy when its parameters are in place."""
+        run = self.run
+        run.follow_module()
+        optimizers, configs = configure_optimizers(run.module)
         if not optimizers:
-            self.warn_once(f"{type(self.module).__name__}.configure_optimizers returned None: nothing is optimized")
-        self.trained_by = trained_by.describe(optimizers, configs, self.module)
+            run.warn_once(f"{type(run.module).__name__}.configure_optimizers returned None: nothing is optimized")
+        run.trained_by = trained_by.describe(optimizers, configs, run.module)
         return optimizers, configs
 
-    def follow_module(self) -> None:
-        """Go on with the module that the strategy has: a precision may have put it in the place of the user's."""
-        module: Any = self.strategy.module
-        if module is None or module is self.module:
-            return
-        self.module = self.results.module = module
-        if hasattr(type(module), "trainer"):
-            module.trainer = self
+    # -- messages --------------------------------------------------------------------------------------------
 
-    def validate_in_fit(self) -> bool:
-        """Validate between two training batches; False if a signal cut it short."""
-        self.state.stage = "validate"
-        hook = self.current_hook
-        try:
-            _, cut = self.evaluation_loop.run("validate", self.attachments.validation_data)
-        finally:
-            self.state.stage = self.results.stage = "train"
-            self.current_hook = hook
-        if self.world_size > 1:
-            self.should_stop = self.strategy.reduce_boolean_decision(self.should_stop, all=False)
-        return not cut
+    def print(self, *values: Any, **kwargs: Any) -> None:
+        """``print`` on rank 0, above the progress bar."""
+        self.run.print(*values, **kwargs)
 
-    def validation_interval(self, length: int | None) -> int:
-        """Batches between two validations in the running epoch: 0 for none, -1 for only after the last batch."""
-        if not self.attachments.validation_data:
-            return 0
-        every = self.check_val_every_n_epoch
-        due = every is None or (self.fit_loop.epoch + 1) % every == 0
-        interval = self.val_check_interval
-        if isinstance(interval, int):
-            if every is not None and length and interval > length:
-                raise ConfigurationError(
-                    f"'val_check_interval' must be at most the {length} training batches of an epoch (got {interval}); "
-                    "to count across epochs, set check_val_every_n_epoch=None"
-                )
-            return interval if due else 0
-        if length is None:
-            if interval != 1.0:
-                raise ConfigurationError(
-                    f"'val_check_interval' is a share of the epoch ({interval}), but the training loader doesn't know "
-                    "its length: use a number of batches"
-                )
-            return -1 if due else 0
-        return max(1, share_of(length, interval)) if due else 0
+    def announce(self, line: str) -> None:
+        """Show a line about the run, on rank 0; see :meth:`.RunOutput.announce`."""
+        self.run.announce(line)
 
-    def call_epoch_end(self, name: str, before_monitors: Callable[[], None] | None = None) -> None:
-        """Epoch-end hooks: callbacks, the model, then (with all values in) the callbacks that monitor or save them."""
-        module = self.module
-        self.current_hook = name
-        before, after = self.hooks.around_module(name)
-        for function in before:
-            function(self, module)
-        own = self.hooks.of_module(name)
-        if own is not None:
-            own()
-        self.results.finalize_epoch()
-        if before_monitors is not None:
-            before_monitors()
-        for function in after:
-            function(self, module)
-        self.current_hook = None
+    def warn_once(self, message: str) -> None:
+        """Warn on rank 0, the first time that ``message`` is given."""
+        self.run.warn_once(message)
+
+    def print_results(self, fn: str, results: list[dict[str, float]]) -> None:
+        """The metrics of a validation or test, one table per loader."""
+        for index, metrics in enumerate(results):
+            head = fn if len(results) == 1 else f"{fn} (loader {index})"
+            width = max(map(len, metrics), default=0)
+            self.print("\n".join([head, *(f"  {name:<{width}}  {value:.6g}" for name, value in metrics.items())]))
 
     # -- checkpoints -----------------------------------------------------------------------------------------
 
@@ -499,7 +404,7 @@ class Trainer(TrainerOutput, TrainerProperties):
         if after_the_run:  # the ranks have parted: they meet once more, to gather what is saved
             strategy.setup_environment()
         try:
-            checkpoint = checkpointing.dump_checkpoint(self, weights_only=weights_only)
+            checkpoint = checkpointing.dump_checkpoint(self.run, weights_only=weights_only)
             strategy.save_checkpoint(checkpoint, path, storage_options=storage_options)
         finally:
             if after_the_run:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
     from torch.optim import Optimizer
 
-    from torchhal.trainer import Trainer
+    from torchhal import Trainer
 
 
 class Callback:

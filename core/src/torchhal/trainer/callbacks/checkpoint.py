@@ -34,7 +34,7 @@ from torchhal.trainer.callbacks._written_files import EXPIRES_S, Waiting, Writte
 from torchhal.trainer.callbacks.base import Callback
 
 if TYPE_CHECKING:
-    from torchhal.trainer import Trainer
+    from torchhal import Trainer
 
 # What a resumed run must know, by attribute: in any folder, and only in the folder it was written in.
 _STATE = ("best_model_path", "best_model_score", "current_score", "_seen_at", "_written_at")

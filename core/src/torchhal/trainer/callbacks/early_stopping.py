@@ -21,7 +21,7 @@ from torchhal.trainer.callbacks._monitor import (
 from torchhal.trainer.callbacks.base import Callback
 
 if TYPE_CHECKING:
-    from torchhal.trainer import Trainer
+    from torchhal import Trainer
 
 
 class EarlyStopping(Callback):

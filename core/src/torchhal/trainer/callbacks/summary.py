@@ -12,7 +12,7 @@ from torchhal.trainer._unknown_arguments import explain_unknown_arguments
 from torchhal.trainer.callbacks.base import Callback
 
 if TYPE_CHECKING:
-    from torchhal.trainer import Trainer
+    from torchhal import Trainer
 
 
 class ModelSummary(Callback):

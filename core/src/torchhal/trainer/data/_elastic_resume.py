@@ -13,66 +13,66 @@ from torchhal.precision.base import needs_closure
 from torchhal.trainer.data._samplers import seed_host
 
 if TYPE_CHECKING:
-    from torchhal.trainer.data._loaders import TrainingData
-    from torchhal.trainer.trainer import Trainer
+    from torchhal.trainer.data._training_data import TrainingData
+    from torchhal.trainer.run import Run
 
 
-def data_parallel_rank(trainer: Trainer) -> tuple[int, int]:
+def data_parallel_rank(run: Run) -> tuple[int, int]:
     """(replicas, which of them): ranks of one model that share its batches count as one."""
-    kwargs: Mapping[str, int] | None = trainer.strategy.distributed_sampler_kwargs
+    kwargs: Mapping[str, int] | None = run.strategy.distributed_sampler_kwargs
     return (1, 0) if kwargs is None else (kwargs["num_replicas"], kwargs["rank"])
 
 
-def record_batch_setup(trainer: Trainer, checkpoint: Mapping[str, Any] | None) -> None:
+def record_batch_setup(run: Run, checkpoint: Mapping[str, Any] | None) -> None:
     """A fit, before its strategy prepares: what optimizer steps took before is known, what batches hold now isn't."""
-    fit = trainer.fit_loop
-    fit.asked_accumulate = fit.accumulate = trainer.accumulate_grad_batches
+    fit = run.progress
+    fit.asked_accumulate = fit.accumulate = run.accumulate_grad_batches
     fit.before = {} if checkpoint is None else checkpoint.get("loops", {}).get("fit", {})
 
 
-def choose_accumulation(trainer: Trainer, data: TrainingData) -> None:
+def choose_accumulation(run: Run, data: TrainingData) -> None:
     """Take as much to an optimizer step, over all replicas, as the run began with, or nearly so.
 
     A learning rate goes with a global batch. So its size is kept, by ``accumulate_grad_batches``, where that is
     possible; else the nearest is taken, the larger of two. It is the script's to say, though: where it asks for another
     accumulation or batch size than the life before, as one that divides a global batch by itself, it gets that.
     """
-    fit, asked = trainer.fit_loop, trainer.fit_loop.asked_accumulate
+    fit, asked = run.progress, run.progress.asked_accumulate
     fit.batch_size = data.items_per_batch
-    one = data_parallel_rank(trainer)[0] * fit.batch_size
+    one = data_parallel_rank(run)[0] * fit.batch_size
     fit.step_size = asked * one
     if (fit.before.get("asked_accumulate"), fit.before.get("batch_size")) == (asked, fit.batch_size):
         fit.step_size = fit.before["step_size"]
-        owned = {"owns_accumulation", "owns_step"} & set(trainer.strategy.features)
-        if getattr(trainer.module, "automatic_optimization", True) and not owned:
+        owned = {"owns_accumulation", "owns_step"} & set(run.strategy.features)
+        if getattr(run.module, "automatic_optimization", True) and not owned:
             batches = max(1, int(fit.step_size / one + 0.5))
             try:
-                trainer.strategy.check_accumulation(batches)
+                run.strategy.check_accumulation(batches)
             except ConfigurationError:
                 batches = asked
-            _accumulate(trainer, batches)
+            _accumulate(run, batches)
 
 
-def change_accumulation(trainer: Trainer) -> None:
+def change_accumulation(run: Run) -> None:
     """Take the ``accumulate_grad_batches`` that a hook has set, between two optimizer steps. What the script asked for
     stays known, so a life that goes on from here takes as much to a step."""
-    fit = trainer.fit_loop
-    _accumulate(trainer, trainer.accumulate_grad_batches)
-    fit.step_size = fit.accumulate * data_parallel_rank(trainer)[0] * fit.batch_size
+    fit = run.progress
+    _accumulate(run, run.accumulate_grad_batches)
+    fit.step_size = fit.accumulate * data_parallel_rank(run)[0] * fit.batch_size
 
 
-def _accumulate(trainer: Trainer, batches: int) -> None:
-    trainer.fit_loop.accumulate = batches
-    trainer.strategy.accumulate_grad_batches = batches
-    vars(trainer)["accumulate_grad_batches"] = batches  # nobody has asked for another number, so nothing is refused
+def _accumulate(run: Run, batches: int) -> None:
+    run.progress.accumulate = batches
+    run.strategy.accumulate_grad_batches = batches
+    vars(run)["accumulate_grad_batches"] = batches  # nobody has asked for another number, so nothing is refused
 
 
-def _settle_accumulation(trainer: Trainer) -> str:
+def _settle_accumulation(run: Run) -> str:
     """With the optimizers known: what changed, in words; "" for nothing."""
-    fit = trainer.fit_loop
-    if any(map(needs_closure, trainer.strategy.optimizers)):  # these evaluate a batch several times within one step
-        _accumulate(trainer, fit.asked_accumulate)
-    now, before = fit.accumulate * data_parallel_rank(trainer)[0] * fit.batch_size, fit.before.get("step_size")
+    fit = run.progress
+    if any(map(needs_closure, run.strategy.optimizers)):  # these evaluate a batch several times within one step
+        _accumulate(run, fit.asked_accumulate)
+    now, before = fit.accumulate * data_parallel_rank(run)[0] * fit.batch_size, fit.before.get("step_size")
     if before is not None and now != before:
         return (
             f"An optimizer step takes {now} {_items(fit)}, not {before} as before "
@@ -83,33 +83,33 @@ def _settle_accumulation(trainer: Trainer) -> str:
     return ""
 
 
-def restore_rank(trainer: Trainer, checkpoint: Mapping[str, Any], path: str) -> None:
+def restore_rank(run: Run, checkpoint: Mapping[str, Any], path: str) -> None:
     """This rank's generators and position in the data, whatever number of replicas has written ``checkpoint``."""
-    strategy, fit, ranks = trainer.strategy, trainer.fit_loop, checkpoint["ranks"]
-    mine = data_parallel_rank(trainer)
+    strategy, fit, ranks = run.strategy, run.progress, checkpoint["ranks"]
+    mine = data_parallel_rank(run)
     shares = _shares(ranks)
-    changed = _settle_accumulation(trainer)
+    changed = _settle_accumulation(run)
     # whoever had this share of the data; this very rank, if it was one of them
     same = len(ranks) == strategy.world_size and shares[strategy.global_rank] == mine
     entry = ranks[strategy.global_rank if same else shares.index(mine) if mine in shares else 0]
-    others = _other_data(trainer, entry)
-    if _has_same_batches(trainer, checkpoint):
+    others = _other_data(run, entry)
+    if _has_same_batches(run, checkpoint):
         if fit.batches_done and fit.data is not None and entry["data"] is not None:
             fit.data.restore_order(entry["data"])
         fit.resume(entry["data"], entry["rng"])
         if others:
             where = f"The epoch goes on at batch {fit.batches_done}, in the order of now. " if fit.batches_done else ""
-            trainer.warn_once(f"{path!r} is continued with other data. {others}{where}{changed}".rstrip())
+            run.warn_once(f"{path!r} is continued with other data. {others}{where}{changed}".rstrip())
         return
     position = None if fit.batches_done else entry["data"]
     where = "The next epoch is shared out among all"
     if fit.batches_done:
         used = _used(checkpoint)
         if used is not None and fit.data is not None and fit.data.order is not None:
-            position = _rest(trainer, entry, used)
+            position = _rest(run, entry, used)
             where = f"The epoch goes on after its first {used} {_items(fit)}, at batch {fit.batches_done}"
         else:
-            _nearest_batch(trainer, entry)
+            _nearest_batch(run, entry)
             position = entry["data"] if mine in shares or strategy.global_rank == 0 else None
             where = f"The epoch goes on at batch {fit.batches_done}, though the samples before it may be others"
     fit.resume(position, _generators(ranks, strategy.global_rank))
@@ -120,27 +120,27 @@ def restore_rank(trainer: Trainer, checkpoint: Mapping[str, Any], path: str) -> 
             f"{path!r} was written by {_world(shares[0][0], len(ranks))} and is continued by "
             f"{_world(mine[0], strategy.world_size)}"
         )
-    trainer.warn_once(
+    run.warn_once(
         f"{begin}. {others}{where}. {changed}Random numbers, of dropout say, are others than they would have been"
     )
 
 
-def _has_same_batches(trainer: Trainer, checkpoint: Mapping[str, Any]) -> bool:
+def _has_same_batches(run: Run, checkpoint: Mapping[str, Any]) -> bool:
     """Whether this rank has the share of one before, and batches of the same size for an epoch in its midst."""
-    fit = trainer.fit_loop
+    fit = run.progress
     resized = fit.batches_done > 0 and fit.before.get("batch_size", fit.batch_size) != fit.batch_size
-    return data_parallel_rank(trainer) in _shares(checkpoint["ranks"]) and not resized
+    return data_parallel_rank(run) in _shares(checkpoint["ranks"]) and not resized
 
 
-def _other_data(trainer: Trainer, entry: Mapping[str, Any]) -> str:
+def _other_data(run: Run, entry: Mapping[str, Any]) -> str:
     """What is not as it was when the rank of ``entry`` saved, in sentences; "" for nothing."""
-    fit, position = trainer.fit_loop, entry["data"] or {}
+    fit, position = run.progress, entry["data"] or {}
     before = fit.before.get("batch_size", fit.batch_size)
     said = "" if before == fit.batch_size else f"A batch has {fit.batch_size} sample(s), not {before} as before. "
     if fit.data is None:
         return said
     counts = [("samples", position.get("samples"), fit.data.samples)]
-    if not said and data_parallel_rank(trainer) == tuple(entry.get("share", ())):  # else there are others anyhow
+    if not said and data_parallel_rank(run) == tuple(entry.get("share", ())):  # else there are others anyhow
         counts.append(("batches", position.get("length"), fit.data.whole_loader_length))
     for what, then, now in counts:
         if then is not None and now is not None and then != now:
@@ -152,10 +152,10 @@ def _items(fit: Any) -> str:
     return "samples" if fit.batch_size > 1 else "batches of the loader"
 
 
-def carries_accumulated_grads(trainer: Trainer, checkpoint: Mapping[str, Any]) -> bool:
+def carries_accumulated_grads(run: Run, checkpoint: Mapping[str, Any]) -> bool:
     """Whether an accumulation that the checkpoint was written in goes on: with other replicas, or batches of another
     size, it begins again."""
-    return _has_same_batches(trainer, checkpoint)
+    return _has_same_batches(run, checkpoint)
 
 
 def _shares(ranks: list[dict[str, Any]]) -> list[tuple[int, int]]:
@@ -175,14 +175,14 @@ def _used(checkpoint: Mapping[str, Any]) -> int | None:
     return used
 
 
-def _rest(trainer: Trainer, entry: dict[str, Any], used: int) -> dict[str, Any]:
+def _rest(run: Run, entry: dict[str, Any], used: int) -> dict[str, Any]:
     """Give the epoch what is left after ``used`` items; the position at its beginning."""
-    fit = trainer.fit_loop
+    fit = run.progress
     data = fit.data
     assert data is not None
     # Steps end at multiples of the accumulation, so the count of batches goes on at one: where a step takes what it
     # took before, that is exact.
-    step = data_parallel_rank(trainer)[0] * data.items_per_batch * fit.accumulate
+    step = data_parallel_rank(run)[0] * data.items_per_batch * fit.accumulate
     fit.batches_done = -(-used // step) * fit.accumulate
     order = {**data.remaining_after(entry["data"], used), "batches": fit.batches_done}
     data.resume_remaining(order)
@@ -190,9 +190,9 @@ def _rest(trainer: Trainer, entry: dict[str, Any], used: int) -> dict[str, Any]:
     return {"epoch_rng": None, "generators_at_start": states, "generators": states, "order": order}
 
 
-def _nearest_batch(trainer: Trainer, entry: dict[str, Any]) -> None:
-    fit = trainer.fit_loop
-    replicas, _ = data_parallel_rank(trainer)
+def _nearest_batch(run: Run, entry: dict[str, Any]) -> None:
+    fit = run.progress
+    replicas, _ = data_parallel_rank(run)
     before, now = entry.get("batch_size"), batch_size(fit)
     samples = fit.batches_done * entry["share"][0] * (before if before and now else 1)
     step = fit.accumulate * replicas * (now if before and now else 1)

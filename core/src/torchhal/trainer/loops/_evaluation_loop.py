@@ -10,24 +10,18 @@ from torch import nn
 
 from torchhal.errors import ModelError
 from torchhal.pytree import move_to_device
-from torchhal.trainer._part import TrainerPart
-from torchhal.trainer.data._loaders import (
-    EvaluationData,
-    batch_transfer,
-    close_iterator,
-    exhaust_sampler,
-    last_batch,
-    loader_length,
-    no_batch,
-    start_iterator,
-)
-from torchhal.trainer.loops._hook_calls import adapt_step
+from torchhal.trainer._call_signatures import adapt_step
+from torchhal.trainer._run_part import RunPart
+from torchhal.trainer.data._batch_transfer import batch_transfer
+from torchhal.trainer.data._evaluation_data import EvaluationData
+from torchhal.trainer.data._iterators import close_iterator, exhaust_sampler, start_iterator
+from torchhal.trainer.data._loaders import last_batch, loader_length, no_batch
+from torchhal.trainer.loops._epoch_end import call_epoch_end
 from torchhal.trainer.loops._uneven_evaluation import UnevenEvaluation
+from torchhal.trainer.run import Run
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from torchhal.trainer.trainer import Trainer
 
 # stage -> (the model's step, the middle of its hooks' names)
 _STAGES = {
@@ -39,79 +33,79 @@ _STAGES = {
 
 
 @contextmanager
-def evaluation_mode(trainer: Trainer, word: str) -> Iterator[None]:
+def evaluation_mode(run: Run, word: str) -> Iterator[None]:
     """The model in evaluation mode, no gradients recorded; afterwards each submodule is in the mode it was in."""
-    module: nn.Module = trainer.module
+    module: nn.Module = run.module
     modes = {name: child.training for name, child in module.named_modules()}
     set_eval = getattr(module, f"on_{word}_model_eval", None)
     if set_eval is not None:
         set_eval()
     else:
         module.eval()
-    no_grad = torch.inference_mode if trainer.inference_mode and trainer.strategy.inference_mode else torch.no_grad
+    no_grad = torch.inference_mode if run.inference_mode and run.strategy.inference_mode else torch.no_grad
     try:
         with no_grad():
             yield
     finally:
         for name, child in module.named_modules():
             child.training = modes.get(name, child.training)
-        set_train = trainer.hooks.of_module(f"on_{word}_model_train")
+        set_train = run.hooks.of_module(f"on_{word}_model_train")
         if set_train is not None:
             set_train()
 
 
-class EvaluationLoop(TrainerPart):
-    """Runs one evaluation and leaves its metrics in the trainer's results."""
+class EvaluationLoop(RunPart[Run]):
+    """Runs one evaluation and leaves its metrics in the run's results."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        super().__init__(trainer)
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
         self.batch_idx = 0
         self.dataloader_idx = 0
 
-    def run(self, stage: str, data: EvaluationData) -> tuple[list[list[Any]], bool]:
+    def evaluate(self, stage: str, data: EvaluationData) -> tuple[list[list[Any]], bool]:
         """Evaluate; the outputs of ``predict_step`` per loader, and whether a signal cut it short on any rank."""
-        trainer = self.trainer
+        run = self.run
         step_name, word = _STAGES[stage]
-        module = trainer.module
+        module = run.module
         if not callable(getattr(module, step_name, None)):
             raise ModelError(f"{type(module).__name__} has no {step_name}: define it, or don't ask for it")
-        results, hooks = trainer.results, trainer.hooks
-        with evaluation_mode(trainer, word):
+        results, hooks = run.results, run.hooks
+        with evaluation_mode(run, word):
             results.stage = stage
             hooks.call(f"on_{word}_start")
             hooks.call(f"on_{word}_epoch_start")
             outputs, cut = ([], True) if self.stops_here() else self._run_loaders(stage, data, step_name, word)
             results.start_batch(None)
-            if trainer.world_size > 1:
-                cut = trainer.strategy.reduce_boolean_decision(cut, all=False)
+            if run.world_size > 1:
+                cut = run.strategy.reduce_boolean_decision(cut, all=False)
             if cut:  # half an evaluation is none: nobody monitors, logs or keeps it
                 results.reset()
                 return outputs, True
             results.finalize_epoch()
-            trainer.call_epoch_end(f"on_{word}_epoch_end")
-            if stage == "validate" and trainer.state.fn == "fit":
+            call_epoch_end(run, f"on_{word}_epoch_end")
+            if stage == "validate" and run.state.fn == "fit":
                 # said before the next hook: a checkpoint that it writes doesn't validate again
-                trainer.fit_loop.validated_at = trainer.fit_loop.total_batches
+                run.progress.validated_at = run.progress.total_batches
             hooks.call(f"on_{word}_end")
             if stage != "sanity_check":
-                trainer.log_epoch()
+                run.log_epoch()
             results.reset()
         return outputs, False
 
     def _run_loaders(self, stage: str, data: EvaluationData, step_name: str, word: str) -> tuple[list[list[Any]], bool]:
-        trainer = self.trainer
-        start_batch, hooks, watch = trainer.results.start_batch, trainer.hooks, trainer.strategy.watch
+        run = self.run
+        start_batch, hooks, watch = run.results.start_batch, run.hooks, run.strategy.watch
         several = len(data.loaders) > 1
         step = adapt_step(
-            trainer.strategy.step_function(step_name), getattr(trainer.module, step_name), several_loaders=several
+            run.strategy.step_function(step_name), getattr(run.module, step_name), several_loaders=several
         )
-        transfer = batch_transfer(trainer, trainer.module)
+        transfer = batch_transfer(run.strategy, run.datamodule, run.module)
         batch_start = hooks.of_batch(f"on_{word}_batch_start", arguments=3)
         batch_end = hooks.of_batch(f"on_{word}_batch_end", arguments=4)
-        keep = stage == "predict" and trainer.attachments.keep_predictions
-        off_device = trainer.strategy.root_device.type != "cpu"  # where predictions would fill the memory
-        alone = trainer.world_size == 1  # a rank may be left without a batch
-        together = trainer.strategy.evaluation_communicates and not alone
+        keep = stage == "predict" and run.sources.keep_predictions
+        off_device = run.strategy.root_device.type != "cpu"  # where predictions would fill the memory
+        alone = run.world_size == 1  # a rank may be left without a batch
+        together = run.strategy.evaluation_communicates and not alone
         outputs: list[list[Any]] = []
         for index, (loader, length) in enumerate(zip(data.loaders, data.lengths, strict=True)):
             self.dataloader_idx = index
@@ -119,7 +113,7 @@ class EvaluationLoop(TrainerPart):
             kept: list[Any] = []
             outputs.append(kept)
             batches = data.batches[index]
-            lockstep = UnevenEvaluation(trainer.strategy, batches) if together and batches != [] else None
+            lockstep = UnevenEvaluation(run.strategy, batches) if together and batches != [] else None
             # only its end tells how far each rank gets: all count all their batches, and go on from the highest count
             ends_apart = batches is None and not (alone or together)
             if length == 0 and lockstep is None and not ends_apart:
@@ -142,7 +136,7 @@ class EvaluationLoop(TrainerPart):
                     start_batch(batch, loader_idx)
                     if batch_start is not None:
                         batch_start(batch, batch_idx, index)
-                    trainer.current_hook = step_name
+                    run.current_hook = step_name
                     if lockstep is None:
                         output = step(batch, batch_idx, index)
                     else:
@@ -163,7 +157,7 @@ class EvaluationLoop(TrainerPart):
             finally:
                 close_iterator(iterator)
             if ends_apart:
-                watch.steps_done, any_cut = trainer.strategy.reduce([watch.steps_done, int(cut)], "max")
+                watch.steps_done, any_cut = run.strategy.reduce([watch.steps_done, int(cut)], "max")
                 cut = bool(any_cut)
             if cut:
                 return outputs, True
@@ -173,11 +167,11 @@ class EvaluationLoop(TrainerPart):
 
     def stops_here(self) -> bool:
         """Whether a signal ends the run at this place: the batch, or the step between hooks, on which all agree."""
-        watch = self.trainer.strategy.watch
+        watch = self.run.strategy.watch
         watch.steps_done += 1
         return watch.stop_requested and self._signalled()
 
     def _signalled(self) -> bool:
         """Whether a signal ends the run; any other wish to stop can wait for the end of this evaluation."""
-        signum = self.trainer.strategy.watch.agree_on_stop_step()
+        signum = self.run.strategy.watch.agree_on_stop_step()
         return signum is not None and signum > 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -16,12 +16,11 @@ from torchhal.errors import ConfigurationError, ModelError, NonFiniteLossError
 from torchhal.precision import Precision
 from torchhal.precision.base import needs_closure
 from torchhal.strategies import Strategy
-from torchhal.trainer._part import TrainerPart
+from torchhal.trainer._call_signatures import adapt_step
+from torchhal.trainer._hooks import module_hook
+from torchhal.trainer._run_part import RunPart
 from torchhal.trainer._settings import refuse_by_hand
-from torchhal.trainer.loops._hook_calls import adapt_step, module_hook
-
-if TYPE_CHECKING:
-    from torchhal.trainer.trainer import Trainer
+from torchhal.trainer.run import Run
 
 FORMS = (
     "an optimizer, a list of them, (optimizers, schedulers), {'optimizer': ..., 'lr_scheduler': ...}, a tuple of "
@@ -202,41 +201,39 @@ def extract_loss(output: Any, model: str) -> torch.Tensor | None:
     return loss
 
 
-class Optimization(TrainerPart):
+class Optimization(RunPart[Run]):
     """One training step, decided once: which hooks run, who clips, whether gradients accumulate.
 
     :meth:`step` is called for every batch. ``update`` says whether this batch ends an accumulation.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        super().__init__(trainer)
-        module, strategy = trainer.module, trainer.strategy
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        module, strategy = run.module, run.strategy
+        self.progress = run.progress
         self.module = module
         self.strategy = strategy
         self.model_name = type(module).__name__
         self.optimizers = strategy.optimizers
         self.automatic = bool(getattr(module, "automatic_optimization", True))
-        self.accumulate = 1 if "owns_accumulation" in strategy.features else trainer.fit_loop.accumulate
+        self.accumulate = 1 if "owns_accumulation" in strategy.features else run.progress.accumulate
         self.wrap_optimizers()
         self._check()
-        self.run = adapt_step(strategy.step_function("training_step"), module.training_step, several_loaders=False)
+        self.run_step = adapt_step(strategy.step_function("training_step"), module.training_step, several_loaders=False)
         self.owns_step = "owns_step" in strategy.features
         self.owns_backward = "owns_backward" in strategy.features
         self.owns_accumulation = "owns_accumulation" in strategy.features
-        self.alone = trainer.world_size == 1
-        self.check_finite = trainer.detect_anomaly
+        self.alone = run.world_size == 1
+        self.check_finite = run.detect_anomaly
         self.no_sync = strategy.no_backward_sync() if self.accumulate > 1 else None
         self.averages = True
         """Whether the ranks average gradients in the backward of this batch."""
         self._bind_hooks()
-        self.has_gradients = trainer.fit_loop.restored_gradients
-        """Whether a backward has run since the last optimizer step."""
-        trainer.fit_loop.restored_gradients = False
         self._stepping = False
         """Whether an automatic step hands an optimizer its closure."""
         self.skipped = False
         """Whether the latest ``training_step`` gave no loss."""
-        self._began_at = trainer.fit_loop.total_batches
+        self._began_at = run.progress.total_batches
         self._without_loss = 0
         self._epochs_without_loss = 0
 
@@ -246,7 +243,7 @@ class Optimization(TrainerPart):
         self.closures = {id(optimizer): needs_closure(optimizer) for optimizer in self.optimizers}
 
     def _check(self) -> None:
-        trainer = self.trainer
+        run = self.run
         if self.automatic:
             if len(self.optimizers) > 1:
                 raise ModelError(
@@ -259,9 +256,9 @@ class Optimization(TrainerPart):
                     f"batch several times within one step (got {self.accumulate})"
                 )
             return
-        refuse_by_hand(self.module, "gradient_clip_val", trainer.gradient_clip_val, None)
-        refuse_by_hand(self.module, "gradient_clip_algorithm", trainer.gradient_clip_algorithm, "norm")
-        refuse_by_hand(self.module, "accumulate_grad_batches", trainer.accumulate_grad_batches, 1)
+        refuse_by_hand(self.module, "gradient_clip_val", run.gradient_clip_val, None)
+        refuse_by_hand(self.module, "gradient_clip_algorithm", run.gradient_clip_algorithm, "norm")
+        refuse_by_hand(self.module, "accumulate_grad_batches", run.accumulate_grad_batches, 1)
 
     def accumulate_over(self, batches: int) -> None:
         """Take so many batches to a step, from the beginning of one."""
@@ -269,13 +266,9 @@ class Optimization(TrainerPart):
         self.averages = True
         self.no_sync = self.strategy.no_backward_sync() if batches > 1 else None
 
-    def bind_clipping(self) -> None:
-        """Look again whether to clip."""
-        self.clip = self.trainer.gradient_clip_val is not None and "owns_clipping" not in self.strategy.features
-
     def _bind_hooks(self) -> None:
-        trainer, module, strategy = self.trainer, self.module, self.strategy
-        hooks = trainer.hooks
+        run, module, strategy = self.run, self.module, self.strategy
+        hooks = run.hooks
         self.before_backward = hooks.has("on_before_backward")
         self.after_backward = hooks.has("on_after_backward")
         self.before_step = hooks.has("on_before_optimizer_step")
@@ -290,9 +283,9 @@ class Optimization(TrainerPart):
         self.module_zero_grad = module_hook(module, "optimizer_zero_grad")
         self.module_clip = module_hook(module, "configure_gradient_clipping")
         self.module_step = module_hook(module, "optimizer_step")
-        self.bind_clipping()
+        self.may_clip = "owns_clipping" not in strategy.features
         self.closure_inside = self.module_step is not None or any(map(needs_closure, self.optimizers))
-        self.shares_loss = trainer.world_size > 1 and any(map(needs_closure, self.optimizers))
+        self.shares_loss = run.world_size > 1 and any(map(needs_closure, self.optimizers))
         self.plain_backward = (
             self.module_backward is None
             and strategy.mark_step is None
@@ -311,10 +304,10 @@ class Optimization(TrainerPart):
     def step(self, batch: Any, batch_idx: int, first: bool, update: bool) -> Any:
         """Train on one batch; what ``training_step`` returned."""
         if not self.automatic:
-            return self.run(batch, batch_idx, 0)
+            return self.run_step(batch, batch_idx, 0)
         if self.owns_step or not self.optimizers:
-            output = self.run(batch, batch_idx, 0)
-            self.trainer.fit_loop.count_step()
+            output = self.run_step(batch, batch_idx, 0)
+            self.progress.count_step()
             return output
         if self.no_sync is not None:
             self.averages = update
@@ -325,7 +318,7 @@ class Optimization(TrainerPart):
         if self.closure_inside and update:
             return self._step_with_closure(batch, batch_idx, first)
         output = self.forward_backward(batch, batch_idx, first)
-        if update and self.has_gradients:
+        if update and self.progress.has_gradients:
             self._sync_skipped()
             self._update()
         return output
@@ -337,7 +330,7 @@ class Optimization(TrainerPart):
 
     def finish(self) -> bool:
         """Step with an accumulation that the end of the data cut short; whether there was one."""
-        if not (self.automatic and self.has_gradients and self.accumulate > 1):
+        if not (self.automatic and self.progress.has_gradients and self.accumulate > 1):
             return False
         self.strategy.sync_gradients()  # its last backward ran as if more were to come
         self._update()
@@ -352,25 +345,25 @@ class Optimization(TrainerPart):
             stepped: int | None = True
         else:
             stepped = self.strategy.optimizer_step(optimizer)
-        self.has_gradients = False
+        self.progress.has_gradients = False
         self._count(stepped)
 
     def _count(self, stepped: int | None) -> None:
         if stepped is not None:
-            self.trainer.fit_loop.count_step(stepped)
+            self.progress.count_step(stepped)
 
     def forward_backward(self, batch: Any, batch_idx: int, first: bool) -> Any:
         if self.owns_backward:
-            if first or not self.has_gradients:
+            if first or not self.progress.has_gradients:
                 self._zero_grad(batch_idx)
-            self.has_gradients = True
-            output = self.run(batch, batch_idx, 0)
+            self.progress.has_gradients = True
+            output = self.run_step(batch, batch_idx, 0)
             if self.check_finite and (found := extract_loss(output, self.model_name)) is not None:
                 self._check_finite(found, batch_idx)
             if self.after_backward:
-                self.trainer.hooks.call("on_after_backward")
+                self.run.hooks.call("on_after_backward")
             return output
-        output = self.run(batch, batch_idx, 0)
+        output = self.run_step(batch, batch_idx, 0)
         # the usual loss, a fresh scalar of the graph, passes without a call
         if type(output) is torch.Tensor and output.dim() == 0 and output.grad_fn is not None:
             loss: torch.Tensor = output
@@ -384,10 +377,10 @@ class Optimization(TrainerPart):
             self._check_finite(loss, batch_idx)
         if self.accumulate > 1:
             loss = loss / self.accumulate
-        if first or not self.has_gradients:
+        if first or not self.progress.has_gradients:
             self._zero_grad(batch_idx)
         if self.before_backward:
-            self.trainer.hooks.call("on_before_backward", loss)
+            self.run.hooks.call("on_before_backward", loss)
         try:
             if self.plain_backward:
                 loss.backward()  # type: ignore[no-untyped-call]
@@ -404,23 +397,23 @@ class Optimization(TrainerPart):
                 f"batch to the next. torch says: {str(error).partition('. ')[0]}"
             ) from error
         if self.after_backward:
-            self.trainer.hooks.call("on_after_backward")
-        self.has_gradients = True
+            self.run.hooks.call("on_after_backward")
+        self.progress.has_gradients = True
         return output
 
     def _skip(self) -> None:
         self.skipped = True
         self._without_loss += 1
         if self._without_loss == _TOO_MANY and self._batches() == _TOO_MANY - 1:  # this one has yet to be counted
-            self.trainer.warn_once(self._no_loss(_TOO_MANY))
+            self.run.warn_once(self._no_loss(_TOO_MANY))
         if self.averages and not self.alone:
             # A rank that skips alone would average its next batch with this one of the others, and end a step early.
-            batch = self.trainer.fit_loop.total_batches
+            batch = self.progress.total_batches
             self.strategy.barrier(f"batch {batch}, for which training_step returned None")
 
     def _batches(self) -> int:
         """Those that this fit has used."""
-        return self.trainer.fit_loop.total_batches - self._began_at
+        return self.progress.total_batches - self._began_at
 
     def check_losses(self) -> None:
         """At the end of an epoch: warn, and from the second on raise ModelError, where no batch has given a loss.
@@ -432,7 +425,7 @@ class Optimization(TrainerPart):
         self._epochs_without_loss += 1
         if self._epochs_without_loss > 1:
             raise ModelError(self._no_loss(self._batches()))
-        self.trainer.warn_once(self._no_loss(self._batches()))
+        self.run.warn_once(self._no_loss(self._batches()))
 
     def _no_loss(self, batches: int) -> str:
         return (
@@ -447,9 +440,9 @@ class Optimization(TrainerPart):
             return
         optimizer = self.optimizers[0]
         if self.before_zero_grad:
-            self.trainer.hooks.call("on_before_zero_grad", optimizer)
+            self.run.hooks.call("on_before_zero_grad", optimizer)
         if self.module_zero_grad is not None:
-            self.module_zero_grad(self.trainer.current_epoch, batch_idx, optimizer)
+            self.module_zero_grad(self.run.current_epoch, batch_idx, optimizer)
         elif self.own_zero_grad is not None:
             self.own_zero_grad(optimizer)
         else:
@@ -459,13 +452,13 @@ class Optimization(TrainerPart):
         """Between the last backward and the step: hooks, then clipping."""
         if self.before_step:
             self.strategy.unscale_gradients(optimizer)
-            self.trainer.hooks.call("on_before_optimizer_step", optimizer)
-        trainer = self.trainer
+            self.run.hooks.call("on_before_optimizer_step", optimizer)
+        run = self.run
         if self.module_clip is not None and self.automatic:
             self.strategy.unscale_gradients(optimizer)
-            self.module_clip(optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
-        elif self.clip:
-            self.strategy.clip_gradients(optimizer, trainer.gradient_clip_val or 0.0, trainer.gradient_clip_algorithm)
+            self.module_clip(optimizer, run.gradient_clip_val, run.gradient_clip_algorithm)
+        elif self.may_clip and run.gradient_clip_val is not None:
+            self.strategy.clip_gradients(optimizer, run.gradient_clip_val, run.gradient_clip_algorithm)
 
     def _step_with_closure(self, batch: Any, batch_idx: int, first: bool) -> Any:
         """Forward and backward inside ``optimizer.step(closure)``: the model's own optimizer_step, or LBFGS."""
@@ -483,14 +476,14 @@ class Optimization(TrainerPart):
                 )
             if self.shares_loss and loss is not None:
                 # an optimizer decides by it how often to evaluate, and each evaluation averages over the ranks
-                loss = self.trainer.strategy.reduce(loss.detach(), "mean")
+                loss = self.run.strategy.reduce(loss.detach(), "mean")
             return loss
 
         wrapped = self.wrapped[0]
         self._stepping = True
         try:
             if self.module_step is not None:
-                self.module_step(self.trainer.current_epoch, batch_idx, wrapped, closure)
+                self.module_step(self.run.current_epoch, batch_idx, wrapped, closure)
             else:
                 wrapped.step(closure)
         finally:
@@ -511,7 +504,7 @@ class Optimization(TrainerPart):
             nonlocal result
             result = closure() if closure is not None else None
             if self.automatic:
-                if not self.has_gradients:
+                if not self.progress.has_gradients:
                     return result
                 self._sync_skipped()
             self.before_update(optimizer)
@@ -521,10 +514,10 @@ class Optimization(TrainerPart):
             stepped = self.strategy.optimizer_step(optimizer, run_closure)
         else:
             run_closure()
-            if self.automatic and not self.has_gradients:
+            if self.automatic and not self.progress.has_gradients:
                 return result  # training_step returned None: there is nothing to step with
             stepped = self.strategy.optimizer_step(optimizer)
-        self.has_gradients = False
+        self.progress.has_gradients = False
         self._count(stepped)
         return result
 
@@ -540,32 +533,30 @@ class Optimization(TrainerPart):
 
     def _check_finite(self, loss: torch.Tensor, batch_idx: int) -> None:
         if not bool(torch.isfinite(loss).all()):
-            trainer = self.trainer
+            run = self.run
             raise NonFiniteLossError(
-                f"the loss is {loss.item()} at epoch {trainer.current_epoch}, batch {batch_idx}, optimizer step "
-                f"{trainer.global_step}, rank {trainer.global_rank}"
+                f"the loss is {loss.item()} at epoch {run.current_epoch}, batch {batch_idx}, optimizer step "
+                f"{run.global_step}, rank {run.strategy.global_rank}"
             )
 
 
-def step_schedulers(
-    trainer: Trainer, interval: str, count: int, lr_scheduler_step: Callable[[Any, Any], Any] | None
-) -> None:
+def step_schedulers(run: Run, interval: str, count: int, lr_scheduler_step: Callable[[Any, Any], Any] | None) -> None:
     """Step the schedulers of this interval whose frequency divides ``count``."""
-    for config in trainer.lr_scheduler_configs:
+    for config in run.strategy.lr_scheduler_configs:
         if config.interval != interval or count % config.frequency:
             continue
         metric = None
         if config.monitor is not None and config.reduce_on_plateau:
             if interval == "step":
-                trainer.results.share_steps()
-            metric = trainer.callback_metrics.get(config.monitor)
-            if trainer.world_size > 1:  # ranks that judge by values of their own would part
-                metric = trainer.strategy.broadcast(metric)
+                run.results.share_steps()
+            metric = run.results.callback_metrics.get(config.monitor)
+            if run.world_size > 1:  # ranks that judge by values of their own would part
+                metric = run.strategy.broadcast(metric)
             if metric is None:
                 if config.strict:
                     raise ConfigurationError(
                         f"the scheduler {type(config.scheduler).__name__} monitors {config.monitor!r}, which was not "
-                        f"logged; there are {', '.join(map(repr, trainer.callback_metrics)) or 'no metrics'}"
+                        f"logged; there are {', '.join(map(repr, run.results.callback_metrics)) or 'no metrics'}"
                     )
                 continue
         if lr_scheduler_step is not None:

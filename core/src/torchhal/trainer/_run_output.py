@@ -1,4 +1,4 @@
-"""What a Trainer tells: numbers to the loggers, text to the terminal."""
+"""Send what a run logs to its loggers, and print its messages on rank 0."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def _callers_level() -> int:
     return level
 
 
-class TrainerOutput:
-    """Speaks on rank 0 only, and never communicates but for what ``Results`` shares and reduces."""
+class RunOutput:
+    """Output of a run: on rank 0 alone, without communication but for what ``Results`` shares and reduces."""
 
     results: Results
     loggers: list[Any]
     said: set[str]
     """Warnings that were given."""
 
-    if TYPE_CHECKING:  # of TrainerProperties
+    if TYPE_CHECKING:  # of Run
 
         @property
         def is_global_zero(self) -> bool: ...
@@ -104,10 +104,3 @@ class TrainerOutput:
             self.said.add(message)
             with lossy_streams():
                 warnings.warn(message, UserWarning, stacklevel=_callers_level())
-
-    def print_results(self, fn: str, results: list[dict[str, float]]) -> None:
-        """The metrics of a validation or test, one table per loader."""
-        for index, metrics in enumerate(results):
-            head = fn if len(results) == 1 else f"{fn} (loader {index})"
-            width = max(map(len, metrics), default=0)
-            self.print("\n".join([head, *(f"  {name:<{width}}  {value:.6g}" for name, value in metrics.items())]))

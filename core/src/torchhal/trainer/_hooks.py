@@ -1,88 +1,15 @@
-"""Calling user code: hooks of callbacks and model, and steps with the arguments their signatures take."""
+"""Call the hooks of callbacks and model in their order."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from torchhal._overrides import overrides
-from torchhal.errors import ModelError
 from torchhal.module import ModuleHooks
-from torchhal.trainer._part import TrainerPart
+from torchhal.trainer._call_signatures import adapt_batch_hook
+from torchhal.trainer._run_part import RunPart
 from torchhal.trainer.callbacks import Callback
-
-
-def positional_arguments(function: Callable[..., Any]) -> int | None:
-    """How many positional arguments ``function`` takes, through ``functools.wraps``; None for ``*args``."""
-    count = 0
-    for parameter in inspect.signature(function).parameters.values():
-        if parameter.kind is parameter.VAR_POSITIONAL:
-            return None
-        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
-            count += 1
-    return count
-
-
-def adapt_step(
-    step: Callable[..., Any], signature_of: Callable[..., Any], *, several_loaders: bool
-) -> Callable[..., Any]:
-    """``call(batch, batch_idx, dataloader_idx)`` for a step that may take fewer arguments.
-
-    ``dataloader_idx`` is passed when there are several loaders or when the step can't do without it.
-    """
-    count = positional_arguments(signature_of)
-    if count == 0:
-        raise ModelError(f"{_name(signature_of)} must take at least the batch (it takes no argument)")
-    if count == 1:
-        return lambda batch, batch_idx, dataloader_idx: step(batch)
-    if several_loaders and (count is None or count >= 3):
-        return step
-    if count is not None and count >= 3 and _required(signature_of) >= 3:
-        return step
-    if several_loaders:
-        raise ModelError(
-            f"{_name(signature_of)} must take (batch, batch_idx, dataloader_idx): there are several loaders"
-        )
-    return lambda batch, batch_idx, dataloader_idx: step(batch, batch_idx)
-
-
-def adapt_batch_hook(hook: Callable[..., Any], arguments: int) -> Callable[..., Any]:
-    """``call(*arguments)`` for a hook of a batch that may do without the last one, ``dataloader_idx``.
-
-    It is passed, by position or by name, to a hook whose signature takes it.
-    """
-    try:
-        signature = inspect.signature(hook)
-    except (TypeError, ValueError):  # of a builtin: it has to take what is documented
-        return hook
-    given = (None,) * arguments
-    if binds(signature, *given):
-        return hook
-    if binds(signature, *given[:-1], dataloader_idx=None):
-        return lambda *args: hook(*args[:-1], dataloader_idx=args[-1])
-    return lambda *args: hook(*args[:-1])
-
-
-def binds(signature: inspect.Signature, *args: Any, **kwargs: Any) -> bool:
-    """Whether what has ``signature`` can be called with these arguments."""
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError:
-        return False
-    return True
-
-
-def _required(function: Callable[..., Any]) -> int:
-    return sum(
-        parameter.default is parameter.empty
-        and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-        for parameter in inspect.signature(function).parameters.values()
-    )
-
-
-def _name(function: Callable[..., Any]) -> str:
-    return getattr(function, "__qualname__", repr(function))
 
 
 def module_hook(module: Any, name: str) -> Callable[..., Any] | None:
@@ -93,11 +20,22 @@ def module_hook(module: Any, name: str) -> Callable[..., Any] | None:
     return function
 
 
-class Hooks(TrainerPart):
-    """Who overrides which hook: looked up once per stage, so that a loop calls nothing that is empty."""
+class HookContext(Protocol):
+    """The attributes of a :class:`~torchhal.trainer.run.Run` on which its hooks depend."""
 
-    def __init__(self, trainer: Any) -> None:
-        super().__init__(trainer)
+    module: Any
+    callbacks: list[Any]
+    current_hook: str | None
+
+    @property
+    def trainer(self) -> Any: ...
+
+
+class Hooks(RunPart[HookContext]):
+    """The hooks that callbacks and model override, looked up once per stage: a loop calls nothing that is empty."""
+
+    def __init__(self, run: HookContext) -> None:
+        super().__init__(run)
         self._bound: dict[str, tuple[list[Callable[..., Any]], list[Callable[..., Any]]]] = {}
         self._around: Callable[[str, Callable[..., Any]], Callable[..., Any]] | None = None
 
@@ -126,13 +64,13 @@ class Hooks(TrainerPart):
         bound = self._bound.get(name)
         if bound is None:
             bound = self._bound[name] = ([], [])
-            for callback in self.trainer.callbacks:
+            for callback in self.run.callbacks:
                 if hasattr(callback, name) and overrides(callback, Callback, name):
                     bound[_comes_after(callback, name)].append(self._made(name, getattr(callback, name)))
         return bound
 
     def of_module(self, name: str) -> Callable[..., Any] | None:
-        own = module_hook(self.trainer.module, name)
+        own = module_hook(self.run.module, name)
         return None if own is None else self._made(name, own)
 
     def _made(self, name: str, body: Callable[..., Any]) -> Callable[..., Any]:
@@ -140,8 +78,9 @@ class Hooks(TrainerPart):
 
     def call(self, name: str, *args: Any) -> None:
         """Callbacks, the model, then the callbacks that want what the model's hook has done."""
-        trainer, module = self.trainer, self.trainer.module
-        previous, trainer.current_hook = trainer.current_hook, name
+        run = self.run
+        trainer, module = run.trainer, run.module
+        previous, run.current_hook = run.current_hook, name
         before, after = self.around_module(name)
         try:
             for function in before:
@@ -152,7 +91,7 @@ class Hooks(TrainerPart):
             for function in after:
                 function(trainer, module, *args)
         finally:
-            trainer.current_hook = previous
+            run.current_hook = previous
 
     def of_batch(self, name: str, arguments: int) -> Callable[..., None] | None:
         """:meth:`call` for a hook of an evaluation's batch, decided once for all batches; None where nobody has it.
@@ -162,7 +101,8 @@ class Hooks(TrainerPart):
             arguments: how many the result is called with; the last one is ``dataloader_idx``, which each body gets if
                 its signature takes it.
         """
-        trainer, module = self.trainer, self.trainer.module
+        run = self.run
+        trainer, module = run.trainer, run.module
         before, after = (
             [adapt_batch_hook(function, 2 + arguments) for function in bodies] for bodies in self.around_module(name)
         )
@@ -173,7 +113,7 @@ class Hooks(TrainerPart):
             return None
 
         def call(*args: Any) -> None:
-            previous, trainer.current_hook = trainer.current_hook, name
+            previous, run.current_hook = run.current_hook, name
             try:
                 for body in before:
                     body(trainer, module, *args)
@@ -182,7 +122,7 @@ class Hooks(TrainerPart):
                 for body in after:
                     body(trainer, module, *args)
             finally:
-                trainer.current_hook = previous
+                run.current_hook = previous
 
         return call
 

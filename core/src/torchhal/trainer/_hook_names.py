@@ -9,9 +9,9 @@ from typing import Any, Final
 from torchhal.errors import ModelError
 from torchhal.module import ModuleHooks
 from torchhal.suggestions import nearest
+from torchhal.trainer._call_signatures import binds
 from torchhal.trainer.callbacks import Callback
 from torchhal.trainer.data._loaders import LOADER_HOOKS
-from torchhal.trainer.loops._hook_calls import binds
 
 REMOVED: Final[Mapping[str, str]] = {
     "training_epoch_end": "on_train_epoch_end(self), with what the steps gave kept on self",

@@ -1,0 +1,86 @@
+"""Save, log and requeue a run that a signal stops."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+from torchhal.checkpoint._location import is_url
+from torchhal.cluster import ClusterEnvironment
+from torchhal.cluster._job import Job, current_job
+from torchhal.errors import TorchhalError
+from torchhal.trainer import _checkpointing as checkpointing
+from torchhal.trainer.run import Run
+
+_REQUEUE_TIMEOUT = timedelta(minutes=5)
+
+_STOPPING = "torchhal: stopping after this step; press Ctrl-C again to stop at once"
+
+
+def job_of(run: Run) -> ClusterEnvironment | Job:
+    """Who knows what announces the end of this run, and may start it anew: a strategy of one process has no
+    environment, and may be in a scheduler's job all the same."""
+    environment = run.strategy.cluster_environment
+    return current_job() if environment is None else environment
+
+
+def stopping_notice(run: Run) -> str:
+    """What the first Ctrl-C is answered with, on a line of its own: a bar has not ended its line, nor has the terminal
+    that shows ``^C``."""
+    bar = run.progress_bar_callback
+    in_a_line = os.isatty(2) or (bar is not None and bar.is_drawn)
+    return f"\n{_STOPPING}" if in_a_line else _STOPPING
+
+
+def save_interrupted(run: Run, signum: int) -> None:
+    try:
+        for callback in run.checkpoint_callbacks:
+            callback.save_interrupted(run.trainer)
+    except Exception:
+        if run.is_global_zero:
+            name, last = signal.Signals(signum).name, checkpointing.last_checkpoint(run)
+            run.print(
+                f"torchhal: fit stopped on {name} at step {run.global_step}, which could not be saved, so no "
+                f"scheduler is asked for another life. The newest checkpoint is {last or 'none'}",
+                file=sys.stderr,
+            )
+        raise
+
+
+def log_stop(run: Run, fn: str, signum: int, *, begun: bool = True, left: int | None = None) -> None:
+    """One line for whoever reads the log of a job that was stopped, in its steps or before it had ``begun`` them.
+
+    ``left``: the rank that went at once, with which nothing could be saved any more; None where all stopped together.
+    """
+    if not run.is_global_zero:
+        return
+    where = "" if left is None else f", as rank {left} left at once"
+    saved = [callback.interrupted_path for callback in run.checkpoint_callbacks if callback.interrupted_path]
+    if fn == "fit" and saved and left is None:
+        where = f"; saved {saved[0]}, continue with ckpt_path='last'"
+    name = signal.Signals(signum).name
+    at = f"at step {run.global_step}{where}" if begun else "before it began"
+    run.print(f"torchhal: {fn} stopped on {name} {at}", file=sys.stderr)
+
+
+def set_hang_folder(run: Run, folder: str) -> None:
+    """Where ranks that hang write down where they are; what is far away can't be waited for then."""
+    if not is_url(folder):
+        run.strategy.watch.hang.run_folder = folder
+
+
+def requeue(run: Run, ckpt_path: Any, signum: int) -> None:
+    """Let the scheduler start the job anew; it is told whether that would go on from here, or begin again for ever."""
+    job = job_of(run)
+    if run.is_global_zero:
+        continues = ckpt_path == "last" and checkpointing.last_checkpoint(run) is not None
+        if said := job.run_again(signum, continues=continues):
+            run.print(f"torchhal: {said}", file=sys.stderr)
+    # A rank that leaves may end the others, and with them what was asked for. The scheduler may take longer than a
+    # collective may; and what this process ends with is the signal's code, whoever comes.
+    with suppress(TorchhalError):
+        run.strategy.watch.barrier("requeue", _REQUEUE_TIMEOUT)

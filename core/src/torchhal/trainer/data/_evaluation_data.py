@@ -1,0 +1,68 @@
+"""Hold the loaders of one evaluation, and how many batches of each every rank has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchhal.errors import ModelError
+from torchhal.trainer.data._context import DataContext
+from torchhal.trainer.data._loaders import as_loaders, check_loader, is_sized, limit_length, loader_length, no_batch
+from torchhal.trainer.data._sharing import prepare_loader
+
+
+@dataclass
+class EvaluationData:
+    """The loaders of one evaluation and how many batches of each are used."""
+
+    loaders: list[Any] = field(default_factory=list)
+    lengths: list[int | None] = field(default_factory=list)
+    """This rank's; None where only the loader's end will tell."""
+    common: list[int] = field(default_factory=list)
+    """Batches that every rank has: where all of them stand at the same place."""
+    batches: list[list[int] | None] = field(default_factory=list)
+    """How many each rank has; None where not all of them can know, nothing where none is used."""
+    anywhere: bool = False
+    """Whether any rank has a batch: the same on every rank, as whoever evaluates must meet the others."""
+
+    @classmethod
+    def build(
+        cls, given: Any, run: DataContext, limit: int | float, limit_name: str, what: str, *, as_trained: bool = False
+    ) -> EvaluationData:
+        """``as_trained``: each rank has the share of the batches that it trains on."""
+        loaders = as_loaders(given)
+        for loader in loaders:
+            check_loader(loader, what)
+            if loader_length(loader) == 0 and limit:
+                raise no_batch(f"a loader of {what!r}" if len(loaders) > 1 else f"the loader of {what!r}", loader)
+            limit_length(loader_length(loader), limit, limit_name)  # of the whole, so that all ranks raise or none
+        prepared = [prepare_loader(loader, run, training=as_trained) for loader in loaders]
+        lengths = [limit_length(loader_length(loader), limit, limit_name, part=True) for loader in prepared]
+        exact = [length if is_sized(loader) else None for length, loader in zip(lengths, prepared, strict=True)]
+        told = run.strategy.all_gather_object((lengths, exact))
+        everybody = [theirs for theirs, _ in told]
+        if len({len(theirs) for theirs in everybody}) > 1:
+            listing = ", ".join(f"rank {rank}: {len(theirs)}" for rank, theirs in enumerate(everybody))
+            raise ModelError(f"every rank must evaluate on the same number of loaders ({listing})")
+        common = [min(length or 0 for length in column) for column in zip(*everybody, strict=True)]
+        batches = [
+            None if None in column else list(column) for column in zip(*(theirs for _, theirs in told), strict=True)
+        ]
+        return cls(prepared, lengths, common, batches, any(length != 0 for theirs in everybody for length in theirs))
+
+    def first(self, batches: int) -> EvaluationData:
+        """The same with at most so many batches of each loader; -1 for all."""
+        lengths, common, counts = list(self.lengths), list(self.common), list(self.batches)
+        if batches != -1:
+            lengths = [batches if length is None else min(batches, length) for length in lengths]
+            common = [min(batches, each) for each in common]
+            counts = [each and [min(batches, count) for count in each] for each in counts]
+        return EvaluationData(self.loaders, lengths, common, counts, self.anywhere)
+
+    def skip(self, index: int) -> None:
+        """Use no batch of a loader."""
+        self.lengths[index] = self.common[index] = 0
+        self.batches[index] = []
+
+    def __bool__(self) -> bool:
+        return self.anywhere

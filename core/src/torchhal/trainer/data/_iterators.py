@@ -1,0 +1,48 @@
+"""Start, exhaust and close the iterators of loaders, and end their worker processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torchhal.distributed._dataloader_signals import WorkerInit, signals_blocked
+
+
+def start_iterator(loader: Any) -> Iterator[Any]:
+    """``iter(loader)``, with workers that no signal to the whole group can end before they know what to make of it."""
+    iterator: Iterator[Any]
+    if isinstance(getattr(loader, "worker_init_fn", None), WorkerInit):
+        with signals_blocked(loader):
+            iterator = iter(loader)
+    else:
+        iterator = iter(loader)
+    return iterator
+
+
+def exhaust_sampler(iterator: Any) -> None:
+    """Reach the end of the sampler of a DataLoader's iterator whose batches are used up, as a for loop does.
+
+    A sampler with a generator of its own draws once more there. The iterator itself isn't asked: a loader need not
+    give, or survive being asked for, more batches than its length.
+    """
+    next(getattr(iterator, "_sampler_iter", iter(())), None)
+
+
+def close_loader(loader: Any) -> None:
+    """End the persistent workers of a loader that was prepared for one run."""
+    iterator = getattr(loader, "_iterator", None)
+    if isinstance(getattr(loader, "worker_init_fn", None), WorkerInit) and iterator is not None:
+        iterator._shutdown_workers()
+        loader.__dict__["_iterator"] = None
+
+
+def close_iterator(iterator: Any) -> None:
+    """End the workers of an iterator that may not have reached its end.
+
+    Left to the garbage collector they end whenever it finds them, in the midst of another run or in a forked child.
+    """
+    if getattr(iterator, "_persistent_workers", False):
+        return
+    shut_down = getattr(iterator, "_shutdown_workers", None)
+    if shut_down is not None:
+        shut_down()

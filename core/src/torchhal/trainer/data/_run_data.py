@@ -1,0 +1,64 @@
+"""Load the training and validation data of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from torchhal.errors import ModelError
+from torchhal.trainer.data import _elastic_resume as elastic_resume
+from torchhal.trainer.data._evaluation_data import EvaluationData
+from torchhal.trainer.data._loaders import as_loaders, find_loaders
+from torchhal.trainer.data._training_data import TrainingData
+
+if TYPE_CHECKING:
+    from torchhal.trainer.run import Run
+
+
+def load_training_data(run: Run, *, again: bool = False) -> TrainingData:
+    """Return the run's training data, loading it where there is none yet.
+
+    Args:
+        run: a run whose ``setup`` hooks are over.
+        again: ask the model, the data module or the arguments for the loader once more.
+
+    Raises:
+        ModelError: nobody gives a training loader, or what is given is none.
+    """
+    progress = run.progress
+    if progress.data is None or again:
+        loader = find_loaders("train", run.sources.train, run.module, run.datamodule)
+        if loader is None:
+            raise ModelError("fit needs training data: the model's or data module's train_dataloader returned None")
+        data, is_first = TrainingData(loader, run), progress.data is None
+        progress.data = data
+        if is_first:
+            elastic_resume.choose_accumulation(run, data)
+    return progress.data
+
+
+def load_validation_data(run: Run) -> EvaluationData:
+    """Return what a fit validates on; nothing where the model has no ``validation_step`` or no batch is wanted.
+
+    Under ``overfit_batches`` each validation loader gives its place to the training loader.
+    """
+    module, given = run.module, run.sources.validate
+    if not callable(getattr(module, "validation_step", None)):
+        if given is not None:
+            run.warn_once(f"{type(module).__name__} has no validation_step, so val_dataloaders is not used")
+        return EvaluationData()
+    if not (run.overfit_batches or run.limit_val_batches):
+        return EvaluationData()
+    found = find_loaders("validate", given, module, run.datamodule)
+    if not run.overfit_batches:
+        return EvaluationData.build(found, run, run.limit_val_batches, "limit_val_batches", "val_dataloaders")
+    trained_on = load_training_data(run).given
+    if isinstance(trained_on, Iterator) and as_loaders(found):
+        raise ModelError(
+            "'overfit_batches' validates on the training batches, in the midst of an epoch too, but a "
+            f"{type(trained_on).__name__} can't be read a second time meanwhile: pass a DataLoader or a list, or no "
+            "validation data"
+        )
+    same = [trained_on for _ in as_loaders(found)]
+    limit = run.overfit_batches
+    return EvaluationData.build(same, run, limit, "overfit_batches", "train_dataloaders", as_trained=True)

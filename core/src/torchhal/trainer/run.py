@@ -1,0 +1,170 @@
+"""Hold the state of one run: its strategy, model, data, hooks, results, settings and counters."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import nn
+
+from torchhal.resolve import Plan
+from torchhal.strategies import Strategy
+from torchhal.trainer._frozen_parameters import FrozenParameters
+from torchhal.trainer._hooks import Hooks
+from torchhal.trainer._progress import FitProgress
+from torchhal.trainer._run_output import RunOutput
+from torchhal.trainer._settings import RunSettings
+from torchhal.trainer._state import TrainerState
+from torchhal.trainer.callbacks import EarlyStopping, ModelCheckpoint, ProgressBar
+from torchhal.trainer.callbacks._written_files import new_run_id
+from torchhal.trainer.data._sources import DataSources
+from torchhal.trainer.logging._logged_metrics import Results
+
+__all__ = ["Run"]
+
+
+class Run(RunSettings, RunOutput):
+    """State of the fits and evaluations of one Trainer, in one process.
+
+    The Trainer makes it; the loops, the data, logging and checkpointing work on it. Only callbacks, the user's module
+    and loggers are handed the Trainer itself, as :attr:`trainer`. The settings of :class:`RunSettings` (``max_epochs``,
+    ``accumulate_grad_batches``, ...) are attributes as well.
+
+    Its settings come first; :meth:`compose` then takes the components that the arguments were resolved to.
+
+    Attributes:
+        plan: the resolved components and devices.
+        strategy: what the plan was built to.
+        module: the user's module; the strategy's wrapper of it is ``strategy.model``.
+        datamodule: the data module of the current call, or None.
+        sources: the loaders given to the current call, and the evaluation data made of them.
+        progress: the counters of the fit.
+        results: everything logged.
+        hooks: the hooks that callbacks and module override.
+        callbacks, loggers: in the order of their calls.
+        state: the function, stage and status of the current call.
+        enable_checkpointing: False where the user wants no ModelCheckpoint.
+        should_stop: whether somebody asked to end the fit; ranks agree on it between two steps.
+        current_hook: the hook that is running, which decides what ``self.log`` does by default.
+        ckpt_path: the checkpoint that the current call has loaded, or None.
+        log_dir: the folder of the first logger, the same on every rank; None without a logger, and before a run.
+        num_nodes: machines that take part; None where the launcher decides.
+        trainer_id: identifies the Trainer and its copies in workers, whichever run it continues.
+        run_id: identifies this run and those that continue it in its folder; rank 0's counts.
+        trained_elsewhere: whether the last fit ran in workers that are gone, and their optimizers with them.
+        trained_by: the optimizers and schedulers as checkpoints name them; None before they are known.
+        frozen_parameters: the parameters that are frozen, for checkpoints.
+
+    .. versionadded:: 0.2
+    """
+
+    plan: Plan
+    strategy: Strategy
+    results: Results
+    num_nodes: int | None
+
+    def __init__(self) -> None:
+        self.state = TrainerState()
+        self.module: Any = None
+        self.datamodule: Any = None
+        self.sources = DataSources()
+        self.progress = FitProgress()
+        self.loggers: list[Any] = []
+        self.callbacks: list[Any] = []
+        self.hooks = Hooks(self)
+        self.enable_checkpointing: bool | None = True
+        self.should_stop = False
+        self.current_hook: str | None = None
+        self.ckpt_path: str | None = None
+        self.log_dir: str | None = None
+        self.trainer_id = new_run_id()
+        self.run_id = new_run_id()
+        self.trained_elsewhere = False
+        self.trained_by: dict[str, Any] | None = None
+        self.frozen_parameters = FrozenParameters()
+        self.said: set[str] = set()
+        self._trainer: Any = None
+
+    def compose(self, plan: Plan) -> None:
+        """Take the components of ``plan``. From here on a setting is checked against the run whenever it is set."""
+        self.plan = plan
+        self.strategy = plan.build()
+        self.num_nodes = plan.num_nodes
+        self.results = Results(self.strategy)
+        self.progress = FitProgress(self.accumulate_grad_batches)
+        self.settled = True
+
+    @property
+    def trainer(self) -> Any:
+        """What callbacks, module and loggers are handed: the Trainer, which this run doesn't keep alive."""
+        trainer = None if self._trainer is None else self._trainer()
+        if trainer is None:
+            raise ReferenceError("the Trainer of this run is gone: keep it as long as the run")
+        return trainer
+
+    @trainer.setter
+    def trainer(self, trainer: Any) -> None:
+        self._trainer = weakref.ref(trainer)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_trainer": self.trainer}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.trainer = state["_trainer"]
+
+    # -- processes -------------------------------------------------------------------------------------------
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this process is rank 0."""
+        return bool(self.strategy.is_global_zero)
+
+    @property
+    def world_size(self) -> int:
+        """Processes of the job; outside of a run those that the plan will have.
+
+        So a batch size or a learning rate computed before ``fit`` is the same in the process that launches and in those
+        that it has launched.
+        """
+        return int(self.strategy.world_size) if self.strategy.is_set_up else self.plan.world_size
+
+    # -- counters --------------------------------------------------------------------------------------------
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps taken."""
+        return self.progress.global_step
+
+    @property
+    def current_epoch(self) -> int:
+        """Epochs finished, which is the index of the running one."""
+        return self.progress.epoch
+
+    # -- callbacks -------------------------------------------------------------------------------------------
+
+    @property
+    def checkpoint_callbacks(self) -> list[ModelCheckpoint]:
+        """The callbacks that save checkpoints."""
+        return [callback for callback in self.callbacks if isinstance(callback, ModelCheckpoint)]
+
+    @property
+    def early_stopping_callbacks(self) -> list[EarlyStopping]:
+        """The callbacks that end the fit by a metric."""
+        return [callback for callback in self.callbacks if isinstance(callback, EarlyStopping)]
+
+    @property
+    def progress_bar_callback(self) -> ProgressBar | None:
+        """The progress bar, or None."""
+        return next((callback for callback in self.callbacks if isinstance(callback, ProgressBar)), None)
+
+    # -- module ----------------------------------------------------------------------------------------------
+
+    def follow_module(self) -> None:
+        """Go on with the module that the strategy has: a precision may have put it in the place of the user's."""
+        module: nn.Module | None = self.strategy.module
+        if module is None or module is self.module:
+            return
+        self.module = self.results.module = module
+        if hasattr(type(module), "trainer"):
+            module.trainer = self.trainer
