@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from torchhal import Callback, Trainer, cli
 from torchhal.memory_estimate import build_model, model_memory
-from torchhal.trainer.loops._optimization import configure_optimizers
+from torchhal.trainer._configure_optimizers import configure_optimizers
 
 pytestmark = pytest.mark.timeout(170)
 

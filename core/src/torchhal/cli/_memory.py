@@ -75,7 +75,7 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
 
 def _measure(arguments: argparse.Namespace, request: Request, plan: Plan) -> ModelMemory:
     from torchhal.memory_estimate import build_model, model_memory
-    from torchhal.trainer.loops._optimization import configure_optimizers
+    from torchhal.trainer._configure_optimizers import configure_optimizers
 
     try:
         given = None if arguments.model_args is None else json.loads(arguments.model_args)

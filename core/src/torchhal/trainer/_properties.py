@@ -12,6 +12,7 @@ from torchhal.errors import ConfigurationError
 from torchhal.resolve import Plan
 from torchhal.strategies import Strategy
 from torchhal.suggestions import nearest
+from torchhal.trainer._configure_optimizers import SchedulerConfig
 from torchhal.trainer._forwarded import Forwarded
 from torchhal.trainer._hooks import Hooks
 from torchhal.trainer._settings import RunSettings, Setting
@@ -22,7 +23,6 @@ from torchhal.trainer.data._run_data import load_training_data
 from torchhal.trainer.logging._logged_metrics import Results
 from torchhal.trainer.loops._evaluation_loop import EvaluationLoop
 from torchhal.trainer.loops._fit_loop import FitLoop
-from torchhal.trainer.loops._optimization import SchedulerConfig
 from torchhal.trainer.run import Run
 
 

@@ -115,7 +115,7 @@ def execute(
             run.state.status = "finished"
             run.finalize_loggers("success")
             if fn == "fit":
-                status_lines.announce_end(run, loop.why_done())
+                status_lines.announce_end(run, loop.stop.reason())
             if to_message is not None:
                 result = to_message(result)
             else:

@@ -15,6 +15,7 @@ from torchhal.registry._hints import ATTRIBUTES
 from torchhal.resolve import Request, resolve
 from torchhal.trainer import _checkpointing as checkpointing
 from torchhal.trainer import _trained_by as trained_by
+from torchhal.trainer._configure_optimizers import SchedulerConfig, configure_optimizers
 from torchhal.trainer._connectors import check_model, make_callbacks, make_loggers
 from torchhal.trainer._hook_names import check_hook_names
 from torchhal.trainer._launch import launch
@@ -24,7 +25,6 @@ from torchhal.trainer.data._loaders import as_loaders, check_loader, check_train
 from torchhal.trainer.data._sources import DataSources, check_datamodule, check_no_second, find_source
 from torchhal.trainer.loops._evaluation_loop import EvaluationLoop
 from torchhal.trainer.loops._fit_loop import FitLoop, check_can_fit
-from torchhal.trainer.loops._optimization import SchedulerConfig, configure_optimizers
 from torchhal.trainer.run import Run
 
 _log = logging.getLogger("torchhal")

@@ -27,12 +27,10 @@ from torchhal.trainer.logging._log_options import batch_size_of
 from torchhal.trainer.loops._control_flow import DataPositionChanged, StopOnSignal
 from torchhal.trainer.loops._epoch_end import call_epoch_end
 from torchhal.trainer.loops._evaluation_loop import EvaluationLoop
-from torchhal.trainer.loops._optimization import Optimization, step_schedulers
+from torchhal.trainer.loops._optimization import Optimization
+from torchhal.trainer.loops._schedulers import step_schedulers
+from torchhal.trainer.loops._stop_conditions import StopConditions
 from torchhal.trainer.run import Run
-
-# Reasons for a stop that ranks agree on as they do on a signal; no signal has a negative number.
-STOP_ASKED = -1
-OUT_OF_TIME = -2
 
 
 class FitLoop(RunPart[Run]):
@@ -50,12 +48,11 @@ class FitLoop(RunPart[Run]):
         super().__init__(run)
         self.progress: FitProgress = run.progress
         self.evaluation = evaluation
+        self.stop = StopConditions(run)
         self.step_schedulers = False
         self.lr_scheduler_step: Callable[..., Any] | None = None
-        self.deadline: float | None = None
         self.optimization: Optimization | None = None
         self._got_batch = False
-        self._wish: int | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """See :meth:`.FitProgress.state_dict`."""
@@ -83,20 +80,20 @@ class FitLoop(RunPart[Run]):
         assert self.progress.data is not None
         self.progress.started = time.monotonic()
         self.progress.out_of_time = False
-        self._set_deadline()
+        self.stop.set_deadline()
         if run.max_time is not None:
             late = int(self.progress.elapsed_before >= run.max_time.total_seconds())
             if run.world_size > 1:  # the clock of any: after a fit each has its own
                 late = int(run.strategy.reduce(late, "max"))
             if late:
                 run.should_stop = self.progress.out_of_time = True
-        self._wish = None
+        self.stop.begin()
         if self.progress.data.length == 0:
             return
-        if self._done():
+        if self.stop.is_done():
             if self.progress.epoch or self.progress.total_batches:  # not what was asked for, as with max_epochs=0
                 run.warn_once(
-                    f"fit has nothing to do: {self.why_done()}. To go on, raise trainer.fit_loop.max_epochs or "
+                    f"fit has nothing to do: {self.stop.reason()}. To go on, raise trainer.fit_loop.max_epochs or "
                     "max_steps; another model wants a Trainer of its own"
                 )
             return
@@ -106,7 +103,7 @@ class FitLoop(RunPart[Run]):
             run.frozen_parameters.begin(run.module, run.ckpt_path, run.warn_once)
         if not self.progress.batches_done:
             self._restore_rng()
-        while not self._done():
+        while not self.stop.is_done():
             try:
                 self._run_epoch()
             except DataPositionChanged:
@@ -120,49 +117,6 @@ class FitLoop(RunPart[Run]):
         generators, self.progress.generators = self.progress.generators, None
         if generators is not None:
             rng.restore(generators, self.run.strategy.accelerator, self.run.strategy.root_device)
-
-    def _steps_reached(self) -> bool:
-        return self.run.max_steps != -1 and self.progress.global_step >= self.run.max_steps
-
-    def _done(self) -> bool:
-        """Whether training is over; the same on every rank."""
-        run = self.run
-        if self._steps_reached():
-            return True
-        if run.max_epochs is not None and run.max_epochs != -1 and self.progress.epoch >= run.max_epochs:
-            return True
-        return run.should_stop and self._minimum_reached()
-
-    def why_done(self) -> str:
-        """What has ended the latest fit, or leaves nothing to do for the next one."""
-        run = self.run
-        if self.progress.data is not None and self.progress.data.length == 0:
-            return "its limit allows no training batch"
-        if self._steps_reached():
-            return f"max_steps={run.max_steps} is reached at optimizer step {self.progress.global_step}"
-        if self.progress.out_of_time:
-            return f"max_time is used up ({run.max_time})"
-        if run.should_stop:
-            reasons = [callback.stop_reason for callback in run.early_stopping_callbacks if callback.stop_reason]
-            return f"EarlyStopping: {reasons[0]}" if reasons else "trainer.should_stop is set"
-        return f"max_epochs={run.max_epochs} is reached after {self.progress.epoch} epoch(s)"
-
-    def _set_deadline(self) -> None:
-        limit = self.run.max_time
-        self.deadline = (
-            None if limit is None else self.progress.started + limit.total_seconds() - self.progress.elapsed_before
-        )
-
-    def _late(self) -> bool:
-        return self.deadline is not None and time.monotonic() > self.deadline
-
-    def _stop_if_late(self) -> None:
-        if not self.run.should_stop and self._late():
-            self.run.should_stop = self.progress.out_of_time = True
-
-    def _minimum_reached(self) -> bool:
-        run = self.run
-        return self.progress.epoch >= (run.min_epochs or 0) and self.progress.global_step >= (run.min_steps or 0)
 
     def _reposition(self) -> None:
         """Go on where the counters are now, in this process's own order of the data and with its random numbers."""
@@ -300,7 +254,7 @@ class FitLoop(RunPart[Run]):
                     exhaust_sampler(batches)
                 return not last
             late = deadline is not None and time.monotonic() > deadline
-            if (watch.stop_requested or run.should_stop or late) and self._stop_at_boundary(alone):
+            if (watch.stop_requested or run.should_stop or late) and self.stop.stops_at_boundary(alone):
                 return not last
             if last:
                 if whole:  # else it was a limit, and what is left of the sampler stays undrawn
@@ -321,7 +275,7 @@ class FitLoop(RunPart[Run]):
         run, optimization = self.run, self.optimization
         assert optimization is not None
         self.progress.settings_changed = False
-        self._set_deadline()
+        self.stop.set_deadline()
         if self.progress.accumulate != run.accumulate_grad_batches:
             if self.progress.has_gradients:
                 self.progress.settings_changed = True  # until the accumulation that has begun is at its end
@@ -331,7 +285,7 @@ class FitLoop(RunPart[Run]):
         # rank 0 may have loggers that others have not, so they don't decide whether ranks meet
         log_every = run.log_every_n_steps if run.loggers or run.results.leader else 0
         validate_every, crossing = self.validation_interval(length), run.check_val_every_n_epoch is None
-        return optimization.accumulate, run.max_steps, log_every, validate_every, crossing, self.deadline
+        return optimization.accumulate, run.max_steps, log_every, validate_every, crossing, self.stop.deadline
 
     def _log_loss(self, output: Any, batch: Any) -> None:
         """What ``self.log("loss", loss, prog_bar=True, on_step=True, on_epoch=True)`` does in a ``torchhal.Module``."""
@@ -432,28 +386,6 @@ class FitLoop(RunPart[Run]):
         run.current_hook = "training_step"
         return isinstance(response, int) and response == -1
 
-    def _stop_at_boundary(self, alone: bool) -> bool:
-        """Somebody wants to stop: True when every rank does so here; raises Interrupted for a signal."""
-        run = self.run
-        watch = run.strategy.watch
-        if alone:
-            if watch.stop_requested and (signum := watch.agree_on_stop_step()) is not None:
-                raise StopOnSignal(signum)
-            self._stop_if_late()
-            return run.should_stop and self._minimum_reached()
-        # one rank's clock or callback may be alone in this: agree as on a signal, without a collective per step
-        wish = STOP_ASKED if run.should_stop else OUT_OF_TIME if self._late() else None
-        if wish is not None and wish != self._wish and self._minimum_reached():
-            self._wish = wish  # once: a signal that comes later must not be forgotten over it
-            watch.request_stop(wish)
-        if watch.stop_requested and (signum := watch.agree_on_stop_step()) is not None:
-            if signum > 0:
-                raise StopOnSignal(signum)
-            run.should_stop = True
-            self.progress.out_of_time = signum == OUT_OF_TIME
-            return self._minimum_reached()
-        return False
-
     def _together(self, batches: Iterator[Any]) -> Iterator[Any]:
         """A loader without a length over several ranks: all end together, with the first that runs out."""
         decide = self.run.strategy.reduce_boolean_decision
@@ -481,7 +413,7 @@ class FitLoop(RunPart[Run]):
         call_epoch_end(run, "on_train_epoch_end", before_monitors=lambda: self._epoch_schedulers(complete))
         run.log_epoch()
         results.reset()
-        self._stop_if_late()
+        self.stop.stop_if_late()
         if run.world_size > 1:
             mine = [int(run.should_stop), int(self.progress.out_of_time), int(self.progress.settings_differ)]
             stops, late, differ = run.strategy.reduce(mine, "max")
