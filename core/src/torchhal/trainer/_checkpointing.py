@@ -23,12 +23,12 @@ from torchhal.errors import (
 from torchhal.resolve._checkpoint_ios import usable_ios
 from torchhal.strategies._optimizer_state import parameters_without_state
 from torchhal.trainer import _checkpoint_digests as checkpoint_digests
+from torchhal.trainer import _elastic_resume as elastic_resume
 from torchhal.trainer._callback_states import callback_states, load_callback_states, unchanged_by_errors
 from torchhal.trainer._checkpoint_fields import check_format, check_training_state, check_weights
 from torchhal.trainer._frozen_parameters import KEY as FROZEN
 from torchhal.trainer._trained_by import check_same
 from torchhal.trainer.callbacks._written_files import runs_beside
-from torchhal.trainer.data import _elastic_resume as elastic_resume
 
 if TYPE_CHECKING:
     from torchhal.trainer.run import Run

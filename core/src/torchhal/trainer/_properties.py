@@ -15,11 +15,11 @@ from torchhal.suggestions import nearest
 from torchhal.trainer._configure_optimizers import SchedulerConfig
 from torchhal.trainer._forwarded import Forwarded
 from torchhal.trainer._hooks import Hooks
+from torchhal.trainer._run_data import load_training_data
 from torchhal.trainer._settings import RunSettings, Setting
 from torchhal.trainer._state import TrainerState
 from torchhal.trainer.callbacks import EarlyStopping, ModelCheckpoint, ProgressBar
 from torchhal.trainer.data._loaders import find_loaders
-from torchhal.trainer.data._run_data import load_training_data
 from torchhal.trainer.logging._logged_metrics import Results
 from torchhal.trainer.loops._evaluation_loop import EvaluationLoop
 from torchhal.trainer.loops._fit_loop import FitLoop

@@ -15,11 +15,13 @@ from torchhal.distributed.failures import exit_for_signal
 from torchhal.distributed.signals import DEFAULT_SIGNALS, StopRequested, StopSignals, at_once
 from torchhal.errors import ModelError, RankFailedError
 from torchhal.trainer import _checkpointing as checkpointing
+from torchhal.trainer import _elastic_resume as elastic_resume
 from torchhal.trainer import _rank_consistency as rank_consistency
 from torchhal.trainer import _status_lines as status_lines
 from torchhal.trainer._callback_states import begin_anew
 from torchhal.trainer._connectors import make_callbacks
 from torchhal.trainer._hook_names import check_hook_names
+from torchhal.trainer._run_data import load_training_data, load_validation_data
 from torchhal.trainer._state import TrainerState
 from torchhal.trainer._stop_handling import (
     job_of,
@@ -31,11 +33,9 @@ from torchhal.trainer._stop_handling import (
 )
 from torchhal.trainer._torch_flags import save_torch_flags, set_torch_flags
 from torchhal.trainer.callbacks import ModelCheckpoint
-from torchhal.trainer.data import _elastic_resume as elastic_resume
 from torchhal.trainer.data._evaluation_data import EvaluationData
 from torchhal.trainer.data._iterators import close_loader
 from torchhal.trainer.data._loaders import as_loaders, find_loaders, is_one_shot
-from torchhal.trainer.data._run_data import load_training_data, load_validation_data
 from torchhal.trainer.loggers.base import FolderLogger
 from torchhal.trainer.loops._control_flow import StopOnSignal
 from torchhal.trainer.loops._evaluation_loop import EvaluationLoop

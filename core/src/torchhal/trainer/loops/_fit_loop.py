@@ -12,17 +12,17 @@ from torchhal import rng
 from torchhal.distributed.signals import at_once
 from torchhal.errors import ConfigurationError, ModelError
 from torchhal.pytree import map_tensors
+from torchhal.trainer import _elastic_resume as elastic_resume
 from torchhal.trainer import _rank_consistency as rank_consistency
 from torchhal.trainer._forwarded import Forwarded
 from torchhal.trainer._hook_names import near_miss
 from torchhal.trainer._hooks import module_hook
 from torchhal.trainer._progress import FitProgress
+from torchhal.trainer._run_data import load_training_data, load_validation_data
 from torchhal.trainer._run_part import RunPart
-from torchhal.trainer.data import _elastic_resume as elastic_resume
 from torchhal.trainer.data._batch_transfer import batch_transfer
 from torchhal.trainer.data._iterators import close_iterator, exhaust_sampler
 from torchhal.trainer.data._loaders import no_batch, share_of
-from torchhal.trainer.data._run_data import load_training_data, load_validation_data
 from torchhal.trainer.logging._log_options import batch_size_of
 from torchhal.trainer.loops._control_flow import DataPositionChanged, StopOnSignal
 from torchhal.trainer.loops._epoch_end import call_epoch_end

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from torchhal.errors import ModelError
-from torchhal.trainer.data import _elastic_resume as elastic_resume
+from torchhal.trainer import _elastic_resume as elastic_resume
 from torchhal.trainer.data._evaluation_data import EvaluationData
 from torchhal.trainer.data._loaders import as_loaders, find_loaders
 from torchhal.trainer.data._training_data import TrainingData
