@@ -25,6 +25,8 @@ def load_callback_states(callbacks: Sequence[Any], states: Mapping[str, Any], pa
     """Give each callback the state of its key; one that was not there before begins anew.
 
     Args:
+        callbacks: those of the Trainer.
+        states: what :func:`callback_states` gave.
         path: the checkpoint that ``states`` come from, for messages; None for what another process of this run says.
 
     Raises:
@@ -49,10 +51,16 @@ def load_callback_states(callbacks: Sequence[Any], states: Mapping[str, Any], pa
 
 
 def begin_anew(callbacks: Sequence[Any], trainer_id: str) -> Callable[[], None]:
-    """Reset the callbacks that have served another Trainer, as in the folds of a cross-validation; return what gives
-    them back what they knew, for a fit that is refused, to be called after their ``teardown``.
+    """Reset the callbacks that have served another Trainer, as in the folds of a cross-validation.
 
     A second fit of the same Trainer goes on, and so do they.
+
+    Args:
+        callbacks: those of the Trainer that begins a fit.
+        trainer_id: identifies that Trainer.
+
+    Returns:
+        What gives the callbacks back their state, for a fit that is refused; to be called after their ``teardown``.
     """
     others: list[tuple[Callback, dict[str, Any]]] = []
     for callback in callbacks:
@@ -74,8 +82,7 @@ def begin_anew(callbacks: Sequence[Any], trainer_id: str) -> Callable[[], None]:
 
 @contextmanager
 def unchanged_by_errors(callbacks: Sequence[Any]) -> Iterator[None]:
-    """Give ``callbacks`` back the attributes that they have now if what is done inside fails; what they have changed in
-    place stays changed."""
+    """Restore the attributes of ``callbacks`` if the body fails; what they have changed in place stays changed."""
     before = [dict(getattr(callback, "__dict__", {})) for callback in callbacks]
     try:
         yield

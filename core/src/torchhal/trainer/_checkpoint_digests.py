@@ -21,9 +21,10 @@ metrics the type and the shape count, since reading gigabytes again would double
 
 
 def digests(checkpoint: Mapping[str, Any], *, sharded: bool) -> dict[str, str]:
-    """A digest for each part of ``checkpoint`` but its weights, by the part's name (``"ranks/0"``).
+    """Return a digest for each field of ``checkpoint`` but its weights, by the field's name (``"ranks/0"``).
 
     Args:
+        checkpoint: what is saved.
         sharded: whether every rank saves its own part of gradients and of the optimizers' state, so that none knows
             what a load gives.
     """
@@ -71,7 +72,7 @@ def _parts(checkpoint: Mapping[str, Any], *, sharded: bool) -> Iterator[tuple[st
 
 
 def _items(checkpoint: Mapping[str, Any], name: str) -> Iterator[tuple[str, Any]]:
-    """The number of a list's or dict's items, and each of them."""
+    """Return the number of a list's or dict's items, and each of them."""
     value = checkpoint.get(name)
     if isinstance(value, Mapping):
         yield name, sorted(map(str, value))
@@ -88,9 +89,10 @@ class _UnknownTensorError(Exception):
 
 
 def _digest(value: Any, form: str | None = None) -> str | None:
-    """The same for a value before a save and after a load; None if unknowable.
+    """Return a digest that is the same for a value before a save and after a load; None if unknowable.
 
     Args:
+        value: a field of the checkpoint.
         form: that of the saved digest: "v", with the values of small tensors, or "s", with the shapes of all alone, as
             where one was on a device, which would have been asked for each of them.
     """

@@ -38,7 +38,7 @@ class Field:
         )
 
     def at(self, key: Any) -> Field:
-        """The item ``key`` of a dict or list, which must be there."""
+        """Return the item ``key`` of a dict or list, which must be there."""
         try:
             value = self.value[key]
         except (KeyError, IndexError, TypeError):
@@ -51,7 +51,7 @@ class Field:
         return f"{self.place}/{key}" if self.place else str(key)
 
     def optional(self, key: Any) -> Field | None:
-        """The item ``key`` of a dict, or None where there is none."""
+        """Return the item ``key`` of a dict, or None where there is none."""
         return self.at(key) if key in self.dict().value else None
 
     def dict(self) -> Field:
@@ -92,7 +92,7 @@ class Field:
             raise self.refuse("a finite number of seconds")
 
     def taken_by(self, take: Callable[[Any], object], expected: str) -> None:
-        """What a library's own function, called to try, doesn't refuse."""
+        """Accept what a library's own function, called to try, doesn't refuse."""
         try:
             take(self.value)
         except Exception as error:
@@ -183,8 +183,7 @@ def _check_trained_by(root: Field) -> None:
 
 
 def _check_frozen(root: Field) -> None:
-    """As :meth:`torchhal.trainer._frozen_parameters.FrozenParameters.state` gives it. Names that the model lacks are
-    nobody's."""
+    """Check what :meth:`.FrozenParameters.state` gave; names that the model lacks are ignored."""
     frozen = root.optional("frozen")
     if frozen is None:
         return
@@ -236,7 +235,7 @@ def _check_results(results: Field) -> None:
 
 
 def _check_payload(payload: Field) -> None:
-    """An accumulation that the end of the epoch reads; see ``_metric_accumulators.pack``."""
+    """Check an accumulation that the end of the epoch reads; see ``_metric_accumulators.pack``."""
     for name in ("name", "suffix"):
         payload.at(name).text()
     for name in ("both", "logger", "prog_bar", "wide", "sync"):

@@ -1,4 +1,4 @@
-"""A training run as one dictionary of plain data, and back."""
+"""Save the state of a run as one dictionary of plain data, and restore it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ if TYPE_CHECKING:
 
 
 def dump_checkpoint(run: Run, *, weights_only: bool = False) -> dict[str, Any]:
-    """The state between two batches. Called on every rank, since gathering it communicates; rank 0's is written.
+    """Return the state between two batches.
+
+    Called on every rank, since gathering it communicates; rank 0's is written.
 
     Args:
         run: a run whose model is set up.
@@ -92,7 +94,7 @@ def dump_checkpoint(run: Run, *, weights_only: bool = False) -> dict[str, Any]:
 
 
 def _dump_hparams(run: Run, owner: Any, checkpoint: dict[str, Any]) -> None:
-    """What ``load_from_checkpoint`` makes ``owner`` of again, and the names of what the caller has to give then."""
+    """Save the hyperparameters of which ``load_from_checkpoint`` makes ``owner`` again, and the names of the others."""
     plain, objects = {}, {}
     for name, value in owner.hparams.items():
         try:
@@ -113,8 +115,9 @@ def _dump_hparams(run: Run, owner: Any, checkpoint: dict[str, Any]) -> None:
 
 
 def read_checkpoint(run: Run, path: str) -> dict[str, Any]:
-    """The checkpoint at ``path``, checked, and shown to callbacks and module, which may change it, before anything is
-    made of it; the module may still change its parameters then.
+    """Load the checkpoint at ``path``, check it, and show it to callbacks and module, which may change it.
+
+    Nothing is made of it yet: the module may still change its parameters.
 
     Raises:
         CheckpointCorruptError: a value is not what was saved, or can't be; the message names its field.
@@ -139,7 +142,7 @@ def read_checkpoint(run: Run, path: str) -> dict[str, Any]:
 
 
 def restore_datamodule(run: Run, checkpoint: Mapping[str, Any], path: str) -> None:
-    """The data module's state, before any of its loaders is made: they may depend on it."""
+    """Restore the data module's state, before any of its loaders is made: they may depend on it."""
     datamodule = run.datamodule
     if hasattr(datamodule, "load_state_dict") and (name := type(datamodule).__qualname__) in checkpoint:
         with _naming(path, name):
@@ -147,8 +150,10 @@ def restore_datamodule(run: Run, checkpoint: Mapping[str, Any], path: str) -> No
 
 
 def check_fits(run: Run, checkpoint: Mapping[str, Any], path: str) -> None:
-    """Raise CheckpointMismatchError where this run has other optimizers, groups or schedulers than the one saved, or
-    can't take their states. Nothing is restored yet."""
+    """Raise CheckpointMismatchError where this run can't take the states of the saved optimizers or schedulers.
+
+    Nothing is restored yet.
+    """
     strategy = run.strategy
     _match(path, "optimizer_states", "optimizer", checkpoint, strategy.optimizers)
     _match(path, "lr_schedulers", "lr_scheduler", checkpoint, strategy.lr_scheduler_configs)
@@ -175,7 +180,7 @@ def check_fits(run: Run, checkpoint: Mapping[str, Any], path: str) -> None:
 
 
 def _other_weights(run: Run, checkpoint: Mapping[str, Any], path: str) -> str:
-    """What to say where the weights, too, have other shapes or names than the model's; "" where they don't."""
+    """Return how the weights, too, differ from the model's in shapes or names; "" where they don't."""
     module, saved = run.strategy.module, checkpoint["state_dict"]
     own = {} if module is None else module.state_dict()
     differ = [
@@ -194,8 +199,10 @@ def _other_weights(run: Run, checkpoint: Mapping[str, Any], path: str) -> str:
 
 
 def restore_weights(run: Run, checkpoint: dict[str, Any], path: str) -> None:
-    """The module's weights, through the strategy that has set it up; for a fit first whatever may be refused by those
-    alone who take it. On an error the callbacks are as before."""
+    """Restore the module's weights through the strategy that has set it up.
+
+    For a fit, first restores whatever only its owner can refuse; on an error the callbacks are as before.
+    """
     strategy, strict = run.strategy, getattr(run.module, "strict_loading", True)
     with unchanged_by_errors(run.callbacks):
         if run.state.fn == "fit":
@@ -212,7 +219,7 @@ def restore_weights(run: Run, checkpoint: dict[str, Any], path: str) -> None:
 
 
 def restore_training(run: Run, checkpoint: dict[str, Any], path: str) -> None:
-    """Everything else a fit continues from: exact when the number of replicas is the same."""
+    """Restore everything else that a fit continues from: exact when the number of replicas is the same."""
     strategy, fit = run.strategy, run.progress
     for index, (optimizer, state) in enumerate(zip(strategy.optimizers, checkpoint["optimizer_states"], strict=True)):
         with _naming(path, f"optimizer_states/{index}"):
@@ -236,7 +243,7 @@ def restore_training(run: Run, checkpoint: dict[str, Any], path: str) -> None:
 
 @contextmanager
 def _naming(path: str, field: str) -> Iterator[None]:
-    """What goes wrong inside is the checkpoint's: its path and the field are put into the message."""
+    """Raise errors of the body as CheckpointMismatchError that name the checkpoint's path and the field."""
     try:
         yield
     except DistributedError:
@@ -255,7 +262,7 @@ def _match(path: str, field: str, what: str, checkpoint: Mapping[str, Any], pres
 
 
 def last_checkpoint(run: Run) -> str | None:
-    """What ``ckpt_path="last"`` means: the newest complete checkpoint of this run's folders, or None.
+    """Return what ``ckpt_path="last"`` means: the newest complete checkpoint of this run's folders, or None.
 
     The folders are those of the Trainer's ModelCheckpoint callbacks; where one follows the logger into a folder
     per run (``version_N``), the newest earlier run that has a checkpoint.
@@ -264,7 +271,7 @@ def last_checkpoint(run: Run) -> str | None:
 
 
 def _last_folders(run: Run) -> list[list[str]]:
-    """The checkpoints of each folder in which the last one is looked for, in the order of the saves."""
+    """List the checkpoints of each folder in which the last one is looked for, in the order of the saves."""
     io = run.strategy.checkpoint_io
     found: dict[str, list[str]] = {}
     for callback in run.checkpoint_callbacks:
@@ -286,7 +293,7 @@ def _folders(run: Run) -> str:
 
 
 def resolve_path(run: Run, ckpt_path: Any) -> str | None:
-    """The file that ``ckpt_path`` means: None, a path, "last" or "best"."""
+    """Return the file that ``ckpt_path`` means: None, a path, "last" or "best"."""
     if ckpt_path is None:
         return None
     if ckpt_path == "best":
@@ -329,7 +336,7 @@ def _refuse_other(run: Run, path: str) -> None:
 
 
 def _refuse_others(run: Run, folders: list[list[str]]) -> None:
-    """The same, for the newest in the first of each callback's folders that has any."""
+    """Raise the same for the newest in the first of each callback's folders that has any."""
     problem = None
     if run.is_global_zero:
         for alias, io in _others(run):
@@ -351,8 +358,10 @@ def _of_other(alias: str, path: str) -> str:
 
 
 def _refuse_several_runs(run: Run, newest: str, paths: list[str]) -> None:
-    """Raise ConfigurationError, on every rank, where another run saved beside the one that saved ``newest``: which of
-    them is to be continued, nobody can tell."""
+    """Raise ConfigurationError, on every rank, where another run saved beside the one that saved ``newest``.
+
+    Which of them is to be continued can't be told.
+    """
     problem = None
     if run.is_global_zero:
         io = run.strategy.checkpoint_io

@@ -117,7 +117,7 @@ def _scheduler_config(item: Any, model: str, schedulers: Sequence[Any]) -> Sched
 
 
 def _check_parameters(optimizers: Sequence[Any], module: Any, model: str) -> None:
-    """An optimizer over tensors that aren't this model's trains nothing: another model's, a copy's."""
+    """Raise ModelError for an optimizer over tensors of another model or of a copy: it would train nothing."""
     own = {id(parameter) for parameter in module.parameters()}
     for optimizer in optimizers:
         given = [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -1,4 +1,4 @@
-"""A run that goes on with another number of replicas: batches per step, generators, the rest of the epoch."""
+"""Continue a run with another number of replicas: batches per step, generators, the rest of the epoch."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 def data_parallel_rank(run: Run) -> tuple[int, int]:
-    """(replicas, which of them): ranks of one model that share its batches count as one."""
+    """Return the number of replicas and this one's index; ranks that share the batches of one model count as one."""
     kwargs: Mapping[str, int] | None = run.strategy.distributed_sampler_kwargs
     return (1, 0) if kwargs is None else (kwargs["num_replicas"], kwargs["rank"])
 
 
 def record_batch_setup(run: Run, checkpoint: Mapping[str, Any] | None) -> None:
-    """A fit, before its strategy prepares: what optimizer steps took before is known, what batches hold now isn't."""
+    """Record what optimizer steps took in the run that is continued, before the strategy prepares a fit."""
     fit = run.progress
     fit.asked_accumulate = fit.accumulate = run.accumulate_grad_batches
     fit.before = {} if checkpoint is None else checkpoint.get("loops", {}).get("fit", {})
@@ -54,8 +54,10 @@ def choose_accumulation(run: Run, data: TrainingData) -> None:
 
 
 def change_accumulation(run: Run) -> None:
-    """Take the ``accumulate_grad_batches`` that a hook has set, between two optimizer steps. What the script asked for
-    stays known, so a life that goes on from here takes as much to a step."""
+    """Take the ``accumulate_grad_batches`` that a hook has set, between two optimizer steps.
+
+    What the script asked for stays known, so a run that continues from here takes as much to a step.
+    """
     fit = run.progress
     _accumulate(run, run.accumulate_grad_batches)
     fit.step_size = fit.accumulate * data_parallel_rank(run)[0] * fit.batch_size
@@ -68,7 +70,7 @@ def _accumulate(run: Run, batches: int) -> None:
 
 
 def _settle_accumulation(run: Run) -> str:
-    """With the optimizers known: what changed, in words; "" for nothing."""
+    """Settle the accumulation with the optimizers known; return what changed, in words, "" for nothing."""
     fit = run.progress
     if any(map(needs_closure, run.strategy.optimizers)):  # these evaluate a batch several times within one step
         _accumulate(run, fit.asked_accumulate)
@@ -84,7 +86,7 @@ def _settle_accumulation(run: Run) -> str:
 
 
 def restore_rank(run: Run, checkpoint: Mapping[str, Any], path: str) -> None:
-    """This rank's generators and position in the data, whatever number of replicas has written ``checkpoint``."""
+    """Restore this rank's generators and data position, whatever number of replicas has written ``checkpoint``."""
     strategy, fit, ranks = run.strategy, run.progress, checkpoint["ranks"]
     mine = data_parallel_rank(run)
     shares = _shares(ranks)
@@ -126,14 +128,14 @@ def restore_rank(run: Run, checkpoint: Mapping[str, Any], path: str) -> None:
 
 
 def _has_same_batches(run: Run, checkpoint: Mapping[str, Any]) -> bool:
-    """Whether this rank has the share of one before, and batches of the same size for an epoch in its midst."""
+    """Return whether this rank has the share of a former one, and batches of the same size within an epoch."""
     fit = run.progress
     resized = fit.batches_done > 0 and fit.before.get("batch_size", fit.batch_size) != fit.batch_size
     return data_parallel_rank(run) in _shares(checkpoint["ranks"]) and not resized
 
 
 def _other_data(run: Run, entry: Mapping[str, Any]) -> str:
-    """What is not as it was when the rank of ``entry`` saved, in sentences; "" for nothing."""
+    """Return what is not as it was when the rank of ``entry`` saved, in sentences; "" for nothing."""
     fit, position = run.progress, entry["data"] or {}
     before = fit.before.get("batch_size", fit.batch_size)
     said = "" if before == fit.batch_size else f"A batch has {fit.batch_size} sample(s), not {before} as before. "
@@ -153,8 +155,10 @@ def _items(fit: Any) -> str:
 
 
 def carries_accumulated_grads(run: Run, checkpoint: Mapping[str, Any]) -> bool:
-    """Whether an accumulation that the checkpoint was written in goes on: with other replicas, or batches of another
-    size, it begins again."""
+    """Return whether an accumulation that the checkpoint was written in goes on.
+
+    With other replicas, or batches of another size, it begins again.
+    """
     return _has_same_batches(run, checkpoint)
 
 
@@ -163,7 +167,7 @@ def _shares(ranks: list[dict[str, Any]]) -> list[tuple[int, int]]:
 
 
 def _used(checkpoint: Mapping[str, Any]) -> int | None:
-    """Items of the epoch, in its order, that optimizer steps have seen; None where nobody knows the order."""
+    """Return how many items of the epoch optimizer steps have used; None where the order is unknown."""
     ranks, fit = checkpoint["ranks"], checkpoint["loops"]["fit"]
     order = (ranks[0]["data"] or {}).get("order")
     if order is None:
@@ -176,7 +180,7 @@ def _used(checkpoint: Mapping[str, Any]) -> int | None:
 
 
 def _rest(run: Run, entry: dict[str, Any], used: int) -> dict[str, Any]:
-    """Give the epoch what is left after ``used`` items; the position at its beginning."""
+    """Give the epoch what is left after ``used`` items; return the position at its beginning."""
     fit = run.progress
     data = fit.data
     assert data is not None
@@ -200,13 +204,13 @@ def _nearest_batch(run: Run, entry: dict[str, Any]) -> None:
 
 
 def batch_size(fit: Any) -> int | None:
-    """Samples per batch and replica, where the training loader says it."""
+    """Return the samples per batch and replica, where the training loader tells; else None."""
     size = getattr(fit.data.loader, "batch_size", None) if fit.data is not None else None
     return size if isinstance(size, int) and not isinstance(size, bool) and size > 0 else None
 
 
 def _generators(ranks: list[dict[str, Any]], rank: int) -> dict[str, Any]:
-    """A rank that was there before goes on with its random numbers; a new one gets others, made from a former's."""
+    """Return the generator states of a rank: its own from before, or others made of a former rank's."""
     state: dict[str, Any] = ranks[rank % len(ranks)]["rng"]
     if rank < len(ranks):
         return state

@@ -73,8 +73,7 @@ _SAME_WORD: Final[Mapping[str, str]] = {
 
 
 def check_hook_names(module: Any, datamodule: Any, callbacks: list[Any]) -> list[str]:
-    """Raise ModelError for a removed hook, or one that can't be called as it is; the names that were probably meant to
-    be hooks, in sentences.
+    """Raise ModelError for a removed hook, or one that can't be called; return warnings of names that nearly are hooks.
 
     Only methods that users have defined are looked at, and of those only the ones that are named like hooks:
     ``on_...``, ``..._step``, ``..._epoch_end`` and ``..._dataloader``. Others are their own business.
@@ -97,7 +96,7 @@ def check_hook_names(module: Any, datamodule: Any, callbacks: list[Any]) -> list
 
 
 def near_miss(owner: Any, hook: str) -> str | None:
-    """A method that the user has probably meant to be ``hook``."""
+    """Return a method that the user has probably meant to be ``hook``."""
     return next((name for name in sorted(set(_own_methods(owner))) if _meant(name, frozenset({hook}), set())), None)
 
 
@@ -142,7 +141,7 @@ def _own_methods(owner: Any) -> Iterator[str]:
 
 
 def _meant(name: str, known: frozenset[str], own: set[str]) -> str | None:
-    """The hook that ``name`` was probably to be, unless the object has that one too."""
+    """Return the hook that ``name`` was probably to be, unless the object has that one too."""
     meant = None
     if name.startswith("on_"):
         usual = "_".join(_SAME_WORD.get(word, word) for word in name.split("_"))
@@ -160,12 +159,12 @@ def _meant(name: str, known: frozenset[str], own: set[str]) -> str | None:
 
 
 def _without_case(name: str) -> str:
-    """``set_up``, ``setUp`` and ``setups`` are written alike."""
+    """Return the one form of ``set_up``, ``setUp`` and ``setups``."""
     return name.replace("_", "").lower().removesuffix("s")
 
 
 def _with_that_ending(stem: str, ending: str, known: frozenset[str]) -> str | None:
-    """The known hook of that ending whose stem is ``stem`` cut short or drawn out, or nearly it."""
+    """Return the known hook of that ending whose stem is ``stem`` cut short or drawn out, or nearly it."""
     stems = {hook.removesuffix(ending).removeprefix("on_"): hook for hook in known if hook.endswith(ending)}
     for other, hook in stems.items():
         short, long = sorted((stem, other), key=len)

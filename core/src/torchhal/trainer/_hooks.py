@@ -13,7 +13,7 @@ from torchhal.trainer.callbacks import Callback
 
 
 def module_hook(module: Any, name: str) -> Callable[..., Any] | None:
-    """The model's own body of a hook, or None."""
+    """Return the model's own body of a hook, or None."""
     if not hasattr(module, name) or not overrides(module, ModuleHooks, name):
         return None
     function: Callable[..., Any] = getattr(module, name)

@@ -68,7 +68,7 @@ def run_in_worker(trainer: Any, run: Run, loop: FitLoop, fn: str, ckpt_path: Any
 
 
 def pack_worker_result(run: Run, result: Any) -> dict[str, Any]:
-    """What a worker sends back to the process that called fit; rank 0's is heard."""
+    """Return what a worker sends to the process that called fit, which takes over rank 0's."""
     state = run.strategy.module_state_dict()  # every rank helps to gather it
     return {
         "result": result,

@@ -47,7 +47,7 @@ def _settings(run: Run) -> dict[str, str]:
 
 
 def _description(optimizer: Optimizer) -> str:
-    """The class and what it was made with. Not its groups: ranks that hold parts of a model may have other ones."""
+    """Return the class and its arguments; not its groups, as ranks that hold parts of a model may have other ones."""
     defaults: dict[str, Any] = getattr(optimizer, "defaults", {})
     options = ", ".join(f"{name}={value}" for name, value in sorted(defaults.items()) if _is_plain(value))
     return f"{type(optimizer).__name__}({options})"

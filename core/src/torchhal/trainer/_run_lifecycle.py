@@ -162,7 +162,7 @@ def choose_log_folders(run: Run, fn: str) -> None:
 
 
 def close_loaders(run: Run) -> None:
-    """End the workers that outlive an epoch: they don't outlive the run."""
+    """End the loaders' worker processes that outlive an epoch: they don't outlive the run."""
     sources = run.sources
     loaders = [*sources.validation_data.loaders, *sources.evaluation_data.loaders]
     if run.progress.data is not None:
@@ -172,14 +172,14 @@ def close_loaders(run: Run) -> None:
 
 
 def has_begun(run: Run, loop: FitLoop) -> bool:
-    """Whether this call came as far as its steps; a sanity check comes before those of fit."""
+    """Return whether this call came as far as its steps; a sanity check comes before those of fit."""
     if run.state.fn == "fit":
         return loop.optimization is not None
     return bool(run.results.stage == run.state.fn)
 
 
 def run_stage(run: Run, loop: FitLoop, fn: str) -> Any:
-    """Everything between the set-up and the tear-down."""
+    """Run the loops of a call, between its set-up and its tear-down."""
     if fn != "fit":
         return evaluate(run, loop.evaluation, fn)
     fit(run, loop)
@@ -212,7 +212,7 @@ def bind_trainer(run: Run, loop: FitLoop, fn: str) -> None:
 
 
 def set_up(run: Run, loop: FitLoop, fn: str, ckpt_path: Any, on_refusal: ExitStack) -> None:
-    """Hooks, model, weights, optimizers and state, in the order that every strategy can carry."""
+    """Set up hooks, model, weights, optimizers and state, in the order that every strategy can carry."""
     strategy, module, datamodule = run.strategy, run.module, run.datamodule
     for owner in (datamodule, module):
         prepare = getattr(owner, "prepare_data", None)
@@ -287,7 +287,7 @@ def add_model_callbacks(run: Run) -> None:
 
 
 def reset_counters(run: Run) -> None:
-    """A fit with a checkpoint starts from its counters, one without goes on from where this Trainer is."""
+    """Start from where this Trainer is; a fit with a checkpoint starts from the checkpoint's counters."""
     if run.ckpt_path is None:
         run.progress.begin_at_epoch()
 
@@ -366,7 +366,17 @@ def evaluate(run: Run, loop: EvaluationLoop, fn: str) -> Any:
 
 
 def report_failure(run: Run, error: BaseException) -> BaseException:
-    """Tell the other ranks, then the callbacks; the error to raise."""
+    """Post a failure to the other ranks, call ``on_exception`` of the callbacks, and return the error to raise.
+
+    Closes the loggers as failed too; an error in a callback or a logger is logged.
+
+    Args:
+        run: the run that failed.
+        error: what it raised.
+
+    Returns:
+        ``error``, or the root cause if another rank failed first.
+    """
     strategy = run.strategy
     raised = strategy.explain(error)
     strategy.watch.report_failure(raised)

@@ -20,7 +20,7 @@ _log = logging.getLogger("torchhal")
 
 
 def _callers_level() -> int:
-    """The ``stacklevel`` for a warning of the calling function that shows the line by which a user called torchhal."""
+    """Return the ``stacklevel`` by which a warning of the caller shows the line where a user called torchhal."""
     level, frame = 1, sys._getframe(1)
     while frame.f_globals.get("__name__", "").startswith("torchhal") and frame.f_back is not None:
         level, frame = level + 1, frame.f_back
@@ -88,8 +88,11 @@ class RunOutput:
                 print(*values, **kwargs)
 
     def announce(self, line: str) -> None:
-        """A line about the run, on rank 0: to the logger ``torchhal`` at INFO where the program has set logging up for
-        it, else to stderr. Not there if the progress bar is off, or that logger's own level is above INFO."""
+        """Show a line about the run, on rank 0.
+
+        It goes to the logger ``torchhal`` at INFO where the program has set logging up for it, else to stderr; nowhere
+        if the progress bar is off, or that logger's own level is above INFO.
+        """
         if not self.is_global_zero:
             return
         bar = self.progress_bar_callback
@@ -99,7 +102,7 @@ class RunOutput:
             write_stderr(f"torchhal: {line}\n")
 
     def warn_once(self, message: str) -> None:
-        """A warning on rank 0, the first time it is given."""
+        """Warn on rank 0, the first time that ``message`` is given."""
         if message not in self.said and self.is_global_zero:
             self.said.add(message)
             with lossy_streams():

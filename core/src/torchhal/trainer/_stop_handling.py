@@ -22,15 +22,19 @@ _STOPPING = "torchhal: stopping after this step; press Ctrl-C again to stop at o
 
 
 def job_of(run: Run) -> ClusterEnvironment | Job:
-    """Who knows what announces the end of this run, and may start it anew: a strategy of one process has no
-    environment, and may be in a scheduler's job all the same."""
+    """Return the environment or job whose signals announce the end of this run, and which may requeue it.
+
+    A strategy of one process has no environment, and may be in a scheduler's job all the same.
+    """
     environment = run.strategy.cluster_environment
     return current_job() if environment is None else environment
 
 
 def stopping_notice(run: Run) -> str:
-    """What the first Ctrl-C is answered with, on a line of its own: a bar has not ended its line, nor has the terminal
-    that shows ``^C``."""
+    """Return the answer to the first Ctrl-C, on a line of its own.
+
+    A progress bar has not ended its line, nor has the terminal that shows ``^C``.
+    """
     bar = run.progress_bar_callback
     in_a_line = os.isatty(2) or (bar is not None and bar.is_drawn)
     return f"\n{_STOPPING}" if in_a_line else _STOPPING
@@ -52,7 +56,7 @@ def save_interrupted(run: Run, signum: int) -> None:
 
 
 def log_stop(run: Run, fn: str, signum: int, *, begun: bool = True, left: int | None = None) -> None:
-    """One line for whoever reads the log of a job that was stopped, in its steps or before it had ``begun`` them.
+    """Log one line on where a signal stopped the job, in its steps or before it had ``begun`` them.
 
     ``left``: the rank that went at once, with which nothing could be saved any more; None where all stopped together.
     """
@@ -68,13 +72,13 @@ def log_stop(run: Run, fn: str, signum: int, *, begun: bool = True, left: int | 
 
 
 def set_hang_folder(run: Run, folder: str) -> None:
-    """Where ranks that hang write down where they are; what is far away can't be waited for then."""
+    """Set the folder in which ranks that hang write down where they are; a remote one would take too long then."""
     if not is_url(folder):
         run.strategy.watch.hang.run_folder = folder
 
 
 def requeue(run: Run, ckpt_path: Any, signum: int) -> None:
-    """Let the scheduler start the job anew; it is told whether that would go on from here, or begin again for ever."""
+    """Let the scheduler requeue the job, if its next life continues from here."""
     job = job_of(run)
     if run.is_global_zero:
         continues = ckpt_path == "last" and checkpointing.last_checkpoint(run) is not None

@@ -1,4 +1,4 @@
-"""Which optimizers and schedulers a run was trained by, and over which parameters: a state is of no use to others."""
+"""Describe the optimizers and schedulers that trained a run, and refuse their states to others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchhal.errors import CheckpointMismatchError
 
 
 def describe(optimizers: Sequence[Any], configs: Sequence[Any], module: nn.Module) -> dict[str, Any]:
-    """The classes of ``optimizers`` and of the schedulers in ``configs``; the names in ``module`` of each group.
+    """Return the classes of ``optimizers`` and schedulers, and the names in ``module`` of each group's parameters.
 
     An optimizer that saves its state as another class would, a vendor's fused AdamW for instance, has that class as its
     attribute ``state_of``.
@@ -44,7 +44,7 @@ def _scheduler(scheduler: Any, optimizers: Sequence[Any] = ()) -> str:
 
 
 def _same_schedulers(before: Sequence[str], here: Sequence[str]) -> bool:
-    """The first checkpoints had the outer class alone."""
+    """Return whether the schedulers are the same; the first checkpoints had the outer class alone."""
     return len(before) == len(here) and all(
         old == new or old == re.split(r"\(| of optimizer ", new)[0] for old, new in zip(before, here, strict=True)
     )
@@ -56,6 +56,7 @@ def check_same(saved: Mapping[str, Any] | None, now: Mapping[str, Any] | None, p
     Args:
         saved: what :func:`describe` gave in the run that wrote ``path``; None if that didn't say.
         now: what it gives here.
+        path: the checkpoint, for the message.
     """
     if saved is None or now is None:
         return

@@ -1,5 +1,4 @@
-"""Errors for arguments that a call of the Trainer, or a callback or logger of torchhal's, doesn't take: what they are
-called here, or where they belong."""
+"""Explain an unknown argument of the Trainer, a callback or a logger: its name here, or where it belongs."""
 
 from __future__ import annotations
 

@@ -294,7 +294,7 @@ class Trainer(TrainerProperties):
         return_predictions: bool = True,
         ckpt_path: Any = None,
     ) -> list[Any] | None:
-        """What ``predict_step`` returned for each batch, in the order of the dataset, from all ranks.
+        """Return what ``predict_step`` returned for each batch, in the order of the dataset, from all ranks.
 
         A list of lists with several loaders. ``return_predictions=False`` keeps nothing, for callbacks that write.
         """
@@ -368,7 +368,7 @@ class Trainer(TrainerProperties):
         self.run.warn_once(message)
 
     def print_results(self, fn: str, results: list[dict[str, float]]) -> None:
-        """The metrics of a validation or test, one table per loader."""
+        """Print the metrics of a validation or test, one table per loader."""
         for index, metrics in enumerate(results):
             head = fn if len(results) == 1 else f"{fn} (loader {index})"
             width = max(map(len, metrics), default=0)

@@ -51,7 +51,7 @@ class EvaluationData:
         return cls(prepared, lengths, common, batches, any(length != 0 for theirs in everybody for length in theirs))
 
     def first(self, batches: int) -> EvaluationData:
-        """The same with at most so many batches of each loader; -1 for all."""
+        """Return the same data with at most so many batches of each loader; -1 for all."""
         lengths, common, counts = list(self.lengths), list(self.common), list(self.batches)
         if batches != -1:
             lengths = [batches if length is None else min(batches, length) for length in lengths]

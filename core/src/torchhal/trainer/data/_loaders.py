@@ -32,8 +32,10 @@ def is_sized(loader: Any) -> bool:
 
 
 def is_one_shot(loader: Any) -> bool:
-    """Whether ``loader`` gives its batches only once, as a generator does; one that is its own iterator and knows its
-    length begins again at each ``iter()``."""
+    """Return whether ``loader`` gives its batches only once, as a generator does.
+
+    One that is its own iterator and knows its length begins again at each ``iter()``.
+    """
     return isinstance(loader, Iterator) and loader_length(loader) is None
 
 
@@ -113,7 +115,7 @@ def check_training_loader(loader: Any) -> None:
 
 
 def no_batch(what: str, loader: Any) -> ModelError:
-    """The error for a loader that gave nothing."""
+    """Return the error for a loader that gave no batch."""
     if is_one_shot(loader):
         return ModelError(
             f"{what} gave no batch: a {type(loader).__name__} can be read only once. Pass an object that can be "
@@ -123,7 +125,7 @@ def no_batch(what: str, loader: Any) -> ModelError:
 
 
 def find_loaders(stage: str, given: Any, module: Any, datamodule: Any) -> Any:
-    """What feeds ``stage``: the argument if there is one, else the data module's loader, else the model's."""
+    """Return what feeds ``stage``: the argument if there is one, else the data module's loader, else the model's."""
     if given is not None:
         return given
     hook = LOADER_HOOKS[stage]

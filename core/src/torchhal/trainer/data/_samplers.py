@@ -213,7 +213,7 @@ class _Skipping:
 
 
 def with_sampler(loader: DataLoader[Any], sampler: Any) -> DataLoader[Any]:
-    """A copy of ``loader`` that draws its samples from ``sampler``; a subclass stays one."""
+    """Return a copy of ``loader`` that draws its samples from ``sampler``; a subclass stays one."""
     new = copy.copy(loader)
     batch_sampler = loader.batch_sampler
     if batch_sampler is not None:
@@ -228,14 +228,14 @@ def with_sampler(loader: DataLoader[Any], sampler: Any) -> DataLoader[Any]:
 
 
 def with_batch_sampler(loader: DataLoader[Any], batch_sampler: Any) -> DataLoader[Any]:
-    """A copy of ``loader`` that takes its batches of indices from ``batch_sampler``."""
+    """Return a copy of ``loader`` that takes its batches of indices from ``batch_sampler``."""
     new = copy.copy(loader)
     new.__dict__.update(batch_sampler=batch_sampler, _iterator=None)
     return new
 
 
 def with_skip(loader: DataLoader[Any], skip: int, then: Callable[[], None]) -> DataLoader[Any]:
-    """A copy of a map-style ``loader`` without its first ``skip`` batches, which are never read."""
+    """Return a copy of a map-style ``loader`` without its first ``skip`` batches, which are never read."""
     if loader.batch_sampler is not None:
         return with_batch_sampler(loader, _Skipping(loader.batch_sampler, skip, then))
     new = copy.copy(loader)
@@ -246,7 +246,7 @@ def with_skip(loader: DataLoader[Any], skip: int, then: Callable[[], None]) -> D
 def distribute(
     loader: DataLoader[Any], *, num_replicas: int, rank: int, training: bool, seed: int, start: int = 0
 ) -> DataLoader[Any]:
-    """A copy of a map-style ``loader`` that yields this rank's share.
+    """Return a copy of a map-style ``loader`` that yields this rank's share.
 
     Training pads: the first samples are repeated until every rank has as many (torch's DistributedSampler).
     Evaluation doesn't: each sample is seen once. A batch sampler of the user's own is asked for all batches, of which
@@ -276,12 +276,12 @@ def distribute(
 
 
 def rest_of(loader: DataLoader[Any], sampler: RemainingSampler) -> DataLoader[Any]:
-    """A copy of a map-style ``loader`` that takes from ``sampler`` what it took from its own, samples or batches."""
+    """Return a copy of a map-style ``loader`` that takes its samples, or batches, from ``sampler``."""
     return (with_batch_sampler if _drawn_from(loader) is loader.batch_sampler else with_sampler)(loader, sampler)
 
 
 def _drawn_from(loader: DataLoader[Any]) -> Any:
-    """What a loader's order comes from: its sampler, or a batch sampler of the user's own."""
+    """Return what a loader's order comes from: its sampler, or a batch sampler of the user's own."""
     batch_sampler: Any = loader.batch_sampler
     if type(batch_sampler) is BatchSampler:
         return batch_sampler.sampler
@@ -302,7 +302,7 @@ def _is_distributed(sampler: Any) -> bool:
 
 
 def sequential(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """A copy of ``loader`` that doesn't shuffle, for ``overfit_batches``."""
+    """Return a copy of ``loader`` that doesn't shuffle, for ``overfit_batches``."""
     batch_sampler = loader.batch_sampler
     sampler = batch_sampler.sampler if type(batch_sampler) is BatchSampler else loader.sampler
     if isinstance(sampler, RandomSampler):

@@ -112,8 +112,10 @@ class TrainingData(RunPart[DataContext]):
             self.resume_remaining(self.remaining_after(entry, order["start"]))
 
     def resume_remaining(self, order: dict[str, Any]) -> None:
-        """Let the running epoch have the items of ``order`` from number ``order["start"]`` on, which is where this
-        number of replicas took over, at batch ``order["batches"]``."""
+        """Let the running epoch have the items of ``order`` from number ``order["start"]`` on.
+
+        That is where this number of replicas took over, at batch ``order["batches"]``.
+        """
         self.order = order
         self.loader = prepare_rest(self.given, self.run, order, self._generators())
         rest = loader_length(self.loader)
@@ -128,7 +130,7 @@ class TrainingData(RunPart[DataContext]):
         self.length, self.loader_length = self.whole_length, self.whole_loader_length
 
     def remaining_after(self, entry: dict[str, Any], used: int) -> dict[str, Any]:
-        """The order of an epoch after its first ``used`` items, from a rank's :meth:`position` in the run before."""
+        """Return the order of an epoch after its first ``used`` items, from a rank's former :meth:`position`."""
         order = {**entry["order"], "start": used, "per_batch": self.items_per_batch}
         if order["seed"] is None and "rng" not in order:
             host = {name: state for name, state in entry["epoch_rng"].items() if not name.startswith("device")}
@@ -142,7 +144,7 @@ class TrainingData(RunPart[DataContext]):
         return None if isinstance(dataset, IterableDataset) else loader_length(dataset)
 
     def _generators(self) -> list[Any]:
-        """The loader's own generators, each once, and the one that a strategy may have given it."""
+        """Return the loader's own generators, each once, and the one that a strategy may have given it."""
         found: list[Any] = []
         given, batches = self.given, getattr(self.given, "batch_sampler", None)
         owners = (given, getattr(given, "sampler", None), batches, getattr(batches, "sampler", None), self._whole)
@@ -158,7 +160,7 @@ class TrainingData(RunPart[DataContext]):
             generator.set_state(state)
 
     def epoch(self, epoch: int) -> Iterator[Any]:
-        """A fresh epoch from its first batch."""
+        """Return an iterator over a whole epoch."""
         self.is_new = False
         if (
             self.order is not None
@@ -174,7 +176,14 @@ class TrainingData(RunPart[DataContext]):
         return iterator
 
     def resume(self, epoch: int, skip: int, position: dict[str, Any], then: Callable[[], None]) -> Iterator[Any]:
-        """The epoch of ``position`` from its batch number ``skip``; ``then`` restores the generators of that point."""
+        """Return an iterator over the epoch of ``position`` from its batch number ``skip``.
+
+        Args:
+            epoch: its number.
+            skip: batches that have been used.
+            position: this rank's :meth:`position` at that point.
+            then: restores the random-number generators of that point.
+        """
         self.is_new = False
         samplers.set_epoch(self.loader, epoch)
         strategy = self.run.strategy
@@ -208,7 +217,7 @@ class TrainingData(RunPart[DataContext]):
         return iterator
 
     def position(self) -> dict[str, Any]:
-        """This rank's part of the position, as plain data."""
+        """Return this rank's part of the position, as plain data."""
         position = {
             "epoch_rng": self.epoch_rng,
             "generators_at_start": self.generator_states,

@@ -34,7 +34,7 @@ _STAGES = {
 
 @contextmanager
 def evaluation_mode(run: Run, word: str) -> Iterator[None]:
-    """The model in evaluation mode, no gradients recorded; afterwards each submodule is in the mode it was in."""
+    """Put the model into evaluation mode without gradients; restore the mode of each submodule afterwards."""
     module: nn.Module = run.module
     modes = {name: child.training for name, child in module.named_modules()}
     set_eval = getattr(module, f"on_{word}_model_eval", None)
@@ -63,7 +63,11 @@ class EvaluationLoop(RunPart[Run]):
         self.dataloader_idx = 0
 
     def evaluate(self, stage: str, data: EvaluationData) -> tuple[list[list[Any]], bool]:
-        """Evaluate; the outputs of ``predict_step`` per loader, and whether a signal cut it short on any rank."""
+        """Evaluate on ``data``.
+
+        Returns:
+            The outputs of ``predict_step`` per loader, and whether a signal cut the evaluation short on any rank.
+        """
         run = self.run
         step_name, word = _STAGES[stage]
         module = run.module

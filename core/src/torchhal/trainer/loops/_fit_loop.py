@@ -131,7 +131,7 @@ class FitLoop(RunPart[Run]):
             )
 
     def _batches(self) -> Iterator[Any]:
-        """The epoch's batches that are left."""
+        """Return an iterator over the batches of the epoch that are left."""
         assert self.progress.data is not None
         position, self.progress.data_position = self.progress.data_position, None
         if not self.progress.batches_done:
@@ -183,7 +183,7 @@ class FitLoop(RunPart[Run]):
         self._end_epoch(complete=not stopped)
 
     def _run_batches(self, batches: Iterator[Any], length: int | None) -> bool:
-        """The hot loop. True if it stopped before the epoch's end."""
+        """Run the batches of an epoch; return whether it stopped before the epoch's end."""
         run = self.run
         optimization, progress = self.optimization, self.progress
         data = progress.data
@@ -271,7 +271,7 @@ class FitLoop(RunPart[Run]):
         return False
 
     def _settings(self, length: int | None) -> tuple[int, int, int, int, bool, float | None]:
-        """What each batch of an epoch goes by; asked again when a hook has set some of it."""
+        """Return the settings that each batch goes by; called again when a hook has changed some of them."""
         run, optimization = self.run, self.optimization
         assert optimization is not None
         self.progress.settings_changed = False
@@ -288,7 +288,7 @@ class FitLoop(RunPart[Run]):
         return optimization.accumulate, run.max_steps, log_every, validate_every, crossing, self.stop.deadline
 
     def _log_loss(self, output: Any, batch: Any) -> None:
-        """What ``self.log("loss", loss, prog_bar=True, on_step=True, on_epoch=True)`` does in a ``torchhal.Module``."""
+        """Log the loss of a plain module, by step and by epoch, as ``self.log`` of a ``torchhal.Module`` would."""
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if not isinstance(loss, torch.Tensor) or not loss.numel():
             return  # skipped, or no affair of this rank's
@@ -372,7 +372,7 @@ class FitLoop(RunPart[Run]):
         return max(1, share_of(length, interval)) if due else 0
 
     def _batch_start(self, batch: Any, index: int) -> bool:
-        """The hooks before a batch; True when one of them ends the epoch."""
+        """Call the hooks before a batch; return whether one of them ends the epoch."""
         run = self.run
         self._got_batch = True
         run.current_hook = "on_train_batch_start"
@@ -387,7 +387,7 @@ class FitLoop(RunPart[Run]):
         return isinstance(response, int) and response == -1
 
     def _together(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """A loader without a length over several ranks: all end together, with the first that runs out."""
+        """Yield the batches of a loader without a length until it ends on any rank."""
         decide = self.run.strategy.reduce_boolean_decision
         nothing = object()
         while True:
@@ -433,7 +433,7 @@ class FitLoop(RunPart[Run]):
 
 
 def without_graph(output: Any) -> Any:
-    """What ``training_step`` returned, as hooks see it: a callback that keeps it keeps no graph."""
+    """Return what ``training_step`` returned without its graph: a callback that keeps it keeps no graph."""
     if type(output) is torch.Tensor:
         return output.detach()
     return map_tensors(

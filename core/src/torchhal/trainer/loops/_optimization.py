@@ -57,7 +57,7 @@ class WrappedOptimizer:
 
 
 def extract_loss(output: Any, model: str) -> torch.Tensor | None:
-    """The loss in what ``training_step`` returned."""
+    """Return the loss in what ``training_step`` returned; None where it returned none."""
     loss = output
     if isinstance(output, Mapping):
         if "loss" not in output:
@@ -183,7 +183,7 @@ class Optimization(RunPart[Run]):
     # -- automatic -------------------------------------------------------------------------------------------
 
     def step(self, batch: Any, batch_idx: int, first: bool, update: bool) -> Any:
-        """Train on one batch; what ``training_step`` returned."""
+        """Train on one batch and return what ``training_step`` returned."""
         if not self.automatic:
             return self.run_step(batch, batch_idx, 0)
         if self.owns_step or not self.optimizers:
@@ -205,7 +205,7 @@ class Optimization(RunPart[Run]):
         return output
 
     def _sync_skipped(self) -> None:
-        """The backward that was to average what accumulated before it did not run: do it by hand."""
+        """Average the accumulated gradients by hand where the backward that was to do so did not run."""
         if self.skipped and self.no_sync is not None:
             self.strategy.sync_gradients()
 

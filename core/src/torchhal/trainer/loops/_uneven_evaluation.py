@@ -1,4 +1,4 @@
-"""An evaluation whose steps communicate, over ranks that have different numbers of batches."""
+"""Evaluate with steps that communicate, over ranks that have different numbers of batches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torchhal.strategies.base import Strategy
 
 
 class UnevenEvaluation:
-    """Every rank is there for every step that any rank has a batch for.
+    """Steps of an evaluation in which every rank takes part as long as any rank has a batch.
 
     Args:
         strategy: one whose evaluation communicates.
@@ -24,7 +24,7 @@ class UnevenEvaluation:
         self.position = 0
 
     def step(self, step: Callable[..., Any], *args: Any) -> Any:
-        """What ``step`` gives for a batch of this rank's."""
+        """Return what ``step`` gives for a batch of this rank."""
         ranks = self._next(True)
         if len(ranks) == self.strategy.world_size:
             return step(*args)
@@ -32,14 +32,14 @@ class UnevenEvaluation:
             return step(*args)
 
     def rest(self) -> Iterator[None]:
-        """The steps of other ranks after the last one of this rank's."""
+        """Take part in the steps of other ranks after the last one of this rank."""
         while ranks := self._next(False):
             with self.strategy.evaluation_step_of(ranks):
                 pass
             yield
 
     def _next(self, mine: bool) -> list[int]:
-        """The ranks that have a batch for the next step."""
+        """Return the ranks that have a batch for the next step."""
         if self.batches is None:
             have = self.strategy.all_gather_object(mine)
         else:
