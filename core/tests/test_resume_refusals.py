@@ -439,7 +439,7 @@ class Plain(Callback):
 
 
 def _keys(*callbacks):
-    return callback_states(SimpleNamespace(callbacks=list(callbacks)))
+    return callback_states(list(callbacks))
 
 
 def test_a_callbacks_constructor_is_what_its_class_says():
