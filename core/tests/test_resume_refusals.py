@@ -8,7 +8,6 @@ import re
 from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
