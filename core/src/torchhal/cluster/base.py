@@ -5,13 +5,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import TYPE_CHECKING, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from torchhal.cluster._job import current_job
 from torchhal.errors import ConfigurationError
 
-if TYPE_CHECKING:
-    from torchhal.launchers.base import Launcher
+
+class SupportsLaunch(Protocol):
+    """A launcher as an environment returns it; ``torchhal.launchers.Launcher`` is the contract."""
+
+    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run ``function(*args, **kwargs)`` in every process and return the result of rank 0."""
 
 
 class RanksNotMetError(ConfigurationError):
@@ -182,7 +186,7 @@ class ClusterEnvironment(ABC):
         Checks: ENV-15.
         """
 
-    def make_launcher(self, *, device_type: str, prepare: Callable[[], None]) -> Launcher:
+    def make_launcher(self, *, device_type: str, prepare: Callable[[], None]) -> SupportsLaunch:
         """Return the launcher of the processes, under ``"owns_launch"``.
 
         Called in the process that calls fit, after :meth:`configure`.

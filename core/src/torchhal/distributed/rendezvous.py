@@ -12,8 +12,8 @@ import uuid
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
-from torchhal.cluster.base import ClusterEnvironment
 from torchhal.distributed import failures
+from torchhal.distributed._process_environment import ProcessEnvironment
 from torchhal.distributed._reachability import check_leads_here, is_own_address
 from torchhal.distributed._roll_call import (
     as_distributed_error,
@@ -74,7 +74,7 @@ class _State:
     """Seconds that the host of the store waits at its end for goodbyes."""
     absent: int = 0
     """Ranks that never came, and so won't say goodbye."""
-    expected: ClusterEnvironment | None = None
+    expected: ProcessEnvironment | None = None
     """Where others may wait for this process, which has not come yet."""
     failure: Failure | None = None
     """What this process failed of, for those that wait for it."""
@@ -167,7 +167,7 @@ def stop_store(address: str, port: int, *, ranks: int = 0, timeout: float = 0.0)
         time.sleep(0.02)
 
 
-def connect(environment: ClusterEnvironment, timeout: timedelta = DEFAULT_TIMEOUT) -> Store:
+def connect(environment: ProcessEnvironment, timeout: timedelta = DEFAULT_TIMEOUT) -> Store:
     """The store of this process's job, connected on the first call. A job of one needs no port and gets its own.
 
     Under torchrun it is the agent's store, under a prefix that no earlier attempt of the job used. Otherwise rank 0,
@@ -207,7 +207,7 @@ def connect(environment: ClusterEnvironment, timeout: timedelta = DEFAULT_TIMEOU
     return store
 
 
-def expect(environment: ClusterEnvironment) -> None:
+def expect(environment: ProcessEnvironment) -> None:
     """Note that others may wait for this process at the address of ``environment``: if it ends without having come
     there, it tells them. Under torchrun the agent does."""
     if environment.creates_processes_externally and not _under_agent():
@@ -267,7 +267,7 @@ def next_generation(kind: str = "") -> int:
 
 
 def generation_store(
-    environment: ClusterEnvironment,
+    environment: ProcessEnvironment,
     timeout: timedelta = DEFAULT_TIMEOUT,
     number: int | None = None,
     *,
@@ -323,7 +323,7 @@ def generation_store(
     return fresh
 
 
-def withdraw(environment: ClusterEnvironment, number: int, error: BaseException) -> None:
+def withdraw(environment: ProcessEnvironment, number: int, error: BaseException) -> None:
     """Tell ranks that come to meeting ``number`` that this one won't: its own set-up has failed. Never raises."""
     note_failure(error)
     if isinstance(error, (DistributedError, LaunchError)):
@@ -426,7 +426,7 @@ def _say_absent() -> None:
         pass
 
 
-def _rank_of(environment: ClusterEnvironment) -> int | None:
+def _rank_of(environment: ProcessEnvironment) -> int | None:
     """This process's rank; None where it has none, which may be what it failed of."""
     try:
         return environment.global_rank()

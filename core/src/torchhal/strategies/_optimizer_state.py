@@ -249,3 +249,11 @@ def _alike(saved: Any, own: Any, *, grows: bool = False) -> bool:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, bool | int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+
+
+def move_optimizer_state(optimizer: Optimizer, device: torch.device) -> None:
+    """Move the tensors of the optimizer's state to ``device``, in place."""
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                state[key] = value.to(device)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from itertools import zip_longest
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -103,7 +103,8 @@ class ParallelStrategy(Strategy):
         environment.validate_settings(num_devices=processes, num_nodes=self.num_nodes)
         prepare = type(self.accelerator)._register  # or a worker can't unpickle this strategy's devices
         if "owns_launch" in environment.features:
-            return environment.make_launcher(device_type=self.accelerator.device_type, prepare=prepare)
+            launcher = environment.make_launcher(device_type=self.accelerator.device_type, prepare=prepare)
+            return cast(Launcher, launcher)
         if processes == self.num_nodes == 1:
             return ExternalLauncher()
         if self.start_method == "subprocess":
