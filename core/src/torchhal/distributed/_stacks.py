@@ -18,7 +18,15 @@ DEEPEST = 80
 """Frames of one stack that are kept, the innermost."""
 
 _WRITERS = {
-    os.path.join(os.path.dirname(__file__), name) for name in ("_stacks.py", "_hang_dump.py", "_rank_monitor.py")
+    os.path.join(os.path.dirname(__file__), f"{name}.py")
+    for name in (
+        "_stacks",
+        "_hang_dump",
+        "_rank_monitor",
+        "_monitor_base",
+        "_stop_agreement",
+        "_failure_reports",
+    )
 }
 """A thread that writes down where it is, is where it was called from."""
 

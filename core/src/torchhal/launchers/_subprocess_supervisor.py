@@ -10,8 +10,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torchhal.distributed import failures, process, rendezvous
-from torchhal.distributed._rank_monitor import active_watches, stop_is_agreed
+from torchhal.distributed import failures, process
+from torchhal.distributed._rank_monitor import active_watches
+from torchhal.distributed._rendezvous_state import no_linger
+from torchhal.distributed._stop_agreement import stop_is_agreed
 from torchhal.distributed.failures import Failure, exit_for_signal
 from torchhal.launchers._exit_monitor import ExitMonitor
 
@@ -208,7 +210,7 @@ class ChildProcesses:
             return
         self.failure = failure
         self._failed_at = time.monotonic()
-        rendezvous.no_linger()
+        no_linger()
         for watch in active_watches():
             watch.report_for(failure)
 

@@ -16,6 +16,7 @@ import torch
 
 from torchhal.cluster.base import ClusterEnvironment
 from torchhal.distributed import failures, process, rendezvous
+from torchhal.distributed._rendezvous_state import no_linger
 from torchhal.distributed.failures import exit_for_signal
 from torchhal.distributed.signals import born_blocked, is_agreed
 from torchhal.errors import ConfigurationError, DistributedError, LaunchError, RankFailedError
@@ -93,7 +94,7 @@ class SubprocessScriptLauncher(Launcher):
             children.raised = True
             children.end(self._grace(error))
             if self.num_nodes == 1:
-                rendezvous.no_linger()  # nobody is left to say goodbye
+                no_linger()  # nobody is left to say goodbye
             if cause is None and stop_signal is not None:
                 raise exit_for_signal(stop_signal, agreed=False) from None  # on which left who was waited for
             rank = self.environment.global_rank()

@@ -194,10 +194,7 @@ class Strategy(StrategySteps, StrategyState):
         self._environment_ready = True
 
     def _watch_ranks(self, store: Store) -> None:
-        """Start :attr:`watch`, once in a life.
-
-        It starts before a set-up in which the ranks wait for each other in C.
-        """
+        """Start :attr:`watch`, once in a life: before a set-up in which the ranks wait for each other in C."""
         if self._watch is None or self._watch.world_size == 1:
             self._watch = RankMonitor(store, self.global_rank, self.world_size).start()
 
@@ -213,7 +210,10 @@ class Strategy(StrategySteps, StrategyState):
         return None
 
     def init_context(self) -> AbstractContextManager[Any]:
-        """Return the context in which ``configure_model`` creates parameters on every rank; the precision's by default."""
+        """Return the context in which ``configure_model`` creates parameters; the precision's by default.
+
+        Entered on every rank.
+        """
         return self.precision.module_init_context()
 
     def connect(self, module: nn.Module) -> None:
