@@ -183,7 +183,7 @@ def no_network(monkeypatch):
         owner = socket.socket if name == "connect" else socket
         monkeypatch.setattr(owner, name, refuse)
     monkeypatch.setattr(rendezvous, "connect", refuse)
-    monkeypatch.setattr(rendezvous, "host", refuse)
+    monkeypatch.setattr(rendezvous, "start_store", refuse)
 
 
 ENV = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "nowhere", "MASTER_PORT": "29500"}

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from torchhal._text_table import format_table
 from torchhal.errors import ConfigurationError, ModelError, TorchhalError, UnsupportedCombinationError
 
 if TYPE_CHECKING:
@@ -61,16 +62,14 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
         f"{found['world_size']} rank(s), without activations:"
     )
     columns = ("parameters", "buffers", "gradients", "optimizer", "total", "peak")
-    rows = [row for row in found["strategies"] if "reason" not in row]
-    width = max([len(row["strategy"]) for row in found["strategies"]] + [8])
-    widths = [max([len(name)] + [len(str(row[name])) for row in rows]) for name in columns]
-    yield "  ".join(["strategy".ljust(width), *(name.rjust(size) for name, size in zip(columns, widths, strict=True))])
+    table: list[tuple[str, ...]] = [("strategy", *columns, "")]
     for row in found["strategies"]:
         if "reason" in row:
-            yield f"{row['strategy']:<{width}}  not possible: {row['reason']}"
-            continue
-        cells = [str(row[name]).rjust(size) for name, size in zip(columns, widths, strict=True)]
-        yield "  ".join([row["strategy"].ljust(width), *cells]) + (f"  ({row['note']})" if row["note"] else "")
+            table.append((row["strategy"], f"not possible: {row['reason']}"))
+        else:
+            note = f"({row['note']})" if row["note"] else ""
+            table.append((row["strategy"], *(str(row[name]) for name in columns), note))
+    yield from format_table(table, align="<>>>>>><")
 
 
 def _measure(arguments: argparse.Namespace, request: Request, plan: Plan) -> ModelMemory:

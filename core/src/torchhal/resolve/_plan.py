@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from torchhal._text_table import format_table
 from torchhal.accelerators import Accelerator
 from torchhal.precision import Precision
 from torchhal.strategies import Strategy
@@ -85,9 +86,7 @@ class Plan:
 
     def describe(self) -> str:
         """The Plan as text, one line a choice."""
-        rows = self.rows()
-        widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-        lines = [f"{what:<{widths[0]}}  {choice:<{widths[1]}}  {reason}".rstrip() for what, choice, reason in rows]
+        lines = format_table(self.rows(), align="<<<")
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def to_dict(self) -> dict[str, Any]:
