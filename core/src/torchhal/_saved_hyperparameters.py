@@ -122,7 +122,7 @@ class HasHyperparameters:
         checkpoint_io: Any = None,
         **arguments: Any,
     ) -> Self:
-        """A new object from a checkpoint: constructor arguments from it, overridden by ``arguments``; then its state.
+        """Return a new object from a checkpoint: constructor arguments from it and ``arguments``; then its state.
 
         ``checkpoint_io`` is the one that wrote it, where that was not a ``TorchCheckpointIO``. Paths, Enums,
         dataclasses, OmegaConf's containers and the like come back as what they were.
@@ -168,7 +168,7 @@ class HasHyperparameters:
 
     @classmethod
     def _saved_arguments(cls, checkpoint: dict[str, Any], path: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The saved ones that are not ``given``."""
+        """Return the saved arguments that are not ``given``."""
         from torchhal._hyperparameters import from_plain
 
         prefix = cls._hyperparameter_prefix

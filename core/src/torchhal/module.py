@@ -1,4 +1,4 @@
-"""The convenient base of models and data: what a Trainer calls, with empty bodies, and what a model may call back.
+"""Define the base classes of models and data: the hooks that a Trainer calls, and what a model may call back.
 
 A model needn't derive from :class:`Module`: any ``nn.Module`` with ``training_step`` and
 ``configure_optimizers`` trains. Deriving gives it ``self.log``, ``self.trainer`` and the rest.
@@ -119,7 +119,7 @@ class Module(HasHyperparameters, ModuleHooks, nn.Module):
         return [] if trainer is None else trainer.loggers
 
     def print(self, *values: Any, **kwargs: Any) -> None:
-        """``print`` on rank 0, beside the progress bar."""
+        """Print on rank 0, beside the progress bar."""
         trainer = trainer_of(self)
         (print if trainer is None else trainer.print)(*values, **kwargs)
 
@@ -167,7 +167,7 @@ class Module(HasHyperparameters, ModuleHooks, nn.Module):
         )  # fmt: skip
 
     def log_dict(self, metrics: Mapping[str, Any], *args: Any, **options: Any) -> None:
-        """:meth:`log` for each item of ``metrics``."""
+        """Call :meth:`log` for each item of ``metrics``."""
         if trainer_of(self) is None:
             self._warn_unlogged(metrics)
             return
@@ -179,7 +179,7 @@ class Module(HasHyperparameters, ModuleHooks, nn.Module):
             self.log(name, value, *args, **options)
 
     def _warn_unlogged(self, names: Iterable[str]) -> None:
-        """For a model that is used on its own; Python shows it once for each line that logs."""
+        """Warn of a log call in a model without a Trainer; Python shows it once for each line that logs."""
         warnings.warn(
             f"{', '.join(map(repr, names))} of {type(self).__name__} goes nowhere: self.log needs a Trainer, which a "
             "model has from fit, validate, test or predict on, as long as that Trainer is there",
@@ -190,7 +190,7 @@ class Module(HasHyperparameters, ModuleHooks, nn.Module):
     # -- manual optimization ---------------------------------------------------------------------------------
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        """The optimizer, or the list of several, whose ``step`` goes through precision and strategy.
+        """Return the optimizer, or the list of several, whose ``step`` goes through precision and strategy.
 
         Args:
             use_pl_optimizer: False gives torch's own objects.
@@ -199,12 +199,12 @@ class Module(HasHyperparameters, ModuleHooks, nn.Module):
         return wrapped[0] if len(wrapped) == 1 else list(wrapped)
 
     def lr_schedulers(self) -> Any:
-        """None, the scheduler, or the list of several."""
+        """Return None, the scheduler, or the list of several."""
         schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs]
         return None if not schedulers else schedulers[0] if len(schedulers) == 1 else schedulers
 
     def manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """Instead of ``loss.backward()``: scaled as the precision wants, averaged over the ranks."""
+        """Compute gradients in place of ``loss.backward()``: scaled as the precision needs, averaged over the ranks."""
         if self.automatic_optimization:
             raise ModelError(
                 f"{type(self).__name__}.manual_backward needs manual optimization: set "
@@ -218,6 +218,7 @@ class Module(HasHyperparameters, ModuleHooks, nn.Module):
         """Clip between the last backward and the step, in manual optimization or ``configure_gradient_clipping``.
 
         Args:
+            optimizer: the one whose parameters' gradients are clipped.
             gradient_clip_val: the largest norm or value; None or 0 for no clipping.
             gradient_clip_algorithm: "norm", the default, or "value".
 
@@ -237,7 +238,7 @@ class Module(HasHyperparameters, ModuleHooks, nn.Module):
         return norm
 
     def toggle_optimizer(self, optimizer: Any) -> None:
-        """Only this optimizer's parameters require gradients, until :meth:`untoggle_optimizer`."""
+        """Let only this optimizer's parameters require gradients, until :meth:`untoggle_optimizer`."""
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         toggled: dict[nn.Parameter, bool] = self.__dict__.setdefault("_toggled", {})
         for other in self.trainer.optimizers:
@@ -252,7 +253,7 @@ class Module(HasHyperparameters, ModuleHooks, nn.Module):
             parameter.requires_grad_(before)
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Every tensor of ``data`` gathered from all ranks, with a new first dimension of the world's size."""
+        """Return every tensor of ``data`` gathered from all ranks, with a new first dimension of the world's size."""
         from torchhal.pytree import map_tensors
 
         gather = self.trainer.strategy.all_gather
@@ -276,7 +277,7 @@ class Module(HasHyperparameters, ModuleHooks, nn.Module):
 
 
 class DataModule(HasHyperparameters):
-    """Data as an object: what loads it, prepares it and hands out the loaders.
+    """The data of a run as an object: what loads it, prepares it and returns the loaders.
 
     A subclass defines those of ``train_dataloader``, ``val_dataloader``, ``test_dataloader`` and
     ``predict_dataloader`` that it has; each returns a loader or a list of them.

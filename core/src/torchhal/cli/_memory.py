@@ -57,7 +57,7 @@ def estimate(arguments: argparse.Namespace, request: Request, plan: Plan) -> dic
 
 
 def lines(found: dict[str, Any]) -> Iterator[str]:
-    """The estimates as text: bytes a rank."""
+    """Yield the estimates as text: bytes per rank."""
     yield f"{found['model']}: {found['parameters']} parameters, {found['bytes']} bytes; on each of " + (
         f"{found['world_size']} rank(s), without activations:"
     )
@@ -102,7 +102,10 @@ def _measure(arguments: argparse.Namespace, request: Request, plan: Plan) -> Mod
 
 
 def _stand_in(request: Request) -> Trainer:
-    """What ``self.trainer`` is to a model that nobody fits: made as asked for, with batches that are only counted."""
+    """Return a Trainer for ``self.trainer`` of a model that is not fitted, with the requested options.
+
+    Its batches are only counted.
+    """
     from torchhal.trainer import Trainer
 
     with warnings.catch_warnings():
@@ -156,8 +159,10 @@ def _find(target: str) -> Any:
 
 
 def _every(memory: ModelMemory, plan: Plan) -> Iterator[dict[str, Any]]:
-    """One row for each strategy of this hardware; those that differ only in how processes start share that of the
-    shortest name. What is not possible comes last."""
+    """Yield one row for each strategy of this hardware, those that are not possible last.
+
+    Strategies that differ only in how processes start share the row of the shortest name.
+    """
     from torchhal import registry
     from torchhal.registry._discovery import describe
     from torchhal.resolve._compatibility import check_accelerator

@@ -26,8 +26,10 @@ ANNOUNCE_TIMEOUT = timedelta(seconds=10)
 
 
 def expect(environment: ProcessEnvironment) -> None:
-    """Note that others may wait for this process at the address of ``environment``: if it ends without having come
-    there, it tells them. Under torchrun the agent does."""
+    """Record that others may wait for this process at the address of ``environment``.
+
+    If the process ends without having come there, it announces that to them. Under torchrun the agent does.
+    """
     if environment.creates_processes_externally and not under_agent():
         process_state().expected = environment
         failures.install_excepthook()
@@ -35,7 +37,10 @@ def expect(environment: ProcessEnvironment) -> None:
 
 
 def note_failure(error: BaseException) -> None:
-    """Note what this process is about to end of: ranks that wait for it are told. The first counts. Never raises."""
+    """Record the error on which this process is about to end, to announce it to ranks that wait for it.
+
+    The first counts. Never raises.
+    """
     state = process_state()
     state.failure = state.failure or Failure.from_exception(-1, error)
 
@@ -46,6 +51,7 @@ _exit_registered = False
 
 
 def register_exit() -> None:
+    """Register the announcements to make when the interpreter exits; idempotent."""
     global _exit_registered
     if not _exit_registered:
         _exit_registered = True
@@ -62,7 +68,7 @@ def _at_exit(pid: int) -> None:
 
 
 def announce_exit() -> None:
-    """Tell ranks that wait for this one that it won't come: its process ends. Once; later calls do nothing."""
+    """Announce to ranks that wait for this one that it won't come: its process ends. Later calls do nothing."""
     job = process_state().job
     if job is None or job.left:
         return
@@ -80,7 +86,7 @@ def _announce_end(store: Store, rank: int) -> None:
 
 
 def _say_absent() -> None:
-    """Tell those that wait for this process that it ends without having come to where they meet. Never raises."""
+    """Announce, to those that wait for it, that this process ends without having met them. Never raises."""
     state = process_state()
     environment, state.expected = state.expected, None
     if environment is None or state.job is not None:
@@ -117,7 +123,7 @@ def _say_absent() -> None:
 
 
 def _rank_of(environment: ProcessEnvironment) -> int | None:
-    """This process's rank; None where it has none, which may be what it failed of."""
+    """Return this process's rank; None where it has none, which may be the reason of its failure."""
     try:
         return environment.global_rank()
     except TorchhalError:
@@ -125,7 +131,7 @@ def _rank_of(environment: ProcessEnvironment) -> int | None:
 
 
 def announce_stop(signum: int) -> None:
-    """Tell ranks that wait to meet this one that it leaves this call on a signal: they leave on it, too."""
+    """Announce to ranks that wait to meet this one that it leaves this call on a signal: they leave on it, too."""
     state = process_state()
     state.patience = 3.0  # who has a signal to answer waits no longer for anybody
     if state.job is None:
@@ -138,7 +144,7 @@ def announce_stop(signum: int) -> None:
 
 
 def serve_until_all_exit(timeout: float) -> None:
-    """Serve on until all ranks have said goodbye: slower ones would lose the store under their feet.
+    """Serve the store until all ranks have said goodbye: slower ones would lose it otherwise.
 
     A process that started all others waits for them anyway, and nobody waits after a failure.
     """

@@ -20,7 +20,7 @@ class FailureReports(StopAgreements):
     """The failures that ranks report to each other, and the errors that they explain."""
 
     def report_failure(self, error: BaseException) -> None:
-        """Post this rank's failure. Call it as soon as ``error`` is caught, before any tear-down. Never raises.
+        """Post this rank's failure; call it as soon as ``error`` is caught, before any tear-down. Never raises.
 
         Nothing is posted for an error that another rank's failure caused (RankFailedError), for an exit on an agreed
         signal, or twice.
@@ -75,7 +75,7 @@ class FailureReports(StopAgreements):
         self._wake.set()
 
     def root_cause(self, timeout: float = 3.0) -> Failure | None:
-        """The earliest failure that another rank reported, waiting up to ``timeout`` seconds for one."""
+        """Return the earliest failure that another rank reported, waiting up to ``timeout`` seconds for one."""
         deadline = time.monotonic() + timeout
         while self._failure is None and self._lost is None and self._thread is not None:
             if time.monotonic() > deadline:
@@ -84,13 +84,20 @@ class FailureReports(StopAgreements):
         return self._failure
 
     def explain(self, error: BaseException, timeout: float = 3.0, *, name: str = "") -> BaseException:
-        """What to raise for ``error``: itself, or the failure of another rank that is behind it.
+        """Return the error to raise for ``error``: itself, or the failure of another rank that caused it.
 
-        A "connection closed" or time-out of the process group is a consequence. For one of these, wait up to
-        ``timeout`` seconds for another rank's report: RankFailedError with its traceback. After a time-out that
-        nobody explains: CollectiveTimeoutError with the ranks that did not run into one themselves - those hang. A
-        rank that answers nothing any more is named as gone. The result's ``__cause__`` is ``error``; ``name`` is what
-        the rank was doing, else torch's last collective is named.
+        A "connection closed" or time-out of the process group is a consequence. For one of these, wait for another
+        rank's report: RankFailedError with its traceback. After a time-out that no report explains:
+        CollectiveTimeoutError with the ranks that did not run into one themselves - those hang. A rank that answers
+        nothing any more is named as gone.
+
+        Args:
+            error: what this rank's collective raised.
+            timeout: seconds to wait for a report.
+            name: what the rank was doing; torch's last collective is named without it.
+
+        Returns:
+            ``error``, or another one whose ``__cause__`` is ``error``.
         """
         if self._store is None or isinstance(error, TorchhalError) or not failures.is_transport_error(error):
             return error
@@ -180,7 +187,7 @@ class FailureReports(StopAgreements):
         return RankFailedError(f"{text}.{self.hang.hint(seen)}", rank=silent[0])
 
     def _left_on(self, rank: int) -> Failure | None:
-        """The error on which a rank that has left its loop did so."""
+        """Return the error on which a rank that has left its loop did so."""
         assert self._store is not None
         try:
             data = self._store.get(self._key(f"bye/{rank}"))

@@ -24,18 +24,18 @@ _active: weakref.WeakSet[RankMonitor] = weakref.WeakSet()
 
 
 def active_watches() -> list[RankMonitor]:
-    """The watches of this process that are started: a launcher tells them of processes that died."""
+    """Return the monitors of this process that are started; a launcher reports to them processes that died."""
     return [watch for watch in _active if watch.pid == os.getpid()]
 
 
 def _report_uncaught(error: BaseException) -> None:
-    """Tell the other ranks of an error that ends this process in the midst of a run, as a loop of one's own may."""
+    """Report to the other ranks an error that ends this process in the midst of a run without a Trainer."""
     for watch in active_watches():
         watch.report_failure(error)
 
 
 def _stop_at_exit() -> None:
-    """A process that ends without a tear-down has ended all the same, and was not killed."""
+    """Stop the monitors of a process that ends without a tear-down: it has ended all the same, and was not killed."""
     for watch in active_watches():
         watch.stop()
 
@@ -46,7 +46,7 @@ _exit_registered_in = 0
 
 
 class RankMonitor(FailureReports):
-    """What the ranks tell each other beside their collectives.
+    """The messages that ranks exchange beside their collectives, and the thread that reads them.
 
     Started after the process group is set up, stopped before it is destroyed. The thread has its own connection to
     the store and looks every ``interval`` seconds at one counter: a round trip per look, whatever the world's size.

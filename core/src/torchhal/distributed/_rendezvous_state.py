@@ -18,6 +18,8 @@ PATIENCE = 30.0
 
 @dataclass
 class JobStore:
+    """The store of a job and the process that serves it."""
+
     key: tuple[str, int, int, int]
     store: Store
     host: str
@@ -26,6 +28,8 @@ class JobStore:
 
 @dataclass
 class RendezvousState:
+    """The job's store and the meetings of this process."""
+
     job: JobStore | None = None
     hosted: dict[tuple[str, int], Store] = field(default_factory=dict)
     lingers: bool = True
@@ -47,7 +51,7 @@ _process = RendezvousState()
 
 
 def process_state() -> RendezvousState:
-    """This process's state: a forked child must not speak on its parent's connections."""
+    """Return the state of this process; a forked child gets its own and sends nothing on its parent's connections."""
     global _process
     if _process.pid != os.getpid():
         _abandoned.append(_process)
@@ -59,36 +63,36 @@ _abandoned: list[RendezvousState] = []  # kept, not closed: closing would end th
 
 
 def under_agent() -> bool:
-    """Whether torchrun's agent serves the job's store."""
+    """Return whether torchrun's agent serves the job's store."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def store_host() -> str:
-    """Who serves the job's store, for messages."""
+    """Return who serves the job's store, for messages."""
     job = process_state().job
     return "this process" if job is None else job.host
 
 
 def is_hosted_by_rank_0() -> bool:
-    """Whether it is a rank that serves the job's store, and no launcher's process."""
+    """Return whether it is a rank that serves the job's store, and no launcher's process."""
     job = process_state().job
     return job is not None and job.host.startswith(RANK_0)
 
 
 def host_name() -> str:
-    """Who serves, where it is no agent: rank 0, unless a process that is no rank launched them all."""
+    """Return who serves, where it is no agent: rank 0, unless a process that is no rank launched them all."""
     # the kinds of MultiprocessingLauncher, whose caller is no rank and serves
     by_caller = launched_by() in ("spawn", "fork", "forkserver")
     return "the launching process" if by_caller else RANK_0
 
 
 def no_linger() -> None:
-    """The job has failed: some ranks will never say goodbye."""
+    """Record that the job has failed: some ranks will never say goodbye."""
     process_state().lingers = False
 
 
 def drop_store() -> None:
-    """The job's store answers no more: nobody may wait for it, not even to say goodbye."""
+    """Record that the job's store no longer answers: nothing may wait for it, not even to say goodbye."""
     state = process_state()
     state.lingers = False
     if state.job is not None:

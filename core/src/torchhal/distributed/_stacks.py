@@ -1,4 +1,4 @@
-"""Where the threads of this process are, as text. Imports no torch."""
+"""Format the stacks of the threads of this process as text. Imports no torch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Frame:
 
     @property
     def is_the_users(self) -> bool:
-        """Whether it is neither Python's code, nor that of torch, of ours, or of another installed package."""
+        """True if the code is neither Python's, nor torch's, torchhal's, or that of another installed package."""
         if self.file.startswith(("<", _library(), *_packages())):
             return False
         return _INSTALLED.search(self.file) is None
@@ -64,7 +64,7 @@ def _library() -> str:
 
 @functools.cache
 def _packages() -> tuple[str, ...]:
-    """The folders of torch, of this package and of its plugins, as far as they are imported."""
+    """Return the folders of torch, of this package and of its plugins, as far as they are imported."""
     names = [name for name in sys.modules if name in ("torch", "torchhal") or re.fullmatch(r"torchhal_\w+", name)]
     files = [getattr(sys.modules[name], "__file__", None) for name in names]
     return tuple(os.path.dirname(file) + os.sep for file in files if file)

@@ -69,7 +69,12 @@ class StopAgreements(MonitorBase):
         return _first_choice([a.signum for a in self._agreements if a.stop_at is not None])
 
     def agree_on_stop_step(self, timeout: float = 60.0) -> int | None:
-        """The signal to stop on at this :attr:`steps_done`, or None to go on. Waits while an agreement is being made.
+        """Return the signal to stop on at this :attr:`steps_done`, or None to go on.
+
+        Waits while an agreement is being made.
+
+        Args:
+            timeout: seconds to wait for the agreement.
 
         Raises:
             RankFailedError: another rank has failed.
@@ -102,7 +107,7 @@ class StopAgreements(MonitorBase):
             time.sleep(0.002)
 
     def agree_on_stop_at_end(self, timeout: timedelta = DEFAULT_TIMEOUT) -> int | None:
-        """The signal on which the job shall end though training ended first; the same answer on all ranks.
+        """Return the signal on which the job shall end though training ended first; the same answer on all ranks.
 
         Every rank calls it once after its last boundary, while signals still call :meth:`request_stop`. A barrier.
         """
@@ -119,7 +124,7 @@ class StopAgreements(MonitorBase):
         return signum
 
     def _post_wishes(self, store: Store) -> None:
-        """Post what was not posted yet; on return it is, whichever thread did it."""
+        """Post the requested signals that were not posted yet; on return they are, whichever thread posted them."""
         with self._posting:
             for signum in list(self._wishes):
                 if signum not in self._posted:
@@ -127,7 +132,7 @@ class StopAgreements(MonitorBase):
                     self._events.post(store, {"kind": "stop", "signum": signum})
 
     def _advance(self, store: Store, agreement: StopAgreement) -> None:
-        """Finish the agreement if all positions are in, or if a rank has ended its work without posting one."""
+        """Complete the agreement if all positions are posted, or if a rank has ended its work without posting one."""
         base = self._key(f"stop/{agreement.signum}")
         if store.add(f"{base}/count", 0) >= self.world_size:
             positions = store.multi_get([f"{base}/{rank}" for rank in range(self.world_size)])

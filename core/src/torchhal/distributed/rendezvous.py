@@ -45,7 +45,7 @@ HOSTS = "hosts-"
 
 
 def connect(environment: ProcessEnvironment, timeout: timedelta = DEFAULT_TIMEOUT) -> Store:
-    """The store of this process's job, connected on the first call. A job of one needs no port and gets its own.
+    """Return the store of this process's job, connected on the first call. A job of one needs no port and gets its own.
 
     Under torchrun it is the agent's store, under a prefix that no earlier attempt of the job used. Otherwise rank 0,
     or the process that launched it, serves.
@@ -104,13 +104,15 @@ def generation_store(
     name: str = "set-up of process group {number} at {where}",
     say: str = "",
 ) -> Store:
-    """A fresh store for the next process group, after all ranks have asked for theirs.
+    """Return a fresh store for the next process group, after all ranks have requested theirs.
 
     So a second Trainer in one script can set up again, and a rank that never comes is named here and not hidden in a
     backend's time-out.
 
     Args:
-        number: of the meeting, as :func:`next_generation` gave it; None: the next one.
+        environment: the ranks and the address where they meet.
+        timeout: the longest wait for the other ranks.
+        number: of the meeting, as :func:`next_generation` returned it; None: the next one.
         kind: meetings of different kinds are counted apart.
         name: of the meeting, for messages.
         say: what the others may read under ``say/RANK``.
@@ -153,7 +155,10 @@ def generation_store(
 
 
 def withdraw(environment: ProcessEnvironment, number: int, error: BaseException) -> None:
-    """Tell ranks that come to meeting ``number`` that this one won't: its own set-up has failed. Never raises."""
+    """Announce to ranks that come to meeting ``number`` that this one won't: its own set-up has failed.
+
+    Never raises.
+    """
     note_failure(error)
     if isinstance(error, (DistributedError, LaunchError)):
         return  # it came there, and has told the others, or can't reach them
@@ -169,7 +174,7 @@ def withdraw(environment: ProcessEnvironment, number: int, error: BaseException)
 
 
 def _attempt_store(store: Store, rank: int, world_size: int, timeout: timedelta, where: str) -> Store:
-    """The agent's store under a prefix of this attempt.
+    """Return the agent's store under a prefix of this attempt.
 
     torchrun's attempts share one store, so a restarted worker would read addresses that dead ones left. No variable
     numbers the attempts alike on all nodes (TORCHELASTIC_RESTART_COUNT is each agent's own), so rank 0 draws a name

@@ -102,7 +102,7 @@ class ChildProcesses:
         return self._stopped[1].stop_signal
 
     def wait_for_failure(self, timeout: float) -> Failure | None:
-        """The failure of a child, waiting a moment for one, or for one to have left on a signal."""
+        """Return the failure of a child, waiting a moment for one, or for one to have left on a signal."""
         deadline = time.monotonic() + timeout
         while self.failure is None and self.stop_signal is None and not self._done.is_set():
             if time.monotonic() > deadline:
@@ -125,7 +125,7 @@ class ChildProcesses:
             self._signal(getattr(signal, "SIGKILL", signal.SIGTERM))
 
     def at_exit(self) -> None:
-        """Called when the interpreter of the launching process exits: nobody stays behind, no failure is lost."""
+        """End the children when the interpreter of the launching process exits: none stays behind, no failure is lost."""
         if not self.is_mine:
             return
         try:

@@ -30,7 +30,7 @@ NAME = "subprocess_script"
 
 @dataclass
 class _Launched:
-    """What this process has started; at most once in its life."""
+    """The processes that this process has started, at most once in its life."""
 
     children: ChildProcesses
     num_processes: int
@@ -43,7 +43,7 @@ _launched: _Launched | None = None
 
 
 class SubprocessScriptLauncher(Launcher):
-    """Runs the user's command again for each further process of the node.
+    """A launcher that runs the user's command again for each further process of the node.
 
     The calling process is local rank 0. The others are started by the first :meth:`launch` of the process, run the
     script from its beginning, and join at their own ``launch``; a later one finds them running. Everything the script
@@ -183,7 +183,7 @@ class SubprocessScriptLauncher(Launcher):
 
 
 def _start_child(command: list[str], variables: dict[str, str]) -> tuple[int, subprocess.Popen[bytes]]:
-    """A child, and the descriptor from which to read why it failed."""
+    """Return a started child, and the descriptor from which to read why it failed."""
     reader, writer = os.pipe()
     environ = dict(os.environ)
     process.without_external(environ)

@@ -1,4 +1,4 @@
-"""Several processes that act as one: ranks, the process group, collectives with names and timeouts."""
+"""Provide the base of strategies of several processes: ranks, the process group, collectives with timeouts."""
 
 from __future__ import annotations
 
@@ -396,7 +396,10 @@ class ParallelStrategy(Strategy):
         return ()
 
     def part_of(self, parameter: nn.Parameter) -> tuple[Any, torch.Tensor]:
-        """(a value with the same ``repr`` on every rank with this part of ``parameter``, and on no other; the part)."""
+        """Return an identifier of this rank's part of ``parameter``, and the part.
+
+        The identifier has the same ``repr`` on every rank with this part, and on no other.
+        """
         return None, parameter
 
     # -- manual optimization and state -----------------------------------------------------------------------
