@@ -118,7 +118,7 @@ class ModelMemory:
         parameters: Iterable[ParameterMemory] | None = None,
         buffers: int | None = None,
     ) -> MemoryEstimate:
-        """Estimate a rank that holds ``parameters`` (all), of each the part of shape ``shape_of(parameter)`` (whole)."""
+        """Estimate a rank that holds ``parameters`` (all), of each a part of shape ``shape_of(parameter)`` (whole)."""
         held = self.parameters if parameters is None else parameters
         rows = [parameter.parts(shape_of(parameter)) for parameter in held]
         own, gradients, state = (sum(row[column] for row in rows) for column in range(3))

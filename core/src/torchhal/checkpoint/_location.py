@@ -45,7 +45,7 @@ class CheckpointLocation(ABC):
 
     @abstractmethod
     def version(self) -> list[Any] | None:
-        """Return plain data that distinguishes this file or folder from earlier and later ones here; None for nothing."""
+        """Return plain data that tells this file or folder from earlier and later ones here; None for nothing."""
 
     @abstractmethod
     def create(self, content: bytes) -> bool:

@@ -88,7 +88,7 @@ class SlurmEnvironment(ExternalEnvironment):
         return len(self._tasks_per_node())
 
     def node_of(self, rank: int) -> str | None:
-        """Return the host's name, under Slurm's default distribution; None under another, which no variable describes."""
+        """Return the host's name, under Slurm's default distribution; None under another, which has no variable."""
         if not (given("SLURM_DISTRIBUTION") or "block").startswith("block"):
             return None
         hosts, counts = _parsed("SLURM_STEP_NODELIST", hostlist.hosts), self._tasks_per_node()

@@ -125,7 +125,7 @@ class ChildProcesses:
             self._signal(getattr(signal, "SIGKILL", signal.SIGTERM))
 
     def at_exit(self) -> None:
-        """End the children when the interpreter of the launching process exits: none stays behind, no failure is lost."""
+        """End the children when the launching process's interpreter exits: none stays behind, no failure is lost."""
         if not self.is_mine:
             return
         try:

@@ -69,7 +69,7 @@ def write(value: Any, file: IO[bytes], pickle_module: Any = pickle) -> None:
 
 
 def read(file: IO[bytes], **options: Any) -> Any:
-    """Return what :func:`write` wrote, in whichever process. It comes from a process of the same job, and is trusted."""
+    """Return what :func:`write` wrote, in whichever process of the same job, which is trusted."""
     from torch import serialization
 
     return serialization.load(file, weights_only=False, **options)

@@ -44,7 +44,7 @@ def choose_accelerator(request: Request, strategy: Strategy | None, notes: list[
 
 
 def _class_of(strategy: Any) -> type[Strategy] | None:
-    """Return the class of a strategy, for its declared accelerators; errors of one requested by name are raised later."""
+    """Return the class of a strategy, for its declared accelerators; errors of a named one are raised later."""
     if not isinstance(strategy, str):
         return type(strategy)
     if strategy.lower() == "auto":
