@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchhal
-from torchhal.distributed import _rank_monitor as rank_monitor
+from torchhal.distributed import _stop_agreement as stop_agreement
 from torchhal.distributed import failures, signals
 from torchhal.distributed.failures import Failure, exit_for_signal
 from torchhal.distributed.signals import StopRequested, StopSignals
@@ -328,7 +328,7 @@ def children():
     "end", ["raise SystemExit(143)", "import os; os.kill(os.getpid(), 15)", "import os; os._exit(143)"]
 )
 def test_a_child_that_left_on_a_signal_ends_who_waits_for_it(children, monkeypatch, end):
-    monkeypatch.setattr(rank_monitor, "_stop_is_agreed", False)
+    monkeypatch.setattr(stop_agreement, "_stop_is_agreed", False)
     one = children(end)
     wait_until(lambda: one.stop_signal is not None)
     with pytest.raises(SystemExit) as caught:
@@ -338,7 +338,7 @@ def test_a_child_that_left_on_a_signal_ends_who_waits_for_it(children, monkeypat
 
 
 def test_a_child_that_was_faster_to_stop_ends_nobody(children, monkeypatch):
-    monkeypatch.setattr(rank_monitor, "_stop_is_agreed", True)
+    monkeypatch.setattr(stop_agreement, "_stop_is_agreed", True)
     one = children("raise SystemExit(143)")
     wait_until(one._done.is_set)
     one.check()

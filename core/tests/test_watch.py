@@ -24,6 +24,9 @@ from torchhal.distributed import (
     _rank_monitor as watch,
 )
 from torchhal.distributed import (
+    _rendezvous_state as rendezvous_state,
+)
+from torchhal.distributed import (
     _store_client as store_client,
 )
 from torchhal.distributed import failures, rendezvous, stores
@@ -163,24 +166,26 @@ def test_a_rank_that_leaves_on_a_signal_takes_the_others_along(left, crew):
 
 def test_a_rank_that_waits_to_meet_one_that_left_on_a_signal_follows_it(server, monkeypatch):
     stores_of = [dist.TCPStore("127.0.0.1", server, None, False, wait_for_workers=False) for _ in range(2)]
-    monkeypatch.setattr(rendezvous, "_process", rendezvous._State())
-    rendezvous._state().job = rendezvous._Job(("127.0.0.1", server, 2, 1), stores_of[1], "nobody")
+    monkeypatch.setattr(rendezvous_state, "_process", rendezvous_state.RendezvousState())
+    rendezvous_state.process_state().job = rendezvous_state.JobStore(
+        ("127.0.0.1", server, 2, 1), stores_of[1], "nobody"
+    )
     rendezvous.announce_stop(signal.SIGINT)
     group = stores.PrefixedStore("torchhal/1", stores_of[0])
     with pytest.raises(RankFailedError) as caught:
         rendezvous.wait_for_all_ranks(group, 0, 2, SECOND * 30, name="set-up", job=stores_of[0])
     assert (caught.value.rank, caught.value.stop_signal) == (1, signal.SIGINT)
-    assert rendezvous._state().patience < 15
+    assert rendezvous_state.process_state().patience < 15
     rendezvous.begin_call()  # the interrupt was caught, and the next fit begins
-    assert rendezvous._state().patience > 15
+    assert rendezvous_state.process_state().patience > 15
 
 
 def test_a_stop_of_an_earlier_call_ends_no_later_one(server, monkeypatch):
     """Who caught the interrupt on every rank fits again, and a rank comes to that late."""
     stores_of = [dist.TCPStore("127.0.0.1", server, None, False, wait_for_workers=False) for _ in range(2)]
-    monkeypatch.setattr(rendezvous, "_process", rendezvous._State())
-    state = rendezvous._state()
-    state.job = rendezvous._Job(("127.0.0.1", server, 2, 1), stores_of[1], "nobody")
+    monkeypatch.setattr(rendezvous_state, "_process", rendezvous_state.RendezvousState())
+    state = rendezvous_state.process_state()
+    state.job = rendezvous_state.JobStore(("127.0.0.1", server, 2, 1), stores_of[1], "nobody")
     rendezvous.begin_call()
     rendezvous.announce_stop(signal.SIGINT)
     before = state.call
@@ -193,10 +198,10 @@ def test_a_stop_of_an_earlier_call_ends_no_later_one(server, monkeypatch):
 
 def test_who_lost_a_rank_does_not_wait_for_its_goodbye(crew, monkeypatch):
     """A rank that is gone without a word, on another host, says none: rank 0 would serve half a minute for nobody."""
-    monkeypatch.setattr(rendezvous._state(), "lingers", True)
+    monkeypatch.setattr(rendezvous_state.process_state(), "lingers", True)
     first, _ = crew(2)
     first.report_failure(RankFailedError("rank 1 is gone without a word", rank=1))
-    assert not rendezvous._state().lingers
+    assert not rendezvous_state.process_state().lingers
 
 
 def test_a_timeout_names_the_ranks_that_took_no_part(crew):
@@ -462,7 +467,7 @@ def test_at_end_waits_as_long_as_its_caller_says(crew):
     start = time.monotonic()
     with pytest.raises(CollectiveTimeoutError, match="end of training"):
         first.agree_on_stop_at_end(SECOND * 0.5)
-    assert time.monotonic() - start < watch.DEFAULT_TIMEOUT.total_seconds() / 2
+    assert time.monotonic() - start < rendezvous.DEFAULT_TIMEOUT.total_seconds() / 2
 
 
 def test_at_end_without_a_signal(crew):

@@ -73,5 +73,5 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    """The public names, imported or not, for completion and ``dir()``."""
+    """Return the public names, imported or not, for completion and ``dir()``."""
     return [*__all__, "__doc__", "__file__", "__name__", "__path__"]

@@ -23,14 +23,14 @@ def check_optional_bool(name: str, value: Any) -> bool | None:
 
 
 def check_bool_or_default(name: str, value: Any, default: bool) -> bool:
-    """A bool; ``default`` for None."""
+    """Return ``value``, a bool, or ``default`` for None."""
     if value is not None and not isinstance(value, bool):
         raise ConfigurationError(f"'{name}' must be a bool, or None for {default} (got {value!r})")
     return default if value is None else value
 
 
 def check_count(name: str, value: Any, *, minimum: int, unlimited: bool = False) -> int:
-    """An int of at least ``minimum``; -1 too where that means without limit. ``True`` is no count."""
+    """Return ``value``, an int of at least ``minimum``, or -1 where that means without limit; ``True`` is no count."""
     allowed = f"an int of at least {minimum}" + (", or -1 for no limit" if unlimited else "")
     if not _is_int(value) or (value < minimum and not (unlimited and value == -1)):
         raise ConfigurationError(f"'{name}' must be {allowed} (got {value!r})")
@@ -46,7 +46,10 @@ def check_optional_count(name: str, value: Any, *, minimum: int, unlimited: bool
 
 
 def check_limit(name: str, value: Any, *, optional: bool = True) -> int | float:
-    """A number of batches (int) or a share of them (float, 0.0 to 1.0); None, where optional, means all."""
+    """Return ``value``, a number of batches (int) or a share of them (float, 0.0 to 1.0); None for all.
+
+    None is valid only where the argument is ``optional``.
+    """
     if value is None and optional:
         return 1.0
     if _is_int(value) and value >= 0:
@@ -99,7 +102,7 @@ def check_clip_algorithm(name: str, value: Any) -> str:
 
 
 def check_max_time(value: Any) -> timedelta | None:
-    """A timedelta, its keywords as a dict, or "DD:HH:MM:SS"."""
+    """Return a timedelta for a timedelta, its keywords as a dict, or "DD:HH:MM:SS"."""
     if value is None:
         return None
     result: timedelta | None = None
@@ -123,7 +126,7 @@ def check_max_time(value: Any) -> timedelta | None:
 
 
 def check_fast_dev_run(value: Any) -> int:
-    """The number of batches of a trial run; 0 for a real one."""
+    """Return the number of batches of a trial run; 0 for a real one."""
     if isinstance(value, bool):
         return int(value)
     return check_count("fast_dev_run", value, minimum=0)
@@ -136,7 +139,7 @@ def check_deterministic(value: Any) -> bool | str:
 
 
 def check_folder(name: str, value: Any) -> str:
-    """A local path or an fsspec URL as str; the working directory for None."""
+    """Return a local path or an fsspec URL as str; the working directory for None."""
     path = os.getcwd() if value is None else os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(path, str) or not path:
         raise ConfigurationError(f"'{name}' must be a path or None (got {value!r})")
@@ -144,7 +147,7 @@ def check_folder(name: str, value: Any) -> str:
 
 
 def check_path(name: str, value: Any) -> str:
-    """A path or an fsspec URL, as str."""
+    """Return a path or an fsspec URL as str."""
     path = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(path, str) or not path:
         raise ConfigurationError(f"'{name}' must be a path (got {value!r})")
@@ -159,7 +162,7 @@ def check_storage_options(value: Any) -> dict[str, Any] | None:
 
 
 def check_ckpt_path(value: Any) -> str | None:
-    """A path, an fsspec URL, "last" or "best", as str."""
+    """Return a path, an fsspec URL, "last" or "best" as str."""
     path = os.fspath(value) if isinstance(value, os.PathLike) else value
     if path is None or (isinstance(path, str) and path):
         return path

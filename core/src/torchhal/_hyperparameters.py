@@ -54,8 +54,9 @@ class NotPlainError(TypeError):
 
 
 def to_plain(value: Any) -> Any:
-    """``value`` of ``None``, numbers, strings, tensors, and lists, tuples, sets and dicts of them; where it has another
-    type that :func:`from_plain` can make again, a dict that says so.
+    """Return ``value`` as ``None``, numbers, strings, tensors, and lists, tuples, sets and dicts of them.
+
+    A value of another type that :func:`from_plain` can restore becomes a dict that names the type.
 
     Raises:
         NotPlainError: it is another object, such as a module, a function or a class, or contains itself.
@@ -122,7 +123,7 @@ def _to_plain(value: Any) -> Any:
 
 
 def _part(key: Any, value: Any) -> Any:
-    """What a container has at ``key``, in plain form."""
+    """Return the plain form of what a container has at ``key``."""
     try:
         return _to_plain(value)
     except NotPlainError as error:
@@ -131,7 +132,7 @@ def _part(key: Any, value: Any) -> Any:
 
 
 def from_plain(value: Any) -> Any:
-    """The value that :func:`to_plain` was given.
+    """Return the value that :func:`to_plain` was given.
 
     Nothing is imported, and no code of the file's choice runs: an Enum or a dataclass has to be imported already, and
     is filled without its constructor.
@@ -208,7 +209,7 @@ def _name_of(kind: type) -> str:
 
 
 def _found(name: str, base: type) -> Any:
-    """The class of a name of :func:`_name_of`, in a module that is imported: a dataclass or an Enum, no other."""
+    """Return the class of a name of :func:`_name_of`, in an imported module: a dataclass or an Enum, no other."""
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in path.split("."):

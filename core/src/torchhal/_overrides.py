@@ -1,4 +1,4 @@
-"""Which hooks does an object really implement? Asked once before a loop, so that no step calls an empty method."""
+"""Determine which hooks an object overrides, once before a loop, so that no step calls an empty method."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def overrides(instance: Any, base: type, name: str) -> bool:
-    """Whether ``instance`` gives ``name`` a body of its own rather than the one of ``base``.
+    """Return whether ``instance`` has a body of its own for ``name`` rather than the one of ``base``.
 
     Works for subclasses, for duck-typed objects that never heard of ``base`` (they override whatever they
     define) and for a method set on the instance itself.

@@ -1,4 +1,4 @@
-"""How many bytes a model needs on each rank, before anything is allocated.
+"""Estimate the bytes that a model needs on each rank, before anything is allocated.
 
 The model is built on the meta device, where tensors have shapes and no memory, and its optimizers take one step there.
 How a strategy divides what that takes is its own knowledge: ``Strategy.memory_per_rank``. Activations, which depend on
@@ -53,16 +53,16 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        """Between two steps, with gradients."""
+        """Bytes between two steps, with gradients."""
         return self.parameters + self.buffers + self.gradients + self.optimizer
 
     @property
     def peak(self) -> int:
-        """The most at once, without activations."""
+        """The greatest number of bytes at once, without activations."""
         return self.total + self.temporary
 
     def plus(self, temporary: int, note: str = "") -> MemoryEstimate:
-        """The same with more ``temporary`` bytes."""
+        """Return the same estimate with more ``temporary`` bytes."""
         notes = "; ".join(filter(None, (self.note, note)))
         return replace(self, temporary=self.temporary + temporary, note=notes)
 
@@ -84,7 +84,7 @@ class ParameterMemory(NamedTuple):
     state: tuple[torch.Tensor, ...]
 
     def parts(self, shape: Sequence[int] | None = None) -> tuple[int, int, int]:
-        """(parameter, gradient, state) in bytes, for a rank whose part has ``shape``; None for all of it.
+        """Return (parameter, gradient, state) in bytes, for a rank whose part has ``shape``; None for all of it.
 
         State of the parameter's shape is divided as the parameter is; any other is whole.
         """
@@ -118,7 +118,7 @@ class ModelMemory:
         parameters: Iterable[ParameterMemory] | None = None,
         buffers: int | None = None,
     ) -> MemoryEstimate:
-        """For a rank that holds ``parameters`` (all), of each the part of shape ``shape_of(parameter)`` (whole)."""
+        """Estimate a rank that holds ``parameters`` (all), of each a part of shape ``shape_of(parameter)`` (whole)."""
         held = self.parameters if parameters is None else parameters
         rows = [parameter.parts(shape_of(parameter)) for parameter in held]
         own, gradients, state = (sum(row[column] for row in rows) for column in range(3))
@@ -126,11 +126,12 @@ class ModelMemory:
 
 
 def bytes_of(tensor: torch.Tensor) -> int:
+    """Return the size of a tensor in bytes."""
     return tensor.numel() * tensor.element_size()
 
 
 def format_bytes(count: int) -> str:
-    """``"1.5 GiB"``; below one KiB ``"12 bytes"``."""
+    """Format a number of bytes, such as ``"1.5 GiB"``; below one KiB ``"12 bytes"``."""
     value, units = float(count), iter(("bytes", "KiB", "MiB", "GiB", "TiB"))
     unit = next(units)
     while value >= 1024 and (larger := next(units, None)):
@@ -139,7 +140,7 @@ def format_bytes(count: int) -> str:
 
 
 def build_model(make: Callable[..., Any], arguments: Any = None, *, trainer: Any = None) -> nn.Module:
-    """What ``make`` returns on the meta device; ``arguments`` are a dict of keywords, or a list of positions.
+    """Return what ``make`` builds on the meta device; ``arguments`` are a dict of keywords, or a list of positions.
 
     ``trainer`` is its ``self.trainer`` in ``configure_model``, where the class has one.
 
@@ -179,7 +180,7 @@ def build_model(make: Callable[..., Any], arguments: Any = None, *, trainer: Any
 
 
 def model_memory(module: nn.Module, optimizers: Sequence[Optimizer]) -> ModelMemory:
-    """What each parameter of ``module``, which is on the meta device, needs under these optimizers, after a step."""
+    """Return what each parameter of ``module``, on the meta device, needs under these optimizers, after a step."""
     assumed: list[str] = []
     state: dict[int, tuple[torch.Tensor, ...]] = {}
     for optimizer in optimizers:

@@ -52,7 +52,7 @@ _TARGET = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(?:\.[A-Za-z_
 
 @dataclass(frozen=True)
 class Availability:
-    """Whether a part can be used here and, if not, why.
+    """The answer whether a component can be used here and, if not, why.
 
     ``reason`` is never empty when ``ok`` is false; it names the missing package, device or setting, in one line.
     Control characters in it become escapes.
@@ -98,7 +98,7 @@ class Component:
     aliases: tuple[str, ...] = ()
 
     def problem(self, kind: str) -> str | None:
-        """The reason why this record can't be used as a ``kind``, or None when it is sound."""
+        """Return the reason why this record can't be used as a ``kind``, or None when it is valid."""
         if reason := alias_problem(self.alias, kind):
             return reason
         if not isinstance(self.target, str) or not _TARGET.fullmatch(self.target):

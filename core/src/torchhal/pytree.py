@@ -159,8 +159,10 @@ def move_module(module: nn.Module, device: torch.device) -> None:
 
 
 def _set_hooks(target: Any, source: Any) -> None:
-    """Give ``target`` the hooks of ``source``, which may be itself: swapping leaves them with the Python object, and
-    autograd, which calls them, knows them by the values."""
+    """Give ``target`` the hooks of ``source``, which may be itself.
+
+    Swapping leaves them with the Python object, and autograd, which calls them, finds them by the values.
+    """
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if (hooks := getattr(source, name, None)) is not None:
             setattr(target, name, hooks)

@@ -72,7 +72,7 @@ def collect(accelerator: Accelerator, device: torch.device) -> dict[str, Any]:
 
 
 def collect_host() -> dict[str, Any]:
-    """The generators that live on the host, which samplers draw from."""
+    """Return the states of the generators on the host, from which samplers draw."""
     version, internal, gauss = random.getstate()
     state: dict[str, Any] = {"python": [version, list(internal), gauss], "torch": torch.get_rng_state()}
     numpy = sys.modules.get("numpy")

@@ -8,14 +8,17 @@ __all__ = ["did_you_mean", "nearest", "one_of"]
 
 
 def one_of(names: Iterable[str]) -> str:
-    """``'a', 'b' or 'c'``."""
+    """Join names as ``'a', 'b' or 'c'``."""
     *first, last = map(repr, names)
     return f"{', '.join(first)} or {last}" if first else last
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.65) -> str | None:
-    """The one among ``known`` that is close enough to ``name`` to have been meant, as alike as ``cutoff``, of 1: the
-    fewest slips away, and of those the one of its length (``dpp`` is ``ddp``, not ``dp``)."""
+    """Return the name among ``known`` that is close enough to ``name`` to have been meant, or None.
+
+    It is at least as alike as ``cutoff``, of 1: the fewest slips away, and of those the one of its length (``dpp`` is
+    ``ddp``, not ``dp``).
+    """
     from difflib import get_close_matches  # only ever needed on the way to an error
 
     close = get_close_matches(name, sorted(known), n=10, cutoff=cutoff)
@@ -37,6 +40,6 @@ def _edit_distance(one: str, other: str) -> int:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of a sentence, ``"; did you mean 'x'?"``, or an empty string."""
+    """Return the end of a sentence, ``"; did you mean 'x'?"``, or an empty string."""
     near = nearest(name, known)
     return f"; did you mean {near!r}?" if near else ""

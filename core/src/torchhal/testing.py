@@ -54,6 +54,6 @@ else:
 
     @pytest.fixture(name="isolated_registry")
     def _isolated_registry() -> Iterator[Registry]:
-        """A fresh registry with core's parts and nothing else, in place for one test."""
+        """Yield a fresh registry with core's components and nothing else, in place for one test."""
         with isolated_registry() as fresh:
             yield fresh

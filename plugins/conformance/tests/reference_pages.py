@@ -106,6 +106,19 @@ def _class_node(cls: type[Any]) -> ast.ClassDef:
     return node
 
 
+def private_bases(cls: type[Any]) -> list[type[Any]]:
+    """Return the bases from private modules among which a contract is divided, without those of a public base."""
+    bases = cls.__mro__[1:]
+    public = [base for base in bases if not base.__module__.rpartition(".")[2].startswith("_")]
+    return [
+        base
+        for base in bases
+        if base.__module__.startswith("torchhal.")
+        and base not in public
+        and not any(issubclass(other, base) for other in public)
+    ]
+
+
 def declarations(cls: type[Any]) -> Iterator[str]:
     """The documented class attributes: name, type and default, and the string below each."""
     body = _class_node(cls).body
@@ -175,9 +188,11 @@ def text(page: Page) -> str:
     for cls in page.classes:
         parts.append(f"## {cls.__name__}\n")
         parts.append(f"{markdown(cls.__doc__ or '')}\n")
-        if declared := list(declarations(cls)):
+        parts_of_class = [cls, *private_bases(cls)]
+        if declared := [text for base in parts_of_class for text in declarations(base)]:
             parts += ["Declarations:\n", *declared, ""]
-        parts += methods(cls)
+        for base in parts_of_class:
+            parts += methods(base)
     parts += ["## Checks\n", "See [the conformance kit](conformance.md) for how they are made.\n", *checks(page.family)]
     return "\n".join(parts).rstrip() + "\n"
 

@@ -10,7 +10,7 @@ from torchhal.errors import ConfigurationError
 
 
 class Accelerator(Protocol):
-    """What of an accelerator is needed to count its devices."""
+    """The members of an accelerator that are needed to count its devices."""
 
     name: ClassVar[str]
     oversubscribable: ClassVar[bool]

@@ -1,4 +1,4 @@
-"""The accelerator contract: a declaration first, default bodies over torch's own device modules."""
+"""Define the accelerator contract: declarations first, default bodies over torch's own device modules."""
 
 from __future__ import annotations
 
@@ -19,40 +19,56 @@ _log = logging.getLogger(__name__)
 class Accelerator:
     """One kind of hardware.
 
-    Hardware that torch already speaks to, in its tree or through PrivateUse1, is a subclass that sets
-    :attr:`name`, :attr:`device_type` and perhaps :attr:`backend` and :attr:`precisions`; every torch-native
-    strategy, precision and checkpoint then works on it. Nothing is abstract. Override a method only where the
-    device differs from what ``torch.get_device_module(device_type)`` does.
+    Hardware that torch already supports, in its tree or through PrivateUse1, is a subclass that sets :attr:`name`,
+    :attr:`device_type` and perhaps :attr:`backend` and :attr:`precisions`; every torch-native strategy, precision and
+    checkpoint IO then works on it. Nothing is abstract. Override a method only where the device differs from what
+    ``torch.get_device_module(device_type)`` does.
 
     Callers rely on this:
 
     * The class attributes are data and never change. Reading them, :meth:`availability`, :meth:`device_count` and
-      :meth:`parse_devices` initialise no device: a fork after them works (GEN-02, ACC-01, ACC-04).
-    * An instance holds no device state before :meth:`setup_device`, and pickles (GEN-19).
+      :meth:`parse_devices` initialise no device: a fork after them works.
+    * An instance holds no device state before :meth:`setup_device`, and pickles.
     * Everything from :meth:`setup_device` on is called in the process that trains, on every rank.
+
+    Checks: GEN-02, GEN-19, ACC-01, ACC-04, ACC-17.
     """
 
     name: ClassVar[str]
-    """The alias users write (ACC-21)."""
+    """Alias by which users name the accelerator, e.g. ``"cuda"``.
+
+    Checks: ACC-21.
+    """
 
     device_type: ClassVar[str]
-    """torch's device type: ``torch.device(device_type)`` is valid once :meth:`load` has run."""
+    """Device type of torch: ``torch.device(device_type)`` is valid once :meth:`load` has run.
+
+    Checks: ACC-05, ACC-21.
+    """
 
     backend: ClassVar[str] = "gloo"
-    """The process-group backend for tensors on this device. Empty: there is none, and strategies that need one are
-    refused unless they bring it."""
+    """Process-group backend for tensors on this device.
+
+    Empty where there is none: strategies that need one are refused unless they bring their own.
+    """
 
     backend_averages: ClassVar[bool] = True
-    """Whether the backend knows ``ReduceOp.AVG``; where it doesn't, strategies that use it sum and divide."""
+    """True if the backend supports ``ReduceOp.AVG``; otherwise strategies that need an average sum and divide."""
 
     precisions: ClassVar[frozenset[str]] = frozenset({"32-true", "16-true", "16-mixed", "bf16-true", "bf16-mixed"})
-    """Aliases of the precisions this device computes in; any other is refused before launch (ACC-16)."""
+    """Aliases of the precisions this device computes in; any other is refused before launch.
+
+    Checks: ACC-16.
+    """
 
     indexed: ClassVar[bool] = True
-    """Whether a process addresses its device by index (``sim:1``); False for hardware with one per process."""
+    """True if a process addresses its device by index (``sim:1``); False for hardware with one device per process.
+
+    Checks: ACC-05.
+    """
 
     oversubscribable: ClassVar[bool] = False
-    """Whether more processes than devices make sense (the CPU)."""
+    """True if more processes than devices make sense, as on the CPU."""
 
     default_strategy: ClassVar[str] = "single_device"
     """Alias of the strategy for one device when none is named."""
@@ -61,49 +77,70 @@ class Accelerator:
     """Alias of the strategy for several devices when none is named."""
 
     own_strategies: ClassVar[bool] = False
-    """Whether only strategies that name this accelerator in ``Strategy.accelerators`` drive it right; one for all that
-    torch speaks to is refused then. For hardware that wants more from a loop than torch's operators and
-    :meth:`step_marker`, such as gradients that its own library averages."""
+    """True if only strategies that name this accelerator in ``Strategy.accelerators`` drive it correctly.
+
+    A strategy for all accelerators is then refused. For hardware that needs more from a loop than torch's operators and
+    :meth:`step_marker`, such as gradients that its own library averages.
+    """
 
     auto_priority: ClassVar[int | None] = 50
-    """``accelerator="auto"`` takes the available one with the highest number; None: only when named."""
+    """Priority in the choice of ``accelerator="auto"``, which takes the available one with the highest number.
+
+    None: the accelerator is used only when it is named.
+    """
 
     substitutes: ClassVar[Mapping[str, Mapping[str, str]]] = {}
-    """``{kind: {alias: alias}}``: what a general alias means on this hardware, e.g. its own launcher for
-    ``ddp_spawn``. Applied by ``resolve`` to names and defaults, never to objects."""
+    """Aliases that replace general ones on this hardware: ``{kind: {alias: alias}}``.
+
+    An example is its own launcher for ``ddp_spawn``. ``resolve`` applies it to names and defaults, never to objects.
+    """
 
     start_methods: ClassVar[frozenset[str]] = frozenset({"spawn", "fork", "forkserver"})
-    """Ways in which worker processes may start and still use the device."""
+    """Ways in which worker processes may start and still use the device.
+
+    Checks: ACC-20.
+    """
 
     visible_devices: ClassVar[str] = ""
-    """The environment variable by which the vendor's runtime hides devices from a process; empty: there is none that
-    this class answers for (ACC-07)."""
+    """Environment variable by which the vendor's runtime hides devices from a process.
+
+    Empty: there is none that this class answers for.
+
+    Checks: ACC-07.
+    """
 
     features: ClassVar[frozenset[str]] = frozenset()
-    """Capabilities beyond the core level, which ``torchhal_conformance`` then checks. ``"memory_stats"``: the counts
-    of :meth:`memory_stats` (ACC-09, ACC-11, ACC-18). ``"visible_devices"``: only the devices that the variable shows
-    are counted (ACC-07). ``"threads"``: several threads, each with its own device (ACC-22)."""
+    """Capabilities beyond the core level, which ``torchhal_conformance`` then checks.
+
+    ``"memory_stats"``: the counts of :meth:`memory_stats`. ``"visible_devices"``: only the devices that the variable
+    :attr:`visible_devices` shows are counted. ``"threads"``: several threads, each with its own device.
+
+    Checks: ACC-07, ACC-09, ACC-11, ACC-18, ACC-22.
+    """
 
     # -- before anything starts ------------------------------------------------------------------------------
 
     @classmethod
     def load(cls) -> None:
-        """Import whatever registers the device with torch. Idempotent; called before any probe.
+        """Import whatever registers the device with torch.
 
-        torch answers some questions about a device once and for all, so a library that loads after the first
-        question is never seen. Raises ImportError or whatever the library raises; :meth:`availability` turns
-        that into a reason.
+        Idempotent; called before any probe. torch answers some questions about a device once per process, so a library
+        that is loaded after the first question is never seen.
 
-        A seed that was set before reaches a PrivateUse1 device that this brings: its module's ``manual_seed_all`` is
-        called right after, which starts no device, as ``torch.manual_seed`` calls it at any time. A device that
-        ``torch.manual_seed`` doesn't know has to be seeded here, with ``torch.initial_seed()``.
+        A seed that was set earlier reaches a PrivateUse1 device that this method registers: its module's
+        ``manual_seed_all`` is called right afterwards, which starts no device, as ``torch.manual_seed`` calls it at any
+        time. A device that ``torch.manual_seed`` doesn't reach has to be seeded here, with ``torch.initial_seed()``.
+
+        Raises:
+            ImportError: the vendor's library is missing. Whatever else the library raises is allowed too;
+                :meth:`availability` turns the error into a reason.
         """
 
     @classmethod
     def _register(cls) -> None:
-        """:meth:`load`, and the seed that ``torch.manual_seed`` would have given the device, had it known it.
+        """Call :meth:`load`, then seed a device that it registered as ``torch.manual_seed`` would have.
 
-        Never later: whatever is seeded or drawn once the device is there is the user's.
+        The seed is set here and never later: whatever is seeded or drawn once the device exists is the user's.
         """
         known = hasattr(torch, cls.device_type)
         cls.load()
@@ -116,7 +153,15 @@ class Accelerator:
 
     @classmethod
     def availability(cls) -> Availability:
-        """Whether the hardware can be used here and, if not, why. Never raises, starts nothing (ACC-01, GEN-05)."""
+        """Return whether the hardware can be used in this process and, if not, why.
+
+        Never raises, starts no device, and may be called any number of times.
+
+        Returns:
+            An :class:`~torchhal.plugin.Availability`; its ``reason`` is not empty where it is false.
+
+        Checks: ACC-01, GEN-05.
+        """
         try:
             cls._register()
             module = torch.get_device_module(cls.device_type)
@@ -131,7 +176,13 @@ class Accelerator:
 
     @classmethod
     def require_available(cls) -> None:
-        """Raise AcceleratorUnavailableError, with the reason, unless the hardware can be used here (ACC-19)."""
+        """Raise an error unless the hardware can be used in this process.
+
+        Raises:
+            AcceleratorUnavailableError: it can't; the message holds the reason that :meth:`availability` gave.
+
+        Checks: ACC-19.
+        """
         availability = cls.availability()
         if not availability:
             raise AcceleratorUnavailableError(
@@ -142,29 +193,55 @@ class Accelerator:
             )
 
     def device_count(self) -> int:
-        """How many devices this process can see; 0 without hardware."""
+        """Return the number of devices this process can see, 0 without hardware.
+
+        Checks: ACC-07.
+        """
         if not type(self).availability():
             return 0
         return int(torch.get_device_module(self.device_type).device_count())
 
     def auto_device_count(self) -> int:
-        """How many devices ``devices="auto"`` means (ACC-06)."""
+        """Return the number of devices that ``devices="auto"`` selects.
+
+        At least 1 exactly where the hardware is available.
+
+        Checks: ACC-06.
+        """
         return self.device_count()
 
     def parse_devices(self, devices: int | str | Sequence[int]) -> tuple[int, ...]:
-        """The indices that ``devices`` asks for, in the order given (ACC-02 to ACC-05).
+        """Return the device indices that ``devices`` selects, in the order given.
 
-        ``"auto"``: :meth:`auto_device_count` devices. ``n`` or ``"n"``: the first n. ``-1`` or ``"-1"``: all.
-        ``[2, 0]`` or ``"2,0"``: exactly these; ``"2,"``: the one with index 2.
+        The argument and the environment are left unchanged, and the result is itself a valid argument with the same
+        meaning.
+
+        Args:
+            devices: ``"auto"`` for :meth:`auto_device_count` devices; ``n`` or ``"n"`` for the first n; ``-1`` or
+                ``"-1"`` for all; ``[2, 0]`` or ``"2,0"`` for exactly these; ``"2,"`` for the one with index 2.
+
+        Returns:
+            Distinct indices from 0 to :meth:`device_count` - 1; empty for ``"auto"`` without hardware.
 
         Raises:
-            ConfigurationError: (a ValueError) naming the value and what exists.
-            AcceleratorUnavailableError: a sound request, but there is no such hardware here. ``"auto"`` is empty then.
+            ConfigurationError: (a ValueError) ``devices`` selects nothing that exists; names the value and the devices.
+            AcceleratorUnavailableError: a valid request, but the hardware is not available here.
+
+        Checks: ACC-02 to ACC-05, ACC-19.
         """
         return parse_devices(self, devices)
 
     def get_parallel_devices(self, indices: Sequence[int]) -> list[torch.device]:
-        """The torch device of each index, in order (ACC-05)."""
+        """Return the torch device of each index, in order.
+
+        Args:
+            indices: what :meth:`parse_devices` returned.
+
+        Returns:
+            As many devices of type :attr:`device_type`, without an index unless :attr:`indexed`.
+
+        Checks: ACC-05.
+        """
         if indices:
             self._register()  # or torch may not know the type
         if not self.indexed:
@@ -174,11 +251,18 @@ class Accelerator:
     # -- in the training process -----------------------------------------------------------------------------
 
     def setup_device(self, device: torch.device) -> None:
-        """Make ``device`` the current one. Idempotent (ACC-08).
+        """Make ``device`` the current device of this process.
+
+        Idempotent; called on every rank. Nothing is allocated on any other device.
+
+        Args:
+            device: the root device of this rank.
 
         Raises:
-            ValueError: a device of another type.
-            AcceleratorUnavailableError: the hardware can't be used here, with the reason (ACC-19).
+            ValueError: ``device`` is of another type than :attr:`device_type`.
+            AcceleratorUnavailableError: the hardware can't be used here; the message holds the reason.
+
+        Checks: ACC-08, ACC-09, ACC-19.
         """
         if device.type != self.device_type:
             raise ValueError(
@@ -189,25 +273,43 @@ class Accelerator:
             torch.get_device_module(self.device_type).set_device(device)
 
     def setup_process(self, *, global_rank: int, local_rank: int, world_size: int) -> None:
-        """Hear which rank this process is, from a strategy of several, before :meth:`setup_device`.
+        """Receive this process's ranks before :meth:`setup_device`.
 
-        For libraries that give a process its device by its rank. Does nothing by default.
+        Called on every rank by a strategy of several processes, for libraries that assign the device of a process by
+        its rank. Does nothing by default.
+
+        Args:
+            global_rank: rank among all processes, 0 to ``world_size`` - 1.
+            local_rank: rank among the processes of this node.
+            world_size: number of processes of the job.
         """
 
     def step_marker(self) -> Callable[[], None] | None:
-        """What makes the device begin with the operators recorded for it; None where it begins with each at once.
+        """Return a function that makes the device execute the operators recorded so far, or None for an eager device.
 
-        Asked once, after :meth:`setup_device`. The strategy calls it where a piece of work is complete: after each
-        backward, after each optimizer step, after each step without training or with manual optimization. One of the
-        hardware's own may choose other places.
+        Called once on every rank, after :meth:`setup_device`. The strategy calls the function where a piece of work is
+        complete: after each backward, after each optimizer step, and after each step without training or with manual
+        optimization. A strategy of the hardware's own may choose other places.
         """
         return None
 
     def setup(self, trainer: Any = None) -> None:
-        """A hook after :meth:`setup_device`, before the model is moved. Does nothing by default."""
+        """Prepare for a run, after :meth:`setup_device` and before the model is moved.
+
+        Called on every rank. Does nothing by default.
+
+        Args:
+            trainer: the Trainer of the run; None in a loop without one.
+        """
 
     def teardown(self) -> None:
-        """Release what :meth:`setup_device` took. Idempotent, legal before or after a failed set-up (ACC-10)."""
+        """Release what :meth:`setup_device` took.
+
+        Idempotent; called on every rank, and legal before a set-up or after one that failed. No more memory is
+        allocated afterwards than before the set-up.
+
+        Checks: ACC-10, ACC-11.
+        """
         if not type(self).availability():
             return
         try:
@@ -216,42 +318,95 @@ class Accelerator:
             _log.warning("the cache of accelerator %r could not be emptied: %s", self.name, error)
 
     def batch_to_device(self, batch: Any, device: torch.device, *, non_blocking: bool = False) -> Any:
-        """``batch`` with every tensor in it on ``device``; its structure is kept (ACC-12, ACC-13)."""
+        """Return ``batch`` with every tensor in it on ``device``.
+
+        Called on every rank for each batch. Containers keep their types, an object with its own ``to`` is moved by
+        that, and everything else is kept as it is; the given batch is not written to.
+
+        Args:
+            batch: tensors of any dtype, shape and strides, at any depth of containers.
+            device: where the tensors go.
+            non_blocking: do not wait for copies from pinned memory.
+
+        Returns:
+            The same structure; the tensors' values, dtypes and shapes are unchanged.
+
+        Checks: ACC-12, ACC-13.
+        """
         return move_to_device(batch, device, non_blocking=non_blocking)
 
     def synchronize(self, device: torch.device | None = None) -> None:
-        """Wait until all work on the device is done (ACC-15)."""
+        """Wait until all work submitted to the device is done.
+
+        Args:
+            device: the device to wait for; None for the current one.
+
+        Checks: ACC-15.
+        """
         _call(self._module().synchronize, device)
 
     def empty_cache(self) -> None:
-        """Give cached memory back to the device, where it caches."""
+        """Return cached memory to the device, where its allocator caches."""
         empty = getattr(self._module(), "empty_cache", None)
         if empty is not None and self._initialised():
             empty()
 
     def manual_seed(self, seed: int) -> None:
-        """Seed every generator of this device type (ACC-14)."""
+        """Seed every generator of this device type.
+
+        Args:
+            seed: the same integer that ``torch.manual_seed`` takes.
+
+        Checks: ACC-14.
+        """
         module = self._module()
         seed_all = getattr(module, "manual_seed_all", None) or getattr(module, "manual_seed", None)
         if seed_all is not None:
             seed_all(seed)
 
     def get_rng_state(self, device: torch.device) -> torch.Tensor:
-        """The state of the device's generator: a uint8 tensor on the CPU (ACC-14)."""
+        """Return the state of the device's random-number generator.
+
+        Args:
+            device: the device whose generator is read.
+
+        Returns:
+            A 1-d uint8 tensor on the CPU, for :meth:`set_rng_state`.
+
+        Checks: ACC-14.
+        """
         state: torch.Tensor = _call(self._module().get_rng_state, device)
         return state
 
     def set_rng_state(self, state: torch.Tensor, device: torch.device) -> None:
-        """Put back what :meth:`get_rng_state` gave."""
+        """Restore the state of the device's random-number generator.
+
+        Args:
+            state: what :meth:`get_rng_state` returned.
+            device: the device whose generator is written.
+
+        Checks: ACC-14.
+        """
         _call(self._module().set_rng_state, device, state)
 
     def set_benchmark(self, enabled: bool) -> None:
-        """Let the device's library try several kernels and keep the fastest, where it has such a switch."""
+        """Enable or disable the search for the fastest kernels, where the device's library has such a switch.
+
+        Args:
+            enabled: True to time several kernels and keep the fastest.
+        """
 
     def memory_stats(self, device: torch.device) -> dict[str, int]:
-        """Bytes on ``device``: ``allocated``, ``peak`` and, where known, ``reserved``, ``limit`` (ACC-18).
+        """Return the memory counts of ``device`` in bytes.
 
-        Empty where the device keeps no such count.
+        Args:
+            device: the device whose memory is counted.
+
+        Returns:
+            Ints by the names ``allocated``, ``peak`` and, where known, ``reserved`` and ``limit``; empty where the
+            device keeps no such count.
+
+        Checks: ACC-18.
         """
         module, stats = self._module(), {}
         for key, function in (
@@ -264,7 +419,13 @@ class Accelerator:
         return stats
 
     def reset_peak_memory_stats(self, device: torch.device) -> None:
-        """Start a new peak from the current allocation."""
+        """Set the peak of :meth:`memory_stats` to the current allocation.
+
+        Args:
+            device: the device whose count is reset.
+
+        Checks: ACC-18.
+        """
         reset = getattr(self._module(), "reset_peak_memory_stats", None)
         if reset is not None:
             _call(reset, device)
@@ -281,8 +442,11 @@ class Accelerator:
 
 
 def _call(function: Callable[..., Any], device: torch.device | None, *args: Any) -> Any:
-    """``function(*args, device)``; without a device where it has no index: that is the current one, and the modules
-    of hardware with one device per process have no such argument."""
+    """Call ``function(*args, device)``, or ``function(*args)`` for a device without an index.
+
+    A device without an index is the current one, and the modules of hardware with one device per process have no such
+    argument.
+    """
     if device is None or device.index is None:
         return function(*args)
     return function(*args, device)

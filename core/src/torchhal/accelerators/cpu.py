@@ -27,7 +27,7 @@ class CPUAccelerator(Accelerator):
     auto_priority: ClassVar[int | None] = 0
 
     def device_count(self) -> int:
-        """The cores this process may run on: what ``devices=-1`` means."""
+        """Return the number of cores this process may run on, which ``devices=-1`` selects."""
         if hasattr(os, "sched_getaffinity"):
             return len(os.sched_getaffinity(0))
         return os.cpu_count() or 1

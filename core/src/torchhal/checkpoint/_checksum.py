@@ -29,7 +29,7 @@ _PIECE = 16 << 20
 
 
 class ChecksumWriter:
-    """What torch.save writes to: passes everything on to ``file`` and sums it up on the way.
+    """A file for torch.save that passes everything on to ``file`` and computes the checksum on the way.
 
     The first error is kept in ``error``: torch turns it into "enforce fail", and goes on writing.
     """
@@ -78,14 +78,14 @@ class ChecksumWriter:
 
 
 class ChecksumFooter(NamedTuple):
-    """What the end of a checkpoint file says of it."""
+    """The record at the end of a checkpoint file."""
 
     sealed: bool
     saved_ns: int
 
 
 def read_ending(head: bytes, tail: bytes) -> ChecksumFooter | None:
-    """The ending of a file from its first 4 and last ``TAIL`` bytes; None if it is no complete zip of torch's."""
+    """Return the ending of a file from its first 4 and last ``TAIL`` bytes; None if it is no complete zip file."""
     if head[:4] != HEAD:
         return None
     end = tail[-TAIL:-_SEAL_SIZE]
@@ -126,7 +126,7 @@ def verify_description(file: BinaryIO, shown: str) -> ChecksumFooter:
 
 
 def _ending_of(file: BinaryIO, shown: str) -> tuple[ChecksumFooter, int, bytes]:
-    """The ending, the file's size, its last bytes."""
+    """Return the ending, the file's size, and its last bytes."""
     file.seek(0)
     head = file.read(4)
     size = file.seek(0, 2)

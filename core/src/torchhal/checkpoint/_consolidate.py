@@ -31,11 +31,14 @@ def consolidate(
     ``.safetensors`` it gets the weights alone, in the format of that name.
 
     Args:
+        io: the checkpoint IO that recognises ``source``.
+        source: a path or URL of a completed checkpoint.
+        target: the new file.
         weights_only: leave out what only a run that continues needs, such as the optimizer's state.
         force: replace a ``target`` that exists.
 
     Returns:
-        The weights that ``target`` holds under another name only, each with that name: safetensors knows no weights
+        The weights that ``target`` holds under another name only, each with that name: safetensors supports no weights
         that share memory. Empty for a file of torch's.
 
     Raises:

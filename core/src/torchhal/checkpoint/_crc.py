@@ -24,7 +24,7 @@ _DESCRIPTORS = {16: struct.Struct("<4sIII"), 24: struct.Struct("<4sIQQ")}  # mar
 
 
 def combine(first: int, second: int, length: int) -> int:
-    """The CRC-32 of two byte strings in a row, from theirs and the ``length`` of the second."""
+    """Return the CRC-32 of two byte strings in a row, from theirs and the ``length`` of the second."""
     # Appending n bytes multiplies the polynomial that the first CRC stands for by x^8n; powers by squaring.
     shift, power, exponent = 1 << 31, _times_x_to(3), length
     while exponent:
@@ -44,7 +44,7 @@ def _times_x_to(doublings: int) -> int:
 
 
 def _multiply(a: int, b: int) -> int:
-    """The product of two polynomials modulo CRC-32's."""
+    """Return the product of two polynomials modulo CRC-32's."""
     product, bit = 0, 1 << 31
     while bit:
         if a & bit:

@@ -72,7 +72,7 @@ def _refuse(given: Mapping[str, Any], known: frozenset[str], url: str) -> None:
 
 
 def _known_options(filesystem: type) -> frozenset[str] | None:
-    """The options a file system takes; None if it hands any others on to a library.
+    """Return the options a file system takes; None if it passes any others on to a library.
 
     fsspec's base class accepts and forgets every name, so that a misspelled option would be lost without a word.
     By fsspec's custom ``**kwargs`` go to that base, and what is used has a name of its own: ``**ssh_kwargs``,

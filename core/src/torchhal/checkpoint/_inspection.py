@@ -1,4 +1,4 @@
-"""What is in a checkpoint, whichever part wrote it, without loading it."""
+"""List what is in a checkpoint, whichever component wrote it, without loading it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def is_tensor(value: Any) -> bool:
 
 
 def tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """The tensors in a nest of dicts, lists and tuples, by their path in it."""
+    """Yield the tensors in a nest of dicts, lists and tuples, by their path in it."""
     if is_tensor(value):
         yield name, value
         return
@@ -40,7 +40,7 @@ def tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def describe(io: CheckpointIO, path: str) -> dict[str, Any]:
-    """What the checkpoint at ``path`` holds, for ``torchhal checkpoint inspect``; None for what it doesn't say."""
+    """Return the contents of the checkpoint at ``path``, for ``torchhal checkpoint inspect``; None if absent."""
     try:
         content = io.open_checkpoint(path)
     except FileNotFoundError as error:

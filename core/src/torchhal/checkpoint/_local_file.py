@@ -186,7 +186,7 @@ def _make_folders(folder: str) -> None:
 
 
 def _create(folder: str) -> tuple[int, str]:
-    """A new, locked temporary file: beside the target, as a rename is atomic only within one file system."""
+    """Return a new, locked temporary file: beside the target, as a rename is atomic only within one file system."""
     while True:
         path = os.path.join(folder, new_temporary_name())
         # Not tempfile.mkstemp, whose files only their owner may read: here the umask decides.
@@ -240,8 +240,10 @@ def sync_file(path: str) -> None:
 
 @contextmanager
 def atomic_replace(path: str) -> Iterator[str]:
-    """A new name beside ``path`` for the block to make a file of, durably: at its end the file takes the place of what
-    is at ``path``, in one step. No trace of it stays when the block raises."""
+    """Yield a new name beside ``path`` for the block to write a file to, durably, and put it at ``path`` at the end.
+
+    The file replaces what is at ``path`` in one step. No trace of it stays when the block raises.
+    """
     folder = os.path.dirname(path)
     temporary = os.path.join(folder, new_temporary_name())
     try:
@@ -255,8 +257,10 @@ def atomic_replace(path: str) -> Iterator[str]:
 
 
 def link_or_copy(source: str, new: str) -> None:
-    """Give the durable file ``source`` the second name ``new``, which nothing has; a durable copy where no link can be
-    made, as on another file system."""
+    """Give the durable file ``source`` the second name ``new``, which nothing has.
+
+    A durable copy is made where no link can be made, as on another file system.
+    """
     try:
         os.link(source, new)
     except OSError:

@@ -22,7 +22,7 @@ def location_of(
     *,
     folder: bool = False,
 ) -> CheckpointLocation:
-    """The place ``path`` names.
+    """Return the location that ``path`` names.
 
     ``options`` are an IO's own, for its URLs; ``call_options`` belong to this one path, so that a name among them
     that means nothing there is a TypeError.

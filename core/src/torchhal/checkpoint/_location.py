@@ -1,4 +1,4 @@
-"""Where a checkpoint lives: a local file or one behind an fsspec URL, with the same few operations."""
+"""Define the location of a checkpoint: a local file or one behind an fsspec URL, with the same few operations."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ class CheckpointLocation(ABC):
 
     @abstractmethod
     def reading(self) -> AbstractContextManager[BinaryIO]:
-        """The file, open for reading, seekable and local.
+        """Return the file, open for reading, seekable and local.
 
         Raises FileNotFoundError or, for what isn't a file, CheckpointError.
         """
 
     @abstractmethod
     def replacing(self) -> AbstractContextManager[BinaryIO]:
-        """A new file that takes this path when the block ends and leaves no trace when it raises."""
+        """Return a new file that takes this path when the block ends and leaves no trace when it raises."""
 
     @abstractmethod
     def ends(self, head: int, tail: int) -> tuple[bytes, bytes]:
-        """The first ``head`` and the last ``tail`` bytes; two empty ones where no readable file is."""
+        """Return the first ``head`` and the last ``tail`` bytes; two empty ones where no readable file is."""
 
     @abstractmethod
     def is_checkpoint_file(self) -> bool:
@@ -37,7 +37,7 @@ class CheckpointLocation(ABC):
 
     @abstractmethod
     def children(self) -> list[CheckpointLocation]:
-        """The files in this folder, leftovers apart; empty without the folder."""
+        """Return the files in this folder, leftovers apart; empty without the folder."""
 
     @abstractmethod
     def is_taken(self) -> bool:
@@ -45,12 +45,14 @@ class CheckpointLocation(ABC):
 
     @abstractmethod
     def version(self) -> list[Any] | None:
-        """What tells this file or folder from any other that was or will be here, as plain data; None for nothing."""
+        """Return plain data that tells this file or folder from earlier and later ones here; None for nothing."""
 
     @abstractmethod
     def create(self, content: bytes) -> bool:
-        """Make a small file, and its folder; False if one is here. Where the system can, one of several callers gets
-        True."""
+        """Create a small file, and its folder, and return True; return False if one is here.
+
+        Where the system can, exactly one of several callers receives True.
+        """
 
     @abstractmethod
     def write(self, content: bytes) -> None:

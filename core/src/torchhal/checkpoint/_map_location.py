@@ -1,4 +1,4 @@
-"""What a load makes of tensors that were saved from the CPU: read, and put where the caller wants them."""
+"""Move the tensors of a checkpoint, which are read to the CPU, where the caller's ``map_location`` puts them."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ def check_map_location(map_location: Any) -> None:
 
 
 def apply_map_location(nest: Any, map_location: Any) -> Any:
-    """``nest`` with its tensors, which are on the CPU, where torch's ``map_location`` says; what shares memory still
-    does."""
+    """Return ``nest`` with its tensors, which are on the CPU, moved as torch's ``map_location`` says.
+
+    Tensors that share memory still do.
+    """
     if map_location in (None, "cpu"):
         return nest
     place = serialization._get_restore_location(map_location)  # type: ignore[no-untyped-call]  # as torch.load

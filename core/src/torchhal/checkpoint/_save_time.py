@@ -15,7 +15,7 @@ _newest_ns = 0
 
 
 def next_ns() -> int:
-    """The time for a save that begins now, in ns since the epoch."""
+    """Return the time for a save that begins now, in ns since the epoch."""
     global _newest_ns
     with _lock:
         _newest_ns = max(time.time_ns(), _newest_ns + 1)
@@ -23,7 +23,7 @@ def next_ns() -> int:
 
 
 def seen(saved_ns: int) -> None:
-    """A checkpoint of this time was loaded: what is saved from now on is later."""
+    """Record that a checkpoint of this time was loaded: what is saved from now on is later."""
     global _newest_ns
     with _lock:
         _newest_ns = max(_newest_ns, saved_ns)

@@ -110,7 +110,7 @@ def _is_sparse(tensor: torch.Tensor, reach: int) -> bool:
 
 
 def _reach(tensor: torch.Tensor) -> tuple[int, int]:
-    """The bytes of its storage from the first to behind the last element, the start rounded down."""
+    """Return the bytes of the tensor's storage from the first to behind the last element, the start rounded down."""
     size = tensor.element_size()
     start = int(tensor.storage_offset()) * size
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -119,7 +119,7 @@ def _reach(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _parts(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
-    """The storages of a tensor that is made of others."""
+    """Return the storages of a tensor that is made of others."""
     found: list[torch.UntypedStorage] = []
 
     class Finder(pickle.Pickler):

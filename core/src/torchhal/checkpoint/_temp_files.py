@@ -21,7 +21,10 @@ UNTOUCHED_S = 24 * 3600
 
 
 def new_temporary_name() -> str:
-    """A name no other save has. Short and apart from the target's, which may be as long as the system allows."""
+    """Return a short name that no other save has.
+
+    It is independent of the target's, which may be as long as the system allows.
+    """
     return f"{PREFIX}{machine()}-{os.getpid()}-{secrets.token_hex(4)}"
 
 

@@ -36,8 +36,10 @@ def check_has_weights(checkpoint: Mapping[str, Any], path: str) -> None:
 
 
 def check_dtypes(state_dict: Mapping[str, Any], module: nn.Module, path: str) -> None:
-    """Raise CheckpointMismatchError for weights of another kind than the module's parameters: torch would cast integers
-    and complex numbers to floats, or back, without a word."""
+    """Raise CheckpointMismatchError for weights of another kind than the module's parameters.
+
+    torch would cast integers and complex numbers to floats, or back, without a warning.
+    """
     for name, parameter in module.named_parameters():
         saved = getattr(state_dict.get(name), "dtype", None)
         if isinstance(saved, torch.dtype) and _kind(saved) != _kind(parameter.dtype):

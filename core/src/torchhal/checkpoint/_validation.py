@@ -1,4 +1,4 @@
-"""What is in a checkpoint: found before a byte is written, in one walk without copies.
+"""Inspect a checkpoint before a byte is written, in one walk without copies.
 
 Two questions are answered on the way. Would a ``weights_only`` load refuse a value? Then the save must, while the
 run that could write something else is still alive. And which tensors are small views of large memory? torch.save
@@ -31,7 +31,7 @@ _Where = tuple[Any, str, Any]  # (where its container is, kind of step, key): ma
 
 
 def inspect_contents(checkpoint: dict[str, Any]) -> dict[int, torch.Tensor]:
-    """The tensors to write in place of others, by the id of those others; usually none.
+    """Return the tensors to write in place of others, by the id of those others; usually none.
 
     Raises:
         CheckpointError: a value can't be saved, or a ``weights_only`` load would refuse it; with its place.
@@ -141,7 +141,7 @@ def _why_refused(values: list[Any], views: StorageCompactor) -> str | None:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles as torch.save does, at its protocol, but for the data of tensors, which it only takes note of."""
+    """A pickler like torch.save's, at its protocol, that only records the data of tensors."""
 
     def __init__(self, file: io.BytesIO, views: StorageCompactor) -> None:
         super().__init__(file, protocol=2)

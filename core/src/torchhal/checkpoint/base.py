@@ -1,4 +1,4 @@
-"""The checkpoint contract: how a dictionary of state becomes durable and comes back."""
+"""Define the checkpoint contract: how a dictionary of state becomes durable and is restored."""
 
 from __future__ import annotations
 
@@ -11,35 +11,39 @@ from torchhal.checkpoint._locate import location_of
 
 
 class CheckpointIO(ABC):
-    """Writes and reads checkpoints. :meth:`save_checkpoint` and :meth:`load_checkpoint` are all a subclass must give.
+    """A format and a place for checkpoints.
 
-    Callers rely on this:
+    A subclass has to define :meth:`save_checkpoint` and :meth:`load_checkpoint` alone. Callers rely on this:
 
-    * A checkpoint is there completely or not at all. A save that fails, or is killed, leaves the previous
-      checkpoint of that name as it was and nothing beside it that :meth:`exists` or :meth:`list_checkpoints`
-      would show (CIO-06, CIO-07, CIO-16).
+    * A checkpoint exists completely or not at all. A save that fails, or is killed, leaves the previous checkpoint of
+      that name as it was and nothing beside it that :meth:`exists` or :meth:`list_checkpoints` would show.
     * Unless ``"sharded"`` is in :attr:`features`, the strategy calls :meth:`save_checkpoint` and
-      :meth:`remove_checkpoint` on global rank 0 only, :meth:`load_checkpoint` on every rank, and puts a barrier
-      after a save (CIO-23). With it, every rank calls every method, with the same path (CIO-21).
-    * An instance holds no open file, thread or connection before its first use, and pickles (CIO-28).
+      :meth:`remove_checkpoint` on global rank 0 only, :meth:`load_checkpoint` on every rank, and a barrier follows a
+      save. With it, every rank calls every method, with the same path.
+    * An instance holds no open file, thread or connection before its first use, and pickles.
+
+    Checks: CIO-06, CIO-07, CIO-16, CIO-21, CIO-23, CIO-25, CIO-26, CIO-28.
     """
 
     features: ClassVar[frozenset[str]] = frozenset()
-    """What it can do beyond the core level; the conformance kit tests what is declared.
+    """Capabilities beyond the core level, which ``torchhal_conformance`` then checks.
 
-    ``"atomic"``: survives SIGKILL, readers never see a gap (CIO-08, CIO-09). ``"fsspec"``: URLs work (CIO-24).
-    ``"checksum"``: one flipped bit is refused (CIO-29). ``"streaming"``: no second copy in memory (CIO-27).
-    ``"async"``: a save returns before it is durable (CIO-17 to CIO-19). ``"sharded"``, ``"reshard"``: every rank
-    writes its part (CIO-21); another number of ranks may read it (CIO-22). ``"links"``, of a sharded one:
-    :meth:`link_checkpoint` works.
+    ``"atomic"``: a save survives SIGKILL, and readers never see a gap. ``"fsspec"``: URLs work. ``"checksum"``: one
+    flipped bit is refused. ``"streaming"``: a save needs no second copy in memory. ``"async"``: a save returns before
+    it is durable. ``"sharded"``: every rank writes its part. ``"reshard"``: another number of ranks may read it.
+    ``"links"``, of a sharded one: :meth:`link_checkpoint` works.
+
+    Checks: CIO-08, CIO-09, CIO-17 to CIO-19, CIO-21, CIO-22, CIO-24, CIO-27, CIO-29.
     """
 
     group: Any = None
-    """For a ``"sharded"`` one: the process group of a save's own messages; None for all ranks. A save in a thread is
-    given one of its own."""
+    """Process group of the messages of a save, for a ``"sharded"`` one; None for all ranks.
+
+    A save in a thread is given a group of its own.
+    """
 
     storage_options: Mapping[str, Any] = {}
-    """Given to fsspec with every URL: credentials, endpoints. Local paths need none."""
+    """Options given to fsspec with every URL, such as credentials and endpoints; local paths need none."""
 
     @abstractmethod
     def save_checkpoint(
@@ -49,85 +53,135 @@ class CheckpointIO(ABC):
         *,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        """Make ``checkpoint`` durable at ``path``, replacing all of what stood there (CIO-05, CIO-20).
+        """Make ``checkpoint`` durable at ``path``, replacing all of what was there.
 
-        ``checkpoint`` holds tensors and plain data and is not changed (CIO-04); tensors that share memory still
-        do after a load (CIO-01, CIO-02). Missing folders of ``path`` are made (CIO-11). An ``"async"`` one may
-        return earlier: it has then taken a copy of every value (CIO-17).
+        Called on global rank 0, or on every rank of a ``"sharded"`` one. An ``"async"`` one may return earlier: it has
+        then copied every value.
+
+        Args:
+            checkpoint: tensors of any dtype, shape and strides, and plain data, at any depth; not changed. Tensors that
+                share memory still do after a load.
+            path: a local path or, with the feature ``"fsspec"``, a URL. Missing folders are created.
+            storage_options: options for this save, over :attr:`storage_options`.
 
         Raises:
-            TypeError: ``storage_options`` holds a name that means nothing here; the message names it (CIO-15).
-            CheckpointError: it could not be written; the cause is chained (CIO-06, CIO-07).
+            TypeError: ``storage_options`` holds a name that means nothing here; the message names it.
+            CheckpointError: it could not be written; the cause is chained.
+
+        Checks: CIO-01, CIO-02, CIO-04 to CIO-07, CIO-10, CIO-11, CIO-15, CIO-17, CIO-20.
         """
 
     @abstractmethod
     def load_checkpoint(
         self, path: str | os.PathLike[str], *, map_location: Any = "cpu", weights_only: bool = True
     ) -> dict[str, Any]:
-        """What :meth:`save_checkpoint` was given.
+        """Return the checkpoint that :meth:`save_checkpoint` wrote at ``path``.
 
-        ``map_location`` is torch's: a device or its name, a callable, or a dict of device names (CIO-03). With
-        ``weights_only`` nothing in the file is ever executed (CIO-14).
+        Called on every rank.
+
+        Args:
+            path: a local path or, with the feature ``"fsspec"``, a URL.
+            map_location: as of ``torch.load``: a device or its name, a callable, or a dict of device names.
+            weights_only: execute nothing that the file holds.
 
         Raises:
-            FileNotFoundError: nothing is there; the message holds the path (CIO-12).
-            CheckpointCorruptError: it is damaged: never other values than were saved (CIO-12, CIO-29).
+            FileNotFoundError: nothing is there; the message holds the path.
+            CheckpointCorruptError: it is damaged: other values than were saved are never returned.
             CheckpointError: it can't be loaded for another reason, e.g. a refused class.
+
+        Checks: CIO-01 to CIO-03, CIO-12, CIO-14, CIO-29.
         """
 
     def open_checkpoint(self, path: str | os.PathLike[str]) -> dict[str, Any]:
-        """The checkpoint, to look at or to take little of: its tensors need not be read yet.
+        """Return the checkpoint for inspection, or to read a small part of it: its tensors need not be read yet.
 
-        In place of a tensor may stand an object with its ``shape`` and ``dtype``, and with ``read()``, which returns
-        it on the CPU. By default everything is loaded. Raises as :meth:`load_checkpoint` does, but damage to a
-        tensor may be noticed only when it is read.
+        By default everything is loaded.
+
+        Args:
+            path: as of :meth:`load_checkpoint`.
+
+        Returns:
+            The dictionary that was saved. In place of a tensor there may be an object with its ``shape`` and ``dtype``,
+            and with ``read()``, which returns the tensor on the CPU.
+
+        Raises:
+            FileNotFoundError: nothing is there.
+            CheckpointError: as of :meth:`load_checkpoint`, but damage to a tensor may be detected only when it is read.
         """
         return self.load_checkpoint(path)
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Delete exactly what a save wrote at ``path``; nothing if there is nothing (CIO-13).
+        """Delete exactly what a save wrote at ``path``; do nothing if there is nothing.
 
-        A link is removed itself, never what it points to. By default one file; a folder is refused, so an IO that
-        writes folders overrides this.
+        A link is removed itself, never its target. By default one file; a folder is refused, so an IO that writes
+        folders overrides this. Called on global rank 0, or on every rank of a ``"sharded"`` one.
+
+        Args:
+            path: as of :meth:`save_checkpoint`.
 
         Raises:
             CheckpointError: ``path`` is a folder, or the file can't be removed.
+
+        Checks: CIO-13.
         """
         location_of(path, self.storage_options).remove()
 
     def exists(self, path: str | os.PathLike[str]) -> bool:
-        """Whether a completed checkpoint is at ``path`` (CIO-16). By default: whether a file is."""
+        """Return whether a completed checkpoint is at ``path``; by default, whether a file is.
+
+        Args:
+            path: as of :meth:`save_checkpoint`.
+
+        Checks: CIO-16.
+        """
         return location_of(path, self.storage_options).is_checkpoint_file()
 
     def list_checkpoints(self, folder: str | os.PathLike[str]) -> list[str]:
-        """The completed checkpoints directly in ``folder``, last saved last; ``[]`` without the folder (CIO-16).
+        """Return the completed checkpoints directly in ``folder``, the last saved one last.
 
-        Each is a path that :meth:`load_checkpoint` takes. By default the order is that of :meth:`saved_ns`, then of
-        names.
+        By default the order is that of :meth:`saved_ns`, then of names.
+
+        Args:
+            folder: a local path or a URL.
+
+        Returns:
+            Paths that :meth:`load_checkpoint` takes; empty if there is no such folder.
+
+        Checks: CIO-16.
         """
         found = [child.shown for child in location_of(folder, self.storage_options, folder=True).children()]
         return sorted(filter(self.exists, found), key=lambda path: (self.saved_ns(path), path))
 
     def saved_ns(self, path: str | os.PathLike[str]) -> int:
-        """When the checkpoint at ``path`` was saved, in ns since the epoch. By default when its file was last changed.
+        """Return the time at which the checkpoint at ``path`` was saved; by default its file's last change.
 
-        A clock may be set back. An IO that writes ``next_ns()`` of ``torchhal.checkpoint`` into its files,
-        and calls ``seen()`` of that module with what it loads, keeps a run's checkpoints in the order in which the run
-        made them.
+        A clock may be set back. An IO that writes ``next_ns()`` of ``torchhal.checkpoint`` into its files, and calls
+        ``seen()`` of that module with what it loads, keeps a run's checkpoints in the order in which the run saved
+        them.
+
+        Args:
+            path: a completed checkpoint.
+
+        Returns:
+            Nanoseconds since the epoch.
         """
         return location_of(path, self.storage_options).modified_ns()
 
     def link_checkpoint(self, source: str | os.PathLike[str], target: str | os.PathLike[str]) -> bool:
-        """Make ``target``, replacing what is there in one step, a second name of the completed checkpoint ``source``.
+        """Make ``target`` a second name of the completed checkpoint ``source``, replacing in one step what is there.
 
         Either may be removed and the other stays. Where the file system has no such links it is a copy. Called on
         global rank 0 only, after :meth:`wait`. By default for a local file.
 
+        Args:
+            source: a completed checkpoint.
+            target: the new name.
+
         Returns:
-            False, with nothing changed, where only a second save can do it.
+            True if it was done; False, with nothing changed, where only a second save can do it.
 
         Raises:
-            CheckpointError: it failed; ``target`` is what it was.
+            CheckpointError: it failed; ``target`` is unchanged.
         """
         from torchhal.checkpoint._local_file import LocalPlace, link_file
 
@@ -135,13 +189,26 @@ class CheckpointIO(ABC):
         return all(isinstance(place, LocalPlace) for place in places) and link_file(*(place.shown for place in places))
 
     def wait(self) -> None:
-        """Return when every save is durable; raise what one of them met (CIO-18). Nothing to do unless ``"async"``.
+        """Return when every save is durable; does nothing unless ``"async"``.
 
         Called on the ranks that save, before a checkpoint is reported, linked or counted.
+
+        Raises:
+            Exception: the error of a save that no earlier call has raised.
+
+        Checks: CIO-18, CIO-20.
         """
 
     def teardown(self) -> None:
-        """Flush and release everything; the instance works again afterwards (CIO-18, CIO-28). Idempotent."""
+        """Flush and release everything; the instance works again afterwards.
+
+        Idempotent, and legal before any use. Called on every rank.
+
+        Raises:
+            Exception: the error of a save that no earlier call has raised.
+
+        Checks: CIO-18, CIO-28.
+        """
         self.wait()
 
     def __repr__(self) -> str:

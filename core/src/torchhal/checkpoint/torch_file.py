@@ -100,7 +100,7 @@ class TorchCheckpointIO(CheckpointIO):
         return _as_checkpoint(loaded, place.shown)
 
     def open_checkpoint(self, path: str | os.PathLike[str]) -> dict[str, Any]:
-        """The checkpoint with tensors whose memory is the file: read where they are used, and not verified before.
+        """Return the checkpoint with tensors whose memory is the file: read where used, and not verified before.
 
         What isn't a tensor is. A file behind a URL is loaded.
         """
@@ -126,11 +126,13 @@ class TorchCheckpointIO(CheckpointIO):
         return read_ending(*place.ends(len(HEAD), TAIL)) is not None
 
     def list_checkpoints(self, folder: str | os.PathLike[str]) -> list[str]:
-        """The completed checkpoints in ``folder``, ordered by when they were saved, then by name (CIO-16).
+        """Return the completed checkpoints in ``folder``, ordered by when they were saved, then by name.
 
-        The time stands in the file, so that a copied folder keeps its order, and is later than those of what the run
-        had loaded and saved before, whatever the clock says; for one that plain torch.save wrote it is the file's
+        The time is recorded in the file, so that a copied folder keeps its order, and is later than those of what the
+        run had loaded and saved before, whatever the clock says; for one that plain torch.save wrote it is the file's
         modification time.
+
+        Checks: CIO-16.
         """
         found = []
         for place in location_of(folder, self.storage_options, folder=True).children():
@@ -158,7 +160,7 @@ def _as_checkpoint(loaded: Any, shown: str) -> dict[str, Any]:
 
 
 def _load_error(shown: str, file: Any, error: Exception) -> CheckpointError:
-    """What to say when a file whose checksums hold didn't load."""
+    """Return the error for a file whose checksums hold and that didn't load."""
     if isinstance(error, pickle.UnpicklingError):
         try:
             file.seek(0)

@@ -6,9 +6,10 @@ import argparse
 import contextlib
 import fnmatch
 import os
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from torchhal._terminal import echo
+from torchhal._text_table import format_table
 from torchhal.cli._output import output_to_stderr, print_json
 from torchhal.errors import CheckpointCorruptError, CheckpointError
 from torchhal.registry._hints import CHECKPOINT_FILES
@@ -53,10 +54,10 @@ def _inspect(arguments: argparse.Namespace) -> int:
         "contents": ", ".join(found["contents"]),
         "tensors": f"{len(found['tensors'])}, {size(found['bytes'])}",
     }
-    for name, value in facts.items():
-        if value is not None:
-            echo(f"{name:<14} {value}")
-    print_table([(t["name"], f"({', '.join(map(str, t['shape']))})", t["dtype"], t["bytes"]) for t in found["tensors"]])
+    rows = [(name, str(value)) for name, value in facts.items() if value is not None]
+    tensors = [(t["name"], f"({', '.join(map(str, t['shape']))})", t["dtype"], t["bytes"]) for t in found["tensors"]]
+    for line in [*format_table(rows), *format_table(tensors, max_width=MAX_COLUMN_WIDTH)]:
+        echo(line)
     return 0
 
 
@@ -116,8 +117,8 @@ def _find_io(path: str) -> tuple[str, CheckpointIO]:
     raise CheckpointError(f"{shown} is a folder without a checkpoint in it")
 
 
-WIDEST: Final = 60
-"""Characters of a column."""
+MAX_COLUMN_WIDTH: Final = 60
+"""Characters of a column; a longer name shifts its own row."""
 
 
 def size(count: int) -> str:
@@ -126,16 +127,3 @@ def size(count: int) -> str:
 
     short = format_bytes(count)
     return short if short.endswith("bytes") else f"{short} ({count} bytes)"
-
-
-def print_table(rows: list[tuple[Any, ...]]) -> None:
-    """Columns of text, numbers to the right. A text that is much longer than the others stands out, alone."""
-    if not rows:
-        return
-    widths = [min(max(len(str(row[column])) for row in rows), WIDEST) for column in range(len(rows[0]))]
-    for row in rows:
-        cells = (
-            f"{cell:>{width}}" if isinstance(cell, int) else f"{cell!s:<{width}}"
-            for cell, width in zip(row, widths, strict=True)
-        )
-        echo("  ".join(cells).rstrip())

@@ -75,7 +75,7 @@ def _examination(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def examine(environ: Mapping[str, str]) -> dict[str, Any]:
-    """What ``torchhal doctor --json`` prints. Imports torch and every accelerator, and survives what they do."""
+    """Return what ``torchhal doctor --json`` prints. Imports torch and every accelerator, and survives their errors."""
     import platform
 
     from torchhal.registry._plugin_loader import STRICT

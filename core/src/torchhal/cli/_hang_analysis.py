@@ -1,4 +1,6 @@
-"""Who waits for whom, from what each rank wrote about the collectives that it entered. Imports no torch.
+"""Determine which ranks wait for which, from what each rank wrote about the collectives that it entered.
+
+Imports no torch.
 
 Collectives are numbered in each group and backend, on all ranks alike. So the first number at which two ranks did
 different things is where they parted, and a rank whose last number is lower than another's is waited for.
@@ -41,7 +43,7 @@ class Finding:
 
 
 def verdict(dumps: Mapping[int, dict[str, Any]], world_size: int) -> list[Finding]:
-    """What keeps the ranks of ``dumps`` waiting, the worst first; a rank that isn't in it wrote nothing."""
+    """Return what keeps the ranks of ``dumps`` waiting, the worst first; a rank that isn't in it wrote nothing."""
     speaking = {rank: dump for rank, dump in dumps.items() if "silent" not in dump}
     findings = _barriers(speaking, world_size)
     entered = _entered(speaking)

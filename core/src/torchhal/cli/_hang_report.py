@@ -75,7 +75,7 @@ def report(run_dir: str, *, as_json: bool) -> int:
 
 
 def find(run_dir: str) -> tuple[str, list[str]]:
-    """The newest folder with dumps in or below ``run_dir``, and the older ones."""
+    """Return the newest folder with dumps in or below ``run_dir``, and the older ones."""
     if not os.path.isdir(run_dir):
         raise ConfigurationError(f"'RUN_DIR' must be the folder of a run (got {run_dir!r}, which is no folder)")
     if glob(os.path.join(escape(run_dir), "rank-*.json")):
@@ -97,7 +97,7 @@ def find(run_dir: str) -> tuple[str, list[str]]:
 
 
 def load(folder: str) -> tuple[dict[int, dict[str, Any]], dict[int, str]]:
-    """What each rank wrote, and for the ranks whose file can't be read the reason."""
+    """Return what each rank wrote, and for the ranks whose file can't be read the reason."""
     dumps: dict[int, dict[str, Any]] = {}
     unreadable: dict[int, str] = {}
     for path in sorted(glob(os.path.join(escape(folder), "rank-*.json"))):

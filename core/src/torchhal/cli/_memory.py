@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from torchhal._text_table import format_table
 from torchhal.errors import ConfigurationError, ModelError, TorchhalError, UnsupportedCombinationError
 
 if TYPE_CHECKING:
@@ -56,21 +57,19 @@ def estimate(arguments: argparse.Namespace, request: Request, plan: Plan) -> dic
 
 
 def lines(found: dict[str, Any]) -> Iterator[str]:
-    """The estimates as text: bytes a rank."""
+    """Yield the estimates as text: bytes per rank."""
     yield f"{found['model']}: {found['parameters']} parameters, {found['bytes']} bytes; on each of " + (
         f"{found['world_size']} rank(s), without activations:"
     )
     columns = ("parameters", "buffers", "gradients", "optimizer", "total", "peak")
-    rows = [row for row in found["strategies"] if "reason" not in row]
-    width = max([len(row["strategy"]) for row in found["strategies"]] + [8])
-    widths = [max([len(name)] + [len(str(row[name])) for row in rows]) for name in columns]
-    yield "  ".join(["strategy".ljust(width), *(name.rjust(size) for name, size in zip(columns, widths, strict=True))])
+    table: list[tuple[str, ...]] = [("strategy", *columns, "")]
     for row in found["strategies"]:
         if "reason" in row:
-            yield f"{row['strategy']:<{width}}  not possible: {row['reason']}"
-            continue
-        cells = [str(row[name]).rjust(size) for name, size in zip(columns, widths, strict=True)]
-        yield "  ".join([row["strategy"].ljust(width), *cells]) + (f"  ({row['note']})" if row["note"] else "")
+            table.append((row["strategy"], f"not possible: {row['reason']}"))
+        else:
+            note = f"({row['note']})" if row["note"] else ""
+            table.append((row["strategy"], *(str(row[name]) for name in columns), note))
+    yield from format_table(table, align="<>>>>>><")
 
 
 def _measure(arguments: argparse.Namespace, request: Request, plan: Plan) -> ModelMemory:
@@ -103,7 +102,10 @@ def _measure(arguments: argparse.Namespace, request: Request, plan: Plan) -> Mod
 
 
 def _stand_in(request: Request) -> Trainer:
-    """What ``self.trainer`` is to a model that nobody fits: made as asked for, with batches that are only counted."""
+    """Return a Trainer for ``self.trainer`` of a model that is not fitted, with the requested options.
+
+    Its batches are only counted.
+    """
     from torchhal.trainer import Trainer
 
     with warnings.catch_warnings():
@@ -157,8 +159,10 @@ def _find(target: str) -> Any:
 
 
 def _every(memory: ModelMemory, plan: Plan) -> Iterator[dict[str, Any]]:
-    """One row for each strategy of this hardware; those that differ only in how processes start share that of the
-    shortest name. What is not possible comes last."""
+    """Yield one row for each strategy of this hardware, those that are not possible last.
+
+    Strategies that differ only in how processes start share the row of the shortest name.
+    """
     from torchhal import registry
     from torchhal.registry._discovery import describe
     from torchhal.resolve._compatibility import check_accelerator

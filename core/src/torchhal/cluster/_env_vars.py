@@ -8,12 +8,12 @@ from torchhal.errors import ConfigurationError
 
 
 def given(name: str) -> str:
-    """A variable without blanks around it; empty when it isn't set."""
+    """Return a variable without blanks around it; empty when it isn't set."""
     return os.environ.get(name, "").strip()
 
 
 def read_int(name: str, at_least: int, at_most: int | None = None, *, hint: str = "") -> int:
-    """The variable as an int; ConfigurationError naming it when it is missing, garbled or out of range."""
+    """Return the variable as an int; raise ConfigurationError naming it when it is missing, garbled or out of range."""
     text = read_text(name, hint=hint)
     # int() also takes "1_0", "+1" and Arabic digits: none of them was written by a launcher.
     if not (text.isascii() and text.isdigit()):
@@ -26,7 +26,7 @@ def read_int(name: str, at_least: int, at_most: int | None = None, *, hint: str 
 
 
 def read_text(name: str, *, hint: str = "") -> str:
-    """The variable without blanks around it; ConfigurationError naming it when it is missing or empty."""
+    """Return the variable without blanks around it; raise ConfigurationError naming it when it is missing or empty."""
     text = given(name)
     if not text:
         state = "is empty" if name in os.environ else "is not set"
@@ -35,13 +35,13 @@ def read_text(name: str, *, hint: str = "") -> str:
 
 
 def read_address(name: str, *, hint: str = "") -> str:
-    """A host name or address; brackets around an IPv6 literal are dropped."""
+    """Return a host name or address; brackets around an IPv6 literal are dropped."""
     text = read_text(name, hint=hint)
     return text[1:-1] if text.startswith("[") and text.endswith("]") else text
 
 
 def read_port(name: str, *, hint: str = "") -> int:
-    """A port, 1 to 65535."""
+    """Return a port, 1 to 65535."""
     return read_int(name, 1, 65535, hint=hint)
 
 

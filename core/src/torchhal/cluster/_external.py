@@ -1,4 +1,4 @@
-"""What the environments share in which somebody else has started every process."""
+"""Provide the base of environments in which an external launcher has started every process."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ class ExternalEnvironment(ClusterEnvironment):
         return read_address("MASTER_ADDR", hint=self._no_address())
 
     def _port(self) -> int:
-        """A port that all ranks agree on, if MASTER_PORT doesn't say one."""
+        """Return a port that all ranks agree on, if MASTER_PORT isn't set."""
         return read_port("MASTER_PORT", hint=self._no_address())
 
     def _no_address(self) -> str:
         return f"{self.launcher} doesn't say where rank 0 runs"
 
     def num_nodes(self) -> int:
-        """Number of hosts of the job."""
+        """Return the number of hosts of the job."""
         return read_int("NNODES", 1) if given("NNODES") else self._asked().num_nodes
 
     def node_rank(self) -> int:

@@ -18,7 +18,7 @@ _MOST = 1_000_000
 
 
 def hosts(text: str) -> list[str]:
-    """The hosts of a list, in its order.
+    """Return the hosts of a list, in its order.
 
     Raises:
         ValueError: what isn't such a list, saying where.

@@ -81,7 +81,7 @@ class SlurmJob(Job):
 
 
 def current_job() -> Job:
-    """The job that the variables of this process speak of."""
+    """Return the job that the variables of this process describe."""
     return SlurmJob() if given("SLURM_JOB_ID") else Job()
 
 
@@ -114,7 +114,7 @@ def requeue() -> str:
 
 
 def _switch() -> bool | None:
-    """What TORCHHAL_REQUEUE says; None where it isn't set."""
+    """Return the value of TORCHHAL_REQUEUE; None where it isn't set."""
     value = given(_SWITCH)
     if value not in ("", "0", "1"):
         raise ConfigurationError(f"{_SWITCH} must be 1 or 0 in the environment (got {value!r})")

@@ -1,4 +1,4 @@
-"""What a launcher doesn't say: a port made from the job's name, and who shares a host with whom."""
+"""Derive what a launcher doesn't provide: a port from the job's name, and the ranks that share a host."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FIRST, _COUNT = 12_000, 20_000
 
 
 def port_from_job_id(*job: str) -> int:
-    """A port that all processes of a job find by themselves, and another job or step hardly (1 in 20,000).
+    """Return a port that all processes of a job compute alone, and another job or step hardly (1 in 20,000).
 
     The whole name counts: the last digits of two jobs' numbers are often the same.
     """
@@ -26,7 +26,7 @@ def port_from_job_id(*job: str) -> int:
 
 @dataclass(frozen=True)
 class RankTopology:
-    """Where one process stands among the hosts of its job."""
+    """The place of one process among the hosts of its job."""
 
     node_rank: int
     local_rank: int
@@ -63,7 +63,7 @@ def gather_topology(environment: ClusterEnvironment, timeout: timedelta | None =
 
 
 def _host() -> str:
-    """This host, told apart from others of the same name: containers are often called alike."""
+    """Return an identifier of this host, distinct from others of the same name: containers often have equal names."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read().strip()

@@ -1,93 +1,147 @@
-"""The cluster-environment contract: who started the processes, which rank is this one, where do they meet."""
+"""Define the cluster-environment contract: who started the processes, their ranks, and the address where they meet."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import TYPE_CHECKING, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from torchhal.cluster._job import current_job
 from torchhal.errors import ConfigurationError
 
-if TYPE_CHECKING:
-    from torchhal.launchers.base import Launcher
+
+class SupportsLaunch(Protocol):
+    """A launcher as an environment returns it; ``torchhal.launchers.Launcher`` is the contract."""
+
+    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run ``function(*args, **kwargs)`` in every process and return the result of rank 0."""
 
 
 class RanksNotMetError(ConfigurationError):
-    """No variable says what was asked for; the ranks find it out when they meet (:meth:`ClusterEnvironment.join`)."""
+    """A number that no variable holds was requested before the ranks have met.
+
+    :meth:`ClusterEnvironment.join` determines it.
+    """
 
 
 class ClusterEnvironment(ABC):
-    """Where this process stands among all processes of the job.
+    """The place of this process among all processes of the job.
 
-    Callers rely on this: every number is an int (ENV-05); reading starts no process, resolves no name and takes
-    milliseconds (ENV-17); neither :meth:`detect` nor the constructor writes ``os.environ`` (ENV-10); values are
-    read when asked for, so an unpickled copy in another process answers for that process (ENV-16). A missing or
-    garbled variable raises ConfigurationError naming it (ENV-06). None communicates but :meth:`join`.
+    Callers rely on this: every number is an int; reading starts no process, resolves no name and takes milliseconds;
+    neither :meth:`detect` nor the constructor writes ``os.environ``; values are read when requested, so an unpickled
+    copy in another process answers for that process. A missing or garbled variable raises ConfigurationError naming it.
+    No method communicates but :meth:`join`.
+
+    Checks: ENV-04 to ENV-06, ENV-10, ENV-14, ENV-16 to ENV-19.
     """
 
     name: ClassVar[str]
-    """The alias users write."""
+    """Alias by which users name the environment, e.g. ``"slurm"``."""
 
     priority: ClassVar[int] = 50
-    """When several environments are detected, the highest is taken: the innermost launcher has the last word
-    (ENV-12). A tie is an error that names both."""
+    """Priority among several detected environments, of which the highest is taken: the innermost launcher.
+
+    A tie is an error that names both.
+
+    Checks: ENV-12.
+    """
 
     features: ClassVar[frozenset[str]] = frozenset()
-    """What is left to the environment.
+    """Capabilities that the strategy leaves to the environment.
 
-    ``owns_launch``: the processes are started by the launcher of :meth:`make_launcher`, the only one too, and not as
-    the strategy's ``start_method`` says; the caller is no rank. In them :attr:`creates_processes_externally` is True.
+    ``"owns_launch"``: the processes are started only by the launcher of :meth:`make_launcher`, and not as the
+    strategy's ``start_method`` says; the calling process has no rank. In the workers
+    :attr:`creates_processes_externally` is True.
     """
 
     num_workers: int | None = None
-    """Under ``owns_launch``, the processes in all, with one device each, where the environment was told so; None: one
-    for each of the devices of each node."""
+    """Number of processes under ``"owns_launch"``, with one device each, where the user has set it.
+
+    None: one for each of the devices of each node.
+    """
 
     @classmethod
     def recommendations(cls) -> list[str]:
-        """What had better be set outside of the processes, a sentence each: for ``torchhal doctor``, and for the log of
-        a job that needs it."""
+        """Return settings to make outside of the processes, one sentence each.
+
+        For ``torchhal doctor``, and for the log of a job that needs them.
+        """
         return []
 
     @classmethod
     @abstractmethod
     def detect(cls) -> bool:
-        """Whether this process was started by this environment (ENV-01, ENV-02, ENV-13)."""
+        """Return whether this process was started by this environment.
+
+        Writes nothing to ``os.environ``. False in a shell or notebook inside of an allocation, and in processes of all
+        other launchers.
+
+        Checks: ENV-01, ENV-02, ENV-13.
+        """
 
     @property
     @abstractmethod
     def creates_processes_externally(self) -> bool:
-        """True when every process of the job already exists; False when torchhal has to start them (ENV-09)."""
+        """True when every process of the job already exists; False when torchhal has to start them.
+
+        Checks: ENV-09.
+        """
 
     @abstractmethod
     def world_size(self) -> int:
-        """Number of processes of the job; 1 before a launch."""
+        """Return the number of processes of the job; 1 before a launch.
+
+        Checks: ENV-03, ENV-04.
+        """
 
     @abstractmethod
     def global_rank(self) -> int:
-        """This process among all, 0 to world_size - 1 (ENV-03)."""
+        """Return this process's rank among all, from 0 to :meth:`world_size` - 1.
+
+        Checks: ENV-03, ENV-04.
+        """
 
     @abstractmethod
     def local_rank(self) -> int:
-        """This process among those of its node, 0 to local_world_size - 1."""
+        """Return this process's rank among those of its node, from 0 to :meth:`local_world_size` - 1.
+
+        Checks: ENV-03, ENV-20.
+        """
 
     @abstractmethod
     def node_rank(self) -> int:
-        """This node among all nodes."""
+        """Return this node's rank among all nodes, from 0.
+
+        Checks: ENV-03, ENV-20.
+        """
 
     @abstractmethod
     def local_world_size(self) -> int:
-        """Number of processes on this node (ENV-20: nodes may differ)."""
+        """Return the number of processes on this node; nodes may differ.
+
+        Checks: ENV-20.
+        """
 
     def node_of(self, rank: int) -> int | str | None:
-        """The node of any rank, or its name, to say which host never came; None where this process can't tell by
-        itself."""
+        """Return the node of any rank, to report which host is missing.
+
+        Args:
+            rank: a global rank.
+
+        Returns:
+            The node's rank or its name; None where this process can't determine it alone.
+        """
         return None
 
     def num_nodes(self) -> int:
-        """Number of nodes of the job, for ``num_nodes="auto"``; the default is right where they are of one size."""
+        """Return the number of nodes of the job, for ``num_nodes="auto"``.
+
+        The default is right where all nodes have as many processes.
+
+        Raises:
+            ConfigurationError: the number of processes is no multiple of those on this node.
+        """
         world, local = self.world_size(), self.local_world_size()
         if world % local:
             raise ConfigurationError(
@@ -99,47 +153,98 @@ class ClusterEnvironment(ABC):
     @property
     @abstractmethod
     def main_address(self) -> str:
-        """Host on which rank 0 listens; the same on all ranks (ENV-07)."""
+        """Host on which rank 0 listens; the same on all ranks.
+
+        Checks: ENV-07, ENV-08.
+        """
 
     def job_id(self) -> str:
-        """What tells this job from another one whose ranks meet at the same address and port, the same on all ranks;
-        "" where nothing does."""
+        """Return what distinguishes this job from another one whose ranks meet at the same address and port.
+
+        Returns:
+            The same string on all ranks; ``""`` where nothing identifies the job.
+        """
         return ""
 
     @property
     @abstractmethod
     def main_port(self) -> int:
-        """Port on which rank 0 listens, 1 to 65535; the same on all ranks, another for another job (ENV-07)."""
+        """Port on which rank 0 listens, from 1 to 65535; the same on all ranks, another one for another job.
+
+        Checks: ENV-07.
+        """
 
     def configure(self, num_nodes: int, local_world_size: int) -> None:
-        """Told before a launch what was asked for. An environment in which torchhal starts the processes needs it."""
+        """Receive the number of nodes and processes that were requested, before a launch.
 
-    def make_launcher(self, *, device_type: str, prepare: Callable[[], None]) -> Launcher:
-        """Under ``owns_launch``, what starts the processes on devices of torch's ``device_type``.
+        An environment in which torchhal starts the processes needs it.
 
-        Called after :meth:`configure`. A worker calls ``prepare`` before what it is sent is unpickled.
+        Args:
+            num_nodes: number of nodes.
+            local_world_size: number of processes per node.
+
+        Checks: ENV-15.
+        """
+
+    def make_launcher(self, *, device_type: str, prepare: Callable[[], None]) -> SupportsLaunch:
+        """Return the launcher of the processes, under ``"owns_launch"``.
+
+        Called in the process that calls fit, after :meth:`configure`.
+
+        Args:
+            device_type: torch's device type of the workers' devices.
+            prepare: a worker calls it before it unpickles what it is sent.
+
+        Raises:
+            ConfigurationError: the environment does not start processes.
         """
         raise ConfigurationError(f"{type(self).__name__} starts no processes: it has no 'owns_launch' in its features")
 
     def set_rendezvous(self, address: str, port: int) -> None:
-        """Told by the launcher, in the process that launches and is a rank itself, where the ranks meet: from now on
-        :meth:`world_size` counts them all."""
+        """Receive the address where the ranks meet, from the launcher; :meth:`world_size` counts all ranks from now on.
+
+        Called in the process that launches the others and is a rank itself.
+
+        Args:
+            address: host on which this process serves.
+            port: port on which it serves.
+
+        Checks: ENV-15.
+        """
 
     def join(self, timeout: timedelta) -> None:
-        """Find out what no variable says of where this process stands, by asking the other ranks if need be.
+        """Determine what no variable holds of this process's place, by communicating with the other ranks if need be.
 
-        Called on every rank when a run begins, not when a Trainer is made. Until then what isn't known raises
-        RanksNotMetError. Waits for the other ranks no longer than ``timeout``.
+        Called on every rank when a run begins, not when a Trainer is created. Until then, requests for what isn't known
+        raise RanksNotMetError. Does nothing by default.
+
+        Args:
+            timeout: the longest wait for the other ranks.
         """
 
     def validate_settings(self, *, num_devices: int, num_nodes: int) -> None:
-        """Raise ConfigurationError showing both numbers when the job isn't what the user asked for (ENV-11)."""
+        """Raise an error when the job has another size than the user requested.
+
+        Called on every rank before the set-up.
+
+        Args:
+            num_devices: number of processes per node that the user's settings mean.
+            num_nodes: number of nodes that the user's settings mean.
+
+        Raises:
+            ConfigurationError: they differ; the message shows both numbers.
+
+        Checks: ENV-11.
+        """
 
     @property
     def stop_signals(self) -> tuple[int, ...]:
-        """Signals, beside SIGTERM and SIGINT, by which the scheduler announces the end: a fit that gets one saves and
-        ends with 128 and its number. Those of the job, whoever has started the processes in it; an environment may set
-        its own. One for which the program has installed a handler stays the program's."""
+        """Signals, beside SIGTERM and SIGINT, by which the scheduler announces the end of the job.
+
+        A fit that receives one saves and ends with the exit status 128 plus its number. The default are those of the
+        job, whoever has started the processes in it; an environment may set its own. A signal for which the program has
+        installed a handler stays the program's.
+        """
         own: tuple[int, ...] | None = self.__dict__.get("_stop_signals")
         return current_job().stop_signals if own is None else own
 
@@ -148,20 +253,27 @@ class ClusterEnvironment(ABC):
         self._stop_signals = tuple(signals)
 
     def run_again(self, signum: int, *, continues: bool) -> str:
-        """Ask the scheduler for another life of this job. Called on rank 0 when a signal has stopped a fit that has
-        saved its state, while the other ranks wait for its return. Never raises.
+        """Request another start of this job from the scheduler.
+
+        Called on rank 0 when a signal has stopped a fit that has saved its state, while the other ranks wait for its
+        return. Never raises.
 
         Args:
             signum: the signal.
-            continues: whether the next life would go on from here: ``ckpt_path="last"`` and a checkpoint on disk.
+            continues: True if the next start would continue from here: ``ckpt_path="last"`` and a checkpoint on disk.
 
         Returns:
-            What to tell whoever reads the log, "" for nothing: it is not asked for, or not for this signal.
+            A message for the log; ``""`` where no new start was requested, or not for this signal.
         """
         return current_job().run_again(signum, continues=continues)
 
     def teardown(self) -> None:
-        """Restore what this object changed, and only that. Idempotent."""
+        """Restore what this object changed, and only that.
+
+        Idempotent; called on every rank.
+
+        Checks: ENV-10.
+        """
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"

@@ -13,13 +13,12 @@ _SEVERAL = "RANK and WORLD_SIZE are, and say that this process is one of several
 
 
 class EnvVarEnvironment(ExternalEnvironment):
-    """Processes with RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT: Azure ML, a launcher of your own, a
-    shell loop.
+    """Processes with RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
 
-    RANK and a WORLD_SIZE above one are taken for this contract, whose other variables then have to be there:
-    LOCAL_RANK, too, which torch's ``init_process_group`` doesn't need. MASTER_ADDR and MASTER_PORT alone prove nothing
-    (other tools set them for a single process), nor does a world of one. LOCAL_WORLD_SIZE is read where it is set; else
-    the ranks ask each other.
+    Examples are Azure ML, a launcher of your own, a shell loop. RANK and a WORLD_SIZE above one are taken for this
+    contract, whose other variables then have to be there: LOCAL_RANK, too, which torch's ``init_process_group`` doesn't
+    need. MASTER_ADDR and MASTER_PORT alone prove nothing (other tools set them for a single process), nor does a world
+    of one. LOCAL_WORLD_SIZE is read where it is set; else the ranks determine it by communicating.
     """
 
     name: ClassVar[str] = "env"

@@ -11,8 +11,11 @@ from torchhal.distributed.process import launched_by
 
 
 class FluxEnvironment(ExternalEnvironment):
-    """A task of a Flux job. Several nodes need MASTER_ADDR; who shares a host is asked of the other ranks, since
-    tasks may be mapped to hosts in any order."""
+    """A task of a Flux job.
+
+    Several nodes need MASTER_ADDR. The ranks determine by communicating which of them share a host, since tasks may be
+    mapped to hosts in any order.
+    """
 
     name: ClassVar[str] = "flux"
     priority: ClassVar[int] = 76

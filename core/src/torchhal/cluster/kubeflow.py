@@ -13,8 +13,9 @@ _TORCHRUN = "start the script with torchrun, which reads the PET_* variables: to
 
 
 class KubeflowEnvironment(ExternalEnvironment):
-    """A pod whose plain ``python`` is one rank: the training operator (v1) sets RANK, WORLD_SIZE, MASTER_ADDR and
-    MASTER_PORT, and no LOCAL_RANK.
+    """A pod whose plain ``python`` is one rank.
+
+    The training operator (v1) sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and no LOCAL_RANK.
 
     With several processes a pod, and under Kubeflow Trainer (v2), which sets PET_* only, the operator leaves the
     ranks to torchrun: an error says so.

@@ -1,4 +1,4 @@
-"""This machine, or several started by hand: the environment in which torchhal starts the processes itself."""
+"""Provide the environment in which torchhal starts the processes itself, on this machine or several started by hand."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class LocalEnvironment(ClusterEnvironment):
             self._meeting_place()
 
     def set_rendezvous(self, address: str, port: int) -> None:
-        """Called by the launcher in its own process when that is a rank: from now on the job exists."""
+        """Receive the address from the launcher in its own process when that is a rank: from now on the job exists."""
         self._rendezvous = (address, port)
 
     def world_size(self) -> int:
@@ -153,8 +153,10 @@ class LocalEnvironment(ClusterEnvironment):
         return launched_by() is not None
 
     def _meeting_place(self) -> tuple[str, int]:
-        """Address and port for several nodes, before a launch. An environment in which they are written elsewhere
-        overrides this and :meth:`_node_rank_of_several`."""
+        """Return address and port for several nodes, before a launch.
+
+        An environment in which they are recorded elsewhere overrides this and :meth:`_node_rank_of_several`.
+        """
         return read_address("MASTER_ADDR"), read_port("MASTER_PORT")
 
     def _node_rank_of_several(self) -> int:

@@ -28,9 +28,12 @@ _HEAD_START = 5.0
 
 
 class _MPIEnvironment(ExternalEnvironment):
-    """MPI's launchers say each process's rank and how many share its host, but neither the host's number nor where
-    rank 0 runs: MASTER_ADDR and MASTER_PORT say the latter, or mpi4py where it is installed; the former is asked of
-    the other ranks. A job of one process is not detected: torchhal may start more."""
+    """A process that a launcher of MPI has started.
+
+    These launchers provide each process's rank and how many share its host, but neither the host's number nor where
+    rank 0 runs: the latter is read from MASTER_ADDR and MASTER_PORT, or from mpi4py where it is installed; the ranks
+    determine the former by communicating. A job of one process is not detected: torchhal may start more.
+    """
 
     rank_variables: ClassVar[tuple[str, ...]]
     size_variables: ClassVar[tuple[str, ...]]
@@ -69,7 +72,7 @@ class _MPIEnvironment(ExternalEnvironment):
         return self.local_world_size() == self.world_size()
 
     def _job(self) -> str:
-        """What tells this job from others on the host; empty where the launcher says nothing of the kind."""
+        """Return what distinguishes this job from others on the host; empty where the launcher provides nothing."""
         return ""
 
     def _address(self) -> str:
@@ -231,8 +234,10 @@ class OpenMPIEnvironment(_MPIEnvironment):
 
 
 class MPICHEnvironment(_MPIEnvironment):
-    """A process started by Hydra, the ``mpiexec`` of MPICH and of the MPIs made from it, or by PALS, that of HPE Cray
-    machines under PBS."""
+    """A process started by Hydra or PALS.
+
+    Hydra is the ``mpiexec`` of MPICH and of the MPIs derived from it, PALS that of HPE Cray machines under PBS.
+    """
 
     name: ClassVar[str] = "mpich"
     priority: ClassVar[int] = 60
@@ -248,5 +253,5 @@ def _missing() -> list[str]:
 
 
 def _first(names: tuple[str, ...]) -> str:
-    """The first of these variables that is set; the first of all if none is, for messages."""
+    """Return the first of these variables that is set; the first of all if none is, for messages."""
     return next((name for name in names if given(name)), names[0])

@@ -12,9 +12,10 @@ from torchhal.errors import ConfigurationError
 
 
 class SageMakerEnvironment(LocalEnvironment):
-    """A host of a training job with several, whose script no torchrun or mpirun has started: torchhal starts this
-    host's processes, and SM_HOSTS and SM_CURRENT_HOST say which host it is. The ranks meet on the first of the sorted
-    hosts, at MASTER_PORT or at a port made from the job's name.
+    """A host of a training job with several, whose script was started by neither torchrun nor mpirun.
+
+    torchhal starts this host's processes, and SM_HOSTS and SM_CURRENT_HOST name the hosts and this one. The ranks meet
+    on the first of the sorted hosts, at MASTER_PORT or at a port derived from the job's name.
 
     Source: the environment variables of the SageMaker training toolkit.
     """

@@ -88,7 +88,7 @@ class SlurmEnvironment(ExternalEnvironment):
         return len(self._tasks_per_node())
 
     def node_of(self, rank: int) -> str | None:
-        """The host's name, under Slurm's default distribution; no variable tells of the other tasks under another."""
+        """Return the host's name, under Slurm's default distribution; None under another, which has no variable."""
         if not (given("SLURM_DISTRIBUTION") or "block").startswith("block"):
             return None
         hosts, counts = _parsed("SLURM_STEP_NODELIST", hostlist.hosts), self._tasks_per_node()
@@ -137,8 +137,11 @@ class SlurmEnvironment(ExternalEnvironment):
 
 
 def _mpi_is_inside() -> bool:
-    """Whether mpirun, started in this allocation, started this process: its daemons are the step's tasks, and what
-    they start inherits their variables. Under ``srun --mpi=...`` both sets say the same."""
+    """Return whether mpirun, started in this allocation, started this process.
+
+    Its daemons are the step's tasks, and what they start inherits their variables. Under ``srun --mpi=...`` both sets
+    have the same values.
+    """
     try:
         here = str(hostlist.tasks_per_node(given("SLURM_STEP_TASKS_PER_NODE"))[_position()])
     except (ValueError, IndexError):  # said when the numbers are asked for
@@ -154,8 +157,11 @@ def _mpi_is_inside() -> bool:
 
 
 def _in_a_batch_script() -> bool:
-    """Whether this is no task but a batch script: one that was submitted from inside a step has that step's variables,
-    which may be like its own job's to the last number."""
+    """Return whether this is no task but a batch script.
+
+    One that was submitted from inside a step has that step's variables, which may equal those of its own job to the
+    last number.
+    """
     try:
         with open(f"/proc/{int(given('SLURM_TASK_PID'))}/comm") as file:
             return file.read().strip() == "slurm_script"
@@ -164,7 +170,7 @@ def _in_a_batch_script() -> bool:
 
 
 def _position() -> int:
-    """This node's place in the step's list of nodes, which in a heterogeneous job isn't SLURM_NODEID."""
+    """Return this node's place in the step's list of nodes, which in a heterogeneous job isn't SLURM_NODEID."""
     try:
         return hostlist.hosts(given("SLURM_STEP_NODELIST")).index(given("SLURMD_NODENAME"))
     except ValueError:

@@ -29,8 +29,11 @@ class TorchElasticEnvironment(ClusterEnvironment):
 
     @classmethod
     def recommendations(cls) -> list[str]:
-        """With a store that rounds share, rank 0's node tells its address in its own first round only: a node that
-        joins later waits for it until the old one ends with a DistStoreError. No worker runs then that could help.
+        """Return the advice to give each of torchrun's agents a store of its own, where nodes may join.
+
+        With a store that rounds share, the agent of rank 0's node publishes its address in its own first round only: a
+        node that joins later waits for it until the old one ends with a DistStoreError. No worker runs then that could
+        help.
         """
         if given(OWN_STORES) == "1" or (cls.detect() and not _nodes_may_change()):
             return []

@@ -67,7 +67,7 @@ class NamedBarriers:
         return word
 
     def _places(self) -> dict[int, tuple[int, str]]:
-        """The barrier that each rank came to last."""
+        """Return the barrier that each rank reached last."""
         places = {}
         for rank in range(self._world_size):
             key = f"{self._prefix}/at/{rank}"

@@ -14,7 +14,7 @@ from torchhal.distributed.signals import born_blocked
 
 
 def ignore_sigterm_unless_from_parent(worker_id: int) -> None:
-    """A ``worker_init_fn`` for ``torch.utils.data.DataLoader``: live as long as the parent wants.
+    """Keep a worker of ``torch.utils.data.DataLoader`` alive as long as the parent wants; a ``worker_init_fn``.
 
     Schedulers and terminals signal the whole process group; a worker that dies of it takes the step down before
     the ranks reach the boundary at which they save. The parent itself ends its workers with the same SIGTERM
@@ -69,5 +69,5 @@ class WorkerInit:
 
 
 def compose_worker_init(function: Callable[[int], object] | None) -> WorkerInit:
-    """``function`` with the signal handling in front of it; twice is once."""
+    """Return ``function`` with the signal handling before it; applying it twice changes nothing."""
     return function if isinstance(function, WorkerInit) else WorkerInit(function)

@@ -62,7 +62,7 @@ def recording() -> Iterator[None]:
 
 
 def collectives() -> list[dict[str, Any]]:
-    """The last collectives that this process has entered, oldest first, of each group :data:`KEPT`.
+    """Return the last collectives that this process has entered, oldest first, of each group :data:`KEPT`.
 
     ``number`` counts those of one group and backend, alike on every rank that takes part in all of them.
     """
@@ -80,13 +80,13 @@ def collectives() -> list[dict[str, Any]]:
 
 
 def last() -> str:
-    """The collective that this process has entered last, for a message; empty if none is known."""
+    """Return the collective that this process has entered last, for a message; empty if none is known."""
     recorded = collectives()
     return f"{recorded[-1]['name']} number {recorded[-1]['number']}" if recorded else ""
 
 
 def groups() -> dict[str, list[int]]:
-    """The ranks of each process group that this process is in, by the name under which torch records it."""
+    """Return the ranks of each process group that this process is in, by the name under which torch records it."""
     world = getattr(dist.distributed_c10d, "_world", None)
     try:
         return {str(world.pg_names[group]): sorted(ranks) for group, ranks in world.pg_group_ranks.items()}  # type: ignore[union-attr]

@@ -1,4 +1,7 @@
-"""Where ranks wait in vain, each writes down where it is; ``torchhal doctor`` puts it side by side."""
+"""Write down, on each rank, where its threads are when ranks wait in vain.
+
+``torchhal doctor`` compares the files.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +87,7 @@ class HangDump:
 
     @property
     def written(self) -> bool:
-        """Whether this rank has written, or could not."""
+        """True if this rank has written, or could not."""
         return self._written
 
     def answer(self, store: Store) -> None:
@@ -126,7 +129,7 @@ class HangDump:
         return dict(sorted(found.items()))
 
     def look_at(self, store: Store | None, ranks: Collection[int]) -> dict[int, Sighting]:
-        """What can be seen from here of the first silent ``ranks``; without a store of rank 0 alone. Writes it, too."""
+        """Return, and write, what is visible here of the first silent ``ranks``; without a store of rank 0 alone."""
         ranks = sorted(ranks)[:NAMED]
         for rank in ranks:
             if rank in self._seen:
@@ -142,7 +145,7 @@ class HangDump:
         return bool(store.check([self._key(f"where/{rank}")]))
 
     def hint(self, places: Mapping[int, str | Sighting]) -> str:
-        """The end of an error's message, on lines of its own: where the missing ranks are, and where to read more."""
+        """Return the end of an error's message: where the missing ranks are, and where to read more, on own lines."""
         said = {rank: place if isinstance(place, str) else place.text for rank, place in places.items()}
         lines = ["", *(f"rank {rank}: {text}" for rank, text in said.items() if text)]
         if self.folder:
@@ -209,7 +212,7 @@ def _now() -> str:
 
 
 def _within(seconds: float, look: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """What ``look`` finds, or nothing: a recorder waits for locks of a backend, which may be what hangs."""
+    """Return the result of ``look``, or nothing: a recorder waits for locks of a backend, which may be what hangs."""
     found: list[dict[str, Any]] = []
     thread = threading.Thread(target=lambda: found.extend(look()), name="torchhal-recorder", daemon=True)
     thread.start()

@@ -1,4 +1,4 @@
-"""What can be found out about a process of this machine that answers nothing any more. Imports no torch.
+"""Inspect a process of this machine that no longer answers. Imports no torch.
 
 A stopped process runs nothing. One that hangs in code which holds Python's lock runs no Python, but takes signals: its
 handler, in C, writes the stacks of its threads into memory that others may read as long as the process lives.
@@ -37,7 +37,7 @@ def process_record() -> dict[str, Any]:
 
 
 class Presence(Enum):
-    """Whether a process is still there."""
+    """The presence of a process: there, gone, or on another machine."""
 
     THERE = "there"
     GONE = "gone"
@@ -46,7 +46,7 @@ class Presence(Enum):
 
 
 class Sighting(NamedTuple):
-    """What can be seen of a process from here."""
+    """The state of a process as far as it is visible from here."""
 
     presence: Presence
     text: str
@@ -56,7 +56,7 @@ class Sighting(NamedTuple):
 
 
 def inspect_process(process_record: dict[str, Any]) -> Sighting:
-    """What the process with these :func:`process_record` is doing."""
+    """Return what the process with these :func:`process_record` is doing."""
     pid, host = int(process_record["pid"]), str(process_record["host"])
     if host != _host():
         return Sighting(Presence.ELSEWHERE, f"its process {pid} on {host.partition(' ')[0]} answers nothing")
@@ -74,13 +74,13 @@ def inspect_process(process_record: dict[str, Any]) -> Sighting:
 
 
 def _signal() -> int | None:
-    """A real-time signal, which no scheduler sends; None where there are none."""
+    """Return a real-time signal, which no scheduler sends; None where there are none."""
     lowest = getattr(signal, "SIGRTMIN", None)
     return None if sys.platform != "linux" or lowest is None else int(lowest) + 11
 
 
 def _offer_stacks() -> int | None:
-    """The descriptor into which this process writes its stacks on :func:`_signal`; None where it can't."""
+    """Return the descriptor into which this process writes its stacks on :func:`_signal`; None where it can't."""
     global _own
     if _own is not None and _own[0] == os.getpid():
         return _own[1]
@@ -118,7 +118,7 @@ def _ask_for_stacks(pid: int, descriptor: int | None) -> list[str]:
 
 
 def _stat(pid: int) -> tuple[str, str]:
-    """The state's letter and the time of the start, which tells a process from a later one of the same number."""
+    """Return the state's letter and the start time, which tells a process from a later one of the same number."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             fields = file.read().rsplit(")", 1)[1].split()
@@ -128,7 +128,7 @@ def _stat(pid: int) -> tuple[str, str]:
 
 
 def _host() -> str:
-    """This machine's name, and which process numbers it means: containers of one machine have their own."""
+    """Return this machine's name and its namespace of process numbers: containers of one machine have their own."""
     try:
         return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:

@@ -1,4 +1,4 @@
-"""Do the processes that meet belong together? Each says who it is before it waits for the others.
+"""Verify that the processes that meet belong to the same job, before each waits for the others.
 
 A rank that two processes have, or numbers of processes that differ, would else look like ranks that never came.
 """
@@ -15,7 +15,7 @@ from torchhal.errors import DistributedError
 
 
 class Identity:
-    """This process among those that meet in ``store``."""
+    """The identity of this process among those that meet in ``store``."""
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
         self._store = store

@@ -1,4 +1,4 @@
-"""Whether the address at which the ranks are told to meet leads to this host. Imports no torch."""
+"""Verify that the address at which the ranks are to meet leads to this host. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ _ELSEWHERE = 5.0
 
 
 def check_leads_here(address: str, port: int, serves_here: Callable[[float], bool]) -> None:
-    """Return when others find this process at ``address``, where it serves ``port``.
+    """Return when others reach this process at ``address``, where it serves ``port``.
 
     Args:
-        serves_here: whether, within so many seconds, a connection to the address finds this process's own store.
+        address: the host name or address that the ranks were given.
+        port: the port that this process serves.
+        serves_here: returns whether, within so many seconds, a connection to the address reaches this process's own
+            store.
 
     Raises:
         LaunchError: the address is another host's, or nobody's, so that the other ranks would wait in vain.

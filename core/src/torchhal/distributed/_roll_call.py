@@ -39,13 +39,20 @@ def wait_for_all_ranks(
     """Return when every rank has called this on ``store``.
 
     Args:
-        job: the store of the job, where ranks that end say so.
-        call: of the job, see ``_rendezvous.begin_call``: a stop of another call's means nothing.
+        store: the store of this meeting alone.
+        rank: this process's rank.
+        world_size: number of ranks.
+        timeout: the longest wait.
+        name: of the meeting, for messages.
+        job: the store of the job, where ranks that end announce it.
+        call: number of the job's call, see ``rendezvous.begin_call``: a stop of another call is ignored.
+        node_of: returns the node of a rank, for messages.
+        host: who serves the store, for messages.
 
     Raises:
         CollectiveTimeoutError: some never came within ``timeout``, or have ended.
         RankFailedError: one has given up, or has ended of an error, or on a signal, its ``stop_signal``.
-        DistributedError: two processes have one rank, or they mean jobs of different sizes.
+        DistributedError: two processes have one rank, or they belong to jobs of different sizes.
     """
     try:
         _check_given_up(store)

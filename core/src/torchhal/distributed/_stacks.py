@@ -1,4 +1,4 @@
-"""Where the threads of this process are, as text. Imports no torch."""
+"""Format the stacks of the threads of this process as text. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,15 @@ DEEPEST = 80
 """Frames of one stack that are kept, the innermost."""
 
 _WRITERS = {
-    os.path.join(os.path.dirname(__file__), name) for name in ("_stacks.py", "_hang_dump.py", "_rank_monitor.py")
+    os.path.join(os.path.dirname(__file__), f"{name}.py")
+    for name in (
+        "_stacks",
+        "_hang_dump",
+        "_rank_monitor",
+        "_monitor_base",
+        "_stop_agreement",
+        "_failure_reports",
+    )
 }
 """A thread that writes down where it is, is where it was called from."""
 
@@ -36,7 +44,7 @@ class Frame:
 
     @property
     def is_the_users(self) -> bool:
-        """Whether it is neither Python's code, nor that of torch, of ours, or of another installed package."""
+        """True if the code is neither Python's, nor torch's, torchhal's, or that of another installed package."""
         if self.file.startswith(("<", _library(), *_packages())):
             return False
         return _INSTALLED.search(self.file) is None
@@ -56,7 +64,7 @@ def _library() -> str:
 
 @functools.cache
 def _packages() -> tuple[str, ...]:
-    """The folders of torch, of this package and of its plugins, as far as they are imported."""
+    """Return the folders of torch, of this package and of its plugins, as far as they are imported."""
     names = [name for name in sys.modules if name in ("torch", "torchhal") or re.fullmatch(r"torchhal_\w+", name)]
     files = [getattr(sys.modules[name], "__file__", None) for name in names]
     return tuple(os.path.dirname(file) + os.sep for file in files if file)

@@ -54,8 +54,10 @@ def find_store(address: str, port: int, rank: int, deadline: float) -> TCPStore:
 
 
 def check_job(store: Store, job: str, rank: int, where: str, deadline: float) -> None:
-    """Raise DistributedError unless the store at ``where`` is that of ``job``: what is written into it would disturb
-    another one."""
+    """Raise DistributedError unless the store at ``where`` is that of ``job``.
+
+    Writing to the store of another job would disturb that one.
+    """
     start = time.monotonic()
     deadline = min(deadline, start + _ANSWER)
     while not store.check([JOB]):
@@ -81,7 +83,7 @@ _LATE = 3.0
 
 
 def connect_within(seconds: float, address: str, port: int) -> TCPStore:
-    """A client of the store there; RuntimeError if it isn't ready in time.
+    """Return a client of the store there; raise RuntimeError if it isn't ready in time.
 
     torch's own timeout ends with the connection: whoever accepts it and says nothing is waited for without end. So
     this is done in a thread, which may be left behind; not where torch's timeout is about to end it, as a process that

@@ -71,7 +71,7 @@ def _shorten(description: Any) -> str:
 
 
 def _describe(leaf: Any) -> Any:
-    """What must be the same on all ranks for this leaf: a tensor's kind, a number's type, else only the type."""
+    """Return what must be the same on all ranks for this leaf: a tensor's kind, a number's type, else only the type."""
     if isinstance(leaf, torch.Tensor):
         kind = str(leaf.dtype).removeprefix("torch.")
         return (kind if leaf.layout is torch.strided else f"{kind}, {leaf.layout}", tuple(leaf.shape))
@@ -218,7 +218,7 @@ def all_gather_object(value: Any, group: Any = None, *, name: str = "all_gather_
 
 
 def _pickled(value: Any) -> tuple[bytes, Exception | None]:
-    """The error is given back rather than raised: the other ranks, which wait, must hear of it first."""
+    """Return the pickled value, or the error in its place: the other ranks, which wait, must receive it first."""
     buffer = io.BytesIO()
     try:
         pickle.Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
@@ -257,7 +257,7 @@ def check_gatherable(tensor: Any) -> None:
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy whose memory is what the tensor says: no strides, no conjugation or sign still to be applied."""
+    """Return a copy with dense memory: no strides, no conjugation or sign still to be applied."""
     return tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
 
 

@@ -82,7 +82,7 @@ class Failure:
 
     @classmethod
     def from_signal(cls, rank: int, signum: int) -> Failure:
-        """That a rank left on a signal, without the others."""
+        """Return the failure of a rank that left on a signal, without the others."""
         name = signal.Signals(signum).name
         return cls(rank, f"left on {name}", exit_code=128 + signum, stop_signal=signum)
 
@@ -103,12 +103,12 @@ class Failure:
 
     @property
     def stopped(self) -> bool:
-        """Whether the process ended because a signal asked it to."""
+        """True if the process ended because a signal requested it."""
         return self.signal in (2, 15) or is_signal_status(self.exit_code or 0)
 
     @property
     def aborted(self) -> bool:
-        """Whether C++ code gave up, as a backend does when ranks send each other what they don't expect."""
+        """True if C++ code aborted, as a backend does when ranks send each other something unexpected."""
         return self.signal == getattr(signal, "SIGABRT", None)
 
     @property
@@ -121,12 +121,12 @@ class Failure:
         return 2 if self.stopped else 1
 
     def text(self) -> str:
-        """The message and, below it, the rank's own traceback."""
+        """Return the message and, below it, the rank's own traceback."""
         head = f"rank {self.rank} {self.message}"
         return f"{head}\n\n{self.traceback.rstrip()}\n" if self.traceback else head
 
     def error(self) -> RankFailedError:
-        """The error for the other ranks and for the launching process."""
+        """Return the error for the other ranks and for the launching process."""
         if self.root is not None:  # it failed on another node, out of this launcher's sight
             return RankFailedError(self.root[1], rank=self.root[0])
         error = RankFailedError(self.text(), rank=self.rank, traceback=self.traceback, stop_signal=self.stop_signal)
@@ -146,7 +146,7 @@ def summary(error: BaseException) -> str:
 
 
 def user_frames(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback without the frames that lead from a process's start to the user's code."""
+    """Return the traceback without the frames that lead from a process's start to the user's code."""
     first = trace
     while first is not None:
         name = first.tb_frame.f_code.co_filename
@@ -163,7 +163,7 @@ def _exit_code(error: BaseException) -> int | None:
 
 
 def _stop_signal(error: BaseException) -> int:
-    """The signal on which a rank that ends by ``error`` leaves without the others, or 0."""
+    """Return the signal on which a rank that ends by ``error`` leaves without the others, or 0."""
     if isinstance(error, StopRequested):
         return error.signum
     if isinstance(error, KeyboardInterrupt):  # before a Trainer answers signals, or the second one
@@ -203,7 +203,7 @@ def was_printed(error: BaseException) -> bool:
 
 
 def print_failure(failure: Failure) -> None:
-    """The failing rank's report on stderr."""
+    """Print the failing rank's report on stderr."""
     write_stderr(f"torchhal: {failure.text().rstrip()}\n")
 
 
@@ -212,8 +212,11 @@ uncaught: list[Callable[[BaseException], None]] = []
 
 
 def install_excepthook() -> None:
-    """Print each rank's failure once, not on every rank, nor below the peer errors it caused; of a stop on Ctrl-C
-    nothing more. Idempotent, and the only hook of torchhal's: two would be put around each other again and again."""
+    """Install a hook that prints each rank's failure once, not on every rank, nor below the peer errors it caused.
+
+    Of a stop on Ctrl-C nothing more is printed. Idempotent, and the only hook of torchhal's: two would be put around
+    each other again and again.
+    """
     previous = sys.excepthook
     if getattr(previous, "_torchhal", None) is not None:
         return
@@ -236,7 +239,7 @@ def install_excepthook() -> None:
 
 
 def exit_for_signal(signum: int, *, agreed: bool | None = None) -> BaseException:
-    """What ends a program on ``signum`` as its sender expects.
+    """Return the exception that ends a program on ``signum`` as its sender expects.
 
     A KeyboardInterrupt of here that nobody catches ends it with SIGINT's code and without a traceback.
 
@@ -265,8 +268,11 @@ _torchs: tuple[Any, Any] | None = None
 
 @contextmanager
 def one_rank_prefix() -> Iterator[None]:
-    """Around ``init_process_group``, which puts ``[rankN]:`` before every line of a traceback, by a hook around the one
-    that is there, and ``destroy_process_group`` leaves it: a script with ten fits would show ten of them."""
+    """Keep the traceback hook single around ``init_process_group``.
+
+    torch puts ``[rankN]:`` before every line of a traceback, by a hook around the one that exists, and
+    ``destroy_process_group`` leaves it: a script with ten fits would print ten of them.
+    """
     global _torchs
     hook, had_own = sys.excepthook, False
     while True:
@@ -331,7 +337,7 @@ def mark_call(*, entered: bool) -> None:
 
 
 class ReportReader:
-    """Reads what a child wrote by :func:`mark_call` and :func:`send_report`. Never waits."""
+    """A reader of what a child wrote by :func:`mark_call` and :func:`send_report`. Never waits."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -357,7 +363,7 @@ class ReportReader:
             self.inside = marks.endswith(_ENTERED)
 
     def finish(self) -> Failure | None:
-        """The report of a child that has ended."""
+        """Return the report of a child that has ended."""
         self.drain()
         os.close(self._descriptor)
         return _parse(self._data)

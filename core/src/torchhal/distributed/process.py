@@ -1,4 +1,4 @@
-"""What the launchers know about processes: variables, signals, leaving for good. Imports no torch.
+"""Provide what launchers need of processes: their variables, signals and final exit. Imports no torch.
 
 A child's entry point imports this before the user's script runs, and a script may still want to set variables
 that torch reads when it is imported.
@@ -64,7 +64,7 @@ def rank_variables(
     port: int,
     threads: int | None = None,
 ) -> dict[str, str]:
-    """The variables of one started process."""
+    """Return the variables of one started process."""
     variables = {
         LAUNCH_ID: launch_id,
         LAUNCH_KIND: kind,
@@ -95,7 +95,7 @@ def launched_by(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def threads_per_process(num_processes: int) -> int | None:
-    """The CPU threads each of ``num_processes`` should use; None when the user decided (OMP_NUM_THREADS)."""
+    """Return the CPU threads each of ``num_processes`` should use; None when the user decided (OMP_NUM_THREADS)."""
     if os.environ.get("OMP_NUM_THREADS"):
         return None
     try:
@@ -106,7 +106,7 @@ def threads_per_process(num_processes: int) -> int | None:
 
 
 def describe_exit(code: int) -> str:
-    """A return code of ``subprocess``/``multiprocessing`` in words: negative is a signal."""
+    """Return a return code of ``subprocess``/``multiprocessing`` in words: negative is a signal."""
     if code >= 0:
         return f"exited with code {code}"
     try:
@@ -122,7 +122,7 @@ def describe_exit(code: int) -> str:
 
 
 def exit_status(code: object) -> int:
-    """The process status that ``SystemExit(code)`` means."""
+    """Return the process status that ``SystemExit(code)`` means."""
     if code is None:
         return 0
     if isinstance(code, int):
@@ -139,7 +139,7 @@ def is_signal_status(status: int) -> bool:
 
 
 def stop_signal(returncode: int) -> int | None:
-    """The signal that asked a process to end which has ended with ``returncode``, of ``subprocess``, if one did."""
+    """Return the signal that requested the end of a process with this ``returncode`` of ``subprocess``, if one did."""
     if -returncode in (signal.SIGINT, signal.SIGTERM):  # before it could handle them
         return -returncode
     return returncode - 128 if is_signal_status(returncode) else None

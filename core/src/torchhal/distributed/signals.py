@@ -32,13 +32,13 @@ class StopRequested(BaseException):
 
 
 def is_agreed(error: BaseException) -> bool | None:
-    """The ``agreed`` of ``failures.exit_for_signal``; None for an error that it did not make."""
+    """Return the ``agreed`` of ``failures.exit_for_signal``; None for an error that it did not make."""
     agreed: bool | None = error.__dict__.get(AGREED)
     return agreed
 
 
 def signal_of(error: BaseException) -> int:
-    """The signal on which ``failures.exit_for_signal`` made ``error``."""
+    """Return the signal on which ``failures.exit_for_signal`` made ``error``."""
     return int(signal.SIGINT) if isinstance(error, KeyboardInterrupt) else error.code - 128  # type: ignore[attr-defined]
 
 
@@ -226,9 +226,15 @@ def follow(signum: int) -> None:
 
 
 def interrupt() -> None:
-    """Send the main thread the SIGINT that the launching process got, in any thread, unless it came here too, as a
-    terminal's Ctrl-C does. Where nobody has asked for signals, the process ends without a word; one that was in a fit
-    when its own came has stopped already, and ends by itself."""
+    """Send the main thread the SIGINT that the launching process got.
+
+    It is not sent if it came here too, as a terminal's Ctrl-C does. May be called in any thread. Where no handler of
+    torchhal's is installed, the process ends without a message; one that was in a fit when its own came has stopped
+    already, and ends by itself.
+
+    May be called in any thread. Where no handler of torchhal's is installed, the process ends without a message; one
+    that was in a fit when its own came has stopped already, and ends by itself.
+    """
     signals = StopSignals.active
     main = threading.main_thread().ident
     if signals is None or main is None or not hasattr(signal, "pthread_kill"):
@@ -239,8 +245,10 @@ def interrupt() -> None:
 
 
 class SignalRecorder:
-    """While entered, SIGINT, SIGTERM and ``also`` are noted, for a supervisor to pass on; only in the main thread,
-    where they arrive. Of ``also``, one that the program handles itself stays the program's."""
+    """A record of SIGINT, SIGTERM and ``also`` while it is entered, for a supervisor to pass on.
+
+    Only in the main thread, where they arrive. Of ``also``, one that the program handles itself stays the program's.
+    """
 
     def __init__(self, also: Iterable[int] = ()) -> None:
         self.received: list[int] = []

@@ -62,7 +62,7 @@ def ranks_text(ranks: list[int]) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """An error's message without the C++ frames that torch appends."""
+    """Return an error's message without the C++ frames that torch appends."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 

@@ -39,7 +39,7 @@ def why_no_script() -> str:
 
 
 def _target() -> list[str] | None:
-    """What this process runs: ``["script", path]``, ``["module", name]``, ``["command", code]``, or None."""
+    """Return what this process runs: ``["script", path]``, ``["module", name]``, ``["command", code]``, or None."""
     main = sys.modules["__main__"]
     file = getattr(main, "__file__", None)
     if file == "<stdin>":
@@ -58,7 +58,7 @@ def _target() -> list[str] | None:
 
 
 def interpreter_flags(original: list[str]) -> tuple[list[str], str | None]:
-    """The interpreter's own options in ``sys.orig_argv``, and the code of ``-c``.
+    """Return the interpreter's own options in ``sys.orig_argv``, and the code of ``-c``.
 
     ``-i`` is left out: a child is never interactive.
     """
@@ -94,7 +94,7 @@ def interpreter_flags(original: list[str]) -> tuple[list[str], str | None]:
 
 
 def _arguments(target: list[str]) -> list[str]:
-    """The script's arguments as they were given: a script may have changed ``sys.argv`` since."""
+    """Return the script's arguments as they were given: a script may have changed ``sys.argv`` since."""
     count = len(sys.argv) - 1
     original = sys.orig_argv[1:]
     kind, name = target

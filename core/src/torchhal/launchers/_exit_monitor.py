@@ -33,7 +33,7 @@ echo "torchhal: rank $1 (process $2) $how; the ranks that it had started have en
 
 
 class ExitMonitor:
-    """Says how this process, which is rank ``rank``, died, unless :meth:`stop` is called before.
+    """A report of how this process, which is rank ``rank``, died, unless :meth:`stop` is called before.
 
     The monitor reads from a pipe that ends with this process, whatever ends it. Signals to the process group leave it
     alone. Where there is no ``/bin/sh``, nothing is said.

@@ -10,8 +10,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torchhal.distributed import failures, process, rendezvous
-from torchhal.distributed._rank_monitor import active_watches, stop_is_agreed
+from torchhal.distributed import failures, process
+from torchhal.distributed._rank_monitor import active_watches
+from torchhal.distributed._rendezvous_state import no_linger
+from torchhal.distributed._stop_agreement import stop_is_agreed
 from torchhal.distributed.failures import Failure, exit_for_signal
 from torchhal.launchers._exit_monitor import ExitMonitor
 
@@ -100,7 +102,7 @@ class ChildProcesses:
         return self._stopped[1].stop_signal
 
     def wait_for_failure(self, timeout: float) -> Failure | None:
-        """The failure of a child, waiting a moment for one, or for one to have left on a signal."""
+        """Return the failure of a child, waiting a moment for one, or for one to have left on a signal."""
         deadline = time.monotonic() + timeout
         while self.failure is None and self.stop_signal is None and not self._done.is_set():
             if time.monotonic() > deadline:
@@ -123,7 +125,7 @@ class ChildProcesses:
             self._signal(getattr(signal, "SIGKILL", signal.SIGTERM))
 
     def at_exit(self) -> None:
-        """Called when the interpreter of the launching process exits: nobody stays behind, no failure is lost."""
+        """End the children when the launching process's interpreter exits: none stays behind, no failure is lost."""
         if not self.is_mine:
             return
         try:
@@ -208,7 +210,7 @@ class ChildProcesses:
             return
         self.failure = failure
         self._failed_at = time.monotonic()
-        rendezvous.no_linger()
+        no_linger()
         for watch in active_watches():
             watch.report_for(failure)
 

@@ -1,4 +1,4 @@
-"""The launcher contract: how the processes of a strategy come to be."""
+"""Define the launcher contract: how the processes of a strategy are started."""
 
 from __future__ import annotations
 
@@ -8,29 +8,37 @@ from typing import Any, ClassVar
 
 
 class Launcher(ABC):
-    """Starts the processes of one node and runs a function in each of them.
+    """A way to start the processes of one node and to run a function in each of them.
 
     A launcher knows ranks and processes, nothing of models or trainers. In every process it starts, it sets
     RANK, LOCAL_RANK, NODE_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
     """
 
     name: ClassVar[str]
-    """What the Plan prints."""
+    """Name by which the Plan prints it."""
 
     interactive: ClassVar[bool] = False
-    """Whether it works from a notebook or a REPL, where there is no script to run again."""
+    """True if it works from a notebook or a REPL, where there is no script to run again."""
 
     returns_to_caller: ClassVar[bool] = True
-    """False when the function runs in other processes than the caller's, so that changed state must be sent back:
-    the function's result then travels by pickle from rank 0."""
+    """False when the function runs in other processes than the caller's, so that changed state must be sent back.
+
+    The function's result is then sent by pickle from rank 0.
+    """
 
     has_begun: bool = True
-    """False after a launch that was stopped before rank 0 could say so, where that is another process."""
+    """False after a launch that was stopped before rank 0, in another process, could report that it runs."""
 
     @abstractmethod
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run ``function(*args, **kwargs)`` in every process; the result of rank 0 (or of this process, where
-        the caller itself is a rank).
+        """Run ``function(*args, **kwargs)`` in every process and return the result of rank 0.
+
+        Called in the process that calls fit; where that process is itself a rank, its own result is returned.
+
+        Args:
+            function: what every rank runs.
+            *args: its arguments.
+            **kwargs: its keyword arguments.
 
         Raises:
             LaunchError: a process could not be started.

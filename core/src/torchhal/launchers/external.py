@@ -9,7 +9,7 @@ from torchhal.launchers.base import Launcher
 
 
 class ExternalLauncher(Launcher):
-    """Starts nothing: the function runs in this process, which somebody else started as a rank."""
+    """A launcher that starts nothing: the function runs in this process, which another program started as a rank."""
 
     name: ClassVar[str] = "none"
     interactive: ClassVar[bool] = True

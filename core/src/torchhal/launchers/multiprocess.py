@@ -37,7 +37,7 @@ INSTEAD = "or use strategy='ddp' (runs the script again) or 'ddp_fork' (workers 
 
 
 class MultiprocessingLauncher(Launcher):
-    """Starts worker processes that run the function as ranks; the caller waits for them and is no rank.
+    """A launcher of worker processes that run the function as ranks; the caller waits for them and is no rank.
 
     Rank 0's result comes back as a copy; what the workers changed in their copies of the arguments does not. With
     ``"spawn"`` and ``"forkserver"`` the function and its arguments travel by pickle, and so do this process's random
@@ -336,8 +336,11 @@ class _WorkerGroup:
                 worker.process.kill()
 
     def _take_pending(self) -> None:
-        """End workers that a SIGTERM waits for which have not begun: they would take it only after importing the main
-        script, which may take long, and the others would wait for them."""
+        """End workers that have not begun and for which a SIGTERM is pending.
+
+        They would receive it only after importing the main script, which may take long, and the others would wait for
+        them.
+        """
         for worker in self._workers:
             if worker.ready or worker.ended or self._signals.received:
                 continue

@@ -1,4 +1,4 @@
-"""What travels between a supervisor and its workers: a function on the way out, its result on the way back.
+"""Send a function from a supervisor to its workers and its result back.
 
 Files without a name: nothing is left over, however a process ends. Written with torch.save, so tensors arrive as
 copies (``multiprocessing``'s own pickling would share the CPU tensors' memory) and shared storages stay shared.
@@ -44,11 +44,11 @@ class AnonymousFile:
         self._file.flush()
 
     def read(self, **options: Any) -> Any:
-        """What :meth:`write` wrote, in whichever process."""
+        """Return what :meth:`write` wrote, in whichever process."""
         return read(io.BufferedReader(_Positioned(self.descriptor)), **options)
 
     def content(self) -> bytes:
-        """The bytes of it, for workers on other machines."""
+        """Return the bytes of the file, for workers on other machines."""
         return _Positioned(self.descriptor).readall()
 
     def close(self) -> None:
@@ -69,7 +69,7 @@ def write(value: Any, file: IO[bytes], pickle_module: Any = pickle) -> None:
 
 
 def read(file: IO[bytes], **options: Any) -> Any:
-    """What :func:`write` wrote, in whichever process. It comes from a process of the same job, and is believed."""
+    """Return what :func:`write` wrote, in whichever process of the same job, which is trusted."""
     from torch import serialization
 
     return serialization.load(file, weights_only=False, **options)
@@ -80,7 +80,7 @@ def _rebuild(handle: Any) -> AnonymousFile:
 
 
 class _Positioned(io.RawIOBase):
-    """Reads a descriptor at its own position: duplicates in several processes share the kernel's."""
+    """A reader of a descriptor at a position of its own: duplicates in several processes share the kernel's."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -127,8 +127,9 @@ def pack_function(
     instead: str,
     pickle_module: Any = pickle,
 ) -> AnonymousFile:
-    """``(None, function, args, kwargs)`` as a file for the workers; LaunchError that says what can't be sent, and
-    ``instead`` what else the user can do.
+    """Return ``(None, function, args, kwargs)`` as a file for the workers.
+
+    LaunchError names what can't be sent, and ``instead`` what else the user can do.
 
     Whoever reads it calls ``prepare`` before the rest is unpickled.
     """
@@ -155,7 +156,7 @@ def pack_function(
 
 
 def _culprit(name: str, value: Any, dumps: Callable[[Any], bytes], depth: int = 3) -> str | None:
-    """The innermost part of ``value`` that doesn't pickle, as a path; None when it does."""
+    """Return the innermost part of ``value`` that doesn't pickle, as a path; None when it does."""
     try:
         dumps(value)
         return None
@@ -179,7 +180,7 @@ def _culprit(name: str, value: Any, dumps: Callable[[Any], bytes], depth: int = 
 
 
 def collect_settings() -> dict[str, Any]:
-    """The parent's global state that a fresh interpreter lacks: random states, and how torch computes."""
+    """Return the parent's global state that a fresh interpreter lacks: random states, and how torch computes."""
     import torch
 
     settings: dict[str, Any] = {

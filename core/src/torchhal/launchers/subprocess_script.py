@@ -16,6 +16,7 @@ import torch
 
 from torchhal.cluster.base import ClusterEnvironment
 from torchhal.distributed import failures, process, rendezvous
+from torchhal.distributed._rendezvous_state import no_linger
 from torchhal.distributed.failures import exit_for_signal
 from torchhal.distributed.signals import born_blocked, is_agreed
 from torchhal.errors import ConfigurationError, DistributedError, LaunchError, RankFailedError
@@ -29,7 +30,7 @@ NAME = "subprocess_script"
 
 @dataclass
 class _Launched:
-    """What this process has started; at most once in its life."""
+    """The processes that this process has started, at most once in its life."""
 
     children: ChildProcesses
     num_processes: int
@@ -42,7 +43,7 @@ _launched: _Launched | None = None
 
 
 class SubprocessScriptLauncher(Launcher):
-    """Runs the user's command again for each further process of the node.
+    """A launcher that runs the user's command again for each further process of the node.
 
     The calling process is local rank 0. The others are started by the first :meth:`launch` of the process, run the
     script from its beginning, and join at their own ``launch``; a later one finds them running. Everything the script
@@ -93,7 +94,7 @@ class SubprocessScriptLauncher(Launcher):
             children.raised = True
             children.end(self._grace(error))
             if self.num_nodes == 1:
-                rendezvous.no_linger()  # nobody is left to say goodbye
+                no_linger()  # nobody is left to say goodbye
             if cause is None and stop_signal is not None:
                 raise exit_for_signal(stop_signal, agreed=False) from None  # on which left who was waited for
             rank = self.environment.global_rank()
@@ -182,7 +183,7 @@ class SubprocessScriptLauncher(Launcher):
 
 
 def _start_child(command: list[str], variables: dict[str, str]) -> tuple[int, subprocess.Popen[bytes]]:
-    """A child, and the descriptor from which to read why it failed."""
+    """Return a started child, and the descriptor from which to read why it failed."""
     reader, writer = os.pipe()
     environ = dict(os.environ)
     process.without_external(environ)

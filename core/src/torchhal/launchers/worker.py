@@ -1,4 +1,4 @@
-"""What runs in a worker: of ``MultiprocessingLauncher``, and the parts of it that every launcher of workers needs.
+"""Run a function in a worker of ``MultiprocessingLauncher``, with the parts that every launcher of workers needs.
 
 Imports torch only when the variables are set.
 """
@@ -43,7 +43,7 @@ MAX_ERROR = 1 << 20
 
 @dataclass
 class Assignment:
-    """What a worker is told when it is started. ``call`` is None after a fork: it has the function."""
+    """The data a worker gets when it is started. ``call`` is None after a fork: it has the function."""
 
     rank: int
     is_result_rank: bool
@@ -109,8 +109,10 @@ def _prepare(assignment: Assignment, connection: Connection) -> None:
 
 
 def _watch_supervisor(connection: Connection) -> None:
-    """Pass on what the supervisor knows of other ranks, and its Ctrl-C; leave when its end of the pipe closes, for it
-    is gone."""
+    """Pass on what the supervisor reports of other ranks, and its Ctrl-C.
+
+    Leave when its end of the pipe closes: the supervisor is gone.
+    """
     try:
         while True:
             message = connection.recv()
@@ -175,7 +177,7 @@ def perform(
 
 
 def failed(rank: int, error: BaseException, dumps: Callable[[BaseException], bytes] = pickle.dumps) -> tuple[Any, ...]:
-    """The message that rank ``rank`` ends by ``error``; the error itself goes with it where it comes back whole."""
+    """Return the message that rank ``rank`` ends by ``error``, with the error itself where that survives pickling."""
     data: bytes | None
     try:
         data = dumps(error)

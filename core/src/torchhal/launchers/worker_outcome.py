@@ -1,4 +1,4 @@
-"""What a supervisor has heard of how its workers ended, and what its caller hears of that."""
+"""Collect the messages with which workers end, and derive the result or the error for the caller."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = [
 
 
 class WorkerOutcomes:
-    """Collects the messages of ``torchhal.launchers.worker``, of ``num_workers`` workers."""
+    """The messages of ``torchhal.launchers.worker``, of ``num_workers`` workers."""
 
     def __init__(self, num_workers: int, *, instead: str) -> None:
         self.problem: LaunchError | None = None
@@ -26,7 +26,7 @@ class WorkerOutcomes:
         self._instead = instead
 
     def take(self, rank: int, message: Sequence[Any]) -> Failure | None:
-        """What a worker said at its end; its failure, if that is what it said."""
+        """Record the message of a worker at its end and return its failure, if it is one."""
         kind = message[0]
         if kind == "failed":
             failure = Failure.from_json(message[1])
@@ -68,8 +68,10 @@ class WorkerOutcomes:
         raise error
 
     def _is_the_signals(self) -> bool:
-        """Whether nothing but a signal has ended the workers: one that it met before it trained just leaves, and the
-        others fail for want of it."""
+        """Return whether nothing but a signal has ended the workers.
+
+        A worker that receives it before training just leaves, and the others fail because it is missing.
+        """
         ended = [failure for failure, _ in self.failures]
         causes = [failure for failure in ended if not (failure.secondary or failure.transport)]
         return not ended or (bool(causes) and all(failure.stopped for failure in causes))

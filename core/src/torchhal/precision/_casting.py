@@ -12,7 +12,7 @@ from torchhal.pytree import map_tensors
 
 
 def parse_dtype(dtype: object, allowed: Collection[torch.dtype]) -> torch.dtype:
-    """The member of ``allowed`` that ``dtype``, a ``torch.dtype`` or its name, means; ValueError for any other."""
+    """Return the member of ``allowed`` that ``dtype``, a ``torch.dtype`` or its name, means; else ValueError."""
     for candidate in allowed:
         if dtype is candidate or (isinstance(dtype, str) and dtype == dtype_name(candidate)):
             return candidate

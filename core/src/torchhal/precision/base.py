@@ -1,4 +1,4 @@
-"""The precision contract: which dtypes the model, its inputs and its arithmetic have, and how a step survives them."""
+"""Define the precision contract: the dtypes of the model, its inputs and its arithmetic."""
 
 from __future__ import annotations
 
@@ -16,68 +16,144 @@ from torchhal.errors import ConfigurationError
 
 
 class Precision:
-    """One precision. Every method is an identity by default, so a subclass overrides only what it changes.
+    """One choice of dtypes for weights and arithmetic.
 
-    A caller decides once, before its loop, which methods a subclass overrides and never calls the others. The
-    order within one optimizer step is: ``forward_context`` around the step function, ``backward`` (once per
-    micro-batch), then once per step ``unscale_gradients``, ``clip_gradients``, ``optimizer_step``.
+    Every method is an identity by default, so a subclass overrides only what it changes. A caller decides once, before
+    its loop, which methods a subclass overrides and never calls the others. Every method is called on every rank. The
+    order within one optimizer step is: :meth:`forward_context` around the step function, :meth:`backward` (once per
+    micro-batch), then once per step :meth:`unscale_gradients`, :meth:`clip_gradients`, :meth:`optimizer_step`.
+
+    Checks: PRE-15, PRE-20, PRE-21, PRE-25, PRE-26.
     """
 
     alias: str = "32-true"
-    """The name users write (PRE-01)."""
+    """Alias by which users name the precision.
+
+    Checks: PRE-01.
+    """
 
     param_dtype: torch.dtype = torch.float32
-    """dtype in which the weights are trained; 32-true, the default, leaves to the user to make them so."""
+    """dtype in which the weights are trained; 32-true, the default, leaves it to the user to make them so.
+
+    Checks: PRE-01, PRE-20.
+    """
 
     compute_dtype: torch.dtype = torch.float32
-    """dtype of the bulk of the arithmetic."""
+    """dtype of most of the arithmetic.
+
+    Checks: PRE-01.
+    """
 
     accelerators: ClassVar[frozenset[str] | None] = None
-    """Names of the accelerators it works on, whatever these list themselves; None: those that list its alias. One
-    that is published under no alias, a user's own class, is not refused by any (STR-37)."""
+    """Names of the accelerators it works on, whatever those list themselves; None: those that list its alias.
+
+    A precision that is published under no alias, such as a user's own class, is not refused by any accelerator.
+
+    Checks: STR-37.
+    """
 
     features: frozenset[str] = frozenset()
-    """``scales_loss``: :meth:`backward` scales the loss, and :meth:`unscale_gradients` undoes it and may skip a step. A
-    strategy whose ranks have different gradients, and would decide differently, refuses such a precision."""
+    """Capabilities that a strategy has to know of.
+
+    ``"scales_loss"``: :meth:`backward` scales the loss, and :meth:`unscale_gradients` undoes it and may skip a step. A
+    strategy whose ranks have different gradients, and would decide differently, refuses such a precision.
+    """
 
     def setup(self, accelerator: Accelerator, device: torch.device) -> None:
-        """Called once per process after the device is set up, before the model is touched."""
+        """Prepare this process for the precision, after the device is set up and before the model is touched.
+
+        Called once per process. Does nothing by default.
+
+        Args:
+            accelerator: the accelerator of the run.
+            device: the root device of this rank.
+        """
 
     def connect(
         self, model: Any = None, optimizers: Sequence[Any] = (), lr_schedulers: Sequence[Any] = ()
     ) -> tuple[Any, Sequence[Any], Sequence[Any]]:
-        """A place for vendors whose library wants to see all three at once; gives them back. Identity here.
+        """Return the model, optimizers and schedulers to train with, for vendors whose library wants all three at once.
 
-        Called before training, with the model that the strategy has wrapped. What is returned is used from then on: as
-        many optimizers, and schedulers of the same kind, in their places; and the model, one in its place that has its
-        steps, or a module around it, whose forward each ``training_step`` then runs through. A model in another's place
-        should share its parameters: the user's own object is trained no more.
+        Called before training, with the model that the strategy has wrapped. The identity by default.
+
+        Args:
+            model: the model or its wrapper.
+            optimizers: the run's optimizers.
+            lr_schedulers: the run's scheduler configurations, each with an attribute ``scheduler``.
+
+        Returns:
+            What is used from then on: as many optimizers, and schedulers of the same kind, in their places; and the
+                model,
+            or one in its place that has its steps, or a module around it, through whose forward each ``training_step``
+            then runs. A model in another's place should share its parameters: the user's own object is trained no more.
         """
         return model, optimizers, lr_schedulers
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Raise TypeError for an optimizer that can't work in this precision (PRE-18, PRE-19)."""
+        """Raise an error for an optimizer that can't work in this precision.
+
+        Args:
+            optimizer: one of the run's optimizers, before training.
+
+        Raises:
+            TypeError: it can't; names the optimizer, e.g. one that evaluates a closure or a fused one.
+
+        Checks: PRE-18, PRE-19.
+        """
 
     # -- dtypes ----------------------------------------------------------------------------------------------
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """The module with parameters in :attr:`param_dtype`, in place; tied ones stay tied (PRE-02, PRE-03)."""
+        """Return ``module`` with floating-point parameters in :attr:`param_dtype`.
+
+        Args:
+            module: the user's module; converted in place.
+
+        Returns:
+            The same module: parameters stay the objects that they were, tied ones stay tied, and integer, boolean and
+            complex buffers are left unchanged.
+
+        Checks: PRE-02, PRE-03.
+        """
         return module
 
     def convert_input(self, batch: Any) -> Any:
-        """The batch with its floating-point tensors in the model's input dtype; labels untouched (PRE-07)."""
+        """Return ``batch`` with its floating-point tensors in the dtype of the model's input.
+
+        Args:
+            batch: tensors at any depth of containers; labels and other integers are left unchanged, and so is a tensor
+                that has the right dtype.
+
+        Checks: PRE-07.
+        """
         return batch
 
     def convert_output(self, output: Any) -> Any:
-        """The step's output with floating-point tensors in torch's default dtype (PRE-08)."""
+        """Return the step's output with its floating-point tensors in torch's default dtype.
+
+        Args:
+            output: tensors at any depth of containers; everything else is left unchanged.
+
+        Checks: PRE-08.
+        """
         return output
 
     def module_init_context(self) -> AbstractContextManager[Any]:
-        """Entered while the model builds its parameters; restores what it changes, errors included (PRE-04, PRE-05)."""
+        """Return a context in which the model builds its parameters, in :attr:`param_dtype`.
+
+        Leaving it restores what it changed, after an error too.
+
+        Checks: PRE-04, PRE-05.
+        """
         return nullcontext()
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Entered around every training, validation, test and predict step (PRE-06, PRE-23)."""
+        """Return a context for one training, validation, test or predict step.
+
+        It can be entered again and inside of itself. Leaving it restores what it changed, after an error too.
+
+        Checks: PRE-05, PRE-06, PRE-23.
+        """
         return nullcontext()
 
     # -- one optimizer step ----------------------------------------------------------------------------------
@@ -85,10 +161,16 @@ class Precision:
     def backward(
         self, loss: torch.Tensor, *args: Any, through: Callable[..., Any] | None = None, **kwargs: Any
     ) -> None:
-        """Accumulate gradients of ``loss``, scaled if this precision scales (PRE-09).
+        """Accumulate the gradients of ``loss``, scaled if this precision scales.
 
-        ``through`` is called with the (scaled) loss and the other arguments in place of ``loss.backward``: a model's
-        own ``backward``.
+        Args:
+            loss: a 0-d tensor.
+            *args: passed on to the backward function.
+            through: a function to call with the (scaled) loss and the other arguments in place of ``loss.backward``,
+                such as a model's own ``backward``.
+            **kwargs: passed on to the backward function.
+
+        Checks: PRE-09.
         """
         if through is not None:
             through(loss, *args, **kwargs)
@@ -96,10 +178,16 @@ class Precision:
             loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
-        """Bring the gradients back to true size; once per step however often it is called (PRE-12)."""
+        """Divide the gradients of ``optimizer`` by the loss scale, once per step however often it is called.
+
+        Args:
+            optimizer: the optimizer whose parameters' gradients are changed in place.
+
+        Checks: PRE-09, PRE-12.
+        """
 
     def clip_gradients(self, optimizer: Optimizer, clip_val: float, algorithm: str = "norm") -> torch.Tensor | None:
-        """Clip the unscaled gradients of ``optimizer`` in place (PRE-10, PRE-11).
+        """Clip the unscaled gradients of ``optimizer`` in place.
 
         Args:
             optimizer: the one whose parameters are clipped.
@@ -107,8 +195,13 @@ class Precision:
             algorithm: ``"norm"`` or ``"value"``.
 
         Returns:
-            The global norm before clipping, 0-d, for ``"norm"``; None for ``"value"``. Strategies that shard
-            parameters compute it over all shards in their own ``clip_gradients``.
+            The global norm before clipping, 0-d, for ``"norm"``; None for ``"value"``. Strategies that shard parameters
+            compute it over all shards in their own ``clip_gradients``.
+
+        Raises:
+            ValueError: ``algorithm`` is neither.
+
+        Checks: PRE-10, PRE-11.
         """
         if algorithm not in ("norm", "value"):
             raise ValueError(f"'algorithm' must be 'norm' or 'value' (got {algorithm!r})")
@@ -121,7 +214,13 @@ class Precision:
         return None
 
     def main_params(self, optimizer: Optimizer) -> Iterator[nn.Parameter]:
-        """Each parameter of ``optimizer`` exactly once (PRE-22)."""
+        """Yield each parameter of ``optimizer`` exactly once, over all of its groups.
+
+        Args:
+            optimizer: one of the run's optimizers.
+
+        Checks: PRE-22.
+        """
         seen: set[int] = set()
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -130,9 +229,16 @@ class Precision:
                     yield parameter
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
-        """Run ``optimizer.step``; True if the parameters were updated, False if the step was skipped (PRE-13, PRE-14).
+        """Call ``optimizer.step``, or skip it where the gradients overflowed.
 
-        With a ``closure``, it runs inside ``optimizer.step(closure)``: forward, backward and clipping included.
+        Args:
+            optimizer: the optimizer to step.
+            closure: runs inside ``optimizer.step(closure)``: forward, backward and clipping included.
+
+        Returns:
+            True if the parameters were updated, False if the step was skipped.
+
+        Checks: PRE-13, PRE-14.
         """
         if closure is None:
             optimizer.step()
@@ -143,14 +249,31 @@ class Precision:
     # -- state -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data that :meth:`load_state_dict` continues from, bit for bit (PRE-16, PRE-17)."""
+        """Return plain data that :meth:`load_state_dict` continues from, bit for bit.
+
+        Returns:
+            What a ``weights_only`` load reads; empty where the precision keeps no state.
+
+        Checks: PRE-16, PRE-17.
+        """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`'s value."""
+        """Continue from the state of another instance.
+
+        Args:
+            state: what :meth:`state_dict` returned.
+
+        Checks: PRE-16.
+        """
 
     def teardown(self) -> None:
-        """Undo every global change: default dtype, matmul precision, patches (PRE-24). Idempotent."""
+        """Undo every global change: default dtype, matmul precision, patches.
+
+        Idempotent.
+
+        Checks: PRE-24.
+        """
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.alias!r})"
@@ -159,10 +282,16 @@ class Precision:
 def connected(
     precision: Precision, model: Any, optimizers: list[Any], lr_schedulers: list[Any]
 ) -> tuple[Any, list[Any], list[Any]]:
-    """What ``precision.connect`` gives back for them.
+    """Return what ``precision.connect`` makes of the model, the optimizers and the schedulers.
+
+    Args:
+        precision: the precision of the run.
+        model: the model or its wrapper.
+        optimizers: the run's optimizers.
+        lr_schedulers: the run's scheduler configurations.
 
     Raises:
-        ConfigurationError: it gives back something else than a model, optimizers and schedulers.
+        ConfigurationError: it returns something else than a model, optimizers and schedulers.
     """
     answer = precision.connect(model, optimizers, lr_schedulers)
     rule = f"{type(precision).__name__}.connect must return (model, optimizers, lr_schedulers)"
@@ -188,14 +317,14 @@ def connected(
 
 
 def needs_closure(optimizer: Any) -> bool:
-    """Whether ``optimizer.step`` can't do without a closure, which it then evaluates as often as it likes (LBFGS)."""
+    """Return whether ``optimizer.step`` requires a closure, which it then evaluates as often as it likes (LBFGS)."""
     # The class's: what a scheduler puts on the instance shows ``self`` as an argument.
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is closure.empty
 
 
 def dense_gradient(parameter: nn.Parameter) -> torch.Tensor:
-    """The gradient of ``parameter``, which has one; of a sparse one its values, which share its memory."""
+    """Return the gradient of ``parameter``, which has one; of a sparse one its values, which share its memory."""
     if not parameter.grad.is_sparse:  # type: ignore[union-attr]
         return parameter.grad  # type: ignore[return-value]
     parameter.grad = parameter.grad.coalesce()  # type: ignore[union-attr]
@@ -203,7 +332,10 @@ def dense_gradient(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def _clip_with_sparse(parameters: Sequence[nn.Parameter], clip_val: float, algorithm: str) -> torch.Tensor | None:
-    """torch's own clipping knows no sparse gradients: here the values of coalesced ones stand in for them."""
+    """Clip gradients of which some are sparse.
+
+    torch's own clipping does not support sparse gradients: the values of coalesced ones stand in for them here.
+    """
     stand_ins = []
     for parameter in parameters:
         if parameter.grad is None:

@@ -235,7 +235,10 @@ class MixedPrecision(Precision):
     # -- state -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The scaler's scale, factors and growth count, as numbers; empty for bfloat16 (PRE-16, PRE-17)."""
+        """Return the scaler's scale, factors and growth count, as numbers; empty for bfloat16.
+
+        Checks: PRE-16, PRE-17.
+        """
         if self.scaler is None:
             return dict(self._restored)
         if self._stepped and self._stepped == self._unscaled.keys():
@@ -297,7 +300,7 @@ def _has_gradients(optimizer: Optimizer) -> bool:
 
 
 def _gradient_versions(optimizer: Optimizer) -> list[tuple[int, int]]:
-    """Changes whenever a gradient was written to or replaced."""
+    """Return numbers that change whenever a gradient was written to or replaced."""
     gradients = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
     return [(0, 0) if gradient is None else (id(gradient), gradient._version) for gradient in gradients]
 

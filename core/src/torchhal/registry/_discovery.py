@@ -170,7 +170,7 @@ def unmet_requirement(requires: Iterable[str], version: str) -> str:
 
 
 def metadata_fingerprint() -> frozenset[tuple[str, int]]:
-    """The metadata folders on sys.path with their times: another value means that something was installed."""
+    """Return the metadata folders on sys.path with their times: another value means that something was installed."""
     seen = set()
     for folder in sys.path:
         try:
@@ -191,7 +191,7 @@ DENY: Final = "TORCHHAL_DISABLE_PLUGINS"
 
 @dataclass(frozen=True)
 class PluginFilter:
-    """Which plugins the environment lets in; ``allow`` is None when every one may come."""
+    """The plugins that the environment lets in; ``allow`` is None when every one may come."""
 
     allow: frozenset[str] | None
     deny: frozenset[str]
@@ -228,7 +228,7 @@ def _names(value: str) -> frozenset[str]:
 
 
 def collect_components(manifest: object) -> list[tuple[str, Component]]:
-    """The ``(kind, component)`` pairs that the hooks of ``manifest`` return.
+    """Return the ``(kind, component)`` pairs that the hooks of ``manifest`` return.
 
     Each manifest has a plugin manager of its own: what one registers, or raises, can't reach another.
 

@@ -59,7 +59,7 @@ class RegistryEntry:
         return tuple(dict.fromkeys(name.lower() for name in names if isinstance(name, str)))
 
     def load(self) -> type[Any]:
-        """The class, imported on first use.
+        """Return the class, imported on first use.
 
         Raises:
             ComponentError: the record is unusable, its target can't be imported (the cause is chained), or is
@@ -85,7 +85,7 @@ class RegistryEntry:
         return self._class[0]
 
     def create(self, **kwargs: Any) -> Any:
-        """An instance from a deep copy of the record's defaults, overridden by ``kwargs``.
+        """Return an instance from a deep copy of the record's defaults, overridden by ``kwargs``.
 
         Raises:
             ComponentError: as :meth:`load`, and for defaults that the constructor doesn't take.
@@ -143,7 +143,10 @@ class RegistryEntry:
 
 
 def resolve_target(target: str) -> Any:
-    """The object that ``"package.module:Name.inner"`` names. Raises whatever importing it raises, AttributeError."""
+    """Return the object that ``"package.module:Name.inner"`` names.
+
+    Raises whatever importing it raises, and AttributeError.
+    """
     module, _, path = target.partition(":")
     found: Any = importlib.import_module(module)
     for name in path.split("."):

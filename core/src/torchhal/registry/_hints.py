@@ -287,11 +287,11 @@ NAMES: Final[Mapping[str, str]] = {
 
 
 def meant_by(kind: str, name: str) -> tuple[str, ...]:
-    """The aliases of ``kind`` that another library calls ``name``; empty for a word that nobody has."""
+    """Return the aliases of ``kind`` that another library calls ``name``; empty for an unknown word."""
     return _MEANT.get(kind, {}).get(name.lower(), ())
 
 
 def argument_advice(name: str, value: object) -> str:
-    """What to write for another trainer's argument ``name``; empty for a word that nobody has."""
+    """Return what to write for another trainer's argument ``name``; empty for an unknown word."""
     plain = isinstance(value, bool | int | float | str) and bool(value)
     return _ADVICE.get(name, "").format(value=repr(value) if plain else "...")

@@ -25,7 +25,7 @@ Names = dict[tuple[str, str], tuple[RegistryEntry, ...]]
 
 @dataclass(frozen=True, eq=False)
 class PluginRecord:
-    """What became of one plugin.
+    """The status of one plugin.
 
     Attributes:
         name: of its entry point.
@@ -95,7 +95,7 @@ def read_plugins(
 
 
 def plugin_status(plugin: DiscoveredPlugin, selection: PluginFilter) -> PluginRecord:
-    """What metadata and environment say about ``plugin``; ``"found"`` when they have nothing against it."""
+    """Return the status of ``plugin`` by its metadata and the environment; ``"found"`` when neither excludes it."""
     status, reason = "found", ""
     if refusal := selection.refusal(plugin):
         status, reason = "disabled", refusal
@@ -154,7 +154,7 @@ def _problem(entry: RegistryEntry, by_name: Names, reserved: Container[tuple[str
 
 
 def _failure(record: PluginRecord) -> PluginError | None:
-    """What strict mode raises for ``record``."""
+    """Return the error that strict mode raises for ``record``."""
     if record.status == "broken":
         return BrokenPluginError(str(record))
     if record.status == "incompatible":

@@ -108,7 +108,7 @@ class Registry:
     # -- look-up ---------------------------------------------------------------------------------------------
 
     def find(self, kind: str, alias: str) -> RegistryEntry:
-        """The part of ``kind`` called ``alias``, without case; ``distribution/alias`` names its owner too.
+        """Return the component of ``kind`` called ``alias``, without case; ``distribution/alias`` names its owner too.
 
         Raises:
             UnknownAliasError: nobody provides it. The message says what exists and what to install.

@@ -33,15 +33,16 @@ __all__ = ["Plan", "Request", "ResolvedComponent", "resolve"]
 def resolve(
     request: Request, *, on_environment_chosen: Callable[[ClusterEnvironment], None] = lambda environment: None
 ) -> Plan:
-    """Choose five parts, devices and a launcher, or raise before anything starts.
+    """Choose five components, devices and a launcher, or raise before anything starts.
 
     Args:
+        request: the Trainer's hardware arguments.
         on_environment_chosen: called with the cluster environment, whatever is refused after that.
 
     Raises:
         ConfigurationError: an argument outside its domain, of a wrong type too, or a conflict between two.
-        UnsupportedCombinationError: two parts that don't fit each other.
-        AcceleratorUnavailableError: an accelerator asked for by name that can't be used here.
+        UnsupportedCombinationError: two components that don't fit each other.
+        AcceleratorUnavailableError: an accelerator requested by name that can't be used here.
         UnknownAliasError, AmbiguousAliasError, ComponentError: from the registry.
     """
     asked_nodes = request.num_nodes

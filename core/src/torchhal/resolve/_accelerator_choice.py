@@ -1,4 +1,4 @@
-"""Which accelerator: the one that was named, or the best that can be used here."""
+"""Choose the accelerator: the one that was named, or the best that can be used here."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torchhal.strategies import Strategy
 
 
 def choose_accelerator(request: Request, strategy: Strategy | None, notes: list[str]) -> ResolvedComponent:
-    """The accelerator; what "auto" had to leave out becomes a note."""
+    """Return the accelerator; what "auto" had to leave out becomes a note."""
     asked = request.accelerator
     is_auto = isinstance(asked, str) and asked.lower() == "auto"
     inside = None if strategy is None else strategy.given["accelerator"]
@@ -44,7 +44,7 @@ def choose_accelerator(request: Request, strategy: Strategy | None, notes: list[
 
 
 def _class_of(strategy: Any) -> type[Strategy] | None:
-    """The class of a strategy, for what it says of accelerators; errors of one asked for by name come up later."""
+    """Return the class of a strategy, for its declared accelerators; errors of a named one are raised later."""
     if not isinstance(strategy, str):
         return type(strategy)
     if strategy.lower() == "auto":
@@ -67,7 +67,7 @@ class _Candidate:
 
 
 def _best(strategy: Any, notes: list[str]) -> ResolvedComponent:
-    """The available accelerator with the highest priority that ``strategy``, an object or a name, works on."""
+    """Return the available accelerator with the highest priority that ``strategy``, an object or a name, works on."""
     candidates = _candidates()
     usable = [candidate for candidate in candidates if not candidate.reason]
     unusable = [candidate for candidate in candidates if candidate.reason]
@@ -106,7 +106,7 @@ def _best(strategy: Any, notes: list[str]) -> ResolvedComponent:
 
 
 def undriven_device(entries: Iterable[RegistryEntry], plugins: Iterable[PluginRecord]) -> str:
-    """A device that torch itself sees here and none of ``entries`` drives, and what to install; empty for none.
+    """Return a device that torch itself detects here and none of ``entries`` drives, and what to install; or "".
 
     An extension's device (PrivateUse1) is not meant: whoever imported it knows. Nor is one whose plugin among
     ``plugins`` the user has disabled.
@@ -131,8 +131,10 @@ def _device_type(entry: RegistryEntry) -> str:
 
 
 def _missed(unusable: list[_Candidate], usable: list[_Candidate], best: int) -> list[_Candidate]:
-    """Those that might have been taken. Of a distribution's own, the first in line: a package for several kinds of
-    hardware is there for one of them."""
+    """Return the candidates that might have been taken.
+
+    Of a distribution's own, the first in line: a package for several kinds of hardware is there for one of them.
+    """
     served = {candidate.entry.distribution for candidate in usable} - {USER}
     missed: list[_Candidate] = []
     for candidate in sorted(unusable, key=lambda candidate: -(candidate.priority or 0)):

@@ -1,4 +1,4 @@
-"""Which checkpoint IO reads what is on the disk."""
+"""Find the checkpoint IOs that may read what is on the disk."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torchhal.registry._entry import RegistryEntry
 
 
 def usable_ios() -> Iterator[tuple[RegistryEntry, CheckpointIO]]:
-    """What can be used here; not what only writes differently than another."""
+    """Yield the checkpoint IOs that can be used here; not those that only write differently than another."""
     for entry in registry.entries("checkpoint_io"):
         if entry.availability():
             try:

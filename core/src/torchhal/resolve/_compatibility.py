@@ -1,4 +1,4 @@
-"""Do the chosen parts fit each other? Every refusal names both sides."""
+"""Verify that the chosen components fit each other. Every refusal names both sides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who starts the processes: the cluster environment, and the launcher that follows from it."""
+"""Choose what starts the processes: the cluster environment, and the launcher that follows from it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ VARIABLE = "TORCHHAL_CLUSTER"
 
 
 def choose_environment(sources: Mapping[str, Any], accelerator: Accelerator, notes: list[str]) -> ResolvedComponent:
-    """The environment that is given, else TORCHHAL_CLUSTER's, else the one that says it started this process, else
-    "local"."""
+    """Return the environment that is given, or else TORCHHAL_CLUSTER's.
+
+    Without either, the one that detects that it started this process, else "local".
+    """
     local = apply_accelerator_default(KIND, "local", accelerator)
     if any(value is not None for value in sources.values()):
         return choose_component(KIND, local, sources, accelerator)
@@ -55,7 +57,11 @@ def choose_environment(sources: Mapping[str, Any], accelerator: Accelerator, not
 
 
 def interactive_alias(alias: str, environment: ResolvedComponent, accelerator: Accelerator) -> tuple[str, str]:
-    """What stands in for the default strategy ``alias`` where no script can be run again, and why; else ``alias``.
+    """Return the alias that replaces the default strategy ``alias`` in an interactive session, and why; else ``alias``.
+
+    A session is interactive where no script can be run again. The replacement has workers that inherit everything,
+    since what a cell has defined can't be imported; where they can't be forked, those of spawn, which names what it
+    can't send.
 
     Workers that inherit everything, for what a cell has defined can't be imported; where they can't be forked, those
     of spawn, which says what it can't send.
@@ -76,8 +82,10 @@ def launcher(
     local: int,
     num_nodes: int,
 ) -> tuple[str, str]:
-    """What starts the processes of a node, and why; an error where the device doesn't survive it, or where that can't
-    start any."""
+    """Return the name of the launcher of a node's processes, and the reason.
+
+    Raises an error where the device doesn't survive it, or where it can't start any process.
+    """
     if environment.value.creates_processes_externally:
         return "none", f"{environment.alias} has started the processes"
     if "owns_launch" in environment.value.features:

@@ -1,4 +1,4 @@
-"""What is asked for and what will run: plain data, before and after the choice."""
+"""Hold the request and the plan: plain data, before and after the choice."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from torchhal._text_table import format_table
 from torchhal.accelerators import Accelerator
 from torchhal.precision import Precision
 from torchhal.strategies import Strategy
@@ -27,7 +28,7 @@ class Request:
 
 @dataclass(frozen=True)
 class ResolvedComponent:
-    """One chosen part: its alias where it has one, the instance, and why it was chosen."""
+    """One chosen component: its alias where it has one, the instance, and why it was chosen."""
 
     kind: str
     alias: str
@@ -37,7 +38,7 @@ class ResolvedComponent:
 
 @dataclass(frozen=True)
 class Plan:
-    """What will run, and for each choice the reason. Nothing has been started."""
+    """The choices for a run, and for each the reason. Nothing has been started."""
 
     accelerator: ResolvedComponent
     precision: ResolvedComponent
@@ -58,7 +59,7 @@ class Plan:
     """What the user should hear once, such as an "auto" that fell back."""
 
     def build(self) -> Strategy:
-        """The strategy with its parts put in."""
+        """Return the strategy, configured with its components."""
         strategy: Strategy = self.strategy.value
         strategy.configure(
             accelerator=self.accelerator.value,
@@ -72,7 +73,7 @@ class Plan:
         return strategy
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """(what, choice, reason), in reading order."""
+        """Return (what, choice, reason), in reading order."""
         parts = [self.accelerator, self.strategy, self.precision, self.checkpoint_io]
         rows = [(part.kind, part.alias, part.reason) for part in parts]
         rows.insert(1, ("devices", ", ".join(map(str, self.devices)), self.devices_reason))
@@ -84,13 +85,11 @@ class Plan:
         return rows
 
     def describe(self) -> str:
-        """The Plan as text, one line a choice."""
-        rows = self.rows()
-        widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-        lines = [f"{what:<{widths[0]}}  {choice:<{widths[1]}}  {reason}".rstrip() for what, choice, reason in rows]
+        """Return the plan as text, one line per choice."""
+        lines = format_table(self.rows(), align="<<<")
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def to_dict(self) -> dict[str, Any]:
-        """The Plan as plain data for ``torchhal explain --json``."""
+        """Return the plan as plain data for ``torchhal explain --json``."""
         rows = {what: {"choice": choice, "reason": reason} for what, choice, reason in self.rows()}
         return {"schema": 1, **rows, "notes": list(self.notes)}

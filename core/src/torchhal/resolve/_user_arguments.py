@@ -35,7 +35,7 @@ PLUGIN_KINDS = ("precision", "checkpoint_io", "cluster_environment")
 
 
 def component_from_instance(kind: str, value: Any, reason: str) -> ResolvedComponent:
-    """A part from an instance, or from a class that needs no arguments."""
+    """Return a component from an instance, or from a class that needs no arguments."""
     base = BASES[kind]
     instance = value
     if isinstance(value, type) and issubclass(value, base):
@@ -63,7 +63,7 @@ def component_from_instance(kind: str, value: Any, reason: str) -> ResolvedCompo
 
 
 def _meant(kind: str, value: Any) -> str:
-    """The end of a sentence about an object that torch has for what is an alias here."""
+    """Return the end of a sentence about an object of torch's that is an alias here."""
     if kind == "accelerator" and isinstance(value, torch.device):
         return f": write accelerator={value.type!r}" + ("" if value.index is None else f", devices=[{value.index}]")
     if value is None:
@@ -73,12 +73,12 @@ def _meant(kind: str, value: Any) -> str:
 
 
 def _own_alias(value: Any) -> str:
-    """The name of an object that nobody asked for by alias."""
+    """Return the name of an object that was not requested by alias."""
     return str(getattr(value, "alias", "") or getattr(value, "name", "") or type(value).__name__)
 
 
 def from_alias(kind: str, alias: str, reason: str) -> ResolvedComponent:
-    """The part that the registry knows by ``alias``."""
+    """Return the component that is registered as ``alias``."""
     entry = registry.find(kind, alias)
     availability = entry.availability()
     if not availability:
@@ -93,7 +93,7 @@ def from_alias(kind: str, alias: str, reason: str) -> ResolvedComponent:
 
 
 def apply_accelerator_default(kind: str, alias: str, accelerator: Accelerator) -> str:
-    """What a general alias means on this hardware."""
+    """Return the alias that replaces a general one on this hardware."""
     return accelerator.substitutes.get(kind, {}).get(alias.lower(), alias)
 
 
@@ -150,7 +150,7 @@ def _kinds_of_object(plugin: Any) -> list[str]:
 
 
 def single_source(kind: str, sources: Mapping[str, Any]) -> tuple[str, Any]:
-    """The one (place, value) of ``sources`` where something is given, or ("", None); an error for two that differ."""
+    """Return the one (place, value) of ``sources`` with a value, or ("", None); raise an error for two that differ."""
     named = {where: value for where, value in sources.items() if value is not None}
     first, *others = named.values() if named else [None]
     if any(not _same(first, other) for other in others):
@@ -170,7 +170,7 @@ def _same(first: Any, second: Any) -> bool:
 def choose_component(
     kind: str, default: str, sources: Mapping[str, Any], accelerator: Accelerator
 ) -> ResolvedComponent:
-    """The part of ``kind`` that is given somewhere, or the one called ``default``."""
+    """Return the component of ``kind`` that is given somewhere, or the one called ``default``."""
     where, value = single_source(kind, sources)
     if value is None:
         return from_alias(kind, apply_accelerator_default(kind, default, accelerator), "the default")

@@ -1,4 +1,4 @@
-"""Whether a saved state can be this optimizer's or scheduler's, asked before it is loaded."""
+"""Verify, before it is loaded, that a saved state can be this optimizer's or scheduler's."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def check_scheduler_state(scheduler: Any, state: Mapping[str, Any]) -> None:
 
 
 def _counts(kind: Any) -> set[str]:
-    """The attributes of a scheduler class that are whole numbers: those it has from arguments that say so."""
+    """Return the attributes of a scheduler class that are whole numbers: those from arguments annotated as such."""
     parameters = inspect.signature(kind).parameters.values()
     return {"last_epoch", "_step_count", *(each.name for each in parameters if each.annotation in (int, "int"))}
 
@@ -104,7 +104,7 @@ def _outline(leaf: Any) -> Any:
 
 
 def _after_hooks(optimizer: Optimizer, state: dict[str, Any]) -> Mapping[str, Any]:
-    """What ``load_state_dict`` begins with; the hooks get a copy, which they may change."""
+    """Return the state as ``load_state_dict`` starts with it; the hooks get a copy, which they may change."""
     # torch has public ways to add such hooks, and none to run them without a load
     hooks = getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", None)
     if not hooks:
@@ -121,8 +121,10 @@ def _after_hooks(optimizer: Optimizer, state: dict[str, Any]) -> Mapping[str, An
 
 
 def _completed(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """``groups`` with what the optimizer's ``__setstate__`` adds to those of older releases, where that can be tried;
-    else those that it has, of which nothing is lost."""
+    """Return ``groups`` with what the optimizer's ``__setstate__`` adds to those of older releases.
+
+    Where that can't be tried, the groups are returned as they are, and nothing of them is lost.
+    """
     try:
         trial: Any = object.__new__(type(optimizer))
         trial.__setstate__(
@@ -134,8 +136,10 @@ def _completed(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> Seq
 
 
 def _refusal(optimizer: Optimizer, group: Mapping[str, Any]) -> str:
-    """What the constructor of one of torch's classes says of the options in ``group``, but for lr, which schedulers may
-    lead out of its domain; "" for nothing."""
+    """Return the error of the constructor of one of torch's classes for the options in ``group``; "" for none.
+
+    The learning rate is left out: schedulers may lead it out of its domain.
+    """
     if not _is_torchs(optimizer):
         return ""
     make: Any = type(optimizer)
@@ -148,8 +152,10 @@ def _refusal(optimizer: Optimizer, group: Mapping[str, Any]) -> str:
 
 
 def parameters_without_state(optimizer: Optimizer, state: Mapping[str, Any]) -> list[int]:
-    """The numbers of those that are trained and of which ``state``, in torch's form, knows nothing, while it knows of
-    others: they got no gradient before the save, or their state was taken out."""
+    """Return the numbers of trained parameters that ``state``, in torch's form, lacks while it has others.
+
+    They got no gradient before the save, or their state was taken out.
+    """
     if "param_groups" not in state or not state["state"]:
         return []
     numbers = (number for group in state["param_groups"] for number in group["params"])
@@ -162,8 +168,9 @@ def parameters_without_state(optimizer: Optimizer, state: Mapping[str, Any]) -> 
 
 
 def _example(optimizer: Optimizer, group: Mapping[str, Any], dimensions: int) -> dict[str, Any]:
-    """What an optimizer of this class, one of torch's, keeps of a parameter of shape (2, 3, ...) with the options in
-    ``group``; empty for one that isn't torch's, or can't be tried (LBFGS wants a closure).
+    """Return the state that an optimizer of this class, one of torch's, keeps of a parameter of shape (2, 3, ...).
+
+    With the options in ``group``; empty for one that isn't torch's, or can't be tried (LBFGS needs a closure).
     """
     if not _is_torchs(optimizer):
         return {}
@@ -188,7 +195,7 @@ def _example_shape(dimensions: int) -> torch.Size:
 def _check_entry(
     optimizer: Optimizer, index: int, entry: Mapping[str, Any], shape: torch.Size, example: Mapping[str, Any]
 ) -> None:
-    """That of one parameter, beside the ``example`` of one with as many dimensions."""
+    """Verify the state of one parameter by the ``example`` of one with as many dimensions."""
     if lost := sorted(example.keys() - entry.keys()):
         raise _mismatch(optimizer, f"that of parameter {index} lacks {', '.join(map(repr, lost))}")
     for key, kept in example.items():
@@ -221,9 +228,11 @@ def _mismatch(optimizer: Optimizer, why: str) -> CheckpointMismatchError:
 
 
 def _alike(saved: Any, own: Any, *, grows: bool = False) -> bool:
-    """Whether a value of a state, by its type, may take the place of one that is there.
+    """Return whether a value of a state, by its type, may take the place of one that is there.
 
     Args:
+        saved: the value from the state.
+        own: the value that is there.
         grows: whether it may be None, replace None whatever it is, and be a sequence of another length.
     """
     if grows and (own is None or saved is None):
@@ -249,3 +258,11 @@ def _alike(saved: Any, own: Any, *, grows: bool = False) -> bool:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, bool | int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+
+
+def move_optimizer_state(optimizer: Optimizer, device: torch.device) -> None:
+    """Move the tensors of the optimizer's state to ``device``, in place."""
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                state[key] = value.to(device)

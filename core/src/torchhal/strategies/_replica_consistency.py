@@ -41,8 +41,9 @@ def check_lookups(module: nn.Module, why: str) -> None:
 
 
 def check_frequencies(module: nn.Module, who: str) -> None:
-    """Raise ModelError for an embedding with ``scale_grad_by_freq``, which divides the gradient of a row by how often a
-    batch looks it up.
+    """Raise ModelError for an embedding with ``scale_grad_by_freq``.
+
+    It divides the gradient of a row by how often a batch looks it up.
 
     Args:
         module: the whole model.
@@ -99,8 +100,11 @@ def find_difference(parts: Iterable[NamedPart], when: str = "after the fit") -> 
 
 
 def rounding(dtype: torch.dtype) -> float:
-    """How far apart, relative to their norm, replicas are at most that have only rounded differently, by other kernels
-    say: about 1e-4 in float32, 5e-9 in float64, 3e-2 in bfloat16; hardly anything in integers."""
+    """Return the greatest distance, relative to their norm, of replicas that differ by rounding alone.
+
+    Other kernels round otherwise: about 1e-4 in float32, 5e-9 in float64, 3e-2 in bfloat16; hardly anything in
+    integers.
+    """
     known = dtype.is_floating_point or dtype.is_complex
     return math.sqrt(torch.finfo(dtype).eps) / 3 if known else math.ulp(0.0)
 

@@ -119,12 +119,14 @@ class DDPStrategy(ParallelStrategy):
 
     @property
     def _may_leave_out(self) -> bool:
-        """Whether a wrapper does without the gradients of parameters that are frozen now."""
+        """True if a wrapper needs no gradients of parameters that are frozen now."""
         return self.find_unused_parameters and not self.static_graph
 
     def begin_epoch(self) -> None:
-        """Wrap again where parameters were frozen or unfrozen, or are others: a wrapper averages what was trained when
-        it was made."""
+        """Wrap again where parameters were frozen or unfrozen, or were replaced.
+
+        A wrapper averages what was trained when it was created.
+        """
         super().begin_epoch()
         if self.model is not None:
             if not self._has_same_parameters:
@@ -136,7 +138,7 @@ class DDPStrategy(ParallelStrategy):
 
     @property
     def _has_same_parameters(self) -> bool:
-        """Whether the module has the parameter objects with which it was wrapped."""
+        """True if the module has the parameter objects with which it was wrapped."""
         assert self.module is not None
         parameters = list(self.module.parameters())
         return len(parameters) == len(self._parameters) and all(map(is_, parameters, self._parameters))
@@ -153,7 +155,7 @@ class DDPStrategy(ParallelStrategy):
 
     @property
     def _trained_others(self) -> bool:
-        """Whether parameters were frozen or unfrozen since that was last compared; 0.05 ms for 1000 parameters."""
+        """True if parameters were frozen or unfrozen since the last comparison; 0.05 ms for 1000 parameters."""
         return list(map(_requires_grad, self._parameters)) != self._was_trained
 
     def _follow_trained(self) -> None:
@@ -176,7 +178,7 @@ class DDPStrategy(ParallelStrategy):
                 collectives.average_gradients(self._frozen_since(), frozen=True)
 
     def _comparison(self) -> str:
-        """What ranks do when parameters were frozen or unfrozen, which names one: others may have frozen nothing."""
+        """Name the comparison of ranks after parameters were frozen or unfrozen: others may have frozen nothing."""
         assert self.module is not None
         names = {parameter: name for name, parameter in self.module.named_parameters()}
         for parameter, before in zip(self._parameters, self._was_trained, strict=True):
@@ -283,8 +285,10 @@ class DDPStrategy(ParallelStrategy):
         return [each for name, each in named if each.requires_grad and each not in before and name not in ignored]
 
     def state_dict(self) -> dict[str, Any]:
-        """The order of the wrapper's buckets, without which a resumed run would round sums otherwise from three ranks
-        on."""
+        """Return the order of the wrapper's buckets.
+
+        Without it a resumed run would round sums otherwise from three ranks on.
+        """
         state = super().state_dict()
         order = self._bucket_order
         if order is None and self.world_size > 1 and isinstance(self.model, DistributedDataParallel):
@@ -333,8 +337,10 @@ class DDPStrategy(ParallelStrategy):
         self._parameters, self._is_averaged, self._was_trained, self._trained_in_epoch = [], [], [], []
 
     def check_replicas(self) -> None:
-        """Where it is DistributedDataParallel that averages in each step: a hook or another wrapper may do so now and
-        then only, as local SGD does."""
+        """Compare the replicas where DistributedDataParallel itself averages in each step.
+
+        A hook or another wrapper may average now and then only, as local SGD does.
+        """
         wrappers = [part for part in self.model.modules() if isinstance(part, DistributedDataParallel)]
         if wrappers and self.comm_hook is None and not getattr(wrappers[0], "_comm_hooks", ()):
             super().check_replicas()
@@ -361,7 +367,7 @@ class DDPStrategy(ParallelStrategy):
         return super().explain(error)
 
     def _allowing_unused(self) -> str:
-        """This strategy as it allows unused parameters: an alias of the core, or the object to make."""
+        """Return this strategy with unused parameters allowed: an alias of the core, or the object to create."""
         if type(self) is not DDPStrategy:
             return f"{type(self).__name__}(find_unused_parameters=True)"
         start = self.alias.split("_find_unused_parameters_")[0]

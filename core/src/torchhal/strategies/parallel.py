@@ -1,14 +1,13 @@
-"""Several processes that act as one: ranks, the process group, collectives with names and timeouts."""
+"""Provide the base of strategies of several processes: ranks, the process group, collectives with timeouts."""
 
 from __future__ import annotations
 
 import sys
 import uuid
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from itertools import zip_longest
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -25,6 +24,8 @@ from torchhal.errors import ConfigurationError, DistributedError, ModelError
 from torchhal.launchers import ExternalLauncher, Launcher, MultiprocessingLauncher, SubprocessScriptLauncher
 from torchhal.launchers.subprocess_script import shared_threads
 from torchhal.strategies._forward_through import forward_through
+from torchhal.strategies._module_structure import check_same_tensors, unshare_buffer_memory
+from torchhal.strategies._process_group import check_supports_device, reset_group_count, set_default_backend
 from torchhal.strategies._replica_consistency import check_frequencies, check_lookups, find_difference
 from torchhal.strategies.base import Strategy
 
@@ -103,7 +104,8 @@ class ParallelStrategy(Strategy):
         environment.validate_settings(num_devices=processes, num_nodes=self.num_nodes)
         prepare = type(self.accelerator)._register  # or a worker can't unpickle this strategy's devices
         if "owns_launch" in environment.features:
-            return environment.make_launcher(device_type=self.accelerator.device_type, prepare=prepare)
+            launcher = environment.make_launcher(device_type=self.accelerator.device_type, prepare=prepare)
+            return cast(Launcher, launcher)
         if processes == self.num_nodes == 1:
             return ExternalLauncher()
         if self.start_method == "subprocess":
@@ -234,7 +236,7 @@ class ParallelStrategy(Strategy):
             self._group_store = store
             self._watch_ranks(store)  # who waits in init_process_group for a rank that fails there hears of it so only
             self._flight_recorder.enter_context(flight_recorder.recording())
-            _number_groups_anew()
+            reset_group_count()
             with failures.one_rank_prefix():
                 dist.init_process_group(
                     self._backend(), store=store, rank=rank, world_size=world_size, timeout=self.timeout
@@ -246,25 +248,10 @@ class ParallelStrategy(Strategy):
         return store
 
     def _name_default_backend(self, group: Any) -> None:
-        """Tell a group of several backends which is the device's: torch asks that one for hooks, when the group ends at
-        the latest, finds by itself hardly more than its own, and warns on every rank that it has found none."""
-        name, backend = "", self._backend()
-        if ":" in backend:  # of one alone torch knows it
-            name = dict(part.split(":", 1) for part in backend.split(",")).get(self.root_device.type, "")
-        kind = getattr(dist.Backend, "backend_type_map", {}).get(name.lower())
-        if kind is not None and hasattr(group, "_set_default_backend"):
-            group._set_default_backend(kind)
+        set_default_backend(group, self._backend(), self.root_device.type)
 
     def _check_group(self, group: Any) -> None:
-        """Refuse a process group that can't carry this device's tensors: its first collective might hang."""
-        kind = self.root_device.type
-        try:
-            group._get_backend(torch.device(kind))
-        except RuntimeError as error:
-            raise ConfigurationError(
-                f"a process group exists already, but its backend {dist.get_backend()!r} doesn't carry tensors of "
-                f"device type {kind!r}: make it with backend={self._backend()!r}, or leave it to the strategy"
-            ) from error
+        check_supports_device(group, self.root_device.type, self._backend())
 
     def _backend(self) -> str:
         backend = self.process_group_backend or self.accelerator.backend
@@ -290,14 +277,14 @@ class ParallelStrategy(Strategy):
         if self.world_size > 1:
             with self.guard("broadcast of the initial weights"):
                 self.check_same_module(module)
-                _own_buffer_memory(module)
+                unshare_buffer_memory(module)
                 collectives.broadcast_tensors([*module.parameters(), *module.buffers()])
 
     def check_same_module(self, module: nn.Module) -> None:
         """Raise on every rank alike when the ranks built different models."""
         tensors = [*module.named_parameters(), *module.named_buffers()]
         lazy = [name for name, tensor in tensors if is_lazy(tensor)]
-        _check_alike(tensors)
+        check_same_tensors(tensors)
         if lazy:
             raise ModelError(
                 f"{', '.join(map(repr, lazy[:3]))} of {type(module).__name__} have no shape yet, and ranks can't share "
@@ -306,7 +293,7 @@ class ParallelStrategy(Strategy):
 
     def check_same_parameters(self, module: nn.Module) -> None:
         """Raise on every rank alike when the ranks train different parameters by now."""
-        _check_alike(list(module.named_parameters()))
+        check_same_tensors(list(module.named_parameters()))
 
     def teardown(self) -> None:
         self.watch.stop(self._explain_what_ended_the_loop())
@@ -409,7 +396,10 @@ class ParallelStrategy(Strategy):
         return ()
 
     def part_of(self, parameter: nn.Parameter) -> tuple[Any, torch.Tensor]:
-        """(a value with the same ``repr`` on every rank with this part of ``parameter``, and on no other; the part)."""
+        """Return an identifier of this rank's part of ``parameter``, and the part.
+
+        The identifier has the same ``repr`` on every rank with this part, and on no other.
+        """
         return None, parameter
 
     # -- manual optimization and state -----------------------------------------------------------------------
@@ -436,40 +426,3 @@ class ParallelStrategy(Strategy):
     def manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         self.backward(loss, *args, **kwargs)
         self.sync_gradients()
-
-
-def _number_groups_anew() -> None:
-    """Let the default group have the number that it has on the other ranks, which is a part of its keys in the store.
-
-    torch counts the groups of a process and begins again when a default group ends. One that failed to come up has been
-    counted and never ends: the rank on which it failed would wait under another number than the rest.
-    """
-    world: Any = getattr(dist.distributed_c10d, "_world", None)
-    if hasattr(world, "group_count"):
-        world.group_count = 0
-
-
-def _check_alike(tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-    described = [
-        (name, "lazy" if is_lazy(tensor) else tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad)
-        for name, tensor in tensors
-    ]
-    everybody = collectives.all_gather_object(described)
-    for rank, others in enumerate(everybody[1:], start=1):
-        if others != everybody[0]:
-            pairs = zip_longest(everybody[0], others, fillvalue="nothing in its place")
-            first = next(pair for pair in pairs if pair[0] != pair[1])
-            raise DistributedError(
-                "every rank must build the same model (names, shapes, dtypes, what is trained, in one order), but "
-                f"where rank 0 has {first[0]}, rank {rank} has {first[1]}"
-            )
-
-
-def _own_buffer_memory(module: nn.Module) -> None:
-    """Give every buffer that repeats one element, as ``expand`` makes them, memory of its own: a broadcast writes."""
-    for owner in module.modules():
-        for name, buffer in owner._buffers.items():
-            if buffer is not None and any(
-                stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True)
-            ):
-                owner._buffers[name] = buffer.clone(memory_format=torch.contiguous_format)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from torchhal._arguments import check_count
+from torchhal._text_table import format_table
 from torchhal.memory_estimate import format_bytes
 from torchhal.trainer._unknown_arguments import explain_unknown_arguments
 from torchhal.trainer.callbacks.base import Callback
@@ -52,9 +53,7 @@ def summarize(module: nn.Module, max_depth: int = 1) -> str:
             frozen += count
     lines = []
     if len(rows) > 1:
-        widths = [max(len(row[column]) for row in rows) for column in range(3)]
-        for row in rows:
-            lines.append(f"{row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]:>{widths[2]}}".rstrip())
+        lines = format_table(rows, align="<<>")
         lines.insert(1, "-" * max(map(len, lines)))
     total = f"{_grouped(trainable)} trainable parameters, {_grouped(frozen)} frozen, {format_bytes(size)}"
     lines.append(total + (" (without those that the first batch will shape)" if lazy else ""))

@@ -1,0 +1,297 @@
+"""Save and restore the state of a run: weights, optimizers, schedulers, gradients, and the checkpoints with them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from torchhal._overrides import overrides
+from torchhal.errors import CheckpointError, CheckpointMismatchError
+from torchhal.strategies._communication import StrategyCommunication
+from torchhal.strategies._optimizer_state import check_groups, check_optimizer_state, check_scheduler_state
+
+
+class StrategyState(StrategyCommunication):
+    """The state of a run: weights, optimizers, schedulers, gradients, and the checkpoints with them."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs of the strategy itself, beside all that has a method of its own.
+
+        Called on every rank; rank 0's is saved.
+
+        Returns:
+            Plain data that a ``weights_only`` load reads.
+
+        Checks: STR-22.
+        """
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from the saved state of a strategy.
+
+        Called on every rank, after the set-up.
+
+        Args:
+            state: what :meth:`state_dict` returned, of another strategy too: unknown keys are ignored.
+
+        Checks: STR-22.
+        """
+
+    def module_state_dict(self) -> dict[str, Any]:
+        """Return the module's state with the user's own key names, without a wrapper's prefix.
+
+        Called on every rank.
+
+        Returns:
+            Whole on rank 0. On a rank that writes no checkpoint the tensors may be on the meta device, without values.
+
+        Checks: STR-16, STR-21 to STR-23.
+        """
+        assert self.module is not None
+        return self.module.state_dict()
+
+    def load_module_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> Any:
+        """Load a state into the module, wrapped or not.
+
+        Called on every rank.
+
+        Args:
+            state: by the user's own key names.
+            strict: False to load only what fits.
+
+        Returns:
+            torch's ``missing_keys`` and ``unexpected_keys``.
+
+        Raises:
+            CheckpointMismatchError: keys or shapes differ; names them.
+
+        Checks: STR-22, STR-25.
+        """
+        assert self.module is not None
+        try:
+            return self.module.load_state_dict(state, strict=strict)
+        except RuntimeError as error:
+            raise CheckpointMismatchError(
+                f"the weights don't belong to {type(self.module).__name__}: {error}"
+            ) from error
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the optimizer's whole state.
+
+        Called on every rank; rank 0's result is saved.
+
+        Args:
+            optimizer: one of :attr:`optimizers`.
+
+        Checks: STR-22.
+        """
+        return optimizer.state_dict()
+
+    def check_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        """Raise an error where ``state`` can't be this optimizer's; change nothing.
+
+        Called on every rank before anything of a checkpoint is restored. Tensors that ``open_checkpoint`` of a sharded
+        checkpoint IO replaces are compared by their shapes and are not read. An engine whose :meth:`optimizer_state`
+        isn't of torch's form, with ``param_groups``, checks its own.
+
+        Args:
+            optimizer: one of :attr:`optimizers`.
+            state: what :meth:`optimizer_state` returned.
+
+        Raises:
+            CheckpointMismatchError: it can't be.
+        """
+        if "param_groups" in state or not overrides(self, StrategyState, "load_optimizer_state"):
+            check_optimizer_state(optimizer, state)
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Continue from the saved state of an optimizer.
+
+        Called on every rank; the state's tensors are on the parameters' device afterwards.
+
+        Args:
+            optimizer: one of :attr:`optimizers`.
+            state: what :meth:`optimizer_state` returned.
+
+        Raises:
+            CheckpointMismatchError: it doesn't belong to this optimizer.
+
+        Checks: STR-22, STR-26.
+        """
+        names = [frozenset(group) for group in optimizer.param_groups]
+        try:
+            self.check_optimizer_state(optimizer, state)
+            optimizer.load_state_dict(state)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointMismatchError(
+                f"the optimizer state doesn't belong to this {type(optimizer).__name__}: {error}"
+            ) from error
+        check_groups(optimizer, names)
+
+    def scheduler_state(self, config: Any) -> dict[str, Any]:
+        """Return the state of one scheduler; an engine that owns them returns its own.
+
+        Called on every rank; rank 0's result is saved.
+
+        Args:
+            config: one of :attr:`lr_scheduler_configs`.
+
+        Checks: STR-22.
+        """
+        state: dict[str, Any] = config.scheduler.state_dict()
+        return state
+
+    def check_scheduler_state(self, config: Any, state: Mapping[str, Any]) -> None:
+        """Raise an error where a value of ``state`` can't be this scheduler's; change nothing.
+
+        Called on every rank before anything of a checkpoint is restored. An engine with a :meth:`scheduler_state` of
+        its own checks that.
+
+        Args:
+            config: one of :attr:`lr_scheduler_configs`.
+            state: what :meth:`scheduler_state` returned.
+
+        Raises:
+            CheckpointMismatchError: it can't be.
+        """
+        check_scheduler_state(config.scheduler, state)
+
+    def load_scheduler_state(self, config: Any, state: dict[str, Any]) -> None:
+        """Continue from the saved state of a scheduler.
+
+        Called on every rank.
+
+        Args:
+            config: one of :attr:`lr_scheduler_configs`.
+            state: what :meth:`scheduler_state` returned.
+
+        Raises:
+            CheckpointMismatchError: it doesn't belong to this scheduler.
+
+        Checks: STR-22.
+        """
+        self.check_scheduler_state(config, state)
+        config.scheduler.load_state_dict(state)
+
+    def sync_gradients(self) -> None:
+        """Average over the ranks the gradients that were accumulated under :meth:`no_backward_sync`.
+
+        Called on every rank.
+        """
+
+    def accumulated_gradients(self) -> dict[str, torch.Tensor]:
+        """Return the gradients of an accumulation that has not stepped yet, for a checkpoint in its midst.
+
+        Called on every rank; afterwards the gradients of all ranks are those that rank 0 saves.
+
+        Returns:
+            Tensors on the CPU, by parameter name; parameters without a gradient are left out.
+        """
+        assert self.module is not None
+        self.sync_gradients()  # averaged now, the rest of the accumulation adds up to the same on every rank
+        return {
+            name: parameter.grad.detach().cpu()
+            for name, parameter in self.module.named_parameters()
+            if parameter.grad is not None
+        }
+
+    def load_accumulated_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Continue an accumulation from saved gradients.
+
+        Called on every rank.
+
+        Args:
+            gradients: what :meth:`accumulated_gradients` returned.
+        """
+        assert self.module is not None
+        for name, parameter in self.module.named_parameters():
+            if name in gradients:
+                parameter.grad = gradients[name].to(parameter.device, copy=True)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str, *, storage_options: Mapping[str, Any] | None = None
+    ) -> None:
+        """Write a checkpoint through the checkpoint IO.
+
+        Called on every rank; returns, or raises, on all of them alike. An IO without the feature ``sharded`` runs on
+        rank 0 only.
+
+        Args:
+            checkpoint: tensors and plain data.
+            path: where to; the same on every rank.
+            storage_options: passed on to the checkpoint IO.
+
+        Raises:
+            CheckpointError: on every rank, when the checkpoint was not written on one of them, or the paths differ.
+
+        Checks: STR-22, STR-24, CIO-21, CIO-23.
+        """
+        error: BaseException | None = None
+        if self.world_size > 1 and "sharded" in self.checkpoint_io.features:
+            # shards that lie in several folders look like a checkpoint in each of them
+            paths = self.all_gather_object(path)
+            if len(set(paths)) > 1:
+                raise CheckpointError(f"every rank must save to the same path (got {', '.join(map(repr, paths))})")
+        if self.is_global_zero or "sharded" in self.checkpoint_io.features:
+            try:
+                self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
+            except Exception as raised:
+                error = raised
+        self._raise_alike(error, f"checkpoint {path!r} was not written")
+
+    def wait_for_checkpoints(self) -> None:
+        """Return when every save is durable.
+
+        Called on every rank.
+
+        Raises:
+            CheckpointError: on every rank, when a save has failed on one of them; on that rank the save's own error.
+        """
+        error: BaseException | None = None
+        if self.is_global_zero or "sharded" in self.checkpoint_io.features:
+            try:
+                self.checkpoint_io.wait()
+            except Exception as raised:
+                error = raised
+        if "async" in self.checkpoint_io.features:
+            self._raise_alike(error, "a checkpoint was not written")
+        elif error is not None:
+            raise error
+
+    def load_checkpoint(self, path: str, *, weights_only: bool = True) -> dict[str, Any]:
+        """Return a checkpoint that the checkpoint IO has read, with its tensors on the CPU.
+
+        Called on every rank.
+
+        Args:
+            path: where from.
+            weights_only: execute nothing that the file holds.
+
+        Raises:
+            CheckpointError: as :meth:`CheckpointIO.load_checkpoint`; FileNotFoundError too.
+
+        Checks: STR-22, STR-24.
+        """
+        return self.checkpoint_io.load_checkpoint(path, map_location="cpu", weights_only=weights_only)
+
+    def remove_checkpoint(self, path: str) -> None:
+        """Remove what :meth:`save_checkpoint` wrote.
+
+        Called on every rank; returns, or raises, on all of them alike. Rank 0 acts unless the IO is sharded.
+
+        Args:
+            path: that of the save.
+
+        Raises:
+            CheckpointError: on every rank, when it was not removed on one of them.
+        """
+        error: BaseException | None = None
+        if self.is_global_zero or "sharded" in self.checkpoint_io.features:
+            try:
+                self.checkpoint_io.remove_checkpoint(path)
+            except Exception as raised:
+                error = raised
+        self._raise_alike(error, f"checkpoint {path!r} was not removed")

@@ -1,0 +1,253 @@
+"""Run the steps of the loops: forward, backward, gradient clipping and the optimizer step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from torchhal._overrides import overrides
+from torchhal.precision import Precision
+from torchhal.precision.base import dense_gradient
+from torchhal.strategies._communication import StrategyCommunication
+from torchhal.strategies._forward_through import forward_through
+
+STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+"""Names of the step methods of a module."""
+
+
+class StrategySteps(StrategyCommunication):
+    """The steps of the loops: forward, backward, gradient clipping and the optimizer step."""
+
+    def step_function(self, name: str) -> Callable[..., Any]:
+        """Return the function that runs one of :data:`STEPS` with everything decided: wrapper, precision, overrides.
+
+        Called once per loop on every rank. A subclass that defines a method of that name (``training_step(self,
+        *args)``) has it called instead.
+
+        Args:
+            name: one of :data:`STEPS`.
+
+        Returns:
+            A function that takes the arguments of the module's own step and returns its output, for every batch.
+
+        Checks: STR-36.
+        """
+        own = getattr(self, name, None)
+        if own is not None:
+            return own  # type: ignore[no-any-return]
+        return self.marked(name, self.with_precision(self.module_step(name)))
+
+    def marked(self, name: str, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``step`` with the step marks it needs beside those of backward and optimizer_step.
+
+        Args:
+            name: one of :data:`STEPS`.
+            step: the function that runs it.
+        """
+        mark = self.mark_step
+        automatic = getattr(self.module, "automatic_optimization", True) and bool(self.optimizers)
+        if mark is None or (name == "training_step" and automatic):  # marked where its work is complete
+            return step
+
+        def and_mark(*args: Any) -> Any:
+            output = step(*args)
+            mark()
+            return output
+
+        return and_mark
+
+    def module_step(self, name: str) -> Callable[..., Any]:
+        """Return the module's step method, through ``self.model`` where that wraps the module.
+
+        Args:
+            name: one of :data:`STEPS`.
+        """
+        step: Callable[..., Any] = getattr(self.module, name)
+        automatic = getattr(self.module, "automatic_optimization", True)
+        if name != "training_step" or not self.model_is_connected or not automatic:
+            return step
+        return forward_through(self, self.module, step)
+
+    def with_precision(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``function`` under the precision: input converted, forward context entered, output converted.
+
+        Args:
+            function: called as ``function(batch, *rest)``.
+        """
+        precision = self.precision
+        forward_context = precision.forward_context if overrides(precision, Precision, "forward_context") else None
+        convert_input = precision.convert_input if overrides(precision, Precision, "convert_input") else None
+        convert_output = precision.convert_output if overrides(precision, Precision, "convert_output") else None
+        if convert_input is None and forward_context is None and convert_output is None:
+            return function
+
+        def step(batch: Any, *rest: Any) -> Any:
+            if convert_input is not None:
+                batch = convert_input(batch)
+            if forward_context is None:
+                output = function(batch, *rest)
+            else:
+                with forward_context():
+                    output = function(batch, *rest)
+            return output if convert_output is None else convert_output(output)
+
+        return step
+
+    def evaluation_step_of(self, ranks: Collection[int]) -> AbstractContextManager[Any]:
+        """Return a context for one step of an evaluation for which only some ranks have a batch.
+
+        Those ranks run the step inside. The others enter it with nothing inside and take part there in the
+        communication of the step. Called on every rank if :attr:`evaluation_communicates`, and never otherwise.
+
+        Args:
+            ranks: the global ranks that have a batch.
+        """
+        return nullcontext()
+
+    def check_accumulation(self, batches: int) -> None:
+        """Raise an error where an optimizer step can't take so many batches.
+
+        Called on every rank before the Trainer takes another number than ``accumulate_grad_batches`` to keep the global
+        batch of a run on fewer or more processes.
+
+        Args:
+            batches: number of training batches per optimizer step.
+
+        Raises:
+            ConfigurationError: it can't.
+        """
+
+    def process_dataloader(self, loader: Any, *, training: bool) -> Any:
+        """Return the loader that the loops iterate; the same loader by default.
+
+        Called on every rank for each loader, e.g. to put a vendor's own loader around the user's.
+
+        Args:
+            loader: the user's loader.
+            training: True for a loader of training batches.
+        """
+        return loader
+
+    def batch_to_device(self, batch: Any) -> Any:
+        """Return ``batch`` on this process's device, copied from pinned memory without waiting for it.
+
+        Args:
+            batch: tensors at any depth of containers.
+        """
+        return self.accelerator.batch_to_device(batch, self.root_device, non_blocking=True)
+
+    def zero_grad(self, optimizer: Optimizer) -> None:
+        """Clear the gradients before the first backward of a step.
+
+        Not called under ``owns_accumulation``.
+
+        Args:
+            optimizer: the one whose gradients are cleared.
+        """
+        optimizer.zero_grad()
+
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """Accumulate the gradients of ``loss``, averaged over the ranks unless under :meth:`no_backward_sync`.
+
+        Called on every rank.
+
+        Args:
+            loss: a 0-d tensor with a graph.
+            *args: passed on to ``loss.backward``.
+            **kwargs: passed on to ``loss.backward``.
+
+        Checks: STR-14, STR-15, STR-17, STR-18, STR-20.
+        """
+        self.precision.backward(loss, *args, **kwargs)
+        if self.mark_step is not None:
+            self.mark_step()
+
+    def manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """Call :meth:`backward` for a module that steps its optimizers itself.
+
+        Args:
+            loss: a 0-d tensor with a graph.
+            *args: passed on to :meth:`backward`.
+            **kwargs: passed on to :meth:`backward`.
+
+        Checks: STR-19.
+        """
+        self.backward(loss, *args, **kwargs)
+
+    def no_backward_sync(self) -> AbstractContextManager[Any] | None:
+        """Return a context in which forward and backward send no gradients, or None where none are sent.
+
+        Called once before the loop, on every rank; the context is entered for all but the last micro-batch of each
+        step.
+
+        Checks: STR-15.
+        """
+        return None
+
+    def unscale_gradients(self, optimizer: Optimizer) -> None:
+        """Divide the gradients by the loss scale, once per step; called before hooks that read them.
+
+        Args:
+            optimizer: the one whose parameters' gradients are changed in place.
+        """
+        self.precision.unscale_gradients(optimizer)
+
+    def clip_gradients(self, optimizer: Optimizer, clip_val: float, algorithm: str = "norm") -> torch.Tensor | None:
+        """Clip the gradients by their global norm, over all shards, or by value.
+
+        Called on every rank; see :meth:`Precision.clip_gradients`.
+
+        Args:
+            optimizer: the one whose parameters' gradients are clipped in place.
+            clip_val: the greatest 2-norm (``"norm"``) or absolute value (``"value"``).
+            algorithm: ``"norm"`` or ``"value"``.
+
+        Returns:
+            The norm before clipping, 0-d, for ``"norm"``; None for ``"value"``.
+
+        Checks: STR-35.
+        """
+        self.unscale_gradients(optimizer)
+        return self.precision.clip_gradients(optimizer, clip_val, algorithm)
+
+    def grad_norm(self, optimizer: Optimizer) -> torch.Tensor:
+        """Return the 2-norm over all gradients of ``optimizer``, on whichever ranks they are; nothing is changed.
+
+        For hooks between the last backward and the step, on every rank. Where ranks have different parameters, or
+        shards of them, as in a pipeline, ``torch.nn.utils.get_total_norm`` computes the norm of this rank's alone.
+
+        Args:
+            optimizer: the one whose parameters' gradients are measured.
+
+        Returns:
+            A 0-d tensor: the norm of the unscaled gradients.
+        """
+        self.unscale_gradients(optimizer)
+        parameters = [parameter for parameter in self.precision.main_params(optimizer) if parameter.grad is not None]
+        return nn.utils.get_total_norm([dense_gradient(parameter) for parameter in parameters])
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> int | None:
+        """Update the parameters with ``optimizer``.
+
+        Called on every rank.
+
+        Args:
+            optimizer: the optimizer to step.
+            closure: runs inside the step: forward, backward and clipping included.
+
+        Returns:
+            True if parameters were updated, False if the step was skipped (an overflow: schedulers wait), None if none
+            was due yet (it doesn't count), a number above 1 if the model is now so many steps further: the state of
+            other processes, which were ahead, was taken over.
+
+        Checks: STR-16.
+        """
+        stepped = self.precision.optimizer_step(optimizer, closure)
+        if self.mark_step is not None:
+            self.mark_step()
+        return stepped
