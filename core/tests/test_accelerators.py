@@ -143,7 +143,9 @@ def test_availability_is_stable_and_starts_nothing(module: StandIn) -> None:  # 
     assert CPUAccelerator.availability() == Availability(True)
 
 
-def test_the_vendors_import_counts_where_a_plugin_computes_on_the_cpu_until_its_hardware_is_there() -> None:  # GEN-05
+def test_availability_needs_vendor_import() -> None:  # GEN-05
+    """A plugin that computes on the CPU for now is available only if the vendor's import works."""
+
     class Planned(CPUAccelerator):
         name = "planned"
 
@@ -308,7 +310,8 @@ def test_devices_without_index(module: StandIn) -> None:
     assert One().get_parallel_devices([0, 1]) == [META, META]
 
 
-def test_the_library_is_loaded_before_torch_is_asked_for_its_type() -> None:
+def test_library_loads_before_device() -> None:
+    """The vendor's library is loaded before torch is asked for its device type."""
     loaded = []
 
     class Late(Fake):
@@ -618,7 +621,8 @@ def test_data_workers_after_set_up(method: str) -> None:  # ACC-20
     ],
 )
 @pytest.mark.usefixtures("accelerator")
-def test_tensors_go_to_the_device_and_back_as_they_are(dtype: torch.dtype) -> None:  # ACC-12
+def test_tensors_round_trip(dtype: torch.dtype) -> None:  # ACC-12
+    """Tensors go to the device and back unchanged."""
     cpu, tested, device = CPUAccelerator(), hardware.accelerator(), hardware.device()
     base = (torch.arange(12).reshape(3, 4) % 7).to(dtype)
     for tensor in (base, base[1, 2], base[:0], base[:, ::2], base.t(), base[:1].expand(5, 4)):

@@ -382,7 +382,8 @@ class TestDurability:
             ("epoch=1.ckpt", ["epoch=1.ckpt", "epoch=2.ckpt"]),
         ]
 
-    def test_an_old_file_that_can_not_go_is_tried_again(self, tmp_path):
+    def test_failed_removal_is_retried(self, tmp_path):
+        """The removal of an old file that failed is tried again."""
         with pytest.warns(UserWarning, match="busy"):
             fit(tmp_path, ModelCheckpoint(tmp_path, "{epoch}"), max_epochs=3, plugins=[Stubborn()])
         assert names(tmp_path) == ["epoch=2.ckpt"]

@@ -72,7 +72,8 @@ def test_an_error_in_mid_save_leaves_the_old_one(io_: TorchCheckpointIO, tmp_pat
     assert torch.equal(io_.load_checkpoint(tmp_path / "x")["w"], OLD["w"])
 
 
-def test_a_full_quota_is_named_and_leaves_the_old_one(io_: TorchCheckpointIO, tmp_path: Path) -> None:
+def test_full_quota_keeps_old_checkpoint(io_: TorchCheckpointIO, tmp_path: Path) -> None:
+    """The error of a full quota names it, and the old checkpoint stays."""
     io_.save_checkpoint(OLD, tmp_path / "x")
     done = run(
         """
@@ -108,7 +109,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(tmp_path / "disk")], check=True)
 
 
-def test_a_full_disk_is_named_and_leaves_the_old_one(io_: TorchCheckpointIO, small_disk: Path) -> None:
+def test_full_disk_keeps_old_checkpoint(io_: TorchCheckpointIO, small_disk: Path) -> None:
+    """The error of a full disk names it, and the old checkpoint stays."""
     io_.save_checkpoint(OLD, small_disk / "x")
     for _ in range(3):  # no leftover fills the disk either
         with pytest.raises(
@@ -142,7 +144,8 @@ class Line(Module):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_a_read_only_disk_is_named_before_the_first_step(small_disk: Path, tmp_path: Path) -> None:
+def test_read_only_disk_refused_before_training(small_disk: Path, tmp_path: Path) -> None:
+    """A read-only disk is an error before the first step."""
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     steps: list[int] = []
     quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
@@ -416,7 +419,8 @@ def test_whatever_follows_the_end_is_found(io_: TorchCheckpointIO, small: tuple[
         io_.load_checkpoint(path)
 
 
-def test_flips_in_a_file_of_plain_torch_never_change_weights(io_: TorchCheckpointIO, tmp_path: Path) -> None:
+def test_bit_flips_in_plain_torch_file(io_: TorchCheckpointIO, tmp_path: Path) -> None:
+    """Flipped bits in a file of plain torch never change weights."""
     path, state = tmp_path / "x.pt", {"w": torch.arange(40.0), "v": torch.arange(40.0) + 100}
     torch.save(state, path)
     data, refused = path.read_bytes(), 0

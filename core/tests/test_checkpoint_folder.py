@@ -213,7 +213,7 @@ def test_a_checkpoint_of_another_name_is_not_waited_for(half_exchanged, monkeypa
     assert not Shelf().exists(path.with_name("other.ckpt"))
 
 
-def test_a_save_that_stood_still_when_the_new_one_was_in_its_place_has_succeeded(tmp_path, monkeypatch):
+def test_paused_save_after_exchange_succeeds(tmp_path, monkeypatch):
     """Whoever took it for dead has put the old one where it was to be."""
     io, path, own = Shelf(), tmp_path / "c.ckpt", tmp_path / temp_files.new_temporary_name()
     io.save_checkpoint({"a": "1"}, path)
@@ -248,7 +248,7 @@ def test_a_note_names_nothing_outside_its_folder(tmp_path, text):
 
 @pytest.mark.parametrize(("hours", "swept"), [(25, True), (23, False)])
 @pytest.mark.parametrize("machine", ["0" * 8, None])
-def test_what_a_save_of_another_machine_has_left_goes_after_a_day(tmp_path, machine, hours, swept):
+def test_foreign_leftovers_removed_after_a_day(tmp_path, machine, hours, swept):
     """So does that of a process of this machine whose number another one has by now."""
     left = tmp_path / f".torchhal-tmp-{machine or temp_files.machine()}-{os.getpid()}-{1:08x}"
     (left / "inner").mkdir(parents=True)

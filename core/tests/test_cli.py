@@ -98,7 +98,8 @@ def test_plugins_as_json(site: Path, capfd: pytest.CaptureFixture[str]) -> None:
         assert words in err
 
 
-def test_what_manifests_print_stays_off_stdout_in_a_process_of_its_own(site: Path) -> None:
+def test_manifest_output_goes_to_stderr(site: Path) -> None:
+    """What manifests print goes to stderr, in a process of its own."""
     done = torchhal_command("plugins", "--json", path=site)
     assert "loud" in [plugin["name"] for plugin in json.loads(done.stdout)["plugins"]]
     assert {"print", "write", "puts", "hook"} <= set(done.stderr.split())

@@ -67,7 +67,8 @@ def test_ranks_share_every_kind_of_loader(loader):
     assert sorted(ordered[0] + ordered[1]) == list(range(14))  # each once
 
 
-def test_a_weighted_sampler_inside_a_batch_sampler_keeps_its_weights():
+def test_weighted_sampler_keeps_weights():
+    """A weighted sampler keeps its weights, also inside a batch sampler."""
     weights = torch.zeros(14)
     weights[3] = weights[8] = 1.0
     sampler = WeightedRandomSampler(weights, 14)
@@ -79,7 +80,8 @@ def test_a_weighted_sampler_inside_a_batch_sampler_keeps_its_weights():
         assert set(first) | set(second) == {3, 8} and len(first) == len(second) == 7
 
 
-def test_an_endless_batch_sampler_is_read_a_piece_at_a_time():
+def test_endless_batch_sampler_read_lazily():
+    """An endless batch sampler is read a piece at a time, and leaves the global random state alone."""
     found = []
     for rank in range(2):
         torch.manual_seed(rank)
@@ -94,7 +96,8 @@ def test_an_endless_batch_sampler_is_read_a_piece_at_a_time():
     assert found == [expected[0::2], expected[1::2]]
 
 
-def test_what_the_user_has_shared_out_is_left_alone():
+def test_distributed_samplers_are_left_alone():
+    """A sampler that shares its data out among ranks already is left as it is."""
     from torch.utils.data import DistributedSampler
 
     class Own:

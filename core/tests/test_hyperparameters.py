@@ -79,7 +79,8 @@ def test_a_model_is_rebuilt_from_its_checkpoint(tmp_path, model):
     assert again.hparams == model.hparams and torch.equal(again.layer.weight, model.layer.weight)
 
 
-def test_what_a_checkpoint_lacks_or_does_not_fit(tmp_path):
+def test_load_from_incomplete_checkpoint(tmp_path):
+    """Arguments that a checkpoint lacks and weights that don't fit are refused by name."""
     trainer, _ = fit(Params(3))
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     assert Params.load_from_checkpoint(tmp_path / "a.ckpt", width=9).hparams.width == 9
@@ -105,7 +106,8 @@ def test_what_a_checkpoint_lacks_or_does_not_fit(tmp_path):
         Params.load_from_checkpoint(tmp_path / "nothing.ckpt")
 
 
-def test_objects_stay_out_of_checkpoints_with_a_warning(tmp_path):
+def test_objects_are_not_saved(tmp_path):
+    """Hyperparameters that are objects stay out of checkpoints, with a warning."""
     trainer, _ = fit(Ignoring(3, array=DataLoader(torch.ones(1))))
     with pytest.warns(UserWarning, match=r"'array' \(DataLoader\) are or hold objects and are not saved"):
         trainer.save_checkpoint(tmp_path / "a.ckpt")

@@ -32,7 +32,8 @@ def test_import_torchhal() -> None:
     assert third_party == {"torchhal"}
 
 
-def test_import_torchhal_is_not_even_much_of_the_standard_library() -> None:
+def test_import_loads_little_stdlib() -> None:
+    """import torchhal does not even import much of the standard library."""
     assert not modules_after("import torchhal") & {"typing", "re", "inspect", "dataclasses", "importlib"}
 
 
@@ -132,7 +133,7 @@ def test_a_submodule_needs_no_import_of_its_own() -> None:
     assert "torchhal" in modules_after("import torchhal; torchhal.registry.find; torchhal.errors.TorchhalError")
 
 
-def test_dir_and_completion_show_the_public_names_and_no_others() -> None:
+def test_dir_lists_public_names() -> None:
     """Before any was used, and after."""
     program = (
         "import rlcompleter, torchhal; complete = rlcompleter.Completer({'torchhal': torchhal}).complete\n"

@@ -49,7 +49,8 @@ class TestFolders:
         assert CSVLogger(tmp_path, version="mine").log_dir == str(tmp_path / "torchhal_logs" / "mine")
         assert CSVLogger(tmp_path, name="").log_dir == str(tmp_path / "version_0")
 
-    def test_a_copy_in_another_process_writes_to_the_same_run(self, tmp_path):
+    def test_pickled_logger_keeps_run(self, tmp_path):
+        """A copy in another process writes to the same run."""
         logger = CSVLogger(tmp_path)
         copy = pickle.loads(pickle.dumps(logger))
         copy.log_metrics({"a": 1.0}, 0)
@@ -169,7 +170,7 @@ class TestCSV:
         with pytest.raises(TypeError, match="'params' must be"):
             logger.log_hyperparams(3)
 
-    def test_a_full_disk_is_named_and_loses_nothing_that_was_written(self, tmp_path):
+    def test_full_disk_keeps_written_rows(self, tmp_path):
         """A limit on the size of files stands for the disk."""
         script = textwrap.dedent(
             """
@@ -232,7 +233,7 @@ class TestTensorBoard:
         assert {"loss_step", "val_loss"} <= set(self.scalars(logger.log_dir))
 
     @pytest.mark.slow
-    def test_what_a_fork_writes_is_in_a_file_of_its_own(self, tmp_path):
+    def test_fork_writes_own_file(self, tmp_path):
         """It has no thread that would write to its parent's, and waits for none."""
         logger = TensorBoardLogger(tmp_path)
         logger.log_metrics({"a": 1.0}, 0)

@@ -54,7 +54,8 @@ def test_alias_fixes_the_dtypes(alias: str, cls: type, param: torch.dtype, compu
         assert model.eval()(precision.convert_input(torch.ones(2, 6))).dtype is compute
 
 
-def test_every_builtin_alias_is_in_the_table_above() -> None:
+def test_alias_table_is_complete() -> None:
+    """The table above holds every built-in alias."""
     assert set(ALIASES) == {"32-true", "64-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed"}
     assert set(ALIASES) == set(CPUAccelerator.precisions)
 
@@ -98,7 +99,8 @@ def test_a_disabled_scaler_is_no_scaler() -> None:
         ("bf16-true", {"convert_input", "convert_output", "forward_context"}),
     ],
 )
-def test_a_loop_calls_only_what_a_precision_changes(alias: str, expected: set[str]) -> None:
+def test_overridden_step_methods(alias: str, expected: set[str]) -> None:
+    """A loop calls only the methods that a precision overrides."""
     precision = make(alias)
     assert {name for name in PER_STEP if overrides(precision, Precision, name)} == expected
 
@@ -164,7 +166,8 @@ def test_only_floats_are_cast_and_ties_stay(alias: str) -> None:  # PRE-02, PRE-
     assert torch.equal(model.weight, (before["weight"].to(dtype) - 0.5).to(dtype))
 
 
-def test_conversion_in_place_is_idempotent_and_keeps_storage() -> None:
+def test_conversion_is_idempotent() -> None:
+    """A conversion in place keeps the storage, and a second one changes nothing."""
     precision, model = make("64-true"), net()
     precision.convert_module(model)
     addresses = [p.data_ptr() for p in model.parameters()]
@@ -173,7 +176,8 @@ def test_conversion_in_place_is_idempotent_and_keeps_storage() -> None:
 
 
 @pytest.mark.parametrize("alias", ["bf16-mixed", "16-mixed"])
-def test_mixed_gives_half_width_trainable_weights_their_width_back(alias: str) -> None:  # PRE-20
+def test_mixed_widens_trainable_weights(alias: str) -> None:  # PRE-20
+    """Mixed precision gives trainable weights of half width their full width back."""
     precision = make(alias)
     model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 1)).to(torch.bfloat16)
     model[0].requires_grad_(False)

@@ -72,7 +72,8 @@ def check_cast(old: Any, new: Any, dtype: torch.dtype) -> bool:
 
 @settings(max_examples=60, deadline=None)
 @given(batch=BATCHES, alias=st.sampled_from(["64-true", "bf16-true", "16-true"]))
-def test_inputs_floats_only_any_nesting_no_needless_copy(batch: Any, alias: str) -> None:  # PRE-07
+def test_input_conversion(batch: Any, alias: str) -> None:  # PRE-07
+    """Floats alone are cast, in any nesting, and nothing is copied without need."""
     precision = make(alias)
     check_cast(batch, precision.convert_input(batch), precision.param_dtype)
 
@@ -84,7 +85,8 @@ def test_outputs_in_the_default_dtype(batch: Any, alias: str) -> None:  # PRE-08
     check_cast(batch, precision.convert_output(batch), torch.float32)
 
 
-def test_output_inside_the_context_is_not_left_in_half_width() -> None:
+def test_output_conversion_inside_context() -> None:
+    """An output that is converted inside the context is not left in half width."""
     precision = make("bf16-true")
     with precision.forward_context():
         assert precision.convert_output(torch.ones(1)).dtype is torch.float32
@@ -142,7 +144,8 @@ def test_default_dtype_contexts(alias: str, context: str, outer: torch.dtype) ->
         torch.set_default_dtype(torch.float32)
 
 
-def test_a_step_may_make_tensors_of_its_own() -> None:
+def test_step_makes_own_tensors() -> None:
+    """A step may make tensors of its own in the precision's dtype."""
     precision = make("bf16-true")
 
     class Own(nn.Linear):
@@ -189,7 +192,8 @@ def test_no_weights_are_kept_between_steps() -> None:
         assert model(x).item() == 3.0 != before.item()
 
 
-def test_a_forward_without_gradients_costs_a_later_one_nothing() -> None:
+def test_no_grad_forward_leaves_autocast_cache() -> None:
+    """A forward without gradients leaves no cached weights that cost a later one its gradients."""
     precision, model, (batch,) = make("bf16-mixed"), net(), data(1)
     with precision.forward_context():
         with torch.no_grad():
@@ -205,7 +209,8 @@ def test_a_forward_without_gradients_costs_a_later_one_nothing() -> None:
 
 
 @pytest.mark.parametrize("safe", [True, False])
-def test_weights_are_cached_only_where_torch_does_it_right(safe: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_autocast_cache_depends_on_torch(safe: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autocast caches weights only with a torch that does it right."""
     monkeypatch.setattr(mixed, "_CACHE_WEIGHTS", safe)
     with make("bf16-mixed").forward_context():
         assert torch.is_autocast_cache_enabled() is safe
@@ -217,7 +222,9 @@ def test_mixed_must_be_set_up_first() -> None:
         MixedPrecision("bfloat16").forward_context()
 
 
-def test_a_device_without_autocast_is_refused_by_name() -> None:
+def test_device_without_autocast_refused() -> None:
+    """Mixed precision refuses a device without autocast by name."""
+
     class Meta(Accelerator):
         name: ClassVar[str] = "nothing"
         device_type: ClassVar[str] = "meta"

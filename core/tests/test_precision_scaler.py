@@ -101,7 +101,8 @@ def test_clip_by_value_and_unknown_algorithms(alias: str) -> None:  # PRE-11
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 @pytest.mark.parametrize("clip", [None, 1.0])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_a_bad_step_is_left_out_and_reported(kind: str, clip: float | None, bad: float) -> None:  # PRE-13, PRE-14
+def test_nonfinite_step_is_skipped(kind: str, clip: float | None, bad: float) -> None:  # PRE-13, PRE-14
+    """A step with gradients that are not finite is left out and reported."""
     precision, model, (first, second, third) = scaling(2.0**10), net(), data(3)
     optimizer = OPTIMIZERS[kind](model.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)  # replaces optimizer.step on the instance
@@ -164,7 +165,8 @@ def test_a_step_waits_for_the_device_once(kind: str) -> None:
     assert waits.count == 3
 
 
-def test_micro_batches_make_one_big_step_and_one_update() -> None:  # PRE-15
+def test_accumulation_updates_scale_once() -> None:  # PRE-15
+    """Micro-batches make one big step and one update of the scale."""
     (whole,) = data(1, rows=32)
     big, small = net(), net()
     one, many = scaling(), scaling()
@@ -247,7 +249,8 @@ def test_states_of_something_else() -> None:
     assert bf16.state_dict() == {}
 
 
-def test_setup_again_keeps_the_scale_and_teardown_forgets_an_open_step() -> None:  # PRE-24
+def test_scale_survives_teardown() -> None:  # PRE-24
+    """A second set-up keeps the scale, and teardown forgets a step that was left open."""
     precision, model, batches = make("16-mixed"), net(), data(3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaled_backward(precision, model, batches[0], float("inf"))
@@ -328,7 +331,8 @@ def test_gradients_of_unknown_scale_are_refused() -> None:
     assert torch.equal(before, vector(model))
 
 
-def test_scaled_gradients_are_not_added_to_unscaled_ones() -> None:
+def test_scaled_backward_after_unscaling_refused() -> None:
+    """Scaled gradients are not added to unscaled ones."""
     precision, model, (batch,) = scaling(), net(), data(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scaled_backward(precision, model, batch)
@@ -351,7 +355,8 @@ def test_a_step_that_the_user_leaves_out() -> None:
     assert (before - vector(model)).norm().item() == pytest.approx(0.01, rel=1e-3)
 
 
-def test_an_optimizer_without_gradients_steps_as_in_plain_torch() -> None:
+def test_step_without_gradients() -> None:
+    """An optimizer without gradients steps as in plain torch."""
     precision, model = make("16-mixed"), net()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     before = vector(model)
@@ -361,7 +366,8 @@ def test_an_optimizer_without_gradients_steps_as_in_plain_torch() -> None:
     assert torch.equal(before, vector(model))
 
 
-def test_a_step_that_raises_leaves_the_optimizer_as_it_was() -> None:
+def test_failed_step_restores_optimizer() -> None:
+    """A step that raises leaves the optimizer as it was."""
     precision, model, (batch,) = scaling(), net(), data(1)
 
     class Breaks(torch.optim.SGD):

@@ -17,7 +17,8 @@ pytestmark = pytest.mark.usefixtures("accelerator", "precision_state")
 
 
 @pytest.mark.parametrize("alias", ["32-true", "64-true", "bf16-true", "16-true"])
-def test_full_precision_is_the_plain_loop_bit_for_bit(alias: str) -> None:  # PRE-25
+def test_full_precision_equals_plain_loop(alias: str) -> None:  # PRE-25
+    """Training in full precision equals the plain loop bit for bit."""
     precision = make(alias)
     model, plain, dtype = precision.convert_module(net()), net().to(precision.param_dtype), precision.param_dtype
     optimizer, other = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD(plain.parameters(), lr=0.1)
@@ -33,7 +34,8 @@ def test_full_precision_is_the_plain_loop_bit_for_bit(alias: str) -> None:  # PR
 
 @pytest.mark.parametrize("alias", ["bf16-mixed", "16-mixed"])
 @pytest.mark.parametrize("clip", [None, 0.3])
-def test_mixed_is_the_plain_recipe_bit_for_bit(alias: str, clip: float | None) -> None:  # PRE-25
+def test_mixed_equals_plain_recipe(alias: str, clip: float | None) -> None:  # PRE-25
+    """Training in mixed precision equals torch's plain recipe bit for bit."""
     precision = make(alias)
     model, plain = precision.convert_module(net()), net()
     optimizer, other = torch.optim.Adam(model.parameters()), torch.optim.Adam(plain.parameters())
@@ -69,7 +71,8 @@ def test_loss_curve_is_near_float32(alias: str, tolerance: float) -> None:  # PR
     assert not torch.equal(curves[0], curves[1])  # something else than float32 did run
 
 
-def test_optimizers_with_closures_are_refused_for_float16_only() -> None:  # PRE-18
+def test_closure_optimizers_refused_for_float16() -> None:  # PRE-18
+    """Optimizers that need a closure are refused for float16 only."""
     model = net()
 
     class Own(torch.optim.SGD):
@@ -100,7 +103,9 @@ def test_optimizers_that_work_are_accepted() -> None:
     make("16-mixed").check_optimizer(Told(parameters, lr=0.1))  # evaluates nothing, whatever else it needs
 
 
-def test_the_old_unscaling_protocol_and_half_weights_are_refused() -> None:  # PRE-19
+def test_unscalable_optimizers_refused() -> None:  # PRE-19
+    """Optimizers with torch's old unscaling protocol or over half-width weights are refused."""
+
     class Old(torch.optim.SGD):
         _step_supports_amp_scaling = True
 
@@ -183,7 +188,8 @@ def test_lbfgs_under_bfloat16_sees_each_new_weight(inside: bool) -> None:
 
 
 @pytest.mark.parametrize("alias", ["bf16-mixed", "16-mixed"])
-def test_optimizing_by_hand_inside_a_step_is_the_same_as_outside(alias: str) -> None:
+def test_manual_step_inside_autocast(alias: str) -> None:
+    """Optimizing by hand inside a step's autocast gives the same weights as outside."""
     results = []
     for inside in (False, True):
         precision, model = make(alias), net()

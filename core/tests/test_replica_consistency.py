@@ -69,7 +69,8 @@ def fit_apart(by, strategy="ddp", ignored=()):
     return "", [str(warning.message) for warning in noted if "norm" in str(warning.message)]
 
 
-def test_replicas_that_came_apart_are_found_when_the_fit_ends(world2):
+def test_diverged_replicas_found_at_end(world2):
+    """Replicas that came apart are found when the fit ends."""
     for said, _ in world2.run(fit_apart, 0.01):
         assert "'layers.2.weight'" in said and "ranks 0, 1" in said and "of the norm" in said
     assert world2.run(fit_apart, 0.0) == [("", [])] * 2
@@ -81,11 +82,13 @@ def test_replicas_round_differently_with_a_warning(world2):
 
 
 @pytest.mark.parametrize("strategy", ["hook", "hooked", "local"])
-def test_replicas_that_may_differ_by_design_are_not_compared(world2, strategy):
+def test_local_replicas_not_compared(world2, strategy):
+    """Replicas that may differ by design are not compared."""
     assert world2.run(fit_apart, 0.01, strategy) == [("", [])] * 2
 
 
-def test_a_strategy_declares_that_its_replicas_are_alike(world2):
+def test_strategy_declares_compared_replicas(world2):
+    """The replicas of a strategy that declares them alike are compared."""
     for said, _ in world2.run(fit_apart, 0.01, "alike"):
         assert "differ between ranks 0, 1" in said
 
@@ -130,7 +133,8 @@ def what_is_sent(apart):
     return difference, [len(pickle.dumps(value)) for value in sent], ["part" in repr(value) for value in sent]
 
 
-def test_ranks_send_digests_and_names_of_what_differs_alone(world2):
+def test_comparison_sends_digests(world2):
+    """Ranks send digests, and the names of differing parameters alone."""
     for difference, sizes, names in world2.run(what_is_sent, 0.0):
         assert not difference and len(sizes) == 2 and sizes[0] < 40 and sizes[1] < 21 * 30 and not any(names)
     for difference, sizes, names in world2.run(what_is_sent, 1.0):
@@ -164,7 +168,8 @@ def fit_both():
     return fit_bounded(2, max_norm=2.0), fit_bounded(2, scale_grad_by_freq=True)
 
 
-def test_a_layer_that_writes_to_its_weight_or_counts_by_the_batch_is_refused(world2):
+def test_replica_unsafe_embedding_refused(world2):
+    """A layer that writes to its weight, or scales by counts of the batch, is refused."""
     for said, frequent in world2.run(fit_both):
         assert "'table' is an EmbeddingBag with max_norm=2.0" in said and "2 replicas" in said and "renorm_" in said
         assert "'table' is an EmbeddingBag with scale_grad_by_freq=True" in frequent and "2 replicas" in frequent

@@ -234,7 +234,8 @@ def test_wrong_kinds_and_unfinished_classes(request_, texts):
         ("strategy", "fsdp", "torchhal-parallel"),
     ],
 )  # fmt: skip
-def test_what_is_not_installed_says_what_to_install(kind, alias, package):
+def test_missing_plugin_names_package(kind, alias, package):
+    """The error for an alias of a plugin that is not installed names the package to install."""
     with pytest.raises(UnknownAliasError, match=f"pip install {package}") as caught:
         plan(**{kind: alias})
     assert repr(alias) in str(caught.value)
@@ -302,7 +303,9 @@ def test_what_stands_inside_a_strategy_is_used():
     assert plan(strategy=strategy).checkpoint_io.value is other
 
 
-def test_a_strategy_may_name_the_checkpoint_io_that_is_used_when_none_is(registry):
+def test_strategy_default_checkpoint_io(registry):
+    """A strategy may name the CheckpointIO that is used when the request names none."""
+
     class Shelf(TorchCheckpointIO):
         pass
 
@@ -363,7 +366,9 @@ def test_every_refusal_is_an_error_of_torchhal():
             plan(**request)
 
 
-def test_an_io_that_cannot_be_made_costs_no_run_that_uses_another(registry):
+def test_broken_checkpoint_io_is_skipped(registry):
+    """A CheckpointIO that can't be made costs no run that uses another."""
+
     class Moody(TorchCheckpointIO):
         def __init__(self):
             raise RuntimeError("no driver")
@@ -372,7 +377,8 @@ def test_an_io_that_cannot_be_made_costs_no_run_that_uses_another(registry):
     assert [entry.component.alias for entry, _ in usable_ios()] == ["torch"]
 
 
-def test_a_name_in_plugins_that_two_plugins_have_or_that_failed_says_so():
+def test_ambiguous_and_broken_names_in_plugins():
+    """The error for a name in plugins= tells whether two plugins have it or its plugin is broken."""
     packages = [
         Package("acme", checkpoint_io="rack"),
         Package("zenith", checkpoint_io="rack"),

@@ -45,7 +45,8 @@ def test_auto_never_takes_what_must_be_named(registry):
         plan(accelerator="sim")
 
 
-def test_auto_tells_of_what_it_could_not_take(registry):
+def test_auto_notes_unavailable_accelerators(registry):
+    """A note names the better accelerators that "auto" could not take."""
     registry.register("accelerator", "best", fake("best", reason="no driver"))
     registry.register("accelerator", "other", fake("other", reason="no licence"))
     registry.register("accelerator", "worst", fake("worst", auto_priority=-1, reason="switched off"))
@@ -87,7 +88,8 @@ def test_a_probe_that_raises_is_a_reason(registry):
     ],
     ids=["manifest", "class", "record"],
 )
-def test_a_broken_plugin_is_never_silently_the_cpu(package, text):
+def test_broken_plugin_is_noted(package, text):
+    """A broken plugin never silently leads to the CPU: a note names it."""
     with isolated_registry(distributions=[Package("npu-dist", **package)]):
         found = plan()
         assert found.accelerator.alias == "cpu"
@@ -95,7 +97,8 @@ def test_a_broken_plugin_is_never_silently_the_cpu(package, text):
         assert text in note and "npu-dist" in note
 
 
-def test_a_plugin_that_the_user_disabled_is_not_missed():
+def test_disabled_plugin_is_not_missed():
+    """No note names a plugin that the user has disabled."""
     package = Package("npu-dist", broken="RuntimeError('x')")
     with isolated_registry(distributions=[package], environ={"TORCHHAL_DISABLE_PLUGINS": "npu-dist"}):
         assert plan().notes == ()
@@ -166,14 +169,16 @@ class TestADeviceThatNothingDrives:
         )
         assert plan(accelerator="cpu").notes == (), "asked for"
 
-    def test_a_plugin_that_drives_it_says_the_rest(self, kind, registry):
+    def test_plugin_note_replaces_install_hint(self, kind, registry):
+        """Where a plugin drives the device, its reason stands in place of the install hint."""
         registry.register("accelerator", "fake", fake("fake", device_type=kind, reason="no driver"))
         (note,) = plan().notes
         assert "fake: no driver" in note and "pip install" not in note
         registry.register("accelerator", "named", fake("named", device_type=kind, auto_priority=None))
         assert "pip install" not in "".join(plan().notes)
 
-    def test_one_that_the_user_disabled_is_not_missed(self, kind):
+    def test_disabled_driver_is_not_missed(self, kind):
+        """No note names a plugin for the device that the user has disabled."""
         package = Package("torchhal-gpu", accelerator="gpu")
         with isolated_registry(distributions=[package], environ={"TORCHHAL_DISABLE_PLUGINS": "torchhal-gpu"}):
             assert plan().notes == ()

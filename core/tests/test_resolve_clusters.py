@@ -42,11 +42,13 @@ def test_auto_nodes_follow_torchrun(torchrun):
     assert plan(num_nodes="auto", devices=2).num_nodes == 1
 
 
-def test_auto_nodes_are_one_where_nobody_has_started_processes():
+def test_auto_nodes_without_launcher():
+    """num_nodes="auto" is one node where nobody has started processes."""
     assert plan(num_nodes="auto", devices=2, strategy="ddp").num_nodes == 1
 
 
-def test_torchrun_whose_nodes_may_change_wants_stores_of_its_own(torchrun, monkeypatch):
+def test_elastic_torchrun_store_note(torchrun, monkeypatch):
+    """A note asks for separate stores where torchrun's number of nodes may change."""
     torchrun(2)
     assert not plan(devices=2).notes
     monkeypatch.setenv("PET_NNODES", "1:2")
@@ -120,7 +122,9 @@ def test_two_environments_of_one_priority(registry, torchrun):
     assert plan(strategy="ddp", plugins="cloud").cluster_environment.alias == "cloud"
 
 
-def test_an_environment_that_cannot_answer_is_a_note(registry):
+def test_failing_detection_is_noted(registry):
+    """An environment whose detection fails is passed over with a note."""
+
     def explode(cls):
         raise KeyError("CLOUD_TASK")
 
@@ -182,7 +186,8 @@ class TestHostsWithoutALauncher:
         assert plan(strategy="ddp", num_nodes="auto").num_nodes == 3
 
 
-def test_an_environment_may_start_the_processes_in_its_own_way():
+def test_environment_owns_launch():
+    """An environment with "owns_launch" starts the processes in its own way."""
     chosen = plan(devices=2, plugins=Fleet())
     assert (chosen.strategy.alias, chosen.launcher, chosen.world_size) == ("ddp", "fleet", 2)
     chosen = plan(plugins=Fleet(num_workers=1))

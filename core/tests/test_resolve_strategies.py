@@ -61,7 +61,8 @@ class InPairs(DDPStrategy):
             raise ConfigurationError(f"pairs that scale nothing (got {world_size}, {precision.alias})")
 
 
-def test_a_strategy_may_refuse_numbers_of_processes_and_what_a_precision_does(torchrun):
+def test_strategy_check_fit(torchrun):
+    """A strategy may refuse a number of processes and a feature of a precision."""
     assert plan(strategy=InPairs(), devices=2, num_nodes=3, precision="bf16-mixed").world_size == 6
     with pytest.raises(ConfigurationError, match=r"got 3, 32-true"):
         plan(strategy=InPairs(), devices=3)
@@ -72,7 +73,8 @@ def test_a_strategy_may_refuse_numbers_of_processes_and_what_a_precision_does(to
         plan(strategy=InPairs())
 
 
-def test_an_accelerator_may_want_strategies_of_its_own(registry):
+def test_accelerator_with_own_strategies(registry):
+    """An accelerator may refuse all strategies that are not made for it."""
     picky = fake("picky", own_strategies=True, default_strategy="restricted", default_parallel_strategy="restricted")
     registry.register("accelerator", "picky", picky)
     registry.register("strategy", "restricted", type("OnPicky", (DDPStrategy,), {"accelerators": {"picky"}}))
@@ -118,7 +120,8 @@ def test_a_precision_may_declare_its_accelerators(registry):
         plan(precision=FakeOnly(), accelerator="cpu")
 
 
-def test_a_start_method_that_the_device_does_not_survive(registry):
+def test_start_method_unsupported_by_device(registry):
+    """A start method that the device does not survive is refused."""
     registry.register("accelerator", "fake", fake("fake", start_methods=frozenset({"spawn"})))
     assert plan(accelerator="fake", strategy="ddp_spawn").launcher == "spawn"
     assert plan(accelerator="fake", strategy="ddp").launcher == "subprocess"
@@ -143,7 +146,8 @@ def test_a_start_method_that_the_system_lacks(monkeypatch):
 
 @pytest.mark.parametrize("alias", ["ddp", "ddp_spawn", "ddp_fork", "ddp_notebook", "ddp_find_unused_parameters_true"])
 @pytest.mark.parametrize("devices", [1, 2])
-def test_an_accelerator_without_a_backend_refuses_process_groups(registry, alias, devices):
+def test_accelerator_without_backend(registry, alias, devices):
+    """An accelerator without a backend refuses strategies that join a process group."""
     registry.register("accelerator", "fake", fake("fake", backend=""))
     with pytest.raises(UnsupportedCombinationError, match=rf"'{alias}' joins .* no backend .* 'fake'.*'single_device'"):
         plan(accelerator="fake", strategy=alias, devices=devices)
@@ -171,7 +175,8 @@ class TestWithoutAScript:
         assert plan(accelerator="fake", devices=2).launcher == "spawn"
         assert plan(accelerator="fake", devices=1).strategy.alias == "single_device"
 
-    def test_a_strategy_that_runs_the_script_is_refused(self):
+    def test_script_strategies_refused_in_notebook(self):
+        """A strategy that runs the script again is refused in a notebook."""
         for strategy in ("ddp", "ddp_find_unused_parameters_true", DDPStrategy()):
             with pytest.raises(UnsupportedCombinationError, match=r"no script to run again.*ddp_notebook"):
                 plan(accelerator="cpu", strategy=strategy, devices=2)

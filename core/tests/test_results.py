@@ -293,7 +293,8 @@ def test_batch_sizes(batch, size):
     assert batch_size_of(batch) == size
 
 
-def test_a_batch_without_a_size_is_an_error_only_where_it_matters(results):
+def test_unknown_batch_size_refused_for_means(results):
+    """A batch without a size is an error only where a mean needs it."""
     results.start_batch(object())
     results.log("a", 1.0, "training_step")
     results.log("b", 1.0, "training_step", on_epoch=True, reduce_fx="sum")
@@ -417,7 +418,8 @@ class Mean(nn.Module):
 
 
 class TestMetricObjects:
-    def test_kept_computed_at_the_end_and_reset_after_the_hooks(self, results):
+    def test_metric_computed_and_reset(self, results):
+        """A metric object is computed at the end of the epoch and reset after the hooks."""
         results.stage = "validate"
         metric = Mean()
         for value in (1.0, 4.0):

@@ -57,7 +57,9 @@ def test_an_error_of_the_text_is_still_one(tmp_path):
         LossyStream(file, "stdout").write("ä")
 
 
-def test_a_stand_in_for_a_stream_may_have_a_write_alone():
+def test_stream_with_only_write():
+    """A stand-in for a stream may have a write alone."""
+
     class StandIn:
         def write(self, text):
             raise ValueError("refused")

@@ -88,7 +88,7 @@ def lives():
     assert set(os.environ.items()) ^ set(environment.items()) == set()
 
 
-def test_set_up_and_teardown_as_often_as_one_likes(world):
+def test_repeated_setup_and_teardown(world):
     """STR-29, STR-31"""
     world.run(lives)
 
@@ -184,7 +184,8 @@ def teardown_of_a_broken_part():
     assert not dist.is_initialized() and strategy.model is strategy.module
 
 
-def test_a_part_that_fails_in_teardown_keeps_nothing_alive(world2):
+def test_teardown_with_failing_component(world2):
+    """A component that fails in teardown keeps no process group alive."""
     world2.run(teardown_of_a_broken_part)
 
 
@@ -211,7 +212,7 @@ def foreign_group():
         dist.destroy_process_group()
 
 
-def test_a_foreign_process_group_is_used_and_left_alone(world):
+def test_foreign_group_is_kept(world):
     """STR-39"""
     world.run(foreign_group)
 
@@ -225,7 +226,8 @@ def foreign_group_of_another_size():
         dist.destroy_process_group()
 
 
-def test_a_foreign_process_group_that_does_not_match(world2):
+def test_mismatched_foreign_group_refused(world2):
+    """A process group of another size that the program has made is refused."""
     for index, outcome in enumerate(world2.outcomes(foreign_group_of_another_size)):
         assert outcome.error == "ConfigurationError", outcome
         assert "a process group of 1" in outcome.message and f"rank {index} of 2" in outcome.message
@@ -243,7 +245,7 @@ def foreign_group_for_other_devices():
         dist.destroy_process_group()
 
 
-def test_a_foreign_process_group_for_other_devices(world2, accelerator):
+def test_foreign_group_for_other_devices(world2, accelerator):
     """Where torch itself might hang."""
     for outcome in world2.outcomes(foreign_group_for_other_devices):
         if accelerator == "cpu":
@@ -289,7 +291,7 @@ def one_batch_more():
 
 
 @pytest.mark.slow
-def test_a_rank_with_a_batch_more_ends_on_all_ranks(world2):
+def test_uneven_batches_end_all_ranks(world2):
     """STR-48: within the timeout, on all ranks, whoever waits for whom."""
     outcomes = world2.outcomes(one_batch_more, timeout=60)
     assert all(outcome.error for outcome in outcomes), outcomes
@@ -324,7 +326,8 @@ def test_nothing_communicates_before_the_set_up():
         strategy.teardown()
 
 
-def test_an_object_without_parts_says_what_is_missing():
+def test_unconfigured_strategy_names_missing():
+    """A strategy without its components names the one that is missing."""
     strategy = DDPStrategy()
     for name in ("accelerator", "precision", "checkpoint_io"):
         with pytest.raises(ConfigurationError, match=f"DDPStrategy has no {name} yet"):

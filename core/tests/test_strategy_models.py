@@ -93,7 +93,7 @@ def initial_weights():
         same_everywhere(strategy, dict(model.named_parameters()))
 
 
-def test_every_rank_starts_from_the_weights_of_rank_0(world):
+def test_weights_broadcast_from_rank_0(world):
     """STR-13, STR-47: parameters and buffers, tied, frozen, 0-dim, strided, expanded, of several dtypes."""
     world.run(initial_weights)
 
@@ -133,7 +133,7 @@ def test_unequal_models_fail_on_all_ranks(world2, kind):
     assert texts[kind] in outcomes[0].message
 
 
-def test_a_model_on_the_meta_device_is_refused():
+def test_meta_model_refused():
     """STR-41: moving it would be an error of torch's, filling it would train garbage."""
     with torch.device("meta"):
         model = Regression()
@@ -233,7 +233,7 @@ class Wrapper(nn.Module):
 
 
 @pytest.mark.parametrize("global_hooks", [False, True])
-def test_the_modules_hooks_are_those_of_its_own_forward(global_hooks):
+def test_hooks_run_in_own_forward(global_hooks):
     """The wrapper's belong to its call, which runs the step."""
     seen = []
 
@@ -393,7 +393,8 @@ def test_other_precisions_under_ddp(world2):
 # -- without a Trainer -------------------------------------------------------------------------------------------
 
 
-def test_a_wrapper_that_a_precision_has_connected_stays_when_parameters_are_idle(world2):
+def test_connected_wrapper_stays(world2):
+    """A wrapper that a precision has connected stays when parameters are idle."""
     world2.run(idle_when_connected)
 
 

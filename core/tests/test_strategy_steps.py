@@ -48,7 +48,7 @@ def gradients():
         close(strategy.reduce(loss.detach()), reference.training_step(whole, 0).detach())
 
 
-def test_the_gradient_is_that_of_the_joined_batch(world):
+def test_gradient_equals_joined_batch(world):
     """STR-14"""
     world.run(gradients)
 
@@ -108,7 +108,8 @@ def test_twenty_steps_equal_the_plain_loop(world, make, clip):
 
 
 @pytest.mark.parametrize(("make", "clip"), [(sgd, None), (adam, None), (sgd, 0.05)], ids=["sgd", "adam", "clipped"])
-def test_a_single_device_is_bitwise_the_plain_loop(make, clip):
+def test_single_device_equals_plain_loop(make, clip):
+    """Training on a single device equals the plain loop bit for bit."""
     data = batches(20, 8, 1)
     reference, model = Regression(), Regression()
     expected = plain(reference, make(reference.parameters()), data, accumulate=2, clip=clip)
@@ -137,7 +138,7 @@ def unused(options):
             close(found, wanted)
 
 
-def test_unused_parameters_are_an_error_with_a_way_out(world2):
+def test_unused_parameters_refused(world2):
     """STR-20"""
     for outcome in world2.outcomes(unused, {}):
         assert outcome.error == "DistributedError", outcome

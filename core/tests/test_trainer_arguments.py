@@ -144,7 +144,8 @@ def test_numbers_of_numpy_are_numbers():
         (lambda t: Net().save_hyperparameters({}, logger=1), r"'logger' must be a bool \(got 1\)"),
     ],
 )
-def test_arguments_of_methods_are_checked_as_the_trainers_own(monkeypatch, call, message):
+def test_method_arguments_out_of_domain(monkeypatch, call, message):
+    """Arguments of methods are checked as the Trainer's own are."""
     refuse_to_start(monkeypatch)
     with pytest.raises(ConfigurationError, match=message):
         call(make())

@@ -89,7 +89,8 @@ def test_last_is_the_newest_complete_one(tmp_path, own):
      "on_validation_start", "on_validation_batch_end", "on_validation_epoch_end", "on_validation_end",
      "on_train_epoch_end", "on_train_end", "on_fit_end", "teardown"],
 )  # fmt: skip
-def test_a_checkpoint_may_be_saved_in_every_hook(tmp_path, hook):
+def test_save_checkpoint_in_every_hook(tmp_path, hook):
+    """A checkpoint may be saved in every hook."""
     path = tmp_path / "a.ckpt"
 
     class Save(Callback):

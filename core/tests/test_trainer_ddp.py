@@ -15,7 +15,8 @@ pytestmark = pytest.mark.slow_on_sim
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn", "ddp_fork"])
-def test_equals_one_process_on_the_joined_batch(tmp_path, strategy, accelerator):
+def test_equals_one_process_on_joined_batch(tmp_path, strategy, accelerator):
+    """Training on two ranks equals one process on the joined batches."""
     result = run(tmp_path / "run", trainer={"strategy": strategy}, evaluate=True)
     assert result.code == 0, result.stderr
     expected = single_process().state_dict()
@@ -114,7 +115,8 @@ def test_gradients_by_hand(tmp_path):
     assert "call self.manual_backward(loss) instead of loss.backward()" in result.stderr
 
 
-def test_a_trainer_of_one_process_after_one_of_two_is_refused(tmp_path):
+def test_single_process_after_ddp_refused(tmp_path):
+    """A Trainer of one process after one of two processes is refused."""
     result = run(tmp_path / "run", after="one_device")
     assert result.code != 0
     assert "one of several that an earlier Trainer of this script started" in result.stderr
@@ -130,7 +132,8 @@ def test_loaders_without_length_end_together(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("accelerator")
-def test_a_checkpoint_may_be_saved_after_the_run(tmp_path):
+def test_save_checkpoint_after_run(tmp_path):
+    """A checkpoint may be saved after the run."""
     result = run(tmp_path / "run", evaluate=True, save_after=str(tmp_path / "after.ckpt"))
     assert result.code == 0, result.stderr
     saved = torch.load(tmp_path / "after.ckpt", weights_only=True)
@@ -156,7 +159,8 @@ def test_another_number_of_processes_continues(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("built", ["configure_model", "setup"])
-def test_layers_built_in_hooks_come_back_from_workers_or_say_why(tmp_path, built):
+def test_hook_built_layers_return_from_workers(tmp_path, built):
+    """Layers built in configure_model come back from workers; an error says why others can't."""
     result = run(tmp_path / "run", built=built, trainer={"strategy": "ddp_spawn", "enable_checkpointing": True})
     if built == "configure_model":
         assert result.code == 0, result.stderr
@@ -193,7 +197,9 @@ class Buffered(Module):
 
 @pytest.mark.parametrize("precision", ["64-true", "bf16-true", "32-true"])
 @pytest.mark.parametrize("strategy", ["ddp_fork", pytest.param("ddp_spawn", marks=pytest.mark.slow)])
-def test_the_module_comes_back_from_workers_as_they_had_it(tmp_path, strategy, precision):
+def test_module_returns_from_workers(tmp_path, strategy, precision):
+    """The module comes back from workers as they had it."""
+
     def fit(strategy, devices):
         model = Buffered()
         trainer = Trainer(

@@ -82,7 +82,7 @@ def resume_everywhere(folder, frozen, with_hook):
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [3, 4])
 @pytest.mark.parametrize(("frozen", "with_hook"), [(False, False), (True, False), (False, True)])
-def test_a_resumed_run_adds_gradients_up_in_the_order_of_the_unbroken_one(request, tmp_path, size, frozen, with_hook):
+def test_resume_keeps_summation_order(request, tmp_path, size, frozen, with_hook):
     """DistributedDataParallel chooses its buckets anew after its first iteration."""
     world = request.getfixturevalue(f"world{size}")
     for differ, places in world.run(resume_everywhere, str(tmp_path), frozen, with_hook, timeout=90):
@@ -103,7 +103,7 @@ def resume_without(name, folder):
 
 
 @pytest.mark.parametrize("name", ["_get_ddp_logging_data", "reducer._push_all_rebuilt_params"])
-def test_a_torch_without_the_names_of_buckets_saves_and_resumes_without_their_order(world2, tmp_path, name):
+def test_resume_without_bucket_order(world2, tmp_path, name):
     """Two ranks add up the same in any order."""
     (said, whole, resumed), (other, _, _) = world2.run(resume_without, name, str(tmp_path))
     assert len(said) == 1 and f"DistributedDataParallel.{name}, by which" in said[0] and other == []
@@ -123,7 +123,8 @@ def wrapper():
 
 
 @pytest.mark.parametrize("name", ddp_buckets._NAMES)
-def test_without_any_of_its_names_a_bucket_order_is_left_alone(wrapper, monkeypatch, name):
+def test_bucket_order_needs_torch_names(wrapper, monkeypatch, name):
+    """The bucket order is left alone on a torch without one of the names that it is read by."""
     wrapper(torch.ones(1, 2)).sum().backward()
     order = ddp_buckets.read_bucket_order(wrapper)
     assert sorted(order) == ["0.bias", "0.weight", "1.bias", "1.weight"]
@@ -144,7 +145,8 @@ def save_in_accumulations(folder):
     return whole, saved, resumed
 
 
-def test_a_save_in_the_midst_of_an_accumulation_changes_nothing(world2, tmp_path):
+def test_save_during_accumulation(world2, tmp_path):
+    """A save amid an accumulation changes no weights."""
     for whole, saved, resumed in world2.run(save_in_accumulations, str(tmp_path)):
         for name, tensor in whole.items():
             assert torch.equal(saved[name], tensor), name

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow_on_sim
         ({"trainer": {"accumulate_grad_batches": 2}}, r"accumulate_grad_batches \(rank 0 has 1, rank 1 has 2\)"),
     ],
 )
-def test_ranks_that_would_step_differently_are_refused(tmp_path, differs, said):
+def test_ranks_with_different_settings_refused(tmp_path, differs, said):
     """Their gradients are the same, and their weights would part without a word."""
     result = run(tmp_path / "run", of_rank_1=differs)
     assert result.code == 1
@@ -56,7 +56,8 @@ def test_one_rank_fails_and_all_end(tmp_path, strategy, misdeed):
     ("misdeed", "code"), [("sigterm", 143), slow("sigterm_group", 143), slow("sigint_group", 130)], ids=str
 )
 @pytest.mark.parametrize("workers", [0, slow(1)])
-def test_a_signal_ends_all_ranks_at_one_step_with_a_checkpoint(tmp_path, misdeed, code, workers):
+def test_signal_stops_ranks_with_checkpoint(tmp_path, misdeed, code, workers):
+    """A signal ends all ranks at one step with a checkpoint."""
     out = tmp_path / "run"
     result = run(
         out, misdeed=misdeed, workers=workers, slow=True, trainer={"enable_checkpointing": True, "max_epochs": 60}
@@ -110,7 +111,8 @@ def test_a_signal_inside_validation(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_signal_inside_a_validation_that_communicates(tmp_path):
+def test_signal_in_synchronised_validation(tmp_path):
+    """A signal inside a validation that communicates leaves a checkpoint."""
     out = tmp_path / "run"
     config = {"val_sync": True, "val": 24, "trainer": {"max_epochs": 4, "enable_checkpointing": True}}
     stopped = run(out, misdeed="sigterm", where="validation", at=3, **config)
@@ -124,14 +126,15 @@ def test_one_rank_alone_asks_to_stop(tmp_path):
     assert result.rank(0)["steps"] == result.rank(1)["steps"] < 180
 
 
-def test_a_rank_with_a_batch_more_is_an_error_on_all(tmp_path):
+def test_uneven_batches_fail_all_ranks(tmp_path):
+    """A rank with one batch more is an error on all ranks."""
     result = run(tmp_path / "run", loader="one_more")
     assert result.code != 0
     assert "rank 0: 6, rank 1: 7" in result.stderr
     assert_nothing_left(tmp_path / "run")
 
 
-def test_a_batch_that_one_rank_alone_skips_is_an_error_on_all(tmp_path):
+def test_batch_skipped_by_one_rank(tmp_path):
     """It would be averaged with the next one of the other rank, and with max_steps nothing would ever hang."""
     skipped_by_all = run(tmp_path / "both", skips={"1": [0, 1]}, trainer={"max_epochs": 1})
     assert skipped_by_all.code == 0, skipped_by_all.stderr
@@ -143,7 +146,8 @@ def test_a_batch_that_one_rank_alone_skips_is_an_error_on_all(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_log_that_only_rank_zero_synchronises_ends_in_an_error(tmp_path):
+def test_log_synchronised_on_rank_0_only(tmp_path):
+    """A log that only rank 0 synchronises ends in an error."""
     result = run(tmp_path / "run", misdeed="log_on_rank_zero", collective_timeout=8)
     assert result.code != 0
     assert_nothing_left(tmp_path / "run")
@@ -157,7 +161,7 @@ def test_an_unused_parameter_is_explained(tmp_path):
     assert result.code == 0, result.stderr
 
 
-def test_a_parameter_that_one_rank_leaves_out_is_found_in_that_step(tmp_path):
+def test_parameter_unused_on_one_rank(tmp_path):
     """Not in the next one: another collective may come before, and there may be no next one."""
     result = run(tmp_path / "run", unused="on_rank_1", trainer={"max_epochs": 1, "limit_train_batches": 1})
     assert result.code == 1
@@ -165,7 +169,8 @@ def test_a_parameter_that_one_rank_leaves_out_is_found_in_that_step(tmp_path):
     assert_nothing_left(tmp_path / "run")
 
 
-def test_an_error_after_the_fit_is_no_success(tmp_path):
+def test_error_after_fit(tmp_path):
+    """An error after the fit is no success."""
     result = run(tmp_path / "run", after="raise")
     assert result.code != 0
     assert "after the fit" in result.stderr

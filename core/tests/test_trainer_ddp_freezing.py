@@ -28,7 +28,8 @@ def fit_in_ranks(optimizer):
     return {name: tensor.cpu() for name, tensor in model.state_dict().items()}, model.calls
 
 
-def test_what_is_unfrozen_while_training_is_averaged(world2):
+def test_unfreezing_between_epochs(world2):
+    """Gradients of a layer that is unfrozen between epochs are averaged."""
     (mine, _), (theirs, _) = world2.run(fit_in_ranks, "adam")
     model = Thawed()
     optimizer = model.configure_optimizers()
@@ -113,7 +114,8 @@ def changed_alone(plan, accumulate):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_find_unused_parameters_true", "zero1"])
-def test_what_is_frozen_or_unfrozen_within_an_epoch_is_averaged(world2, strategy):
+def test_freezing_within_epoch(world2, strategy):
+    """Gradients of layers that are frozen or unfrozen within an epoch are averaged."""
     if strategy == "zero1":
         pytest.importorskip("torchhal_parallel")
     found = zip(*world2.run(fit_changing, strategy, list(Changing.PLANS)), strict=True)
@@ -147,7 +149,8 @@ def count_wrappers_by_turns():
     return len(model.wrappers)
 
 
-def test_halves_that_are_trained_by_turns_keep_a_wrapper_that_allows_unused_parameters(world2):
+def test_alternate_training_keeps_wrapper(world2):
+    """Halves that are trained by turns keep a wrapper that allows unused parameters."""
     assert world2.run(count_wrappers_by_turns) == [1, 1]
 
 
@@ -181,7 +184,8 @@ def fit_frozen_for_good():
     return by_epoch, first
 
 
-def test_what_an_epoch_did_not_train_is_no_longer_sent(world2):
+def test_frozen_gradients_are_not_sent(world2):
+    """Gradients of parameters that an epoch did not train are no longer sent."""
     for (first, second, third), frozen in world2.run(fit_frozen_for_good):
         assert first == second == third + frozen
 
@@ -208,7 +212,8 @@ def fit_growing():
     return model.layers[2].weight.detach().clone()
 
 
-def test_a_layer_that_grew_as_another_was_frozen_is_the_same_on_every_rank(world2):
+def test_new_layer_equal_on_ranks(world2):
+    """A layer that is made as another is frozen is the same on every rank."""
     mine, theirs = world2.run(fit_growing)
     assert torch.equal(mine, theirs)
 
@@ -245,7 +250,8 @@ def fail_on_one_rank():
 
 
 @pytest.mark.slow
-def test_what_one_rank_alone_has_unfrozen_is_named(world2):
+def test_unfrozen_on_one_rank_is_named(world2):
+    """The error for a parameter that one rank alone has unfrozen names it."""
     _, text = world2.run(fail_on_one_rank, timeout=60)
     assert "comparison of what is trained, as 'layers.0.bias' was unfrozen" in text, text
 
@@ -266,7 +272,8 @@ def fail_to_fit(kind):
         ("UnfrozenApart", "where rank 0 has .*'layers.0.weight', .*False.*, rank 1 has .*'layers.0.weight', .*True"),
     ],
 )
-def test_what_the_ranks_cannot_average_is_refused_in_the_step(world2, kind, words):
+def test_unaverageable_freezing_refused(world2, kind, words):
+    """Freezing that the ranks can't average is refused in the step."""
     for text in world2.run(fail_to_fit, kind):
         assert re.search(words, text), text
 
@@ -298,11 +305,12 @@ def fit_by_hand_twice():
     return model.calls
 
 
-def test_each_fit_that_steps_by_hand_has_to_average(world2):
+def test_manual_optimization_must_average(world2):
+    """Each fit that steps by hand has to average its gradients."""
     assert world2.run(fit_by_hand_twice) == [1, 1]
 
 
-def test_a_line_search_takes_the_same_way_on_every_rank(world2):
+def test_line_search_agrees_across_ranks(world2):
     """Each rank's own loss would let one evaluate once more than the other, which waits for it in the averaging."""
     (mine, calls), (theirs, others) = world2.run(fit_in_ranks, "lbfgs")
     assert calls == others > 12

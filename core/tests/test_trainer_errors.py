@@ -148,7 +148,8 @@ def test_a_compiled_model_is_compiled_in_place():
     assert not torch.equal(weight, model.layer.weight.cpu())
 
 
-def test_validation_data_without_a_validation_step_is_said():
+def test_unused_validation_data_warns():
+    """Validation data without a validation_step is not used, with a warning."""
     model = Net()
     model.validation_step = None
     with pytest.warns(UserWarning, match="Net has no validation_step, so val_dataloaders is not used") as caught:
@@ -203,12 +204,15 @@ def loss_after(act):
     ids=["step", "manual_backward", "backward"],
 )
 @pytest.mark.usefixtures("accelerator")
-def test_what_the_trainer_does_is_not_done_by_hand_too(act, message):
+def test_manual_calls_in_automatic_optimization(act, message):
+    """Steps and backward passes by hand are refused where the Trainer makes them."""
     with pytest.raises(ModelError, match=message):
         step(loss_after(act))
 
 
-def test_what_is_kept_from_an_earlier_batch_is_to_be_detached():
+def test_graph_kept_across_batches():
+    """The error for a graph that is kept from an earlier batch says what to detach."""
+
     class Recurrent(Net):
         kept = 0.0
 
@@ -220,7 +224,8 @@ def test_what_is_kept_from_an_earlier_batch_is_to_be_detached():
         make().fit(Recurrent(), BATCHES)
 
 
-def test_an_object_is_not_loaded_by_what_makes_a_new_one(tmp_path):
+def test_load_from_checkpoint_on_instance(tmp_path):
+    """load_from_checkpoint makes a new object, so that a call on an instance is refused."""
     trainer, model = make(), Net()
     trainer.fit(model, BATCHES)
     trainer.save_checkpoint(tmp_path / "net.ckpt")
@@ -255,7 +260,9 @@ def test_a_loss_that_is_not_finite(value, accumulate):
 
 
 @pytest.mark.usefixtures("accelerator")
-def test_an_optimizer_with_a_closure_does_not_accumulate():
+def test_closure_optimizer_does_not_accumulate():
+    """An optimizer with a closure does not accumulate."""
+
     class Closure(Net):
         def configure_optimizers(self):
             return torch.optim.LBFGS(self.parameters())
@@ -278,7 +285,8 @@ class Forgets(Net):
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("limits", [{"max_epochs": 1000}, {"max_epochs": -1, "max_steps": 10}], ids=["epochs", "steps"])
-def test_a_training_step_that_never_returns_a_loss_ends_soon(limits, accumulate):
+def test_loss_never_returned(limits, accumulate):
+    """A training_step that never returns a loss ends the run soon."""
     said = r"Forgets\.training_step has returned None.* for each of the {} batch\(es\) since fit began.*return the loss"
     with (
         pytest.warns(UserWarning, match=said.format(2)),
@@ -287,7 +295,8 @@ def test_a_training_step_that_never_returns_a_loss_ends_soon(limits, accumulate)
         make(**limits, accumulate_grad_batches=accumulate).fit(Forgets(), BATCHES)
 
 
-def test_in_a_long_epoch_it_is_said_before_the_end():
+def test_missing_loss_warns_within_epoch():
+    """In a long epoch the warning of missing losses comes before the end."""
     batches, seen = [], []
 
     class Counts(Callback):
@@ -301,7 +310,9 @@ def test_in_a_long_epoch_it_is_said_before_the_end():
     assert [bool(any("for each of the 100" in str(w.message) for w in then)) for then in seen].index(True) == 99
 
 
-def test_some_batches_without_a_loss_are_left_out_in_silence():
+def test_batches_without_loss_are_skipped():
+    """Some batches without a loss are left out in silence."""
+
     class Sometimes(Net):
         def training_step(self, batch, batch_idx):
             return super().training_step(batch, batch_idx) if self.current_epoch == 1 and batch_idx == 1 else None
@@ -346,7 +357,8 @@ def test_a_read_only_folder_is_no_success(tmp_path):
     assert done.returncode == 1 and "CheckpointError" in done.stderr and str(target) in done.stderr
 
 
-def test_a_folder_that_is_a_file_is_no_success(tmp_path):
+def test_file_in_place_of_folder(tmp_path):
+    """A folder that is a file is an error before the first step."""
     (tmp_path / "out").write_text("in the way")
     done = script(
         tmp_path,
@@ -363,7 +375,7 @@ def test_a_folder_that_is_a_file_is_no_success(tmp_path):
 # -- signals -----------------------------------------------------------------------------------------------------
 
 
-def test_a_failed_run_lets_go_of_its_last_batch():
+def test_failed_run_releases_last_batch():
     """The trainer lives on, perhaps to try again with a smaller one: a device would still hold it."""
 
     class Fails(Net):

@@ -115,7 +115,8 @@ def test_an_argument_of_another_trainer(given, message):
         ),
     ],
 )
-def test_an_argument_that_a_call_does_not_take(call, message):
+def test_unknown_argument_of_method(call, message):
+    """A method refuses an argument that it does not take, and says where it belongs."""
     with pytest.raises(UnknownArgumentError) as caught:
         call(make())
     assert any(each in str(caught.value) for each in message.split("|"))
@@ -139,7 +140,8 @@ def test_an_argument_that_a_call_does_not_take(call, message):
         (lambda: TensorBoardLogger("logs", log_dir="here"), "TensorBoardLogger() got an unexpected keyword argument"),
     ],
 )  # fmt: skip
-def test_an_argument_that_a_callback_or_logger_does_not_take(make, message):
+def test_unknown_argument_of_callback_or_logger(make, message):
+    """A callback or logger refuses an argument that it does not take."""
     with pytest.raises(UnknownArgumentError) as caught:
         make()
     assert message in str(caught.value)
@@ -249,7 +251,8 @@ def test_a_name_of_another_library(name, message):
     assert message in str(caught.value)
 
 
-def test_a_name_of_another_library_in_an_import():
+def test_foreign_name_in_import():
+    """The error for an import of another library's name says what torchhal has."""
     with pytest.raises(ImportError, match=r"there is torchhal\.Module"):
         exec("from torchhal import LightningModule")
     with pytest.raises(ImportError, match="cannot import name 'Trainr'"):

@@ -188,7 +188,8 @@ def test_what_batch_hooks_are_given():
 
 @pytest.mark.parametrize("several", [False, True], ids=["one loader", "two loaders"])
 @pytest.mark.parametrize(("fn", "word"), [("validate", "validation"), ("test", "test"), ("predict", "predict")])
-def test_evaluation_hooks_get_dataloader_idx_if_they_take_it(fn, word, several):
+def test_evaluation_hooks_dataloader_idx(fn, word, several):
+    """Evaluation hooks get dataloader_idx if they take it."""
     given = []
 
     def hook(name, parameters):
@@ -221,7 +222,8 @@ def test_evaluation_hooks_get_dataloader_idx_if_they_take_it(fn, word, several):
     assert [(name, found["rest"][-1] if name == "rest" else found) for name, found in given] == expected
 
 
-def test_outputs_of_a_training_step_come_without_their_graph():
+def test_outputs_are_detached():
+    """Hooks get the outputs of a training_step without their graph."""
     kept = []
 
     class Dict(Net):
@@ -245,7 +247,7 @@ def test_outputs_of_a_training_step_come_without_their_graph():
     assert model.output["loss"].grad_fn is not None, "the model's own dict is as it was"
 
 
-def test_a_strategy_may_wrap_the_bodies_of_hooks():
+def test_strategy_wraps_hook_bodies():
     """Those of callbacks and the model, for as long as it says; a copy of the Trainer has none of it."""
 
     class Ends(Callback):

@@ -54,7 +54,8 @@ for _name in PLACES:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_after_a_failure_anywhere_everything_is_torn_down_and_the_next_fit_works(place):
+def test_fit_after_failure(place):
+    """After a failure anywhere everything is torn down and the next fit works."""
     calls = []
 
     class Watch(Callback):
@@ -108,7 +109,9 @@ def test_an_error_while_tearing_down_hides_nothing(caplog):
 
 
 @pytest.mark.parametrize("fn", ["validate", "test", "predict"])
-def test_a_failing_evaluation_leaves_the_mode_as_it_was(fn):
+def test_failed_evaluation_restores_mode(fn):
+    """A failing evaluation leaves the model's mode as it was."""
+
     class Bad(Net):
         def validation_step(self, batch, batch_idx):
             raise ZeroDivisionError
@@ -125,7 +128,8 @@ def test_a_failing_evaluation_leaves_the_mode_as_it_was(fn):
 
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("before", [(False, False), (True, True)])
-def test_global_flags_are_what_was_asked_for_and_then_what_they_were(fails, before):
+def test_global_flags_restored(fails, before):
+    """Global flags are as the Trainer sets them during a fit, and as they were after it."""
     found = []
 
     class Look(Net):
@@ -172,7 +176,8 @@ def test_a_failed_resume_leaves_nothing_behind(tmp_path):
     assert again.fit_loop._resume_rng is None
 
 
-def test_another_models_optimizers_are_not_saved_with_this_one(tmp_path):
+def test_optimizers_saved_with_own_model(tmp_path):
+    """The optimizers of another model are not saved with this one."""
     trainer, _ = fit(Net())
     other = Net()
     trainer.validate(other, batches(1), verbose=False)

@@ -84,24 +84,28 @@ def test_a_share_is_what_it_says(length, share, count):
 
 
 @pytest.mark.parametrize("name", ["limit_train_batches", "limit_val_batches", "overfit_batches"])
-def test_a_share_of_no_batch_is_an_error(name):
+def test_share_without_batches_refused(name):
+    """A share that leaves no batch is an error."""
     with pytest.raises(ConfigurationError, match=rf"'{name}' must leave at least one batch \(got 0\.1 of 4 batches\)"):
         fit(4, 4, max_epochs=1, **{name: 0.1})
 
 
-def test_a_share_of_a_ranks_part_is_never_nothing():
+def test_share_of_rank_keeps_one_batch():
+    """A share of a rank's part keeps at least one batch."""
     # of three batches two ranks have two and one: half of that would leave the second rank out
     assert [limit_length(part, 0.5, "limit_val_batches", part=True) for part in (2, 1, 0)] == [1, 1, 0]
 
 
-def test_a_thousand_epochs_unless_something_else_is_said():
+def test_default_max_epochs():
+    """A Trainer without limits runs a thousand epochs."""
     assert make().max_epochs == 1000
     assert make(max_steps=5).max_epochs == -1
     assert make(max_time="00:00:00:05").max_epochs == -1
     assert make(min_epochs=2000).max_epochs == 2000
 
 
-def test_an_accumulation_steps_at_the_end_of_every_kind_of_epoch():
+def test_accumulation_steps_at_epoch_end():
+    """An accumulation steps at the end of every kind of epoch."""
     for loader, options in (
         (5, {}),
         (Unsized(5), {}),
@@ -148,7 +152,8 @@ def test_max_time_is_noticed_between_epochs(monkeypatch):
     assert fit(3, model=SlowEnd(), max_time={"seconds": 10})[1].count("train") == 3
 
 
-def test_a_fit_with_nothing_to_do_stops_the_clock(monkeypatch):
+def test_idle_fit_stops_clock(monkeypatch):
+    """A fit with nothing to do stops the clock of max_time."""
     clock = Clock(monkeypatch)
     trainer, model = fit(2, max_epochs=1)
     with pytest.warns(UserWarning, match="nothing to do"):
@@ -157,7 +162,8 @@ def test_a_fit_with_nothing_to_do_stops_the_clock(monkeypatch):
     assert trainer.fit_loop.elapsed() == 0
 
 
-def test_max_time_counts_what_a_resumed_run_has_used(monkeypatch, tmp_path):
+def test_max_time_after_resume(monkeypatch, tmp_path):
+    """max_time counts the time that a resumed run has used before."""
     clock = Clock(monkeypatch)
 
     class Slow(Net):
@@ -237,12 +243,14 @@ def test_overfit_batches_validates_on_the_training_batches(loaders):
     assert model.count("val") == 0, "without validation data there is no validation"
 
 
-def test_overfit_batches_reads_the_training_loader_a_second_time():
+def test_overfit_batches_refuses_generator():
+    """overfit_batches reads the training loader a second time, which a generator can't give."""
     with pytest.raises(ModelError, match=r"'overfit_batches' validates on the training batches.*a generator can't be"):
         fit((batch for batch in batches(3)), 1, max_epochs=1, overfit_batches=2)
 
 
-def test_overfit_batches_reaches_a_sampler_inside_a_batch_sampler():
+def test_overfit_batches_with_batch_sampler():
+    """overfit_batches replaces a random sampler inside a batch sampler."""
     data = torch.arange(6.0)[:, None]
     loader = DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), 2, False))
     _, model = fit(loader, max_epochs=3, overfit_batches=2)
@@ -333,7 +341,9 @@ def test_log_every_n_steps(every, options, steps):
     assert rows.steps == steps
 
 
-def test_log_every_n_steps_with_several_steps_a_batch():
+def test_log_every_n_steps_in_manual_optimization():
+    """Several optimizer steps in a batch log at the first one at or after each multiple."""
+
     class Twice(Net):
         automatic_optimization = False
 
@@ -352,7 +362,8 @@ def test_log_every_n_steps_with_several_steps_a_batch():
 # -- a fit that has nothing to do, and the next one --------------------------------------------------------------
 
 
-def test_a_second_fit_says_that_it_does_nothing_and_can_go_on():
+def test_second_fit_needs_higher_limit():
+    """A second fit at its limit warns that it does nothing, and goes on with a higher one."""
     trainer, model = fit(4, max_epochs=1)
     with pytest.warns(UserWarning, match=r"nothing to do: max_epochs=1 is reached after 1 epoch\(s\)"):
         trainer.fit(model, batches(4))

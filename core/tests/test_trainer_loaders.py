@@ -62,7 +62,8 @@ def test_an_exhausted_generator_is_no_epoch():
         fit(2, (batch for batch in batches(3)), max_epochs=2)
 
 
-def test_the_sanity_check_takes_nothing_from_a_generator():
+def test_sanity_check_skips_generator():
+    """The sanity check takes no batch from a generator."""
     _, model = fit(2, (batch for batch in batches(3)), max_epochs=1, num_sanity_val_steps=2)
     assert model.count("sanity") == 0 and model.count("val") == 3
 
@@ -118,7 +119,8 @@ class Next:
 
 @pytest.mark.parametrize("kind", [OwnIterator, Zipped, Bare])
 @pytest.mark.parametrize("limit", [1.0, 2, 9])
-def test_iter_once_per_epoch_and_no_batch_past_the_length(kind, limit):
+def test_one_iteration_per_epoch(kind, limit):
+    """A loader is iterated once per epoch, and no batch past its length is read."""
     train, val, other = kind(4), kind(3), kind(3)
     trainer, model = fit(
         train, [val, other], max_epochs=2, num_sanity_val_steps=1, limit_train_batches=limit, limit_val_batches=limit,
@@ -137,7 +139,9 @@ def test_iter_once_per_epoch_and_no_batch_past_the_length(kind, limit):
     assert [(loader.begun, loader.given) for loader in (test, predict)] == [(1, evaluated)] * 2
 
 
-def test_a_batch_sampler_that_is_longer_than_it_says():
+def test_batch_sampler_with_wrong_length():
+    """A batch sampler that is longer than its length is read up to its length."""
+
     class Longer(BatchSampler):
         def __len__(self):
             return 2
@@ -155,7 +159,7 @@ def test_a_batch_sampler_that_is_longer_than_it_says():
 
 
 @pytest.mark.slow
-def test_an_iterable_dataset_in_several_workers_is_evaluated_whole():
+def test_sharded_iterable_dataset():
     """torch guesses its length: each worker's last batch may be a short one, so that there are more."""
 
     class Sharded(Stream):
@@ -182,7 +186,8 @@ class Stream(IterableDataset):
 
 
 @pytest.mark.filterwarnings("ignore:Length of IterableDataset")
-def test_a_loader_that_is_wrong_about_its_length():
+def test_loader_with_wrong_length():
+    """A loader that is wrong about its length ends the epoch at the lesser number."""
     trainer, model = fit(DataLoader(Stream(7, said=3)), 1, max_epochs=2, accumulate_grad_batches=2)
     assert [call[2] for call in model.calls if call[0] == "train"] == [0, 1, 2] * 2
     assert trainer.global_step == 4 and model.validated_after() == [3, 6]

@@ -12,7 +12,9 @@ from torchhal.errors import (
 pytestmark = pytest.mark.usefixtures("accelerator")
 
 
-def test_values_logged_before_a_step_are_weighed_with_its_batch():
+def test_values_logged_before_step():
+    """Values logged before a step are weighed with its batch."""
+
     class Logs(Net):
         def on_train_batch_start(self, batch, batch_idx):
             self.log("first", float(batch[0]), on_epoch=True, on_step=False)
@@ -67,7 +69,9 @@ def test_log_without_a_trainer_says_so():
     "hook",
     ["setup", "configure_optimizers", "on_fit_start", "on_train_end", "on_fit_end", "on_validation_end", "teardown"],
 )
-def test_log_where_there_is_nothing_to_log_for(hook):
+def test_log_outside_loop_refused(hook):
+    """self.log is refused where no loop runs that it could log for."""
+
     class Logs(Net):
         pass
 

@@ -18,7 +18,8 @@ pytestmark = pytest.mark.usefixtures("accelerator")
 
 
 @pytest.mark.slow
-def test_what_a_step_returned_is_gone_before_the_next_one():
+def test_step_output_freed_before_next():
+    """The output of a step is freed before the next one."""
     alive = []
 
     class Big:
@@ -53,7 +54,8 @@ def test_what_a_step_returned_is_gone_before_the_next_one():
     assert len(alive) == 12
 
 
-def test_nothing_of_a_run_is_kept_alive_by_the_next():
+def test_previous_run_is_freed():
+    """Nothing of a run is kept alive by the next one."""
     trainer, model = fit(Net(), DataLoader(TensorDataset(torch.ones(4, 1)), collate_fn=lambda rows: rows[0][0]))
     gone = weakref.ref(model)
     trainer.validate(Net(), batches(1), verbose=False)
@@ -99,7 +101,8 @@ class OwnStep(Net):
     ],
     ids=["plain", "scheduler", "by hand", "own step", "everything on", "ddp"],
 )  # fmt: skip
-def test_a_trainer_and_its_model_go_without_a_garbage_collection(tmp_path, kind, options):
+def test_trainer_freed_without_gc(tmp_path, kind, options):
+    """A Trainer and its model are freed without a garbage collection."""
     stopping = [EarlyStopping("score", mode="max")] if kind is Scored else []
     gc.collect()
     gc.disable()
@@ -135,7 +138,8 @@ def test_a_model_outlives_its_trainer():
 
 
 @pytest.mark.parametrize("options", [{}, {"strategy": "ddp"}, {"logger": True, "num_workers": 1}], ids=str)
-def test_no_thread_and_no_variable_outlives_a_fit(tmp_path, monkeypatch, options):
+def test_fit_leaves_no_threads(tmp_path, monkeypatch, options):
+    """No thread and no environment variable outlives a fit."""
     monkeypatch.delenv("TORCH_FR_BUFFER_SIZE", raising=False)
     workers = options.pop("num_workers", 0)
     during = set()
@@ -158,7 +162,8 @@ def test_no_thread_and_no_variable_outlives_a_fit(tmp_path, monkeypatch, options
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_thread_ends_though_a_forked_child_has_its_pipe():
+def test_thread_ends_despite_forked_child():
+    """The signal thread ends although a forked child holds its pipe."""
     reading, writing = os.pipe()
     children = []
 

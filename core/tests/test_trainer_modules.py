@@ -21,7 +21,8 @@ from torchhal.trainer.callbacks import EarlyStopping, ModelCheckpoint
 pytestmark = pytest.mark.usefixtures("accelerator")
 
 
-def test_a_data_module_by_position_and_by_name():
+def test_data_module_argument():
+    """A data module is taken by position and by name, and not beside loaders."""
     data = Data()
     trainer = make()
     trainer.fit(Net(), data)
@@ -43,7 +44,8 @@ def test_a_data_module_by_position_and_by_name():
             call()
 
 
-def test_a_copy_of_a_module_or_data_module_leaves_the_trainer_behind():
+def test_copies_have_no_trainer():
+    """A copy of a module or data module leaves the Trainer behind."""
     data, model = Data(), Net()
     trainer = make()
     trainer.fit(model, data)
@@ -124,7 +126,9 @@ def test_callbacks_of_the_model():
     assert [callback.fits for callback in trainer.callbacks if isinstance(callback, Note)] == [2]
 
 
-def test_a_checkpoint_callback_of_the_model_is_said_where_checkpointing_is_off(tmp_path):
+def test_checkpoint_of_model_without_checkpointing(tmp_path):
+    """A ModelCheckpoint of the model is used with a warning where checkpointing is off."""
+
     class Keeps(Net):
         def configure_callbacks(self):
             return ModelCheckpoint(tmp_path)
@@ -134,7 +138,9 @@ def test_a_checkpoint_callback_of_the_model_is_said_where_checkpointing_is_off(t
     assert os.listdir(tmp_path)
 
 
-def test_best_is_known_when_the_model_brought_the_checkpoint(tmp_path):
+def test_best_with_checkpoint_of_model(tmp_path):
+    """ckpt_path="best" is known when the model brought the ModelCheckpoint."""
+
     class Own(Net):
         def configure_callbacks(self):
             return ModelCheckpoint(tmp_path)

@@ -157,7 +157,9 @@ def test_schedulers_step_when_they_say(config, steps):
     assert trainer.global_step == 6 and model.scheduler.steps == [()] * steps
 
 
-def test_a_monitored_scheduler_sees_the_validation_of_its_epoch():
+def test_monitored_scheduler():
+    """A monitored scheduler gets the validation metric of its epoch."""
+
     class Plateau(Net):
         values = iter([5.0, 4.0, 4.5, 4.5])
 
@@ -211,7 +213,9 @@ def test_a_missing_monitor_is_named_or_skipped():
     assert fit(Missing(), None, batches(1))[0].global_step == 2
 
 
-def test_the_length_of_training_is_known_in_configure_optimizers():
+def test_training_length_in_configure_optimizers():
+    """configure_optimizers can read the number of batches and steps."""
+
     class Looks(Net):
         def train_dataloader(self):
             self.asked = getattr(self, "asked", 0) + 1

@@ -19,7 +19,8 @@ from tiers import slow
 from torchhal.trainer.callbacks import ModelCheckpoint
 
 
-def test_a_stop_whose_state_can_t_be_saved_says_so(tmp_path):
+def test_stop_without_space_left(tmp_path):
+    """The line of a stop tells that its state could not be saved."""
     done = script(
         tmp_path,
         """
@@ -69,7 +70,8 @@ def test_sigterm_leaves_a_loadable_checkpoint(tmp_path, hook, save_last):
     assert resumed.global_step > steps or resumed.current_epoch == 2
 
 
-def test_a_stop_at_a_step_that_was_just_saved_names_that_file(tmp_path):
+def test_stop_at_saved_step(tmp_path):
+    """A stop at a step that was just saved names that file."""
     done = script(
         tmp_path,
         """
@@ -158,7 +160,7 @@ def test_ctrl_c_once_and_twice(tmp_path):
 
 @pytest.mark.parametrize("strategy", ["auto", slow("ddp"), slow("ddp_spawn"), slow("ddp_fork"), slow("ddp_notebook")])
 @pytest.mark.parametrize("terminal", [True, False], ids=["terminal", "file"])
-def test_an_orderly_stop_is_two_lines_of_their_own_and_no_traceback(tmp_path, terminal, strategy):
+def test_stop_prints_two_lines(tmp_path, terminal, strategy):
     """Neither behind a progress bar nor behind the ^C of the terminal, which reaches every process of the job; the code
     is that of the signal."""
     (tmp_path / "script.py").write_text(

@@ -128,7 +128,9 @@ def test_a_plain_module_trains_and_is_evaluated():
 # -- overridden pieces of the step -------------------------------------------------------------------------------
 
 
-def test_the_pieces_of_a_step_may_be_replaced():
+def test_overridden_step_methods():
+    """A model may replace backward, zero_grad and clipping."""
+
     class Pieces(Net):
         def __init__(self):
             super().__init__()

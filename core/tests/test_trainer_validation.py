@@ -54,7 +54,8 @@ def test_validations_of_an_unsized_loader(options, after):
     assert fit(Unsized(6), 2, max_epochs=2, **options)[1].validated_after() == after
 
 
-def test_an_interval_that_is_never_reached_is_an_error_before_training():
+def test_unreachable_val_check_interval():
+    """A val_check_interval that is never reached is an error before training."""
     for options in ({}, {"check_val_every_n_epoch": 5}):
         model = Net()
         with pytest.raises(ConfigurationError, match=r"'val_check_interval' must be at most the 6 training batches"):
@@ -80,7 +81,9 @@ def test_limits_of_evaluation(limit, count):
     assert trainer.predict(model, batches(4)) == list(range(count))
 
 
-def test_loaders_that_are_not_wanted_are_not_asked_for():
+def test_unused_loaders_not_requested():
+    """A loader hook with a limit of 0 is not called."""
+
     class WithLoader(Net):
         def val_dataloader(self):
             raise AssertionError("not wanted")
@@ -97,7 +100,8 @@ def test_sanity_check(steps, count):
     assert all(call[0] == "sanity" for call in calls[:count])
 
 
-def test_sanity_check_of_several_loaders_and_none_when_resuming(tmp_path):
+def test_sanity_check_of_several_loaders(tmp_path):
+    """The sanity check reads every loader, and does not run in a resumed fit."""
     trainer, model = fit(2, [DataLoader(batches(3)), DataLoader(batches(1))], max_epochs=1, num_sanity_val_steps=2)
     assert [call[1:] for call in model.calls if call[0] == "sanity"] == [(0, 0), (0, 1), (1, 0)]
     trainer.save_checkpoint(tmp_path / "a.ckpt")

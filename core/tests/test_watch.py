@@ -146,7 +146,7 @@ def test_which_messages_are_consequences(text, transport, timeout):
     assert not is_transport_error(OSError(text))
 
 
-def test_a_rank_that_leaves_on_a_signal_takes_the_others_along(left, crew):
+def test_signalled_rank_ends_others(left, crew):
     """It is no failure, and who doesn't come back leaves with the signal's code, too."""
     first, second, third = crew(3, grace=0.5)
     second.report_stop(signal.SIGTERM)
@@ -161,7 +161,8 @@ def test_a_rank_that_leaves_on_a_signal_takes_the_others_along(left, crew):
     assert set(left) == {143}
 
 
-def test_a_rank_that_waits_to_meet_one_that_left_on_a_signal_follows_it(server, monkeypatch):
+def test_signalled_rank_ends_meeting(server, monkeypatch):
+    """A rank that waits to meet one that left on a signal follows it."""
     stores_of = [dist.TCPStore("127.0.0.1", server, None, False, wait_for_workers=False) for _ in range(2)]
     monkeypatch.setattr(rendezvous, "_process", rendezvous._State())
     rendezvous._state().job = rendezvous._Job(("127.0.0.1", server, 2, 1), stores_of[1], "nobody")
@@ -175,7 +176,7 @@ def test_a_rank_that_waits_to_meet_one_that_left_on_a_signal_follows_it(server, 
     assert rendezvous._state().patience > 15
 
 
-def test_a_stop_of_an_earlier_call_ends_no_later_one(server, monkeypatch):
+def test_stop_ends_own_call_only(server, monkeypatch):
     """Who caught the interrupt on every rank fits again, and a rank comes to that late."""
     stores_of = [dist.TCPStore("127.0.0.1", server, None, False, wait_for_workers=False) for _ in range(2)]
     monkeypatch.setattr(rendezvous, "_process", rendezvous._State())
@@ -191,7 +192,7 @@ def test_a_stop_of_an_earlier_call_ends_no_later_one(server, monkeypatch):
             rendezvous.wait_for_all_ranks(again, 0, 2, SECOND * 3, name="set-up", job=stores_of[0], call=call)
 
 
-def test_who_lost_a_rank_does_not_wait_for_its_goodbye(crew, monkeypatch):
+def test_no_linger_after_lost_rank(crew, monkeypatch):
     """A rank that is gone without a word, on another host, says none: rank 0 would serve half a minute for nobody."""
     monkeypatch.setattr(rendezvous._state(), "lingers", True)
     first, _ = crew(2)
@@ -209,7 +210,8 @@ def test_a_timeout_names_the_ranks_that_took_no_part(crew):
         assert "rank 2 did not take part" in str(result)
 
 
-def test_a_rank_that_waited_in_vain_and_left_sooner_has_not_done_its_work(crew):
+def test_timed_out_rank_is_not_finished(crew):
+    """A rank that waited in vain and left sooner does not count as finished."""
     watches = crew(2)
     lost = RuntimeError("Timed out waiting 8000ms for recv operation to complete")
     first = watches[0].explain(lost, timeout=scaled(0.1), name="reduce")
@@ -239,7 +241,8 @@ def unstarted(crew, server):
     return first, stores.PrefixedStore("torchhal/1", client)
 
 
-def test_a_rank_whose_set_up_failed_and_that_lives_was_not_killed(crew, server):
+def test_failed_setup_is_reported(crew, server):
+    """A living rank whose set-up failed is not reported as killed."""
     first, store = unstarted(crew, server)
     RankMonitor(store, 1, 2, announce=False).report_failure(OSError("no such device"))
     error = first.explain(LOST)
@@ -247,7 +250,8 @@ def test_a_rank_whose_set_up_failed_and_that_lives_was_not_killed(crew, server):
     assert str(error).startswith("rank 1 failed: OSError: no such device")
 
 
-def test_a_rank_that_has_not_come_out_of_its_set_up_was_not_killed(crew, server):
+def test_unfinished_setup_is_reported(crew, server):
+    """A rank that has not come out of its set-up is not reported as killed."""
     first, _ = unstarted(crew, server)
     error = first.explain(LOST, timeout=scaled(0.2))
     assert str(error).startswith("rank 1 has not come out of its set-up")
@@ -262,7 +266,7 @@ def test_a_rank_that_has_not_come_out_of_its_set_up_was_not_killed(crew, server)
         (Presence.ELSEWHERE, "its process 4711 on n2 answers nothing", True),
     ],
 )
-def test_of_a_silent_rank_only_what_can_be_seen_is_said(crew, monkeypatch, presence, seen, memory):
+def test_silent_rank_report(crew, monkeypatch, presence, seen, memory):
     """Who lives was not killed for want of memory."""
     first, second = crew(2)
     second.stop()
@@ -274,7 +278,7 @@ def test_of_a_silent_rank_only_what_can_be_seen_is_said(crew, monkeypatch, prese
     assert f"rank 1: {seen}" in str(error)
 
 
-def test_a_rank_that_left_its_loop_on_an_error_has_not_done_its_work(crew):
+def test_teardown_on_error_is_failure(crew):
     """In a loop of one's own the tear-down comes before anybody has heard of the error."""
     first, second = crew(2)
     second.stop(ValueError("a bad batch"))
@@ -290,7 +294,8 @@ def test_an_error_that_nobody_catches_is_reported(crew, monkeypatch):
     assert "rank 1 failed: ValueError: in a loop" in str(first.explain(LOST))
 
 
-def test_a_process_that_ends_without_a_tear_down_was_not_killed(crew, monkeypatch):
+def test_exit_without_teardown_is_finished(crew, monkeypatch):
+    """A process that ends without a teardown is not reported as killed."""
     first, second = crew(2)
     monkeypatch.setattr(watch, "active_watches", lambda: [second])
     watch._stop_at_exit()
@@ -390,7 +395,8 @@ def test_two_signals_make_one_stop(crew):
     assert len(set(results)) == 1, results
 
 
-def test_a_rank_inside_a_collective_does_not_hold_up_the_agreement(crew):
+def test_agreement_with_blocked_rank(crew):
+    """A rank inside a collective does not hold up the agreement on a step."""
     first, second = crew(2)
     first.steps_done = 7
     second.steps_done = 6  # in a step that needs the first
@@ -407,7 +413,8 @@ def test_a_rank_inside_a_collective_does_not_hold_up_the_agreement(crew):
     assert second.agree_on_stop_step() == signal.SIGTERM
 
 
-def test_a_stop_that_comes_when_a_rank_has_ended_is_void(crew):
+def test_stop_after_rank_ended_is_void(crew):
+    """A stop that comes when a rank has ended is void."""
     first, second = crew(2)
     second.stop()
     first.request_stop(signal.SIGTERM)
@@ -504,7 +511,8 @@ def own_handler():
     signal.signal(signal.SIGUSR1, before)
 
 
-def test_a_handler_of_the_program_for_the_schedulers_signal_stays(own_handler):
+def test_own_handler_of_scheduler_signal(own_handler):
+    """A handler of the program for the scheduler's signal stays."""
     received = []
     with (
         StopSignals(received.append, signals=(signal.SIGTERM, signal.SIGUSR1)) as stop,
@@ -515,7 +523,7 @@ def test_a_handler_of_the_program_for_the_schedulers_signal_stays(own_handler):
     assert received == [] and stop.received is None
 
 
-def test_handlers_of_an_outer_fit_or_a_supervisor_are_not_the_programs():
+def test_outer_torchhal_handlers_are_replaced():
     """The latter is what a forked worker inherits."""
     outer, inner = [], []
     with StopSignals(outer.append, signals=[signal.SIGUSR1]), StopSignals(inner.append, signals=[signal.SIGUSR1]):
@@ -545,7 +553,7 @@ print("done", flush=True)
 """
 
 
-def test_a_second_signal_ends_who_is_blocked_in_a_collective(tmp_path):
+def test_second_signal_ends_blocked_rank(tmp_path):
     """Rank 0 waits in C for rank 1, where Python calls no handler; rank 1 is asked twice, too, and goes on."""
     ranks = [
         subprocess.Popen(
@@ -657,7 +665,7 @@ def meet(store, rank, world_size, timeout=20):
     return None
 
 
-def test_a_rank_that_two_processes_have_is_no_rank_that_never_came(server, monkeypatch):
+def test_duplicate_rank_is_named(server, monkeypatch):
     """Both nodes started with NODE_RANK=0, say: the second is refused, and the first hears of it."""
     one, other = (dist.TCPStore("127.0.0.1", server, None, False, wait_for_workers=False) for _ in range(2))
     with ThreadPoolExecutor() as pool:
