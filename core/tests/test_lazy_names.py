@@ -27,4 +27,4 @@ def test_an_earlier_name_warns_and_is_the_same_object(module: str, old: str, new
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'torchhal_ray' has no attribute 'RayLaunch'"):
-        importlib.import_module("torchhal_ray").RayLaunch
+        importlib.import_module("torchhal_ray").RayLaunch  # noqa: B018

@@ -1,4 +1,7 @@
-"""Test the dtypes that an alias of a precision stands for, and the conversion of modules."""
+"""Test the dtypes that an alias of a precision stands for, and the conversion of modules.
+
+Ids such as PRE-10 in comments are those of the conformance checks.
+"""
 
 from __future__ import annotations
 

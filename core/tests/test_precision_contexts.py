@@ -1,4 +1,7 @@
-"""Test the conversion of batches, autocast and default dtypes of precisions."""
+"""Test the conversion of batches, autocast and default dtypes of precisions.
+
+Ids such as PRE-10 in comments are those of the conformance checks.
+"""
 
 from __future__ import annotations
 

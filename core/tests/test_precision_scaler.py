@@ -1,4 +1,7 @@
-"""Test the loss scaling of float16: gradients, clipping, skipped steps, saved state and several optimizers."""
+"""Test the loss scaling of float16: gradients, clipping, skipped steps, saved state and several optimizers.
+
+Ids such as PRE-10 in comments are those of the conformance checks.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Test training in each precision against plain PyTorch loops, and the optimizers that it accepts."""
+"""Test training in each precision against plain PyTorch loops, and the optimizers that it accepts.
+
+Ids such as PRE-10 in comments are those of the conformance checks.
+"""
 
 from __future__ import annotations
 

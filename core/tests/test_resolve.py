@@ -170,7 +170,12 @@ NONSENSE = [True, False, None, 1.5, -2, "", " ", "no such thing", [], {}, object
 @pytest.mark.parametrize("value", NONSENSE, ids=lambda value: re.sub(" at 0x[0-9a-f]+", "", repr(value)))
 @pytest.mark.parametrize("argument", ["accelerator", "strategy", "devices", "num_nodes", "precision", "plugins"])
 def test_nonsense_is_refused_by_name(argument, value):
-    """STR-37: one kind of error for all of it, except that an unknown alias is a LookupError of its own."""
+    """Nonsense is refused by the name of its argument.
+
+    One kind of error for all of it, except that an unknown alias is a LookupError of its own.
+
+    Checks: STR-37.
+    """
     harmless = {"precision": (None,), "plugins": (None, [], ()), "num_nodes": (), "devices": ()}
     if any(value is ok or (value == ok and type(value) is type(ok)) for ok in harmless.get(argument, ())):
         plan(**{argument: value})

@@ -67,12 +67,20 @@ def through_the_io():
 
 
 def test_checkpoints_go_through_the_given_io(world):
-    """STR-24: on rank 0, and its failure is everybody's."""
+    """Checkpoints go through the given CheckpointIO.
+
+    On rank 0, and its failure is everybody's.
+
+    Checks: STR-24.
+    """
     world.run(through_the_io)
 
 
 def test_state_of_another_model_is_refused():
-    """STR-25, STR-26"""
+    """The state of another model is refused.
+
+    Checks: STR-25, STR-26.
+    """
     strategy = compose(SingleDeviceStrategy())
     model = Regression()
     strategy.connect(model)
@@ -119,5 +127,8 @@ def gradients_in_the_midst():
 
 
 def test_accumulated_gradients_are_saved_and_continued(world):
-    """STR-22"""
+    """Accumulated gradients are saved and continued.
+
+    Checks: STR-22.
+    """
     world.run(gradients_in_the_midst)

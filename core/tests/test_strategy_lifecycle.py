@@ -54,7 +54,10 @@ def ranks_and_devices():
 
 
 def test_ranks_devices_and_shares(world):
-    """STR-12, STR-27, STR-28"""
+    """Ranks, devices and shares of the data fit together.
+
+    Checks: STR-12, STR-27, STR-28.
+    """
     world.run(ranks_and_devices)
 
 
@@ -89,7 +92,10 @@ def lives():
 
 
 def test_repeated_setup_and_teardown(world):
-    """STR-29, STR-31"""
+    """A strategy can be set up and torn down again and again.
+
+    Checks: STR-29, STR-31.
+    """
     world.run(lives)
 
 
@@ -144,7 +150,10 @@ def failing_setup(where):
 
 @pytest.mark.parametrize("where", ["device", "precision", "model"])
 def test_teardown_after_a_failed_set_up(world2, where):
-    """STR-30"""
+    """A failed set-up can be torn down.
+
+    Checks: STR-30.
+    """
     world2.run(failing_setup, where)
 
 
@@ -213,7 +222,10 @@ def foreign_group():
 
 
 def test_foreign_group_is_kept(world):
-    """STR-39"""
+    """A process group that the program has made is used and not destroyed.
+
+    Checks: STR-39.
+    """
     world.run(foreign_group)
 
 
@@ -266,7 +278,10 @@ def options_of_the_group():
 
 
 def test_backend_and_timeout_are_honoured(world2):
-    """STR-39"""
+    """The process group has the given backend and timeout.
+
+    Checks: STR-39.
+    """
     assert world2.run(options_of_the_group) == [33.0, 33.0]
 
 
@@ -292,14 +307,24 @@ def one_batch_more():
 
 @pytest.mark.slow
 def test_uneven_batches_end_all_ranks(world2):
-    """STR-48: within the timeout, on all ranks, whoever waits for whom."""
+    """A rank with one batch more ends all ranks.
+
+    Within the timeout, on all ranks, whoever waits for whom.
+
+    Checks: STR-48.
+    """
     outcomes = world2.outcomes(one_batch_more, timeout=60)
     assert all(outcome.error for outcome in outcomes), outcomes
     world2.stop()
 
 
 def test_nothing_communicates_before_the_set_up():
-    """STR-38: all of this on one rank alone, in a world of three whose others don't exist."""
+    """Nothing communicates before the set-up.
+
+    All of this on one rank alone, in a world of three whose others don't exist.
+
+    Checks: STR-38.
+    """
     strategy = DDPStrategy()
     strategy.configure(
         accelerator=CPUAccelerator(), precision=SinglePrecision(), checkpoint_io=TorchCheckpointIO(),

@@ -94,7 +94,12 @@ def initial_weights():
 
 
 def test_weights_broadcast_from_rank_0(world):
-    """STR-13, STR-47: parameters and buffers, tied, frozen, 0-dim, strided, expanded, of several dtypes."""
+    """Every rank starts from the weights of rank 0.
+
+    Parameters and buffers, tied, frozen, 0-dim, strided, expanded, of several dtypes.
+
+    Checks: STR-13, STR-47.
+    """
     world.run(initial_weights)
 
 
@@ -134,7 +139,12 @@ def test_unequal_models_fail_on_all_ranks(world2, kind):
 
 
 def test_meta_model_refused():
-    """STR-41: moving it would be an error of torch's, filling it would train garbage."""
+    """A model on the meta device is refused.
+
+    Moving it would be an error of torch's, filling it would train garbage.
+
+    Checks: STR-41.
+    """
     with torch.device("meta"):
         model = Regression()
     strategy = compose(SingleDeviceStrategy())
@@ -157,7 +167,10 @@ def nothing_to_train():
 
 
 def test_nothing_to_train_is_not_wrapped(world2):
-    """STR-41"""
+    """A model without trained parameters is not wrapped.
+
+    Checks: STR-41.
+    """
     world2.run(nothing_to_train)
 
 
@@ -213,7 +226,10 @@ def own_face():
 
 
 def test_the_module_is_itself_inside_the_step(world2):
-    """STR-21"""
+    """The module is itself inside the step.
+
+    Checks: STR-21.
+    """
     world2.run(own_face)
 
 
@@ -335,7 +351,10 @@ class Spy(Precision):
 
 @pytest.mark.parametrize("cls", [SingleDeviceStrategy, DDPStrategy])
 def test_the_given_precision_is_called(cls, monkeypatch):
-    """STR-36"""
+    """The strategy calls the given precision.
+
+    Checks: STR-36.
+    """
     monkeypatch.setenv("WORLD_SIZE", "1")
     for name in ("RANK", "LOCAL_RANK", "GROUP_RANK"):
         monkeypatch.setenv(name, "0")
@@ -386,7 +405,10 @@ def half_precision():
 
 
 def test_other_precisions_under_ddp(world2):
-    """STR-36"""
+    """Other precisions work under ddp.
+
+    Checks: STR-36.
+    """
     world2.run(half_precision)
 
 

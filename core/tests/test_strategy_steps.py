@@ -49,7 +49,10 @@ def gradients():
 
 
 def test_gradient_equals_joined_batch(world):
-    """STR-14"""
+    """The gradient is that of the joined batch.
+
+    Checks: STR-14.
+    """
     world.run(gradients)
 
 
@@ -74,7 +77,12 @@ def accumulation(options):
 
 
 def test_accumulation_equals_a_big_batch(world):
-    """STR-15: and nothing is sent for any but the last micro-batch."""
+    """Accumulation equals a big batch.
+
+    Nothing is sent for any but the last micro-batch.
+
+    Checks: STR-15.
+    """
     assert world.run(accumulation, {}) == [2] * world.size
 
 
@@ -103,7 +111,10 @@ def twenty_steps(make, clip):
 
 @pytest.mark.parametrize(("make", "clip"), [(sgd, None), (adam, None), (sgd, 0.05)], ids=["sgd", "adam", "clipped"])
 def test_twenty_steps_equal_the_plain_loop(world, make, clip):
-    """STR-16, STR-17, STR-18, STR-35, STR-42"""
+    """Twenty steps equal the plain loop.
+
+    Checks: STR-16, STR-17, STR-18, STR-35, STR-42.
+    """
     world.run(twenty_steps, make, clip)
 
 
@@ -139,7 +150,10 @@ def unused(options):
 
 
 def test_unused_parameters_refused(world2):
-    """STR-20"""
+    """Unused parameters are an error that names a way out.
+
+    Checks: STR-20.
+    """
     for outcome in world2.outcomes(unused, {}):
         assert outcome.error == "DistributedError", outcome
         assert "'never_used.weight', 'never_used.bias'" in outcome.message
@@ -148,7 +162,10 @@ def test_unused_parameters_refused(world2):
 
 @pytest.mark.parametrize("options", [{"find_unused_parameters": True}, {"static_graph": True}], ids=str)
 def test_unused_parameters_may_be_allowed(world2, options):
-    """STR-20"""
+    """Unused parameters may be allowed.
+
+    Checks: STR-20.
+    """
     world2.run(unused, options)
 
 
@@ -269,7 +286,12 @@ def by_hand(options, every):
 @pytest.mark.parametrize("every", [1, 3], ids=["each batch", "accumulating"])
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
 def test_manual_optimization(world2, options, every):
-    """STR-19: through ddp's own hooks it dies with find_unused_parameters, and is silently local without."""
+    """Manual optimization with two optimizers equals the plain loop.
+
+    Through ddp's own hooks it dies with find_unused_parameters, and is silently local without.
+
+    Checks: STR-19.
+    """
     world2.run(by_hand, options, every)
 
 
