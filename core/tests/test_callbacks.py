@@ -148,7 +148,8 @@ class TestNames:
         assert earlier_runs(str(tmp_path)) == []
 
 
-def test_a_link_replaces_in_one_step_and_leaves_nothing(tmp_path, monkeypatch):
+def test_link_checkpoint_is_atomic(tmp_path, monkeypatch):
+    """A link replaces its target in one step and leaves nothing behind."""
     io = TorchCheckpointIO()
     source, target = tmp_path / "a.ckpt", tmp_path / "last.ckpt"
     source.write_text("new")

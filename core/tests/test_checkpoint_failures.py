@@ -63,7 +63,8 @@ class Poison:
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt, SystemExit, MemoryError])
-def test_an_error_in_mid_save_leaves_the_old_one(io_: TorchCheckpointIO, tmp_path: Path, error: Any) -> None:
+def test_error_during_save_keeps_old(io_: TorchCheckpointIO, tmp_path: Path, error: Any) -> None:
+    """An error in mid-save leaves the old checkpoint."""
     io_.save_checkpoint(OLD, tmp_path / "x")
     raised = CheckpointError if issubclass(error, Exception) else error
     with pytest.raises(raised, match="poison"):
@@ -156,15 +157,15 @@ def test_read_only_disk_refused_before_training(small_disk: Path, tmp_path: Path
         assert bool(steps) == taken
 
 
-def test_a_folder_that_takes_no_file_is_an_error(io_: TorchCheckpointIO) -> None:
+def test_unwritable_folder_refused(io_: TorchCheckpointIO) -> None:
+    """A folder that takes no file is an error."""
     for path in ("/proc/x.ckpt", "/proc/made/x.ckpt", "/dev/null/x.ckpt"):
         with pytest.raises(CheckpointError, match=r"x\.ckpt' could not be saved \(\w+Error: .*Errno"):
             io_.save_checkpoint(OLD, path)
 
 
-def test_a_short_write_isnt_taken_for_a_whole_one(
-    io_: TorchCheckpointIO, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_short_writes_are_completed(io_: TorchCheckpointIO, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short write is not taken for a whole one."""
     write = local_file._FlowingFile.write
     monkeypatch.setattr(
         local_file._FlowingFile, "write", lambda self, data: write(self, data[: max(1, len(data) // 2)])
@@ -463,7 +464,8 @@ def test_garbage_is_refused(io_: TorchCheckpointIO, tmp_path: Path, garbage: Any
         io_.load_checkpoint(path)
 
 
-def test_the_sum_of_parts_is_that_of_the_whole() -> None:
+def test_combined_checksum() -> None:
+    """The checksum combined of two parts is that of the whole."""
     for length in (0, 1, 2, 100, 70_001):
         first, second = os.urandom(333), os.urandom(length)
         assert combine(zlib.crc32(first), zlib.crc32(second), length) == zlib.crc32(first + second)

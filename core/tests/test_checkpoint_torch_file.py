@@ -203,7 +203,7 @@ def test_map_location_is_not_ignored(io_: TorchCheckpointIO, tmp_path: Path, dev
 
 
 @pytest.mark.usefixtures("accelerator")
-def test_tensors_of_a_device_go_where_they_are_wanted(io_: TorchCheckpointIO, tmp_path: Path) -> None:
+def test_map_location_of_device_tensors(io_: TorchCheckpointIO, tmp_path: Path) -> None:
     """Also in a process that has never heard of the device; and what shared memory shares it again."""
     device = hardware.device()
     whole = torch.arange(6.0, device=device)

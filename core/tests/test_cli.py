@@ -182,7 +182,8 @@ def test_plugins_in_a_locale_that_lacks_the_letters(hostile: Path, variables: di
     assert b"'failing' (failing 1) is broken: OSError" in done.stdout
 
 
-def test_an_error_in_a_program_holds_no_escape_either(hostile: Path) -> None:
+def test_errors_escape_control_characters(hostile: Path) -> None:
+    """An error in a program holds no terminal escape sequence."""
     program = "import torchhal\ntry: torchhal.Trainer(accelerator='nothing')\nexcept LookupError as error: print(error)"
     done = subprocess.run(
         [sys.executable, "-W", "always", "-c", f"{program}\ntorchhal.Trainer()"],

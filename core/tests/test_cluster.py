@@ -195,7 +195,7 @@ def test_local_several_nodes_by_hand(table):
         environment.configure(2, 4)
 
 
-def test_a_node_of_several_that_would_train_by_itself(table):
+def test_forgotten_num_nodes_refused(table):
     """``num_nodes`` forgotten: every host would train alone, and end well."""
     table("by hand")
     with pytest.raises(ConfigurationError, match=r"NODE_RANK=1 says that this is one of several nodes.*'num_nodes'"):

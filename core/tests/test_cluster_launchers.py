@@ -156,7 +156,8 @@ class TestSlurmSteps:
         job(SLURM_PROCID="3")  # which would be n2's: no blocks after all
         assert environment.node_of(3) is None
 
-    def test_the_arbitrary_distribution_begins_where_the_host_file_does(self, job, tmp_path):
+    def test_arbitrary_distribution_reads_host_file(self, job, tmp_path):
+        """With Slurm's arbitrary distribution the host file's first line is the address."""
         path = tmp_path / "hosts"
         environment = job(TABLES["slurm"][0], SLURM_DISTRIBUTION="arbitrary", SLURM_HOSTFILE=str(path))
         with pytest.raises(ConfigurationError, match=r"SLURM_HOSTFILE.*No such file.*set MASTER_ADDR"):
@@ -214,7 +215,8 @@ class TestSlurmSteps:
         with pytest.raises(ConfigurationError, match=r"MASTER_ADDR must be an address.*'localhost'"):
             environment.validate_settings(num_devices=2, num_nodes=2)
 
-    def test_a_list_that_can_t_be_read_is_named(self, job):
+    def test_unreadable_node_list_is_named(self, job):
+        """The error for a node list that can't be read names it."""
         with pytest.raises(ConfigurationError, match=r"SLURM_STEP_NODELIST can't be read \(got 'n\[1-2\]-ib'\)"):
             _ = job(TABLES["slurm"][0], SLURM_STEP_NODELIST="n[1-2]-ib").main_address
 
@@ -336,7 +338,7 @@ class TestNested:
         assert job(daemon, TABLES[mpi][1]).name == mpi
 
     @pytest.mark.parametrize("mpi", ["openmpi", "mpich"])
-    def test_mpi_on_one_of_an_allocation_s_two_nodes(self, job, mpi):
+    def test_mpi_on_one_of_two_nodes(self, job, mpi):
         """As many processes as the step has daemons: the numbers on this node tell them apart."""
         size, local = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
         if mpi == "mpich":
@@ -401,7 +403,8 @@ class TestMPI:
         with pytest.raises(ConfigurationError, match=rf"MASTER_ADDR and MASTER_PORT must be set.*{launcher}.*mpi4py"):
             _ = environment.main_address
 
-    def test_azure_s_address_and_port_stand_in_one_variable(self, job):
+    def test_azure_address_and_port(self, job):
+        """Azure's address and port stand in one variable."""
         environment = job(TABLES["openmpi"][3], AZ_BATCH_MASTER_NODE="10.0.0.4:6000")
         assert (environment.main_address, environment.main_port) == ("10.0.0.4", 6000)
         with pytest.raises(ConfigurationError, match=r"AZ_BATCH_MASTER_NODE must be 'address:port'.*'10.0.0.4'"):
@@ -483,7 +486,8 @@ class TestSageMaker:
         assert (other.node_rank(), other.main_port) == (0, environment.main_port)
         assert environment.node_of(3) == 0
 
-    def test_a_node_that_would_train_by_itself_is_refused(self, job):
+    def test_sagemaker_needs_num_nodes(self, job):
+        """A SageMaker host that would train by itself is refused."""
         with pytest.raises(ConfigurationError, match=r"SM_HOSTS names the job's 2 hosts, but 1 node.*num_nodes=2"):
             job(self.HOSTS).configure(1, 4)
 
@@ -525,7 +529,8 @@ class TestEnvContract:
 
 
 class TestWhoSharesAHost:
-    def test_nodes_count_in_the_order_of_their_lowest_rank(self):
+    def test_node_rank_order(self):
+        """Nodes count in the order of their lowest rank."""
         hosts = ["b", "a", "b", "c", "a"]
         places = [topology_of(rank, hosts) for rank in range(5)]
         assert [(place.node_rank, place.local_rank, place.local_world_size) for place in places] == [

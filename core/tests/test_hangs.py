@@ -159,7 +159,8 @@ def test_who_waits_for_whom(hangs, name, capsys):
         assert doctor(capsys, command.strip("'")) == (0, said)
 
 
-def test_a_run_folder_that_takes_nothing_hides_no_error(hangs, capsys):
+def test_dump_with_unwritable_run_folder(hangs, capsys):
+    """A run folder that can't be written to hides no error."""
     error = (hangs["read-only"] / "error.txt").read_text()
     assert "CollectiveTimeoutError: all_reduce number 21 timed out on rank 0: rank 1 did not take part" in error
     (command,) = set(re.findall("torchhal doctor (.+)$", error, re.MULTILINE))
@@ -169,7 +170,8 @@ def test_a_run_folder_that_takes_nothing_hides_no_error(hangs, capsys):
     assert "rank 1: came to number 20 only, now at " in said
 
 
-def test_a_disk_that_answers_no_more_holds_nobody_up(tmp_path, monkeypatch):
+def test_hanging_disk_does_not_block_dump(tmp_path, monkeypatch):
+    """A disk that no longer responds does not block the dump."""
     dump = HangDump(0, 2, str)
     dump.run_folder = str(tmp_path / "run")
     dump._name = "hang-1"
@@ -187,7 +189,7 @@ def test_a_disk_that_answers_no_more_holds_nobody_up(tmp_path, monkeypatch):
         pass
 
 
-def test_a_recorder_that_answers_no_more_holds_nobody_up(tmp_path, monkeypatch):
+def test_hanging_recorder_does_not_block_dump(tmp_path, monkeypatch):
     """Those of other backends wait for locks that may be what hangs; a second writer knows where the first has been."""
     dump, asked = HangDump(0, 2, str), threading.Event()
     dump.run_folder, dump._name = str(tmp_path), "hang-1"
@@ -311,7 +313,8 @@ def test_folders_without_a_hang(tmp_path, capsys):
 # -- what torch and the system tell ---------------------------------------------------------------------------
 
 
-def test_a_torch_without_a_flight_recorder_is_no_error(monkeypatch):
+def test_torch_without_flight_recorder(monkeypatch):
+    """A torch without a flight recorder is no error."""
     module = torch._C._distributed_c10d
     for name in ("_dump_fr_trace", "_dump_nccl_trace"):
         monkeypatch.delattr(module, name, raising=False)

@@ -135,7 +135,8 @@ def test_optimizer_idx_is_refused_in_every_hook(hook):
         (Callback, "on_train_batch_start", r"must take \(self, trainer, module, batch, batch_idx\)"),
     ],
 )
-def test_a_hook_that_can_not_be_called_is_refused(base, name, says):
+def test_uncallable_hook_refused(base, name, says):
+    """A hook that can't be called with its arguments is refused."""
     takes = (lambda self, lr: None) if says.endswith(r"\(self\)") else lambda self: None
     owner = type(base.__name__, (base,), {name: takes})()
     with pytest.raises(ModelError, match=rf"{base.__name__}\.{name} {says}"):

@@ -84,7 +84,8 @@ assert len(load()) > 150
 """
 
 
-def test_every_module_can_be_imported_without_what_windows_lacks() -> None:
+def test_import_without_posix_names() -> None:
+    """Every module can be imported without the names that Windows lacks."""
     done = subprocess.run([sys.executable, "-c", WITHOUT_POSIX], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -156,7 +157,8 @@ def test_unknown_names() -> None:
     assert not hasattr(torchhal, "torch")
 
 
-def test_a_missing_dependency_of_a_submodule_is_not_hidden() -> None:
+def test_missing_dependency_surfaces() -> None:
+    """A missing dependency of a submodule is not hidden."""
     program = (
         "import sys, torchhal; sys.modules['pluggy'] = None\ntry: torchhal.plugin\nexcept ImportError: print('seen')"
     )

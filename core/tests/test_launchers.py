@@ -344,7 +344,8 @@ def test_worker_error_ends_launch(temporary_files):
     assert {signum: signal.getsignal(signum) for signum in before} == before
 
 
-def test_an_error_that_does_not_pickle_arrives_as_text():
+def test_unpicklable_error_as_text():
+    """An error that does not pickle arrives as text."""
     with pytest.raises(RankFailedError, match=r"failed: .*Odd: 1") as info:
         launcher(2).launch(fail_oddly)
     assert info.value.__cause__ is None

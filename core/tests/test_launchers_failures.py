@@ -201,7 +201,8 @@ def test_rank_0s_own_failure_ends_the_sleepers(run):
     assert one.after_failure < GONE_WITHIN
 
 
-def test_a_failure_after_rank_0_was_done_still_counts(run):
+def test_failure_after_rank_0_ended(run):
+    """A failure after rank 0 was done still counts."""
     one = run("late_failure", "script")
     assert one.code == 1
     assert "ValueError: boom after the end" in one.err

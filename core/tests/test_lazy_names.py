@@ -15,7 +15,8 @@ import pytest
         ("torchhal_ray", "RayLauncher", "RayEnvironment"),
     ],
 )
-def test_an_earlier_name_warns_and_is_the_same_object(module: str, old: str, new: str) -> None:
+def test_earlier_names_warn(module: str, old: str, new: str) -> None:
+    """An earlier name is the same object, with a warning."""
     found = importlib.import_module(module)
     with pytest.warns(DeprecationWarning, match=rf"{module}\.{old} is called {new} now") as caught:
         value = getattr(found, old)

@@ -32,7 +32,8 @@ def numbers(rows):
 
 
 class TestFolders:
-    def test_nothing_is_made_before_there_is_something_to_write(self, tmp_path):
+    def test_nothing_created_before_first_write(self, tmp_path):
+        """Nothing is created before there is something to write."""
         logger = CSVLogger(tmp_path / "a")
         assert logger.log_dir == str(tmp_path / "a" / "torchhal_logs" / "version_0") and logger.version == 0
         logger.save()
@@ -123,7 +124,8 @@ class TestCSV:
         logger.finalize("failed")
         assert len(table(logger)) == 4
 
-    def test_what_a_killed_run_was_writing_is_cut_off(self, tmp_path):
+    def test_torn_last_row_is_cut_off(self, tmp_path):
+        """The row that a killed run was writing is cut off."""
         logger = CSVLogger(tmp_path, version=0)
         logger.log_metrics({"a": 1.0, "b": 2.0}, 0)
         logger.save()
@@ -246,7 +248,8 @@ class TestTensorBoard:
         logger.finalize("success")
         assert self.scalars(logger.log_dir) == {"a": [(0, 1.0)], "b": [(0, 2.0)]}
 
-    def test_nothing_is_made_before_there_is_something_to_write(self, tmp_path):
+    def test_nothing_created_before_first_write(self, tmp_path):
+        """Nothing is created before there is something to write."""
         logger = TensorBoardLogger(tmp_path)
         logger.save()
         logger.finalize("success")

@@ -161,7 +161,8 @@ def test_mpi_tells_every_rank_where_they_meet(ask_rank_0):
     assert others == [(host, port)] * 3
 
 
-def test_rank_0_names_who_has_not_come_by_mpi(ask_rank_0):
+def test_rank_0_names_absent_ranks(ask_rank_0):
+    """Rank 0 names the ranks that have not come over MPI."""
     zero, two = ask_rank_0([0, 2], 4, 1.0)
     assert zero.missing == (1, 3) and "ranks 1, 3 did not come within 1 s" in str(zero)
     assert two.missing == () and "a rank did not come" in str(two)
@@ -288,7 +289,8 @@ def test_foreign_main_address_refused(monkeypatch, port):
         probe.bind(("", port))  # and serves no longer
 
 
-def test_rank_0_says_that_its_address_is_nobody_s(monkeypatch, port):
+def test_unknown_main_address_refused(monkeypatch, port):
+    """Rank 0 refuses an address that is nobody's."""
     monkeypatch.setattr(reachability, "_UNKNOWN_NAME", 0.5)
     with pytest.raises(LaunchError, match=r"nowhere\.invalid is not known here .*set MASTER_ADDR to an address of"):
         rendezvous.start_store("nowhere.invalid", port)
@@ -363,7 +365,7 @@ def ranks():
     rendezvous.stop_store("127.0.0.1", port)
 
 
-def test_ranks_meet_again_after_one_has_waited_in_vain(ranks):
+def test_meeting_after_timeout(ranks):
     """Who comes later to a meeting that was given up hears so at once, and is at the same number as the others then."""
     assert "rank 1 did not come within 0.2 s" in ranks.meet(0, 1, 0.2)
     assert "rank 0 failed: CollectiveTimeoutError: set-up: rank 1 did not come" in ranks.meet(1, 1, IN_VAIN)
@@ -371,7 +373,7 @@ def test_ranks_meet_again_after_one_has_waited_in_vain(ranks):
         assert list(pool.map(ranks.meet, (0, 1), (2, 2), (60, 60))) == [None, None]
 
 
-def test_a_rank_that_gives_up_is_not_waited_for(ranks):
+def test_given_up_rank_ends_meeting(ranks):
     """Rank 0 has come, and its time is over while others still wait for a third."""
     store = ranks.store()
     with ThreadPoolExecutor() as pool:

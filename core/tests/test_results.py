@@ -132,7 +132,8 @@ class TestValues:
         for value in results.callback_metrics.values():
             (value * nn.Parameter(torch.ones(()))).backward()  # an inference tensor would refuse
 
-    def test_given_batch_size_wins_and_epoch_hooks_have_none(self, results):
+    def test_batch_size_of_logged_values(self, results):
+        """A given batch size has priority, and epoch hooks have none."""
         results.start_batch(torch.zeros(100))
         results.log("a", 1.0, "validation_step", batch_size=1)
         results.log("a", 4.0, "validation_step", batch_size=3)
@@ -152,7 +153,9 @@ class TestValues:
 
 class TestCost:
     @pytest.mark.one_accelerator
-    def test_a_value_of_a_step_costs_no_tensor_operation(self, results):
+    def test_step_values_cost_no_operation(self, results):
+        """A value of a step costs no tensor operation."""
+
         class Count(TorchDispatchMode):
             calls = []
 

@@ -267,7 +267,8 @@ def two_schedulers(*kinds, inside=False):
         (("step", "cosine"), ("cosine", "step"), True, r"\(s\) SequentialLR\(StepLR, CosineAnnealingLR\) of opti"),
     ],
 )
-def test_a_schedulers_state_goes_to_that_of_its_optimizer(tmp_path, before, here, inside, says):
+def test_scheduler_state_follows_optimizer(tmp_path, before, here, inside, says):
+    """A scheduler's state goes to the scheduler of its optimizer."""
     path = tmp_path / "x.ckpt"
     options = {"accumulate_grad_batches": 1}
     fit(two_schedulers(*before, inside=inside), callbacks=[Save(path, 3)], **options)
@@ -479,7 +480,9 @@ def test_long_arguments_are_a_digest_in_the_key():
     assert keys[1] == f"{keys[0]}#2" and keys[2] != keys[0]
 
 
-def test_arguments_of_millions_of_values_are_not_spelled_out():
+def test_callback_key_of_long_arguments():
+    """Arguments of millions of values are not spelled out in a callback's key."""
+
     class Value(int):
         read = 0
 
@@ -502,7 +505,8 @@ def test_callback_key_ignores_defaults(tmp_path):
     ]
 
 
-def test_one_callback_keeps_its_state_when_its_settings_change(tmp_path):
+def test_single_callback_with_changed_settings(tmp_path):
+    """The only callback of a class keeps its state when its settings change."""
     fit(Net(), callbacks=[Average(0.5), Save(tmp_path / "x.ckpt", 6)])
     resumed = Average(0.6)
     fit(Net(), callbacks=[resumed], max_steps=3, ckpt_path=tmp_path / "x.ckpt")
@@ -510,7 +514,8 @@ def test_one_callback_keeps_its_state_when_its_settings_change(tmp_path):
 
 
 @pytest.mark.parametrize(("before", "after"), [((0.5,), (0.5, 0.9)), ((0.5, 0.9), (0.7,)), ((0.5, 0.9), (0.5, 0.7))])
-def test_a_state_that_could_be_several_callbacks_is_refused(tmp_path, before, after):
+def test_ambiguous_callback_state_refused(tmp_path, before, after):
+    """A state that could belong to several callbacks is refused."""
     fit(Net(), callbacks=[*map(Average, before), Save(tmp_path / "x.ckpt", 6)])
     with pytest.raises(CheckpointMismatchError, match=r"x.ckpt' can't be continued from: it holds 'Average.*whose"):
         fit(Net(), callbacks=[*map(Average, after)], ckpt_path=tmp_path / "x.ckpt")
@@ -627,7 +632,8 @@ def test_impossible_field_is_named(saved, field, value, sealed):
     assert str(saved) in str(caught.value) and str(field[0]) in str(caught.value)
 
 
-def test_a_plausible_change_is_noticed_and_can_be_meant(saved):
+def test_edited_checkpoint_needs_no_digests(saved):
+    """A changed field is refused unless the digests are deleted, too."""
     checkpoint = torch.load(saved, weights_only=True)
     checkpoint["optimizer_states"][0]["param_groups"][0]["lr"] *= 2
     torch.save(checkpoint, saved)
@@ -797,7 +803,8 @@ def test_altered_files(tmp_path):
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), ImportError("no module"), TorchhalError("said")])
-def test_an_error_that_no_file_can_cause_stays_itself(tmp_path, error, monkeypatch):
+def test_unrelated_load_errors_pass(tmp_path, error, monkeypatch):
+    """An error that no file can cause is not turned into another one."""
     fit(Sized(3), callbacks=[Save(tmp_path / "x.ckpt", 6)])
 
     def raises(*args, **kwargs):

@@ -231,7 +231,9 @@ def test_a_signal_before_an_evaluation_ends_it(fn):
         ("validate", "validation_step", "at step 0, as rank 1 left at once"),
     ],
 )
-def test_where_a_run_was_when_another_rank_left_it(fn, hook, says, tmp_path, capfd):
+def test_stop_line_when_other_rank_left(fn, hook, says, tmp_path, capfd):
+    """The line of a stop tells where the run was when another rank left it."""
+
     class Model(Signalled):
         def note(self, name):
             if name == hook:
@@ -243,7 +245,7 @@ def test_where_a_run_was_when_another_rank_left_it(fn, hook, says, tmp_path, cap
     assert f"torchhal: {fn} stopped on SIGINT {says}\n" in capfd.readouterr().err
 
 
-def test_a_warning_of_the_scheduler_waits_for_a_step(tmp_path):
+def test_scheduler_signal_waits_for_step(tmp_path):
     """What requeues a job wants a checkpoint to go on from."""
     asked = []
     with StopSignals(asked.append, signals=(*signals.DEFAULT_SIGNALS, signal.SIGUSR1)) as stop, stop.at_once():
@@ -343,7 +345,8 @@ def test_signalled_child_ends_parent(children, monkeypatch, end):
     assert signals.is_agreed(caught.value) is False
 
 
-def test_a_child_that_was_faster_to_stop_ends_nobody(children, monkeypatch):
+def test_agreed_stop_of_child(children, monkeypatch):
+    """A child that was faster to an agreed stop does not end its parent."""
     monkeypatch.setattr(rank_monitor, "_stop_is_agreed", True)
     one = children("raise SystemExit(143)")
     wait_until(one._done.is_set)
@@ -383,7 +386,7 @@ def test_who_can_t_be_interrupted_leaves(tmp_path, where):
     assert "ProcessGroupGloo(" in said or 'File "<string>", line 12' in said  # where it was
 
 
-def test_a_notebook_shows_one_line_of_an_orderly_stop():
+def test_orderly_stop_in_notebook():
     """IPython asks an error that has it for what to show, instead of a traceback."""
     for signum, line in (
         (signal.SIGINT, "KeyboardInterrupt: stopped in order"),
@@ -463,7 +466,8 @@ def test_stop_after_uneven_sanity_check(world2):
         slow("on_fit_start", [1], 1, signal.SIGINT),  # while rank 0 waits in a collective of the sanity check
     ],
 )
-def test_a_signal_in_the_set_up_ends_all_ranks(start, tmp_path, strategy, at, ranks, who, signum):
+def test_signal_during_setup(start, tmp_path, strategy, at, ranks, who, signum):
+    """A signal in the set-up ends all ranks."""
     job = start(strategy, at=at, ranks=ranks)
     for rank in ranks:
         wait_until((tmp_path / f"rank{rank}.json").exists)
@@ -523,7 +527,7 @@ def test_launcher_reports_early_stop(tmp_path, signum):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_signal_at_a_random_moment_of_the_start(start, tmp_path, strategy):
+def test_signal_at_random_moment(start, tmp_path, strategy):
     """Moments from the script's first line until training has begun, Ctrl-C and SIGTERM, to all or to the first."""
     choose = random.Random()
     job = start(strategy)

@@ -242,7 +242,8 @@ def test_a_global_batch_that_divides_is_kept(run, accumulate, plan):
     assert re.search(r"accumulate_grad_batches=\d keeps what an optimizer step takes", lives[1][0]["said"][0])
 
 
-def test_a_global_batch_that_does_not_divide_is_said(run):
+def test_indivisible_global_batch_warns(run):
+    """A global batch that does not divide among the ranks is a warning."""
     _, second, third = run("shuffled", 1, (2, 3), (3, 2), (2, None), epochs=1)
     [said] = second[0]["said"]
     assert "by 2 replica(s) of the model on 2 process(es) and is continued by 3 replica(s)" in said

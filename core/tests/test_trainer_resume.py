@@ -178,7 +178,7 @@ def test_everywhere(tmp_path, kind, hook, count):
 @pytest.mark.parametrize("kind", ["generator", "weighted"])
 @pytest.mark.parametrize("every", [0, 1, 2])
 @pytest.mark.parametrize("given", [True, False], ids=["object", "method"])
-def test_where_modelcheckpoint_saves_at_the_end_of_an_epoch(tmp_path, kind, given, every):
+def test_resume_from_epoch_end(tmp_path, kind, given, every):
     """The epoch is over: the next one goes on with the loader's own generator, unless it has a new loader."""
     keep = ModelCheckpoint(dirpath=tmp_path, filename="{epoch}", save_top_k=-1)
     options = {"reload_dataloaders_every_n_epochs": every, "given": given}
@@ -307,7 +307,8 @@ def test_checkpoint_after_model_hook(tmp_path, hook, options):
         "on_validation_end", "on_train_epoch_end", "on_train_end",
     ],
 )  # fmt: skip
-def test_a_callback_may_ask_to_come_after_the_model(hook):
+def test_runs_after_module(hook):
+    """A callback may ask to be called after the model."""
     events = []
     late, early = Callback(), Callback()
     late.runs_after_module = True
@@ -425,7 +426,8 @@ def test_second_fit_keeps_initial_freezing(tmp_path):
     assert same(fit_thawed(ckpt_path=second / "15.ckpt"), fit_thawed())
 
 
-def test_who_freezes_otherwise_now_keeps_that_and_is_told(tmp_path):
+def test_changed_freezing_warns(tmp_path):
+    """A model that freezes other layers now keeps them so, with a warning."""
     fit_thawed([SaveAll(tmp_path)], max_epochs=2)
 
     class Otherwise(Thawed):
@@ -484,7 +486,8 @@ class Stateful:
         self.position = state["position"]
 
 
-def test_a_loader_that_keeps_its_own_position_is_asked(tmp_path):
+def test_loader_with_own_position(tmp_path):
+    """A loader that keeps its own position restores it."""
     seen = []
 
     class Spy(Net):

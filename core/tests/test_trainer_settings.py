@@ -103,7 +103,8 @@ def test_accumulation_is_taken_with_the_next_step(hook, nth, before, after, step
     assert trainer.accumulate_grad_batches == before, "another fit begins with what the script asked for"
 
 
-def test_an_accumulated_step_is_one_on_all_its_batches():
+def test_accumulated_step_equals_mean():
+    """An accumulated step is one on the mean of all its batches."""
     _, model = fit(Sets("on_train_epoch_start", accumulate_grad_batches=4))
     expected = Net()
     optimizer = expected.configure_optimizers()
@@ -352,7 +353,8 @@ class Owns(SingleDeviceStrategy):
     [{"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}, {"gradient_clip_algorithm": "value"}],
 )
 @pytest.mark.parametrize("hook", ["on_fit_start", "on_train_epoch_start", "on_train_batch_end"])
-def test_an_engine_that_has_begun_with_others_refuses_them(hook, values):
+def test_engine_refuses_late_settings(hook, values):
+    """An engine that has begun with other settings refuses new ones."""
     with pytest.raises(ConfigurationError, match=r"can't become .*: strategy 'Owns' has set up its steps with"):
         fit(Sets(hook, **values), strategy=Owns())
     strategy = Owns()

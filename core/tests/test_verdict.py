@@ -31,7 +31,7 @@ def outcome():
 
 
 @pytest.mark.parametrize("errors", [[None, None], [LEFT, LEFT], [LEFT, FOR_WANT_OF_IT], [LEFT, None]])
-def test_a_signal_ends_the_job_with_its_own_status(outcome, errors):
+def test_signal_decides_exit_status(outcome, errors):
     """Also where a worker left before it trained, and the other one lost its peer."""
     assert outcome([signal.SIGTERM], *errors).code == 143
     interrupt = outcome([signal.SIGINT], *errors)
@@ -51,7 +51,8 @@ def test_loss_elsewhere_outweighs_signal(outcome):
     assert isinstance(outcome([signal.SIGTERM], elsewhere, elsewhere), RankFailedError)
 
 
-def test_without_a_signal_all_ranks_speak_for_the_job(outcome):
+def test_status_without_signal(outcome):
+    """Without a signal the outcomes of all ranks decide the job's."""
     assert outcome([], LEFT, LEFT).code == 143
     assert isinstance(outcome([], LEFT, FOR_WANT_OF_IT), RankFailedError)
     assert outcome([], None, None) is None

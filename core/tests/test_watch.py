@@ -200,7 +200,8 @@ def test_no_linger_after_lost_rank(crew, monkeypatch):
     assert not rendezvous._state().lingers
 
 
-def test_a_timeout_names_the_ranks_that_took_no_part(crew):
+def test_timeout_names_absent_ranks(crew):
+    """A timeout names the ranks that took no part."""
     watches = crew(3)
     lost = RuntimeError("Timed out waiting 8000ms for recv operation to complete")
     results = on_all(watches[:2], lambda one: one.explain(lost, timeout=scaled(0.5), name="reduce"))
@@ -452,7 +453,8 @@ def test_a_signal_is_not_lost_beside_a_wish(crew, wishes):
     assert on_all(watches, lambda one: one.agree_on_stop_at_end(SECOND * 10)) == [signal.SIGTERM] * 2
 
 
-def test_a_signal_comes_before_a_wish_at_a_boundary(crew):
+def test_signal_precedes_should_stop(crew):
+    """A signal comes before a requested stop at the boundary of a step."""
     watches = crew(2)
     for wish in (-1, signal.SIGTERM):
         watches[0].request_stop(wish)
@@ -464,7 +466,8 @@ def test_a_signal_comes_before_a_wish_at_a_boundary(crew):
     assert on_all(watches, lambda one: one.agree_on_stop_step(timeout=5)) == [signal.SIGTERM] * 2
 
 
-def test_at_end_waits_as_long_as_its_caller_says(crew):
+def test_stop_at_end_timeout(crew):
+    """The agreement at the end waits as long as its caller sets."""
     first, _ = crew(2)
     start = time.monotonic()
     with pytest.raises(CollectiveTimeoutError, match="end of training"):
@@ -617,7 +620,8 @@ def test_barriers_meet_and_leave_no_keys(crew):
     assert watches[0]._store.num_keys() <= keys + 2
 
 
-def test_a_barriers_missing_ranks_are_named_with_their_places(crew):
+def test_barrier_names_absent_ranks(crew):
+    """The error of a barrier names the missing ranks and their places."""
     watches = crew(4)
     on_all(watches[:3] + watches[3:], lambda one: one.barrier("first", SECOND * 10))
     watches[3].stop()

@@ -140,7 +140,9 @@ def test_so_do_its_callbacks_in_other_folders(tmp_path):
     assert names(tmp_path / "newest") == ["step=4.ckpt"] and names(tmp_path / "kept") == ["last.ckpt", "step=4.ckpt"]
 
 
-def test_a_run_that_was_refused_to_continue_is_another(tmp_path):
+def test_refused_resume_starts_new_run(tmp_path):
+    """A fit after a refused resumption is a run of its own."""
+
     class Other(Net):
         def configure_optimizers(self):
             return torch.optim.Adam(self.parameters())
@@ -276,7 +278,8 @@ def test_one_of_many_gets_a_name(tmp_path):
 
 
 @pytest.mark.parametrize("url", [False, True])
-def test_a_claim_is_given_back_and_a_version_counts(tmp_path, url):
+def test_claims_and_versions_of_files(tmp_path, url):
+    """A claim to a file is given back, and a changed version ends it."""
     import fsspec
 
     path = f"memory://records-{tmp_path.name}/x.ckpt" if url else str(tmp_path / "x.ckpt")
@@ -728,7 +731,8 @@ def fit_beside(folder):
     fit(None, 4, callbacks=[Beside(folder), ModelCheckpoint(folder, "{step}", every_n_train_steps=1)])
 
 
-def test_the_last_of_two_runs_at_once_is_nobodys(tmp_path):
+def test_last_of_concurrent_runs_refused(tmp_path):
+    """ "last" of two concurrent runs is refused as ambiguous."""
     fit(tmp_path, 1, filename="before-{step}")  # which is over when the others begin
     fit_beside(tmp_path)
     before = names(tmp_path)
@@ -757,7 +761,8 @@ def test_last_of_successive_runs(tmp_path):
     assert fit(tmp_path, 4, ckpt_path="last").run_id == trainer.run_id, "as a requeued job is"
 
 
-def test_records_of_an_earlier_release_say_nothing_of_time(tmp_path):
+def test_records_without_times(tmp_path):
+    """Records of an earlier release hold no times, and the newest file is the last."""
     fit_beside(tmp_path)
     for path in (tmp_path / ".torchhal").glob("*.ckpt.json"):
         record = json.loads(path.read_text())
@@ -776,7 +781,8 @@ def test_records_of_an_earlier_release_say_nothing_of_time(tmp_path):
         ({"ancestors": [5, "../x"]}, True),
     ],
 )
-def test_what_a_damaged_record_says_of_time_is_nothing(tmp_path, changed, refused):
+def test_damaged_record_times_ignored(tmp_path, changed, refused):
+    """Times in a damaged record are ignored."""
     fit_beside(tmp_path)
     path = tmp_path / ".torchhal" / "step=4.ckpt.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))

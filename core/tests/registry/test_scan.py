@@ -54,7 +54,8 @@ def test_its_record(site: Any) -> None:
     ]
 
 
-def test_the_manifest_may_be_an_object_of_a_module(site: Any) -> None:
+def test_manifest_as_object(site: Any) -> None:
+    """The manifest may be an object of a module."""
     manifest = """
         class Manifest:
             @hookimpl
@@ -273,7 +274,8 @@ def test_unreadable_metadata(metadata: str | bytes, site: Any) -> None:
 # -- which distributions -------------------------------------------------------------------------------------
 
 
-def test_the_first_of_two_distributions_of_one_name_counts(site: Any, tmp_path: Path) -> None:
+def test_first_distribution_of_a_name(site: Any, tmp_path: Path) -> None:
+    """The first of two distributions of one name counts."""
     site.add("acme", site.accelerator("board"), version="1.0")
     other = type(site)(tmp_path / "other")
     other.add("acme", site.accelerator("board"), version="2.0")
@@ -283,7 +285,8 @@ def test_the_first_of_two_distributions_of_one_name_counts(site: Any, tmp_path: 
         assert [record.version for record in registry.installed()] == [version]
 
 
-def test_the_first_counts_even_when_it_is_no_plugin(site: Any, tmp_path: Path) -> None:
+def test_first_distribution_without_plugin(site: Any, tmp_path: Path) -> None:
+    """The first distribution of a name counts even when it has no plugin."""
     site.add("acme", entry_points="")
     other = type(site)(tmp_path / "other")
     other.add("acme", site.accelerator("board"))
