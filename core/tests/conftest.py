@@ -1,4 +1,4 @@
-"""What tests run on: each accelerator in turn, and the worlds of processes that they share."""
+"""Give tests each accelerator in turn, worlds of processes that they share, registries and launcher variables."""
 
 import sys
 from pathlib import Path

@@ -8,7 +8,10 @@ from torchhal import Module, Trainer
 
 
 class Net(Module):
-    """Notes what is called: ("train", epoch, batch_idx, the batch's number), ("val", dataloader_idx, ...), ..."""
+    """A model that notes which step is called.
+
+    ("train", epoch, batch_idx, the batch's number), ("val", dataloader_idx, ...), ...
+    """
 
     def __init__(self):
         super().__init__()
@@ -41,7 +44,7 @@ class Net(Module):
         return sum(call == kind if isinstance(call, str) else call[0] == kind for call in self.calls)
 
     def validated_after(self):
-        """The number of training batches before each validation."""
+        """Return the number of training batches before each validation."""
         train, found = 0, []
         for call in self.calls:
             train += call[0] == "train"

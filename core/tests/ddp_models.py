@@ -6,7 +6,7 @@ from torchhal import Callback, Module
 
 
 class Thawed(Module):
-    """Its first layer is frozen until the second epoch."""
+    """A model whose first layer is frozen until the second epoch."""
 
     def __init__(self, optimizer="adam"):
         super().__init__()
@@ -34,7 +34,7 @@ def rows(count):
 
 
 class SaveAt(Callback):
-    """Writes a checkpoint after some of the batches, and in the middle of each validation."""
+    """A callback that saves a checkpoint after some of the batches, and in the middle of each validation."""
 
     def __init__(self, folder, batches):
         self.folder, self.batches = folder, batches

@@ -91,7 +91,7 @@ class Package(Distribution):
 
 
 class _Source:
-    """Finds and runs one module from a string."""
+    """A finder and loader of one module from a string."""
 
     def __init__(self, name: str, source: str) -> None:
         self.name, self.source = name, source

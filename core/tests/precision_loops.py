@@ -47,7 +47,7 @@ def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
 def run(
     precision: Precision, model: nn.Module, optimizer: Any, batches: Any, clip: float | None = None
 ) -> list[torch.Tensor]:
-    """Optimizer steps in the order the contract gives."""
+    """Take optimizer steps in the order of the contract, and return the losses."""
     losses = []
     for batch in batches:
         optimizer.zero_grad()
@@ -71,7 +71,7 @@ def vector(model: nn.Module) -> torch.Tensor:
 
 
 def half_gradients(model: nn.Module, batch: Any) -> list[torch.Tensor]:
-    """True gradients under float16 autocast; float64 would differ, powers of two as scales don't."""
+    """Return true gradients under float16 autocast; float64 would differ, powers of two as scales don't."""
     model = copy.deepcopy(model)
     with torch.autocast(hardware.name(), torch.float16):
         loss = loss_of(model, batch)

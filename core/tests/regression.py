@@ -15,7 +15,7 @@ def close(found, expected, tolerance=1e-6):
 
 
 def same_everywhere(strategy, tensors):
-    """Bit for bit the same on all ranks."""
+    """Assert that tensors are bit for bit the same on all ranks."""
     for name, tensor in tensors.items():
         dense = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
         everybody = strategy.all_gather(dense)
@@ -47,7 +47,7 @@ class Regression(nn.Module):
 
 
 def batches(count, per_rank, ranks):
-    """``count`` global batches; rank r's share of one is rows r*per_rank to (r+1)*per_rank."""
+    """Return ``count`` global batches; rank r's share of one is rows r*per_rank to (r+1)*per_rank."""
     generator = torch.Generator().manual_seed(1)
     shape = (count, per_rank * ranks)
     return torch.randn(*shape, 6, generator=generator), torch.randn(*shape, 2, generator=generator)
@@ -58,7 +58,7 @@ def share(batch, r, per_rank):
 
 
 def plain(model, optimizer, global_batches, *, accumulate=1, clip=None):
-    """The loop anybody would write, in one process, on the joined batches."""
+    """Train by the loop that anybody would write, in one process, on the joined batches."""
     losses = []
     for index, batch in enumerate(zip(*global_batches, strict=True)):
         loss = model.training_step(batch, index)
@@ -73,7 +73,7 @@ def plain(model, optimizer, global_batches, *, accumulate=1, clip=None):
 
 
 def train(strategy, model, make_optimizer, global_batches, *, accumulate=1, clip=None):
-    """The same loop, every line of it through a strategy."""
+    """Train by the same loop, every line of it through a strategy."""
     per_rank = global_batches[0].shape[1] // strategy.world_size
     strategy.connect(model)
     strategy.setup_model()

@@ -57,7 +57,7 @@ def run(out, *, command=None, timeout=150, **config):
 
 
 def leftovers(out):
-    """Processes of this run that are still there."""
+    """Return the processes of this run that are still there."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -77,7 +77,7 @@ def assert_nothing_left(out):
 
 
 def single_process(epochs=3, global_batch=16, n=48):
-    """One process on the joined batches: rank r has samples r, r + 2, ... of each epoch."""
+    """Train in one process on the joined batches: rank r has samples r, r + 2, ... of each epoch."""
     sys.path.insert(0, str(SCRIPT.parent))
     try:
         import train
