@@ -7,8 +7,11 @@ NEWEST := .venv-newest
 NEWEST_PYTHON ?= python3.13
 # Core on the oldest torch that CI has: every contract, the loops, and real processes. What is left out (how processes
 # start and fail, the command line, packaging) is the same code on any torch and takes most of the time.
-CORE_ON_OLD_TORCH := $(patsubst %,core/tests/test_%.py,accelerators precision resolve checkpoint_torch_file strategies \
-	foreign_strategies collectives trainer_numerics trainer_hooks trainer_resume results)
+CORE_ON_OLD_TORCH := $(patsubst %,core/tests/test_%.py,accelerators checkpoint_torch_file collectives \
+	foreign_strategies hyperparameters precision precision_contexts precision_scaler \
+	precision_training resolve resolve_accelerators resolve_clusters resolve_strategies results strategy_checkpoints \
+	strategy_lifecycle strategy_models strategy_steps trainer_ckpt_path trainer_hooks trainer_lifecycle trainer_logging \
+	trainer_memory trainer_modules trainer_numerics trainer_optimizers trainer_resume trainer_steps)
 PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml plugins/*/stub/pyproject.toml))
 
 # Most of a test's time is waiting, for a grace or for another process: more workers than cores. What the first to be

@@ -21,7 +21,7 @@ FAST: Final = {
 }  # fmt: skip
 SLOW: Final = {
     "tests/test_clusters.py": 1000, "tests/test_cluster_failures.py": 540, "core/tests/test_stops_at_the_start.py": 450,
-    "plugins/ray/tests/test_cluster_of_ray.py": 420, "tests/test_docs.py": 470, "core/tests/test_trainer_ddp.py": 380,
+    "plugins/ray/tests/test_cluster_of_ray.py": 420, "tests/test_docs.py": 470, "core/tests/test_trainer_ddp.py": 250,
     "plugins/parallel/tests/test_parity.py": 310, "plugins/parallel/tests/test_checkpoints.py": 265,
     "plugins/simulator/tests/test_operators.py": 230, "tests/test_elastic.py": 220, "tests/test_template.py": 160,
     "plugins/hpu/tests/test_conformance.py": 160, "tests/test_packaging.py": 150, "tests/test_write_a_plugin.py": 125,
@@ -32,6 +32,7 @@ SLOW: Final = {
     "plugins/simulator/tests/test_faults.py": 80, "plugins/deepspeed/tests/test_engine_checkpoints.py": 75,
     "plugins/parallel/tests/test_odd_models.py": 70, "plugins/parallel/tests/test_launch.py": 70,
     "plugins/bagua/tests/test_conformance.py": 55, "core/tests/test_meeting_ranks.py": 55,
+    "core/tests/test_trainer_ddp_failures.py": 130,
 }  # fmt: skip
 """Seconds of one worker in the files of few and costly tests, as the end of a session lists them; about is enough."""
 

@@ -110,7 +110,8 @@ def result(said):
     return float(re.search(r"RESULT (\S+)", said).group(1))
 
 
-def test_over_a_slow_link_that_loses_frames_the_result_is_the_same(cluster, by_hand):
+def test_lossy_link_keeps_result(cluster, by_hand):
+    """Over a slow link that loses frames the result is the same."""
     fast = by_hand(29601, 2, 0, 100)
     said = [node.communicate(timeout=150)[0] for node in fast]
     assert [node.returncode for node in fast] == [0, 0], said
@@ -148,7 +149,7 @@ class TestWhoDoesNotCome:
         assert "rank 1 (node 1) did not come within 5 s" in said, said
 
     @pytest.mark.parametrize(("name", "where"), [("n2", "is 10.99.0.102, another host's"), ("n7", "is not known here")])
-    def test_rank_0_names_an_address_that_is_not_its_host_s(self, cluster, name, where):
+    def test_foreign_main_address_is_named(self, cluster, name, where):
         """Within seconds, and mpirun ends the others: nobody waits for 300 s."""
         needs("mpirun.openmpi")
         job = cluster.start(
@@ -296,7 +297,7 @@ class TestSlurmEndsAJob:
         assert time.monotonic() - cancelled < scaled(15), out.read_text()
         assert not re.search(r"SIGKILL|^[\w.]+Error\b", out.read_text(), re.MULTILINE), out.read_text()
 
-    def test_a_preempted_job_saves_and_goes_on_where_it_was(self, slurm):
+    def test_preempted_job_resumes(self, slurm):
         """Slurm ends it for a job of a higher tier, and puts it back by itself."""
         out = self.submit(slurm, "preempted", "--requeue")
         self.wait(out, "step 3")

@@ -159,7 +159,7 @@ class TestSteps:
         assert found == ranks("slurm", "n2", (0, 0), (1, 0), (1, 1))
 
     @pytest.mark.slow
-    def test_the_elements_of_an_array_are_jobs_of_their_own(self, slurm, numbers_of, monkeypatch):
+    def test_array_elements_are_jobs(self, slurm, numbers_of, monkeypatch):
         """With a port each: one element's job number is the whole array's."""
         script = slurm.folder / "array.sh"
         script.write_text(
@@ -190,7 +190,8 @@ class TestSteps:
         assert row["SLURM_NTASKS"] == "2"
         assert numbers_of([{name: row[name] for name in row if name.startswith(LAUNCHERS)}], 1) == ALONE
 
-    def test_two_steps_of_one_job_on_one_node_have_ports_of_their_own(self, slurm, monkeypatch):
+    def test_concurrent_steps_have_own_ports(self, slurm, monkeypatch):
+        """Two steps of one job on one node have ports of their own."""
         step = "srun --overlap -N1 -n2 -w n1"
         rows = slurm.captured("salloc", "-Q", "-N1", "-n4", "bash", "-c", f'{step} "$@" & {step} "$@"; wait', "both")
         assert len(rows) == 4
@@ -469,7 +470,7 @@ if trainer.is_global_zero:
 
 
 @pytest.mark.slow
-def test_a_job_that_is_requeued_three_times_ends_as_one_left_alone(slurm):
+def test_requeued_job_equals_undisturbed(slurm):
     """Signal, save, scontrol requeue, the next life from the same batch: the weights are the same, bit for bit."""
     (slurm.folder / "requeued.py").write_text(REQUEUED)
     for name, pause in (("disturbed", "0.25"), ("alone", "0")):

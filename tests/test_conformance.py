@@ -72,7 +72,8 @@ def test_wheels(about: str, entry: str, typed: bool, words: str, tmp_path: Path)
     assert words in result.text
 
 
-def test_the_page_of_results_has_every_part_of_this_repository() -> None:
+def test_results_page_is_complete() -> None:
+    """The page of results has every component of this repository."""
     text = results_page.text(results_page.read(None))
     for kind, alias in results_page.first_party():
         assert f"| `{alias}`" in text, (kind, alias)

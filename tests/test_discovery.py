@@ -135,7 +135,8 @@ print(type(accelerator).__module__, device, accelerator.compute(), entry.create(
     assert done.stdout.splitlines() == ["acme_slate.accelerator cpu 6.0 2.0"], done.stderr
 
 
-def test_a_missing_vendor_is_named_when_the_part_is_used(site: Path) -> None:
+def test_missing_vendor_module_is_named(site: Path) -> None:
+    """A missing vendor's module is named when the component is used."""
     done = python("-c", "from torchhal import registry; registry.find('accelerator', 'slate_pro').load()", path=site)
     last = done.stderr.splitlines()[-1]
     assert last.startswith("torchhal.errors.ComponentError: accelerator 'acme-slate/slate_pro' can't be used")

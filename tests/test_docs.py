@@ -220,7 +220,7 @@ def test_what_a_page_tells_to_install_is_there(page: Path) -> None:
     assert wrong == []
 
 
-def test_pip_replaces_no_torch_that_the_page_of_versions_allows() -> None:
+def test_torch_bounds_match_versions_page() -> None:
     """What a plugin asks of torch beyond core is named there."""
     page = (ROOT / "docs" / "reference" / "versions.md").read_text(encoding="utf-8")
     (least,) = re.findall(r"^torch (\d+\.\d+) or later is required", page, re.MULTILINE)

@@ -111,9 +111,8 @@ def install(site: Path, *wheels: Path) -> Path:
     return site
 
 
-def test_a_plugin_baked_by_an_installed_kit_holds_nothing_that_pip_has_compiled(
-    core_wheel: Path, conformance_wheel: Path, tmp_path: Path
-) -> None:
+def test_baked_plugin_holds_no_bytecode(core_wheel: Path, conformance_wheel: Path, tmp_path: Path) -> None:
+    """A plugin that an installed kit bakes holds nothing that pip has compiled."""
     site = install(tmp_path / "site", core_wheel, conformance_wheel)
     assert list((site / "torchhal_conformance" / "template").rglob("*.pyc")), "pip compiles what it installs"
     done = subprocess.run(

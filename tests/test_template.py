@@ -121,7 +121,8 @@ def editable(project: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(project / "src")}
 
 
-def test_without_the_vendors_library_it_loads_and_its_training_tests_say_why_they_are_skipped(tmp_path: Path) -> None:
+def test_template_without_vendor_library(tmp_path: Path) -> None:
+    """Without the vendor's library the plugin loads, and its training tests are skipped with the reason."""
     project = bake(tmp_path, ("accelerator",))
     (manifest,) = project.glob("src/*/_plugin.py")
     text = manifest.read_text()

@@ -145,7 +145,8 @@ build.TORCH_MINORS = ("1.0",)
 
 
 @pytest.mark.slow
-def test_what_runs_on_the_simulator_skips_beside_another_torch_and_says_why(tmp_path):
+def test_simulator_tests_skip_on_other_torch(tmp_path):
+    """Tests that run on the simulator are skipped beside another torch, with the reason."""
     (tmp_path / "another_torch.py").write_text(ANOTHER_TORCH)
     command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "another_torch", "-p", "no:cacheprovider"]
     done = subprocess.run(

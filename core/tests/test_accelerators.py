@@ -143,7 +143,9 @@ def test_availability_is_stable_and_starts_nothing(module: StandIn) -> None:  # 
     assert CPUAccelerator.availability() == Availability(True)
 
 
-def test_the_vendors_import_counts_where_a_plugin_computes_on_the_cpu_until_its_hardware_is_there() -> None:  # GEN-05
+def test_availability_needs_vendor_import() -> None:  # GEN-05
+    """A plugin that computes on the CPU for now is available only if the vendor's import works."""
+
     class Planned(CPUAccelerator):
         name = "planned"
 
@@ -157,7 +159,9 @@ def test_the_vendors_import_counts_where_a_plugin_computes_on_the_cpu_until_its_
 @pytest.mark.parametrize(
     "error", [ImportError("no sdk_x"), OSError("libx.so"), AttributeError("y"), RuntimeError(), SystemExit(3)]
 )
-def test_a_library_that_fails_to_load_is_a_reason(error: BaseException, module: StandIn) -> None:  # ACC-01
+def test_failed_load_is_a_reason(error: BaseException, module: StandIn) -> None:  # ACC-01
+    """A library that fails to load is the reason of the accelerator's absence."""
+
     class Broken(Fake):
         @classmethod
         def load(cls) -> None:
@@ -205,7 +209,8 @@ def test_missing_hardware(install: Callable[[types.ModuleType], None]) -> None: 
         accelerator.parse_devices(0)
 
 
-def test_a_device_type_that_torch_has_no_module_for(install: Any) -> None:  # ACC-10, ACC-19
+def test_device_type_without_torch_module(install: Any) -> None:  # ACC-10, ACC-19
+    """A device type that torch has no module for is unavailable."""
     assert "meta" in Fake.availability().reason
     with pytest.raises(AcceleratorUnavailableError, match="'fake' can't be used here: RuntimeError"):
         Fake().setup_device(torch.device("meta", 0))
@@ -279,7 +284,8 @@ def test_more_than_exist_is_refused(devices: Any) -> None:  # ACC-03
 
 
 @given(st.one_of(st.integers(), st.text(max_size=6), st.lists(st.integers(-2, 9)), st.floats(), st.booleans()))
-def test_any_request_gives_existing_indices_or_a_clear_error(devices: Any) -> None:
+def test_parse_devices_property(devices: Any) -> None:
+    """Any request of devices gives existing indices or a clear error."""
     try:
         indices = Many().parse_devices(devices)
     except ConfigurationError as error:
@@ -308,7 +314,8 @@ def test_devices_without_index(module: StandIn) -> None:
     assert One().get_parallel_devices([0, 1]) == [META, META]
 
 
-def test_the_library_is_loaded_before_torch_is_asked_for_its_type() -> None:
+def test_library_loads_before_device() -> None:
+    """The vendor's library is loaded before torch is asked for its device type."""
     loaded = []
 
     class Late(Fake):
@@ -618,7 +625,8 @@ def test_data_workers_after_set_up(method: str) -> None:  # ACC-20
     ],
 )
 @pytest.mark.usefixtures("accelerator")
-def test_tensors_go_to_the_device_and_back_as_they_are(dtype: torch.dtype) -> None:  # ACC-12
+def test_tensors_round_trip(dtype: torch.dtype) -> None:  # ACC-12
+    """Tensors go to the device and back unchanged."""
     cpu, tested, device = CPUAccelerator(), hardware.accelerator(), hardware.device()
     base = (torch.arange(12).reshape(3, 4) % 7).to(dtype)
     for tensor in (base, base[1, 2], base[:0], base[:, ::2], base.t(), base[:1].expand(5, 4)):
@@ -841,7 +849,9 @@ def test_packed_sequences_keep_their_lengths_on_the_host() -> None:  # ACC-13
     assert (moved.data.device, moved.sorted_indices.device, moved.batch_sizes.device) == (META, META, CPU)
 
 
-def test_errors_in_a_batch_own_move_are_not_hidden() -> None:
+def test_errors_of_own_move_surface() -> None:
+    """Errors of a batch's own move to the device are not hidden."""
+
     class Breaks:
         def to(self, device: torch.device, non_blocking: bool = False) -> Any:
             raise TypeError("cannot move the index")

@@ -75,7 +75,9 @@ def test_wrong_arguments(make, message):
         make()
 
 
-def test_nothing_is_called_per_batch_unless_a_trigger_needs_it():
+def test_batch_hooks_only_for_triggers():
+    """No hook of a callback is called per batch unless a trigger needs it."""
+
     def per_batch(callback):
         return {name for name in dir(Callback) if "batch" in name and overrides(callback, Callback, name)}
 
@@ -146,7 +148,8 @@ class TestNames:
         assert earlier_runs(str(tmp_path)) == []
 
 
-def test_a_link_replaces_in_one_step_and_leaves_nothing(tmp_path, monkeypatch):
+def test_link_checkpoint_is_atomic(tmp_path, monkeypatch):
+    """A link replaces its target in one step and leaves nothing behind."""
     io = TorchCheckpointIO()
     source, target = tmp_path / "a.ckpt", tmp_path / "last.ckpt"
     source.write_text("new")
@@ -271,7 +274,8 @@ def test_summary():
     assert "body.0" in summarize(model, 2)
 
 
-def test_summary_counts_shared_parts_once_and_lazy_ones_not_at_all():
+def test_summary_of_shared_and_lazy_layers():
+    """The summary counts shared layers once and lazy ones not at all."""
     shared = nn.Linear(3, 3)
     assert summarize(nn.Sequential(shared, shared)).splitlines()[-1].startswith("12 trainable")
     lazy = summarize(nn.Sequential(nn.LazyLinear(3)))

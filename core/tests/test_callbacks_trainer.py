@@ -80,7 +80,8 @@ class TestAnotherTrainer:
             assert names(tmp_path / str(fold) / "checkpoints") == [best, "last.ckpt"]
             assert callback.best_model_path == str(tmp_path / str(fold) / "checkpoints" / best)
 
-    def test_nothing_of_the_other_is_deleted_in_one_folder(self, tmp_path):
+    def test_fits_in_one_folder_keep_files(self, tmp_path):
+        """Of two fits in one folder neither deletes files of the other."""
         callback = ModelCheckpoint(tmp_path)
         for _ in range(2):
             fit(tmp_path, callback, max_epochs=1)
@@ -105,7 +106,9 @@ class TestAnotherTrainer:
         assert callback.best_model_score == 0.5, "the next Trainer's fit is a new one all the same"
 
     @pytest.mark.parametrize("served", [False, True])
-    def test_a_refused_fit_tears_down_what_set_up_made(self, tmp_path, served):
+    def test_refused_fit_is_torn_down(self, tmp_path, served):
+        """A refused fit tears down what its set-up made."""
+
         class Opens(Callback):
             def setup(self, trainer, module, stage):
                 self.handle = module.register_forward_hook(lambda *_: None)
@@ -187,7 +190,8 @@ class TestModelCheckpoint:
             assert torch.load(callback.best_model_path, weights_only=True)["epoch"] == int(best)
         assert set(callback.best_k_models) == {str(tmp_path / "c" / f"{name}.ckpt") for name in kept if name != "last"}
 
-    def test_last_is_a_second_name_or_a_second_save(self, tmp_path):
+    def test_save_last_links_or_saves(self, tmp_path):
+        """save_last makes a second name of the newest checkpoint or a second save."""
         callback = ModelCheckpoint(tmp_path, "{epoch}", monitor="score", save_last=True)
         fit(tmp_path, callback, scores=[0.1, 0.05])
         assert os.path.samefile(tmp_path / "last.ckpt", callback.best_model_path)
@@ -210,7 +214,8 @@ class TestModelCheckpoint:
         )
         assert found == [".torchhal", "epoch=1-step=8.ckpt", "last.ckpt"]
 
-    def test_a_url_for_the_run_is_for_its_checkpoints(self, tmp_path, accelerator, monkeypatch):
+    def test_url_as_default_root_dir(self, tmp_path, accelerator, monkeypatch):
+        """A URL for the run is for its checkpoints alone."""
         import fsspec
 
         monkeypatch.chdir(tmp_path)
@@ -382,12 +387,14 @@ class TestDurability:
             ("epoch=1.ckpt", ["epoch=1.ckpt", "epoch=2.ckpt"]),
         ]
 
-    def test_an_old_file_that_can_not_go_is_tried_again(self, tmp_path):
+    def test_failed_removal_is_retried(self, tmp_path):
+        """The removal of an old file that failed is tried again."""
         with pytest.warns(UserWarning, match="busy"):
             fit(tmp_path, ModelCheckpoint(tmp_path, "{epoch}"), max_epochs=3, plugins=[Stubborn()])
         assert names(tmp_path) == ["epoch=2.ckpt"]
 
-    def test_an_async_save_replaces_nothing_before_it_is_durable(self, tmp_path):
+    def test_async_save_replaces_when_durable(self, tmp_path):
+        """An asynchronous save replaces nothing before it is durable."""
         log = []
 
         class Later(TorchCheckpointIO):
@@ -428,7 +435,8 @@ class TestResume:
     def callbacks(self, folder):
         return ModelCheckpoint(folder, "{epoch}", monitor="score", save_top_k=2, save_last=True), EarlyStopping("score")
 
-    def test_a_resumed_run_goes_on_with_its_own_files(self, tmp_path):
+    def test_resumed_run_keeps_own_files(self, tmp_path):
+        """A resumed run continues with its own files."""
         whole, stopper = self.callbacks(tmp_path / "whole")
         fit(tmp_path, whole, stopper, scores=self.scores)
         first, _ = self.callbacks(tmp_path / "parts")
@@ -450,7 +458,9 @@ class TestResume:
         assert names(tmp_path / "b") == ["epoch=3.ckpt", "epoch=4.ckpt", "last.ckpt"]
         assert second.best_model_path == str(tmp_path / "a" / "epoch=2.ckpt"), "still the best of the run"
 
-    def test_what_a_killed_run_could_not_delete_goes_later(self, tmp_path):
+    def test_doomed_file_removed_after_resume(self, tmp_path):
+        """A file that a killed run could not delete is deleted by the run that resumes it."""
+
         class Killed(BaseException):
             pass
 
@@ -590,7 +600,8 @@ class TestProgressBar:
         last_epoch = [part for part in text.split("\r") if part.startswith("Epoch 1: 100%")][-1]
         assert "4/4" in last_epoch and "score=0.125" in last_epoch and "loss=" in last_epoch
 
-    def test_values_are_fetched_only_when_the_bar_is_drawn(self, tmp_path):
+    def test_values_fetched_per_drawing(self, tmp_path):
+        """Values are fetched from the device only when the bar is drawn."""
         fetched = []
 
         class Counting(Net):

@@ -63,7 +63,8 @@ class Poison:
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt, SystemExit, MemoryError])
-def test_an_error_in_mid_save_leaves_the_old_one(io_: TorchCheckpointIO, tmp_path: Path, error: Any) -> None:
+def test_error_during_save_keeps_old(io_: TorchCheckpointIO, tmp_path: Path, error: Any) -> None:
+    """An error in mid-save leaves the old checkpoint."""
     io_.save_checkpoint(OLD, tmp_path / "x")
     raised = CheckpointError if issubclass(error, Exception) else error
     with pytest.raises(raised, match="poison"):
@@ -72,7 +73,8 @@ def test_an_error_in_mid_save_leaves_the_old_one(io_: TorchCheckpointIO, tmp_pat
     assert torch.equal(io_.load_checkpoint(tmp_path / "x")["w"], OLD["w"])
 
 
-def test_a_full_quota_is_named_and_leaves_the_old_one(io_: TorchCheckpointIO, tmp_path: Path) -> None:
+def test_full_quota_keeps_old_checkpoint(io_: TorchCheckpointIO, tmp_path: Path) -> None:
+    """The error of a full quota names it, and the old checkpoint stays."""
     io_.save_checkpoint(OLD, tmp_path / "x")
     done = run(
         """
@@ -108,7 +110,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(tmp_path / "disk")], check=True)
 
 
-def test_a_full_disk_is_named_and_leaves_the_old_one(io_: TorchCheckpointIO, small_disk: Path) -> None:
+def test_full_disk_keeps_old_checkpoint(io_: TorchCheckpointIO, small_disk: Path) -> None:
+    """The error of a full disk names it, and the old checkpoint stays."""
     io_.save_checkpoint(OLD, small_disk / "x")
     for _ in range(3):  # no leftover fills the disk either
         with pytest.raises(
@@ -142,7 +145,8 @@ class Line(Module):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_a_read_only_disk_is_named_before_the_first_step(small_disk: Path, tmp_path: Path) -> None:
+def test_read_only_disk_refused_before_training(small_disk: Path, tmp_path: Path) -> None:
+    """A read-only disk is an error before the first step."""
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     steps: list[int] = []
     quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
@@ -153,15 +157,15 @@ def test_a_read_only_disk_is_named_before_the_first_step(small_disk: Path, tmp_p
         assert bool(steps) == taken
 
 
-def test_a_folder_that_takes_no_file_is_an_error(io_: TorchCheckpointIO) -> None:
+def test_unwritable_folder_refused(io_: TorchCheckpointIO) -> None:
+    """A folder that takes no file is an error."""
     for path in ("/proc/x.ckpt", "/proc/made/x.ckpt", "/dev/null/x.ckpt"):
         with pytest.raises(CheckpointError, match=r"x\.ckpt' could not be saved \(\w+Error: .*Errno"):
             io_.save_checkpoint(OLD, path)
 
 
-def test_a_short_write_isnt_taken_for_a_whole_one(
-    io_: TorchCheckpointIO, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_short_writes_are_completed(io_: TorchCheckpointIO, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short write is not taken for a whole one."""
     write = local_file._FlowingFile.write
     monkeypatch.setattr(
         local_file._FlowingFile, "write", lambda self, data: write(self, data[: max(1, len(data) // 2)])
@@ -416,7 +420,8 @@ def test_whatever_follows_the_end_is_found(io_: TorchCheckpointIO, small: tuple[
         io_.load_checkpoint(path)
 
 
-def test_flips_in_a_file_of_plain_torch_never_change_weights(io_: TorchCheckpointIO, tmp_path: Path) -> None:
+def test_bit_flips_in_plain_torch_file(io_: TorchCheckpointIO, tmp_path: Path) -> None:
+    """Flipped bits in a file of plain torch never change weights."""
     path, state = tmp_path / "x.pt", {"w": torch.arange(40.0), "v": torch.arange(40.0) + 100}
     torch.save(state, path)
     data, refused = path.read_bytes(), 0
@@ -459,7 +464,8 @@ def test_garbage_is_refused(io_: TorchCheckpointIO, tmp_path: Path, garbage: Any
         io_.load_checkpoint(path)
 
 
-def test_the_sum_of_parts_is_that_of_the_whole() -> None:
+def test_combined_checksum() -> None:
+    """The checksum combined of two parts is that of the whole."""
     for length in (0, 1, 2, 100, 70_001):
         first, second = os.urandom(333), os.urandom(length)
         assert combine(zlib.crc32(first), zlib.crc32(second), length) == zlib.crc32(first + second)

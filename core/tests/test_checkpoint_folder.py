@@ -98,7 +98,8 @@ def test_a_load_puts_tensors_where_torch_would(tmp_path, place):
         assert tensor.is_meta or torch.equal(mine[name], tensor)
 
 
-def test_a_load_that_meets_a_new_folder_reads_that(tmp_path):
+def test_load_during_replacement(tmp_path):
+    """A load that meets a new folder reads that one."""
     path = tmp_path / "c.ckpt"
 
     class Late:
@@ -178,7 +179,8 @@ def half_exchanged(tmp_path):
     return own, path
 
 
-def test_an_exchange_that_is_under_way_is_left_alone(half_exchanged):
+def test_running_exchange_is_awaited(half_exchanged):
+    """An exchange of folders that is under way is left alone."""
     own, path = half_exchanged
 
     def finish():
@@ -193,7 +195,7 @@ def test_an_exchange_that_is_under_way_is_left_alone(half_exchanged):
     assert Shelf().load_checkpoint(path) == {"a": "2"}
 
 
-def test_one_that_stays_so_is_undone_whoever_began_it(half_exchanged, monkeypatch):
+def test_abandoned_exchange_is_undone(half_exchanged, monkeypatch):
     """As by a container that is started again, under another name or with the same process number."""
     own, path = half_exchanged
     monkeypatch.setattr(folders, "EXCHANGE_S", 0.2)
@@ -203,7 +205,8 @@ def test_one_that_stays_so_is_undone_whoever_began_it(half_exchanged, monkeypatc
         own.rename(path)
 
 
-def test_a_checkpoint_of_another_name_is_not_waited_for(half_exchanged, monkeypatch):
+def test_exchange_of_other_name_ignored(half_exchanged, monkeypatch):
+    """The exchange of a checkpoint of another name is not waited for."""
     _, path = half_exchanged
 
     def stays(note):
@@ -213,7 +216,7 @@ def test_a_checkpoint_of_another_name_is_not_waited_for(half_exchanged, monkeypa
     assert not Shelf().exists(path.with_name("other.ckpt"))
 
 
-def test_a_save_that_stood_still_when_the_new_one_was_in_its_place_has_succeeded(tmp_path, monkeypatch):
+def test_paused_save_after_exchange_succeeds(tmp_path, monkeypatch):
     """Whoever took it for dead has put the old one where it was to be."""
     io, path, own = Shelf(), tmp_path / "c.ckpt", tmp_path / temp_files.new_temporary_name()
     io.save_checkpoint({"a": "1"}, path)
@@ -248,7 +251,7 @@ def test_a_note_names_nothing_outside_its_folder(tmp_path, text):
 
 @pytest.mark.parametrize(("hours", "swept"), [(25, True), (23, False)])
 @pytest.mark.parametrize("machine", ["0" * 8, None])
-def test_what_a_save_of_another_machine_has_left_goes_after_a_day(tmp_path, machine, hours, swept):
+def test_foreign_leftovers_removed_after_a_day(tmp_path, machine, hours, swept):
     """So does that of a process of this machine whose number another one has by now."""
     left = tmp_path / f".torchhal-tmp-{machine or temp_files.machine()}-{os.getpid()}-{1:08x}"
     (left / "inner").mkdir(parents=True)
@@ -260,7 +263,8 @@ def test_what_a_save_of_another_machine_has_left_goes_after_a_day(tmp_path, mach
     assert left.exists() is not swept
 
 
-def test_one_file_that_is_written_to_keeps_a_folder(tmp_path):
+def test_growing_leftover_is_kept(tmp_path):
+    """A leftover folder with one file that is written to is kept."""
     left = tmp_path / f".torchhal-tmp-{'0' * 8}-1-{1:08x}"
     left.mkdir()
     (left / "part").write_text("still growing")

@@ -154,7 +154,8 @@ def test_a_column_doesnt_bring_its_matrix(io_: TorchCheckpointIO, tmp_path: Path
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 @pytest.mark.parametrize("other", ["tensor", "storage", "attribute"])
-def test_a_view_keeps_its_base_when_that_is_saved_too(io_: TorchCheckpointIO, tmp_path: Path, other: str) -> None:
+def test_view_keeps_saved_base(io_: TorchCheckpointIO, tmp_path: Path, other: str) -> None:
+    """A view keeps its base where that is saved too."""
     base = torch.zeros(10_000, dtype=torch.uint8)
     checkpoint: dict[str, Any] = {"view": base[5:7]}
     if other == "attribute":
@@ -171,7 +172,8 @@ def test_a_view_keeps_its_base_when_that_is_saved_too(io_: TorchCheckpointIO, tm
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.integers(0, 4999), st.integers(0, 2000), st.integers(1, 9)), min_size=1, max_size=6))
-def test_views_of_one_memory_overlap_after_a_load_as_before(cuts: list[tuple[int, int, int]]) -> None:
+def test_views_share_memory_after_load(cuts: list[tuple[int, int, int]]) -> None:
+    """Views of one memory overlap after a load as before."""
     base = torch.zeros(5000)
     views = [base[start : start + length][::step] for start, length, step in cuts]
     path = "memory://views/x"
@@ -201,7 +203,7 @@ def test_map_location_is_not_ignored(io_: TorchCheckpointIO, tmp_path: Path, dev
 
 
 @pytest.mark.usefixtures("accelerator")
-def test_tensors_of_a_device_go_where_they_are_wanted(io_: TorchCheckpointIO, tmp_path: Path) -> None:
+def test_map_location_of_device_tensors(io_: TorchCheckpointIO, tmp_path: Path) -> None:
     """Also in a process that has never heard of the device; and what shared memory shares it again."""
     device = hardware.device()
     whole = torch.arange(6.0, device=device)
@@ -304,7 +306,8 @@ def test_an_allowed_class_is_saved_and_loaded(io_: TorchCheckpointIO, tmp_path: 
     assert io_.load_checkpoint(tmp_path / "x", weights_only=False)["x"].y.sum() == 3
 
 
-def test_allowing_isnt_enough_for_a_dict_that_such_a_load_cant_fill(io_: TorchCheckpointIO, tmp_path: Path) -> None:
+def test_allowed_but_unloadable_dict_refused(io_: TorchCheckpointIO, tmp_path: Path) -> None:
+    """An allowed dict class that weights_only can't fill is refused at the save."""
     checkpoint = {"x": defaultdict(list, a=[1])}
     with torch.serialization.safe_globals([defaultdict, list]):
         try:
@@ -480,7 +483,8 @@ def test_a_damaged_or_hostile_url_is_refused(io_: TorchCheckpointIO, tmp_path: P
     assert os.listdir(tmp_path) == []
 
 
-def test_a_failed_save_to_a_url_leaves_the_old_one(io_: TorchCheckpointIO, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_save_to_url_keeps_old(io_: TorchCheckpointIO, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failed save to a URL leaves the old checkpoint."""
     import fsspec
     from fsspec.implementations.memory import MemoryFile
 
@@ -578,7 +582,7 @@ def test_a_save_draws_no_random_number(io_: TorchCheckpointIO, tmp_path: Path) -
     assert random.getstate() == before[0] and torch.equal(torch.get_rng_state(), before[1])
 
 
-def test_what_a_library_put_in_the_place_of_torchs_functions_is_not_used(
+def test_patched_torch_save_is_not_used(
     io_: TorchCheckpointIO, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As Gaudi's bridge does: its functions copy each tensor by itself, and read with other defaults."""

@@ -98,7 +98,8 @@ def test_plugins_as_json(site: Path, capfd: pytest.CaptureFixture[str]) -> None:
         assert words in err
 
 
-def test_what_manifests_print_stays_off_stdout_in_a_process_of_its_own(site: Path) -> None:
+def test_manifest_output_goes_to_stderr(site: Path) -> None:
+    """What manifests print goes to stderr, in a process of its own."""
     done = torchhal_command("plugins", "--json", path=site)
     assert "loud" in [plugin["name"] for plugin in json.loads(done.stdout)["plugins"]]
     assert {"print", "write", "puts", "hook"} <= set(done.stderr.split())
@@ -181,7 +182,8 @@ def test_plugins_in_a_locale_that_lacks_the_letters(hostile: Path, variables: di
     assert b"'failing' (failing 1) is broken: OSError" in done.stdout
 
 
-def test_an_error_in_a_program_holds_no_escape_either(hostile: Path) -> None:
+def test_errors_escape_control_characters(hostile: Path) -> None:
+    """An error in a program holds no terminal escape sequence."""
     program = "import torchhal\ntry: torchhal.Trainer(accelerator='nothing')\nexcept LookupError as error: print(error)"
     done = subprocess.run(
         [sys.executable, "-W", "always", "-c", f"{program}\ntorchhal.Trainer()"],

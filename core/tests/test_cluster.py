@@ -146,7 +146,8 @@ def test_settings_that_differ_from_torchruns_show_both_numbers(table):
         environment.validate_settings(num_devices=1, num_nodes=2)
 
 
-def test_local_before_a_launch_is_rank_0_of_1_whatever_lies_around(table):
+def test_local_environment_before_launch(table):
+    """Before a launch the local environment is rank 0 of 1, whatever variables are set."""
     table("env://")
     environment = LocalEnvironment()
     environment.configure(1, 2)
@@ -194,7 +195,7 @@ def test_local_several_nodes_by_hand(table):
         environment.configure(2, 4)
 
 
-def test_a_node_of_several_that_would_train_by_itself(table):
+def test_forgotten_num_nodes_refused(table):
     """``num_nodes`` forgotten: every host would train alone, and end well."""
     table("by hand")
     with pytest.raises(ConfigurationError, match=r"NODE_RANK=1 says that this is one of several nodes.*'num_nodes'"):
@@ -203,7 +204,8 @@ def test_a_node_of_several_that_would_train_by_itself(table):
     assert resolve(Request(accelerator="cpu", devices=1)).world_size == 1
 
 
-def test_in_an_allocation_of_slurm_s_srun_is_what_is_missing(table, monkeypatch):
+def test_missing_node_rank_hints_at_srun(table, monkeypatch):
+    """In an allocation of Slurm's the error for a missing NODE_RANK names srun."""
     table("by hand", NODE_RANK=None)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     with pytest.raises(ConfigurationError, match=r"NODE_RANK must be set.*start the script with srun"):

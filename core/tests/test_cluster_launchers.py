@@ -130,7 +130,7 @@ class TestSlurmSteps:
             found.append(numbers(environment))
         assert found == [(0, 0, 0, 4, 3), (1, 1, 0, 4, 3), (2, 2, 0, 4, 3), (3, 0, 1, 4, 1)]
 
-    def test_a_heterogeneous_job_counts_tasks_by_the_name_of_the_node(self, job):
+    def test_heterogeneous_job(self, job):
         """Captured from srun -n1 -w n2 : -n2 -w n1: SLURM_NODEID follows the components, the counts follow the list."""
         step = {"SLURM_STEP_TASKS_PER_NODE": "2,1", "SLURM_STEP_NUM_TASKS": "3", "SLURM_NTASKS": "3",
                 "SLURM_NPROCS": "3", "SLURM_HET_SIZE": "2"}  # fmt: skip
@@ -144,7 +144,8 @@ class TestSlurmSteps:
         environment.validate_settings(num_devices=1, num_nodes=2)
         assert environment.main_address == "n2"
 
-    def test_who_did_not_come_has_a_name_where_slurm_filled_node_after_node(self, job, monkeypatch):
+    def test_node_of_rank_in_block_distribution(self, job, monkeypatch):
+        """The node of a rank is known where Slurm filled node after node."""
         environment = job(UNEVEN["slurm"][0])
         assert [environment.node_of(rank) for rank in range(5)] == ["n1", "n1", "n1", "n2", None]
         job(SLURM_DISTRIBUTION="block:cyclic")
@@ -155,7 +156,8 @@ class TestSlurmSteps:
         job(SLURM_PROCID="3")  # which would be n2's: no blocks after all
         assert environment.node_of(3) is None
 
-    def test_the_arbitrary_distribution_begins_where_the_host_file_does(self, job, tmp_path):
+    def test_arbitrary_distribution_reads_host_file(self, job, tmp_path):
+        """With Slurm's arbitrary distribution the host file's first line is the address."""
         path = tmp_path / "hosts"
         environment = job(TABLES["slurm"][0], SLURM_DISTRIBUTION="arbitrary", SLURM_HOSTFILE=str(path))
         with pytest.raises(ConfigurationError, match=r"SLURM_HOSTFILE.*No such file.*set MASTER_ADDR"):
@@ -189,11 +191,13 @@ class TestSlurmSteps:
         one = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"}
         assert job(TABLES["slurm"][0], one).name == "local"
 
-    def test_a_process_that_torchhal_started_in_a_step_is_torchhals(self, job):
+    def test_torchhal_process_inside_step(self, job):
+        """A process that torchhal started in a step is torchhal's."""
         assert job(TABLES["slurm"][1], TABLES["local"][2]).name == "local"
 
     @pytest.mark.parametrize("name", ["SLURM_NTASKS", "SLURM_NPROCS"])
-    def test_an_exported_number_of_tasks_is_shown_beside_the_step_s(self, job, name):
+    def test_exported_task_count_conflicts(self, job, name):
+        """The error for an exported number of tasks shows it beside the step's."""
         with pytest.raises(ConfigurationError, match=rf"SLURM_STEP_NUM_TASKS=4, but {name}=8.*TORCHHAL_CLUSTER=none"):
             job(TABLES["slurm"][0], **{name: "8"}).world_size()
 
@@ -211,11 +215,13 @@ class TestSlurmSteps:
         with pytest.raises(ConfigurationError, match=r"MASTER_ADDR must be an address.*'localhost'"):
             environment.validate_settings(num_devices=2, num_nodes=2)
 
-    def test_a_list_that_can_t_be_read_is_named(self, job):
+    def test_unreadable_node_list_is_named(self, job):
+        """The error for a node list that can't be read names it."""
         with pytest.raises(ConfigurationError, match=r"SLURM_STEP_NODELIST can't be read \(got 'n\[1-2\]-ib'\)"):
             _ = job(TABLES["slurm"][0], SLURM_STEP_NODELIST="n[1-2]-ib").main_address
 
-    def test_steps_jobs_and_restarts_meet_at_ports_of_their_own(self, job):
+    def test_ports_differ_between_steps(self, job):
+        """Steps, jobs and restarts meet at ports of their own."""
         ports = set()
         for changes in (
             {}, {"SLURM_STEP_ID": "1"}, {"SLURM_JOB_ID": "104711"}, {"SLURM_RESTART_COUNT": "1"}
@@ -266,7 +272,8 @@ class TestRequeue:
         assert environment.run_again(signal.SIGUSR1, continues=True) == "job 4711 is requeued"
         assert asked.read_text() == "requeue 4711\n"
 
-    def test_without_slurm_nothing_but_sigterm_and_sigint_ends_a_job(self, job):
+    def test_no_scheduler_signals_without_slurm(self, job):
+        """Without Slurm nothing but SIGTERM and SIGINT ends a job."""
         environment = job(TABLES["openmpi"][1], TORCHHAL_REQUEUE="1")
         assert environment.stop_signals == ()
         assert environment.run_again(signal.SIGUSR1, continues=True) == ""
@@ -284,12 +291,14 @@ class TestRequeue:
         job(TABLES["slurm"][0])
         assert OfTheClass().stop_signals == OfTheObject().stop_signals == (signal.SIGUSR2,)
 
-    def test_a_switch_that_is_neither_is_said_before_the_training(self, job):
+    def test_invalid_requeue_switch_refused(self, job):
+        """A requeue switch that is neither 1 nor 0 is refused before the training."""
         environment = job(TABLES["slurm"][0], TORCHHAL_REQUEUE="yes")
         with pytest.raises(ConfigurationError, match=r"TORCHHAL_REQUEUE must be 1 or 0.*'yes'"):
             environment.validate_settings(num_devices=2, num_nodes=2)
 
-    def test_an_element_of_an_array_goes_by_its_own_name(self, job, scontrol):
+    def test_requeue_of_array_element(self, job, scontrol):
+        """An element of a job array is requeued by its own name."""
         job(TABLES["slurm"][0], SLURM_ARRAY_JOB_ID="4711", SLURM_ARRAY_TASK_ID="3", SLURM_JOB_ID="4714")
         asked = scontrol(0)
         assert SlurmEnvironment(requeue=True).run_again(signal.SIGUSR1, continues=True) == "job 4711_3 is requeued"
@@ -329,7 +338,7 @@ class TestNested:
         assert job(daemon, TABLES[mpi][1]).name == mpi
 
     @pytest.mark.parametrize("mpi", ["openmpi", "mpich"])
-    def test_mpi_on_one_of_an_allocation_s_two_nodes(self, job, mpi):
+    def test_mpi_on_one_of_two_nodes(self, job, mpi):
         """As many processes as the step has daemons: the numbers on this node tell them apart."""
         size, local = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
         if mpi == "mpich":
@@ -338,7 +347,7 @@ class TestNested:
                   "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}  # fmt: skip
         assert job(daemon, TABLES[mpi][1], {size: "2", local: "2"}).name == mpi
 
-    def test_open_mpi_on_the_hosts_of_a_batch_job_but_its_last(self, job):
+    def test_open_mpi_inside_partial_step(self, job):
         """Seen with three nodes and mpirun -np 2 -npernode 1 in the script: two daemons, on nodes 2 and 3, rank 1 under
         the first of them. Rank 0, on the script's own node, is in no step at all."""
         daemon = {**TABLES["slurm"][0], "SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2", "SLURM_NPROCS": "2",
@@ -349,7 +358,8 @@ class TestNested:
     def test_srun_with_pmi2(self, job):
         assert job(TABLES["slurm"][1], PMI_RANK="1", PMI_SIZE="4").name == "slurm"
 
-    def test_flux_and_jsrun_win_over_the_mpi_variables_that_they_set(self, job):
+    def test_flux_and_jsrun_precede_mpi(self, job):
+        """Flux and jsrun win over the MPI variables that they set."""
         assert job(FLUX[1]).name == "flux"
         assert job(TABLES["openmpi"][1], TABLES["lsf"][1]).name == "lsf"
 
@@ -363,7 +373,8 @@ class TestSwitch:
         part = choose_environment({}, CPUAccelerator(), [])
         assert part.reason == "TORCHHAL_CLUSTER='slurm'"
 
-    def test_one_that_did_not_start_this_process_names_what_it_misses(self, job):
+    def test_chosen_environment_names_missing_variable(self, job):
+        """An environment that did not start this process names the variable that it misses."""
         with pytest.raises(ConfigurationError, match="SLURM_STEP_NUM_TASKS must be set"):
             job(TORCHHAL_CLUSTER="slurm").world_size()
 
@@ -392,13 +403,15 @@ class TestMPI:
         with pytest.raises(ConfigurationError, match=rf"MASTER_ADDR and MASTER_PORT must be set.*{launcher}.*mpi4py"):
             _ = environment.main_address
 
-    def test_azure_s_address_and_port_stand_in_one_variable(self, job):
+    def test_azure_address_and_port(self, job):
+        """Azure's address and port stand in one variable."""
         environment = job(TABLES["openmpi"][3], AZ_BATCH_MASTER_NODE="10.0.0.4:6000")
         assert (environment.main_address, environment.main_port) == ("10.0.0.4", 6000)
         with pytest.raises(ConfigurationError, match=r"AZ_BATCH_MASTER_NODE must be 'address:port'.*'10.0.0.4'"):
             _ = job(AZ_BATCH_MASTER_NODE="10.0.0.4").main_address
 
-    def test_pals_says_the_place_on_the_node_in_its_own_variables(self, job):
+    def test_pals_variables(self, job):
+        """PALS sets the place on the node in its own variables."""
         place = {"PALS_RANKID": "3", "PALS_LOCAL_RANKID": "1", "PALS_LOCAL_SIZE": "2", "NODE_RANK": "1", **BY_HAND}
         environment = job(place, PMI_RANK="3", PMI_SIZE="4")
         assert (environment.name, numbers(environment)) == ("mpich", (3, 1, 1, 4, 2))
@@ -411,7 +424,8 @@ class TestMPI:
 
 
 class TestLSF:
-    def test_the_first_line_of_the_rank_file_is_the_launch_node(self, job, tmp_path):
+    def test_lsf_rank_file(self, job, tmp_path):
+        """The first line of LSF's rank file is the launch node."""
         path = tmp_path / "ranks"
         path.write_text("batch4\n" + "d29n14\n" * 42 + "d29n15\n" * 42)
         environment = job(TABLES["lsf"][3], LSB_DJOB_RANKFILE=str(path))
@@ -472,7 +486,8 @@ class TestSageMaker:
         assert (other.node_rank(), other.main_port) == (0, environment.main_port)
         assert environment.node_of(3) == 0
 
-    def test_a_node_that_would_train_by_itself_is_refused(self, job):
+    def test_sagemaker_needs_num_nodes(self, job):
+        """A SageMaker host that would train by itself is refused."""
         with pytest.raises(ConfigurationError, match=r"SM_HOSTS names the job's 2 hosts, but 1 node.*num_nodes=2"):
             job(self.HOSTS).configure(1, 4)
 
@@ -514,7 +529,8 @@ class TestEnvContract:
 
 
 class TestWhoSharesAHost:
-    def test_nodes_count_in_the_order_of_their_lowest_rank(self):
+    def test_node_rank_order(self):
+        """Nodes count in the order of their lowest rank."""
         hosts = ["b", "a", "b", "c", "a"]
         places = [topology_of(rank, hosts) for rank in range(5)]
         assert [(place.node_rank, place.local_rank, place.local_world_size) for place in places] == [
@@ -542,7 +558,8 @@ def test_ports_follow_the_whole_name():
     )
 
 
-def test_every_built_in_environment_has_a_priority_of_its_own():
+def test_priorities_are_distinct():
+    """Every built-in environment has a priority of its own."""
     entries = [entry for entry in registry.entries("cluster_environment") if entry.distribution == "torchhal"]
     priorities = [entry.load().priority for entry in entries]
     assert len(set(priorities)) == len(priorities) == 10

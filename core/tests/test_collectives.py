@@ -94,7 +94,10 @@ def reduce_ops():
 
 @pytest.mark.slow
 def test_reduce_ops(world):
-    """STR-01"""
+    """Each op of reduce is supported on all ranks.
+
+    Checks: STR-01.
+    """
     world.run(reduce_ops)
 
 
@@ -140,7 +143,10 @@ def reduce_unknown_op():
 
 
 def test_reduce_refuses_an_unknown_op(world2):
-    """STR-01"""
+    """An unknown op of reduce is refused.
+
+    Checks: STR-01.
+    """
     everywhere(world2.outcomes(reduce_unknown_op), "ValueError", "'median'", "'mean'", "'max'")
 
 
@@ -159,7 +165,10 @@ def reduce_is_pure():
 
 
 def test_reduce_leaves_its_input_alone(world2):
-    """STR-02"""
+    """A reduce leaves its input alone.
+
+    Checks: STR-02.
+    """
     world2.run(reduce_is_pure)
 
 
@@ -189,7 +198,10 @@ def reduce_dtypes():
 
 
 def test_reduce_dtypes(world):
-    """STR-03"""
+    """A reduce takes tensors of each dtype.
+
+    Checks: STR-03.
+    """
     world.run(reduce_dtypes)
 
 
@@ -209,7 +221,10 @@ def reduce_numbers():
 
 
 def test_reduce_numbers_and_other_things(world):
-    """STR-03"""
+    """A reduce takes numbers and leaves other things as they are.
+
+    Checks: STR-03.
+    """
     world.run(reduce_numbers)
 
 
@@ -254,7 +269,10 @@ def reduce_nests():
 
 
 def test_reduce_nests(world2):
-    """STR-03"""
+    """A reduce goes into nested containers.
+
+    Checks: STR-03.
+    """
     world2.run(reduce_nests)
 
 
@@ -270,7 +288,10 @@ def reduce_key_order():
 
 
 def test_reduce_of_mappings_is_by_key(world):
-    """STR-45"""
+    """A reduce of mappings goes by key, not by order.
+
+    Checks: STR-45.
+    """
     world.run(reduce_key_order)
 
 
@@ -299,7 +320,12 @@ def reduce_views():
 
 
 def test_reduce_of_strided_views(world):
-    """STR-46: alone, gloo reduces other elements than the view's, and writes behind an expanded tensor."""
+    """A reduce of a strided view reduces the view's elements.
+
+    Alone, gloo reduces other elements than the view's, and writes behind an expanded tensor.
+
+    Checks: STR-46.
+    """
     world.run(reduce_views)
 
 
@@ -323,7 +349,10 @@ def broadcast_views():
 
 
 def test_broadcast_of_strided_views(world):
-    """STR-46"""
+    """A broadcast of a strided view sends the view's elements.
+
+    Checks: STR-46.
+    """
     world.run(broadcast_views)
 
 
@@ -351,7 +380,12 @@ def reduce_mismatch(kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dtype", "shape", "keys", "length", "type", "none", "layout", "width"])
 def test_reduce_of_different_things_fails_on_all_ranks(world2, kind):
-    """STR-03, STR-45: alone, gloo returns garbage, or one rank fails and the other gets a number."""
+    """A reduce of different things fails on all ranks.
+
+    Alone, gloo returns garbage, or one rank fails and the other gets a number.
+
+    Checks: STR-03, STR-45.
+    """
     outcomes = world2.outcomes(reduce_mismatch, kind)
     everywhere(outcomes, "DistributedError", "rank 0", "rank 1")
     for texts in {"dtype": ("int32", "float32"), "shape": ("(3,)", "(4,)"), "keys": ("'b'", "'c'")}.get(kind, ()):
@@ -403,7 +437,10 @@ def in_groups():
 
 
 def test_groups(world3):
-    """STR-04"""
+    """Collectives take a group.
+
+    Checks: STR-04.
+    """
     world3.run(in_groups)
 
 
@@ -419,7 +456,10 @@ def decisions():
 
 
 def test_boolean_decisions(world):
-    """STR-05"""
+    """A boolean decision is the same on all ranks.
+
+    Checks: STR-05.
+    """
     expected = [(True, True), (False, False), (False, True), (False, True)]
     assert world.run(decisions) == [expected] * world.size
 
@@ -457,7 +497,10 @@ def broadcasts():
 
 
 def test_broadcast(world):
-    """STR-06, STR-07"""
+    """A broadcast sends the objects of the source rank.
+
+    Checks: STR-06, STR-07.
+    """
     world.run(broadcasts, timeout=60)
 
 
@@ -511,7 +554,10 @@ def barriers():
 
 
 def test_barrier_waits_for_the_last_rank(world):
-    """STR-08"""
+    """A barrier waits for the last rank.
+
+    Checks: STR-08.
+    """
     assert min(world.run(barriers)) > 0.9
 
 
@@ -572,7 +618,10 @@ def gathers():
 
 
 def test_all_gather(world):
-    """STR-09"""
+    """An all_gather stacks the values in rank order.
+
+    Checks: STR-09.
+    """
     world.run(gathers)
 
 
@@ -607,7 +656,12 @@ def gather_gradients():
 
 @pytest.mark.slow
 def test_all_gather_with_gradients(world):
-    """STR-10: also for incoming gradients that are not contiguous."""
+    """An all_gather passes gradients back.
+
+    Also for incoming gradients that are not contiguous.
+
+    Checks: STR-10.
+    """
     world.run(gather_gradients)
 
 
@@ -628,7 +682,10 @@ def uneven_gather(kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["shape", "dtype", "dim", "none"])
 def test_uneven_all_gather_fails_on_all_ranks(world, kind):
-    """STR-11"""
+    """An all_gather of different shapes fails on all ranks.
+
+    Checks: STR-11.
+    """
     everywhere(world.outcomes(uneven_gather, kind), "DistributedError", "rank 0", "rank 1")
 
 
@@ -728,13 +785,19 @@ def averaging_of_sparse():
 
 
 def test_averaging_of_gradients(world):
-    """STR-14, STR-19"""
+    """Gradients are averaged over the ranks.
+
+    Checks: STR-14, STR-19.
+    """
     world.run(averaging)
 
 
 @pytest.mark.one_accelerator  # others may have no sparse tensors
 def test_averaging_of_sparse_gradients(world):
-    """STR-14, STR-19"""
+    """Sparse gradients are averaged over the ranks.
+
+    Checks: STR-14, STR-19.
+    """
     world.run(averaging_of_sparse)
 
 
@@ -742,7 +805,12 @@ def test_averaging_of_sparse_gradients(world):
 
 
 def test_one_process_answers_like_many(world2):
-    """STR-02, STR-09: the same types and shapes on one device as on several."""
+    """Collectives of one process return the types and shapes of many.
+
+    The same types and shapes on one device as on several.
+
+    Checks: STR-02, STR-09.
+    """
     alone, many = collective_types(), world2.run(collective_types_joined)
     assert many == [alone, alone]
 

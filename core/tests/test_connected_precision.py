@@ -109,7 +109,8 @@ def plain():
 
 @pytest.mark.parametrize("model", [Net, ByHand])
 @pytest.mark.parametrize("strategy", ["auto", "ddp"])
-def test_the_optimizer_that_it_gives_is_the_one_that_steps(model, strategy):
+def test_connected_optimizer_steps(model, strategy):
+    """The optimizer that the precision gives is the one that steps."""
     precision, trained = Connects(), model()
     trainer = fit(trained, precision, strategy=strategy)
     assert trainer.global_step == 8
@@ -154,7 +155,8 @@ class Wraps(SinglePrecision):
 
 
 @pytest.mark.parametrize("strategy", ["auto", "ddp"])
-def test_a_wrapper_that_it_gives_is_what_a_training_step_runs_through(strategy):
+def test_training_step_runs_through_wrapper(strategy):
+    """A training step runs through the wrapper that the precision gives."""
     precision, model = Wraps(), Net()
     fit(model, precision, strategy=strategy)
     assert precision.around.forwards == 8
@@ -180,7 +182,8 @@ class InPlace(SinglePrecision):
         return self.other, optimizers, lr_schedulers
 
 
-def test_a_model_that_it_puts_in_the_place_of_the_users_knows_its_trainer():
+def test_replaced_model_knows_trainer():
+    """A model that the precision puts in the place of the user's knows its Trainer."""
     precision, model = InPlace(), Net()
     trainer = fit(model, precision)
     assert precision.other.calls == 8
@@ -198,7 +201,8 @@ class Converts(SinglePrecision):
         return self.copy
 
 
-def test_a_converted_copy_is_what_is_optimized_and_knows_its_trainer():
+def test_converted_copy_is_optimized():
+    """The converted copy is optimized and knows its Trainer."""
     precision = Converts()
     trainer = fit(Net(), precision)
     assert trainer.lightning_module is precision.copy and precision.copy.trainer is trainer

@@ -49,7 +49,9 @@ class Derived(errors.CheckpointError):
 
 
 @pytest.mark.parametrize("base", [Exception, RuntimeError])
-def test_an_error_that_can_not_be_printed_is_still_the_one_that_is_reported(base):
+def test_unprintable_error_is_reported(base):
+    """An error that can't be printed is still the one that is reported."""
+
     class Unprintable(base):
         def __str__(self):
             raise KeyError("no text")

@@ -176,7 +176,8 @@ class Follower(SingleDeviceStrategy):
     ("epoch", "batches_done", "seen"),
     [(0, 3, [3, 4, 5, *range(6)]), (1, 4, [4, 5]), (1, 0, range(6)), (0, 6, range(6)), (0, 9, range(6)), (2, 0, [])],
 )
-def test_a_strategy_may_go_on_elsewhere_in_the_data(epoch, batches_done, seen):
+def test_strategy_repositions_data(epoch, batches_done, seen):
+    """A strategy may continue elsewhere in the data."""
     data = torch.utils.data.DataLoader(Indices(6), batch_size=1, shuffle=True, generator=torch.Generator())
     order = [[int(batch) for batch in epoch] for epoch in (data, data)]
     data.generator.manual_seed(torch.Generator().initial_seed())
@@ -279,7 +280,8 @@ class Bare(SingleDeviceStrategy):
         self.seen = (self.accelerator.name, self.precision.alias, self.trainer is trainer)
 
 
-def test_what_an_override_of_setup_leaves_out_is_done():
+def test_setup_override_without_super():
+    """The Trainer does what an override of setup leaves out."""
     strategy = Bare()
     _, model = fit(strategy)
     assert strategy.seen == (hardware.name(), "32-true", True)
@@ -352,7 +354,7 @@ def test_sparse_gradients_are_clipped_by_their_true_norm():
 
 
 @pytest.mark.parametrize("strategy", ["single_device", "ddp"])
-def test_an_accelerator_that_records_hears_where_work_is_complete(monkeypatch, strategy):
+def test_step_marker_calls(monkeypatch, strategy):
     """After each backward, after each update, after each step without training: nowhere else, and no more after the
     run. A strategy of several tells it first which rank this is."""
     cls, events = type(hardware.accelerator()), []

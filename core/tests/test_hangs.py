@@ -159,7 +159,8 @@ def test_who_waits_for_whom(hangs, name, capsys):
         assert doctor(capsys, command.strip("'")) == (0, said)
 
 
-def test_a_run_folder_that_takes_nothing_hides_no_error(hangs, capsys):
+def test_dump_with_unwritable_run_folder(hangs, capsys):
+    """A run folder that can't be written to hides no error."""
     error = (hangs["read-only"] / "error.txt").read_text()
     assert "CollectiveTimeoutError: all_reduce number 21 timed out on rank 0: rank 1 did not take part" in error
     (command,) = set(re.findall("torchhal doctor (.+)$", error, re.MULTILINE))
@@ -169,7 +170,8 @@ def test_a_run_folder_that_takes_nothing_hides_no_error(hangs, capsys):
     assert "rank 1: came to number 20 only, now at " in said
 
 
-def test_a_disk_that_answers_no_more_holds_nobody_up(tmp_path, monkeypatch):
+def test_hanging_disk_does_not_block_dump(tmp_path, monkeypatch):
+    """A disk that no longer responds does not block the dump."""
     dump = HangDump(0, 2, str)
     dump.run_folder = str(tmp_path / "run")
     dump._name = "hang-1"
@@ -187,7 +189,7 @@ def test_a_disk_that_answers_no_more_holds_nobody_up(tmp_path, monkeypatch):
         pass
 
 
-def test_a_recorder_that_answers_no_more_holds_nobody_up(tmp_path, monkeypatch):
+def test_hanging_recorder_does_not_block_dump(tmp_path, monkeypatch):
     """Those of other backends wait for locks that may be what hangs; a second writer knows where the first has been."""
     dump, asked = HangDump(0, 2, str), threading.Event()
     dump.run_folder, dump._name = str(tmp_path), "hang-1"
@@ -258,7 +260,8 @@ def test_json_has_what_the_ranks_wrote(copy, capsys):
     ],
     ids=range(9),
 )
-def test_what_cannot_be_read_is_said_and_the_rest_compared(copy, capsys, damage, said):
+def test_damaged_report_is_named(copy, capsys, damage, said):
+    """The doctor names a report that it can't read and compares the rest."""
     damage(copy / "rank-1.json")
     code, text = doctor(capsys, copy)
     assert code == 0
@@ -278,7 +281,8 @@ def test_other_sizes_of_the_same_collective_are_found(copy, capsys):
     assert "  rank 1: all_reduce number 20 of Float [6]" in text
 
 
-def test_ranks_of_a_group_that_are_all_there_are_not_accused(copy, capsys):
+def test_complete_groups_are_not_accused(copy, capsys):
+    """Ranks of a group that are all there are not accused."""
     for rank in (0, 1):
         change(copy / f"rank-{rank}.json", lambda dump: dump.update(collectives=dump["collectives"][:4], doing=""))
     _, text = doctor(capsys, copy)
@@ -309,7 +313,8 @@ def test_folders_without_a_hang(tmp_path, capsys):
 # -- what torch and the system tell ---------------------------------------------------------------------------
 
 
-def test_a_torch_without_a_flight_recorder_is_no_error(monkeypatch):
+def test_torch_without_flight_recorder(monkeypatch):
+    """A torch without a flight recorder is no error."""
     module = torch._C._distributed_c10d
     for name in ("_dump_fr_trace", "_dump_nccl_trace"):
         monkeypatch.delattr(module, name, raising=False)
@@ -319,7 +324,7 @@ def test_a_torch_without_a_flight_recorder_is_no_error(monkeypatch):
 
 
 @pytest.mark.cold_start
-def test_the_collectives_of_this_life_are_read_and_no_compiler_imported():
+def test_flight_recorder_reads_own_collectives():
     """torch imports it, before the first optimizer step: seconds on every rank, with others waiting to end them all."""
     code = """if True:
         import contextlib, sys, torch, torch.distributed as dist
@@ -340,7 +345,8 @@ def test_the_collectives_of_this_life_are_read_and_no_compiler_imported():
 
 
 @pytest.mark.parametrize("given", ["TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"])
-def test_whoever_has_decided_on_the_flight_recorder_is_left_alone(monkeypatch, given):
+def test_flight_recorder_settings_are_kept(monkeypatch, given):
+    """Variables of the flight recorder that the user has set are left alone."""
     for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(given, "0")
@@ -351,7 +357,8 @@ def test_whoever_has_decided_on_the_flight_recorder_is_left_alone(monkeypatch, g
 
 
 @needs_linux
-def test_a_process_is_not_taken_for_another_of_its_number():
+def test_reused_pid_is_recognised():
+    """A process is not taken for another one of its number."""
     code = "import time; print(flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as child:
         try:

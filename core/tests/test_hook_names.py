@@ -58,13 +58,15 @@ REMOVED = [
 
 
 @pytest.mark.parametrize(("name", "instead"), REMOVED)
-def test_a_removed_hook_of_a_model_is_refused_by_name(name, instead):
+def test_removed_model_hook_refused(name, instead):
+    """A removed hook of a model is refused by name."""
     with pytest.raises(ModelError, match=rf"Net\.{name} is no hook any more.*use .*{instead}"):
         fit(having(Net, name))
 
 
 @pytest.mark.parametrize("name", ["on_epoch_start", "on_batch_end", "on_init_start", "on_keyboard_interrupt"])
-def test_a_removed_hook_of_a_callback_is_refused_by_name(name):
+def test_removed_callback_hook_refused(name):
+    """A removed hook of a callback is refused by name."""
     with pytest.raises(ModelError, match=rf"Callback\.{name} is no hook any more"):
         fit(callback=having(Callback, name))
 
@@ -76,7 +78,8 @@ def test_a_removed_hook_of_a_callback_is_refused_by_name(name):
         fit(Brings())
 
 
-def test_a_removed_hook_on_the_object_or_of_a_plain_module_or_of_a_data_module():
+def test_removed_hook_on_other_owners():
+    """A removed hook is refused on an object, a plain module and a data module, too."""
     model = Net()
     model.training_epoch_end = types.MethodType(method, model)
     with pytest.raises(ModelError, match="training_epoch_end"):
@@ -132,14 +135,17 @@ def test_optimizer_idx_is_refused_in_every_hook(hook):
         (Callback, "on_train_batch_start", r"must take \(self, trainer, module, batch, batch_idx\)"),
     ],
 )
-def test_a_hook_that_can_not_be_called_is_refused(base, name, says):
+def test_uncallable_hook_refused(base, name, says):
+    """A hook that can't be called with its arguments is refused."""
     takes = (lambda self, lr: None) if says.endswith(r"\(self\)") else lambda self: None
     owner = type(base.__name__, (base,), {name: takes})()
     with pytest.raises(ModelError, match=rf"{base.__name__}\.{name} {says}"):
         fit(**{{Net: "model", Callback: "callback"}[base]: owner})
 
 
-def test_a_hook_may_leave_out_the_loader_and_add_what_has_a_default():
+def test_hook_signatures_may_vary():
+    """A hook may leave out dataloader_idx and add parameters with a default."""
+
     class Own(Net):
         def setup(self, stage=None): ...
         def on_validation_batch_end(self, outputs, batch, batch_idx): ...
@@ -163,7 +169,8 @@ def test_a_hook_may_leave_out_the_loader_and_add_what_has_a_default():
 @pytest.mark.parametrize(
     ("wrong", "right"), [("train_step", "training_step"), ("configure_optimizer", "configure_optimizers")]
 )
-def test_a_step_of_another_name_is_said_where_it_is_missed(wrong, right):
+def test_misnamed_step_is_suggested(wrong, right):
+    """The error for a missing step names one that is nearly its name."""
     with pytest.raises(ModelError, match=rf"it has no {right} \(its {wrong} is no hook"):
         fit(type("Net", (Net,), {wrong: method, right: None})())
 
@@ -199,7 +206,8 @@ NEAR = [
 
 
 @pytest.mark.parametrize(("base", "name", "meant"), NEAR)
-def test_a_near_miss_is_said_and_the_run_goes_on(base, name, meant):
+def test_misspelled_hook_warns(base, name, meant):
+    """A method that is nearly a hook's name is a warning, and the run goes on."""
     owner = having(base, name)
     given = {{Net: "model", Data: "data", Callback: "callback"}[base]: owner}
     if meant is None:  # named like no hook, or one that is there too

@@ -32,7 +32,8 @@ def test_import_torchhal() -> None:
     assert third_party == {"torchhal"}
 
 
-def test_import_torchhal_is_not_even_much_of_the_standard_library() -> None:
+def test_import_loads_little_stdlib() -> None:
+    """import torchhal does not even import much of the standard library."""
     assert not modules_after("import torchhal") & {"typing", "re", "inspect", "dataclasses", "importlib"}
 
 
@@ -83,7 +84,8 @@ assert len(load()) > 150
 """
 
 
-def test_every_module_can_be_imported_without_what_windows_lacks() -> None:
+def test_import_without_posix_names() -> None:
+    """Every module can be imported without the names that Windows lacks."""
     done = subprocess.run([sys.executable, "-c", WITHOUT_POSIX], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -132,7 +134,7 @@ def test_a_submodule_needs_no_import_of_its_own() -> None:
     assert "torchhal" in modules_after("import torchhal; torchhal.registry.find; torchhal.errors.TorchhalError")
 
 
-def test_dir_and_completion_show_the_public_names_and_no_others() -> None:
+def test_dir_lists_public_names() -> None:
     """Before any was used, and after."""
     program = (
         "import rlcompleter, torchhal; complete = rlcompleter.Completer({'torchhal': torchhal}).complete\n"
@@ -155,7 +157,8 @@ def test_unknown_names() -> None:
     assert not hasattr(torchhal, "torch")
 
 
-def test_a_missing_dependency_of_a_submodule_is_not_hidden() -> None:
+def test_missing_dependency_surfaces() -> None:
+    """A missing dependency of a submodule is not hidden."""
     program = (
         "import sys, torchhal; sys.modules['pluggy'] = None\ntry: torchhal.plugin\nexcept ImportError: print('seen')"
     )

@@ -146,7 +146,8 @@ def test_a_test_session_is_not_run_again():
         script_command()
 
 
-def test_a_script_on_stdin_is_no_file_to_run_again():
+def test_script_on_stdin_refused():
+    """A script on stdin is no file to run again."""
     code = "from torchhal.launchers._command import script_command\nscript_command()\n"
     for command in ([sys.executable, "-"], [sys.executable]):
         ended = Job(*command, stdin=code).finish()
@@ -210,7 +211,8 @@ def test_no_script_to_run_again(tmp_path):
 # -- the job ---------------------------------------------------------------------------------------------------
 
 
-def test_two_jobs_at_once_twice_each_and_other_numbers_refused():
+def test_concurrent_and_repeated_launches():
+    """Two jobs at once launch twice each, and a launch with another number is refused."""
     jobs = [job("twice"), job("twice"), job("other_number")]
     for one in jobs[:2]:
         one.finish()
@@ -325,7 +327,8 @@ def test_what_cannot_be_sent_is_named(temporary_files):
     assert not [child for child in multiprocessing.active_children() if not child.daemon]  # the tests' world is one
 
 
-def test_a_workers_error_is_raised_with_its_traceback_and_everybody_is_gone(temporary_files):
+def test_worker_error_ends_launch(temporary_files):
+    """A worker's error is raised with its traceback, and all workers have ended."""
     before = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
     start = time.monotonic()
     with pytest.raises(RankFailedError) as info:
@@ -341,7 +344,8 @@ def test_a_workers_error_is_raised_with_its_traceback_and_everybody_is_gone(temp
     assert {signum: signal.getsignal(signum) for signum in before} == before
 
 
-def test_an_error_that_does_not_pickle_arrives_as_text():
+def test_unpicklable_error_as_text():
+    """An error that does not pickle arrives as text."""
     with pytest.raises(RankFailedError, match=r"failed: .*Odd: 1") as info:
         launcher(2).launch(fail_oddly)
     assert info.value.__cause__ is None
@@ -442,7 +446,7 @@ def test_loader_workers_live_through_a_signal_to_everybody(method):
     assert [worker.exitcode for worker in workers] == [0, 0]
 
 
-def test_a_signal_waits_for_a_worker_for_a_time_before_it_is_that_worker_s_alone(monkeypatch):
+def test_pending_signal_of_worker_is_delayed(monkeypatch):
     """However often the supervisor looks: one to all of them is on its way to this process, too."""
     now = 100.0
     monkeypatch.setattr(multiprocess, "is_pending", lambda pid, signum: True)

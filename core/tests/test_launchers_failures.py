@@ -138,7 +138,8 @@ def test_the_failing_ranks_traceback_comes_first_and_once(run, scenario, launche
 
 
 @BOTH
-def test_a_rank_that_exits_is_a_failure_of_the_job(run, launcher):
+def test_exiting_rank_fails_job(run, launcher):
+    """A rank that exits is a failure of the job."""
     one = run("sys_exit", launcher)
     assert one.code == 1
     assert one.err.startswith("torchhal: rank 1 called sys.exit(3)"), one.err
@@ -150,7 +151,8 @@ def test_a_rank_that_exits_is_a_failure_of_the_job(run, launcher):
     ("scenario", "code"),
     [("sys_exit of rank 0", 3), ("sys_exit_0 of rank 0", 0), ("sys_exit_0", 0), ("sys_exit_0_unwatched", 0)],
 )
-def test_an_exit_amid_a_call_is_a_failure_whatever_its_code(run, scenario, code):
+def test_exit_during_call_fails(run, scenario, code):
+    """An exit amid a call is a failure, whatever its code."""
     one = run(scenario, "script")
     rank = 0 if scenario.endswith("rank 0") else 1
     assert one.code == 1, one.err
@@ -161,7 +163,8 @@ def test_an_exit_amid_a_call_is_a_failure_whatever_its_code(run, scenario, code)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scenario", ["os_exit_0", "os_exit_0_unwatched"])
-def test_a_process_that_ends_with_0_amid_a_call_is_a_failure_at_once(run, scenario):
+def test_exit_0_during_call_fails(run, scenario):
+    """A process that ends with 0 amid a call is a failure at once."""
     one = run(scenario, "script")
     assert one.code == 1, one.err
     assert "rank 1 exited with code 0 in the midst of the run" in one.err, one.err
@@ -169,7 +172,8 @@ def test_a_process_that_ends_with_0_amid_a_call_is_a_failure_at_once(run, scenar
     assert one.after_failure < GONE_WITHIN
 
 
-def test_a_rank_may_end_its_script_before_rank_0_is_out_of_the_call(run):
+def test_rank_may_end_before_rank_0(run):
+    """A rank may end its script before rank 0 has returned from the call."""
     one = run("slow_rank_0", "script")
     assert (one.code, one.err) == (0, "")
 
@@ -197,7 +201,8 @@ def test_rank_0s_own_failure_ends_the_sleepers(run):
     assert one.after_failure < GONE_WITHIN
 
 
-def test_a_failure_after_rank_0_was_done_still_counts(run):
+def test_failure_after_rank_0_ended(run):
+    """A failure after rank 0 was done still counts."""
     one = run("late_failure", "script")
     assert one.code == 1
     assert "ValueError: boom after the end" in one.err
@@ -266,7 +271,8 @@ def test_the_launching_rank_s_death_is_said(how, said):
     ("name", "code", "signum"),
     [("SIGTERM to one", 143, 15), ("SIGTERM to all", 143, 15), ("SIGINT to all", 130, 2)],
 )
-def test_all_ranks_stop_at_one_step_and_the_exit_code_says_why(run, launcher, name, code, signum):
+def test_ranks_stop_at_one_step(run, launcher, name, code, signum):
+    """All ranks stop at one step, and the exit code is that of the signal."""
     one = run(name, launcher)
     if launcher == "fork" and signum == signal.SIGINT:
         code = -2  # KeyboardInterrupt, of which Python dies as of the signal
@@ -277,7 +283,8 @@ def test_all_ranks_stop_at_one_step_and_the_exit_code_says_why(run, launcher, na
     assert {note["signum"] for note in one.notes} == {signum}
 
 
-def test_a_rank_0_that_is_stopped_holds_nobody_for_ever(tmp_path):
+def test_stopped_rank_0_is_detected(tmp_path):
+    """A rank 0 that is stopped does not hold the others for ever."""
     one = stop_rank_0(tmp_path)
     assert one.after_stop < GONE_WITHIN, one.err
     assert "rank 1 lost its connection to rank 0, which hosts the store" in one.err, one.err
@@ -294,7 +301,8 @@ def test_a_signal_to_the_supervisor_is_passed_on(run, name, code):
 
 
 @pytest.mark.parametrize("launcher", ["fork", "script"])
-def test_a_rank_that_dies_of_the_signal_is_no_second_one_for_the_others(run, launcher):
+def test_signal_is_counted_once(run, launcher):
+    """A rank that dies of the signal is no second signal for the others."""
     one = run("SIGTERM to the parent of one that leaves late", launcher)
     assert one.code == 143, one.err
     assert one.notes[0]["received"] == [signal.SIGTERM]

@@ -15,7 +15,8 @@ import pytest
         ("torchhal_ray", "RayLauncher", "RayEnvironment"),
     ],
 )
-def test_an_earlier_name_warns_and_is_the_same_object(module: str, old: str, new: str) -> None:
+def test_earlier_names_warn(module: str, old: str, new: str) -> None:
+    """An earlier name is the same object, with a warning."""
     found = importlib.import_module(module)
     with pytest.warns(DeprecationWarning, match=rf"{module}\.{old} is called {new} now") as caught:
         value = getattr(found, old)
@@ -27,4 +28,4 @@ def test_an_earlier_name_warns_and_is_the_same_object(module: str, old: str, new
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'torchhal_ray' has no attribute 'RayLaunch'"):
-        _ = importlib.import_module("torchhal_ray").RayLaunch
+        importlib.import_module("torchhal_ray").RayLaunch  # noqa: B018

@@ -32,7 +32,8 @@ def numbers(rows):
 
 
 class TestFolders:
-    def test_nothing_is_made_before_there_is_something_to_write(self, tmp_path):
+    def test_nothing_created_before_first_write(self, tmp_path):
+        """Nothing is created before there is something to write."""
         logger = CSVLogger(tmp_path / "a")
         assert logger.log_dir == str(tmp_path / "a" / "torchhal_logs" / "version_0") and logger.version == 0
         logger.save()
@@ -49,7 +50,8 @@ class TestFolders:
         assert CSVLogger(tmp_path, version="mine").log_dir == str(tmp_path / "torchhal_logs" / "mine")
         assert CSVLogger(tmp_path, name="").log_dir == str(tmp_path / "version_0")
 
-    def test_a_copy_in_another_process_writes_to_the_same_run(self, tmp_path):
+    def test_pickled_logger_keeps_run(self, tmp_path):
+        """A copy in another process writes to the same run."""
         logger = CSVLogger(tmp_path)
         copy = pickle.loads(pickle.dumps(logger))
         copy.log_metrics({"a": 1.0}, 0)
@@ -122,7 +124,8 @@ class TestCSV:
         logger.finalize("failed")
         assert len(table(logger)) == 4
 
-    def test_what_a_killed_run_was_writing_is_cut_off(self, tmp_path):
+    def test_torn_last_row_is_cut_off(self, tmp_path):
+        """The row that a killed run was writing is cut off."""
         logger = CSVLogger(tmp_path, version=0)
         logger.log_metrics({"a": 1.0, "b": 2.0}, 0)
         logger.save()
@@ -169,7 +172,7 @@ class TestCSV:
         with pytest.raises(TypeError, match="'params' must be"):
             logger.log_hyperparams(3)
 
-    def test_a_full_disk_is_named_and_loses_nothing_that_was_written(self, tmp_path):
+    def test_full_disk_keeps_written_rows(self, tmp_path):
         """A limit on the size of files stands for the disk."""
         script = textwrap.dedent(
             """
@@ -232,7 +235,7 @@ class TestTensorBoard:
         assert {"loss_step", "val_loss"} <= set(self.scalars(logger.log_dir))
 
     @pytest.mark.slow
-    def test_what_a_fork_writes_is_in_a_file_of_its_own(self, tmp_path):
+    def test_fork_writes_own_file(self, tmp_path):
         """It has no thread that would write to its parent's, and waits for none."""
         logger = TensorBoardLogger(tmp_path)
         logger.log_metrics({"a": 1.0}, 0)
@@ -245,7 +248,8 @@ class TestTensorBoard:
         logger.finalize("success")
         assert self.scalars(logger.log_dir) == {"a": [(0, 1.0)], "b": [(0, 2.0)]}
 
-    def test_nothing_is_made_before_there_is_something_to_write(self, tmp_path):
+    def test_nothing_created_before_first_write(self, tmp_path):
+        """Nothing is created before there is something to write."""
         logger = TensorBoardLogger(tmp_path)
         logger.save()
         logger.finalize("success")

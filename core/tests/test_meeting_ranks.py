@@ -161,13 +161,15 @@ def test_mpi_tells_every_rank_where_they_meet(ask_rank_0):
     assert others == [(host, port)] * 3
 
 
-def test_rank_0_names_who_has_not_come_by_mpi(ask_rank_0):
+def test_rank_0_names_absent_ranks(ask_rank_0):
+    """Rank 0 names the ranks that have not come over MPI."""
     zero, two = ask_rank_0([0, 2], 4, 1.0)
     assert zero.missing == (1, 3) and "ranks 1, 3 did not come within 1 s" in str(zero)
     assert two.missing == () and "a rank did not come" in str(two)
 
 
-def test_a_rank_0_that_has_not_come_is_named_by_mpi(ask_rank_0):
+def test_absent_rank_0_is_named(ask_rank_0):
+    """The error of ranks that wait for rank 0 over MPI names it."""
     assert [error.missing for error in ask_rank_0([1, 2], 3, 1.0)] == [(0,), (0,)]
 
 
@@ -195,7 +197,8 @@ OMPI = {
 
 @pytest.mark.parametrize(("variables", "alias"), [(ENV, "env"), (OMPI, "openmpi")])
 @pytest.mark.parametrize("num_nodes", ["auto", 2])
-def test_a_trainer_is_made_without_a_word_to_the_other_ranks(environ, no_network, variables, alias, num_nodes):
+def test_trainer_construction_is_local(environ, no_network, variables, alias, num_nodes):
+    """A Trainer is made without communication with the other ranks."""
     environ(**variables)
     trainer = Trainer(accelerator="cpu", strategy="ddp", devices="auto", num_nodes=num_nodes, logger=False)
     assert trainer.plan.cluster_environment.alias == alias
@@ -204,7 +207,8 @@ def test_a_trainer_is_made_without_a_word_to_the_other_ranks(environ, no_network
     assert trainer.global_rank in (1, 2)
 
 
-def test_what_is_known_when_the_ranks_have_met_says_so(environ):
+def test_local_world_size_before_meeting(environ):
+    """The error for a number that is known after the ranks have met tells that."""
     environ(**ENV)
     with pytest.raises(RanksNotMetError, match=r"which ranks share a host.*set NODE_RANK and NNODES"):
         EnvVarEnvironment().local_world_size()
@@ -219,7 +223,8 @@ def test_contradictions_are_said_before_the_ranks_meet(environ, no_network):
         Trainer(accelerator="cpu", strategy="ddp", devices="auto", num_nodes=2, logger=False)
 
 
-def test_an_address_that_mpi_would_have_to_tell_is_missed_at_once(environ, no_network, monkeypatch):
+def test_missing_address_without_mpi4py(environ, no_network, monkeypatch):
+    """An address that MPI would have to tell is an error at once where mpi4py is missing."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     environ(**OMPI)
     monkeypatch.delenv("MASTER_ADDR")
@@ -256,13 +261,15 @@ print("trained on", trainer.num_nodes, "node(s), device", len(trainer.strategy.d
 """
 
 
-def test_what_auto_means_is_found_out_when_the_run_begins(tasks):
+def test_auto_resolves_when_run_begins(tasks):
+    """The meaning of "auto" is found out when the run begins."""
     for one in tasks(MEET.replace("TIMEOUT", "100"), {}, {}):
         one.finish()
         assert (one.code, one.out) == (0, "trained on 1 node(s), device 2\n"), one.err
 
 
-def test_the_strategy_s_timeout_holds_for_finding_out_who_shares_a_host(tasks):
+def test_strategy_timeout_limits_meeting(tasks):
+    """The strategy's timeout limits the exchange of which ranks share a host."""
     (one,) = tasks(MEET.replace("TIMEOUT", "2"), {"WORLD_SIZE": "2"})
     one.finish()
     assert one.code == 1
@@ -272,7 +279,8 @@ def test_the_strategy_s_timeout_holds_for_finding_out_who_shares_a_host(tasks):
 # -- where they meet -----------------------------------------------------------------------------------------
 
 
-def test_rank_0_says_that_its_address_is_another_host_s(monkeypatch, port):
+def test_foreign_main_address_refused(monkeypatch, port):
+    """Rank 0 refuses an address that is another host's."""
     monkeypatch.setattr(reachability, "_ELSEWHERE", 0.5)
     with pytest.raises(LaunchError, match=rf"rank 0 runs on .* {ELSEWHERE} is {ELSEWHERE}, another.*set MASTER_ADDR"):
         rendezvous.start_store(ELSEWHERE, port)
@@ -281,13 +289,14 @@ def test_rank_0_says_that_its_address_is_another_host_s(monkeypatch, port):
         probe.bind(("", port))  # and serves no longer
 
 
-def test_rank_0_says_that_its_address_is_nobody_s(monkeypatch, port):
+def test_unknown_main_address_refused(monkeypatch, port):
+    """Rank 0 refuses an address that is nobody's."""
     monkeypatch.setattr(reachability, "_UNKNOWN_NAME", 0.5)
     with pytest.raises(LaunchError, match=r"nowhere\.invalid is not known here .*set MASTER_ADDR to an address of"):
         rendezvous.start_store("nowhere.invalid", port)
 
 
-def test_an_address_that_is_translated_to_this_host_is_its_own(monkeypatch, port):
+def test_translated_address_is_own(monkeypatch, port):
     """As a service of Kubernetes' is: no interface has it, and a connection to it comes back."""
     monkeypatch.setattr(reachability, "_is_own", lambda literal: False)
     name = socket.gethostname()
@@ -295,7 +304,7 @@ def test_an_address_that_is_translated_to_this_host_is_its_own(monkeypatch, port
     rendezvous.stop_store(name, port)
 
 
-def test_a_rank_of_another_job_is_refused_and_disturbs_nobody(port):
+def test_rank_of_other_job_refused(port):
     """Two jobs at one address and port: the second's ranks find the first's store."""
     rendezvous.start_store("127.0.0.1", port, "step 0 of Slurm's job 4711")
     try:
@@ -309,7 +318,8 @@ def test_a_rank_of_another_job_is_refused_and_disturbs_nobody(port):
         rendezvous.stop_store("127.0.0.1", port)
 
 
-def test_a_store_of_another_program_is_no_job_of_torchhal_s(monkeypatch):
+def test_foreign_store_refused(monkeypatch):
+    """A store of another program is refused as none of torchhal's."""
     monkeypatch.setattr(store_client, "_ANSWER", 0.3)
     server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     store = store_client.find_store("127.0.0.1", server.port, 1, time.monotonic() + scaled(20))
@@ -355,7 +365,7 @@ def ranks():
     rendezvous.stop_store("127.0.0.1", port)
 
 
-def test_ranks_meet_again_after_one_has_waited_in_vain(ranks):
+def test_meeting_after_timeout(ranks):
     """Who comes later to a meeting that was given up hears so at once, and is at the same number as the others then."""
     assert "rank 1 did not come within 0.2 s" in ranks.meet(0, 1, 0.2)
     assert "rank 0 failed: CollectiveTimeoutError: set-up: rank 1 did not come" in ranks.meet(1, 1, IN_VAIN)
@@ -363,7 +373,7 @@ def test_ranks_meet_again_after_one_has_waited_in_vain(ranks):
         assert list(pool.map(ranks.meet, (0, 1), (2, 2), (60, 60))) == [None, None]
 
 
-def test_a_rank_that_gives_up_is_not_waited_for(ranks):
+def test_given_up_rank_ends_meeting(ranks):
     """Rank 0 has come, and its time is over while others still wait for a third."""
     store = ranks.store()
     with ThreadPoolExecutor() as pool:
@@ -387,7 +397,8 @@ TWO_TASKS = [{"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, {"SLURM_PROCID": "1", 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lacks", [0, 1])
-def test_a_task_without_its_rank_is_named_by_the_one_that_waits(tasks, lacks):
+def test_task_without_rank_reaches_waiting_rank(tasks, lacks):
+    """The failure of a task without its rank is named by the rank that waits for it."""
     own = [dict(one) for one in TWO_TASKS]
     own[lacks]["SLURM_PROCID"] = None
     started = tasks(MEET.replace("TIMEOUT", str(IN_VAIN)), *own, **SLURM)
@@ -400,7 +411,8 @@ def test_a_task_without_its_rank_is_named_by_the_one_that_waits(tasks, lacks):
 
 
 @pytest.mark.parametrize("lacks", [0, 1])
-def test_a_rank_that_fails_before_it_fits_is_named_by_the_one_that_waits(tasks, lacks):
+def test_early_failure_reaches_waiting_rank(tasks, lacks):
+    """The failure of a rank before its fit is named by the rank that waits for it."""
     made, fit = MEET.replace("TIMEOUT", str(IN_VAIN)).split("trainer.fit(")
     fails = f"import os\nif os.environ['RANK'] == '{lacks}':\n    raise FileNotFoundError('no data on this host')\n"
     started = tasks(f"{made}{fails}trainer.fit({fit}", {}, {})
@@ -474,7 +486,7 @@ print(json.dumps(heard))
 
 
 @pytest.mark.parametrize("where", ["before", "after"])
-def test_a_set_up_that_fails_on_one_rank_leaves_the_next_in_peace(tasks, where):
+def test_setup_after_failed_setup(tasks, where):
     """The processes live on, and try again: before the ranks meet, and after torch's own set-up."""
     code = AGAIN.replace("sys.argv[1]", repr(where)).replace("TIMEOUT", str(IN_VAIN))
     started = tasks(code, {}, {}, LOCAL_WORLD_SIZE=2)
@@ -488,7 +500,7 @@ def test_a_set_up_that_fails_on_one_rank_leaves_the_next_in_peace(tasks, where):
 
 
 @pytest.mark.slow
-def test_who_waits_in_torchs_set_up_for_a_rank_that_failed_there_leaves(tasks):
+def test_failure_inside_torchs_setup(tasks):
     """Nothing ends that wait but its own timeout, and the process."""
     code = AGAIN.replace("sys.argv[1]", "'amid'").replace("TIMEOUT", str(IN_VAIN))
     first, second = tasks(code, {}, {}, LOCAL_WORLD_SIZE=2)
@@ -510,7 +522,7 @@ except RuntimeError:
 
 
 @pytest.mark.slow
-def test_a_process_that_gives_up_on_an_address_ends_with_its_own_code():
+def test_exit_code_after_unreachable_address():
     """Not by SIGABRT, as one does that ends while a thread of it is inside of torch."""
     codes = [
         subprocess.run([sys.executable, "-c", GIVES_UP, ELSEWHERE], capture_output=True, check=False).returncode

@@ -199,7 +199,8 @@ class Moody(DDPStrategy):
         raise RuntimeError("no driver")
 
 
-def test_a_strategy_that_cannot_be_made_costs_only_its_own_row(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_broken_strategy_costs_one_row(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A strategy that can't be made costs only its own row."""
     with isolated_registry() as registry:
         registry.register("strategy", "moody", Moody)
         assert explain("--model", "nets_of_test_memory:Net", "--json") == 0

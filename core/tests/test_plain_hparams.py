@@ -150,7 +150,8 @@ def save(model, path):
     trainer.save_checkpoint(path)
 
 
-def test_a_module_is_built_with_the_types_that_it_had(tmp_path):
+def test_load_restores_hparam_types(tmp_path):
+    """A module is built with hyperparameters of the types that it had."""
     config = OmegaConf.create({"depth": 2, "path": "${depth}/x"})
     save(Net(pathlib.Path("/data"), Kind.LARGE, config), tmp_path / "a.ckpt")
     loaded = Net.load_from_checkpoint(tmp_path / "a.ckpt")
@@ -167,7 +168,8 @@ def test_an_object_is_asked_for_rather_than_defaulted(tmp_path):
     assert Net.load_from_checkpoint(tmp_path / "a.ckpt", body=body).hparams.body is body
 
 
-def test_a_class_that_is_not_there_any_more_is_asked_for(tmp_path, monkeypatch):
+def test_missing_hparam_class_refused(tmp_path, monkeypatch):
+    """The error for a hyperparameter whose class is gone asks for it."""
     save(Net(kind=Kind.LARGE), tmp_path / "a.ckpt")
     monkeypatch.delattr(sys.modules[__name__], "Kind")
     with pytest.raises(CheckpointMismatchError, match=r"hyperparameter 'kind'.*Kind.*import it.*Pass kind="):

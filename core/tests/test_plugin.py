@@ -88,7 +88,8 @@ def test_one_hook_for_each_kind() -> None:
     assert set(HOOKS) == {*KINDS, "command"}
 
 
-def test_core_contributes_sound_parts_of_every_kind_through_the_hooks() -> None:
+def test_builtin_components_are_valid() -> None:
+    """The core contributes valid components of every kind through the hooks."""
     pairs = collect_components(builtin)
     assert {kind for kind, _ in pairs} == set(HOOKS)
     assert [component.problem(kind) for kind, component in pairs] == [None] * len(pairs)

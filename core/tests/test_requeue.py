@@ -107,7 +107,9 @@ def test_without_the_switch_the_signal_saves(job_of_slurm, tmp_path):
     assert not (tmp_path / "asked").exists()
 
 
-def test_a_handler_of_the_program_stays_and_that_is_said(monkeypatch):
+def test_own_handler_stays_with_warning(monkeypatch):
+    """A handler of the program for the scheduler's signal stays, with a warning."""
+
     class Model(Module):
         def __init__(self):
             super().__init__()
@@ -134,13 +136,15 @@ def test_a_handler_of_the_program_stays_and_that_is_said(monkeypatch):
     assert trainer.global_step == 3 and called == [signal.SIGUSR1] * 3
 
 
-def test_a_switch_that_is_neither_is_said_before_the_training(monkeypatch):
+def test_invalid_requeue_switch_refused(monkeypatch):
+    """A requeue switch that is neither 1 nor 0 is refused before the training."""
     monkeypatch.setenv("TORCHHAL_REQUEUE", "yes")
     with pytest.raises(ConfigurationError, match=r"TORCHHAL_REQUEUE must be 1 or 0.*'yes'"):
         Trainer(accelerator="cpu", logger=False)
 
 
-def test_a_requeue_without_a_job_is_not_asked_for_in_silence(monkeypatch):
+def test_requeue_without_job_is_noted(monkeypatch):
+    """A requeue without a job is a note of the plan."""
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     monkeypatch.setenv("TORCHHAL_REQUEUE", "1")
     notes = Trainer(accelerator="cpu", logger=False).plan.notes

@@ -132,7 +132,8 @@ class TestValues:
         for value in results.callback_metrics.values():
             (value * nn.Parameter(torch.ones(()))).backward()  # an inference tensor would refuse
 
-    def test_given_batch_size_wins_and_epoch_hooks_have_none(self, results):
+    def test_batch_size_of_logged_values(self, results):
+        """A given batch size has priority, and epoch hooks have none."""
         results.start_batch(torch.zeros(100))
         results.log("a", 1.0, "validation_step", batch_size=1)
         results.log("a", 4.0, "validation_step", batch_size=3)
@@ -152,7 +153,9 @@ class TestValues:
 
 class TestCost:
     @pytest.mark.one_accelerator
-    def test_a_value_of_a_step_costs_no_tensor_operation(self, results):
+    def test_step_values_cost_no_operation(self, results):
+        """A value of a step costs no tensor operation."""
+
         class Count(TorchDispatchMode):
             calls = []
 
@@ -293,7 +296,8 @@ def test_batch_sizes(batch, size):
     assert batch_size_of(batch) == size
 
 
-def test_a_batch_without_a_size_is_an_error_only_where_it_matters(results):
+def test_unknown_batch_size_refused_for_means(results):
+    """A batch without a size is an error only where a mean needs it."""
     results.start_batch(object())
     results.log("a", 1.0, "training_step")
     results.log("b", 1.0, "training_step", on_epoch=True, reduce_fx="sum")
@@ -417,7 +421,8 @@ class Mean(nn.Module):
 
 
 class TestMetricObjects:
-    def test_kept_computed_at_the_end_and_reset_after_the_hooks(self, results):
+    def test_metric_computed_and_reset(self, results):
+        """A metric object is computed at the end of the epoch and reset after the hooks."""
         results.stage = "validate"
         metric = Mean()
         for value in (1.0, 4.0):

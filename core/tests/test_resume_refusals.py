@@ -105,7 +105,8 @@ def saved(tmp_path):
         ("Adafactor", {}), ("AdamW", {}), ("SGD", {"momentum": 0.9}), ("SparseAdam", {}),
     ],
 )  # fmt: skip
-def test_the_state_of_every_optimizer_of_torch_is_its_own(name, options):
+def test_own_state_of_torch_optimizers(name, options):
+    """The state of each of torch's optimizers is accepted as its own."""
     model = nn.Sequential(nn.Linear(3, 4), nn.Conv2d(1, 2, 3), nn.LayerNorm(()))
     parameters = list(model.parameters())
     optimizer = getattr(torch.optim, name)(parameters, **options)
@@ -131,7 +132,9 @@ def state_of_torch():
     return optimizer.state_dict()
 
 
-def test_a_state_is_checked_as_the_hooks_of_a_load_make_it():
+def test_state_checked_after_load_hooks():
+    """A state is checked as the optimizer's hooks of a load make it."""
+
     def convert(optimizer, state):
         state["param_groups"][0]["bias_correction"] = True  # in place, as torch allows
 
@@ -152,7 +155,9 @@ def test_a_hook_that_raises_is_named():
         check_optimizer_state(adam_with_a_hook(convert), state_of_torch())
 
 
-def test_an_optimizer_that_loads_by_itself_takes_what_it_can():
+def test_optimizer_with_own_loading():
+    """An optimizer that loads by itself takes the states that it can convert."""
+
     class Converting(torch.optim.Adam):
         def load_state_dict(self, state_dict):
             groups = [{**group, "scale": group.get("scale", 1.0)} for group in state_dict["param_groups"]]
@@ -220,7 +225,8 @@ def reordered():
         ),
     ],
 )
-def test_a_state_goes_to_the_optimizer_group_and_scheduler_it_came_from(saved, model, says):
+def test_misplaced_state_refused(saved, model, says):
+    """A state goes only to the optimizer, group and scheduler that it came from."""
     with unchanged(model), pytest.raises(CheckpointMismatchError, match=says) as caught:
         fit(model, ckpt_path=saved)
     assert str(saved) in str(caught.value)
@@ -260,7 +266,8 @@ def two_schedulers(*kinds, inside=False):
         (("step", "cosine"), ("cosine", "step"), True, r"\(s\) SequentialLR\(StepLR, CosineAnnealingLR\) of opti"),
     ],
 )
-def test_a_schedulers_state_goes_to_that_of_its_optimizer(tmp_path, before, here, inside, says):
+def test_scheduler_state_follows_optimizer(tmp_path, before, here, inside, says):
+    """A scheduler's state goes to the scheduler of its optimizer."""
     path = tmp_path / "x.ckpt"
     options = {"accumulate_grad_batches": 1}
     fit(two_schedulers(*before, inside=inside), callbacks=[Save(path, 3)], **options)
@@ -293,7 +300,8 @@ def test_a_schedulers_state_goes_to_that_of_its_optimizer(tmp_path, before, here
         (lambda state: state.pop("param_groups"), "KeyError: 'param_groups'"),
     ],
 )
-def test_a_state_that_no_step_could_use_is_refused_before_one(saved, change, says):
+def test_unusable_state_refused(saved, change, says):
+    """A state that no step could use is refused before one."""
     checkpoint = torch.load(saved, weights_only=True)
     del checkpoint["digests"]
     change(checkpoint["optimizer_states"][0])
@@ -368,7 +376,8 @@ class Refuses(Callback):
         raise ValueError("version 1 is too old")
 
 
-def test_what_a_callback_refuses_leaves_model_optimizers_and_callbacks_as_they_were(tmp_path):
+def test_refusal_by_callback_changes_nothing(tmp_path):
+    """A state that a callback refuses leaves model, optimizers and callbacks as they were."""
     fit(Net(), tmp_path / "kept", [Refuses(), Save(tmp_path / "x.ckpt", 9)])
     model, stopping = Net(), EarlyStopping("val_loss", patience=99)
     says = r"x.ckpt' can't be continued from: Refuses refuses its state, the field 'callbacks/Refuses' .*too old"
@@ -376,7 +385,8 @@ def test_what_a_callback_refuses_leaves_model_optimizers_and_callbacks_as_they_w
         fit(model, callbacks=[stopping, Refuses()], ckpt_path=tmp_path / "x.ckpt")
 
 
-def test_of_another_models_checkpoint_the_weights_are_named_and_none_is_loaded(saved):
+def test_foreign_weights_are_named(saved):
+    """The error for another model's checkpoint names the weights, and none is loaded."""
     model = Net()
     model.body[2] = nn.Linear(3, 5, bias=False)
     says = "'body.2.weight' has the shape .3, 3. in the checkpoint and .5, 3. here; the model has no 'body.2.bias'"
@@ -384,7 +394,8 @@ def test_of_another_models_checkpoint_the_weights_are_named_and_none_is_loaded(s
         fit(model, ckpt_path=saved)
 
 
-def test_weights_that_are_refused_leave_the_callbacks_as_they_were(saved):
+def test_refused_weights_keep_callbacks(saved):
+    """Weights that are refused leave the callbacks as they were."""
     stopping, model = EarlyStopping("val_loss", patience=99), Net()
     model.register_buffer("more", torch.zeros(1))
     before = stopping.state_dict()
@@ -413,7 +424,9 @@ class Average(Callback):
         self.value = state_dict["value"]
 
 
-def test_each_of_several_callbacks_of_one_class_continues_with_its_own_state(tmp_path):
+def test_callbacks_of_one_class(tmp_path):
+    """Each of several callbacks of one class continues with its own state."""
+
     def averages(*decays):
         return [Average(decay) if decay == 0.5 else Average(decay=decay) for decay in decays]
 
@@ -450,7 +463,8 @@ def test_a_callbacks_constructor_is_what_its_class_says():
     assert list(inspect.signature(Plain).parameters) == []
 
 
-def test_a_callbacks_key_names_the_arguments_of_the_outermost_constructor():
+def test_callback_key_of_subclass():
+    """A callback's key names the arguments of the outermost constructor."""
     assert list(_keys(AverageOfThree(0.5, 0.9), AverageOfThree(0.5, 0.8))) == [
         "AverageOfThree(decays=[0.5, 0.9])",
         "AverageOfThree(decays=[0.5, 0.8])",
@@ -465,7 +479,9 @@ def test_long_arguments_are_a_digest_in_the_key():
     assert keys[1] == f"{keys[0]}#2" and keys[2] != keys[0]
 
 
-def test_arguments_of_millions_of_values_are_not_spelled_out():
+def test_callback_key_of_long_arguments():
+    """Arguments of millions of values are not spelled out in a callback's key."""
+
     class Value(int):
         read = 0
 
@@ -477,7 +493,8 @@ def test_arguments_of_millions_of_values_are_not_spelled_out():
     assert 1_000 < Value.read < 11_000
 
 
-def test_a_default_that_is_spelled_out_makes_no_other_callback(tmp_path):
+def test_callback_key_ignores_defaults(tmp_path):
+    """A default that is spelled out makes no other callback."""
     fit(Net(), callbacks=[Average(0.5), Average(0.9), Save(tmp_path / "x.ckpt", 6)])
     spelled_out = [Average(0.5, start=None), Average(decay=0.9, start=None)]
     fit(Net(), callbacks=spelled_out, max_steps=3, ckpt_path=tmp_path / "x.ckpt")
@@ -487,7 +504,8 @@ def test_a_default_that_is_spelled_out_makes_no_other_callback(tmp_path):
     ]
 
 
-def test_one_callback_keeps_its_state_when_its_settings_change(tmp_path):
+def test_single_callback_with_changed_settings(tmp_path):
+    """The only callback of a class keeps its state when its settings change."""
     fit(Net(), callbacks=[Average(0.5), Save(tmp_path / "x.ckpt", 6)])
     resumed = Average(0.6)
     fit(Net(), callbacks=[resumed], max_steps=3, ckpt_path=tmp_path / "x.ckpt")
@@ -495,7 +513,8 @@ def test_one_callback_keeps_its_state_when_its_settings_change(tmp_path):
 
 
 @pytest.mark.parametrize(("before", "after"), [((0.5,), (0.5, 0.9)), ((0.5, 0.9), (0.7,)), ((0.5, 0.9), (0.5, 0.7))])
-def test_a_state_that_could_be_several_callbacks_is_refused(tmp_path, before, after):
+def test_ambiguous_callback_state_refused(tmp_path, before, after):
+    """A state that could belong to several callbacks is refused."""
     fit(Net(), callbacks=[*map(Average, before), Save(tmp_path / "x.ckpt", 6)])
     with pytest.raises(CheckpointMismatchError, match=r"x.ckpt' can't be continued from: it holds 'Average.*whose"):
         fit(Net(), callbacks=[*map(Average, after)], ckpt_path=tmp_path / "x.ckpt")
@@ -545,7 +564,8 @@ def test_hyperparameters_that_can_t_be_are_named(tmp_path, field, value):
 
 
 @pytest.mark.parametrize("use", ["load_from_checkpoint", "ckpt_path", "dirpath"])
-def test_a_url_that_no_file_system_is_for_is_named(use):
+def test_url_of_unknown_file_system(use):
+    """The error for a URL that no file system is for names it."""
     url = "nosuch://x/y.ckpt"
     with pytest.raises(CheckpointError, match=r"'nosuch://x/.*can't be reached.*fsspec's"):
         if use == "load_from_checkpoint":
@@ -596,7 +616,8 @@ def test_a_checkpoint_of_lightning_is_named_as_one(tmp_path):
     ],
 )
 @pytest.mark.parametrize("sealed", [True, False])
-def test_a_field_that_cant_be_is_named_with_its_file(saved, field, value, sealed):
+def test_impossible_field_is_named(saved, field, value, sealed):
+    """The error for an impossible field names it and its file."""
     checkpoint = torch.load(saved, weights_only=True)
     owner = checkpoint
     for key in field[:-1]:
@@ -610,7 +631,8 @@ def test_a_field_that_cant_be_is_named_with_its_file(saved, field, value, sealed
     assert str(saved) in str(caught.value) and str(field[0]) in str(caught.value)
 
 
-def test_a_plausible_change_is_noticed_and_can_be_meant(saved):
+def test_edited_checkpoint_needs_no_digests(saved):
+    """A changed field is refused unless the digests are deleted, too."""
     checkpoint = torch.load(saved, weights_only=True)
     checkpoint["optimizer_states"][0]["param_groups"][0]["lr"] *= 2
     torch.save(checkpoint, saved)
@@ -749,7 +771,8 @@ class Sized(Net):
         self.head = nn.Linear(4, width)
 
 
-def test_an_altered_file_gives_a_model_or_an_error_that_names_it(tmp_path):
+def test_altered_files(tmp_path):
+    """An altered file gives a model or an error that names the file."""
     fit(Sized(3, sizes=(2, 5), root=Path("data")), callbacks=[Save(tmp_path / "x.ckpt", 6)])
     checkpoint = torch.load(tmp_path / "x.ckpt", weights_only=True)
     names = ("state_dict", "hyper_parameters", "hparams_name", "hparams_left_out", "torchhal_format")
@@ -779,7 +802,8 @@ def test_an_altered_file_gives_a_model_or_an_error_that_names_it(tmp_path):
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), ImportError("no module"), TorchhalError("said")])
-def test_an_error_that_no_file_can_cause_stays_itself(tmp_path, error, monkeypatch):
+def test_unrelated_load_errors_pass(tmp_path, error, monkeypatch):
+    """An error that no file can cause is not turned into another one."""
     fit(Sized(3), callbacks=[Save(tmp_path / "x.ckpt", 6)])
 
     def raises(*args, **kwargs):
@@ -791,7 +815,8 @@ def test_an_error_that_no_file_can_cause_stays_itself(tmp_path, error, monkeypat
             Sized.load_from_checkpoint(tmp_path / "x.ckpt")
 
 
-def test_what_a_constructor_refuses_is_named_with_what_the_file_gave_it(tmp_path):
+def test_constructor_error_names_file_arguments(tmp_path):
+    """The error of a constructor is named with the arguments from the file."""
     fit(Sized(3), callbacks=[Save(tmp_path / "x.ckpt", 6)])
     says = r"its __init__ raised ValueError: 0 is no width. Arguments from the file: sizes, root\. Pass"
     with pytest.raises(CheckpointMismatchError, match=says):

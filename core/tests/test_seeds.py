@@ -97,7 +97,8 @@ NAMES = {  # of the tables and the enumeration in the texts
 
 
 @pytest.mark.parametrize(("alias", "package"), NAMES.items())
-def test_every_name_is_known_or_says_where_it_comes_from(alias, package):
+def test_strategy_names_are_known(alias, package):
+    """Every name of a strategy is known, or its error names the package."""
     request = Request(accelerator="cpu", strategy=alias)
     if package is None:
         assert resolve(request).strategy.alias in ("ddp", "ddp_spawn", "single_device")

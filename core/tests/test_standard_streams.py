@@ -35,7 +35,8 @@ def pipe():
 
 
 @pytest.mark.parametrize("text", ["short", "lines\n" * 3, "more than a buffer" * 1000])
-def test_what_a_full_disk_takes_no_more_is_dropped(full, text, capsys):
+def test_output_dropped_on_full_disk(full, text, capsys):
+    """Output that a full disk no longer takes is dropped, with one line on stderr."""
     stream = LossyStream(full, "stdout")
     for _ in range(2):
         assert stream.write(text) == len(text)
@@ -57,7 +58,9 @@ def test_an_error_of_the_text_is_still_one(tmp_path):
         LossyStream(file, "stdout").write("ä")
 
 
-def test_a_stand_in_for_a_stream_may_have_a_write_alone():
+def test_stream_with_only_write():
+    """A stand-in for a stream may have a write alone."""
+
     class StandIn:
         def write(self, text):
             raise ValueError("refused")
@@ -86,7 +89,8 @@ def test_a_reader_who_is_slow_gets_everything(pipe):
     assert b"".join(read).decode() == LINE * 2000
 
 
-def test_a_reader_who_never_reads_is_waited_for_once(pipe, monkeypatch):
+def test_stuck_reader_is_awaited_once(pipe, monkeypatch):
+    """A reader that never reads is waited for once."""
     _, stream = pipe
     monkeypatch.setattr(standard_streams, "PATIENCE", 0.3)
     waits = []

@@ -55,7 +55,8 @@ def said(err):
     return [line for line in re.split("[\r\n]+", err) if line.startswith("torchhal: ")]
 
 
-def test_one_line_at_the_start_and_one_at_the_end(tmp_path, capsys):
+def test_start_and_end_lines(tmp_path, capsys):
+    """A run writes one line at its start and one at its end."""
     trainer = make(tmp_path)
     trainer.fit(Scored(), BATCHES, BATCHES)
     parts = f"accelerator={hardware.name()}, devices=[{hardware.device()}], strategy=single_device, precision=32-true"
@@ -182,7 +183,9 @@ def test_the_loss_of_a_plain_module_is_logged(tmp_path, capsys, model, data):
     assert "loss_epoch=" in capsys.readouterr().err, "in the bar"
 
 
-def test_the_mean_of_a_plain_modules_loss_is_weighed_by_the_batch(tmp_path):
+def test_plain_module_loss_weighting(tmp_path):
+    """The mean of a plain module's loss is weighed by the batch."""
+
     class Values(Plain):
         def training_step(self, batch, batch_idx):
             return batch.mean() + 0 * self.layer(batch).sum()

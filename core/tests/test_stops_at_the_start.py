@@ -158,7 +158,8 @@ BEFORE = [
 
 @pytest.mark.parametrize("name", BEFORE)
 @SIGNALS
-def test_a_signal_in_a_hook_before_training_ends_the_run_there(name, signum, tmp_path, capfd):
+def test_signal_in_hook_before_training(name, signum, tmp_path, capfd):
+    """A signal in a hook before training ends the run there."""
     model = Signalled(name, signum)
     trainer = torchhal.Trainer(accelerator="cpu", max_epochs=1, default_root_dir=tmp_path, enable_progress_bar=False)
     handlers = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)}
@@ -172,7 +173,8 @@ def test_a_signal_in_a_hook_before_training_ends_the_run_there(name, signum, tmp
     assert {one: signal.getsignal(one) for one in handlers} == handlers
 
 
-def test_a_signal_in_the_sanity_check_ends_the_run_after_that_batch(tmp_path, capfd):
+def test_signal_in_sanity_check(tmp_path, capfd):
+    """A signal in the sanity check ends the run after that batch."""
     model = Signalled("validation_step", signal.SIGTERM)
     trainer = torchhal.Trainer(accelerator="cpu", max_epochs=1, default_root_dir=tmp_path, enable_progress_bar=False)
     with pytest.raises(SystemExit) as caught:
@@ -187,7 +189,9 @@ def test_a_signal_in_the_sanity_check_ends_the_run_after_that_batch(tmp_path, ca
     "hook", ["on_sanity_check_start", "on_validation_start", "on_validation_epoch_start", "on_sanity_check_end"]
 )
 @SIGNALS
-def test_a_signal_in_a_hook_round_the_sanity_check_ends_the_run_after_that_hook(hook, signum, tmp_path, capfd):
+def test_signal_in_sanity_check_hook(hook, signum, tmp_path, capfd):
+    """A signal in a hook around the sanity check ends the run after that hook."""
+
     class At(torchhal.Callback):
         pass
 
@@ -227,7 +231,9 @@ def test_a_signal_before_an_evaluation_ends_it(fn):
         ("validate", "validation_step", "at step 0, as rank 1 left at once"),
     ],
 )
-def test_where_a_run_was_when_another_rank_left_it(fn, hook, says, tmp_path, capfd):
+def test_stop_line_when_other_rank_left(fn, hook, says, tmp_path, capfd):
+    """The line of a stop tells where the run was when another rank left it."""
+
     class Model(Signalled):
         def note(self, name):
             if name == hook:
@@ -239,7 +245,7 @@ def test_where_a_run_was_when_another_rank_left_it(fn, hook, says, tmp_path, cap
     assert f"torchhal: {fn} stopped on SIGINT {says}\n" in capfd.readouterr().err
 
 
-def test_a_warning_of_the_scheduler_waits_for_a_step(tmp_path):
+def test_scheduler_signal_waits_for_step(tmp_path):
     """What requeues a job wants a checkpoint to go on from."""
     asked = []
     with StopSignals(asked.append, signals=(*signals.DEFAULT_SIGNALS, signal.SIGUSR1)) as stop, stop.at_once():
@@ -301,7 +307,8 @@ def test_an_error_after_caught_interrupts_is_printed_once():
         (ValueError("x"), 0),
     ],
 )
-def test_a_report_tells_a_stop_of_one_rank_from_that_of_all(error, signum):
+def test_report_keeps_stop_signal(error, signum):
+    """A report tells a stop of one rank from that of all."""
     failure = Failure.from_json(Failure.from_exception(1, error).to_json())
     assert failure.stop_signal == signum
     assert failure.error().stop_signal == signum
@@ -327,7 +334,8 @@ def children():
 @pytest.mark.parametrize(
     "end", ["raise SystemExit(143)", "import os; os.kill(os.getpid(), 15)", "import os; os._exit(143)"]
 )
-def test_a_child_that_left_on_a_signal_ends_who_waits_for_it(children, monkeypatch, end):
+def test_signalled_child_ends_parent(children, monkeypatch, end):
+    """A child that left on a signal ends the process that waits for it."""
     monkeypatch.setattr(stop_agreement, "_stop_is_agreed", False)
     one = children(end)
     wait_until(lambda: one.stop_signal is not None)
@@ -337,7 +345,8 @@ def test_a_child_that_left_on_a_signal_ends_who_waits_for_it(children, monkeypat
     assert signals.is_agreed(caught.value) is False
 
 
-def test_a_child_that_was_faster_to_stop_ends_nobody(children, monkeypatch):
+def test_agreed_stop_of_child(children, monkeypatch):
+    """A child that was faster to an agreed stop does not end its parent."""
     monkeypatch.setattr(stop_agreement, "_stop_is_agreed", True)
     one = children("raise SystemExit(143)")
     wait_until(one._done.is_set)
@@ -377,7 +386,7 @@ def test_who_can_t_be_interrupted_leaves(tmp_path, where):
     assert "ProcessGroupGloo(" in said or 'File "<string>", line 12' in said  # where it was
 
 
-def test_a_notebook_shows_one_line_of_an_orderly_stop():
+def test_orderly_stop_in_notebook():
     """IPython asks an error that has it for what to show, instead of a traceback."""
     for signum, line in (
         (signal.SIGINT, "KeyboardInterrupt: stopped in order"),
@@ -428,7 +437,8 @@ def stop_with_batches_of_unknown_number(at, count):
     return None
 
 
-def test_a_signal_in_a_sanity_check_of_loaders_that_end_apart(world2):
+def test_signal_in_uneven_sanity_check(world2):
+    """A signal in a sanity check of loaders of different lengths stops the ranks at one batch."""
     (code, first, step), (other_code, second, _) = world2.run(
         stop_with_batches_of_unknown_number, ("validation_step", 1), 60
     )
@@ -436,7 +446,8 @@ def test_a_signal_in_a_sanity_check_of_loaders_that_end_apart(world2):
     assert first == second < 59  # ranks look for a stop every 0.25 s, and a batch takes 0.1 s
 
 
-def test_ranks_whose_sanity_check_ended_apart_stop_at_one_step(world2):
+def test_stop_after_uneven_sanity_check(world2):
+    """Ranks whose sanity check ended apart stop at one step."""
     (code, first, step), (other_code, second, other_step) = world2.run(
         stop_with_batches_of_unknown_number, ("training_step", 1), 6
     )
@@ -455,7 +466,8 @@ def test_ranks_whose_sanity_check_ended_apart_stop_at_one_step(world2):
         slow("on_fit_start", [1], 1, signal.SIGINT),  # while rank 0 waits in a collective of the sanity check
     ],
 )
-def test_a_signal_in_the_set_up_ends_all_ranks(start, tmp_path, strategy, at, ranks, who, signum):
+def test_signal_during_setup(start, tmp_path, strategy, at, ranks, who, signum):
+    """A signal in the set-up ends all ranks."""
     job = start(strategy, at=at, ranks=ranks)
     for rank in ranks:
         wait_until((tmp_path / f"rank{rank}.json").exists)
@@ -498,7 +510,8 @@ else:
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, slow(signal.SIGTERM)])
-def test_a_stop_before_a_worker_has_begun_is_said_by_who_launches(tmp_path, signum):
+def test_launcher_reports_early_stop(tmp_path, signum):
+    """The launching process writes the line of a stop before a worker has begun."""
     script = tmp_path / "script.py"
     script.write_text(SLOW_TO_IMPORT)
     job = Job(sys.executable, script, PYTHONWARNINGS="ignore")
@@ -514,7 +527,7 @@ def test_a_stop_before_a_worker_has_begun_is_said_by_who_launches(tmp_path, sign
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_signal_at_a_random_moment_of_the_start(start, tmp_path, strategy):
+def test_signal_at_random_moment(start, tmp_path, strategy):
     """Moments from the script's first line until training has begun, Ctrl-C and SIGTERM, to all or to the first."""
     choose = random.Random()
     job = start(strategy)
@@ -555,7 +568,7 @@ def test_a_signal_while_other_ranks_still_import(start, tmp_path, strategy, sign
 
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="nothing tells what signals wait for a process")
-def test_a_worker_that_imports_for_long_need_not_take_its_signal(tmp_path):
+def test_signal_during_long_import(tmp_path):
     """SIGTERM is blocked there until the main script is imported, and the others would wait for that."""
     script = tmp_path / "script.py"
     script.write_text(

@@ -206,7 +206,8 @@ def copy_fitted():
     return states
 
 
-def test_a_copy_of_the_model_is_synchronized_in_a_fit_of_its_own(world2):
+def test_copied_model_is_synchronized(world2):
+    """A copy of the model is synchronized in a fit of its own."""
     for of_copy, of_fresh in world2.run(copy_fitted):
         assert all(torch.equal(of_copy[name], value) for name, value in of_fresh.items())
 
@@ -234,12 +235,15 @@ def refused(kind):
         ("torch's", "'body.1' is a torch.nn.SyncBatchNorm, which torch runs on GPUs alone"),
     ],
 )
-def test_a_layer_that_can_not_be_is_refused_before_the_first_step(world2, accelerator, kind, message):
+def test_unsynchronizable_layer_refused(world2, accelerator, kind, message):
+    """A layer that can't be synchronized is refused before the first step."""
     assert all(message in said for said in world2.run(refused, kind))
 
 
 @pytest.mark.one_accelerator
-def test_a_strategy_that_can_not_is_refused_before_anything_starts(accelerator):
+def test_strategy_without_sync_refused(accelerator):
+    """A strategy that can't synchronize is refused before anything starts."""
+
     class Partly(ParallelStrategy):
         pass
 

@@ -144,7 +144,8 @@ def test_equals_a_plain_loop(optimizer, scheduler, options):
     assert_same(mine, theirs)
 
 
-def test_a_loader_with_its_own_generator_is_exhausted_as_by_a_for_loop():
+def test_loader_generator_draws_as_in_loop():
+    """A loader with its own generator is exhausted as by a for loop."""
     # such a loader draws once more when its iterator ends: from the second epoch on the order would differ
     batches = []
 

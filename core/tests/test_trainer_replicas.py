@@ -242,7 +242,8 @@ def test_a_global_batch_that_divides_is_kept(run, accumulate, plan):
     assert re.search(r"accumulate_grad_batches=\d keeps what an optimizer step takes", lives[1][0]["said"][0])
 
 
-def test_a_global_batch_that_does_not_divide_is_said(run):
+def test_indivisible_global_batch_warns(run):
+    """A global batch that does not divide among the ranks is a warning."""
     _, second, third = run("shuffled", 1, (2, 3), (3, 2), (2, None), epochs=1)
     [said] = second[0]["said"]
     assert "by 2 replica(s) of the model on 2 process(es) and is continued by 3 replica(s)" in said
@@ -252,7 +253,7 @@ def test_a_global_batch_that_does_not_divide_is_said(run):
     assert "An optimizer step takes" not in third[0]["said"][0], "two replicas again: as in the beginning"
 
 
-def test_workers_that_outlive_an_epoch_change_its_order_and_so_does_its_rest(run):
+def test_rest_with_persistent_workers(run):
     """The second epoch has begun with workers that had their seed: torch draws none, and the order is another."""
     first, second = run("persistent workers", 1, (1, 18 + 6), (1, None))
     assert seen_in([first, second], 1) == ONCE
@@ -260,7 +261,8 @@ def test_workers_that_outlive_an_epoch_change_its_order_and_so_does_its_rest(run
     assert steps_of([first, second]) == steps_of(alone)
 
 
-def test_what_does_not_divide_is_padded_and_an_epoch_that_is_used_up_has_no_rest(run):
+def test_padding_of_rest(run):
+    """A rest that does not divide is padded, and an epoch that is used up has none."""
     padded = run("shuffled", 1, (1, 1), (3, None), epochs=1)
     seen = seen_in(padded, 0)
     assert set(seen) == set(range(SAMPLES))
@@ -270,14 +272,16 @@ def test_what_does_not_divide_is_padded_and_an_epoch_that_is_used_up_has_no_rest
     assert seen_in(ended, 1) == ONCE
 
 
-def test_where_nobody_knows_the_order_the_nearest_batch_is_said(run):
+def test_unknown_order_resumes_nearest_batch(run):
+    """Where the order is unknown a warning names the nearest batch."""
     first, second = run("stream", 1, (1, 6), (2, None), epochs=1)
     [said] = second[0]["said"]
     assert "The epoch goes on at batch 3, though the samples before it may be others" in said
     assert [len(rank["seen"]) for rank in (*first, *second)] == [6, 15, 15]
 
 
-def test_the_script_may_ask_for_another_accumulation_or_batch_size(run, tmp_path):
+def test_changed_accumulation_and_batch_size(run, tmp_path):
+    """The script may ask for another accumulation or batch size."""
     run("shuffled", 1, (2, 3))
     path = str(tmp_path / "0.ckpt")
     found = life("shuffled", 3, "", path, None, 1)
@@ -295,13 +299,15 @@ def test_a_strategy_may_refuse_an_accumulation(run, tmp_path):
     assert "An optimizer step takes 2 samples, not 4 as before (accumulate_grad_batches=1)" in found["said"][0]
 
 
-def test_what_a_strategy_has_shared_out_by_itself_is_not_shared_out_anew(run, tmp_path):
+def test_strategy_shares_data_itself(run, tmp_path):
+    """Data that a strategy has shared out by itself is not shared out anew."""
     path = str(tmp_path / "0.ckpt")
     life("shuffled", 1, path, None, 3, 1, SharesByItself())
     assert torch.load(path, weights_only=True)["ranks"][0]["data"]["order"] is None
 
 
-def test_in_a_rest_the_same_number_of_processes_goes_on_exactly(run):
+def test_rest_resumes_exactly(run):
+    """In the rest of an epoch the same number of processes continues exactly."""
     disturbed = run("shuffled", 1, (2, 3), (3, 1), (3, 2), (3, None))
     alone = run("shuffled", 1, (2, 3), (3, None))
     assert steps_of(disturbed) == steps_of(alone)

@@ -178,7 +178,7 @@ def test_everywhere(tmp_path, kind, hook, count):
 @pytest.mark.parametrize("kind", ["generator", "weighted"])
 @pytest.mark.parametrize("every", [0, 1, 2])
 @pytest.mark.parametrize("given", [True, False], ids=["object", "method"])
-def test_where_modelcheckpoint_saves_at_the_end_of_an_epoch(tmp_path, kind, given, every):
+def test_resume_from_epoch_end(tmp_path, kind, given, every):
     """The epoch is over: the next one goes on with the loader's own generator, unless it has a new loader."""
     keep = ModelCheckpoint(dirpath=tmp_path, filename="{epoch}", save_top_k=-1)
     options = {"reload_dataloaders_every_n_epochs": every, "given": given}
@@ -229,7 +229,8 @@ def test_a_finished_run_goes_on_with_more_epochs(tmp_path):
     assert first.losses + second.losses == whole.losses
 
 
-def test_max_steps_in_the_midst_of_an_epoch_goes_on_there(tmp_path):
+def test_resume_after_max_steps_within_epoch(tmp_path):
+    """A run that max_steps ended within an epoch continues there."""
     _, whole = fit("shuffled", [], max_steps=11)
     trainer, first = fit("shuffled", [], max_steps=8)
     trainer.save_checkpoint(tmp_path / "eight.ckpt")
@@ -287,7 +288,8 @@ def fit_clamped(hook, callbacks, **options):
         ("on_train_epoch_end", {"save_on_train_epoch_end": True}),
     ],
 )
-def test_what_the_models_own_hook_does_is_in_the_file(tmp_path, hook, options):
+def test_checkpoint_after_model_hook(tmp_path, hook, options):
+    """The checkpoint holds the changes that the model's own hook has made."""
     whole = fit_clamped(hook, [])
     again = fit_clamped(hook, [ModelCheckpoint(tmp_path, save_top_k=-1, **options)])
     paths = sorted(tmp_path.glob("*.ckpt"))
@@ -305,7 +307,8 @@ def test_what_the_models_own_hook_does_is_in_the_file(tmp_path, hook, options):
         "on_validation_end", "on_train_epoch_end", "on_train_end",
     ],
 )  # fmt: skip
-def test_a_callback_may_ask_to_come_after_the_model(hook):
+def test_runs_after_module(hook):
+    """A callback may ask to be called after the model."""
     events = []
     late, early = Callback(), Callback()
     late.runs_after_module = True
@@ -400,7 +403,9 @@ def test_what_was_frozen_and_unfrozen_stays_so(tmp_path, start, hook):
     assert same(fit_thawed(model=model, ckpt_path=again / "10.ckpt"), whole), "continued twice"
 
 
-def test_what_was_unfrozen_in_the_midst_of_an_accumulation_stays_so(tmp_path):
+def test_unfrozen_within_accumulation(tmp_path):
+    """A layer that was unfrozen within an accumulation stays so after a resumption."""
+
     def model():
         return Thawed(hook="on_train_batch_start")
 
@@ -410,7 +415,8 @@ def test_what_was_unfrozen_in_the_midst_of_an_accumulation_stays_so(tmp_path):
         assert same(fit_thawed(model=model, ckpt_path=tmp_path / f"{batch}.ckpt", **options), whole), batch
 
 
-def test_the_second_fit_of_a_process_keeps_how_the_first_began(tmp_path):
+def test_second_fit_keeps_initial_freezing(tmp_path):
+    """The second fit of a process keeps which layers were frozen when the first began."""
     model = fit_thawed([SaveAll(tmp_path)], max_epochs=2)
     second = tmp_path / "second"
     second.mkdir()
@@ -420,7 +426,8 @@ def test_the_second_fit_of_a_process_keeps_how_the_first_began(tmp_path):
     assert same(fit_thawed(ckpt_path=second / "15.ckpt"), fit_thawed())
 
 
-def test_who_freezes_otherwise_now_keeps_that_and_is_told(tmp_path):
+def test_changed_freezing_warns(tmp_path):
+    """A model that freezes other layers now keeps them so, with a warning."""
     fit_thawed([SaveAll(tmp_path)], max_epochs=2)
 
     class Otherwise(Thawed):
@@ -435,7 +442,8 @@ def test_who_freezes_otherwise_now_keeps_that_and_is_told(tmp_path):
     assert [name for name, each in model.named_parameters() if not each.requires_grad] == ["body.4.bias"]
 
 
-def test_a_file_says_what_is_frozen_only_if_anything_is(tmp_path):
+def test_frozen_field_in_checkpoint(tmp_path):
+    """A checkpoint names frozen parameters only if there are any."""
     fit_thawed([SaveAll(tmp_path)], max_epochs=2)
     layer = ["body.0.bias", "body.0.weight"]
     assert torch.load(tmp_path / "6.ckpt", weights_only=True)["frozen"] == {"at_start": layer, "at_save": layer}
@@ -444,7 +452,8 @@ def test_a_file_says_what_is_frozen_only_if_anything_is(tmp_path):
     assert "frozen" not in torch.load(tmp_path / "3.ckpt", weights_only=True)
 
 
-def test_an_older_file_leaves_what_is_frozen_to_the_model(tmp_path):
+def test_checkpoint_without_frozen_field(tmp_path):
+    """An older checkpoint leaves the freezing to the model."""
     fit_thawed([SaveAll(tmp_path)], max_epochs=2)
     checkpoint = torch.load(tmp_path / "12.ckpt", weights_only=True)
     del checkpoint["frozen"], checkpoint["digests"]
@@ -477,7 +486,8 @@ class Stateful:
         self.position = state["position"]
 
 
-def test_a_loader_that_keeps_its_own_position_is_asked(tmp_path):
+def test_loader_with_own_position(tmp_path):
+    """A loader that keeps its own position restores it."""
     seen = []
 
     class Spy(Net):
@@ -502,7 +512,8 @@ def test_a_loader_that_keeps_its_own_position_is_asked(tmp_path):
     assert seen == [1, 2, 3, 4, 5, 6]
 
 
-def test_the_random_state_of_another_kind_of_device_is_left_alone():
+def test_foreign_device_random_state():
+    """The random state of another kind of device is left alone."""
     tested, device = hardware.accelerator(), hardware.device()
     tested.setup_device(device)
     state = {**rng.collect(tested, device), "device": torch.zeros(3, dtype=torch.uint8), "device_type": "other"}
@@ -514,7 +525,7 @@ def test_the_random_state_of_another_kind_of_device_is_left_alone():
         assert not torch.equal(torch.rand(4, device=device), expected), "it went on"
 
 
-def test_what_another_number_of_replicas_goes_on_with_is_said(tmp_path):
+def test_changed_replica_count_warns(tmp_path):
     """Processes that share their batches are one replica: 2 of these may be as many processes as 1 of those."""
     path = tmp_path / "x.ckpt"
     trainer, _ = fit("shuffled", [], max_epochs=1)
@@ -567,7 +578,8 @@ def numbered(count, batch_size, *, shuffle=True):
 
 @pytest.mark.parametrize(("before", "now"), [(4, 2), (2, 4), (3, 6)])
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_another_batch_size_goes_on_after_the_samples_that_were_seen(tmp_path, before, now, accumulate):
+def test_resume_with_other_batch_size(tmp_path, before, now, accumulate):
+    """A run with another batch size continues after the samples that were seen."""
     path = tmp_path / "x.ckpt"
     stop = SaveAndStop("on_train_batch_end", 4, path)
     first = fit_numbered(numbered(24, before), stop, accumulate_grad_batches=accumulate)
@@ -703,7 +715,8 @@ class Estimates(Net):
 
 
 @pytest.mark.parametrize("model", [Net, Estimates])
-def test_a_data_module_has_its_state_before_its_loaders_are_made(tmp_path, model):
+def test_data_module_state_before_loaders(tmp_path, model):
+    """A data module has its state before its loaders are made."""
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "devices": 1}
     quiet |= {"accelerator": hardware.name(), "enable_checkpointing": False, "num_sanity_val_steps": 0}
     trainer = Trainer(max_epochs=1, **quiet)

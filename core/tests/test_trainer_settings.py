@@ -103,7 +103,8 @@ def test_accumulation_is_taken_with_the_next_step(hook, nth, before, after, step
     assert trainer.accumulate_grad_batches == before, "another fit begins with what the script asked for"
 
 
-def test_an_accumulated_step_is_one_on_all_its_batches():
+def test_accumulated_step_equals_mean():
+    """An accumulated step is one on the mean of all its batches."""
     _, model = fit(Sets("on_train_epoch_start", accumulate_grad_batches=4))
     expected = Net()
     optimizer = expected.configure_optimizers()
@@ -138,7 +139,8 @@ def fit_in_ranks():
     return {name: tensor.cpu() for name, tensor in model.state_dict().items()}, callback.steps
 
 
-def test_what_one_rank_alone_sets_is_an_error_on_all(world2):
+def test_setting_on_one_rank_refused(world2):
+    """A setting that one rank alone changes is an error on all ranks."""
     for outcome in world2.outcomes(clip_on_rank_1):
         assert outcome.error == "ConfigurationError"
         assert "the same gradient_clip_val (rank 0 has None, rank 1 has 0.01)" in outcome.message
@@ -151,7 +153,8 @@ def clip_on_rank_1():
     fit(Sets("on_train_batch_end", **values), devices=2, strategy="ddp", max_epochs=2)
 
 
-def test_a_life_that_goes_on_takes_as_much_to_a_step(tmp_path):
+def test_accumulation_after_resume(tmp_path):
+    """A resumed run accumulates as many batches to a step."""
     trainer, _ = fit(Sets("on_train_batch_end", 4, accumulate_grad_batches=2), max_steps=5)
     trainer.save_checkpoint(tmp_path / "five.ckpt")
     again = Sets("on_train_start")
@@ -180,7 +183,8 @@ def test_clipping_is_taken(hook, before, after):
     assert len(norms) == 7 and (all(limited) if after == 0.001 else not any(limited))
 
 
-def test_clipping_that_ends_within_a_step_leaves_its_gradients_alone():
+def test_clipping_removed_within_step():
+    """Clipping that ends within a step leaves its gradients alone."""
     _, model = fit(Sets("on_after_backward", gradient_clip_val=None), gradient_clip_val=1e-9)
     _, plain = fit(Callback())
     for found, wanted in zip(model.parameters(), plain.parameters(), strict=True):
@@ -218,7 +222,8 @@ def test_when_to_validate_is_taken(hook, values, at):
     assert model.validations == at
 
 
-def test_what_is_set_between_two_fits_counts_for_the_next():
+def test_settings_between_fits():
+    """Settings that are changed between two fits count for the next one."""
     trainer, model = fit(Callback())
     trainer.accumulate_grad_batches, trainer.limit_train_batches = 2, 4
     trainer.max_epochs = 2
@@ -238,7 +243,8 @@ def test_what_is_set_between_two_fits_counts_for_the_next():
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("running", [False, True])
-def test_a_value_out_of_its_domain_is_refused_where_it_is_set(name, value, running):
+def test_setting_out_of_domain(name, value, running):
+    """A value out of its domain is refused where it is set."""
     with pytest.raises(ConfigurationError, match=f"'{name}'"):
         if running:
             fit(Sets("on_train_batch_end", **{name: value}))
@@ -255,7 +261,8 @@ def test_a_value_out_of_its_domain_is_refused_where_it_is_set(name, value, runni
         ("deterministic", True), ("benchmark", True),
     ],
 )  # fmt: skip
-def test_what_comes_too_late_is_refused_and_in_setup_it_is_taken(name, value):
+def test_late_settings_refused(name, value):
+    """A setting that comes too late is refused, and taken in the setup hook."""
     with pytest.raises(ConfigurationError, match=rf"'{name}' can't become {value} any more: fit has begun.*setup hook"):
         fit(Sets("on_train_start", **{name: value}))
     if name != "deterministic":  # which chooses algorithms
@@ -346,7 +353,8 @@ class Owns(SingleDeviceStrategy):
     [{"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}, {"gradient_clip_algorithm": "value"}],
 )
 @pytest.mark.parametrize("hook", ["on_fit_start", "on_train_epoch_start", "on_train_batch_end"])
-def test_an_engine_that_has_begun_with_others_refuses_them(hook, values):
+def test_engine_refuses_late_settings(hook, values):
+    """An engine that has begun with other settings refuses new ones."""
     with pytest.raises(ConfigurationError, match=r"can't become .*: strategy 'Owns' has set up its steps with"):
         fit(Sets(hook, **values), strategy=Owns())
     strategy = Owns()
@@ -354,7 +362,9 @@ def test_an_engine_that_has_begun_with_others_refuses_them(hook, values):
     assert all(getattr(strategy, name) == value for name, value in values.items()), "before it is set up"
 
 
-def test_a_strategy_that_can_not_take_so_many_says_so():
+def test_strategy_checks_accumulation():
+    """A strategy may refuse a number of accumulated batches."""
+
     class One(SingleDeviceStrategy):
         def check_accumulation(self, batches):
             raise ConfigurationError(f"one batch, not {batches}")

@@ -31,7 +31,7 @@ def outcome():
 
 
 @pytest.mark.parametrize("errors", [[None, None], [LEFT, LEFT], [LEFT, FOR_WANT_OF_IT], [LEFT, None]])
-def test_a_signal_ends_the_job_with_its_own_status(outcome, errors):
+def test_signal_decides_exit_status(outcome, errors):
     """Also where a worker left before it trained, and the other one lost its peer."""
     assert outcome([signal.SIGTERM], *errors).code == 143
     interrupt = outcome([signal.SIGINT], *errors)
@@ -39,24 +39,29 @@ def test_a_signal_ends_the_job_with_its_own_status(outcome, errors):
     assert is_orderly(interrupt)  # no traceback of the launcher follows
 
 
-def test_a_failure_of_its_own_counts_more_than_the_signal(outcome):
+def test_own_failure_outweighs_signal(outcome):
+    """A failure of a worker's own counts more than the signal."""
     for errors in ([LEFT, OWN], [OWN, FOR_WANT_OF_IT], [OWN, LEFT]):
         assert "bad batch" in str(outcome([signal.SIGTERM], *errors))
 
 
-def test_of_a_loss_that_no_worker_here_has_caused_the_signal_tells_nothing(outcome):
+def test_loss_elsewhere_outweighs_signal(outcome):
+    """The signal does not explain the loss of a rank elsewhere."""
     elsewhere = RankFailedError("rank 3 failed", rank=3)
     assert isinstance(outcome([signal.SIGTERM], elsewhere, elsewhere), RankFailedError)
 
 
-def test_without_a_signal_all_ranks_speak_for_the_job(outcome):
+def test_status_without_signal(outcome):
+    """Without a signal the outcomes of all ranks decide the job's."""
     assert outcome([], LEFT, LEFT).code == 143
     assert isinstance(outcome([], LEFT, FOR_WANT_OF_IT), RankFailedError)
     assert outcome([], None, None) is None
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, None])
-def test_a_ctrl_c_amid_the_loading_of_a_function_is_no_function_that_cannot_be_loaded(stop):
+def test_interrupt_while_loading_function(stop):
+    """A Ctrl-C while a function is loaded is not reported as one that can't be loaded."""
+
     def read():
         raise stop or ImportError("nowhere")
 

@@ -149,7 +149,7 @@ def test_which_messages_are_consequences(text, transport, timeout):
     assert not is_transport_error(OSError(text))
 
 
-def test_a_rank_that_leaves_on_a_signal_takes_the_others_along(left, crew):
+def test_signalled_rank_ends_others(left, crew):
     """It is no failure, and who doesn't come back leaves with the signal's code, too."""
     first, second, third = crew(3, grace=0.5)
     second.report_stop(signal.SIGTERM)
@@ -164,7 +164,8 @@ def test_a_rank_that_leaves_on_a_signal_takes_the_others_along(left, crew):
     assert set(left) == {143}
 
 
-def test_a_rank_that_waits_to_meet_one_that_left_on_a_signal_follows_it(server, monkeypatch):
+def test_signalled_rank_ends_meeting(server, monkeypatch):
+    """A rank that waits to meet one that left on a signal follows it."""
     stores_of = [dist.TCPStore("127.0.0.1", server, None, False, wait_for_workers=False) for _ in range(2)]
     monkeypatch.setattr(rendezvous_state, "_process", rendezvous_state.RendezvousState())
     rendezvous_state.process_state().job = rendezvous_state.JobStore(
@@ -180,7 +181,7 @@ def test_a_rank_that_waits_to_meet_one_that_left_on_a_signal_follows_it(server, 
     assert rendezvous_state.process_state().patience > 15
 
 
-def test_a_stop_of_an_earlier_call_ends_no_later_one(server, monkeypatch):
+def test_stop_ends_own_call_only(server, monkeypatch):
     """Who caught the interrupt on every rank fits again, and a rank comes to that late."""
     stores_of = [dist.TCPStore("127.0.0.1", server, None, False, wait_for_workers=False) for _ in range(2)]
     monkeypatch.setattr(rendezvous_state, "_process", rendezvous_state.RendezvousState())
@@ -196,7 +197,7 @@ def test_a_stop_of_an_earlier_call_ends_no_later_one(server, monkeypatch):
             rendezvous.wait_for_all_ranks(again, 0, 2, SECOND * 3, name="set-up", job=stores_of[0], call=call)
 
 
-def test_who_lost_a_rank_does_not_wait_for_its_goodbye(crew, monkeypatch):
+def test_no_linger_after_lost_rank(crew, monkeypatch):
     """A rank that is gone without a word, on another host, says none: rank 0 would serve half a minute for nobody."""
     monkeypatch.setattr(rendezvous_state.process_state(), "lingers", True)
     first, _ = crew(2)
@@ -204,7 +205,8 @@ def test_who_lost_a_rank_does_not_wait_for_its_goodbye(crew, monkeypatch):
     assert not rendezvous_state.process_state().lingers
 
 
-def test_a_timeout_names_the_ranks_that_took_no_part(crew):
+def test_timeout_names_absent_ranks(crew):
+    """A timeout names the ranks that took no part."""
     watches = crew(3)
     lost = RuntimeError("Timed out waiting 8000ms for recv operation to complete")
     results = on_all(watches[:2], lambda one: one.explain(lost, timeout=scaled(0.5), name="reduce"))
@@ -214,7 +216,8 @@ def test_a_timeout_names_the_ranks_that_took_no_part(crew):
         assert "rank 2 did not take part" in str(result)
 
 
-def test_a_rank_that_waited_in_vain_and_left_sooner_has_not_done_its_work(crew):
+def test_timed_out_rank_is_not_finished(crew):
+    """A rank that waited in vain and left sooner does not count as finished."""
     watches = crew(2)
     lost = RuntimeError("Timed out waiting 8000ms for recv operation to complete")
     first = watches[0].explain(lost, timeout=scaled(0.1), name="reduce")
@@ -244,7 +247,8 @@ def unstarted(crew, server):
     return first, stores.PrefixedStore("torchhal/1", client)
 
 
-def test_a_rank_whose_set_up_failed_and_that_lives_was_not_killed(crew, server):
+def test_failed_setup_is_reported(crew, server):
+    """A living rank whose set-up failed is not reported as killed."""
     first, store = unstarted(crew, server)
     RankMonitor(store, 1, 2, announce=False).report_failure(OSError("no such device"))
     error = first.explain(LOST)
@@ -252,7 +256,8 @@ def test_a_rank_whose_set_up_failed_and_that_lives_was_not_killed(crew, server):
     assert str(error).startswith("rank 1 failed: OSError: no such device")
 
 
-def test_a_rank_that_has_not_come_out_of_its_set_up_was_not_killed(crew, server):
+def test_unfinished_setup_is_reported(crew, server):
+    """A rank that has not come out of its set-up is not reported as killed."""
     first, _ = unstarted(crew, server)
     error = first.explain(LOST, timeout=scaled(0.2))
     assert str(error).startswith("rank 1 has not come out of its set-up")
@@ -267,7 +272,7 @@ def test_a_rank_that_has_not_come_out_of_its_set_up_was_not_killed(crew, server)
         (Presence.ELSEWHERE, "its process 4711 on n2 answers nothing", True),
     ],
 )
-def test_of_a_silent_rank_only_what_can_be_seen_is_said(crew, monkeypatch, presence, seen, memory):
+def test_silent_rank_report(crew, monkeypatch, presence, seen, memory):
     """Who lives was not killed for want of memory."""
     first, second = crew(2)
     second.stop()
@@ -279,7 +284,7 @@ def test_of_a_silent_rank_only_what_can_be_seen_is_said(crew, monkeypatch, prese
     assert f"rank 1: {seen}" in str(error)
 
 
-def test_a_rank_that_left_its_loop_on_an_error_has_not_done_its_work(crew):
+def test_teardown_on_error_is_failure(crew):
     """In a loop of one's own the tear-down comes before anybody has heard of the error."""
     first, second = crew(2)
     second.stop(ValueError("a bad batch"))
@@ -295,7 +300,8 @@ def test_an_error_that_nobody_catches_is_reported(crew, monkeypatch):
     assert "rank 1 failed: ValueError: in a loop" in str(first.explain(LOST))
 
 
-def test_a_process_that_ends_without_a_tear_down_was_not_killed(crew, monkeypatch):
+def test_exit_without_teardown_is_finished(crew, monkeypatch):
+    """A process that ends without a teardown is not reported as killed."""
     first, second = crew(2)
     monkeypatch.setattr(watch, "active_watches", lambda: [second])
     watch._stop_at_exit()
@@ -395,7 +401,8 @@ def test_two_signals_make_one_stop(crew):
     assert len(set(results)) == 1, results
 
 
-def test_a_rank_inside_a_collective_does_not_hold_up_the_agreement(crew):
+def test_agreement_with_blocked_rank(crew):
+    """A rank inside a collective does not hold up the agreement on a step."""
     first, second = crew(2)
     first.steps_done = 7
     second.steps_done = 6  # in a step that needs the first
@@ -412,7 +419,8 @@ def test_a_rank_inside_a_collective_does_not_hold_up_the_agreement(crew):
     assert second.agree_on_stop_step() == signal.SIGTERM
 
 
-def test_a_stop_that_comes_when_a_rank_has_ended_is_void(crew):
+def test_stop_after_rank_ended_is_void(crew):
+    """A stop that comes when a rank has ended is void."""
     first, second = crew(2)
     second.stop()
     first.request_stop(signal.SIGTERM)
@@ -450,7 +458,8 @@ def test_a_signal_is_not_lost_beside_a_wish(crew, wishes):
     assert on_all(watches, lambda one: one.agree_on_stop_at_end(SECOND * 10)) == [signal.SIGTERM] * 2
 
 
-def test_a_signal_comes_before_a_wish_at_a_boundary(crew):
+def test_signal_precedes_should_stop(crew):
+    """A signal comes before a requested stop at the boundary of a step."""
     watches = crew(2)
     for wish in (-1, signal.SIGTERM):
         watches[0].request_stop(wish)
@@ -462,7 +471,8 @@ def test_a_signal_comes_before_a_wish_at_a_boundary(crew):
     assert on_all(watches, lambda one: one.agree_on_stop_step(timeout=5)) == [signal.SIGTERM] * 2
 
 
-def test_at_end_waits_as_long_as_its_caller_says(crew):
+def test_stop_at_end_timeout(crew):
+    """The agreement at the end waits as long as its caller sets."""
     first, _ = crew(2)
     start = time.monotonic()
     with pytest.raises(CollectiveTimeoutError, match="end of training"):
@@ -509,7 +519,8 @@ def own_handler():
     signal.signal(signal.SIGUSR1, before)
 
 
-def test_a_handler_of_the_program_for_the_schedulers_signal_stays(own_handler):
+def test_own_handler_of_scheduler_signal(own_handler):
+    """A handler of the program for the scheduler's signal stays."""
     received = []
     with (
         StopSignals(received.append, signals=(signal.SIGTERM, signal.SIGUSR1)) as stop,
@@ -520,7 +531,7 @@ def test_a_handler_of_the_program_for_the_schedulers_signal_stays(own_handler):
     assert received == [] and stop.received is None
 
 
-def test_handlers_of_an_outer_fit_or_a_supervisor_are_not_the_programs():
+def test_outer_torchhal_handlers_are_replaced():
     """The latter is what a forked worker inherits."""
     outer, inner = [], []
     with StopSignals(outer.append, signals=[signal.SIGUSR1]), StopSignals(inner.append, signals=[signal.SIGUSR1]):
@@ -550,7 +561,7 @@ print("done", flush=True)
 """
 
 
-def test_a_second_signal_ends_who_is_blocked_in_a_collective(tmp_path):
+def test_second_signal_ends_blocked_rank(tmp_path):
     """Rank 0 waits in C for rank 1, where Python calls no handler; rank 1 is asked twice, too, and goes on."""
     ranks = [
         subprocess.Popen(
@@ -614,7 +625,8 @@ def test_barriers_meet_and_leave_no_keys(crew):
     assert watches[0]._store.num_keys() <= keys + 2
 
 
-def test_a_barriers_missing_ranks_are_named_with_their_places(crew):
+def test_barrier_names_absent_ranks(crew):
+    """The error of a barrier names the missing ranks and their places."""
     watches = crew(4)
     on_all(watches[:3] + watches[3:], lambda one: one.barrier("first", SECOND * 10))
     watches[3].stop()
@@ -662,7 +674,7 @@ def meet(store, rank, world_size, timeout=20):
     return None
 
 
-def test_a_rank_that_two_processes_have_is_no_rank_that_never_came(server, monkeypatch):
+def test_duplicate_rank_is_named(server, monkeypatch):
     """Both nodes started with NODE_RANK=0, say: the second is refused, and the first hears of it."""
     one, other = (dist.TCPStore("127.0.0.1", server, None, False, wait_for_workers=False) for _ in range(2))
     with ThreadPoolExecutor() as pool:

@@ -91,7 +91,8 @@ def change(path, **values):
 
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize("field", ["_doomed", "_newest", "_interrupted", "last_model_path", "best_model_path"])
-def test_a_path_in_a_state_is_no_reason_to_delete_it(tmp_path, field, inside):
+def test_paths_in_state_are_not_deleted(tmp_path, field, inside):
+    """A path in a callback's state is no reason to delete the file."""
     runs, elsewhere = tmp_path / "runs", tmp_path / "elsewhere"
     elsewhere.mkdir()
     fit(runs, 2)
@@ -104,7 +105,8 @@ def test_a_path_in_a_state_is_no_reason_to_delete_it(tmp_path, field, inside):
         assert victim.exists()
 
 
-def test_a_run_that_resumes_a_copy_deletes_nothing_of_who_is_there_now(tmp_path):
+def test_resumed_copy_deletes_no_foreign_files(tmp_path):
+    """A run that resumes from a copy deletes no files of the run that is there now."""
     runs, copy = tmp_path / "runs", tmp_path / "copy.ckpt"
     fit(runs, 2)
     shutil.copy(runs / "step=2.ckpt", copy)
@@ -116,7 +118,8 @@ def test_a_run_that_resumes_a_copy_deletes_nothing_of_who_is_there_now(tmp_path)
     assert set(names(runs)) == {"step=2.ckpt", "last.ckpt", "step=6.ckpt", "last-v1.ckpt"}
 
 
-def test_a_resumed_run_goes_on_with_the_files_of_the_one_before(tmp_path):
+def test_resumed_run_owns_previous_files(tmp_path):
+    """A resumed run continues with the files of the one before."""
     fit(tmp_path, 2, save_last=True)
     run = fit(tmp_path, 4, ckpt_path="last", save_last=True).run_id
     assert names(tmp_path) == ["last.ckpt", "step=4.ckpt"]
@@ -137,7 +140,9 @@ def test_so_do_its_callbacks_in_other_folders(tmp_path):
     assert names(tmp_path / "newest") == ["step=4.ckpt"] and names(tmp_path / "kept") == ["last.ckpt", "step=4.ckpt"]
 
 
-def test_a_run_that_was_refused_to_continue_is_another(tmp_path):
+def test_refused_resume_starts_new_run(tmp_path):
+    """A fit after a refused resumption is a run of its own."""
+
     class Other(Net):
         def configure_optimizers(self):
             return torch.optim.Adam(self.parameters())
@@ -154,7 +159,9 @@ def test_a_run_that_was_refused_to_continue_is_another(tmp_path):
         assert (tmp_path / name).read_bytes() == content, name
 
 
-def test_a_file_that_somebody_put_in_the_place_of_the_runs_own_stays(tmp_path):
+def test_replaced_file_is_kept(tmp_path):
+    """A file that somebody put in the place of the run's own stays."""
+
     class Replaces(ModelCheckpoint):
         def on_train_batch_start(self, trainer, *args):
             if trainer.global_step == 2:
@@ -166,7 +173,8 @@ def test_a_file_that_somebody_put_in_the_place_of_the_runs_own_stays(tmp_path):
     assert names(tmp_path) == ["step=2.ckpt", "step=4.ckpt"]
 
 
-def test_what_another_callback_of_the_run_wrote_is_not_ones_own(tmp_path):
+def test_files_of_other_callback_are_kept(tmp_path):
+    """A file that another callback of the run wrote is not the callback's own."""
     each = ModelCheckpoint(tmp_path, "a-{step}", every_n_train_steps=1)
     other = ModelCheckpoint(tmp_path, "b-{step}", every_n_train_steps=1)
     fit(tmp_path, 2, callbacks=[each, other])
@@ -234,7 +242,7 @@ print(saves.best_model_path, saves.last_model_path, flush=True)
 
 
 @pytest.mark.slow
-def test_two_runs_in_one_folder_have_names_of_their_own(tmp_path):
+def test_concurrent_runs_in_one_folder(tmp_path):
     """Both come to each save at the same time."""
     runs = [
         subprocess.Popen(
@@ -270,7 +278,8 @@ def test_one_of_many_gets_a_name(tmp_path):
 
 
 @pytest.mark.parametrize("url", [False, True])
-def test_a_claim_is_given_back_and_a_version_counts(tmp_path, url):
+def test_claims_and_versions_of_files(tmp_path, url):
+    """A claim to a file is given back, and a changed version ends it."""
     import fsspec
 
     path = f"memory://records-{tmp_path.name}/x.ckpt" if url else str(tmp_path / "x.ckpt")
@@ -313,7 +322,7 @@ sys.stdin.read()
 """
 
 
-def test_a_run_that_is_over_is_continued_by_one_process_at_a_time(tmp_path):
+def test_finished_run_adopted_once(tmp_path):
     """Two jobs that resume from one folder would delete each other's files."""
     (tmp_path / "process0").touch()
     wrote = "import sys; from torchhal.trainer.callbacks._written_files import WrittenFiles, new_run_id\n"
@@ -376,7 +385,7 @@ def on_another_host(tmp_path):
             there.kill()
 
 
-def test_a_run_on_another_host_is_continued_when_it_is_over_and_not_before(tmp_path, on_another_host, monkeypatch):
+def test_run_on_other_host_adopted_when_over(tmp_path, on_another_host, monkeypatch):
     """While it lives nothing of its own is deleted or replaced; killed, its files are those of the run that resumes."""
     there = on_another_host(tmp_path)
     before = names(tmp_path)
@@ -392,7 +401,7 @@ def test_a_run_on_another_host_is_continued_when_it_is_over_and_not_before(tmp_p
     assert names(tmp_path) == ["last.ckpt", "step=6.ckpt"]
 
 
-def test_whose_the_run_is_gets_decided_in_all_folders_before_the_first_step(tmp_path, on_another_host, monkeypatch):
+def test_adoption_precedes_training(tmp_path, on_another_host, monkeypatch):
     """Not in the midst of training; and whoever sits at the terminal hears what is waited for."""
     folders, waited, said = [tmp_path / "a", tmp_path / "b"], [], []
 
@@ -436,7 +445,8 @@ def elsewhere(files, number=0, content='{"machine": "00000000", "process": 1}', 
     return owner
 
 
-def test_a_run_that_another_host_has_continued_meanwhile_is_another_from_then_on(tmp_path):
+def test_run_adopted_elsewhere_is_lost(tmp_path):
+    """A run that another host has continued meanwhile is another one from then on."""
     stood_still = wrote(tmp_path / "last.ckpt")
     elsewhere(stood_still, 1)
     assert not stood_still.hold(str(tmp_path / "last.ckpt"))
@@ -444,7 +454,7 @@ def test_a_run_that_another_host_has_continued_meanwhile_is_another_from_then_on
     assert stood_still.hold(str(tmp_path / "last.ckpt"))
 
 
-def test_so_is_one_that_stood_still_while_it_renewed_its_file(tmp_path, monkeypatch):
+def test_run_lost_during_renewal(tmp_path, monkeypatch):
     """Two hosts came and went: the file that it brings back is the only one of its number and of the next."""
     stood_still = wrote(tmp_path / "last.ckpt")
     own = tmp_path / ".torchhal" / f"{stood_still.run}.owner-0"
@@ -461,7 +471,9 @@ def test_so_is_one_that_stood_still_while_it_renewed_its_file(tmp_path, monkeypa
     assert not own.exists() and not stood_still.hold(str(tmp_path / "last.ckpt"))
 
 
-def test_a_fit_says_when_it_has_become_a_run_of_its_own(tmp_path):
+def test_lost_run_warns_in_fit(tmp_path):
+    """A fit warns when it has become a run of its own."""
+
     class StandsStill(Callback):
         def on_train_batch_start(self, trainer, *args):
             if trainer.global_step == 2:
@@ -473,7 +485,7 @@ def test_a_fit_says_when_it_has_become_a_run_of_its_own(tmp_path):
     assert names(tmp_path) == ["last-v1.ckpt", "last.ckpt", "step=2.ckpt", "step=4.ckpt"]
 
 
-def test_a_second_fit_of_a_process_is_alive_as_the_first_was(tmp_path):
+def test_second_fit_keeps_run_alive(tmp_path):
     """Or another process would continue its run while it trains."""
     seen = []
 
@@ -492,7 +504,8 @@ def test_a_second_fit_of_a_process_is_alive_as_the_first_was(tmp_path):
     assert names(tmp_path) == ["last.ckpt", "step=6.ckpt"]
 
 
-def test_whoever_goes_on_as_the_run_of_its_own_process_says_so_at_once(tmp_path):
+def test_adoption_of_own_run_renews_file(tmp_path):
+    """A process that continues its own run renews the owner file at once."""
     path = tmp_path / "last.ckpt"
     one = wrote(path)
     written_files._stop_renewing(one)
@@ -502,7 +515,7 @@ def test_whoever_goes_on_as_the_run_of_its_own_process_says_so_at_once(tmp_path)
 
 
 @pytest.mark.parametrize("content", ["", '{"machine": "0000', "[]", "\0" * 40], ids=["empty", "torn", "other", "zeros"])
-def test_an_owner_file_that_cannot_be_read_is_waited_for_like_a_foreign_one(tmp_path, monkeypatch, content):
+def test_unreadable_owner_file_expires(tmp_path, monkeypatch, content):
     """It is what a host leaves that crashes while it renews it."""
     path = tmp_path / "last.ckpt"
     monkeypatch.setattr(written_files, "EXPIRES_S", 0.5)
@@ -515,7 +528,7 @@ def test_an_owner_file_that_cannot_be_read_is_waited_for_like_a_foreign_one(tmp_
     assert adopt(path).run == crashed.run
 
 
-def test_a_file_system_that_fails_once_ends_neither_a_renewal_nor_a_fit(tmp_path, monkeypatch, caplog):
+def test_renewal_survives_file_system_errors(tmp_path, monkeypatch, caplog):
     """Those of fsspec raise what they like."""
     monkeypatch.setattr(written_files, "RENEWED_S", 0.01)
     tried, failing = [], threading.Event()
@@ -551,7 +564,8 @@ def test_a_file_system_that_fails_once_ends_neither_a_renewal_nor_a_fit(tmp_path
     assert "could not be renewed" in line and "RuntimeError: 503" in line and files.run in line
 
 
-def test_a_save_asks_for_as_many_files_as_before_where_there_are_many(tmp_path, monkeypatch):
+def test_hold_lists_no_folder(tmp_path, monkeypatch):
+    """A save reads a constant number of files and lists no folder."""
     files = wrote(tmp_path / "last.ckpt")
 
     def lists(place):
@@ -561,7 +575,8 @@ def test_a_save_asks_for_as_many_files_as_before_where_there_are_many(tmp_path, 
     assert files.hold(str(tmp_path / "last.ckpt"))
 
 
-def test_who_is_killed_while_it_asks_for_the_time_leaves_nothing_for_good(tmp_path, monkeypatch):
+def test_killed_adoption_leaves_no_files(tmp_path, monkeypatch):
+    """A process that is killed while it asks for the time leaves nothing for good."""
     path = tmp_path / "last.ckpt"
     monkeypatch.setattr(written_files, "EXPIRES_S", 0.2)
     elsewhere(files := wrote(path))
@@ -573,7 +588,9 @@ def test_who_is_killed_while_it_asks_for_the_time_leaves_nothing_for_good(tmp_pa
     assert sorted(os.listdir(tmp_path / ".torchhal")) == [f"{files.run}.owner-1", "last.ckpt.json"]
 
 
-def test_a_checkpoint_is_continued_by_nobody_whose_set_up_fails_later(tmp_path):
+def test_failed_setup_adopts_nothing(tmp_path):
+    """A fit whose set-up fails later does not adopt the run of its checkpoint."""
+
     class NoData(Net):
         def train_dataloader(self):
             raise RuntimeError("the data is not there")
@@ -598,7 +615,8 @@ class WaitsLonger(Callback):
 
 
 @pytest.mark.slow
-def test_the_ranks_may_wait_for_each_other_for_less_long_than_for_another_host(tmp_path):
+def test_adoption_may_exceed_rank_timeout(tmp_path):
+    """The wait for another host may be longer than the ranks' timeout for each other."""
     earlier = fit(None, 2, callbacks=saves_in([tmp_path]))
     elsewhere(earlier.checkpoint_callback._files, folder=tmp_path / ".torchhal")
     trainer = Trainer(
@@ -681,7 +699,9 @@ def test_so_do_the_clocks_of_several_hosts(tmp_path):
         assert done.stdout.split()[-1] == expected
 
 
-def test_the_last_of_two_folders_is_the_one_that_was_saved_later(tmp_path, monkeypatch):
+def test_last_of_two_folders(tmp_path, monkeypatch):
+    """ "last" of two folders is the checkpoint that was saved later."""
+
     def callbacks():
         return [
             ModelCheckpoint(tmp_path / "often", "{step}", every_n_train_steps=1),
@@ -711,7 +731,8 @@ def fit_beside(folder):
     fit(None, 4, callbacks=[Beside(folder), ModelCheckpoint(folder, "{step}", every_n_train_steps=1)])
 
 
-def test_the_last_of_two_runs_at_once_is_nobodys(tmp_path):
+def test_last_of_concurrent_runs_refused(tmp_path):
+    """ "last" of two concurrent runs is refused as ambiguous."""
     fit(tmp_path, 1, filename="before-{step}")  # which is over when the others begin
     fit_beside(tmp_path)
     before = names(tmp_path)
@@ -724,13 +745,15 @@ def test_the_last_of_two_runs_at_once_is_nobodys(tmp_path):
 
 
 @pytest.mark.parametrize("chosen", ["step=4.ckpt", "beside-step=3.ckpt"])
-def test_after_one_of_them_was_named_and_has_saved_it_is_the_last(tmp_path, chosen):
+def test_named_run_becomes_last(tmp_path, chosen):
+    """After one of two runs was named and has saved it is the last one."""
     fit_beside(tmp_path)
     fit(tmp_path, 5, ckpt_path=tmp_path / chosen)
     assert fit(tmp_path, 6, ckpt_path="last").ckpt_path == str(tmp_path / "step=5.ckpt")
 
 
-def test_of_runs_one_after_the_other_the_later_one_is_continued(tmp_path):
+def test_last_of_successive_runs(tmp_path):
+    """Of successive runs in one folder the later one is continued."""
     fit(tmp_path, 4, filename="first-{step}")
     fit(tmp_path, 2)
     trainer = fit(tmp_path, 3, ckpt_path="last")
@@ -738,7 +761,8 @@ def test_of_runs_one_after_the_other_the_later_one_is_continued(tmp_path):
     assert fit(tmp_path, 4, ckpt_path="last").run_id == trainer.run_id, "as a requeued job is"
 
 
-def test_records_of_an_earlier_release_say_nothing_of_time(tmp_path):
+def test_records_without_times(tmp_path):
+    """Records of an earlier release hold no times, and the newest file is the last."""
     fit_beside(tmp_path)
     for path in (tmp_path / ".torchhal").glob("*.ckpt.json"):
         record = json.loads(path.read_text())
@@ -757,7 +781,8 @@ def test_records_of_an_earlier_release_say_nothing_of_time(tmp_path):
         ({"ancestors": [5, "../x"]}, True),
     ],
 )
-def test_what_a_damaged_record_says_of_time_is_nothing(tmp_path, changed, refused):
+def test_damaged_record_times_ignored(tmp_path, changed, refused):
+    """Times in a damaged record are ignored."""
     fit_beside(tmp_path)
     path = tmp_path / ".torchhal" / "step=4.ckpt.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))
@@ -776,7 +801,7 @@ def save_as(files, path):
     return str(path)
 
 
-def test_a_run_that_went_on_from_another_is_of_its_history(tmp_path):
+def test_continued_run_keeps_ancestors(tmp_path):
     """The one before still saves, on a host that stood still for a minute, when the new one has begun."""
     before = WrittenFiles(new_run_id(), "w")
     list(take_over([(before, str(tmp_path))], wait=False))

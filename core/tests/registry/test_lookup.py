@@ -87,7 +87,8 @@ def test_a_sound_provider_wins_over_an_unusable_one(site: Any) -> None:
         registry.find("accelerator", "acme/board")
 
 
-def test_the_same_alias_for_two_kinds_is_no_conflict(site: Any) -> None:
+def test_same_alias_of_two_kinds(site: Any) -> None:
+    """The same alias for two kinds is no conflict."""
     site.add("acme", site.accelerator("board"))
     site.add("zeta", site.accelerator("board").replace("torchhal_accelerators", "torchhal_strategies"))
     registry = site.registry()
@@ -148,7 +149,8 @@ def test_strict_mode_raises(plugin: dict[str, Any], error: type[Exception], word
         assert caught.value.__cause__.__traceback__ is not None
 
 
-def test_a_disabled_plugin_is_no_fault_in_strict_mode(site: Any) -> None:
+def test_disabled_plugin_in_strict_mode(site: Any) -> None:
+    """A disabled plugin is no fault in strict mode."""
     site.add("acme", "raise OSError")
     assert site.records(TORCHHAL_STRICT_PLUGINS="1", TORCHHAL_DISABLE_PLUGINS="acme")["acme"].status == "disabled"
 
@@ -266,7 +268,8 @@ def message(registry: Registry, kind: str, alias: str) -> str:
     return str(caught.value)
 
 
-def test_an_unknown_alias_gets_what_exists_and_what_failed(site: Any) -> None:
+def test_unknown_alias_lists_plugins(site: Any) -> None:
+    """The error for an unknown alias lists what exists and what failed."""
     site.add("acme", site.accelerator("board"))
     site.add("beta", "raise SystemExit(3)")
     site.add("gamma", site.accelerator("gear"), requires=["torchhal<0.0.1"])

@@ -20,7 +20,8 @@ from torchhal.registry import Registry
 # -- a sound plugin ------------------------------------------------------------------------------------------
 
 
-def test_a_plugin_is_found_by_every_one_of_its_names(site: Any) -> None:
+def test_lookup_by_every_name(site: Any) -> None:
+    """A component is found by each of its names."""
     site.add("Acme.Torchhal", site.accelerator("board", aliases=("plank",), summary="A board"))
     registry = site.registry()
     entry = registry.find("accelerator", "board")
@@ -53,7 +54,8 @@ def test_its_record(site: Any) -> None:
     ]
 
 
-def test_the_manifest_may_be_an_object_of_a_module(site: Any) -> None:
+def test_manifest_as_object(site: Any) -> None:
+    """The manifest may be an object of a module."""
     manifest = """
         class Manifest:
             @hookimpl
@@ -201,7 +203,8 @@ def test_a_broken_plugin_costs_only_itself(case: str, site: Any) -> None:
     assert broken.components == ()
 
 
-def test_a_hook_of_a_later_torchhal_may_be_marked_optional(site: Any) -> None:
+def test_unknown_optional_hook_is_accepted(site: Any) -> None:
+    """A hook of a later torchhal may be marked optional."""
     site.add("acme", "@hookimpl(optionalhook=True)\ndef torchhal_futures(): return 3\n" + site.accelerator("board"))
     assert site.records()["acme"].status == "loaded"
 
@@ -223,7 +226,8 @@ def test_an_entry_point_that_leads_nowhere(value: str, reason: str, site: Any) -
     assert "importlib" not in records["acme"].reason  # its innards are no place to look at
 
 
-def test_ctrl_c_passes_and_the_next_look_up_scans_again(site: Any) -> None:
+def test_interrupted_scan_is_repeated(site: Any) -> None:
+    """Ctrl-C passes through a scan, and the next lookup scans again."""
     once = "import builtins\nif not hasattr(builtins, 'pressed'):\n    raise KeyboardInterrupt\n"
     site.add("acme", once + site.accelerator("board"))
     registry = site.registry()
@@ -270,7 +274,8 @@ def test_unreadable_metadata(metadata: str | bytes, site: Any) -> None:
 # -- which distributions -------------------------------------------------------------------------------------
 
 
-def test_the_first_of_two_distributions_of_one_name_counts(site: Any, tmp_path: Path) -> None:
+def test_first_distribution_of_a_name(site: Any, tmp_path: Path) -> None:
+    """The first of two distributions of one name counts."""
     site.add("acme", site.accelerator("board"), version="1.0")
     other = type(site)(tmp_path / "other")
     other.add("acme", site.accelerator("board"), version="2.0")
@@ -280,7 +285,8 @@ def test_the_first_of_two_distributions_of_one_name_counts(site: Any, tmp_path: 
         assert [record.version for record in registry.installed()] == [version]
 
 
-def test_the_first_counts_even_when_it_is_no_plugin(site: Any, tmp_path: Path) -> None:
+def test_first_distribution_without_plugin(site: Any, tmp_path: Path) -> None:
+    """The first distribution of a name counts even when it has no plugin."""
     site.add("acme", entry_points="")
     other = type(site)(tmp_path / "other")
     other.add("acme", site.accelerator("board"))
@@ -402,7 +408,8 @@ def test_all_of_no_plugins_warns_of_nothing(site: Any) -> None:
     assert site.records(TORCHHAL_PLUGINS="*", TORCHHAL_DISABLE_PLUGINS="*") == {}
 
 
-def test_the_warning_as_an_error_leaves_a_registry_that_works(site: Any) -> None:
+def test_warning_as_error_keeps_registry(site: Any) -> None:
+    """The warning as an error leaves a registry that works."""
     site.add("acme", site.accelerator("board"))
     registry = site.registry(TORCHHAL_DISABLE_PLUGINS="ackme")
     with warnings.catch_warnings():

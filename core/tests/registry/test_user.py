@@ -55,7 +55,9 @@ def test_register_as_a_decorator(fresh: Registry) -> None:
     assert registry.find("accelerator", "inner").load() is Inner
 
 
-def test_a_cell_that_is_run_again_replaces_its_class(fresh: Registry) -> None:
+def test_repeated_cell_replaces_class(fresh: Registry) -> None:
+    """A notebook cell that is run again replaces its class."""
+
     def cell() -> type:
         class Cell(Accelerator): ...
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from test_trainer_ddp import assert_nothing_left
-from test_trainer_ddp import run as run_script
+from training_script import assert_nothing_left
+from training_script import run as run_script
 from world import joined, rank
 
 pytestmark = pytest.mark.timeout(170)
