@@ -24,6 +24,9 @@ PYTEST_XLA = $(RUNNER) $(XLA)/bin/python -m pytest --numprocesses 4 --dist loadf
 # The thousands of processes that the tests start read bytecode; without it, each compiles what it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
+# The contracts of [tool.importlinter] in pyproject.toml: layers, no cycles, nothing private in a plugin.
+IMPORTS = PYTHONWARNINGS=ignore $(BIN)/lint-imports --no-cache
+
 .PHONY: help demo test test-all test-rest test-xla test-newest check lint bench conformance cluster-tools clean
 
 help:  ## list the targets
@@ -43,8 +46,8 @@ test-rest: $(VENV)/dev.stamp  ## what test leaves out
 	$(PYTEST) -m slow
 
 # Beside mypy one process compiles the tests, with pytest's assertions, which otherwise each worker of a fresh clone does.
-check: $(VENV)/dev.stamp  ## linters and types
-	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+check: $(VENV)/dev.stamp  ## linters, import contracts and types
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(IMPORTS)
 	$(BIN)/python -m pytest --collect-only -qq >/dev/null 2>&1 & collecting=$$!; \
 	trap 'kill $$collecting 2>/dev/null' EXIT; $(BIN)/mypy && { wait $$collecting || true; }  # the tests will say why not
 
@@ -58,9 +61,10 @@ test-newest: $(NEWEST)/packages.stamp  ## the tests of `make test` on the newest
 cluster-tools:  ## Slurm, Open MPI, MPICH and iproute2, for tests/test_clusters.py, which skips without them (Debian, root)
 	apt-get install --yes --quiet --no-install-recommends slurmctld slurmd slurm-client iproute2 openmpi-bin mpich
 
-lint: $(VENV)/dev.stamp  ## fix what the linters can, then check types
+lint: $(VENV)/dev.stamp  ## fix what the linters can, then check imports and types
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(IMPORTS)
 	$(BIN)/mypy
 
 REPORTS := $(CURDIR)/torchhal_runs/conformance
