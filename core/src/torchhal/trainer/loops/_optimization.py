@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from torchhal._overrides import overrides
-from torchhal.errors import ConfigurationError, ModelError, NonFiniteLossError
+from torchhal.errors import ConfigurationError, LaunchError, ModelError, NonFiniteLossError
 from torchhal.precision import Precision
 from torchhal.precision.base import needs_closure
 from torchhal.strategies import Strategy
@@ -20,8 +20,9 @@ from torchhal.trainer._run_part import RunPart
 from torchhal.trainer._settings import refuse_by_hand
 from torchhal.trainer.run import Run
 
+# Of errors of torch's autograd engine, which have no class of their own.
 _FREED_GRAPH = "backward through the graph a second time"
-"""Of the error of torch's autograd engine, which has no class of its own."""
+_AUTOGRAD_AFTER_FORK = "autograd's threading in combination with fork"
 
 _TOO_MANY = 100
 """Batches without a loss from the beginning of a fit, after which it is said."""
@@ -270,17 +271,30 @@ class Optimization(RunPart[Run]):
             else:
                 self.strategy.backward(loss)
         except RuntimeError as error:
-            if _FREED_GRAPH not in str(error):
+            explained = self._explained(error)
+            if explained is error:
                 raise
-            raise ModelError(
-                f"the graph of the loss that {self.model_name}.training_step returned has been used up: leave "
-                "loss.backward() out of training_step, for the Trainer calls it, and detach() what is kept from one "
-                f"batch to the next. torch says: {str(error).partition('. ')[0]}"
-            ) from error
+            raise explained from error
         if self.after_backward:
             self.run.hooks.call("on_after_backward")
         self.progress.has_gradients = True
         return output
+
+    def _explained(self, error: RuntimeError) -> RuntimeError | ModelError:
+        """Return the error to raise for one of torch's autograd engine, which names neither cause nor way out."""
+        text = str(error)
+        if _FREED_GRAPH in text:
+            return ModelError(
+                f"the graph of the loss that {self.model_name}.training_step returned has been used up: leave "
+                "loss.backward() out of training_step, for the Trainer calls it, and detach() what is kept from one "
+                f"batch to the next. torch says: {text.partition('. ')[0]}"
+            )
+        if _AUTOGRAD_AFTER_FORK in text:
+            return LaunchError(
+                "the process that started this worker by fork has run a backward with an accelerator loaded, and a "
+                "fork lacks the threads that autograd started for it: use strategy='ddp_spawn', or fit in a new process"
+            )
+        return error
 
     def _skip(self) -> None:
         self.skipped = True
