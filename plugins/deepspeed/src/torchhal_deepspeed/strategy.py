@@ -89,7 +89,7 @@ class DeepSpeedStrategy(ParallelStrategy):
         logging_level: int = logging.WARNING,
         **options: Any,
     ) -> None:
-        sdk.check_version()
+        sdk.DEEPSPEED.check()
         super().__init__(**{name: options.pop(name) for name in _PARTS if name in options})
         self.config = settings.combine(
             config,

@@ -1,6 +1,6 @@
 """``hivemind.Optimizer`` where its own behaviour would train something else than asked for.
 
-Each override says which. The names that they override are those of hivemind 1.1; ``vendor.SUPPORTED`` pins it.
+Each override says which. The names that they override are those of hivemind 1.1; ``_sdk.HIVEMIND`` pins it.
 """
 
 from __future__ import annotations

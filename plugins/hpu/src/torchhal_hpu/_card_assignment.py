@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 from torchhal.errors import ConfigurationError
-from torchhal_hpu._sdk import restore
+from torchhal.vendor_package import restored_environ
 
 _MODULE = "HLS_MODULE_ID"
 _VISIBLE = "HABANA_VISIBLE_MODULES"
@@ -24,7 +25,7 @@ class CardAssignment:
     def __init__(self) -> None:
         self.indices: Sequence[int] = ()
         """The devices that were asked for, by local rank: indices into the visible modules."""
-        self._before: dict[str, str | None] = {}
+        self._variables: ExitStack | None = None  # what puts the ranks' variables back
 
     def join(self, *, global_rank: int, local_rank: int, world_size: int) -> None:
         """Be one of several.
@@ -36,13 +37,14 @@ class CardAssignment:
 
         index = self.indices[local_rank] if local_rank < len(self.indices) else local_rank
         self._take(index, local_rank)
-        if not self._before:
-            self._before = {name: os.environ.get(name) for name in _RANKS}
+        if self._variables is None:
+            self._variables = ExitStack()
+            self._variables.enter_context(restored_environ(*_RANKS))
         initialize_distributed_hpu(world_size=world_size, rank=global_rank, local_rank=local_rank)
 
     @property
     def joined(self) -> bool:
-        return bool(self._before)
+        return self._variables is not None
 
     def alone(self) -> None:
         """Be the only one: on the driver's choice unless another than the first device was asked for."""
@@ -71,5 +73,6 @@ class CardAssignment:
         os.environ.update({_MODULE: module, _CHOSEN_BY: str(os.getpid())})
 
     def leave(self) -> None:
-        restore(self._before)
-        self._before = {}
+        variables, self._variables = self._variables, None
+        if variables is not None:
+            variables.close()

@@ -10,7 +10,7 @@ import torch
 
 from torchhal.accelerators import CPUAccelerator
 from torchhal.plugin import Availability
-from torchhal_ipu import _sdk as sdk
+from torchhal_ipu._sdk import POPTORCH
 
 _MOST = 1024
 """IPUs that one process can drive; no larger system is asked for."""
@@ -45,7 +45,7 @@ class IPUAccelerator(CPUAccelerator):
     @classmethod
     def load(cls) -> None:
         """Import poptorch."""
-        sdk.load()
+        POPTORCH.load()
 
     @classmethod
     def availability(cls) -> Availability:

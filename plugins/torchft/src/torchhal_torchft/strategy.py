@@ -102,7 +102,7 @@ class TorchFTStrategy(SingleDeviceStrategy):
             checkpoint_io=checkpoint_io,
             cluster_environment=cluster_environment,
         )
-        sdk.check_usable()
+        sdk.TORCHFT.check()
         self.settings = config.check(
             lighthouse_addr=lighthouse_addr,
             replica_id=replica_id,

@@ -58,12 +58,10 @@ class XLAAccelerator(Accelerator):
     @classmethod
     def load(cls) -> None:
         """Import torch_xla, which starts no runtime. PJRT_DEVICE is set afterwards: to the CPU if nobody has set it."""
-        if why := sdk.problem():
-            raise ImportError(why)
+        sdk.TORCH_XLA.check()
         os.environ["PJRT_DEVICE"] = os.environ.get("PJRT_DEVICE") or cls.pjrt_device()  # an empty one is none
         handlers = list(logging.getLogger().handlers)
-        import torch_xla  # noqa: F401
-
+        sdk.TORCH_XLA.load()
         for handler in list(logging.getLogger().handlers):  # it configures the program's own logging
             if handler not in handlers:
                 logging.getLogger().removeHandler(handler)
