@@ -24,6 +24,7 @@ MODULES = {
         "torchhal.checkpoint",
         "torchhal.cluster",
         "torchhal.strategies",
+        "torchhal.strategies.model_checks",
         "torchhal.launchers",
         "torchhal.memory_estimate",
     ),

@@ -21,12 +21,12 @@ from torchhal.checkpoint import CheckpointIO
 from torchhal.cluster import ClusterEnvironment
 from torchhal.distributed.process import describe_exit, leave, write_stderr
 from torchhal.errors import ConfigurationError, DistributedError, ModelError, UnsupportedCombinationError
-from torchhal.precision import Precision, needs_closure
-from torchhal.strategies import SingleDeviceStrategy, Strategy, check_frequencies, check_lookups
+from torchhal.precision import Precision
+from torchhal.strategies import SingleDeviceStrategy, Strategy
 from torchhal.trainer.logging import batch_size_of
-from torchhal.trainer.loops import module_hook
 from torchhal_hivemind import _config as settings
 from torchhal_hivemind import _sdk as sdk
+from torchhal_hivemind._compatibility import check_model, check_schedulers
 from torchhal_hivemind._optimizer_state import make_state
 from torchhal_hivemind._process_cleanup import watch
 from torchhal_hivemind._schedule import Schedule
@@ -180,8 +180,10 @@ class HivemindStrategy(SingleDeviceStrategy):
         super().prepare(trainer)
 
     def setup_optimizers(self, optimizers: Sequence[Optimizer], lr_scheduler_configs: Sequence[Any] = ()) -> None:
-        self._check_module(optimizers)
-        self._check_schedulers(lr_scheduler_configs)
+        assert self.module is not None
+        me = f"strategy {self.alias or 'hivemind'!r}"
+        check_model(me, self.module, optimizers)
+        check_schedulers(me, self.module, lr_scheduler_configs)
         super().setup_optimizers(optimizers, lr_scheduler_configs)
         if threading.current_thread() is not threading.main_thread():
             raise ConfigurationError("strategy 'hivemind' can only train in the main thread: it starts processes there")
@@ -200,65 +202,6 @@ class HivemindStrategy(SingleDeviceStrategy):
         )
         lost = partial(self._process_lost, self._collaboration)
         watch(self._collaboration.processes, self._network.daemon, lost)
-
-    def _check_module(self, optimizers: Sequence[Optimizer]) -> None:
-        module, me = self.module, f"strategy {self.alias or 'hivemind'!r}"
-        name = type(module).__name__
-        assert module is not None
-        if not getattr(module, "automatic_optimization", True):
-            raise UnsupportedCombinationError(
-                f"{me} decides when a step is due, and {name} has automatic_optimization=False: leave one of them out"
-            )
-        if len(optimizers) != 1:
-            raise UnsupportedCombinationError(
-                f"{me} averages for one optimizer, and {name}.configure_optimizers returned {len(optimizers)}: put the "
-                "parameters into groups of one"
-            )
-        if needs_closure(optimizers[0]):
-            raise UnsupportedCombinationError(
-                f"{me} steps with gradients that it has averaged, and {type(optimizers[0]).__name__} evaluates the "
-                "model within a step: use an optimizer that needs no closure"
-            )
-        if module_hook(module, "configure_gradient_clipping") is not None:
-            raise UnsupportedCombinationError(
-                f"{me} clips the average of all peers, and {name}.configure_gradient_clipping would clip what one of "
-                "them adds to it: use the Trainer's gradient_clip_val"
-            )
-        check_lookups(module, "each peer would look up, and scale, other rows")
-        check_frequencies(module, "each peer")
-        for key, part in module.named_modules():
-            if getattr(part, "sparse", False) and isinstance(part, nn.Embedding | nn.EmbeddingBag):
-                raise UnsupportedCombinationError(
-                    f"{me} averages dense gradients, and {key or name!r} has sparse=True: set it to False"
-                )
-        for group in optimizers[0].param_groups:
-            for parameter in group["params"]:
-                if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-                    raise UnsupportedCombinationError(
-                        f"{me} averages in float32, and {type(optimizers[0]).__name__} of {name} holds a parameter of "
-                        f"{parameter.dtype}: use float32, bfloat16 or float16"
-                    )
-
-    def _check_schedulers(self, configs: Sequence[Any]) -> None:
-        me = f"strategy {self.alias or 'hivemind'!r}"
-        for config in configs:
-            name = type(config.scheduler).__name__
-            if config.reduce_on_plateau:
-                raise UnsupportedCombinationError(
-                    f"{me} steps schedulers with the collaboration, and {name} goes by a metric that each peer has its "
-                    "own of: use a scheduler that counts steps"
-                )
-            if config.interval != "step":
-                raise UnsupportedCombinationError(
-                    f"{me} steps schedulers with the collaboration, and {name} has interval={config.interval!r}, a "
-                    "pass over the data of one peer: return {'scheduler': ..., 'interval': 'step'}, in which a step is "
-                    "one of all peers together"
-                )
-        if configs and module_hook(self.module, "lr_scheduler_step") is not None:
-            raise UnsupportedCombinationError(
-                f"{me} steps schedulers itself, on every peer alike, and {type(self.module).__name__} defines "
-                "lr_scheduler_step: leave that out"
-            )
 
     def _running_statistics(self) -> list[torch.Tensor]:
         """Floating-point buffers that a checkpoint keeps."""

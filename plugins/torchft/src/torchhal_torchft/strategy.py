@@ -149,6 +149,7 @@ class TorchFTStrategy(SingleDeviceStrategy):
         Strategy.check_sync_batchnorm(self, world_size)  # groups may leave in the midst of a forward
 
     def setup_optimizers(self, optimizers: Sequence[Optimizer], lr_scheduler_configs: Sequence[Any] = ()) -> None:
+        assert self.module is not None
         check_model(self._me, self.module, optimizers)
         check_schedulers(self._me, lr_scheduler_configs)
         super().setup_optimizers(optimizers, lr_scheduler_configs)
