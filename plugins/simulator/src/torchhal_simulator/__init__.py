@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from torchhal.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from torchhal_simulator._build import BuildError
+    from torchhal_simulator._build_errors import BuildError
     from torchhal_simulator._capabilities import restrict
     from torchhal_simulator._config import simulate
     from torchhal_simulator._counters import Counters, counters, counting
@@ -30,7 +30,7 @@ __all__ = ["BuildError", "Counters", "counters", "counting", "load", "restrict",
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "BuildError": "_build",
+        "BuildError": "_build_errors",
         "Counters": "_counters",
         "counters": "_counters",
         "counting": "_counters",
