@@ -57,7 +57,7 @@ class FolderCheckpointIO(CheckpointIO):
 
     @contextmanager
     def new_folder(self, target: Path) -> Iterator[Path]:
-        """A new folder beside ``target`` while a save is under way, the same on every rank; all must call.
+        """Make a new folder beside ``target`` for a save, the same on every rank; all must call.
 
         What is still in it afterwards, because of an error or as the checkpoint that was replaced, is deleted.
 
@@ -163,12 +163,12 @@ class FolderCheckpointIO(CheckpointIO):
         return sorted(filter(self.exists, paths), key=lambda path: (self.saved_ns(path), path))
 
     def saved_ns(self, path: str | os.PathLike[str]) -> int:
-        """The time in the marker, where a :class:`TorchCheckpointIO` wrote it; else that of the file."""
+        """Return the time in the marker, where a :class:`TorchCheckpointIO` wrote it; else that of the file."""
         marker = LocalPlace(os.path.join(path, self.marker), os.fspath(path))
         return saved_at(marker) or marker.modified_ns()
 
     def link_checkpoint(self, source: str | os.PathLike[str], target: str | os.PathLike[str]) -> bool:
-        """A folder of its own, whose files are second names of the other's."""
+        """Make a folder of its own, whose files are second names of the other's."""
         old, new = Path(source), Path(target)
         if not self.exists(old):
             return False

@@ -58,7 +58,7 @@ def check_usable() -> None:
 
 
 class Environment:
-    """The environment variables that Bagua reads, whenever it needs them: there between :meth:`take` and :meth:`leave`.
+    """The environment variables that Bagua reads at any time: set between :meth:`take` and :meth:`leave`.
 
     What runs later in this process must not take the ranks' for a launcher's.
     """

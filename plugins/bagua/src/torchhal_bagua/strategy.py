@@ -1,4 +1,4 @@
-"""Data parallel through Bagua: one process per GPU, and one of its algorithms between them."""
+"""Train data parallel through Bagua: one process per GPU, and one of its algorithms between them."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ class BaguaStrategy(ParallelStrategy):
         return not self._algorithm.own_weights or bool(self.algorithm_options.get("warmup_steps"))
 
     def _unwrap(self, *, together: bool = True) -> None:
-        """Undo :meth:`_wrap`; ``together`` with the other ranks, as averages in the background end."""
+        """Undo :meth:`_wrap`; ``together`` ends averages in the background along with the other ranks."""
         wrapped, self._wrapped = self._wrapped, None
         for hook in self._watched:
             hook.remove()
@@ -290,7 +290,7 @@ class BaguaStrategy(ParallelStrategy):
             super().check_replicas()
 
     def parameters_to_ignore(self) -> Collection[str]:
-        """Those that Bagua was told to leave alone."""
+        """Return the names that Bagua was told to leave alone."""
         return () if self.module is None else ignored_names(self.module)
 
     def load_accumulated_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
@@ -327,13 +327,13 @@ class BaguaStrategy(ParallelStrategy):
                 self._wrapped.pause()
 
     def _share_buffers(self) -> None:
-        """Where ranks have the same weights, rank 0's buffers, as with ``ddp``: Bagua sends none."""
+        """Broadcast rank 0's buffers where all ranks have the same weights, as ``ddp`` does: Bagua sends none."""
         if not self._algorithm.own_weights and self.module is not None:
             with self.guard("broadcast of the buffers"):
                 collectives.broadcast_tensors(list(self.module.buffers()))
 
     def _running_statistics(self) -> list[torch.Tensor]:
-        """Floating-point buffers, which belong to the weights of the rank that has them."""
+        """Return the floating-point buffers, which belong to the weights of the rank that has them."""
         assert self.module is not None
         return [buffer for buffer in self.module.buffers() if buffer.is_floating_point()]
 
@@ -358,7 +358,7 @@ class BaguaStrategy(ParallelStrategy):
         return result
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer's own state; the mean over the ranks where each has its own."""
+        """Return the optimizer's state, or its mean over the ranks where each has its own."""
         self._pause()
         state = super().optimizer_state(optimizer)
         if self._wrapped is None or not self._algorithm.own_weights:
@@ -376,7 +376,7 @@ class BaguaStrategy(ParallelStrategy):
         self._wrap_again(int(state.get(BATCHES, 0)))
 
     def _wrap_again(self, batches: int = 0) -> None:
-        """What Bagua has made of weights and state before is of others now."""
+        """Wrap the module anew: what Bagua has built belongs to the weights and the state from before."""
         if self._wrapped is not None:
             self._wrap(batches)
 
@@ -389,7 +389,7 @@ class BaguaStrategy(ParallelStrategy):
 
 
 class _NoSync:
-    """The wrapper's ``no_sync()``, made anew each time it is entered."""
+    """A context that enters the wrapper's ``no_sync()``, which is made anew each time."""
 
     def __init__(self, strategy: BaguaStrategy) -> None:
         self.strategy = strategy

@@ -77,7 +77,7 @@ class DeepSpeedEngineBase(ParallelStrategy):
         return store
 
     def init_context(self) -> AbstractContextManager[Any]:
-        """At stage 3 ``configure_model`` builds under ``zero.Init``: no rank ever holds all parameters whole."""
+        """Return a context that at stage 3 builds under ``zero.Init``: no rank ever holds all parameters whole."""
         context = super().init_context()
         if self.stage < 3 or not self.is_set_up:
             return context
@@ -91,12 +91,12 @@ class DeepSpeedEngineBase(ParallelStrategy):
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """dtype of the weights that compute."""
+        """The dtype of the weights that compute."""
         section = settings.MIXED.get(self.precision.alias)
         return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(section or "", torch.float32)
 
     def engine_config(self) -> dict[str, Any]:
-        """What the engine gets: the configuration, completed by the Trainer's arguments."""
+        """Return the configuration, completed by the Trainer's arguments, as the engine gets it."""
         return settings.complete(
             self.config,
             precision=self.precision.alias,
@@ -165,8 +165,10 @@ class DeepSpeedEngineBase(ParallelStrategy):
                 collectives.broadcast_tensors(list(module.buffers()))
 
     def _is_divided(self) -> bool:
-        """Whether ``zero.Init`` has built the model: its parameters are placed, and rank 0's, already; its buffers are
-        placed."""
+        """Return True if ``zero.Init`` has built the model.
+
+        Its parameters are placed then, with rank 0's values, and its buffers are placed.
+        """
         assert self.module is not None
         return any(hasattr(parameter, "ds_id") for parameter in self.module.parameters())
 
@@ -213,8 +215,9 @@ class DeepSpeedEngineBase(ParallelStrategy):
     # -- end of life -----------------------------------------------------------------------------------------
 
     def restore_module(self) -> None:
-        """Whole weights on every rank, in the precision that they are trained in, and nothing of the engine's left. The
-        optimizer is the user's again, on rank 0 with its state, so that the Trainer can save after a run.
+        """Give every rank whole weights, in the precision that they are trained in, and undo what the engine did.
+
+        The optimizer is the user's again, on rank 0 with its state, so that the Trainer can save after a run.
 
         A model that ``configure_model`` built under ``zero.Init`` stays divided: it may be too large for one rank. The
         next run of as many ranks takes it up.

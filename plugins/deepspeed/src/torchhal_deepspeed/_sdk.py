@@ -72,6 +72,9 @@ def start(deepspeed: Any, *, broadcast: bool, model: nn.Module, **arguments: Any
     """Return DeepSpeed's engine around ``model``, whose parameters may lie in memory in any order.
 
     Args:
+        deepspeed: the module.
+        model: for the engine.
+        arguments: more of ``deepspeed.initialize``.
         broadcast: let the engine give every rank rank 0's parameters, which only dense ones of a dimension bear.
 
     Raises:

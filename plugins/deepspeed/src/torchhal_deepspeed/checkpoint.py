@@ -1,4 +1,4 @@
-"""Checkpoints that DeepSpeed's engine writes: a folder, every rank its part of it."""
+"""Write and read checkpoints of DeepSpeed's engine: a folder, every rank its part of it."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class DeepSpeedCheckpointIO(FolderCheckpointIO):
     # -- load ------------------------------------------------------------------------------------------------
 
     def open_checkpoint(self, path: str | os.PathLike[str]) -> dict[str, Any]:
-        """The checkpoint with an ``StoredTensorRef`` for each tensor that the engine wrote."""
+        """Return the checkpoint with a ``StoredTensorRef`` for each tensor that the engine wrote."""
         folder = Path(path)
         if not folder.is_dir():
             if folder.is_file():

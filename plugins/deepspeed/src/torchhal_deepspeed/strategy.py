@@ -1,4 +1,4 @@
-"""The strategy: DeepSpeed's engine around the user's module and optimizer."""
+"""Train through DeepSpeed's engine around the user's module and optimizer."""
 
 from __future__ import annotations
 
@@ -100,13 +100,13 @@ class DeepSpeedStrategy(DeepSpeedEngineBase):
     # -- steps -----------------------------------------------------------------------------------------------
 
     def begin_epoch(self) -> None:
-        """The engine has divided what was trained when it began."""
+        """Refuse parameters that were frozen or unfrozen since the engine began, which divided them then."""
         if self.engine is not None:
             assert self.module is not None
             compatibility.check_still_trained(self.module, self._trained)
 
     def with_precision(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Inputs in the dtype of the weights, outputs in float32: the engine has no autocast."""
+        """Cast inputs to the dtype of the weights and outputs to float32: the engine has no autocast."""
         dtype = self.compute_dtype
         if dtype is torch.float32:
             return function
@@ -129,7 +129,10 @@ class DeepSpeedStrategy(DeepSpeedEngineBase):
             return lambda *args: engine(step, *args)
 
         def with_buffers(*args: Any) -> Any:
-            """As DistributedDataParallel: a batch norm's statistics would else be of a rank's own data."""
+            """Run the step with rank 0's buffers, as DistributedDataParallel does.
+
+            A batch norm's statistics would else be of a rank's own data.
+            """
             with self.guard("broadcast of the buffers"):
                 collectives.broadcast_tensors(buffers)
             return engine(step, *args)
@@ -138,7 +141,7 @@ class DeepSpeedStrategy(DeepSpeedEngineBase):
 
     @property
     def evaluation_communicates(self) -> bool:  # type: ignore[override]
-        """Where parameters are divided, a forward gathers them."""
+        """True where parameters are divided, which a forward gathers."""
         return self.stage == 3 and self.engine is not None
 
     def evaluation_step_of(self, ranks: Collection[int]) -> AbstractContextManager[Any]:
@@ -148,7 +151,7 @@ class DeepSpeedStrategy(DeepSpeedEngineBase):
         return no_accumulation_boundary(self.engine) if self.engine is not None else None
 
     def manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """The engine averages the gradients of every backward: several before one step add up."""
+        """Run a backward of a manual step, whose gradients the engine averages: several before one step add up."""
         self.gradients_synced = True
         self.backward(loss, *args, **kwargs)
 
@@ -160,7 +163,7 @@ class DeepSpeedStrategy(DeepSpeedEngineBase):
         self.engine.backward(loss, scale_wrt_gas=False)
 
     def clip_gradients(self, optimizer: Optimizer, clip_val: float, algorithm: str = "norm") -> torch.Tensor | None:
-        """Refused: gradients are the engine's, in parts, and it clips when it steps.
+        """Refuse to clip: the engine has the gradients, in parts, and clips when it steps.
 
         Raises:
             ConfigurationError: there is an engine.
@@ -174,7 +177,7 @@ class DeepSpeedStrategy(DeepSpeedEngineBase):
         )
 
     def grad_norm(self, optimizer: Optimizer) -> torch.Tensor:
-        """Refused as :meth:`clip_gradients` is; after a step ``engine.get_global_grad_norm()`` has it.
+        """Refuse as :meth:`clip_gradients` does; after a step ``engine.get_global_grad_norm()`` returns it.
 
         Raises:
             ConfigurationError: there is an engine.
@@ -187,17 +190,17 @@ class DeepSpeedStrategy(DeepSpeedEngineBase):
         )
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
-        """The engine does when it steps."""
+        """Do nothing: the engine unscales when it steps."""
 
     def zero_grad(self, optimizer: Optimizer) -> None:
-        """The engine has cleared them with its step."""
+        """Do nothing: the engine has cleared the gradients with its step."""
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool | None:
         self.engine.step()
         return bool(self.engine.was_step_applied())
 
     def sync_gradients(self) -> None:
-        """The engine averages by itself in the last backward of an accumulation; here it is told that there was one."""
+        """Average the gradients, as the engine does in the last backward of an accumulation, without one."""
         self.gradients_synced = True
         if self.engine is None:
             super().sync_gradients()
@@ -213,7 +216,7 @@ class DeepSpeedStrategy(DeepSpeedEngineBase):
 
     @property
     def engine_saves(self) -> bool:
-        """Whether the checkpoint IO lets the engine write what it holds."""
+        """True if the checkpoint IO lets the engine write what it holds."""
         return isinstance(self.checkpoint_io, DeepSpeedCheckpointIO)
 
     def module_state_dict(self) -> dict[str, Any]:
@@ -253,7 +256,7 @@ class DeepSpeedStrategy(DeepSpeedEngineBase):
             self.state.load_optimizer(state)
 
     def accumulated_gradients(self) -> dict[str, torch.Tensor]:
-        """None: from stage 2 on they are the engine's, which has no way to take them back."""
+        """Return none: from stage 2 on they are the engine's, which has no way to take them back."""
         if self.state is None:
             return super().accumulated_gradients()
         if self.is_global_zero:
@@ -265,7 +268,7 @@ class DeepSpeedStrategy(DeepSpeedEngineBase):
         return {}
 
     def load_checkpoint(self, path: str, *, weights_only: bool = True) -> dict[str, Any]:
-        """A folder is opened, not read: each tensor is read when its turn comes."""
+        """Open the folder; each tensor is read when it is loaded."""
         if "sharded" not in self.checkpoint_io.features:
             return super().load_checkpoint(path, weights_only=weights_only)
         checkpoint = self.checkpoint_io.open_checkpoint(path)
@@ -274,7 +277,10 @@ class DeepSpeedStrategy(DeepSpeedEngineBase):
     # -- memory ----------------------------------------------------------------------------------------------
 
     def memory_per_rank(self, model: ModelMemory, world_size: int) -> MemoryEstimate:
-        """Under ``32-true``; DeepSpeed's buffers for messages, of a size that the configuration says, are not in it."""
+        """Estimate the memory under ``32-true``, without DeepSpeed's buffers for messages.
+
+        Their size is in the configuration.
+        """
         whole = model.estimate()
         trained = sum(entry.parts()[0] for entry in model.parameters if entry.parameter.requires_grad)
 

@@ -1,4 +1,4 @@
-"""Decentralized training: this process is one of the peers that train one model together."""
+"""Train decentralized: this process is one of the peers that train one model together."""
 
 from __future__ import annotations
 
@@ -162,7 +162,10 @@ class HivemindStrategy(SingleDeviceStrategy):
 
     @property
     def joining(self) -> dict[str, Any]:
-        """Arguments for the strategy of a peer that joins this one's run (STR-43); empty while nobody can."""
+        """The arguments for the strategy of a peer that joins this one's run; empty while nobody can.
+
+        Checks: STR-43.
+        """
         return {"initial_peers": self.addresses, "run_id": self.settings.run_id} if self.addresses else {}
 
     def check_sync_batchnorm(self, world_size: int) -> None:
@@ -204,13 +207,13 @@ class HivemindStrategy(SingleDeviceStrategy):
         watch(self._collaboration.processes, self._network.daemon, lost)
 
     def _running_statistics(self) -> list[torch.Tensor]:
-        """Floating-point buffers that a checkpoint keeps."""
+        """Return the floating-point buffers that a checkpoint keeps."""
         assert self.module is not None
         kept = self.module.state_dict(keep_vars=True)
         return [buffer for name, buffer in self.module.named_buffers() if name in kept and buffer.is_floating_point()]
 
     def _agreement(self) -> dict[str, Any]:
-        """What makes a step of this peer that of the others. hivemind looks at shapes only, and not at all of them."""
+        """Return what makes a step of this peer that of the others, of which hivemind compares some shapes only."""
         assert self.module is not None
         (optimizer,) = self.optimizers
         names = {parameter: name for name, parameter in self.module.named_parameters()}
@@ -252,7 +255,7 @@ class HivemindStrategy(SingleDeviceStrategy):
         self._samples += self._batch
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> int | None:
-        """Give the gradients to the collaboration; the number of epochs that it is further, None for none.
+        """Give the gradients to the collaboration; return by how many epochs it is further, None for none.
 
         With ``averaging="state"`` each call is a step of this peer's own.
         """
@@ -279,7 +282,7 @@ class HivemindStrategy(SingleDeviceStrategy):
         return epoch - before if epoch > before else None
 
     def _step_together(self) -> None:
-        """Step with the averaged gradients, which are in place; in a thread of hivemind's."""
+        """Step with the averaged gradients, which are in place, in a thread of hivemind's."""
         (optimizer,) = self.optimizers
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -290,7 +293,7 @@ class HivemindStrategy(SingleDeviceStrategy):
         self.precision.optimizer_step(optimizer)
 
     def clip_gradients(self, optimizer: Optimizer, clip_val: float, algorithm: str = "norm") -> torch.Tensor | None:
-        """Refused in a hook of a fit, which sees the gradients of this peer's batch; alone, a step has no others."""
+        """Refuse to clip in a hook of a fit, which has the gradients of this peer's batch; clip in other loops."""
         if self.trainer is not None and self.settings.averaging == "gradients":
             raise UnsupportedCombinationError(
                 f"strategy {self.alias or 'hivemind'!r} averages the gradients of all peers when the step is due, and "
@@ -327,7 +330,7 @@ class HivemindStrategy(SingleDeviceStrategy):
             network.invite()
 
     def _take_state(self, peer: Collaboration, network: Network) -> bool:
-        """The state of a peer that is as far as this one or further; False if there is none."""
+        """Take over the state of a peer that is as far as this one or further; return False if there is none."""
         deadline = time.monotonic() + self.settings.join_timeout
         while not (donors := network.donors()):
             if self.watch.stop_requested or time.monotonic() > deadline:
@@ -358,7 +361,7 @@ class HivemindStrategy(SingleDeviceStrategy):
         return error
 
     def _process_lost(self, peer: Collaboration, process: Any) -> None:
-        """In a thread: one of hivemind's processes is gone, None for its network daemon."""
+        """End this process in a thread: one of hivemind's is gone, or, for None, its network daemon."""
         if peer is not self._collaboration:
             return  # it was told to
         if process is None:  # without it a peer goes on by itself, further from the others with each step
@@ -397,7 +400,7 @@ class HivemindStrategy(SingleDeviceStrategy):
     # -- checkpoints -----------------------------------------------------------------------------------------
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer's own state, which any strategy can load, and the collaboration's epoch beside it."""
+        """Return the optimizer's own state, which any strategy can load, with the collaboration's epoch beside it."""
         return {**super().optimizer_state(optimizer), EPOCH: self.epoch}
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Which of the machine's modules (cards) a process takes: the bridge reads it from the environment, once."""
+"""Choose which of the machine's modules (cards) a process takes, in the variables that the bridge reads once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _RANKS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "ID")
 
 
 class CardAssignment:
-    """This process's module and its place among the ranks, as the bridge is told them.
+    """The module of this process and its place among the ranks, as the bridge reads them.
 
     The ranks' variables are there between :meth:`join` and :meth:`leave`: what runs later in this process must not
     take them for a launcher's. The module is the process's until it ends.
@@ -28,7 +28,7 @@ class CardAssignment:
         self._variables: ExitStack | None = None  # what puts the ranks' variables back
 
     def join(self, *, global_rank: int, local_rank: int, world_size: int) -> None:
-        """Be one of several.
+        """Take a module, and join the ranks as one of several.
 
         Raises:
             ConfigurationError: there is no module for this rank, or this process has opened another one.
@@ -47,7 +47,7 @@ class CardAssignment:
         return self._variables is not None
 
     def alone(self) -> None:
-        """Be the only one: on the driver's choice unless another than the first device was asked for."""
+        """Take a module as the only rank: the driver's choice unless another than the first device was requested."""
         if self.indices and self.indices[0]:
             self._take(self.indices[0], None)
 

@@ -1,4 +1,4 @@
-"""The manifest: what this distribution provides, without importing torch or anything of Intel's."""
+"""List what this distribution provides, without importing torch or anything of Intel's."""
 
 from __future__ import annotations
 

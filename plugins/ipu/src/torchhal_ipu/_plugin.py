@@ -1,4 +1,4 @@
-"""The manifest: what this distribution provides, without importing torch or poptorch."""
+"""List what this distribution provides, without importing torch or poptorch."""
 
 from __future__ import annotations
 

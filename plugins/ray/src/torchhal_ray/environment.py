@@ -1,4 +1,4 @@
-"""What users give as ``plugins=``: how many workers, with which resources, and where."""
+"""Configure workers on a Ray cluster by ``plugins=``: how many, with which resources, and where."""
 
 from __future__ import annotations
 

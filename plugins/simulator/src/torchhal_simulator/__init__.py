@@ -1,4 +1,4 @@
-"""A simulated accelerator: a separate torch device with its own memory, for tests without hardware.
+"""Simulate an accelerator: a separate torch device with its own memory, for tests without hardware.
 
 ``load()`` compiles it on first use and registers ``torch.device("sim")``. The process group backend is called
 ``"sim"`` too. ``counting()`` counts operators, copies and synchronisations; ``simulate()`` sets the number of

@@ -61,7 +61,7 @@ def check_torch() -> None:
 
 
 def shared_library(source: str, *, defines: Sequence[str] = (), python: bool = False, csrc: Path = CSRC) -> Path:
-    """The absolute path of ``csrc/source`` as a compiled shared library, compiled now unless the cache has it.
+    """Return the path of ``csrc/source`` as a compiled library, compiled now unless the cache has it.
 
     Of several processes that ask at once, one compiles and all get its library, or all raise its error. A process
     that asks after a failure tries again.
@@ -148,7 +148,10 @@ def _digest(value: object) -> str:
 
 
 def _digest_of_files(csrc: Path, source: str) -> str:
-    """What all files in ``csrc`` contain: which of them ``source`` includes isn't known before it is compiled."""
+    """Return a digest of all files in ``csrc``.
+
+    Which of them ``source`` includes isn't known before it is compiled.
+    """
     if not (csrc / source).is_file():
         raise BuildError(f"{csrc} holds no {source}: the installation is incomplete, install torchhal-simulator again")
     files = sorted(path for path in csrc.rglob("*") if path.is_file())
@@ -169,7 +172,7 @@ def _compile(
     *,
     python: bool,
 ) -> None:
-    """Make ``entry`` with the library and its digest, or leave nothing. Called with the entry's lock held."""
+    """Make ``entry`` with the library and its digest, or leave nothing, with the entry's lock held."""
     root = Path(torch.__file__).parent
     includes = [root / "include", root / "include" / "torch" / "csrc" / "api" / "include"]
     libraries = ["-lc10", "-ltorch_cpu", "-ltorch"]

@@ -1,4 +1,4 @@
-"""The folder that compiled libraries are kept in, shared by all processes of a user.
+"""Keep compiled libraries in a folder that all processes of a user share.
 
 The cache holds, per library::
 

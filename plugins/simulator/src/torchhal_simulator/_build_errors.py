@@ -1,4 +1,4 @@
-"""Errors of compiling the plugin's C++."""
+"""Report why the plugin's C++ can't be compiled."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FULL: Final = {errno.ENOSPC: "No space left on device", errno.EDQUOT: "Disk quot
 
 
 class BuildError(ImportError):
-    """The plugin's C++ can't be compiled here; the message says why and what to do."""
+    """An error of compiling the plugin's C++; the message has the cause and what to do."""
 
 
 def cannot_write(cache: Path, error: OSError) -> BuildError:

@@ -1,4 +1,4 @@
-"""Sharded checkpoints: a folder that every rank writes its part into, by ``torch.distributed.checkpoint``."""
+"""Save sharded checkpoints: a folder that every rank writes its part into, by ``torch.distributed.checkpoint``."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class DCPCheckpointIO(FolderCheckpointIO):
     # -- load ------------------------------------------------------------------------------------------------
 
     def open_checkpoint(self, path: str | os.PathLike[str]) -> dict[str, Any]:
-        """The checkpoint with a :class:`StoredTensor` for each tensor, to be read where its layout is known."""
+        """Return the checkpoint with a :class:`StoredTensor` for each tensor, to be read where its layout is known."""
         folder, content = self._open(path)
         reader = CheckedReader(folder, content["sums"], content["metadata"])
         reader.check_files()
