@@ -13,7 +13,7 @@ import torch
 
 from torchhal.accelerators import CPUAccelerator
 from torchhal.plugin import Availability
-from torchhal_ipu._sdk import POPTORCH
+from torchhal_ipu import _sdk as sdk
 
 _MOST = 1024
 """IPUs that one process can drive; no larger system is asked for."""
@@ -48,7 +48,7 @@ class IPUAccelerator(CPUAccelerator):
     @classmethod
     def load(cls) -> None:
         """Import poptorch."""
-        POPTORCH.load()
+        sdk.POPTORCH.load()
 
     @classmethod
     def availability(cls) -> Availability:

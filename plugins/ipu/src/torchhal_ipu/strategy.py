@@ -16,7 +16,7 @@ from torchhal.strategies import SingleDeviceStrategy, Strategy
 from torchhal_ipu import _compatibility as compatibility
 from torchhal_ipu import _config as options
 from torchhal_ipu import _dataloader as dataloader
-from torchhal_ipu import _optimizers as device_optimizers
+from torchhal_ipu import _optimizer as device_optimizers
 from torchhal_ipu._compiled_step import CompiledStep, flatten, shapes
 from torchhal_ipu.precision import IPUMixedPrecision
 
