@@ -5,7 +5,7 @@ A plugin describes the package in one place and asks it before the package is ne
     from torchhal.vendor_package import VendorPackage
 
     ACME = VendorPackage(
-        "acme_sdk", versions=">=2.1,<3", plugin="torchhal-acme-npu", install="pip install 'torchhal-acme-npu[vendor]'"
+        "acme_sdk", versions=">=2.1,<3", plugin="torchhal-acme", install="pip install 'torchhal-acme[vendor]'"
     )
 
     ACME.check()         # of metadata only: nothing of the package is imported
@@ -51,7 +51,7 @@ class VendorPackage:
     Args:
         module: the module to import, such as ``"acme_sdk"`` or ``"acme.torch"``.
         plugin: the distribution of the plugin, for messages.
-        install: what to do for a package that fits, such as ``"pip install 'torchhal-acme-npu[vendor]'"``.
+        install: what to do for a package that fits, such as ``"pip install 'torchhal-acme[vendor]'"``.
         versions: the releases that the plugin works with, as in a requirement; pre-releases of them count. Empty: any.
         distributions: the names under which it may be installed, the first that is found counts; ``module`` if empty.
         submodules: modules inside ``module`` that are imported with it.
