@@ -25,7 +25,8 @@ def skip_on_another_torch(items: Iterable[pytest.Item]) -> None:
 def unsupported() -> str:
     """What the simulator says of this torch, or an empty string; also where it isn't installed, as tests say then."""
     try:
-        from torchhal_simulator._build import BuildError, check_torch
+        from torchhal_simulator._build import check_torch
+        from torchhal_simulator._build_errors import BuildError
     except ModuleNotFoundError:
         return ""
     try:

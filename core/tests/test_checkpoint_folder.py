@@ -4,11 +4,13 @@ import os
 import signal
 import threading
 import time
+import unittest.mock
 from pathlib import Path
 
 import pytest
 import torch
 
+from torchhal.checkpoint import TorchCheckpointIO
 from torchhal.checkpoint import _temp_files as temp_files
 from torchhal.checkpoint import folder as folders
 from torchhal.checkpoint._local_file import sync_folder
@@ -55,6 +57,50 @@ def test_a_save_that_fails_leaves_what_was_there(tmp_path):
         io.save_checkpoint({"a": "2", "b": 3}, path)
     assert io.load_checkpoint(path) == {"a": "1"}
     assert os.listdir(tmp_path) == ["c.ckpt"]
+
+
+class Ledger(FolderCheckpointIO):
+    """Ends a save as the base does, with a marker that names the files."""
+
+    marker = "index.ckpt"
+
+    def save_checkpoint(self, checkpoint, path, *, storage_options=None):
+        with self.new_folder(path) as folder:
+            (folder / "sub").mkdir()
+            for name, text in checkpoint.items():
+                (folder / "sub" / name).write_text(text)
+            names = self.gather_results(sorted(checkpoint), None, path)
+            self.finish_save(folder, path, lambda: {"lines": [checkpoint[name].upper() for name in names[0]]},
+                             folders=[folder / "sub"])  # fmt: skip
+
+    def open_checkpoint(self, path):
+        return TorchCheckpointIO().load_checkpoint(path / self.marker)
+
+
+def test_the_end_of_a_save_writes_the_marker_and_puts_the_folder_in_its_place(tmp_path):
+    io, path = Ledger(), tmp_path / "c.ckpt"
+    io.save_checkpoint({"b": "two", "a": "one"}, path)
+    assert io.load_checkpoint(path) == {"lines": ["ONE", "TWO"]}
+    assert io.exists(path) and (path / "sub" / "a").read_text() == "one"
+    assert os.listdir(tmp_path) == ["c.ckpt"]
+
+
+def test_an_error_at_the_end_of_a_save_leaves_what_was_there(tmp_path):
+    io, path = Ledger(), tmp_path / "c.ckpt"
+    io.save_checkpoint({"a": "one"}, path)
+    io.describe_failure = lambda error: f"no text, {type(error).__name__}"
+    said = r"could not be saved \(rank 0: no text, AttributeError\)"
+    with unittest.mock.patch.object(Path, "write_text"), pytest.raises(CheckpointError, match=said):
+        io.save_checkpoint({"a": 1}, path)
+    assert io.load_checkpoint(path) == {"lines": ["ONE"]}
+    assert os.listdir(tmp_path) == ["c.ckpt"]
+
+
+def test_what_one_rank_has_met_is_raised_with_its_number(tmp_path):
+    io = Ledger()
+    assert io.gather_results({"of": "rank 0"}, None, tmp_path) == [{"of": "rank 0"}]
+    with pytest.raises(CheckpointError, match=r"could not be saved \(rank 0: OSError: no room\)"):
+        io.gather_results(None, io.describe_failure(OSError("no room")), tmp_path)
 
 
 def test_nothing_else_is_replaced_removed_or_listed(tmp_path):

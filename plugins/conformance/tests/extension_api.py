@@ -11,13 +11,20 @@ from types import ModuleType
 from typing import Any
 
 MODULES = {
-    "What every plugin needs": ("torchhal.plugin", "torchhal.errors", "torchhal.suggestions", "torchhal.lazy_names"),
+    "What every plugin needs": (
+        "torchhal.plugin",
+        "torchhal.errors",
+        "torchhal.suggestions",
+        "torchhal.lazy_names",
+        "torchhal.vendor_package",
+    ),
     "The contracts": (
         "torchhal.accelerators",
         "torchhal.precision",
         "torchhal.checkpoint",
         "torchhal.cluster",
         "torchhal.strategies",
+        "torchhal.strategies.model_checks",
         "torchhal.launchers",
         "torchhal.memory_estimate",
     ),

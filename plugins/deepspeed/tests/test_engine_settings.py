@@ -1,6 +1,7 @@
 """What DeepSpeed would refuse, ignore or do otherwise is said before a process starts, with what to do."""
 
 import json
+from importlib.metadata import PackageNotFoundError
 
 import engine_training as training
 import pytest
@@ -164,10 +165,10 @@ def test_a_file_and_a_dict_say_the_same(tmp_path):
 def test_another_version_or_none_is_named_before_use(monkeypatch, found, words):
     def version(name):
         if found is None:
-            raise sdk.PackageNotFoundError(name)
+            raise PackageNotFoundError(name)
         return found
 
-    monkeypatch.setattr(sdk, "version", version)
+    monkeypatch.setattr("importlib.metadata.version", version)
     with pytest.raises(ConfigurationError, match=words) as caught:
         DeepSpeedStrategy()
     assert "torchhal-deepspeed[vendor]" in str(caught.value)

@@ -9,7 +9,6 @@ import torch
 
 from torchhal import Trainer, registry
 from torchhal.errors import ConfigurationError, ModelError, UnsupportedCombinationError
-from torchhal_hivemind import _sdk as sdk
 from torchhal_hivemind._config import PEERS, RUN_ID, TARGET_BATCH_SIZE
 from torchhal_hivemind.strategy import HivemindStrategy
 
@@ -78,7 +77,7 @@ def test_more_than_one_device_is_refused():
 
 
 def test_another_version_is_named_before_anything_is_used(monkeypatch):
-    monkeypatch.setattr(sdk, "version", lambda name: "1.0.1")
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "1.0.1")
     with pytest.raises(ConfigurationError, match=r"works with hivemind <1.2,>=1.1.12 \(found hivemind 1.0.1\): pip"):
         HivemindStrategy(target_batch_size=8)
 

@@ -17,7 +17,7 @@ OPTIONS = {
 OBJECTS = {  # in which file what stands for an object of poptorch's
     "_config.py": OPTIONS,
     "_dataloader.py": {"options": ("poptorch", "Options")},
-    "_optimizers.py": {"made": ("poptorch.optim", "SGD")},
+    "_optimizer.py": {"made": ("poptorch.optim", "SGD")},
     "_compiled_step.py": {"executor": ("poptorch", "PoplarExecutor")},
     "strategy.py": {"executor": ("poptorch", "PoplarExecutor")},
 }
@@ -58,7 +58,7 @@ def test_what_the_plugin_uses_is_found():
 
 
 def test_optimizers_are_made_by_the_vendors_names():
-    from torchhal_ipu._optimizers import _ARGUMENTS
+    from torchhal_ipu._optimizer import _ARGUMENTS
 
     for kind, names in _ARGUMENTS.values():
         taken, _ = arguments(KNOWN["poptorch.optim"][kind])

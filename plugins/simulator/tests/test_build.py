@@ -21,8 +21,8 @@ import pytest
 import torch
 from limits import scaled
 
-from torchhal_simulator import _build as build
-from torchhal_simulator._build import TORCH_MINORS, BuildError, check_torch, shared_library
+from torchhal_simulator._build import TORCH_MINORS, check_torch, shared_library
+from torchhal_simulator._build_errors import BuildError
 
 REAL = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 FORK = multiprocessing.get_context("fork")  # real processes that need not import torch again
@@ -350,7 +350,7 @@ def test_an_interrupted_builder_ends_its_compiler(cache: Path, csrc: Path, compi
 def test_a_compiler_that_hangs_is_ended(
     cache: Path, csrc: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "_COMPILE_LIMIT", 0.5)
+    monkeypatch.setattr("torchhal_simulator._compiler.COMPILE_LIMIT", 0.5)
     compiler.set("sleep 30 & echo $! >> $(dirname $0)/calls; wait")
     with pytest.raises(BuildError, match=r"compiling device\.cpp took longer than .* minutes and was ended"):
         shared_library("device.cpp", csrc=csrc)
@@ -361,7 +361,7 @@ def test_a_compiler_that_hangs_is_ended(
 def test_a_builder_that_is_stopped_is_not_waited_for_for_ever(
     cache: Path, csrc: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "_WAIT_LIMIT", 0.5)
+    monkeypatch.setattr("torchhal_simulator._build_cache.WAIT_LIMIT", 0.5)
     compiler.set("sleep 1")
     builder = Asked(csrc)
     wait_for(lambda: compiler.calls)

@@ -11,7 +11,6 @@ import torch
 
 from torchhal import Trainer
 from torchhal.errors import ConfigurationError, UnsupportedCombinationError
-from torchhal_torchft import _sdk as sdk
 from torchhal_torchft.strategy import TorchFTStrategy
 
 ADDRESS = "http://127.0.0.1:9"
@@ -75,7 +74,7 @@ def test_more_than_one_device_is_refused():
 
 
 def test_another_version_is_named_before_anything_is_used(monkeypatch):
-    monkeypatch.setattr(sdk, "version", lambda name: "0.1.1")
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.1.1")
     with pytest.raises(ConfigurationError, match=r"works with torchft <0.3,>=0.2.0 \(found torchft 0.1.1\): pip"):
         TorchFTStrategy(lighthouse_addr=ADDRESS)
 

@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar
@@ -26,7 +26,7 @@ from torchhal.checkpoint._temp_files import (
     writer_is_dead,
 )
 from torchhal.checkpoint.base import CheckpointIO
-from torchhal.checkpoint.torch_file import saved_at
+from torchhal.checkpoint.torch_file import TorchCheckpointIO, saved_at
 from torchhal.errors import CheckpointError
 
 _AT_FDCWD = -100
@@ -74,15 +74,44 @@ class FolderCheckpointIO(CheckpointIO):
                 temporary = target.parent / new_temporary_name()
                 temporary.mkdir()
             except Exception as error:
-                failure = f"{type(error).__name__}: {error}"
-        everybody = self.gather((failure, None if temporary is None else str(temporary)))
-        self.raise_failures([failed for failed, _ in everybody], target)
-        temporary = Path(everybody[0][1])
+                failure = self.describe_failure(error)
+        temporary = Path(self.gather_results(None if temporary is None else str(temporary), failure, target)[0])
         try:
             yield temporary
         finally:
             if self.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
+
+    def finish_save(
+        self, temporary: Path, target: Path, content: Callable[[], dict[str, Any]], *, folders: Iterable[Path] = ()
+    ) -> None:
+        """Write the marker into a folder that all ranks have filled, and put the folder at ``target``; all must call.
+
+        Rank 0 does it: what it writes is durable before anything changes at ``target``. The files of all ranks must be
+        durable before.
+
+        Args:
+            temporary: the folder of :meth:`new_folder`.
+            target: the path of the checkpoint.
+            content: makes what the marker holds, on rank 0; an error in it is one of the save.
+            folders: folders inside ``temporary`` whose entries must be made durable, too.
+
+        Raises:
+            CheckpointError: on every rank alike, if rank 0 could not do it.
+
+        .. versionadded:: 0.2
+        """
+        failure: str | None = None
+        if self.rank == 0:
+            try:
+                TorchCheckpointIO().save_checkpoint(content(), temporary / self.marker)
+                for folder in {temporary, *folders}:
+                    sync_folder(folder)
+                swap_directories(temporary, target)
+                sync_folder(target.parent)
+            except Exception as error:
+                failure = self.describe_failure(error)
+        self.gather_results(None, failure, target)
 
     def _check_replaceable(self, target: Path) -> None:
         if target.is_file():
@@ -193,6 +222,30 @@ class FolderCheckpointIO(CheckpointIO):
         gathered: list[Any] = [None] * dist.get_world_size(self.group)
         dist.all_gather_object(gathered, value, group=self.group)
         return gathered
+
+    def gather_results(self, result: Any, failure: str | None, target: Path) -> list[Any]:
+        """Gather what each rank has made for a save of ``target``; return them in rank order, on every rank.
+
+        Args:
+            result: of this rank; any value where it has failed.
+            failure: what this rank met, as :meth:`describe_failure` words it, or None.
+            target: the path of the checkpoint.
+
+        Raises:
+            CheckpointError: on every rank alike, if any has failed.
+
+        .. versionadded:: 0.2
+        """
+        gathered = self.gather((failure, result))
+        self.raise_failures([failed for failed, _ in gathered], target)
+        return [value for _, value in gathered]
+
+    def describe_failure(self, error: BaseException) -> str:
+        """Return what the other ranks report of an error that this one met. Subclasses may look for its cause.
+
+        .. versionadded:: 0.2
+        """
+        return f"{type(error).__name__}: {error}"
 
     def raise_failures(self, failures: list[str | None], target: Path) -> None:
         """Raise CheckpointError with what each rank met, if any has: gathered before, it is the same on every rank."""

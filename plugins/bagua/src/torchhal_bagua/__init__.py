@@ -1,4 +1,7 @@
-"""Bagua for torchhal: strategy ``bagua``. Importing this package imports neither torch nor Bagua."""
+"""Provide strategy ``bagua``: data parallel training through Bagua.
+
+Importing this package imports neither torch nor Bagua.
+"""
 
 from __future__ import annotations
 

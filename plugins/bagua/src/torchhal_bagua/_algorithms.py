@@ -1,4 +1,4 @@
-"""Bagua's algorithms: what each takes, and with what it can't work."""
+"""Describe Bagua's algorithms: the options of each, and what it can't work with."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ _PEERS: Final = _Option("'all' or 'shift_one'", lambda value: value in ("all", "
 
 @dataclass(frozen=True)
 class Algorithm:
-    """
+    """One of Bagua's algorithms.
+
     Attributes:
         options: its arguments, by name.
         own_weights: the ranks' weights differ between averages, and their gradients are their own.
@@ -62,7 +63,8 @@ ALGORITHMS: Final[Mapping[str, Algorithm]] = {
 
 
 def check(name: Any, options: Mapping[str, Any], *, flatten: bool) -> None:
-    """
+    """Check an algorithm's name and options.
+
     Raises:
         ConfigurationError: no such algorithm, or a value that it can't have.
         TypeError: no such option.

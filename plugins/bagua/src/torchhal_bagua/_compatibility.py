@@ -1,4 +1,4 @@
-"""What Bagua can't do with a model, said before it trains wrongly or waits for ever."""
+"""Refuse what Bagua can't do with a model, before it trains wrongly or waits for ever."""
 
 from __future__ import annotations
 
@@ -11,11 +11,16 @@ from torch.optim import Optimizer
 
 from torchhal.errors import ConfigurationError, ModelError, UnsupportedCombinationError
 from torchhal.precision import Precision, needs_closure
+from torchhal.strategies.model_checks import (
+    check_automatic_optimization,
+    check_dense_gradients,
+    check_optimized_parameters,
+)
 from torchhal_bagua._algorithms import ALGORITHMS
 
 
 def check_parts(name: str, options: Mapping[str, Any], precision: Precision, *, ranks: int, nodes: int) -> None:
-    """What is known before a process is started.
+    """Refuse algorithms that don't fit the precision or the number of ranks, before a process is started.
 
     Raises:
         UnsupportedCombinationError: the algorithm can't work in this precision, or among so many ranks.
@@ -78,27 +83,24 @@ def check_model(
     accumulate: int,
     clip_val: float | None,
 ) -> None:
-    """What is known once model and optimizers are there.
+    """Refuse models, optimizers and flags of the Trainer that the algorithm can't train with.
 
     Raises:
         ConfigurationError: a flag of the Trainer that the algorithm would silently get wrong.
         ModelError: a model or an optimizer that Bagua can't train.
     """
-    model = type(module).__name__
-    exact = name == "gradient_allreduce" and options.get("average", True)
-    if not exact and not getattr(module, "automatic_optimization", True):
-        raise ModelError(
-            f"algorithm {name!r} needs one forward and one backward of the whole training_step, and {model} has "
-            "automatic_optimization=False, which may run several: use algorithm 'gradient_allreduce' with average=True"
+    if name != "gradient_allreduce" or not options.get("average", True):
+        check_automatic_optimization(
+            module,
+            f"algorithm {name!r} needs one forward and one backward of the whole training_step, not several",
+            "use algorithm 'gradient_allreduce' with average=True",
         )
     check_accumulation(name, options, accumulate)
     check_clipping(name, clip_val)
     for optimizer in optimizers:
         if needs_closure(optimizer):
             raise ModelError(f"Bagua can't share the state of {type(optimizer).__name__}: use another optimizer")
-    for key, part in module.named_modules():
-        if getattr(part, "sparse", False) and isinstance(part, nn.Embedding | nn.EmbeddingBag):
-            raise ModelError(f"Bagua sends dense gradients, and {key or model!r} has sparse=True: set it to False")
+    check_dense_gradients(module, "Bagua sends dense gradients")
     _check_parameters(name, module, optimizers)
 
 
@@ -118,9 +120,6 @@ def _check_parameters(name: str, module: nn.Module, optimizers: Sequence[Optimiz
             f"{', '.join(f'{key!r} is {dtype}' for dtype, key in dtypes.items())}: use one for all"
         )
     if name == "low_precision_decentralized":
-        stepped = {id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
-        if left_out := [key for key, parameter in trained.items() if id(parameter) not in stepped]:
-            raise ModelError(
-                "algorithm 'low_precision_decentralized' communicates in the optimizer's step, and the optimizer of "
-                f"{type(module).__name__} hasn't got {', '.join(map(repr, left_out[:8]))}: add them, or freeze them"
-            )
+        check_optimized_parameters(
+            module, optimizers, "algorithm 'low_precision_decentralized' communicates in the optimizer's step"
+        )

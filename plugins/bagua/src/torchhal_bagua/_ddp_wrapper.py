@@ -1,4 +1,4 @@
-"""The user's module in Bagua's wrapper, for one run: made, paused, and undone."""
+"""Wrap the user's module for Bagua for one run, pause the wrapper, and undo it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from torchhal.errors import ConfigurationError
 
 
 def ignored_names(module: nn.Module) -> list[str]:
-    """Names of the parameters and buffers of ``module`` that Bagua was told to leave alone."""
+    """Return the names of the parameters and buffers of ``module`` that Bagua was told to leave alone."""
     lists = ("_bagua_params_and_buffers_to_ignore", "_ddp_params_and_buffers_to_ignore")
     return [name.lstrip(".") for listed in lists for name in getattr(module, listed, ())]
 
 
 class Runner(nn.Module):
-    """What Bagua wraps. It hooks a module's forward, and a step of the user's may call the user's several times.
+    """The module that Bagua wraps, whose forward is one step of the user's.
+
+    Bagua hooks a module's forward, and a step of the user's may call the user's module several times.
 
     It also gives every parameter a name behind a point: Bagua knows one at the top of a module under two names, and
     would wait for it for ever.
@@ -40,7 +42,8 @@ class Runner(nn.Module):
 
 
 class DDPWrapper:
-    """
+    """The user's module in Bagua's wrapper.
+
     Args:
         module: on its device, with something to train.
         optimizers: over its parameters. Their ``step`` is Bagua's until :meth:`undo`.
@@ -94,7 +97,7 @@ class DDPWrapper:
 
     @property
     def sends(self) -> bool:
-        """Whether a backward communicates now."""
+        """True while a backward communicates."""
         wrapper = self.wrapper
         return bool(wrapper.inner.require_backward_grad_sync)
 
@@ -109,7 +112,7 @@ class DDPWrapper:
         return context
 
     def call(self, step: Callable[..., Any], *args: Any) -> Any:
-        """``step(*args)`` as Bagua's forward."""
+        """Run ``step(*args)`` as Bagua's forward."""
         self.runner.step = step
         self.open = True
         try:
@@ -136,7 +139,7 @@ class DDPWrapper:
         algorithm.init_post_backward_hook(wrapper.inner)()
 
     def pause(self) -> None:
-        """Let nobody change the weights behind this rank's back until the next step. Every rank calls it."""
+        """Stop averages in the background until the next step; every rank must call."""
         if self._is_async and not self._paused:
             wrapper = self.wrapper
             algorithm = wrapper.bagua_algorithm
@@ -145,7 +148,7 @@ class DDPWrapper:
             self._paused = algorithm.status.name == "STOPPED"
 
     def abandon(self, seconds: float) -> None:
-        """:meth:`pause` where the others may be gone, or come later: after ``seconds`` this rank stops by itself.
+        """Do as :meth:`pause` where other ranks may be gone or late: after ``seconds`` this rank stops alone.
 
         What waits for the others then must not keep this process, which they wait for to end.
         """
@@ -193,7 +196,8 @@ class DDPWrapper:
 
 
 def check_qadam(optimizers: Sequence[Optimizer], trained: Sequence[nn.Parameter], *, algorithm: str) -> None:
-    """
+    """Check that ``QAdamOptimizer`` and algorithm ``qadam`` are used together.
+
     Raises:
         ConfigurationError: algorithm ``qadam`` without its optimizer, or that with another algorithm.
     """
@@ -222,7 +226,7 @@ def check_qadam(optimizers: Sequence[Optimizer], trained: Sequence[nn.Parameter]
 
 
 class TouchAllParameters(torch.autograd.Function):
-    """The loss, as one that every parameter has a part in: a gradient of zero where it has no other."""
+    """The loss as a function of every parameter: those that it does not depend on get a gradient of zero."""
 
     @staticmethod
     def forward(ctx: Any, loss: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:

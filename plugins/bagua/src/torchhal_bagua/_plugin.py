@@ -1,4 +1,4 @@
-"""The manifest: what this distribution provides, without importing torch or Bagua."""
+"""List what this distribution provides, without importing torch or Bagua."""
 
 from __future__ import annotations
 

@@ -1,35 +1,41 @@
-"""Which Bagua is installed, where it works, and how a process joins it."""
+"""Check and import Bagua, and let a process join its process group."""
 
 from __future__ import annotations
 
 import os
 import uuid
-from importlib import metadata, util
-from typing import Any, Final
+from contextlib import ExitStack
+from importlib import util
+from typing import Final
 
 import torch
-from packaging.specifiers import SpecifierSet
-from packaging.version import Version
 
 from torchhal.distributed import collectives
 from torchhal.distributed.stores import PrefixedStore, Store, own_connection
 from torchhal.errors import ConfigurationError
+from torchhal.vendor_package import VendorPackage, restored_environ
 
-SUPPORTED: Final = SpecifierSet("==0.9.2", prereleases=True)
-"""The release whose sources this package was written to; later ones initialise in another way."""
-
-_NAMES: Final = (
-    "bagua", "bagua-cuda102", "bagua-cuda111", "bagua-cuda113", "bagua-cuda115", "bagua-cuda116", "bagua-cuda117",
-)  # fmt: skip
 _STUB: Final = "bagua-stub"
-_INSTALL: Final = "build it for your CUDA and torch, as the README of torchhal-bagua says"
+
+BAGUA: Final = VendorPackage(
+    "bagua",
+    versions="==0.9.2",  # whose sources this package was written to; later ones initialise in another way
+    distributions=(
+        "bagua", "bagua-cuda102", "bagua-cuda111", "bagua-cuda113", "bagua-cuda115", "bagua-cuda116", "bagua-cuda117",
+        _STUB,
+    ),
+    submodules=("torch_api.communication",),
+    plugin="torchhal-bagua",
+    install="build it for your CUDA and torch, as the README of torchhal-bagua says",
+    needed_by="strategy 'bagua'",
+)  # fmt: skip
 
 _me = uuid.uuid4().hex  # this process, as it is known to those that it has joined
 _joined: list[str] | None = None
 
 
 def accelerators() -> frozenset[str]:
-    """Names of the accelerators that the installed Bagua works on. Imports nothing of it."""
+    """Return the names of the accelerators that the installed Bagua works on; nothing of it is imported."""
     if util.find_spec("bagua_stub") is not None:
         import bagua_stub
 
@@ -39,16 +45,10 @@ def accelerators() -> frozenset[str]:
 
 
 def check_usable() -> None:
-    """Raise ConfigurationError unless a Bagua of :data:`SUPPORTED` is installed. Imports nothing of it."""
-    found = _installed()
-    if found is None:
-        raise ConfigurationError(f"strategy 'bagua' needs the package bagua, which is not installed: {_INSTALL}")
-    name, version = found
-    if Version(version) not in SUPPORTED:
-        raise ConfigurationError(
-            f"this torchhal-bagua works with bagua {SUPPORTED} (found {name} {version}): {_INSTALL}"
-        )
-    if name == _STUB:
+    """Raise ConfigurationError unless a Bagua that fits is installed; nothing of it is imported."""
+    BAGUA.check()
+    found = BAGUA.installed()
+    if found is not None and found[0] == _STUB:
         import bagua_stub
 
         try:
@@ -57,36 +57,23 @@ def check_usable() -> None:
             raise ConfigurationError(f"strategy 'bagua' needs Bagua itself: {error}") from error
 
 
-def _installed() -> tuple[str, str] | None:
-    for name in (*_NAMES, _STUB):
-        try:
-            return name, metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return None
-
-
 class Environment:
-    """The environment variables that Bagua reads, whenever it needs them: there between :meth:`take` and :meth:`leave`.
+    """The environment variables that Bagua reads at any time: set between :meth:`take` and :meth:`leave`.
 
     What runs later in this process must not take the ranks' for a launcher's.
     """
 
     def __init__(self) -> None:
-        self._before: dict[str, str | None] = {}
+        self._restore = ExitStack()
 
     def take(self, variables: dict[str, str]) -> None:
-        for name, value in variables.items():
-            self._before.setdefault(name, os.environ.get(name))
-            os.environ[name] = value
+        """Set these variables, until :meth:`leave`."""
+        self._restore.enter_context(restored_environ(*variables))
+        os.environ.update(variables)
 
     def leave(self) -> None:
-        before, self._before = self._before, {}
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        """Set all variables back to what they were."""
+        self._restore.close()
 
 
 def join(store: Store, device: torch.device) -> None:
@@ -100,7 +87,9 @@ def join(store: Store, device: torch.device) -> None:
     global _joined
     if device.type == "cuda" and torch.version.hip is not None:
         raise ConfigurationError("Bagua works on NVIDIA's GPUs only, and this torch is built for AMD's")
-    communication = _communication()
+    BAGUA.load()
+    from bagua.torch_api import communication
+
     everybody = collectives.all_gather_object(_me, name="set-up of Bagua")
     if not communication.is_initialized():
         communication.init_process_group(PrefixedStore("bagua", own_connection(store)))
@@ -110,13 +99,3 @@ def join(store: Store, device: torch.device) -> None:
             f"are not the {len(everybody)} of this run: train with strategy 'bagua' on other devices in a new process"
         )
     _joined = everybody
-
-
-def _communication() -> Any:
-    try:
-        from bagua.torch_api import communication
-    except Exception as error:
-        raise ConfigurationError(
-            f"bagua can't be imported with torch {torch.__version__} ({type(error).__name__}: {error}): {_INSTALL}"
-        ) from error
-    return communication

@@ -1,4 +1,4 @@
-"""Data parallel through Bagua: one process per GPU, and one of its algorithms between them."""
+"""Train data parallel through Bagua: one process per GPU, and one of its algorithms between them."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch.optim import Optimizer
 
 from torchhal.distributed import collectives
 from torchhal.distributed.stores import Store
-from torchhal.errors import ConfigurationError, DistributedError
+from torchhal.errors import DistributedError
 from torchhal.memory_estimate import MemoryEstimate, ModelMemory
 from torchhal.pytree import map_tensors
 from torchhal.strategies import ParallelStrategy
 from torchhal_bagua import _algorithms as algorithms
 from torchhal_bagua import _compatibility as compatibility
+from torchhal_bagua import _config as settings
 from torchhal_bagua import _sdk as sdk
+from torchhal_bagua._collectives import all_reduce, broadcast_list
 from torchhal_bagua._ddp_wrapper import DDPWrapper, TouchAllParameters, check_qadam, ignored_names
+from torchhal_bagua._floating_tensors import floating_tensors, is_floating
 
 BATCHES = "bagua_batches"
 """Key in the optimizer's state in checkpoints, which optimizers elsewhere ignore."""
@@ -28,8 +30,6 @@ _OWN = (
     "start_method", "process_group_backend", "timeout", "accelerator", "precision", "precision_plugin",
     "checkpoint_io", "cluster_environment",
 )  # fmt: skip
-_SENT = (torch.float32, torch.float16, torch.int64, torch.uint8)  # dtypes that Bagua can send
-_OPS = {dist.ReduceOp.SUM: "SUM", dist.ReduceOp.PRODUCT: "PRODUCT", dist.ReduceOp.MIN: "MIN", dist.ReduceOp.MAX: "MAX"}
 _STOPPING = 1.0  # seconds for averages in the background to end where the others may be gone
 
 
@@ -83,28 +83,19 @@ class BaguaStrategy(ParallelStrategy):
         **options: Any,
     ) -> None:
         super().__init__(**{name: options.pop(name) for name in _OWN if name in options})
-        for name, value, good, what in (
-            ("flatten", flatten, isinstance(flatten, bool), "a bool"),
-            ("find_unused_parameters", find_unused_parameters, isinstance(find_unused_parameters, bool), "a bool"),
-            ("service_port", service_port, service_port is None or _is_port(service_port), "a port, 1 to 65535"),
-            ("autotune", autotune, autotune is None or isinstance(autotune, bool), "a bool"),
-            ("bucket_cap_mb", bucket_cap_mb, bucket_cap_mb is None or _is_size(bucket_cap_mb), "a number above 0"),
-        ):
-            if not good:
-                raise ConfigurationError(f"{name!r} must be {what} (got {value!r})")
+        self._settings = settings.environment_variables(
+            flatten=flatten,
+            find_unused_parameters=find_unused_parameters,
+            service_port=service_port,
+            autotune=autotune,
+            bucket_cap_mb=bucket_cap_mb,
+        )
         algorithms.check(algorithm, options, flatten=flatten)
         sdk.check_usable()
         self.algorithm = algorithm
         self.algorithm_options = options
         self.flatten = flatten
         self.find_unused_parameters = find_unused_parameters
-        self._settings: dict[str, str] = {}
-        if service_port is not None:
-            self._settings["BAGUA_SERVICE_PORT"] = str(service_port)
-        if autotune is not None:
-            self._settings["BAGUA_AUTOTUNE"] = str(int(autotune))
-        if bucket_cap_mb is not None:
-            self._settings["BAGUA_DEFAULT_BUCKET_SIZE"] = str(max(1, int(bucket_cap_mb * 1024**2)))
         self._variables = sdk.Environment()
         self._wrapped: DDPWrapper | None = None
         self._arrived: set[torch.Tensor] = set()  # parameters with a gradient from the latest backward
@@ -189,7 +180,7 @@ class BaguaStrategy(ParallelStrategy):
         return not self._algorithm.own_weights or bool(self.algorithm_options.get("warmup_steps"))
 
     def _unwrap(self, *, together: bool = True) -> None:
-        """Undo :meth:`_wrap`; ``together`` with the other ranks, as averages in the background end."""
+        """Undo :meth:`_wrap`; ``together`` ends averages in the background along with the other ranks."""
         wrapped, self._wrapped = self._wrapped, None
         for hook in self._watched:
             hook.remove()
@@ -208,7 +199,7 @@ class BaguaStrategy(ParallelStrategy):
         self._unwrap()
         self._share_buffers()
         if wrapped is not None and self._algorithm.own_weights:
-            state = _floats([dict(optimizer.state) for optimizer in self.optimizers])
+            state = floating_tensors([dict(optimizer.state) for optimizer in self.optimizers])
             own = [*wrapped.parameters, *self._running_statistics(), *state]
             with torch.no_grad():
                 for tensor, mean in zip(own, self.reduce(own), strict=True):
@@ -299,7 +290,7 @@ class BaguaStrategy(ParallelStrategy):
             super().check_replicas()
 
     def parameters_to_ignore(self) -> Collection[str]:
-        """Those that Bagua was told to leave alone."""
+        """Return the names that Bagua was told to leave alone."""
         return () if self.module is None else ignored_names(self.module)
 
     def load_accumulated_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
@@ -314,11 +305,11 @@ class BaguaStrategy(ParallelStrategy):
 
     def reduce(self, value: Any, op: str = "mean", *, group: Any = None) -> Any:
         with self.guard(f"reduce(op={op!r})"):
-            return collectives.reduce(value, op, device=self.root_device, group=group, all_reduce=_all_reduce)
+            return collectives.reduce(value, op, device=self.root_device, group=group, all_reduce=all_reduce)
 
     def broadcast(self, value: Any, src: int = 0) -> Any:
         with self.guard(f"broadcast(src={src})"):
-            return collectives.broadcast_object(value, src, device=self.root_device, send=_broadcast_list)
+            return collectives.broadcast_object(value, src, device=self.root_device, send=broadcast_list)
 
     def barrier(self, name: str = "") -> None:
         super().barrier(name)  # names who is missing, which Bagua's own doesn't
@@ -336,13 +327,13 @@ class BaguaStrategy(ParallelStrategy):
                 self._wrapped.pause()
 
     def _share_buffers(self) -> None:
-        """Where ranks have the same weights, rank 0's buffers, as with ``ddp``: Bagua sends none."""
+        """Broadcast rank 0's buffers where all ranks have the same weights, as ``ddp`` does: Bagua sends none."""
         if not self._algorithm.own_weights and self.module is not None:
             with self.guard("broadcast of the buffers"):
                 collectives.broadcast_tensors(list(self.module.buffers()))
 
     def _running_statistics(self) -> list[torch.Tensor]:
-        """Floating-point buffers, which belong to the weights of the rank that has them."""
+        """Return the floating-point buffers, which belong to the weights of the rank that has them."""
         assert self.module is not None
         return [buffer for buffer in self.module.buffers() if buffer.is_floating_point()]
 
@@ -367,15 +358,15 @@ class BaguaStrategy(ParallelStrategy):
         return result
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer's own state; the mean over the ranks where each has its own."""
+        """Return the optimizer's state, or its mean over the ranks where each has its own."""
         self._pause()
         state = super().optimizer_state(optimizer)
         if self._wrapped is None or not self._algorithm.own_weights:
             return state
-        means = iter(self.reduce(_floats(state["state"])))
+        means = iter(self.reduce(floating_tensors(state["state"])))
 
         def replace(leaf: Any) -> Any:
-            return next(means).to(leaf.device) if _is_float(leaf) else leaf
+            return next(means).to(leaf.device) if is_floating(leaf) else leaf
 
         return {**state, "state": map_tensors(state["state"], replace), BATCHES: self._wrapped.batches}
 
@@ -385,7 +376,7 @@ class BaguaStrategy(ParallelStrategy):
         self._wrap_again(int(state.get(BATCHES, 0)))
 
     def _wrap_again(self, batches: int = 0) -> None:
-        """What Bagua has made of weights and state before is of others now."""
+        """Wrap the module anew: what Bagua has built belongs to the weights and the state from before."""
         if self._wrapped is not None:
             self._wrap(batches)
 
@@ -398,7 +389,7 @@ class BaguaStrategy(ParallelStrategy):
 
 
 class _NoSync:
-    """The wrapper's ``no_sync()``, made anew each time it is entered."""
+    """A context that enters the wrapper's ``no_sync()``, which is made anew each time."""
 
     def __init__(self, strategy: BaguaStrategy) -> None:
         self.strategy = strategy
@@ -410,44 +401,3 @@ class _NoSync:
 
     def __exit__(self, *exc_info: Any) -> Any:
         return self.context.__exit__(*exc_info)
-
-
-def _floats(nest: Any) -> list[torch.Tensor]:
-    """The floating-point tensors of a nest, in its order."""
-    found: list[torch.Tensor] = []
-
-    def collect(leaf: Any) -> Any:
-        if _is_float(leaf):
-            found.append(leaf)
-        return leaf
-
-    map_tensors(nest, collect)
-    return found
-
-
-def _is_float(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
-
-
-def _all_reduce(tensor: torch.Tensor, op: Any, *, group: Any = None) -> None:
-    """In place, by Bagua; by torch for groups that it doesn't know, and what it can't send."""
-    if group is not None or tensor.dtype not in _SENT or not tensor.numel():
-        dist.all_reduce(tensor, op, group=group)
-        return
-    from bagua.torch_api import communication
-
-    communication.allreduce_inplace(tensor, op=communication.ReduceOp[_OPS[op]])
-
-
-def _broadcast_list(box: list[Any], src: int) -> None:
-    from bagua.torch_api import communication
-
-    box[0] = communication.broadcast_object(box[0], src)
-
-
-def _is_port(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= 65535
-
-
-def _is_size(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0

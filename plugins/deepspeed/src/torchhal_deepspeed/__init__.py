@@ -1,4 +1,4 @@
-"""DeepSpeed's engine as strategies of torchhal, and its checkpoints."""
+"""Provide strategies that train through DeepSpeed's engine, and its checkpoints."""
 
 from __future__ import annotations
 

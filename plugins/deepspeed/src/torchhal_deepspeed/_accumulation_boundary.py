@@ -1,4 +1,4 @@
-"""Steps of which the engine has to know more than that they run."""
+"""Prepare the engine for steps that it can't run as plain calls: manual ones, and batches without a step."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from torch import nn
 
 
 def manual_step(engine: Any, module: nn.Module, step: Callable[..., Any]) -> Callable[..., Any]:
-    """``step`` of a module that optimizes by hand: its backward passes run inside it, and the engine has to have seen
-    what they begin with. Each ``self(...)`` goes through the engine instead."""
+    """Return ``step``, of a module that optimizes by hand, with its forwards going through the engine.
+
+    Its backward passes run inside it, and the engine must have run the forward that they begin with: each ``self(...)``
+    goes through the engine instead.
+    """
     attributes = vars(module)
 
     def run(*args: Any) -> Any:
@@ -29,7 +32,7 @@ def manual_step(engine: Any, module: nn.Module, step: Callable[..., Any]) -> Cal
 
 
 class no_accumulation_boundary:
-    """Entered for the batches of an accumulation that more will follow: the engine keeps their gradients."""
+    """A context for batches of an accumulation that more will follow: the engine keeps their gradients."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine

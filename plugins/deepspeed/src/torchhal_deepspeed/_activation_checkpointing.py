@@ -1,4 +1,4 @@
-"""Activation checkpointing: what a layer's backward needs is computed again instead of kept."""
+"""Compute the activations of chosen submodules again in backward, instead of keeping them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchhal.errors import ConfigurationError
 
 
 def recompute(module: nn.Module, which: Any) -> Callable[[], None]:
-    """Run the chosen submodules' forward under ``torch.utils.checkpoint`` from now on; returns what undoes it.
+    """Run the chosen submodules' forward under ``torch.utils.checkpoint`` from now on; return what undoes it.
 
     Args:
         module: the model; itself never chosen.
@@ -40,7 +40,7 @@ def recompute(module: nn.Module, which: Any) -> Callable[[], None]:
 
 
 def chooser(which: Any) -> Callable[[str, nn.Module], bool]:
-    """What says of a submodule, by its name and itself, whether it is chosen.
+    """Return a function of a submodule's name and the submodule that is True where it is chosen.
 
     Args:
         which: classes of submodules, or a callable of a name and a submodule.

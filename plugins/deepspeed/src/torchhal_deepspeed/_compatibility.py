@@ -1,4 +1,4 @@
-"""Models that DeepSpeed's engine can't train: said before a batch, with what to do."""
+"""Refuse models that DeepSpeed's engine can't train, before a batch, with what to do."""
 
 from __future__ import annotations
 
@@ -10,38 +10,35 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchhal.errors import ConfigurationError, ModelError
-from torchhal.precision import needs_closure
+from torchhal.strategies.model_checks import check_dense_gradients, check_no_closure, check_one_optimizer
 from torchhal.trainer.loops import module_hook
 
 
 def only_optimizer(module: nn.Module, optimizers: Sequence[Optimizer]) -> Optimizer | None:
-    """The one optimizer that there is; None if there is none.
+    """Return the one optimizer that there is, or None if there is none.
 
     Raises:
         ConfigurationError: there are several.
     """
-    if len(optimizers) > 1:
-        raise ConfigurationError(
-            f"DeepSpeed's engine has one optimizer, but {type(module).__name__}.configure_optimizers returned "
-            f"{len(optimizers)}: put their parameters into groups of one, or use strategy='ddp'"
-        )
-    return optimizers[0] if optimizers else None
+    if not optimizers:
+        return None
+    instead = "put their parameters into groups of one, or use strategy='ddp'"
+    check_one_optimizer(module, optimizers, "DeepSpeed's engine has one optimizer", instead, error=ConfigurationError)
+    return optimizers[0]
 
 
 def check_trainable(module: nn.Module, optimizer: Optimizer | None, stage: int, dtype: torch.dtype) -> None:
     """Raise ModelError for what would fail in the midst of training, or be left out without a word.
 
     Args:
+        module: the whole model.
         optimizer: the user's; None for one in the configuration.
         stage: of ZeRO.
         dtype: of the weights that compute. Under fp32 the engine converts none; else it converts all.
     """
     model = type(module).__name__
-    if optimizer is not None and needs_closure(optimizer):
-        raise ModelError(
-            f"{type(optimizer).__name__} of {model} evaluates a batch several times within one step, which "
-            "DeepSpeed's engine can't: use strategy='ddp'"
-        )
+    if optimizer is not None:
+        check_no_closure(optimizer, "DeepSpeed's engine evaluates a batch before its step", "use strategy='ddp'")
     if module_hook(module, "configure_gradient_clipping") is not None:
         raise ModelError(
             f"{model}.configure_gradient_clipping would never see a gradient, for DeepSpeed's engine has them in "
@@ -49,12 +46,7 @@ def check_trainable(module: nn.Module, optimizer: Optimizer | None, stage: int, 
         )
     if stage == 0:
         return
-    for name, submodule in module.named_modules():
-        if isinstance(submodule, nn.Embedding | nn.EmbeddingBag) and submodule.sparse:
-            raise ModelError(
-                f"{name!r} is a {type(submodule).__name__} with sparse=True, whose gradients ZeRO can't divide: "
-                "use sparse=False, or strategy='ddp'"
-            )
+    check_dense_gradients(module, "ZeRO divides dense gradients", "set it to False, or use strategy='ddp'")
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and dtype is torch.float32 and parameter.dtype is not torch.float32:
             raise ModelError(
@@ -75,10 +67,13 @@ def check_divisible(module: nn.Module) -> None:
 
 
 def check_statistics(module: nn.Module, dtype: torch.dtype, buffer_dtype: torch.dtype | None) -> None:
-    """Raise ModelError for a batch norm whose statistics the device can't mix with its weights, as the engine makes
-    both: some devices can, CPUs can't. Before the engine divides what would have to be put together again.
+    """Raise ModelError for a batch norm whose statistics the device can't mix with its weights.
+
+    The engine gives both their dtypes; some devices can mix them, CPUs can't. This comes before the engine divides
+    what would have to be put together again.
 
     Args:
+        module: the whole model.
         dtype: of the weights that compute. Under fp32 the engine converts none; else it converts all.
         buffer_dtype: of the buffers; None leaves them what they are.
     """
@@ -108,7 +103,7 @@ def check_statistics(module: nn.Module, dtype: torch.dtype, buffer_dtype: torch.
 
 
 def trained(module: nn.Module) -> frozenset[str]:
-    """Names of the parameters that are trained."""
+    """Return the names of the parameters that are trained."""
     return frozenset(name for name, parameter in module.named_parameters() if parameter.requires_grad)
 
 
@@ -132,6 +127,8 @@ def check_used_alike(module: nn.Module, loss: torch.Tensor, gather: Callable[[An
     one sum, without a word.
 
     Args:
+        module: the whole model.
+        loss: this rank's, with its graph.
         gather: gives every rank everybody's value.
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
@@ -147,7 +144,7 @@ def check_used_alike(module: nn.Module, loss: torch.Tensor, gather: Callable[[An
 
 
 def _reached(loss: torch.Tensor) -> set[int]:
-    """Identities of the leaves that a backward from ``loss`` gives gradients."""
+    """Return the identities of the leaves that a backward from ``loss`` gives gradients."""
     leaves: set[int] = set()
     seen: set[Any] = set()
     waiting = [loss.grad_fn]

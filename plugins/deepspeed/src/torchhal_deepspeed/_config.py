@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration: from a dict, a JSON file and keywords to the one that the engine gets, or a refusal."""
+"""Combine a dict, a JSON file and keywords to the configuration that DeepSpeed's engine gets, or refuse them."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ MIXED: Final[Mapping[str, str]] = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
 
 
 def read_config(config: Any) -> dict[str, Any]:
-    """A copy of the dict, or what the JSON file holds; entries that say "auto" are left out.
+    """Return a copy of the dict, or what the JSON file holds, without the entries that are "auto".
 
     Raises:
         ConfigurationError: it is neither, or the file holds something else.
@@ -93,7 +93,7 @@ def read_config(config: Any) -> dict[str, Any]:
 
 
 def _without_auto(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What others fill in for "auto" is the Trainer's to say here."""
+    """Return the configuration without the entries that are "auto", which the Trainer fills in here."""
     return {
         key: _without_auto(value) if isinstance(value, Mapping) else value
         for key, value in config.items()
@@ -110,7 +110,7 @@ def combine(
     nvme_path: str | os.PathLike[str] | None,
     zero_options: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """One configuration of a dict or file and the strategy's keywords; what can be known without DeepSpeed is checked.
+    """Combine a dict or file with the strategy's keywords, and check what can be checked without DeepSpeed.
 
     Raises:
         ConfigurationError: one thing is said twice and differently, or a value is outside its domain.
@@ -166,7 +166,7 @@ def _offload(name: str, value: Any, nvme_path: str | os.PathLike[str] | None) ->
 
 
 def _device(section: Any) -> Any:
-    """Where a section of the offload puts things; None where it puts none."""
+    """Return the device that a section of the offload names, or None where it names none."""
     device = section.get("device") if isinstance(section, Mapping) else None
     return None if device == "none" else device
 
@@ -195,7 +195,7 @@ def _check_sections(config: dict[str, Any]) -> None:
 
 
 def _asks(section: Mapping[str, Any]) -> bool:
-    """Whether a section wants anything to be done."""
+    """Return True if a section enables or sets anything."""
     if "enabled" in section:
         return bool(section["enabled"])
     return any(_asks(value) if isinstance(value, Mapping) else value for value in section.values())
@@ -228,7 +228,7 @@ def _check_zero(zero: Mapping[str, Any]) -> None:
 
 
 def check_with_deepspeed(config: Mapping[str, Any]) -> None:
-    """What only DeepSpeed itself knows: the options of its ZeRO section, and whether this machine can do NVMe.
+    """Check the options of the ZeRO section with DeepSpeed itself, and NVMe with this machine.
 
     Raises:
         ConfigurationError: an unknown option, with the near miss, or a value that it refuses.
@@ -313,7 +313,7 @@ def check_precision(config: Mapping[str, Any], precision: str) -> None:
 
 
 def buffer_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
-    """What the engine converts buffers to, by DeepSpeed's own names of dtypes; None: nothing.
+    """Return the dtype that the engine converts buffers to, or None if it converts none.
 
     Raises:
         ConfigurationError: there is no such dtype.
@@ -347,12 +347,16 @@ def complete(
     world_size: int,
     device_type: str,
 ) -> dict[str, Any]:
-    """The configuration with what the Trainer decides.
+    """Return the configuration completed by what the Trainer decides.
 
     Args:
         config: of :func:`combine`.
+        precision: the alias of the Trainer's.
         accumulate: batches per optimizer step.
         clip_val: greatest global norm of the gradients, or None.
+        clip_algorithm: ``"norm"``, which is all that DeepSpeed knows.
+        world_size: number of ranks.
+        device_type: of this rank's device.
 
     Raises:
         ConfigurationError: the configuration says otherwise.

@@ -1,4 +1,4 @@
-"""The files that DeepSpeed's engine writes, and where in them each tensor is."""
+"""Save the files of DeepSpeed's engine, and locate each tensor in them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TAG: Final = "engine"
 
 
 class Written:
-    """What this rank wrote: its files, and the first error it met."""
+    """The files that this rank wrote, and the first error it met."""
 
     def __init__(self) -> None:
         self.files: list[Path] = []
@@ -24,14 +24,14 @@ class Written:
 
 
 class EngineFiles:
-    """Saves the state of one engine, and knows the addresses in what it saved."""
+    """The saved files of one engine, with the address of each tensor in them."""
 
     def __init__(self, ledger: PartitionMap) -> None:
         self.ledger = ledger
         self.engine = ledger.engine
 
     def save(self, folder: Path) -> Written:
-        """Let the engine save into ``folder``; every rank must call, and every rank comes back.
+        """Let the engine save into ``folder``; every rank must call, and every rank returns.
 
         An error in one rank's file must not keep it from the barriers in which the others wait: it is kept in the
         result instead.
@@ -54,7 +54,7 @@ class EngineFiles:
         return written
 
     def stored_part(self, name: str, key: str | None) -> StoredPart | None:
-        """Where this rank's part of a tensor is in what :meth:`save` writes; None if it has none."""
+        """Return the place of this rank's part of a tensor in what :meth:`save` writes; None if it has none."""
         ledger = self.ledger
         parameter = ledger.parameters.get(name)
         if parameter is None or not ledger.is_divided(parameter):
@@ -74,7 +74,7 @@ class EngineFiles:
         return StoredPart(file, ("optimizer_state_dict", *steps), place.start, place.length, place.offset)
 
     def _whole(self, name: str, key: str | None) -> StoredPart | None:
-        """What the optimizer doesn't divide: buffers, frozen parameters, everything at stage 0."""
+        """Return the place of what the optimizer doesn't divide: buffers, frozen parameters, all at stage 0."""
         ledger, parameter = self.ledger, self.ledger.parameters.get(name)
         file: str = self.engine._get_ckpt_name("", TAG)
         if parameter is not None and hasattr(parameter, "ds_tensor"):
@@ -96,7 +96,7 @@ class EngineFiles:
 
 
 def _writer(written: Written) -> Any:
-    """A checkpoint engine of DeepSpeed's that makes each file durable, and says afterwards what went wrong."""
+    """Return a checkpoint engine for DeepSpeed that makes each file durable and keeps errors in ``written``."""
     from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
     class Writer(TorchCheckpointEngine):  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""The state of an engine as any strategy saves and loads it: weights and optimizer state by the user's names."""
+"""Save and load an engine's state as any strategy does: weights and optimizer state by the user's names."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _SCALE: Final = (
 
 
 class Loaded(NamedTuple):
-    """As ``nn.Module.load_state_dict`` returns it."""
+    """The result of ``nn.Module.load_state_dict``."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]
 
 
 class EngineState:
-    """Reads and writes the state of one engine.
+    """The state of one engine, for reading and writing.
 
     What it gives is what ``ddp`` would: fp32 weights under the user's names, and the optimizer's state as
     ``Optimizer.state_dict`` has it. Every method is called on every rank.
@@ -53,7 +53,7 @@ class EngineState:
     def weights(
         self, *, stand_ins: bool, broadcast: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
     ) -> dict[str, Any]:
-        """The module's state_dict.
+        """Return the module's state_dict.
 
         Args:
             stand_ins: give an ``EngineTensorRef`` for each tensor, for an IO that lets the
@@ -84,14 +84,18 @@ class EngineState:
         return state
 
     def whole_weights(self) -> dict[str, torch.Tensor]:
-        """Every parameter, whole, on the CPU of every rank."""
+        """Return every parameter, whole, on the CPU of every rank."""
         ledger = self.ledger
         return {
             name: ledger.whole(parameter).detach().to("cpu", copy=True) for parameter, name in ledger.name_of.items()
         }
 
     def load_weights(self, state: Mapping[str, Any], *, strict: bool) -> Loaded:
-        """Write what fits; CheckpointMismatchError for other shapes and, if ``strict``, other names."""
+        """Write what fits.
+
+        Raises:
+            CheckpointMismatchError: other shapes or, if ``strict``, other names.
+        """
         ledger, own = self.ledger, self.module.state_dict()
         missing, unexpected = [n for n in own if n not in state], [n for n in state if n not in own]
         wrong = [
@@ -137,7 +141,7 @@ class EngineState:
     # -- the optimizer ---------------------------------------------------------------------------------------
 
     def optimizer(self, *, stand_ins: bool) -> dict[str, Any]:
-        """As ``state_dict()`` of the optimizer that the user made, with the engine's own state under :data:`EXTRA`."""
+        """Return the ``state_dict()`` of the user's optimizer, with the engine's own state under :data:`EXTRA`."""
         ledger = self.ledger
         state: dict[int, dict[str, Any]] = {}
         for index, parameter in self._numbered():
@@ -200,7 +204,7 @@ class EngineState:
         self._load_extra(state.get(EXTRA) or {})
 
     def give_back(self) -> Callable[[], None]:
-        """Gather the optimizer's state; what is returned makes it the user's own again, once the engine has ended."""
+        """Gather the optimizer's state; return a function that gives it to the user's optimizer after the run."""
         ledger, whole = self.ledger, self.optimizer(stand_ins=False)
         base = ledger.base
 
@@ -223,7 +227,7 @@ class EngineState:
         return list(enumerate(parameter for group in self.ledger.groups for parameter in group))
 
     def extra(self) -> dict[str, Any]:
-        """The engine's counters, its loss scale, and the state of the scheduler that it has by its configuration."""
+        """Return the engine's counters, its loss scale, and the state of the scheduler that its configuration names."""
         engine = self.ledger.engine
         extra: dict[str, Any] = {name: getattr(engine, name) for name in _COUNTERS}
         scaler = getattr(engine.optimizer, "loss_scaler", None)
@@ -253,7 +257,7 @@ class EngineState:
 
 
 def _is_divided(value: Any) -> bool:
-    """Whether a value of an optimizer's state goes with the parameter's elements; a step count does not."""
+    """Return True for a value of an optimizer's state that has the parameter's elements; a step count has not."""
     return hasattr(value, "shape") and len(value.shape) > 0
 
 

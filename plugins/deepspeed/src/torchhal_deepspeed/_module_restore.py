@@ -30,7 +30,7 @@ _OF_PARAMETERS: Final = frozenset(
 
 
 class ModuleSnapshot:
-    """What a module was like before the engine had it: made before, undone after the run.
+    """The attributes, dtypes and memory layouts of a module before the engine had it, which :meth:`undo` restores.
 
     Attributes that the user or a callback sets meanwhile stay.
     """
@@ -48,7 +48,7 @@ class ModuleSnapshot:
         ]
 
     def undo(self, whole: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Make the module what it was, with the tensors of ``whole``, by name, as values; None: it has its values."""
+        """Restore the module, with the tensors of ``whole``, by name, as values; None: it has its values."""
         for owner, attributes, kind in self._modules:
             _strip(owner, _OF_MODULES, attributes)
             if type(owner._parameters) is not kind:
@@ -72,6 +72,7 @@ def divide_anew(module: nn.Module, init: Any) -> None:
     No rank has more than one parameter whole at a time. Does nothing to what was built in this run.
 
     Args:
+        module: the whole model.
         init: DeepSpeed's ``zero.Init`` of this run.
 
     Raises:
@@ -103,7 +104,7 @@ def divide_anew(module: nn.Module, init: Any) -> None:
 
 
 def _is_left(parameter: Any) -> bool:
-    """Whether a parameter was divided over a process group that is no more."""
+    """Return True for a parameter that was divided over a process group which no longer exists."""
     if not hasattr(parameter, "ds_id"):
         return False
     try:
@@ -114,12 +115,12 @@ def _is_left(parameter: Any) -> bool:
 
 
 def _strip(what: Any, names: Collection[str], kept: Collection[str] = ()) -> None:
-    """Take away the attributes that are the engine's, but for those ``kept``."""
+    """Remove the attributes that are the engine's, except those in ``kept``."""
     for name in set(vars(what)).difference(kept):
         if name in names or name.startswith("ds_"):
             del vars(what)[name]
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:
-    """One of its shape, dtype and order in memory (channels last, say), without memory."""
+    """Return a tensor on ``meta`` with this one's shape, dtype and order in memory (channels last, say)."""
     return torch.empty_like(tensor, device="meta")

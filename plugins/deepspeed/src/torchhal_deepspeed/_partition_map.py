@@ -1,4 +1,4 @@
-"""Which part of each parameter and of its optimizer state this rank's engine holds: read and written as wholes."""
+"""Read and write the parts that this rank's engine holds of parameters and optimizer state, as whole tensors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TensorSlice(NamedTuple):
 
 
 class PartitionSlice(NamedTuple):
-    """Where this rank's part stands in one of the optimizer's flat tensors.
+    """The place of this rank's part in one of the optimizer's flat tensors.
 
     Args:
         group: index of the flat tensor.
@@ -72,19 +72,19 @@ class PartitionMap:
 
     @property
     def flats(self) -> list[torch.Tensor]:
-        """This rank's fp32 values, one tensor per group."""
+        """The fp32 values of this rank, one tensor per group."""
         if self.stage == 3:
             return list(self.optimizer.fp32_partitioned_groups_flat)
         return list(self.optimizer.single_partition_of_fp32_groups)
 
     @property
     def trains(self) -> bool:
-        """Whether the engine has an optimizer: one that only gathers parameters, to validate at stage 3, has none."""
+        """True if the engine has an optimizer, False if it only gathers parameters to validate at stage 3."""
         return self.stage < 3 or hasattr(self.optimizer, "fp16_groups")
 
     @property
     def base(self) -> torch.optim.Optimizer:
-        """The optimizer that steps: the user's, or the one DeepSpeed made; its state belongs to the flat tensors."""
+        """The optimizer that steps, the user's or DeepSpeed's; its state belongs to the flat tensors."""
         base: torch.optim.Optimizer = self.optimizer if self.stage == 0 else self.optimizer.optimizer
         return base
 
@@ -94,25 +94,25 @@ class PartitionMap:
         return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
 
     def dtype(self, parameter: nn.Parameter, key: str | None = None) -> torch.dtype:
-        """Of the values, or of the state ``key``, as they are saved."""
+        """Return the dtype in which the values, or the state ``key``, are saved."""
         if self.stage == 0 or not self.is_divided(parameter):
             return parameter.dtype if key is None else self.base.state[parameter][key].dtype
         flat = self.flats[self._group_of[id(parameter)]]
         return flat.dtype if key is None else self.base.state[flat][key].dtype
 
     def is_divided(self, parameter: nn.Parameter) -> bool:
-        """Whether the optimizer has it, so that ranks hold parts of it."""
+        """Return True if the optimizer has the parameter, so that ranks hold parts of it."""
         return id(parameter) in self._group_of
 
     @staticmethod
     def partition(parameter: Any) -> tuple[int, int]:
-        """(offset, elements without padding) of this rank's part of a parameter of stage 3."""
+        """Return (offset, elements without padding) of this rank's part of a parameter of stage 3."""
         size = parameter.ds_tensor.ds_numel
         offset = size * dist.get_rank(group=parameter.ds_process_group)
         return offset, max(0, min(size, parameter.ds_numel - offset))
 
     def place(self, parameter: nn.Parameter) -> PartitionSlice | None:
-        """Where this rank's part of a divided parameter is; None if it has none."""
+        """Return the place of this rank's part of a divided parameter; None if it has none."""
         group = self._group_of[id(parameter)]
         if self.stage == 3:
             _, start, _ = self.optimizer.grad_position[self.optimizer.get_param_id(parameter)]
@@ -125,7 +125,7 @@ class PartitionMap:
         return PartitionSlice(group, address.start, address.numel, mapping.lp_fragment_address.start)
 
     def part(self, parameter: nn.Parameter, key: str | None = None) -> TensorSlice | None:
-        """This rank's part of the fp32 values, or of the state ``key``; None if it has none."""
+        """Return this rank's part of the fp32 values, or of the state ``key``; None if it has none."""
         place = self.place(parameter)
         if place is None:
             return None
@@ -138,7 +138,7 @@ class PartitionMap:
         return TensorSlice(flat.narrow(0, place.start, place.length), place.offset)
 
     def whole(self, parameter: nn.Parameter, key: str | None = None) -> torch.Tensor:
-        """All of it, on every rank, which must all call; on the engine's device."""
+        """Return all of it, on the engine's device; every rank must call."""
         if not self.is_divided(parameter):
             if hasattr(parameter, "ds_tensor"):
                 offset, count = self.partition(parameter)
@@ -163,7 +163,7 @@ class PartitionMap:
         return joined.view(shape)
 
     def write(self, parameter: nn.Parameter, value: torch.Tensor, key: str | None = None) -> None:
-        """Take this rank's part of ``value``, which is whole. After the last weight comes :meth:`refresh`."""
+        """Write this rank's part of ``value``, which is whole; :meth:`refresh` must follow the last weight."""
         flat_value = value.detach().flatten()
         if not self.is_divided(parameter):
             if hasattr(parameter, "ds_tensor"):
@@ -189,7 +189,7 @@ class PartitionMap:
         target.narrow(0, place.start, place.length).copy_(part)
 
     def refresh(self) -> None:
-        """Let what computes have the values that were written."""
+        """Copy the values that were written to the parameters that compute."""
         if self.stage < 3:
             return
         optimizer = self.optimizer
@@ -203,7 +203,7 @@ class PartitionMap:
     # -- the optimizer's state -------------------------------------------------------------------------------
 
     def state_keys(self, parameter: nn.Parameter) -> tuple[list[str], dict[str, Any]]:
-        """(names of the state tensors that are divided as the parameter is, the other values such as a step count).
+        """Return (names of the state tensors that are divided as the parameter is, the other values by name).
 
         Raises:
             CheckpointMismatchError: a state tensor of another shape: the optimizer treats the flat tensor as one.
@@ -229,8 +229,10 @@ class PartitionMap:
         return divided, common
 
     def make_state(self, saved: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
-        """Give the optimizer the state of a step that it has not taken yet: tensors as those of ``saved``, by
-        parameter, to be written to, and the values that aren't divided."""
+        """Make the optimizer's state from before its first step: tensors like those of ``saved``, to be written to.
+
+        The values that aren't divided are those of ``saved``.
+        """
         state = self.base.state
         if self.stage == 0:
             for parameter, values in saved.items():
@@ -254,7 +256,7 @@ class PartitionMap:
 
 
 def _made(value: Any, like: torch.Tensor, shape: torch.Size) -> Any:
-    """Zeros beside ``like`` for what has the ``shape`` of a parameter, the value itself for anything else."""
+    """Return zeros beside ``like`` for a value with the ``shape`` of a parameter, else the value itself."""
     if hasattr(value, "shape") and len(value.shape) and tuple(value.shape) == tuple(shape):
         return torch.zeros_like(like, dtype=value.dtype)
     if hasattr(value, "read"):

@@ -1,4 +1,4 @@
-"""A tensor that no single rank has: in a running engine, and in the folder of a checkpoint."""
+"""Stand in for tensors that no single rank has, in a running engine and in the folder of a checkpoint."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class StoredPart(NamedTuple):
 
 @dataclass(frozen=True)
 class EngineTensorRef:
-    """Stands in a checkpoint for a tensor that the engine writes itself.
+    """A stand-in, in a checkpoint to be saved, for a tensor that the engine writes itself.
 
     Args:
         name: of the parameter or buffer.
@@ -55,7 +55,7 @@ class EngineTensorRef:
 
 @dataclass(frozen=True)
 class StoredTensorRef:
-    """Stands for a tensor in what ``open_checkpoint`` returns."""
+    """A stand-in for a tensor in what ``open_checkpoint`` returns."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -63,7 +63,7 @@ class StoredTensorRef:
     files: Files
 
     def read(self, target: torch.Tensor | None = None) -> torch.Tensor:
-        """The whole tensor, on the CPU. ``target`` is for stand-ins that can read less; here it changes nothing.
+        """Return the whole tensor, on the CPU; ``target`` is for stand-ins that can read less, and unused here.
 
         Raises:
             CheckpointCorruptError: a file is damaged, or the parts don't make a whole.
@@ -88,7 +88,7 @@ class StoredTensorRef:
 
 
 class Files:
-    """The engine's files of one checkpoint, each opened once, when a tensor of it is wanted.
+    """The engine's files of one checkpoint, each opened once, when a tensor of it is read.
 
     Nothing in them is executed. Each is verified against its checksum before it is used.
     """
@@ -101,7 +101,7 @@ class Files:
         """Tensors that somebody still holds, by their parts: of tied ones there is one."""
 
     def flat(self, part: StoredPart) -> torch.Tensor:
-        """The tensor that ``part`` is a stretch of."""
+        """Return the tensor that ``part`` is a stretch of."""
         if part.file not in self._open:
             self._open[part.file] = self._read(part.file)
         value = self._open[part.file]
@@ -128,10 +128,10 @@ class Files:
 
 
 class _Inert:
-    """What the few classes of DeepSpeed's in its files become here: they hold nothing that is needed."""
+    """A replacement for the few classes of DeepSpeed's in its files, which hold nothing that is needed."""
 
     def __init__(self, *arguments: Any) -> None:
-        """An enumeration's member is made from its value."""
+        """Accept any arguments: an enumeration's member is made from its value."""
 
 
 _INERT: Final = [
@@ -146,7 +146,7 @@ _INERT: Final = [
 
 
 def checksum(path: Path) -> int:
-    """CRC-32 of a file."""
+    """Return the CRC-32 of a file."""
     value = 0
     with open(path, "rb") as file:
         while block := file.read(_BLOCK):
@@ -158,7 +158,7 @@ def checksum(path: Path) -> int:
 
 
 def in_engine(nest: Any) -> Iterator[EngineTensorRef]:
-    """Every :class:`EngineTensorRef` in dicts, lists and tuples."""
+    """Yield every :class:`EngineTensorRef` in dicts, lists and tuples."""
     if isinstance(nest, EngineTensorRef):
         yield nest
     elif isinstance(nest, Mapping):
@@ -170,14 +170,14 @@ def in_engine(nest: Any) -> Iterator[EngineTensorRef]:
 
 
 def encode_refs(nest: Any) -> Any:
-    """The nest as plain data, with a mark for each :class:`EngineTensorRef`."""
+    """Return the nest as plain data, with a mark for each :class:`EngineTensorRef`."""
     if isinstance(nest, EngineTensorRef):
         return {_MARK: (nest.name, nest.key), "shape": tuple(nest.shape), "dtype": nest.dtype}
     return map_containers(nest, encode_refs)
 
 
 def decode_refs(nest: Any, make: Callable[[str, str | None, torch.Size, torch.dtype], StoredTensorRef]) -> Any:
-    """The nest again, with what ``make`` returns for each mark."""
+    """Return the nest again, with what ``make`` returns for each mark."""
     if isinstance(nest, dict) and _MARK in nest:
         name, key = nest[_MARK]
         return make(name, key, torch.Size(nest["shape"]), nest["dtype"])
@@ -185,7 +185,7 @@ def decode_refs(nest: Any, make: Callable[[str, str | None, torch.Size, torch.dt
 
 
 def map_containers(nest: Any, change: Callable[[Any], Any]) -> Any:
-    """Dicts, lists and tuples with ``change`` applied to what is in them; the same object where nothing changes."""
+    """Apply ``change`` to what is in dicts, lists and tuples; return the same object where nothing changes."""
     if isinstance(nest, Mapping):
         changed = {key: change(value) for key, value in nest.items()}
         return nest if all(changed[key] is value for key, value in nest.items()) else changed

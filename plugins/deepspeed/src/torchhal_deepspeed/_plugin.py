@@ -1,4 +1,4 @@
-"""The manifest: what this distribution provides, without importing torch or DeepSpeed."""
+"""List what this distribution provides, without importing torch or DeepSpeed."""
 
 from __future__ import annotations
 

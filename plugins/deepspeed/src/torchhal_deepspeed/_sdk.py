@@ -1,22 +1,27 @@
-"""DeepSpeed itself: which version is installed, for which device it works, and what it leaves behind in a process."""
+"""Check, import, start and end DeepSpeed, and clear what it leaves behind in a process."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
-from packaging.specifiers import SpecifierSet
-from packaging.version import Version
 from torch import nn
 from torch.nn import functional
 
 from torchhal.errors import ConfigurationError
+from torchhal.vendor_package import VendorPackage, restored_environ
 
-SUPPORTED: Final = SpecifierSet(">=0.19.8,<0.20", prereleases=True)
-"""The releases this package was tested with; the extra ``vendor`` in pyproject.toml says the same."""
+DEEPSPEED: Final = VendorPackage(
+    "deepspeed",
+    versions=">=0.19.8,<0.20",  # those this package was tested with, as the extra ``vendor`` in pyproject.toml
+    plugin="torchhal-deepspeed",
+    install="pip install 'torchhal-deepspeed[vendor]'",
+    needed_by="strategy 'deepspeed'",
+    not_installed="{needed_by} needs DeepSpeed, which is not installed: {install} ({versions})",
+    wrong_version="this {plugin} works with {module} {versions} (found {version}): {install} ({versions})",
+)
 
 DEVICES: Final = frozenset({"cpu", "cuda", "xpu", "npu", "hpu", "mps", "mlu", "sdaa", "supa"})
 """Device types that DeepSpeed knows."""
@@ -25,19 +30,8 @@ _SHARED_MEMORY: Final = "deepspeed_shm_comm"
 _UNCOMPILED: Final = ("Unable to JIT load", "Error building extension", "Ninja is required", "'c++'")
 
 
-def check_version() -> None:
-    """Raise ConfigurationError unless a DeepSpeed of :data:`SUPPORTED` is installed. Imports nothing of it."""
-    install = f"pip install 'torchhal-deepspeed[vendor]' ({SUPPORTED})"
-    try:
-        found = version("deepspeed")
-    except PackageNotFoundError:
-        raise ConfigurationError(f"strategy 'deepspeed' needs DeepSpeed, which is not installed: {install}") from None
-    if Version(found) not in SUPPORTED:
-        raise ConfigurationError(f"this torchhal-deepspeed works with deepspeed {SUPPORTED} (found {found}): {install}")
-
-
 def load(device_type: str) -> Any:
-    """Import deepspeed for this type of device; the module.
+    """Import deepspeed for this type of device; return the module.
 
     DeepSpeed has one device type per process. By itself it takes the first accelerator it finds, also where a run is
     on the CPU beside it.
@@ -49,28 +43,24 @@ def load(device_type: str) -> Any:
         raise ConfigurationError(
             f"DeepSpeed has no support for devices of type {device_type!r}: it knows {', '.join(sorted(DEVICES))}"
         )
-    wished = os.environ.get("DS_ACCELERATOR")
-    os.environ["DS_ACCELERATOR"] = device_type
-    try:
-        import deepspeed
-        from deepspeed.accelerator import real_accelerator
+    with restored_environ("DS_ACCELERATOR"):
+        os.environ["DS_ACCELERATOR"] = device_type
+        try:  # not DEEPSPEED.load(), which keeps to a failure: on another type of device this may work
+            import deepspeed
+            from deepspeed.accelerator import real_accelerator
 
-        if real_accelerator.get_accelerator()._name != device_type:
-            real_accelerator.ds_accelerator = None
-            real_accelerator.get_accelerator()
-    except Exception as error:
-        raise ConfigurationError(
-            f"deepspeed can't be used on {device_type!r} ({type(error).__name__}: {error})"
-        ) from error
-    finally:
-        if wished is None:
-            del os.environ["DS_ACCELERATOR"]
-        else:
-            os.environ["DS_ACCELERATOR"] = wished
+            if real_accelerator.get_accelerator()._name != device_type:
+                real_accelerator.ds_accelerator = None
+                real_accelerator.get_accelerator()
+        except Exception as error:
+            raise ConfigurationError(
+                f"deepspeed can't be used on {device_type!r} ({type(error).__name__}: {error})"
+            ) from error
     return deepspeed
 
 
 def set_log_level(level: int) -> None:
+    """Set the level of DeepSpeed's logger and of its handlers."""
     from deepspeed.utils import logger
 
     logger.setLevel(level)
@@ -79,9 +69,12 @@ def set_log_level(level: int) -> None:
 
 
 def start(deepspeed: Any, *, broadcast: bool, model: nn.Module, **arguments: Any) -> Any:
-    """DeepSpeed's engine around ``model``, whose parameters may lie in memory in any order.
+    """Return DeepSpeed's engine around ``model``, whose parameters may lie in memory in any order.
 
     Args:
+        deepspeed: the module.
+        model: for the engine.
+        arguments: more of ``deepspeed.initialize``.
         broadcast: let the engine give every rank rank 0's parameters, which only dense ones of a dimension bear.
 
     Raises:
@@ -128,20 +121,17 @@ def forget(engine: Any) -> None:
 
 @contextmanager
 def ranks_in_environment(rank: int, local_rank: int, world_size: int) -> Iterator[None]:
-    """The variables that DeepSpeed reads the ranks from, where whoever started the processes has not set them."""
+    """Set the variables that DeepSpeed reads the ranks from, where whoever started the processes has not set them."""
     wanted = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": world_size}
-    added = [name for name in wanted if name not in os.environ]
-    os.environ.update({name: str(wanted[name]) for name in added})
-    try:
+    added = {name: str(value) for name, value in wanted.items() if name not in os.environ}
+    with restored_environ(*added):
+        os.environ.update(added)
         yield
-    finally:
-        for name in added:
-            os.environ.pop(name, None)
 
 
 @contextmanager
 def communication(deepspeed: Any) -> Iterator[None]:
-    """DeepSpeed's communication over the process group that exists, without the shared-memory operator.
+    """Start DeepSpeed's communication over the process group that exists, without the shared-memory operator.
 
     It would compile that operator (half a minute, a compiler and ninja) whenever communication starts on a CPU, and
     use it only for inference with tensor parallelism. What a strategy here sends goes through torch in any case.

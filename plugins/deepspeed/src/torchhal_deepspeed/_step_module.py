@@ -1,4 +1,4 @@
-"""The module that the engine wraps in place of the user's."""
+"""Wrap the user's module in one whose forward is a whole step, for the engine to wrap."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 
 class StepModule(nn.Module):
-    """Has the submodules, parameters and buffers of ``module`` under their names; its forward is a whole step.
+    """A module with the submodules, parameters and buffers of ``module``, whose forward is a whole step.
 
     The engine hooks the forward of the module that it wraps. Applied to the twin, one step is one forward whatever it
     calls: the user's module itself, once or several times, or only parts of it. The names in the engine's own files
@@ -30,4 +30,4 @@ class StepModule(nn.Module):
 
     @training.setter
     def training(self, mode: bool) -> None:
-        """The user's module keeps it; nn.Module sets one when it is made."""
+        """Ignore the mode that nn.Module sets when it is made: the user's module keeps it."""

@@ -1,4 +1,4 @@
-"""Forwards at stage 3 that some ranks have no batch for: they gather the parameters that the others gather."""
+"""Let ranks without a batch gather the parameters that the others gather in a forward at stage 3."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _GATHERS: Final = ("all_gather", "all_gather_coalesced")
 
 @contextmanager
 def uneven_forward(ranks: Collection[int], engine: Any, broadcast: Callable[[Any, int], Any]) -> Iterator[None]:
-    """Around a forward without gradients that only ``ranks`` run, inside; the others do nothing there.
+    """Wrap a forward without gradients that only ``ranks`` run; the other ranks gather parameters with them.
 
-    The first of these ranks says which parameters it gathers next, and the others gather them with it: no batch is made
-    up, and nothing of the user's runs twice. Every rank enters and leaves with nothing gathered, and DeepSpeed's record
-    of the order of submodules, by which it gathers ahead, begins anew: a rank that ran none would have another one.
+    The first of these ranks sends which parameters it gathers next: no batch is made up, and nothing of the user's runs
+    twice. Every rank enters and leaves with nothing gathered, and DeepSpeed's record of the order of submodules, by
+    which it gathers ahead, begins anew: a rank that ran none would have another one.
 
     Args:
         ranks: those that have a batch.
@@ -50,7 +50,7 @@ def _release(coordinator: Any, module: nn.Module) -> None:
 
 
 def _join(name: str, parameters: list[Any], options: dict[str, Any]) -> None:
-    """Take part in one gathering, and keep nothing of it."""
+    """Gather these parameters with the other ranks, and release them at once."""
     handle = getattr(parameters[0], name)(parameters, **options)
     if handle is not None:
         handle.wait()
@@ -59,7 +59,7 @@ def _join(name: str, parameters: list[Any], options: dict[str, Any]) -> None:
 
 @contextmanager
 def _told(coordinator: Any, module: nn.Module, tell: Callable[[Any], Any]) -> Iterator[None]:
-    """Tell of each gathering before it begins, and leave no trace of the forward that the other ranks lack."""
+    """Send each gathering before it begins, and remove the traces of a forward that the other ranks lack."""
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
     def telling(parameter: Any, name: str) -> Callable[..., Any]:

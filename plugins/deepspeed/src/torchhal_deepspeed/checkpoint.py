@@ -1,4 +1,4 @@
-"""Checkpoints that DeepSpeed's engine writes: a folder, every rank its part of it."""
+"""Write and read checkpoints of DeepSpeed's engine: a folder, every rank its part of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Final
 import torch
 from torch.distributed.tensor import DTensor
 
-from torchhal.checkpoint import FolderCheckpointIO, TorchCheckpointIO, swap_directories, sync_folder
+from torchhal.checkpoint import FolderCheckpointIO, TorchCheckpointIO
 from torchhal.errors import CheckpointError
 from torchhal_deepspeed._partitioned_tensors import (
     Files,
@@ -80,35 +80,24 @@ class DeepSpeedCheckpointIO(FolderCheckpointIO):
                         parts[item.name, item.key] = part
                 sums = {str(file.relative_to(temporary)): checksum(file) for file in written.files}
             except Exception as error:
-                failure = _said(error)
-        everybody = self.gather((failure, sums, parts))
-        self.raise_failures([failed for failed, *_ in everybody], target)
-        failure = None
-        if self.rank == 0:
-            try:
-                places: dict[tuple[str, str | None], list[tuple[Any, ...]]] = {}
-                for _, _, own in everybody:
-                    for item, part in own.items():
-                        places.setdefault(item, []).append(tuple(part))
-                content = {
-                    "format": FORMAT,
-                    "plain": encode_refs(checkpoint),
-                    "parts": places,
-                    "sums": {file: value for _, own, _ in everybody for file, value in own.items()},
-                }
-                TorchCheckpointIO().save_checkpoint(content, temporary / PLAIN)
-                for folder in {temporary, *((temporary / file).parent for file in content["sums"])}:
-                    sync_folder(folder)
-                swap_directories(temporary, target)
-                sync_folder(target.parent)
-            except Exception as error:
-                failure = _said(error)
-        self.raise_failures(self.gather(failure), target)
+                failure = self.describe_failure(error)
+        written_by_rank = self.gather_results((sums, parts), failure, target)
+        sums_of_all = {file: value for own, _ in written_by_rank for file, value in own.items()}
+
+        def content() -> dict[str, Any]:
+            places: dict[tuple[str, str | None], list[tuple[Any, ...]]] = {}
+            for _, own in written_by_rank:
+                for item, part in own.items():
+                    places.setdefault(item, []).append(tuple(part))
+            return {"format": FORMAT, "plain": encode_refs(checkpoint), "parts": places, "sums": sums_of_all}
+
+        folders = {(temporary / file).parent for file in sums_of_all}
+        self.finish_save(temporary, target, content, folders=folders)
 
     # -- load ------------------------------------------------------------------------------------------------
 
     def open_checkpoint(self, path: str | os.PathLike[str]) -> dict[str, Any]:
-        """The checkpoint with an ``StoredTensorRef`` for each tensor that the engine wrote."""
+        """Return the checkpoint with a ``StoredTensorRef`` for each tensor that the engine wrote."""
         folder = Path(path)
         if not folder.is_dir():
             if folder.is_file():
@@ -133,10 +122,6 @@ class DeepSpeedCheckpointIO(FolderCheckpointIO):
 
         opened: dict[str, Any] = decode_refs(content["plain"], stand_in)
         return opened
-
-
-def _said(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 def _check_whole(nest: Any) -> Any:

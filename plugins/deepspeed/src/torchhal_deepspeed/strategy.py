@@ -1,35 +1,30 @@
-"""The strategy: DeepSpeed's engine around the user's module and optimizer."""
+"""Train through DeepSpeed's engine around the user's module and optimizer."""
 
 from __future__ import annotations
 
 import logging
 import os
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from torchhal.checkpoint import read
 from torchhal.distributed import collectives
-from torchhal.distributed.stores import Store
-from torchhal.errors import CheckpointError, ConfigurationError, ModelError
+from torchhal.errors import CheckpointError, ConfigurationError
 from torchhal.memory_estimate import MemoryEstimate, ModelMemory
-from torchhal.precision import Precision, cast_tensors
-from torchhal.strategies import ParallelStrategy, check_frequencies, check_lookups, overrides
+from torchhal.precision import cast_tensors
 from torchhal_deepspeed import _compatibility as compatibility
 from torchhal_deepspeed import _config as settings
 from torchhal_deepspeed import _sdk as sdk
 from torchhal_deepspeed._accumulation_boundary import manual_step, no_accumulation_boundary
-from torchhal_deepspeed._activation_checkpointing import chooser, recompute
-from torchhal_deepspeed._engine_state import EXTRA, EngineState
-from torchhal_deepspeed._module_restore import ModuleSnapshot, divide_anew
-from torchhal_deepspeed._partition_map import PartitionMap
-from torchhal_deepspeed._step_module import StepModule
+from torchhal_deepspeed._activation_checkpointing import chooser
+from torchhal_deepspeed._engine_base import DeepSpeedEngineBase
+from torchhal_deepspeed._engine_state import EXTRA
 from torchhal_deepspeed._uneven_inputs import uneven_forward
 from torchhal_deepspeed.checkpoint import DeepSpeedCheckpointIO
 
@@ -39,13 +34,11 @@ _PARTS = (
 )  # fmt: skip
 
 
-_IN_PARTS = "_torchhal_in_parts"
-
 _LATER = ("state_dict", "optimizer_states")
 """The parts of a checkpoint whose tensors are read when they are written into the engine."""
 
 
-class DeepSpeedStrategy(ParallelStrategy):
+class DeepSpeedStrategy(DeepSpeedEngineBase):
     """``deepspeed.initialize`` over one process per device.
 
     Args:
@@ -89,7 +82,7 @@ class DeepSpeedStrategy(ParallelStrategy):
         logging_level: int = logging.WARNING,
         **options: Any,
     ) -> None:
-        sdk.check_version()
+        sdk.DEEPSPEED.check()
         super().__init__(**{name: options.pop(name) for name in _PARTS if name in options})
         self.config = settings.combine(
             config,
@@ -104,187 +97,16 @@ class DeepSpeedStrategy(ParallelStrategy):
         self.activation_checkpointing = activation_checkpointing
         self.logging_level = logging_level
 
-    def _reset(self) -> None:
-        super()._reset()
-        self.engine: Any = None
-        """DeepSpeed's engine, between the set-up and the tear-down."""
-        self.state: EngineState | None = None
-        """Reads and writes what the engine holds."""
-        self._deepspeed: Any = None
-        self._wrapping: ModuleSnapshot | None = None
-        self._left: dict[str, Any] = {}
-        self._trained: frozenset[str] = frozenset()
-        self._compared = True
-        self._recomputing: Callable[[], None] | None = None
-        self._life = ExitStack()
-
-    @property
-    def stage(self) -> int:
-        """The stage of ZeRO, 0 to 3."""
-        stage: int = self.config[settings.ZERO]["stage"]
-        return stage
-
-    def configure(self, **parts: Any) -> None:
-        super().configure(**parts)
-        self._deepspeed = sdk.load(self.root_device.type)
-        sdk.set_log_level(self.logging_level)
-        settings.check_with_deepspeed(self.config)
-        settings.check_precision(self.config, self.precision.alias)
-
-    # -- life cycle ------------------------------------------------------------------------------------------
-
-    def setup_communication(self) -> Store | None:
-        store = super().setup_communication()
-        self._deepspeed = sdk.load(self.root_device.type)
-        sdk.set_log_level(self.logging_level)
-        self._life.enter_context(sdk.ranks_in_environment(self.global_rank, self.local_rank, self.world_size))
-        self._life.enter_context(sdk.communication(self._deepspeed))
-        return store
-
-    def init_context(self) -> AbstractContextManager[Any]:
-        """At stage 3 ``configure_model`` builds under ``zero.Init``: no rank ever holds all parameters whole."""
-        context = super().init_context()
-        if self.stage < 3 or not self.is_set_up:
-            return context
-        return self._divided_init(context)
-
-    @contextmanager
-    def _divided_init(self, context: AbstractContextManager[Any]) -> Any:
-        # the dtype is in the configuration: given by itself, it counts on some devices only
-        with context, self._deepspeed.zero.Init(config_dict_or_path=self.engine_config()):
-            yield
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        """dtype of the weights that compute."""
-        section = settings.MIXED.get(self.precision.alias)
-        return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(section or "", torch.float32)
-
-    def engine_config(self) -> dict[str, Any]:
-        """What the engine gets: the configuration, completed by the Trainer's arguments."""
-        return settings.complete(
-            self.config,
-            precision=self.precision.alias,
-            accumulate=self.accumulate_grad_batches,
-            clip_val=self.gradient_clip_val,
-            clip_algorithm=self.gradient_clip_algorithm,
-            world_size=self.world_size,
-            device_type=self.root_device.type,
-        )
-
-    def setup(self, trainer: Any) -> None:
-        training = trainer.state.fn == "fit"
-        self.setup_model(training=training)
-        if training:
-            self.setup_optimizers(*self._configured_optimizers(trainer))
-
-    def _configured_optimizers(self, trainer: Any) -> tuple[Sequence[Optimizer], Sequence[Any]]:
-        if "optimizer" not in self.config:
-            optimizers, configs = trainer.configure_optimizers()
-            return optimizers, configs
-        own = getattr(self.module, "configure_optimizers", None)
-        if own is not None and own() is not None:
-            raise ConfigurationError(
-                f"{type(self.module).__name__}.configure_optimizers returns an optimizer, and the DeepSpeed "
-                "configuration has one: leave 'optimizer' out, or return None"
-            )
-        return [], []
-
-    def setup_model(self, *, training: bool = True) -> None:
-        assert self.module is not None, "connect() comes first"
-        config = self.engine_config()  # what contradicts the Trainer is said before anything is moved
-        if getattr(self.module, _IN_PARTS, False):
-            raise ModelError(
-                f"an earlier run that failed has left {type(self.module).__name__} in parts: build a new one, and "
-                "continue from a checkpoint"
-            )
-        if self._is_divided():
-            with self.guard("division of a model that an earlier run has built"):
-                divide_anew(self.module, self._deepspeed.zero.Init(config_dict_or_path=config))
-        if training and (self.stage == 3 or self.world_size > 1):
-            check_lookups(self.module, "each rank would look up, and scale, other rows, or those of a copy")
-        if training and self.world_size > 1:
-            check_frequencies(self.module, "each rank")
-        if self.stage == 3:
-            compatibility.check_divisible(self.module)
-        # what zero.Init has built may be too large for one rank, and stays in parts
-        self._wrapping = None if self._is_divided() else ModuleSnapshot(self.module)
-        self.model_to_device()
-        self.sync_module(self.module)
-        if training and self.activation_checkpointing is not None:
-            self._recomputing = recompute(self.module, self.activation_checkpointing)
-        self.wrap_model(training=training)
-        if not training and self.stage == 3:
-            self._start_engine(config, None)
-
-    def model_to_device(self) -> None:
-        assert self.module is not None
-        if not self._is_divided():
-            super().model_to_device()
-
-    def sync_module(self, module: nn.Module) -> None:
-        if not self._is_divided():
-            super().sync_module(module)
-        elif self.world_size > 1:
-            with self.guard("broadcast of the buffers"):
-                collectives.broadcast_tensors(list(module.buffers()))
-
-    def _is_divided(self) -> bool:
-        """Whether ``zero.Init`` has built the model: its parameters are placed, and rank 0's, already; its buffers are
-        placed."""
-        assert self.module is not None
-        return any(hasattr(parameter, "ds_id") for parameter in self.module.parameters())
-
-    def setup_optimizers(self, optimizers: Sequence[Optimizer], lr_scheduler_configs: Sequence[Any] = ()) -> None:
-        assert self.module is not None
-        if overrides(self.precision, Precision, "connect"):
-            raise ConfigurationError(
-                f"{type(self.precision).__name__}.connect would put others in the places of model and optimizer, which "
-                "DeepSpeed's engine has: name the precision by its alias, or use strategy='ddp'"
-            )
-        optimizer = compatibility.only_optimizer(self.module, optimizers)
-        self.lr_scheduler_configs = list(lr_scheduler_configs)
-        if optimizer is None and "optimizer" not in self.config:
-            self.optimizers = []
-            return
-        compatibility.check_trainable(self.module, optimizer, self.stage, self.compute_dtype)
-        self._start_engine(self.engine_config(), optimizer)
-        assert self.state is not None
-        self.optimizers = [self.state.ledger.base]
-
-    def _start_engine(self, config: dict[str, Any], optimizer: Optimizer | None) -> None:
-        assert self.module is not None
-        groups = [] if optimizer is None else [list(group["params"]) for group in optimizer.param_groups]
-        if optimizer is None:
-            config.pop("scheduler", None) if "optimizer" not in config else None
-        compatibility.check_statistics(self.module, self.compute_dtype, settings.buffer_dtype(config))
-        with self.guard("start of DeepSpeed's engine"):
-            self.engine = sdk.start(
-                self._deepspeed,
-                broadcast=self.stage == 3,
-                model=StepModule(self.module),
-                optimizer=optimizer,
-                config=config,
-            )
-        self.model = self.engine
-        if self.stage == 3 and self._wrapping is not None:
-            vars(self.module)[_IN_PARTS] = True
-        if not groups:
-            groups = [list(self.module.parameters())]
-        self._trained = compatibility.trained(self.module)
-        self._compared = self.world_size == 1 or self.stage == 0
-        self.state = EngineState(PartitionMap(self.engine, self.module, groups), self.module, keep=self.is_global_zero)
-
     # -- steps -----------------------------------------------------------------------------------------------
 
     def begin_epoch(self) -> None:
-        """The engine has divided what was trained when it began."""
+        """Refuse parameters that were frozen or unfrozen since the engine began, which divided them then."""
         if self.engine is not None:
             assert self.module is not None
             compatibility.check_still_trained(self.module, self._trained)
 
     def with_precision(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Inputs in the dtype of the weights, outputs in float32: the engine has no autocast."""
+        """Cast inputs to the dtype of the weights and outputs to float32: the engine has no autocast."""
         dtype = self.compute_dtype
         if dtype is torch.float32:
             return function
@@ -307,7 +129,10 @@ class DeepSpeedStrategy(ParallelStrategy):
             return lambda *args: engine(step, *args)
 
         def with_buffers(*args: Any) -> Any:
-            """As DistributedDataParallel: a batch norm's statistics would else be of a rank's own data."""
+            """Run the step with rank 0's buffers, as DistributedDataParallel does.
+
+            A batch norm's statistics would else be of a rank's own data.
+            """
             with self.guard("broadcast of the buffers"):
                 collectives.broadcast_tensors(buffers)
             return engine(step, *args)
@@ -316,7 +141,7 @@ class DeepSpeedStrategy(ParallelStrategy):
 
     @property
     def evaluation_communicates(self) -> bool:  # type: ignore[override]
-        """Where parameters are divided, a forward gathers them."""
+        """True where parameters are divided, which a forward gathers."""
         return self.stage == 3 and self.engine is not None
 
     def evaluation_step_of(self, ranks: Collection[int]) -> AbstractContextManager[Any]:
@@ -326,7 +151,7 @@ class DeepSpeedStrategy(ParallelStrategy):
         return no_accumulation_boundary(self.engine) if self.engine is not None else None
 
     def manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """The engine averages the gradients of every backward: several before one step add up."""
+        """Run a backward of a manual step, whose gradients the engine averages: several before one step add up."""
         self.gradients_synced = True
         self.backward(loss, *args, **kwargs)
 
@@ -338,7 +163,7 @@ class DeepSpeedStrategy(ParallelStrategy):
         self.engine.backward(loss, scale_wrt_gas=False)
 
     def clip_gradients(self, optimizer: Optimizer, clip_val: float, algorithm: str = "norm") -> torch.Tensor | None:
-        """Refused: gradients are the engine's, in parts, and it clips when it steps.
+        """Refuse to clip: the engine has the gradients, in parts, and clips when it steps.
 
         Raises:
             ConfigurationError: there is an engine.
@@ -352,7 +177,7 @@ class DeepSpeedStrategy(ParallelStrategy):
         )
 
     def grad_norm(self, optimizer: Optimizer) -> torch.Tensor:
-        """Refused as :meth:`clip_gradients` is; after a step ``engine.get_global_grad_norm()`` has it.
+        """Refuse as :meth:`clip_gradients` does; after a step ``engine.get_global_grad_norm()`` returns it.
 
         Raises:
             ConfigurationError: there is an engine.
@@ -365,17 +190,17 @@ class DeepSpeedStrategy(ParallelStrategy):
         )
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
-        """The engine does when it steps."""
+        """Do nothing: the engine unscales when it steps."""
 
     def zero_grad(self, optimizer: Optimizer) -> None:
-        """The engine has cleared them with its step."""
+        """Do nothing: the engine has cleared the gradients with its step."""
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool | None:
         self.engine.step()
         return bool(self.engine.was_step_applied())
 
     def sync_gradients(self) -> None:
-        """The engine averages by itself in the last backward of an accumulation; here it is told that there was one."""
+        """Average the gradients, as the engine does in the last backward of an accumulation, without one."""
         self.gradients_synced = True
         if self.engine is None:
             super().sync_gradients()
@@ -391,7 +216,7 @@ class DeepSpeedStrategy(ParallelStrategy):
 
     @property
     def engine_saves(self) -> bool:
-        """Whether the checkpoint IO lets the engine write what it holds."""
+        """True if the checkpoint IO lets the engine write what it holds."""
         return isinstance(self.checkpoint_io, DeepSpeedCheckpointIO)
 
     def module_state_dict(self) -> dict[str, Any]:
@@ -431,7 +256,7 @@ class DeepSpeedStrategy(ParallelStrategy):
             self.state.load_optimizer(state)
 
     def accumulated_gradients(self) -> dict[str, torch.Tensor]:
-        """None: from stage 2 on they are the engine's, which has no way to take them back."""
+        """Return none: from stage 2 on they are the engine's, which has no way to take them back."""
         if self.state is None:
             return super().accumulated_gradients()
         if self.is_global_zero:
@@ -443,7 +268,7 @@ class DeepSpeedStrategy(ParallelStrategy):
         return {}
 
     def load_checkpoint(self, path: str, *, weights_only: bool = True) -> dict[str, Any]:
-        """A folder is opened, not read: each tensor is read when its turn comes."""
+        """Open the folder; each tensor is read when it is loaded."""
         if "sharded" not in self.checkpoint_io.features:
             return super().load_checkpoint(path, weights_only=weights_only)
         checkpoint = self.checkpoint_io.open_checkpoint(path)
@@ -452,7 +277,10 @@ class DeepSpeedStrategy(ParallelStrategy):
     # -- memory ----------------------------------------------------------------------------------------------
 
     def memory_per_rank(self, model: ModelMemory, world_size: int) -> MemoryEstimate:
-        """Under ``32-true``; DeepSpeed's buffers for messages, of a size that the configuration says, are not in it."""
+        """Estimate the memory under ``32-true``, without DeepSpeed's buffers for messages.
+
+        Their size is in the configuration.
+        """
         whole = model.estimate()
         trained = sum(entry.parts()[0] for entry in model.parameters if entry.parameter.requires_grad)
 
@@ -473,47 +301,3 @@ class DeepSpeedStrategy(ParallelStrategy):
     def _offloads(self) -> bool:
         sections = (self.config[settings.ZERO].get(key) or {} for key in ("offload_optimizer", "offload_param"))
         return any(section.get("device", "none") != "none" for section in sections)
-
-    # -- end of life -----------------------------------------------------------------------------------------
-
-    def restore_module(self) -> None:
-        """Whole weights on every rank, in the precision that they are trained in, and nothing of the engine's left. The
-        optimizer is the user's again, on rank 0 with its state, so that the Trainer can save after a run.
-
-        A model that ``configure_model`` built under ``zero.Init`` stays divided: it may be too large for one rank. The
-        next run of as many ranks takes it up.
-        """
-        assert self.module is not None
-        wrapping = self._wrapping
-        if self.state is None or wrapping is None:
-            return
-        with self.guard("gathering of the model"):
-            whole = self.state.whole_weights()
-            give_back = None
-            if self.state.ledger.trains:
-                give_back, self._left = self.state.give_back(), self.state.extra()
-        self._wrapping = None
-        self._end_engine()
-        wrapping.undo(whole)
-        vars(self.module).pop(_IN_PARTS, None)
-        if give_back is not None:
-            give_back()
-
-    def _end_engine(self) -> None:
-        engine, self.engine, self.state = self.engine, None, None
-        self.model = self.module
-        if self._recomputing is not None:
-            self._recomputing()
-            self._recomputing = None
-        if engine is not None:
-            sdk.forget(engine)
-
-    def teardown(self) -> None:
-        try:
-            self._end_engine()
-            if self._wrapping is not None and self.stage < 3:  # a run that failed: every rank has whole weights
-                self._wrapping.undo()
-        finally:
-            self._wrapping = None
-            self._life.close()
-            super().teardown()

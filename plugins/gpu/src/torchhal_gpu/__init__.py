@@ -1,4 +1,4 @@
-"""GPUs for torchhal: accelerators ``gpu`` (``cuda``), ``xpu`` and ``mps``, and the precision ``tf32``."""
+"""Provide accelerators ``gpu`` (``cuda``), ``xpu`` and ``mps``, and the precision ``tf32``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What NVIDIA's management library knows, where the package ``nvidia-ml-py`` is installed.
+"""Query NVIDIA's management library, where the package ``nvidia-ml-py`` is installed.
 
 It asks the driver and needs no context on the device, so it also tells why there is none to be had, and what other
 processes hold. Source: NVML API reference, nvmlDeviceGetMemoryInfo.
@@ -14,7 +14,7 @@ import torch
 
 @lru_cache(maxsize=1)
 def _library() -> Any:
-    """The library, initialised; an ImportError or its own NVMLError if that can't be."""
+    """Return the library, initialised; an ImportError or its own NVMLError if that fails."""
     import pynvml
 
     pynvml.nvmlInit()
@@ -22,7 +22,7 @@ def _library() -> Any:
 
 
 def problem() -> str:
-    """Why the driver can't be asked; empty where it can, or where nobody can say."""
+    """Return why the driver can't be queried; an empty string where it can, or where that is unknown."""
     try:
         _library()
     except ImportError:
@@ -33,7 +33,7 @@ def problem() -> str:
 
 
 def memory(device: torch.device) -> tuple[int, int] | None:
-    """Bytes in use by all processes, and in all, on a ``cuda`` device; None where NVML doesn't know it."""
+    """Return the bytes in use by all processes, and in all, on a ``cuda`` device; None where NVML doesn't know it."""
     try:
         pynvml = _library()
         # by its UUID: NVML counts all devices, whatever CUDA_VISIBLE_DEVICES leaves visible

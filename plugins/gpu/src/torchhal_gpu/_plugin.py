@@ -1,4 +1,4 @@
-"""The manifest: what this distribution provides, without importing torch."""
+"""List what this distribution provides, without importing torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches on their way to the device while it still computes with the one before."""
+"""Copy batches to the device while it still computes with the one before."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class SideStreamAccelerator(Accelerator):
         self._copying: dict[torch.device, torch.Stream] = {}
 
     def batch_to_device(self, batch: Any, device: torch.device, *, non_blocking: bool = False) -> Any:
-        """``batch`` on ``device``, its tensors copied on a stream that the current one waits for."""
+        """Return ``batch`` on ``device``, its tensors copied on a stream that the current one waits for."""
         if not non_blocking:
             return super().batch_to_device(batch, device)
         copied: list[torch.Tensor] = []

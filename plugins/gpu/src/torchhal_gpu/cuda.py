@@ -1,4 +1,4 @@
-"""NVIDIA and AMD GPUs: torch speaks to both through ``torch.cuda``."""
+"""Train on NVIDIA and AMD GPUs, both through ``torch.cuda``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class GPUAccelerator(SideStreamAccelerator):
 
     @classmethod
     def availability(cls) -> Availability:
-        """Counts with NVML where it can, so that a process which forks later may still use the devices."""
+        """Count devices with NVML where it can, so that a process which forks later may still use them."""
         if torch.version.cuda is None and torch.version.hip is None:
             return Availability(
                 False,
@@ -48,7 +48,7 @@ class GPUAccelerator(SideStreamAccelerator):
         torch.backends.cudnn.benchmark = enabled
 
     def memory_stats(self, device: torch.device) -> dict[str, int]:
-        """``allocated``, ``peak`` and ``reserved`` by this process; ``limit`` and ``used`` (by all) of the device."""
+        """Return ``allocated``, ``peak``, ``reserved`` by this process; ``limit``, ``used`` (by all) of the device."""
         stats = super().memory_stats(device)
         used, limit = nvml.memory(device) or _memory(device)
         return {**stats, "limit": limit, "used": used}

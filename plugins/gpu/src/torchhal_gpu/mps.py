@@ -1,4 +1,4 @@
-"""The GPU of a Mac."""
+"""Train on the GPU of a Mac."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ class MPSAccelerator(Accelerator):
         return Availability(True)
 
     def memory_stats(self, device: torch.device) -> dict[str, int]:
-        """``allocated`` by tensors, ``reserved`` by this process, ``limit`` that Metal recommends; no peak is kept."""
+        """Return ``allocated`` by tensors, ``reserved`` by this process and the ``limit`` that Metal recommends.
+
+        No peak is kept.
+        """
         return {
             "allocated": torch.mps.current_allocated_memory(),
             "reserved": torch.mps.driver_allocated_memory(),

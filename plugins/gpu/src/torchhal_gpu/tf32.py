@@ -1,4 +1,4 @@
-"""TensorFloat-32: float32 numbers whose products are taken with 10 bits of mantissa."""
+"""Compute float32 products with 10 bits of mantissa, TensorFloat-32."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ class TF32Precision(Precision):
         self._undo: list[Callable[[], None]] = []
 
     def setup(self, accelerator: Accelerator, device: torch.device) -> None:
-        """
+        """Switch TensorFloat-32 on in this process.
+
         Raises:
             UnsupportedCombinationError: the device has no TensorFloat-32.
         """

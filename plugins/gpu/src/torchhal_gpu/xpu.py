@@ -1,4 +1,4 @@
-"""GPUs of Intel."""
+"""Train on GPUs of Intel."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class XPUAccelerator(SideStreamAccelerator):
         return super().availability()
 
     def memory_stats(self, device: torch.device) -> dict[str, int]:
-        """``allocated``, ``peak`` and ``reserved`` by this process; ``limit`` and ``used`` (by all) of the device."""
+        """Return ``allocated``, ``peak``, ``reserved`` by this process; ``limit``, ``used`` (by all) of the device."""
         stats = super().memory_stats(device)
         free, limit = torch.xpu.mem_get_info(device)
         return {**stats, "limit": limit, "used": limit - free}

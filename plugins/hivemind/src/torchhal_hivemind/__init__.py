@@ -1,4 +1,4 @@
-"""Decentralized training with hivemind: peers over the internet train one model, and come and go."""
+"""Provide decentralized training with hivemind: peers over the internet train one model, and come and go."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a peer is told about the run it takes part in: checked here, before anything starts."""
+"""Check the settings of a peer's run before anything starts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ AVERAGING: Final = ("gradients", "state")
 
 @dataclass(frozen=True)
 class Settings:
-    """See :class:`~torchhal_hivemind.strategy.HivemindStrategy` for what they mean."""
+    """The checked arguments of :class:`~torchhal_hivemind.strategy.HivemindStrategy`, which documents them."""
 
     target_batch_size: int
     run_id: str
@@ -55,7 +55,7 @@ class Settings:
 
     @property
     def agreement(self) -> dict[str, Any]:
-        """What all peers of a run must have in common."""
+        """The settings that all peers of a run must have in common."""
         return {name: getattr(self, name) for name in ("target_batch_size", "averaging", "average_state_every")}
 
 
@@ -81,7 +81,11 @@ def check(
     verbose: Any,
     environ: Mapping[str, str] = os.environ,
 ) -> Settings:
-    """Settings from arguments or, where these are None, the environment; ConfigurationError for what is wrong."""
+    """Return settings from arguments or, where these are None, from the environment.
+
+    Raises:
+        ConfigurationError: a value that is missing, or that can't be.
+    """
     peers = _addresses("initial_peers", initial_peers, environ.get(PEERS), PEERS)
     for peer in peers:
         if not re.search(r"/(p2p|ipfs)/\w+$", peer):
@@ -178,7 +182,7 @@ def _run_id(value: Any, environ: Mapping[str, str]) -> str:
 
 
 def _addresses(name: str, value: Any, text: str | None = None, variable: str = "") -> tuple[str, ...]:
-    """Multiaddresses: several, or one string with commas between them."""
+    """Return multiaddresses, given as several or as one string with commas between them."""
     if value is None:
         name, value = (variable, text) if text else (name, ())
     items = value.split(",") if isinstance(value, str) else value

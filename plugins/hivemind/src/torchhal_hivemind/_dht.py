@@ -1,4 +1,4 @@
-"""The network of peers: this process's node in the DHT, and what peers must agree on before they train together."""
+"""Run this process's node in the network of peers, and compare what they must agree on before they train."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Network:
         raise LaunchError(f"hivemind's network daemon did not start: {said or type(cause).__name__}") from cause
 
     def invite(self) -> None:
-        """Say how others join, once the first peer of a run is ready."""
+        """Print how others join, once the first peer of a run is ready."""
         elsewhere = [address for address in self.addresses if not address.startswith(("/ip4/127.", "/ip6/::1/"))]
         here = [address for address in self.addresses if address not in elsewhere]
         print(
@@ -100,7 +100,10 @@ class Network:
         )
 
     def agree(self, mine: Mapping[str, Any]) -> None:
-        """Compare with what the first peer of this run has told the others; ConfigurationError names what differs.
+        """Compare with what the first peer of this run has published.
+
+        Raises:
+            ConfigurationError: something differs, which it names.
 
         Args:
             mine: plain data by name.
@@ -121,7 +124,7 @@ class Network:
             )
 
     def donors(self) -> dict[bytes, float]:
-        """Peers other than this one that share the run's state, and the epoch that each has reached."""
+        """Return the other peers that share the run's state, each with the epoch that it has reached."""
         found = self.dht.get(f"{self.settings.run_id}_state_averager.all_averagers", latest=True)
         entries: Any = {} if found is None else found.value
         if not isinstance(entries, Mapping):
@@ -134,8 +137,10 @@ class Network:
         }
 
     def hush(self) -> None:
-        """Call it before the averagers end, and wait a little for the node to do what they have asked for: it would
-        find them gone, report each as an error, and sleep 3 s."""
+        """Silence the node before the averagers end, and wait up to 2 s for what they have requested from it.
+
+        It would find them gone, report each as an error, and sleep 3 s.
+        """
         if self.dht.is_alive():
             try:
                 self.dht.run_coroutine(_say_nothing, return_future=True).result(2.0)
@@ -158,7 +163,7 @@ class Network:
 
 
 async def _say_nothing(dht: hivemind.DHT, node: Any) -> None:
-    """In the node's process: no more output, of Python's own at exit neither."""
+    """Discard the output of the node's process, that of Python's own exit included."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     os.close(nowhere)

@@ -1,6 +1,6 @@
-"""``hivemind.Optimizer`` where its own behaviour would train something else than asked for.
+"""Override ``hivemind.Optimizer`` where its own behaviour would train something else than requested.
 
-Each override says which. The names that they override are those of hivemind 1.1; ``vendor.SUPPORTED`` pins it.
+Each override says which. The names that they override are those of hivemind 1.1; ``_sdk.HIVEMIND`` pins it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _log = logging.getLogger("torchhal")
 
 
 class Progress(ProgressTracker):  # type: ignore[misc]
-    """Counts what all peers have done.
+    """The tracker of what all peers have done.
 
     hivemind ends an epoch at the time at which it expects the samples to be there, so that peers meet. A peer that is
     alone has nobody to meet: its epochs end with exactly the samples asked for, at any speed.
@@ -42,7 +42,7 @@ class Progress(ProgressTracker):  # type: ignore[misc]
         return bool(self.global_epoch > mine.epoch or mine.samples_accumulated >= self.target_batch_size)
 
     def run(self) -> None:
-        """hivemind leaves reports that nobody has answered to the garbage collector, which complains about each."""
+        """Close the reports that nobody has answered, which the garbage collector would complain about."""
         super().run()
         loop = asyncio.get_event_loop_policy().get_event_loop()  # this thread's, which super().run() has made
         left = asyncio.all_tasks(loop)
@@ -52,10 +52,14 @@ class Progress(ProgressTracker):  # type: ignore[misc]
 
 
 class Gradients(GradientAverager):  # type: ignore[misc]
-    """Averages gradients by the number of samples behind them."""
+    """The average of gradients, weighted by the number of samples behind them."""
 
     def load_accumulators_into_averager_(self) -> None:
-        """hivemind divides by the number of batches, each as large as the first: a smaller one would scale the rest."""
+        """Divide by the number of samples.
+
+        By itself hivemind divides by the number of batches, each as large as the first: a smaller one would scale the
+        rest.
+        """
         super().load_accumulators_into_averager_()
         samples, first = self.local_samples_accumulated, self._anchor_batch_size
         if samples and samples != first * self.local_times_accumulated:
@@ -65,18 +69,18 @@ class Gradients(GradientAverager):  # type: ignore[misc]
                     gradient.mul_(scale)
 
     def step(self, *args: Any, reset_accumulators: bool = True, **options: Any) -> Any:
-        """hivemind clears the accumulators before the round: where it fails, the peer would step with zeros.
+        """Average without clearing the accumulators first: where a round fails, the peer would step with zeros.
 
         They are cleared when the epoch has ended, in any case.
         """
         return super().step(*args, reset_accumulators=False, **options)
 
     def load_state_from_peers(self, wait: bool = True, timeout: float | None = None) -> None:
-        """Gradients of others are nobody's state; hivemind downloads them, and uses them for nothing."""
+        """Do nothing: gradients of others are nobody's state, and hivemind would download them for nothing."""
 
 
 class StrategyOptimizer:
-    """An optimizer as hivemind sees it: stepping it is whatever the strategy does for a step."""
+    """An optimizer as hivemind knows it, whose step is whatever the strategy does for one."""
 
     def __init__(self, optimizer: Optimizer, step: Callable[[], Any]) -> None:
         self.optimizer = optimizer
@@ -164,7 +168,7 @@ class Collaboration(hivemind.Optimizer):  # type: ignore[misc]
 
     @property
     def step_error(self) -> Exception | None:
-        """What the latest step of the optimizer has raised."""
+        """The error that the latest step of the optimizer raised, or None."""
         return self._stepped.error
 
     def _make_progress_tracker(self, target_batch_size: int, **options: Any) -> Progress:
@@ -179,7 +183,10 @@ class Collaboration(hivemind.Optimizer):  # type: ignore[misc]
         )
 
     def _begin_averaging_gradients(self, grad_scaler: Any) -> bool:
-        """Where no round begins, hivemind may step with the last batch's gradients instead of the accumulated ones."""
+        """Step with the accumulated gradients where no round begins.
+
+        By itself hivemind may step with the last batch's.
+        """
         began = bool(super()._begin_averaging_gradients(grad_scaler))
         if not began:
             self._load_local_gradients_into_optimizer()
@@ -196,13 +203,13 @@ class Collaboration(hivemind.Optimizer):  # type: ignore[misc]
             self.tracker.update_epoch(epoch)
 
     def share_state(self) -> None:
-        """From now on others may take over this peer's state."""
+        """Let others take over this peer's state from now on."""
         if not self.client_mode and not self.settings.client_mode:
             self.state_averager.state_sharing_priority = self.local_epoch
             self.state_averager.allow_state_sharing = True
 
     def take_state(self, **_: Any) -> bool:
-        """Take over parameters, optimizer state and epoch of the peer that is furthest; False if none could be had.
+        """Take over parameters, optimizer state and epoch of the peer that is furthest; return False if none has any.
 
         A state older than this peer's is left alone.
         """
@@ -225,13 +232,13 @@ class Collaboration(hivemind.Optimizer):  # type: ignore[misc]
 
     @property
     def processes(self) -> list[Any]:
-        """hivemind's processes on this host, but for its daemon."""
+        """The processes of hivemind on this host, except for its daemon."""
         return [each for each in (self.dht, self.state_averager, self.grad_averager) if each is not None]
 
     # -- the end ---------------------------------------------------------------------------------------------
 
     def close(self, timeout: float) -> None:
-        """Say goodbye and end the averagers' processes, within about ``timeout`` seconds."""
+        """Announce the end and stop the averagers' processes, within about ``timeout`` seconds."""
         goodbye = threading.Thread(target=self._goodbye, name="torchhal-goodbye", daemon=True)
         goodbye.start()
         goodbye.join(timeout)  # a round that is under way may last longer, and so may a dead process's answer

@@ -1,4 +1,4 @@
-"""An optimizer's state before its first step: peers exchange it, so all must have the same tensors from the start."""
+"""Make an optimizer's state before its first step: peers exchange it, so all must have the same tensors."""
 
 from __future__ import annotations
 

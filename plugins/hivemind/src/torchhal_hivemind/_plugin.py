@@ -1,4 +1,4 @@
-"""The manifest: what this distribution provides, without importing torch or hivemind."""
+"""List what this distribution provides, without importing torch or hivemind."""
 
 from __future__ import annotations
 

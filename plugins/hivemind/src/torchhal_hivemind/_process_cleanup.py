@@ -1,4 +1,4 @@
-"""hivemind's processes: not for signals that are this process's to handle, and never longer-lived than it is.
+"""Keep signals from hivemind's processes, and end them with this process.
 
 hivemind forks a process for its DHT and one for each averager; the DHT's runs the network daemon. As forked they
 would keep this process's signal handlers, so that a ``terminate`` has no effect; a SIGTERM or Ctrl-C to the whole
@@ -26,7 +26,7 @@ _scratch = ""  # its folder
 
 @contextmanager
 def guarded(scratch: str) -> Iterator[None]:
-    """Fork hivemind's processes inside it: each leads a session of its own, ignores signals, and ends with this one.
+    """Fork hivemind's processes inside: each leads a session of its own, ignores signals, and ends with this one.
 
     SIGINT is handled here as before afterwards; hivemind makes the process that starts an averager ignore it. What has
     started before an error is ended.
@@ -50,7 +50,7 @@ def guarded(scratch: str) -> Iterator[None]:
 
 
 def end(processes: Iterable[Any], timeout: float) -> None:
-    """Wait for these ``multiprocessing`` processes; what is not gone in ``timeout`` seconds is killed, with its group.
+    """Wait for these ``multiprocessing`` processes; kill what is left after ``timeout`` seconds, with its group.
 
     ``terminate`` would have no effect, and ``multiprocessing`` would wait for them for ever at exit.
     """
@@ -65,8 +65,10 @@ def end(processes: Iterable[Any], timeout: float) -> None:
 
 
 def watch(processes: Sequence[Any], daemon: socket.socket, lost: Callable[[Any], object]) -> None:
-    """Call ``lost`` in a thread, with the first of ``processes`` that has ended, or None where ``daemon``, a connection
-    on which nothing is sent, has."""
+    """Call ``lost`` in a thread, with the first of ``processes`` that ends, or with None if the daemon does.
+
+    ``daemon`` is a connection to it on which nothing is sent.
+    """
 
     def wait() -> None:
         ended = multiprocessing.connection.wait([*(process.sentinel for process in processes), daemon])

@@ -1,4 +1,4 @@
-"""Learning rates that follow the collaboration: a scheduler steps once for each of its epochs, on every peer alike."""
+"""Step schedulers once for each epoch of the collaboration, on every peer alike."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 
 class Schedule:
-    """Steps schedulers to the collaboration's epoch.
+    """The schedulers of a run, which are stepped to the collaboration's epoch.
 
     A peer that takes over the state of others gets their learning rate with the optimizer's. A scheduler that
     computes the next rate from the present one would then decay it twice. So the groups' settings are kept here as
@@ -27,7 +27,7 @@ class Schedule:
         self._settings = self._now()
 
     def follow(self, epoch: int, *, replaced: bool) -> None:
-        """Step to ``epoch``. ``replaced``: the optimizer's state is another peer's since the last call."""
+        """Step to ``epoch``; ``replaced``: the optimizer's state is another peer's since the last call."""
         if replaced and self._configs:
             for group, settings in zip(self._optimizer.param_groups, self._settings, strict=True):
                 group.update(settings)
@@ -39,7 +39,7 @@ class Schedule:
         self._settings = self._now()
 
     def restored(self, epoch: int) -> None:
-        """Optimizer and schedulers have been loaded from a checkpoint of this epoch."""
+        """Continue from a checkpoint of this epoch, from which optimizer and schedulers have been loaded."""
         self.epoch = epoch
         self._settings = self._now()
 

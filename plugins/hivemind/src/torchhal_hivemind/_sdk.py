@@ -1,53 +1,42 @@
-"""Which hivemind is installed, and what importing it changes in a process."""
+"""Check and import hivemind, and undo what its import changes in a process."""
 
 from __future__ import annotations
 
 import logging
 import multiprocessing
 import os
-from importlib.metadata import PackageNotFoundError, version
 from typing import Final
 
 import torch
-from packaging.specifiers import SpecifierSet
-from packaging.version import Version
 
 from torchhal.errors import ConfigurationError
+from torchhal.vendor_package import VendorPackage
 
-SUPPORTED: Final = SpecifierSet(">=1.1.12,<1.2", prereleases=True)
-"""The releases this package was tested with; the extra ``vendor`` in pyproject.toml says the same."""
+HIVEMIND: Final = VendorPackage(
+    "hivemind",
+    versions=">=1.1.12,<1.2",  # those this package was tested with, as the extra ``vendor`` in pyproject.toml
+    submodules=("utils.mpfuture",),
+    plugin="torchhal-hivemind",
+    install="pip install 'torchhal-hivemind[vendor]'",
+    needed_by="strategy 'hivemind'",
+)
 
 
 def check_usable() -> None:
-    """Raise ConfigurationError unless a hivemind of :data:`SUPPORTED` can work here. Imports nothing of it."""
-    install = "pip install 'torchhal-hivemind[vendor]'"
-    try:
-        found = version("hivemind")
-    except PackageNotFoundError:
-        raise ConfigurationError(
-            f"strategy 'hivemind' needs the package hivemind, which is not installed: {install}"
-        ) from None
-    if Version(found) not in SUPPORTED:
-        raise ConfigurationError(
-            f"this torchhal-hivemind works with hivemind {SUPPORTED} (found hivemind {found}): {install}"
-        )
+    """Raise ConfigurationError unless a hivemind that fits can work here; nothing of it is imported."""
+    HIVEMIND.check()
     if "fork" not in multiprocessing.get_all_start_methods():
         raise ConfigurationError("strategy 'hivemind' needs a system that can fork: hivemind's processes start so")
 
 
 def load(*, verbose: bool) -> str:
-    """Import hivemind; the sharing strategy of torch.multiprocessing from before, which that import replaces.
+    """Import hivemind; return the sharing strategy of torch.multiprocessing from before, which that import replaces.
 
     hivemind logs each round of averaging that is looked for; unless ``verbose``, or HIVEMIND_LOGLEVEL is set, only
     its warnings are left.
     """
     before: str = torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]
-    try:
-        import hivemind
-        from hivemind.utils import mpfuture
-    except Exception as error:
-        raise ConfigurationError(f"hivemind can't be imported ({type(error).__name__}: {error})") from error
-    assert hivemind and mpfuture
+    HIVEMIND.load()
     if not os.environ.get("HIVEMIND_LOGLEVEL"):
         logging.getLogger("hivemind").setLevel(logging.INFO if verbose else logging.WARNING)
     share_by("file_system")  # as that import did the first time

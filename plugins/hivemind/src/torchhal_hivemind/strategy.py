@@ -1,4 +1,4 @@
-"""Decentralized training: this process is one of the peers that train one model together."""
+"""Train decentralized: this process is one of the peers that train one model together."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from torchhal.checkpoint import CheckpointIO
 from torchhal.cluster import ClusterEnvironment
 from torchhal.distributed.process import describe_exit, leave, write_stderr
 from torchhal.errors import ConfigurationError, DistributedError, ModelError, UnsupportedCombinationError
-from torchhal.precision import Precision, needs_closure
-from torchhal.strategies import SingleDeviceStrategy, Strategy, check_frequencies, check_lookups
+from torchhal.precision import Precision
+from torchhal.strategies import SingleDeviceStrategy, Strategy
 from torchhal.trainer.logging import batch_size_of
-from torchhal.trainer.loops import module_hook
 from torchhal_hivemind import _config as settings
 from torchhal_hivemind import _sdk as sdk
+from torchhal_hivemind._compatibility import check_model, check_schedulers
 from torchhal_hivemind._optimizer_state import make_state
 from torchhal_hivemind._process_cleanup import watch
 from torchhal_hivemind._schedule import Schedule
@@ -162,7 +162,10 @@ class HivemindStrategy(SingleDeviceStrategy):
 
     @property
     def joining(self) -> dict[str, Any]:
-        """Arguments for the strategy of a peer that joins this one's run (STR-43); empty while nobody can."""
+        """The arguments for the strategy of a peer that joins this one's run; empty while nobody can.
+
+        Checks: STR-43.
+        """
         return {"initial_peers": self.addresses, "run_id": self.settings.run_id} if self.addresses else {}
 
     def check_sync_batchnorm(self, world_size: int) -> None:
@@ -180,8 +183,10 @@ class HivemindStrategy(SingleDeviceStrategy):
         super().prepare(trainer)
 
     def setup_optimizers(self, optimizers: Sequence[Optimizer], lr_scheduler_configs: Sequence[Any] = ()) -> None:
-        self._check_module(optimizers)
-        self._check_schedulers(lr_scheduler_configs)
+        assert self.module is not None
+        me = f"strategy {self.alias or 'hivemind'!r}"
+        check_model(me, self.module, optimizers)
+        check_schedulers(me, self.module, lr_scheduler_configs)
         super().setup_optimizers(optimizers, lr_scheduler_configs)
         if threading.current_thread() is not threading.main_thread():
             raise ConfigurationError("strategy 'hivemind' can only train in the main thread: it starts processes there")
@@ -201,73 +206,14 @@ class HivemindStrategy(SingleDeviceStrategy):
         lost = partial(self._process_lost, self._collaboration)
         watch(self._collaboration.processes, self._network.daemon, lost)
 
-    def _check_module(self, optimizers: Sequence[Optimizer]) -> None:
-        module, me = self.module, f"strategy {self.alias or 'hivemind'!r}"
-        name = type(module).__name__
-        assert module is not None
-        if not getattr(module, "automatic_optimization", True):
-            raise UnsupportedCombinationError(
-                f"{me} decides when a step is due, and {name} has automatic_optimization=False: leave one of them out"
-            )
-        if len(optimizers) != 1:
-            raise UnsupportedCombinationError(
-                f"{me} averages for one optimizer, and {name}.configure_optimizers returned {len(optimizers)}: put the "
-                "parameters into groups of one"
-            )
-        if needs_closure(optimizers[0]):
-            raise UnsupportedCombinationError(
-                f"{me} steps with gradients that it has averaged, and {type(optimizers[0]).__name__} evaluates the "
-                "model within a step: use an optimizer that needs no closure"
-            )
-        if module_hook(module, "configure_gradient_clipping") is not None:
-            raise UnsupportedCombinationError(
-                f"{me} clips the average of all peers, and {name}.configure_gradient_clipping would clip what one of "
-                "them adds to it: use the Trainer's gradient_clip_val"
-            )
-        check_lookups(module, "each peer would look up, and scale, other rows")
-        check_frequencies(module, "each peer")
-        for key, part in module.named_modules():
-            if getattr(part, "sparse", False) and isinstance(part, nn.Embedding | nn.EmbeddingBag):
-                raise UnsupportedCombinationError(
-                    f"{me} averages dense gradients, and {key or name!r} has sparse=True: set it to False"
-                )
-        for group in optimizers[0].param_groups:
-            for parameter in group["params"]:
-                if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-                    raise UnsupportedCombinationError(
-                        f"{me} averages in float32, and {type(optimizers[0]).__name__} of {name} holds a parameter of "
-                        f"{parameter.dtype}: use float32, bfloat16 or float16"
-                    )
-
-    def _check_schedulers(self, configs: Sequence[Any]) -> None:
-        me = f"strategy {self.alias or 'hivemind'!r}"
-        for config in configs:
-            name = type(config.scheduler).__name__
-            if config.reduce_on_plateau:
-                raise UnsupportedCombinationError(
-                    f"{me} steps schedulers with the collaboration, and {name} goes by a metric that each peer has its "
-                    "own of: use a scheduler that counts steps"
-                )
-            if config.interval != "step":
-                raise UnsupportedCombinationError(
-                    f"{me} steps schedulers with the collaboration, and {name} has interval={config.interval!r}, a "
-                    "pass over the data of one peer: return {'scheduler': ..., 'interval': 'step'}, in which a step is "
-                    "one of all peers together"
-                )
-        if configs and module_hook(self.module, "lr_scheduler_step") is not None:
-            raise UnsupportedCombinationError(
-                f"{me} steps schedulers itself, on every peer alike, and {type(self.module).__name__} defines "
-                "lr_scheduler_step: leave that out"
-            )
-
     def _running_statistics(self) -> list[torch.Tensor]:
-        """Floating-point buffers that a checkpoint keeps."""
+        """Return the floating-point buffers that a checkpoint keeps."""
         assert self.module is not None
         kept = self.module.state_dict(keep_vars=True)
         return [buffer for name, buffer in self.module.named_buffers() if name in kept and buffer.is_floating_point()]
 
     def _agreement(self) -> dict[str, Any]:
-        """What makes a step of this peer that of the others. hivemind looks at shapes only, and not at all of them."""
+        """Return what makes a step of this peer that of the others, of which hivemind compares some shapes only."""
         assert self.module is not None
         (optimizer,) = self.optimizers
         names = {parameter: name for name, parameter in self.module.named_parameters()}
@@ -309,7 +255,7 @@ class HivemindStrategy(SingleDeviceStrategy):
         self._samples += self._batch
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> int | None:
-        """Give the gradients to the collaboration; the number of epochs that it is further, None for none.
+        """Give the gradients to the collaboration; return by how many epochs it is further, None for none.
 
         With ``averaging="state"`` each call is a step of this peer's own.
         """
@@ -336,7 +282,7 @@ class HivemindStrategy(SingleDeviceStrategy):
         return epoch - before if epoch > before else None
 
     def _step_together(self) -> None:
-        """Step with the averaged gradients, which are in place; in a thread of hivemind's."""
+        """Step with the averaged gradients, which are in place, in a thread of hivemind's."""
         (optimizer,) = self.optimizers
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -347,7 +293,7 @@ class HivemindStrategy(SingleDeviceStrategy):
         self.precision.optimizer_step(optimizer)
 
     def clip_gradients(self, optimizer: Optimizer, clip_val: float, algorithm: str = "norm") -> torch.Tensor | None:
-        """Refused in a hook of a fit, which sees the gradients of this peer's batch; alone, a step has no others."""
+        """Refuse to clip in a hook of a fit, which has the gradients of this peer's batch; clip in other loops."""
         if self.trainer is not None and self.settings.averaging == "gradients":
             raise UnsupportedCombinationError(
                 f"strategy {self.alias or 'hivemind'!r} averages the gradients of all peers when the step is due, and "
@@ -384,7 +330,7 @@ class HivemindStrategy(SingleDeviceStrategy):
             network.invite()
 
     def _take_state(self, peer: Collaboration, network: Network) -> bool:
-        """The state of a peer that is as far as this one or further; False if there is none."""
+        """Take over the state of a peer that is as far as this one or further; return False if there is none."""
         deadline = time.monotonic() + self.settings.join_timeout
         while not (donors := network.donors()):
             if self.watch.stop_requested or time.monotonic() > deadline:
@@ -415,7 +361,7 @@ class HivemindStrategy(SingleDeviceStrategy):
         return error
 
     def _process_lost(self, peer: Collaboration, process: Any) -> None:
-        """In a thread: one of hivemind's processes is gone, None for its network daemon."""
+        """End this process in a thread: one of hivemind's is gone, or, for None, its network daemon."""
         if peer is not self._collaboration:
             return  # it was told to
         if process is None:  # without it a peer goes on by itself, further from the others with each step
@@ -454,7 +400,7 @@ class HivemindStrategy(SingleDeviceStrategy):
     # -- checkpoints -----------------------------------------------------------------------------------------
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer's own state, which any strategy can load, and the collaboration's epoch beside it."""
+        """Return the optimizer's own state, which any strategy can load, with the collaboration's epoch beside it."""
         return {**super().optimizer_state(optimizer), EPOCH: self.epoch}
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Intel Gaudi for torchhal: accelerator ``hpu``, its strategies, ``fp8``, fused optimizers and statistics.
+"""Provide Intel Gaudi: accelerator ``hpu``, its strategies, ``fp8``, fused optimizers and statistics.
 
 Importing this package imports neither torch nor anything of Intel's.
 """

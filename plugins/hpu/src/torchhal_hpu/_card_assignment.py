@@ -1,12 +1,13 @@
-"""Which of the machine's modules (cards) a process takes: the bridge reads it from the environment, once."""
+"""Choose which of the machine's modules (cards) a process takes, in the variables that the bridge reads once."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 from torchhal.errors import ConfigurationError
-from torchhal_hpu._sdk import restore
+from torchhal.vendor_package import restored_environ
 
 _MODULE = "HLS_MODULE_ID"
 _VISIBLE = "HABANA_VISIBLE_MODULES"
@@ -15,7 +16,7 @@ _RANKS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "ID")
 
 
 class CardAssignment:
-    """This process's module and its place among the ranks, as the bridge is told them.
+    """The module of this process and its place among the ranks, as the bridge reads them.
 
     The ranks' variables are there between :meth:`join` and :meth:`leave`: what runs later in this process must not
     take them for a launcher's. The module is the process's until it ends.
@@ -24,10 +25,10 @@ class CardAssignment:
     def __init__(self) -> None:
         self.indices: Sequence[int] = ()
         """The devices that were asked for, by local rank: indices into the visible modules."""
-        self._before: dict[str, str | None] = {}
+        self._variables: ExitStack | None = None  # what puts the ranks' variables back
 
     def join(self, *, global_rank: int, local_rank: int, world_size: int) -> None:
-        """Be one of several.
+        """Take a module, and join the ranks as one of several.
 
         Raises:
             ConfigurationError: there is no module for this rank, or this process has opened another one.
@@ -36,16 +37,17 @@ class CardAssignment:
 
         index = self.indices[local_rank] if local_rank < len(self.indices) else local_rank
         self._take(index, local_rank)
-        if not self._before:
-            self._before = {name: os.environ.get(name) for name in _RANKS}
+        if self._variables is None:
+            self._variables = ExitStack()
+            self._variables.enter_context(restored_environ(*_RANKS))
         initialize_distributed_hpu(world_size=world_size, rank=global_rank, local_rank=local_rank)
 
     @property
     def joined(self) -> bool:
-        return bool(self._before)
+        return self._variables is not None
 
     def alone(self) -> None:
-        """Be the only one: on the driver's choice unless another than the first device was asked for."""
+        """Take a module as the only rank: the driver's choice unless another than the first device was requested."""
         if self.indices and self.indices[0]:
             self._take(self.indices[0], None)
 
@@ -71,5 +73,6 @@ class CardAssignment:
         os.environ.update({_MODULE: module, _CHOSEN_BY: str(os.getpid())})
 
     def leave(self) -> None:
-        restore(self._before)
-        self._before = {}
+        variables, self._variables = self._variables, None
+        if variables is not None:
+            variables.close()

@@ -1,4 +1,4 @@
-"""The state of the bridge's optimizers in the form of torch's, so that a run of one is continued with the other."""
+"""Convert the state of the bridge's optimizers to torch's form, so that a run of one is continued with the other."""
 
 from __future__ import annotations
 

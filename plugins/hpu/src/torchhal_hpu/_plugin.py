@@ -1,22 +1,22 @@
-"""The manifest: what this distribution provides, without importing torch or anything of Intel's."""
+"""List what this distribution provides, without importing torch or anything of Intel's."""
 
 from __future__ import annotations
 
 from torchhal.plugin import Component, hookimpl
 
-VENDOR = ("habana_frameworks",)
+_VENDOR = ("habana_frameworks",)
 
 
 @hookimpl
 def torchhal_accelerators() -> list[Component]:
-    return [Component("hpu", "torchhal_hpu.accelerator:HPUAccelerator", "Intel Gaudi", requires=VENDOR)]
+    return [Component("hpu", "torchhal_hpu.accelerator:HPUAccelerator", "Intel Gaudi", requires=_VENDOR)]
 
 
 @hookimpl
 def torchhal_strategies() -> list[Component]:
     return [
-        Component("hpu_single", "torchhal_hpu.strategy:HPUSingleStrategy", "one Gaudi", requires=VENDOR),
-        Component("hpu_parallel", "torchhal_hpu.strategy:HPUParallelStrategy", "ddp on Gaudis", requires=VENDOR),
+        Component("hpu_single", "torchhal_hpu.strategy:HPUSingleStrategy", "one Gaudi", requires=_VENDOR),
+        Component("hpu_parallel", "torchhal_hpu.strategy:HPUParallelStrategy", "ddp on Gaudis", requires=_VENDOR),
     ]
 
 
@@ -27,7 +27,7 @@ def torchhal_precisions() -> list[Component]:
             "hpu-fp8",
             "torchhal_hpu.precision:FP8Precision",
             "linear layers in float8, the rest in bfloat16, on Gaudi 2 and later; 'fp8' on hpu",
-            requires=VENDOR,
+            requires=_VENDOR,
         )
     ]
 

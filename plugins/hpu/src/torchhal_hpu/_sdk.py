@@ -1,94 +1,62 @@
-"""Intel's bridge: loaded once, without what it leaves in the environment, or exactly why it can't be."""
+"""Import Intel's bridge, without what its import leaves in the environment."""
 
 from __future__ import annotations
 
-import os
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from importlib import metadata
+from typing import Final
 
 import torch
-from packaging.version import InvalidVersion, Version
 
-MINIMUM = Version("1.20")
-"""The first release with a torch that torchhal runs on. This package is written to the sources of 1.19."""
+from torchhal.vendor_package import VendorPackage, restored_environ
 
-_lock = threading.RLock()
-_loaded = False
-_problem = ""
+
+class _Bridge(VendorPackage):
+    """Intel's bridge, whose import checks the torch it finds, by assertions and by a look at its local version."""
+
+    def explain(self, error: Exception) -> str:
+        if isinstance(error, AssertionError):
+            return _about_torch(str(error))
+        if isinstance(error, AttributeError) and not torch.version.__version__.partition("+")[2]:
+            return _about_torch(f"{type(error).__name__}: {error}")
+        return super().explain(error)
+
+
+BRIDGE: Final = _Bridge(
+    "habana_frameworks.torch",
+    # The first release with a torch that torchhal runs on. This package is written to the sources of 1.19.
+    versions=">=1.20",
+    distributions=("habana-torch-plugin",),  # not the stub, which is of 1.19
+    submodules=("distributed.hccl",),
+    plugin="torchhal-hpu",
+    install="habana-torch-plugin comes with Intel's installer and containers, as docs.habana.ai says",
+    error=ImportError,
+    not_installed="the Gaudi software is not installed: {install}",
+    wrong_version="{plugin} needs release 1.20 or newer of the Gaudi software, and {distribution} {version} is "
+    "installed: upgrade it together with driver and torch, as docs.habana.ai says",
+)
 
 
 def load() -> None:
-    """Import the bridge, which registers the device with torch. Idempotent, also in failing.
+    """Import the bridge, which registers the device with torch.
 
     Raises:
         ImportError: it is not installed, too old, made for another torch, or doesn't load.
         RuntimeError: it came too late: torch has been asked for its accelerator before.
     """
-    global _loaded, _problem
-    with _lock:
-        if _loaded:
-            return
-        if _problem:  # a library that was half imported would say something else the second time
-            raise ImportError(_problem)
-        try:
-            _check_version()
-            with _kept("MASTER_ADDR", "MASTER_PORT"):  # its import writes a meeting place that nobody chose
-                _import()
-        except ImportError as error:
-            _problem = str(error)
-            raise
-        _check_accelerator()
-        _loaded = True
+    with restored_environ("MASTER_ADDR", "MASTER_PORT"):  # its import writes a meeting place that nobody chose
+        BRIDGE.load()
+    _check_accelerator()
 
 
-def version() -> Version | None:
-    """Of the installed bridge; None where its metadata don't say, or it is the stub."""
-    try:
-        return Version(metadata.version("habana-torch-plugin"))
-    except (metadata.PackageNotFoundError, InvalidVersion):
-        return None
-
-
-def _check_version() -> None:
-    found = version()
-    if found is not None and found < MINIMUM:
-        raise ImportError(
-            f"torchhal-hpu needs release {MINIMUM} or newer of the Gaudi software, and habana-torch-plugin {found} is "
-            "installed: upgrade it together with driver and torch, as docs.habana.ai says"
-        )
-
-
-def _import() -> None:
-    try:
-        import habana_frameworks.torch
-        import habana_frameworks.torch.distributed.hccl  # noqa: F401
-    except ModuleNotFoundError as error:
-        if not (error.name or "").startswith("habana_frameworks"):
-            raise
-        raise ImportError(
-            f"the Gaudi software is not installed ({error}): habana-torch-plugin comes with Intel's installer and "
-            "containers, as docs.habana.ai says"
-        ) from error
-    except AssertionError as error:  # its own checks of the torch it finds
-        raise ImportError(_about_torch(str(error))) from error
-    except AttributeError as error:
-        if torch.version.__version__.partition("+")[2]:
-            raise
-        raise ImportError(_about_torch(f"{type(error).__name__}: {error}")) from error
-
-
-def _about_torch(said: str) -> str:
-    message = f"habana-torch-plugin refuses torch {torch.__version__}: {said}"
-    if "Lazy" in said or "local" in said or "startswith" in said:
+def _about_torch(reason: str) -> str:
+    message = f"habana-torch-plugin refuses torch {torch.__version__}: {reason}"
+    if "Lazy" in reason or "local" in reason or "startswith" in reason:
         return f"{message}. Install the torch that came with it or, for eager mode, set PT_HPU_LAZY_MODE=0"
     return f"{message}. Install the torch that came with it"
 
 
 def _check_accelerator() -> None:
-    """torch answers only once which accelerator it has, and whoever asks before this library is there is told none."""
+    """Raise RuntimeError if torch was asked for its accelerator before the bridge was there: it keeps to its answer."""
     import habana_frameworks.torch.hpu as hpu
 
     if not hpu.is_available():
@@ -102,24 +70,6 @@ def _check_accelerator() -> None:
         )
 
 
-@contextmanager
-def _kept(*variables: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
-    try:
-        yield
-    finally:
-        restore(before)
-
-
-def restore(variables: dict[str, str | None]) -> None:
-    """Set environment variables to what they were; None: they were not there."""
-    for name, value in variables.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
-
-
 def is_imported() -> bool:
-    """Whether somebody has imported the bridge, so that the environment is too late for what it reads then."""
+    """Return True once the bridge is imported: then it has read the environment, and changes there have no effect."""
     return "habana_frameworks.torch" in sys.modules

@@ -1,4 +1,4 @@
-"""Intel Gaudi: torch's device ``hpu``, through Intel's bridge."""
+"""Train on Intel Gaudi: torch's device ``hpu``, through Intel's bridge."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class HPUAccelerator(Accelerator):
 
     @classmethod
     def load(cls) -> None:
-        """Import the bridge: before anybody asks torch which accelerator it has, and before ``PT_HPU_*`` is of use."""
+        """Import the bridge, before anybody asks torch for its accelerator, and before ``PT_HPU_*`` is of use."""
         sdk.load()
 
     @classmethod
@@ -72,7 +72,7 @@ class HPUAccelerator(Accelerator):
         return min(there, len(visible)) if visible else there
 
     def get_parallel_devices(self, indices: Sequence[int]) -> list[torch.device]:
-        """``hpu`` for each index; which of the visible modules they are, each process looks up when it is set up."""
+        """Return ``hpu`` for each index; each process finds its visible module when it is set up."""
         self._place.indices = tuple(indices)
         return super().get_parallel_devices(indices)
 
@@ -99,13 +99,16 @@ class HPUAccelerator(Accelerator):
         super().teardown()
 
     def memory_stats(self, device: torch.device) -> dict[str, int]:
-        """``allocated`` and ``peak`` by tensors, and the ``limit`` of the device."""
+        """Return ``allocated`` and ``peak`` by tensors, and the ``limit`` of the device."""
         stats = self.device_stats(device)
         return {"allocated": stats["InUse"], "peak": stats["MaxInUse"], "limit": stats["Limit"]}
 
     def device_stats(self, device: torch.device) -> dict[str, Any]:
-        """The bridge's statistics under its own keys: ``Limit``, ``InUse`` and ``MaxInUse`` in bytes, ``NumAllocs``,
-        ``NumFrees``, ... (``habana_frameworks.torch.hpu.memory.memory_stats``)."""
+        """Return the bridge's statistics under its own keys.
+
+        ``Limit``, ``InUse`` and ``MaxInUse`` in bytes, ``NumAllocs``, ``NumFrees``, ...
+        (``habana_frameworks.torch.hpu.memory.memory_stats``).
+        """
         import habana_frameworks.torch.hpu as hpu
 
         stats: dict[str, Any] = hpu.memory_stats(None if device.index is None else device)

@@ -1,4 +1,4 @@
-"""Checkpoints that load on any machine: tensors go to the host before they are written."""
+"""Write checkpoints that load on any machine, by moving tensors to the host first."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class HPUCheckpointIO(TorchCheckpointIO):
 
 
 def to_host(value: Any) -> Any:
-    """``value`` with a copy on the CPU for every tensor on ``hpu``; the same copy where it is the same tensor."""
+    """Return ``value`` with a CPU copy for every tensor on ``hpu``; the same copy where it is the same tensor."""
     copies: dict[Hashable, torch.Tensor] = {}
 
     def copy(leaf: Any) -> Any:
@@ -45,7 +45,7 @@ def to_host(value: Any) -> Any:
 
 
 def _identity(tensor: torch.Tensor) -> Hashable:
-    """Equal for two views of the same elements."""
+    """Return a key that is equal for two views of the same elements."""
     try:
         memory = tensor.untyped_storage()._cdata
     except (RuntimeError, NotImplementedError):  # lazy tensors have none

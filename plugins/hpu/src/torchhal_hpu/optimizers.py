@@ -1,4 +1,4 @@
-"""Intel's fused optimizers in the place of torch's."""
+"""Put Intel's fused optimizers in the place of torch's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _COMMON = frozenset({"foreach", "fused", "capturable", "differentiable"})  # of 
 
 
 def fused(optimizer: Optimizer) -> Optimizer:
-    """The bridge's fused optimizer over the same parameter groups; ``optimizer`` itself unless they are on ``hpu``.
+    """Return the bridge's fused optimizer over the same parameter groups; ``optimizer`` itself unless on ``hpu``.
 
     For ``configure_optimizers``, before a scheduler is made of it::
 

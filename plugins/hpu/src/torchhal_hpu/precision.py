@@ -1,4 +1,4 @@
-"""bfloat16 autocast with op lists of one's own, and float8 through Intel's transformer engine."""
+"""Compute in bfloat16 with op lists of one's own, and in float8 through Intel's transformer engine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _OPERATOR = re.compile(r"[A-Za-z_]\w*")
 
 
 class HPUMixedPrecision(MixedPrecision):
-    """``bf16-mixed`` with a say in which operators run in which width.
+    """``bf16-mixed`` with a choice of the operators that run in each width.
 
     Args:
         lower_precision_ops: a file with names of operators that run in bfloat16, one per line; None for Intel's list.
@@ -99,7 +99,8 @@ class FP8Precision(MixedPrecision):
         self.replace_layers = replace_layers
 
     def setup(self, accelerator: Accelerator, device: torch.device) -> None:
-        """
+        """Load the transformer engine.
+
         Raises:
             UnsupportedCombinationError: the device is a first Gaudi, or the transformer engine is not installed.
         """
@@ -144,7 +145,7 @@ class FP8Precision(MixedPrecision):
 
 
 class _Nested:
-    """Contexts made anew each time this is entered, which may be while it is entered."""
+    """A context that makes its contexts anew each time it is entered, also while it is entered."""
 
     def __init__(self, *make: Callable[[], AbstractContextManager[Any]]) -> None:
         self._make = make

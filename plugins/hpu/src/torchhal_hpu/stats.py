@@ -1,4 +1,4 @@
-"""The device's statistics in the loggers."""
+"""Log the device's statistics."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ if TYPE_CHECKING:
 
 
 class HPUStats(Callback):
-    """Sends the card's statistics to the loggers every ``log_every_n_steps`` steps: ``hpu/InUse``, ``hpu/MaxInUse``,
-    ``hpu/NumAllocs`` and the bridge's other keys, of global rank 0's card."""
+    """A callback that logs the card's statistics every ``log_every_n_steps`` steps.
+
+    Keys are ``hpu/InUse``, ``hpu/MaxInUse``, ``hpu/NumAllocs`` and the bridge's others, of global rank 0's card.
+    """
 
     def on_train_start(self, trainer: Trainer, module: Any) -> None:
-        """Refuse a run with nothing to ask or nobody to tell."""
+        """Refuse a run on another accelerator, or without a logger."""
         if not isinstance(trainer.accelerator, HPUAccelerator):
             raise ConfigurationError(f"HPUStats asks accelerator 'hpu' (the run's is {trainer.accelerator.name!r})")
         if not trainer.loggers:

@@ -1,4 +1,4 @@
-"""One card, and one process per card: torch's strategies, with what the bridge has to offer beside them."""
+"""Train on one card, or in one process per card: torch's strategies, with options of the bridge's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from torchhal.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 
 
 class _WithVendorParts(Strategy):
-    """
+    """The options of the bridge's that its strategies have in common.
+
     Args:
         fused_clip_norm: clip by norm with the bridge's ``FusedClipNorm``.
         compile: compile the model's ``forward`` with ``torch.compile(backend="hpu_backend")``, in place and for the
@@ -58,7 +59,7 @@ class _WithVendorParts(Strategy):
         self._compiled = self.module
 
     def marked(self, name: str, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Where the bridge wants them: before a step without training, and none of its own for one that trains."""
+        """Return a step that is preceded by a mark unless it trains, where the bridge places marks."""
         mark = self.mark_step
         if mark is None or name == "training_step":
             return step

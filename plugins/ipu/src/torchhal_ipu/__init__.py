@@ -1,4 +1,4 @@
-"""Graphcore IPUs for torchhal: accelerator ``ipu`` and strategy ``ipu_strategy``.
+"""Provide Graphcore IPUs: accelerator ``ipu`` and strategy ``ipu_strategy``.
 
 Importing this package imports neither torch nor poptorch.
 """

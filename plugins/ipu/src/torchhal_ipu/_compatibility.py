@@ -1,4 +1,4 @@
-"""What a compiled step can't do, said before a model is trained wrongly."""
+"""Refuse what a compiled step can't do, before a model is trained wrongly."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from torchhal.errors import ConfigurationError, ModelError
 from torchhal.strategies import check_lookups
+from torchhal.strategies.model_checks import check_automatic_optimization, check_optimized_parameters
 from torchhal.trainer.loops import module_hook
 
 _HOOKS = {
@@ -23,31 +24,30 @@ _HOOKS = {
 
 
 def check_model(module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """
+    """Refuse a model that a compiled step can't train.
+
     Raises:
         ModelError: no optimizer, several, one that leaves trainable parameters out, manual optimization, or a layer
             that writes to its own weight.
     """
     name = type(module).__name__
-    if not getattr(module, "automatic_optimization", True):
-        raise ModelError(
-            f"{name} has automatic_optimization=False, and on IPUs backward and update are part of the compiled step: "
-            "use automatic optimization"
-        )
+    check_automatic_optimization(module, "on IPUs backward and update are part of the compiled step")
     check_lookups(module, "poptorch doesn't say whether a compiled step keeps that")
     if len(optimizers) != 1:
         raise ModelError(f"{name}.configure_optimizers must return one optimizer for IPUs (got {len(optimizers)})")
-    held = {id(parameter) for group in optimizers[0].param_groups for parameter in group["params"]}
-    left_out = [key for key, p in module.named_parameters() if p.requires_grad and id(p) not in held]
-    if left_out:
-        raise ModelError(
-            f"the optimizer of {name} hasn't got {', '.join(map(repr, left_out[:8]))}, which poptorch would train with "
-            "the optimizer's defaults: add them, or freeze them with requires_grad_(False)"
-        )
+    check_optimized_parameters(
+        module, optimizers, "poptorch trains parameters that no group holds with the optimizer's defaults"
+    )
 
 
 def check_trainer(trainer: Any, iterations: int, configs: Sequence[Any]) -> None:
-    """
+    """Refuse hooks, flags and schedulers of a Trainer that a compiled step can't follow.
+
+    Args:
+        trainer: of the fit that is about to begin.
+        iterations: optimizer steps in one call of the compiled step.
+        configs: the ``LRSchedulerConfig`` objects of the Trainer.
+
     Raises:
         ModelError: a hook that is called in the midst of a step, which runs on the device as a whole.
         ConfigurationError: a flag that can't be kept.

@@ -1,4 +1,4 @@
-"""One compiled step: an executor, and what goes in and comes out of it for a batch."""
+"""Run one compiled step: an executor, and what goes in and comes out of it for a batch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _REDUCED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def flatten(batch: Any) -> tuple[list[torch.Tensor], Any]:
-    """The tensors of a batch, and its structure.
+    """Return the tensors of a batch, and its structure.
 
     Raises:
         ModelError: an array of another library is in it.
@@ -107,7 +107,7 @@ class CompiledStep:
                 )
 
     def compile(self) -> None:
-        """Record and compile the step, and take the IPUs. Without this the first call does."""
+        """Record and compile the step, and take the IPUs; without this the first call does."""
         self.executor.compile(*self._first)
         if self._random_state is not None:
             self.executor.rng_state = self._random_state
@@ -116,7 +116,7 @@ class CompiledStep:
         return shapes(tensors) == self.shapes
 
     def __call__(self, tensors: list[torch.Tensor], structure: Any) -> Any:
-        """Run it; what the step returned, and ``self.log`` as the step called it.
+        """Run the step; return what it returned, and log as the step called ``self.log``.
 
         Raises:
             ModelError: the batch has other things in it than tensors, and not those of the first one.
@@ -144,7 +144,7 @@ class CompiledStep:
             self.executor.detachFromDevice()
 
     def destroy(self) -> None:
-        """The module has its weights, and its tensors are of the classes that they were."""
+        """Give the weights back to the module, and its tensors their classes from before."""
         self.executor.destroy()
         for tensor, cls in self._classes:  # a module that failed to compile keeps poptorch's otherwise
             if tensor.__class__ is not cls:

@@ -1,4 +1,4 @@
-"""poptorch's options for a run: what the Trainer's flags say, and what the user's own options say."""
+"""Combine poptorch's options for a run from the Trainer's flags and the user's own options."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchhal.errors import ConfigurationError, UnsupportedCombinationError
 
 @dataclass(frozen=True)
 class Sizes:
-    """How many micro-batches one call takes."""
+    """The numbers of micro-batches that one call takes."""
 
     iterations: int
     """Optimizer steps of one call, or batches without training."""
@@ -51,7 +51,7 @@ def check_type(name: str, value: Any) -> None:
 
 @dataclass(frozen=True)
 class Flags:
-    """What the Trainer and the strategy's arguments ask for."""
+    """The options that the Trainer and the strategy's arguments request."""
 
     replicas: int
     devices: int
@@ -63,7 +63,7 @@ class Flags:
 
 
 def for_training(given: Any, flags: Flags) -> Any:
-    """New options for training.
+    """Return new options for training.
 
     Raises:
         ConfigurationError: flags and ``given`` contradict each other, or ask for what can't be.
@@ -95,7 +95,7 @@ def for_training(given: Any, flags: Flags) -> Any:
 
 
 def for_inference(given: Any, flags: Flags, *, whole: bool = True) -> Any:
-    """New options for steps without training; not ``whole``: for one batch, as it comes, on one replica.
+    """Return new options for steps without training; not ``whole``: for one batch, as it comes, on one replica.
 
     One batch doesn't fill a pipeline of several IPUs, so its layers run one after the other there.
 
@@ -161,7 +161,10 @@ def _start(given: Any, flags: Flags, where: str) -> Any:
 
 
 def _one(what: str, own: int, where: str, flag: int | None, flag_says: str) -> int | None:
-    """The value that a flag brings; None where the options have it. 1, poptorch's default, says nothing."""
+    """Return the value that a flag brings; None where the options have it.
+
+    1, poptorch's default, counts as none.
+    """
     if flag is None or own == flag:
         return None
     if own != 1:

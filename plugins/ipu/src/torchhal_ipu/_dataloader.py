@@ -1,4 +1,4 @@
-"""poptorch's DataLoader in the place of torch's: its batches are of the combined size."""
+"""Replace torch's DataLoader by poptorch's, whose batches are of the combined size."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _log = logging.getLogger("torchhal")
 
 
 def combined(loader: Any, options: Any, *, training: bool) -> Any:
-    """``loader`` with batches for one call of a model with ``options``.
+    """Return ``loader`` with batches for one call of a model with ``options``.
 
     torch's DataLoader with a ``batch_size`` is made anew as poptorch's, which takes so many samples for each
     micro-batch. In training its last batch is left out if it is smaller. Anything else must give combined batches
@@ -66,7 +66,7 @@ def combined(loader: Any, options: Any, *, training: bool) -> Any:
 
 
 def is_combined(loader: Any) -> bool:
-    """Whether it is poptorch's own, all of whose batches but the last are of the combined size."""
+    """Return True for poptorch's own loader, all of whose batches but the last are of the combined size."""
     import poptorch
 
     return isinstance(loader, poptorch.DataLoader)

@@ -1,15 +1,15 @@
-"""The manifest: what this distribution provides, without importing torch or poptorch."""
+"""List what this distribution provides, without importing torch or poptorch."""
 
 from __future__ import annotations
 
 from torchhal.plugin import Component, hookimpl
 
-VENDOR = ("poptorch",)
+_VENDOR = ("poptorch",)
 
 
 @hookimpl
 def torchhal_accelerators() -> list[Component]:
-    return [Component("ipu", "torchhal_ipu.accelerator:IPUAccelerator", "Graphcore IPU", requires=VENDOR)]
+    return [Component("ipu", "torchhal_ipu.accelerator:IPUAccelerator", "Graphcore IPU", requires=_VENDOR)]
 
 
 @hookimpl
@@ -19,7 +19,7 @@ def torchhal_strategies() -> list[Component]:
             "ipu_strategy",
             "torchhal_ipu.strategy:IPUStrategy",
             "compiled steps on one or several IPUs, through poptorch",
-            requires=VENDOR,
+            requires=_VENDOR,
         )
     ]
 
@@ -31,6 +31,6 @@ def torchhal_precisions() -> list[Component]:
             "ipu-16-mixed",
             "torchhal_ipu.precision:IPUMixedPrecision",
             "float32 weights, float16 inputs and arithmetic, a scaled loss; '16-mixed' on ipu",
-            requires=VENDOR,
+            requires=_VENDOR,
         )
     ]

@@ -1,66 +1,34 @@
-"""poptorch: imported once, or exactly why it can't be."""
+"""Check and import poptorch."""
 
 from __future__ import annotations
 
-import threading
-from importlib import metadata
 from typing import Final
 
 import torch
-from packaging.specifiers import SpecifierSet
-from packaging.version import InvalidVersion, Version
 
-SUPPORTED: Final = SpecifierSet(">=3.3", prereleases=True)
-"""The releases whose API this package is written to."""
-
-DISTRIBUTIONS: Final = ("poptorch", "poptorch-stub")
-
-_lock = threading.RLock()
-_problem = ""
+from torchhal.vendor_package import VendorPackage
 
 
-def load() -> None:
-    """Import poptorch. Idempotent, also in failing.
+class _PopTorch(VendorPackage):
+    """poptorch, whose import asserts that it finds the torch it was built for."""
 
-    Raises:
-        ImportError: it is not installed, too old, made for another torch, or the Poplar SDK is not enabled.
-    """
-    global _problem
-    with _lock:
-        if _problem:  # a library that was half imported would say something else the second time
-            raise ImportError(_problem)
-        try:
-            _check_version()
-            _import()
-        except ImportError as error:
-            _problem = str(error)
-            raise
-
-
-def _check_version() -> None:
-    for name in DISTRIBUTIONS:
-        try:
-            found = Version(metadata.version(name))
-        except (metadata.PackageNotFoundError, InvalidVersion):
-            continue
-        if found not in SUPPORTED:
-            raise ImportError(
-                f"torchhal-ipu needs poptorch {SUPPORTED} (found {name} {found}): install the one of a newer Poplar SDK"
+    def explain(self, error: Exception) -> str:
+        if isinstance(error, AssertionError):
+            return (
+                f"poptorch refuses torch {torch.__version__}: {error}. Build it for this torch, as the README of "
+                "torchhal-ipu says"
             )
-        return
+        return super().explain(error)
 
 
-def _import() -> None:
-    try:
-        import poptorch  # noqa: F401
-    except ModuleNotFoundError as error:
-        if error.name != "poptorch":
-            raise
-        raise ImportError(
-            "poptorch is not installed: it comes with Graphcore's Poplar SDK, as the README of torchhal-ipu says"
-        ) from error
-    except AssertionError as error:  # its own check of the torch it finds
-        raise ImportError(
-            f"poptorch refuses torch {torch.__version__}: {error}. Build it for this torch, as the README of "
-            "torchhal-ipu says"
-        ) from error
+POPTORCH: Final = _PopTorch(
+    "poptorch",
+    versions=">=3.3",  # whose API this package is written to
+    distributions=("poptorch", "poptorch-stub"),
+    plugin="torchhal-ipu",
+    install="it comes with Graphcore's Poplar SDK, as the README of torchhal-ipu says",
+    error=ImportError,
+    not_installed="poptorch is not installed: {install}",
+    wrong_version="{plugin} needs poptorch {versions} (found {distribution} {version}): install the one of a newer "
+    "Poplar SDK",
+)

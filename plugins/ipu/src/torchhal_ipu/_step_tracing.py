@@ -1,4 +1,4 @@
-"""A step as a module that poptorch compiles: tensors in, tensors out, the loss inside."""
+"""Make a step a module that poptorch compiles: tensors in, tensors out, the loss inside."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TENSOR: Final = "<tensor>"
 
 
 class TracedIndex:
-    """Stands for ``batch_idx`` within a compiled step: whatever is done with it raises."""
+    """A stand-in for ``batch_idx`` within a compiled step, which raises whatever is done with it."""
 
     _name: str
     _step: str
@@ -57,7 +57,10 @@ class Logged:
         self._arguments = dict(arguments)
 
     def arguments(self, parts: int) -> dict[str, Any]:
-        """Those beside name and value, for a call of so many micro-batches: a batch size is of them all."""
+        """Return the arguments beside name and value, for a call of so many micro-batches.
+
+        A batch size is of them all.
+        """
         size = self._arguments["batch_size"]
         return {**self._arguments, "batch_size": size * parts} if isinstance(size, int) else self._arguments
 
@@ -68,7 +71,7 @@ class Logged:
 
 
 class Record:
-    """What a step did when it was recorded."""
+    """The outputs and logs of a step when it was recorded."""
 
     def __init__(self) -> None:
         self.output: Any = None
@@ -80,7 +83,7 @@ class Record:
 
 @contextmanager
 def _captured(results: Any, step: str, logged: list[Logged], values: list[torch.Tensor]) -> Iterator[None]:
-    """While entered, what is logged goes into these lists."""
+    """Collect what is logged inside in these lists."""
     if results is None:
         yield
         return
@@ -117,7 +120,8 @@ def _said(value: Any) -> str:
 
 
 class Step(nn.Module):
-    """
+    """A step of the user's as a module for poptorch.
+
     Args:
         module: the user's.
         step: its step, with the precision around it; called as ``step(batch, *indices)``.
@@ -187,15 +191,18 @@ class Returned:
         self.dim = dim
 
     def of_call(self, value: torch.Tensor) -> torch.Tensor:
-        """What a call returns for all micro-batches together: joined by the first dimension; of numbers the mean of
-        floats, and each of whole numbers and truth values, whose sum, greatest or any may be meant."""
+        """Return what a call returns for all micro-batches together: joined by the first dimension.
+
+        Of numbers it is the mean of floats, and each of whole numbers and truth values, whose sum, greatest or any may
+        be meant.
+        """
         if self.dim or not value.dim():
             return value.to(self.dtype)
         return value.float().mean().to(self.dtype) if self.dtype.is_floating_point else value.to(self.dtype)
 
 
 def _with_loss(output: Any, name: str) -> Any:
-    """``output`` with its loss marked as poptorch wants it."""
+    """Return ``output`` with its loss marked as poptorch needs it."""
     import poptorch
 
     loss = output.get("loss") if isinstance(output, Mapping) else output

@@ -1,4 +1,7 @@
-"""Graphcore IPUs. What torch holds lies on the host: poptorch takes tensors from there, and brings them back."""
+"""Train on Graphcore IPUs.
+
+What torch holds lies on the host: poptorch takes tensors from there, and brings them back.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ class IPUAccelerator(CPUAccelerator):
     @classmethod
     def load(cls) -> None:
         """Import poptorch."""
-        sdk.load()
+        sdk.POPTORCH.load()
 
     @classmethod
     def availability(cls) -> Availability:
@@ -68,7 +71,7 @@ class IPUAccelerator(CPUAccelerator):
         return Availability(True)
 
     def device_count(self) -> int:
-        """The largest number of IPUs, a power of two, that the driver gives to one process."""
+        """Return the largest number of IPUs, a power of two, that the driver gives to one process."""
         if not type(self).availability():
             return 0
         if _modelled():
@@ -84,7 +87,7 @@ class IPUAccelerator(CPUAccelerator):
         return self.device_count()
 
     def get_parallel_devices(self, indices: Sequence[int]) -> list[torch.device]:
-        """The host's device for each. Which IPUs they are the driver decides."""
+        """Return the host's device for each; the driver decides which IPUs they are."""
         self.indices = tuple(indices)
         return super().get_parallel_devices(indices)
 

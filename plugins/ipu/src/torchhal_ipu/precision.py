@@ -1,4 +1,4 @@
-"""Half the width on IPUs: float16 inputs, with which poptorch computes, and float32 weights."""
+"""Compute in half the width on IPUs: float16 inputs, and float32 weights."""
 
 from __future__ import annotations
 

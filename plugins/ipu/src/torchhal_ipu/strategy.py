@@ -1,4 +1,4 @@
-"""Compiled steps on IPUs: poptorch runs forward, backward and update of a batch as one call."""
+"""Run forward, backward and update of a batch on IPUs as one compiled call of poptorch's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchhal.strategies import SingleDeviceStrategy, Strategy
 from torchhal_ipu import _compatibility as compatibility
 from torchhal_ipu import _config as options
 from torchhal_ipu import _dataloader as dataloader
-from torchhal_ipu import _optimizers as device_optimizers
+from torchhal_ipu import _optimizer as device_optimizers
 from torchhal_ipu._compiled_step import CompiledStep, flatten, shapes
 from torchhal_ipu.precision import IPUMixedPrecision
 
@@ -182,7 +182,7 @@ class IPUStrategy(SingleDeviceStrategy):
             super().teardown()
 
     def _destroy(self) -> None:
-        """Give up all executors; the weights are on the host then, and the module's classes its own."""
+        """Destroy all executors: the weights come to the host, and the module's classes are its own."""
         runnings = [running for running in (self._training, *self._others.values()) if running is not None]
         self._training, self._others, self._current = None, {}, None
         with ExitStack() as stack:  # each, even where another one fails
@@ -192,13 +192,13 @@ class IPUStrategy(SingleDeviceStrategy):
     # -- steps -----------------------------------------------------------------------------------------------
 
     def begin_epoch(self) -> None:
-        """What was frozen, unfrozen, or put into another mode needs another graph."""
+        """Compile anew after parameters were frozen or unfrozen, or a mode changed, which needs another graph."""
         if self._training is not None and self._fixed() != self._frozen:
             _log.info("parameters were frozen or unfrozen, or layers changed their mode: the step is compiled anew")
             self._end_training()
 
     def _fixed(self) -> Any:
-        """What a graph of the training step is made for."""
+        """Return what a graph of the training step is made for."""
         assert self.module is not None
         return (
             [parameter.requires_grad for parameter in self.module.parameters()],
@@ -215,7 +215,7 @@ class IPUStrategy(SingleDeviceStrategy):
         self._training = None
 
     def step_function(self, name: str) -> Callable[..., Any]:
-        """A function of the arguments of the module's step, for combined batches."""
+        """Return a function of the arguments of the module's step, for combined batches."""
         step = self.with_precision(self.module_step(name))
         if name == "training_step" and self.optimizers:
             return self._training_step(step)
@@ -305,10 +305,10 @@ class IPUStrategy(SingleDeviceStrategy):
         self._current = running  # a call attaches it, and brings the host's weights
 
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """Nothing: the step has done it."""
+        """Do nothing: the step has done it."""
 
     def zero_grad(self, optimizer: Optimizer) -> None:
-        """Nothing: gradients live within a step."""
+        """Do nothing: gradients live within a step."""
 
     def clip_gradients(self, optimizer: Optimizer, clip_val: float, algorithm: str = "norm") -> torch.Tensor | None:
         raise ConfigurationError(
@@ -320,7 +320,7 @@ class IPUStrategy(SingleDeviceStrategy):
         raise ConfigurationError("on IPUs gradients live within the compiled step, and no norm of them can be read")
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> int | None:
-        """How many steps the call has taken; schedulers that follow steps are taken along."""
+        """Return how many steps the call has taken, and move schedulers that follow steps along."""
         if closure is not None:
             raise ModelError("on IPUs the update is part of the compiled step, and can't call a closure")
         count = self.steps_per_batch or 1
@@ -354,7 +354,7 @@ class IPUStrategy(SingleDeviceStrategy):
         return super().load_module_state_dict(state, strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The device's state under poptorch's keys, beside torch's."""
+        """Return the device's state under poptorch's keys, beside torch's."""
         state = super().optimizer_state(optimizer)
         running = self._training
         random_state = self._random_state
@@ -363,7 +363,7 @@ class IPUStrategy(SingleDeviceStrategy):
         return {**state, RANDOM_STATE: random_state}
 
     def check_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        """Nothing: what the device's optimizer takes, its ``load_state_dict`` alone says."""
+        """Do nothing: only ``load_state_dict`` of the device's optimizer reports what it takes."""
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Continue from :meth:`optimizer_state`.

@@ -1,4 +1,4 @@
-"""Ray clusters for torchhal: the same fit in actors of a placement group, and reports to Ray Tune."""
+"""Provide Ray clusters: the same fit in actors of a placement group, and reports to Ray Tune."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The actors of one launch: started, watched, ended."""
+"""Start, watch and end the actors of one launch."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _JOB = ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID")
 
 
 class ActorSettings(Protocol):
-    """What :class:`torchhal_ray.RayEnvironment` was made with."""
+    """The arguments of :class:`torchhal_ray.RayEnvironment`."""
 
     num_workers: int | None
     placement: str
@@ -61,7 +61,7 @@ class ActorSettings(Protocol):
 
 
 class ActorLauncher(Launcher):
-    """Runs the function in actors of a placement group; the caller waits for them and is no rank.
+    """A launcher that runs the function in actors of a placement group; the caller waits and is no rank.
 
     SIGINT and SIGTERM to this process are passed on to the workers, as SIGTERM, and the environment's stop signals as
     what they are; the workers get ``stop_timeout`` seconds to save. Then KeyboardInterrupt or
@@ -178,7 +178,7 @@ class _WorkerGroup:
         return seats(table, addresses, self._launcher.per_bundle, driver=here)
 
     def _variables(self, launch_id: str, seat: RankSlot) -> dict[str, str]:
-        """All but the meeting place, which rank 0 finds."""
+        """Return all rank variables but the meeting place, which rank 0 finds."""
         passed = {name: value for name, value in os.environ.items() if name.startswith("TORCHHAL_") or name in _JOB}
         ranks = process.rank_variables(
             launch_id=launch_id,
@@ -215,7 +215,7 @@ class _WorkerGroup:
         )
 
     def _wait_for(self, answers: list[Any]) -> list[Any] | None:
-        """What the actors answer, by rank; None if a signal comes first, or one has died, which is noted."""
+        """Return the actors' answers, by rank; None if a signal comes first, or one has died, which is noted."""
         deadline = time.monotonic() + START
         waiting = {answer: rank for rank, answer in enumerate(answers)}
         while waiting:
@@ -311,7 +311,7 @@ class _WorkerGroup:
     # -- end -------------------------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """No actor and no placement group stays behind, whatever ended the supervision."""
+        """End all actors and the placement group, whatever ended the supervision."""
         for actor in self._actors:
             self._ray.kill(actor, no_restart=True)
         if self._running:  # returns when they are dead
@@ -328,7 +328,7 @@ def _same_node(one: RankSlot, other: RankSlot) -> bool:
 
 
 def _reason(error: BaseException) -> str:
-    """What Ray says of a death, without its list of ids."""
+    """Return Ray's reason of a death, without its list of ids."""
     lines = [line for line in str(error).splitlines()[1:] if line.strip() and not line.startswith("\t")]
     text = "\n".join(lines) or str(error)
     return text if len(text) < 1500 else f"{text[:700]}\n...\n{text[-700:]}"

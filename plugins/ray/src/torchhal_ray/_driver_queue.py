@@ -1,4 +1,4 @@
-"""Messages from rank 0 to the driver while the call runs. Imports neither torch nor ray."""
+"""Pass messages from rank 0 to the driver while the call runs, without importing torch or ray."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class MessageQueue:
         self._done: asyncio.Queue[None] = asyncio.Queue(1)
 
     async def post(self, letter: Any) -> None:
-        """Called by rank 0: returns when the driver has called :meth:`done`."""
+        """Put a letter, on rank 0; return when the driver has called :meth:`done`."""
         await self._letters.put(letter)
         await self._done.get()
 
     async def next(self) -> Any:
-        """Called by the driver: the next letter, when there is one."""
+        """Return the next letter, on the driver, when there is one."""
         return await self._letters.get()
 
     async def done(self) -> None:
@@ -31,7 +31,7 @@ class MessageQueue:
 
 
 class MessageSender:
-    """What rank 0 calls; goes there by pickle."""
+    """The end of the queue that rank 0 calls; it is sent there by pickle."""
 
     def __init__(self, box: Any) -> None:
         self._box = box
@@ -58,7 +58,7 @@ class MessageReader:
         return None if self._box is None else MessageSender(self._box)
 
     def waiting(self) -> list[Any]:
-        """What to wait for, beside other things; give it to :meth:`take` when it is there."""
+        """Return what to wait for, beside other things; give it to :meth:`take` when it is there."""
         return [] if self._next is None else [self._next]
 
     def take(self, answer: Any) -> None:

@@ -1,4 +1,4 @@
-"""Room for the workers: a placement group, and an error that says what there is when there is none."""
+"""Reserve room for the workers: a placement group, or an error with the resources that there are."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def reserve(
     timeout: float,
     stopped: Callable[[], bool],
 ) -> Any:
-    """A placement group that is there, or None when ``stopped`` says so first.
+    """Return a placement group that is there, or None when ``stopped`` returns True first.
 
     Raises:
         LaunchError: there is no room within ``timeout`` seconds; what was asked, and what the cluster has.
@@ -58,7 +58,7 @@ def reserve(
 
 
 def of_trial(ray: Any, bundles: Sequence[Mapping[str, float]]) -> Any:
-    """The placement group of the trial that runs in this process; its bundles but the first are for ``bundles``.
+    """Return the placement group of the trial in this process, whose bundles but the first are for ``bundles``.
 
     A group of the launcher's own would outlive a trial that its scheduler ends, for Ray Tune kills its process and Ray
     keeps the group; and trials that wait for room while they hold some would wait for each other.
@@ -83,7 +83,7 @@ def of_trial(ray: Any, bundles: Sequence[Mapping[str, float]]) -> Any:
 
 
 def asked(bundles: Sequence[Mapping[str, float]], strategy: str) -> str:
-    """The request in words; all bundles are alike."""
+    """Return the request in words; all bundles are alike."""
     where = {
         "PACK": "on as few nodes as possible",
         "SPREAD": "on as many nodes as possible",
@@ -94,7 +94,7 @@ def asked(bundles: Sequence[Mapping[str, float]], strategy: str) -> str:
 
 
 def present(ray: Any) -> str:
-    """What the nodes have, and what is free in all."""
+    """Return in words what the nodes have, and what is free in all."""
     nodes = [
         f"node {node['NodeManagerAddress']} ({node['NodeID'][:8]}): {_amounts(node['Resources'])}"
         for node in ray.nodes()

@@ -1,4 +1,4 @@
-"""The manifest: what this distribution provides, without importing torch or ray."""
+"""List what this distribution provides, without importing torch or ray."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which worker is which rank. Ray numbers bundles in the order of the request, wherever they are."""
+"""Assign ranks to workers: Ray numbers bundles in the order of the request, wherever they are."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RankSlot:
-    """One worker's place. A node is known by its id: several may share an address."""
+    """The place of one worker.
+
+    A node is known by its id: several may share an address.
+    """
 
     rank: int
     local_rank: int
@@ -25,7 +28,7 @@ class RankSlot:
 def seats(
     bundles: Mapping[int, str], addresses: Mapping[str, str], per_bundle: int, driver: str = ""
 ) -> list[RankSlot]:
-    """The workers of a placement group, by rank: node for node, the driver's own first, then by (node id, address).
+    """Return the workers of a placement group, by rank: node for node, the driver's first, then by (node id, address).
 
     Args:
         bundles: node id of each bundle.
@@ -48,7 +51,7 @@ VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEV
 
 
 def shared_devices(own: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """The variables with which every worker of a node sees the devices of all, the n-th of local rank n.
+    """Return the variables by which every worker of a node sees all its devices, the n-th of local rank n.
 
     ``own``: what each worker of the node was given, by local rank. A strategy counts the devices of its node, and
     transports between devices of one node want to see both.

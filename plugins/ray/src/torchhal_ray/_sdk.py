@@ -1,42 +1,43 @@
-"""Importing ray, and connecting to a cluster."""
+"""Import Ray, and connect to a cluster."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from torchhal.errors import LaunchError
+from torchhal.vendor_package import VendorPackage, restored_environ
 
-DEDUP = "RAY_DEDUP_LOGS"
+RAY: Final = VendorPackage(
+    "ray",
+    plugin="torchhal-ray",
+    install="pip install 'torchhal-ray[vendor]'",
+    needed_by="RayEnvironment",
+    error=LaunchError,
+)
+
+_DEDUP: Final = "RAY_DEDUP_LOGS"
+"""The variable that Ray reads when it is imported: whether equal lines of several ranks are printed once."""
 
 
 def import_ray() -> Any:
-    """The module. If this is its first import, lines that several ranks print alike are shown for each of them.
+    """Return the module ``ray``. Its first import here makes it print equal lines of several ranks for each of them.
 
-    Ray reads RAY_DEDUP_LOGS when it is imported; the user's own value is left alone.
+    A value of RAY_DEDUP_LOGS that the user has set is left alone.
 
     Raises:
-        LaunchError: it isn't installed.
+        LaunchError: it isn't installed, or can't be imported.
     """
-    mine = "ray" not in sys.modules and DEDUP not in os.environ
-    if mine:
-        os.environ[DEDUP] = "0"
-    try:
-        import ray
-    except ImportError as error:
-        raise LaunchError(
-            f"RayEnvironment needs Ray, which is not here ({error}): pip install 'torchhal-ray[vendor]'"
-        ) from error
-    finally:
-        if mine:
-            del os.environ[DEDUP]
-    return ray
+    with restored_environ(_DEDUP):
+        if "ray" not in sys.modules:
+            os.environ.setdefault(_DEDUP, "0")
+        return RAY.load()
 
 
 def connect(options: Mapping[str, Any]) -> Any:
-    """The module, connected: to what the program is connected to already, else by ``ray.init(**options)``."""
+    """Return the module ``ray``, connected: as the program is already, else by ``ray.init(**options)``."""
     ray = import_ray()
     if not ray.is_initialized():
         try:

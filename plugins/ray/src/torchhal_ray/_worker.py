@@ -1,4 +1,4 @@
-"""What runs in an actor. Imports no torch before the process has its variables."""
+"""Run one rank in an actor, without an import of torch before the process has its variables."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torchhal_ray._ranks import VISIBLE
 
 @dataclass(frozen=True)
 class Started:
-    """What an actor says of itself when it is there."""
+    """The facts about an actor that has started."""
 
     pid: int
     devices: Mapping[str, str]
@@ -29,7 +29,7 @@ class Started:
 
 @dataclass(frozen=True)
 class Assignment:
-    """What a worker is told before it runs the call."""
+    """The assignment of a worker, before it runs the call."""
 
     variables: Mapping[str, str]
     settings: dict[str, Any]
@@ -40,7 +40,7 @@ class Assignment:
 
 
 class Worker:
-    """One rank. Its name is what Ray puts before each line of its output."""
+    """One rank, whose name is what Ray puts before each line of its output."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -54,7 +54,7 @@ class Worker:
         return Started(os.getpid(), {name: os.environ[name] for name in VISIBLE if os.environ.get(name)})
 
     def serve(self) -> tuple[str, int]:
-        """Serve the store where the ranks meet, in this process; the address and port."""
+        """Serve the store where the ranks meet, in this process; return its address and port."""
         import ray
 
         from torchhal.distributed import rendezvous
@@ -63,7 +63,7 @@ class Worker:
         return address, rendezvous.start_store(address)
 
     def run(self, assignment: Assignment, content: bytes) -> tuple[tuple[Any, ...], bytes | None]:
-        """Run the call in ``content``: the message for the driver's ``WorkerOutcomes``, and of rank 0 the result.
+        """Run the call in ``content``; return the message for ``WorkerOutcomes`` and, of rank 0, the result.
 
         Runs in the main thread, so that a SIGTERM asks for a stop as it does in any process that trains.
         """
@@ -103,12 +103,12 @@ class Worker:
 
 
 def _leave_on(signum: int, frame: FrameType | None) -> None:
-    """Before the call and after it: what a Trainer does with the signal, it does by a handler of its own."""
+    """End the process, before the call and after it; while it runs, a Trainer has a handler of its own."""
     raise SystemExit(128 + signum)
 
 
 def send_signal(pids: list[int], signum: int) -> None:
-    """Run on the node of these processes."""
+    """Send a signal to these processes, on the node that they run on."""
     for pid in pids:
         try:
             os.kill(pid, signum)

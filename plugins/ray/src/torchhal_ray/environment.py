@@ -1,4 +1,4 @@
-"""What users give as ``plugins=``: how many workers, with which resources, and where."""
+"""Configure workers on a Ray cluster by ``plugins=``: how many, with which resources, and where."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torchhal.cluster import LocalEnvironment
 from torchhal.distributed.process import launched_by
 from torchhal.errors import ConfigurationError, LaunchError
 from torchhal.launchers import Launcher
-from torchhal_ray._placement import STRATEGIES
+from torchhal_ray import _config as settings
 
 RESOURCES = {"cuda": "GPU", "xpu": "GPU", "npu": "NPU", "hpu": "HPU", "xla": "TPU"}
 """What Ray calls the devices of a torch device type. CPU cores are asked for anyway."""
@@ -60,27 +60,18 @@ class RayEnvironment(LocalEnvironment):
         init: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        if num_workers is not None and (
-            isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 1
-        ):
-            raise ConfigurationError(f"'num_workers' must be an int of at least 1 (got {num_workers!r})")
-        if placement not in STRATEGIES:
-            raise ConfigurationError(
-                f"'placement' must be one of {', '.join(map(repr, STRATEGIES))} (got {placement!r})"
-            )
-        if num_workers is None and placement != "PACK":
-            raise ConfigurationError(
-                f"'placement' goes with 'num_workers' (got {placement!r} alone): devices= and num_nodes= say "
-                "themselves how many workers are on a node"
-            )
-        for name, value in (("timeout", timeout), ("stop_timeout", stop_timeout)):
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-                raise ConfigurationError(f"'{name}' must be a number of seconds (got {value!r})")
-        for name, mapping in (("runtime_env", runtime_env), ("init", init)):
-            if mapping is not None and not isinstance(mapping, Mapping):
-                raise ConfigurationError(f"'{name}' must be a dict (got {mapping!r})")
+        settings.check(
+            num_workers=num_workers,
+            placement=placement,
+            timeout=timeout,
+            stop_timeout=stop_timeout,
+            runtime_env=runtime_env,
+            init=init,
+        )
         self.num_workers = num_workers
-        self.resources_per_worker = None if resources_per_worker is None else _checked(resources_per_worker)
+        self.resources_per_worker = (
+            None if resources_per_worker is None else settings.check_resources(resources_per_worker)
+        )
         self.placement = placement
         self.timeout = timeout
         self.stop_timeout = stop_timeout
@@ -141,16 +132,3 @@ class RayEnvironment(LocalEnvironment):
 
     def __repr__(self) -> str:
         return f"RayEnvironment(num_workers={self.num_workers}, placement={self.placement!r})"
-
-
-def _checked(resources: Mapping[str, float]) -> dict[str, float]:
-    wrong = not isinstance(resources, Mapping) or any(
-        not isinstance(name, str) or isinstance(amount, bool) or not isinstance(amount, int | float) or amount < 0
-        for name, amount in resources.items()
-    )
-    if wrong or not any(resources.values()):
-        raise ConfigurationError(
-            "'resources_per_worker' must be a dict of Ray's resource names and amounts, such as {'CPU': 4, 'GPU': 1} "
-            f"(got {resources!r})"
-        )
-    return {name: float(amount) for name, amount in resources.items() if amount}

@@ -1,4 +1,4 @@
-"""Reports to Ray Tune: one trial is one fit, in the trial's own process or in workers that it has started."""
+"""Report to Ray Tune: one trial is one fit, in the trial's own process or in workers that it has started."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchhal_ray import _driver_queue as driver_queue
 
 
 def in_trial(ray: Any) -> bool:
-    """Whether this process runs a trial's function."""
+    """Return True if this process runs a trial's function."""
     if "ray.tune" not in sys.modules or ray.get_runtime_context().get_actor_id() is None:
         return False
     return sys.modules["ray.tune"].get_context().get_trial_id() is not None
@@ -26,7 +26,11 @@ Letter = tuple[dict[str, float], dict[str, bytes] | None]
 
 
 def report(letter: Letter) -> None:
-    """Give it to the trial, in the trial's own process. Raises SystemExit when the scheduler has ended the trial."""
+    """Give a report to the trial, in its own process.
+
+    Raises:
+        SystemExit: the scheduler has ended the trial.
+    """
     from ray import tune
 
     metrics, files = letter
@@ -40,7 +44,7 @@ def report(letter: Letter) -> None:
 
 
 class TuneReportCallback(Callback):
-    """Reports to Ray Tune after each validation but the sanity check's, from rank 0.
+    """A callback that reports to Ray Tune after each validation but the sanity check's, from rank 0.
 
     When the trial's scheduler ends the trial, the fit ends there, with SystemExit, as Tune expects it.
 
@@ -105,7 +109,7 @@ class TuneReportCallback(Callback):
         return {name: float(known[of]) for name, of in names.items()}
 
     def _checkpoint(self, trainer: Any) -> dict[str, bytes] | None:
-        """Called on every rank; of rank 0 the file."""
+        """Write the checkpoint, on every rank; return the file on rank 0."""
         with tempfile.TemporaryDirectory(prefix="torchhal-tune-") as folder:
             path = Path(folder, self.filename)
             trainer.save_checkpoint(path)

@@ -1,4 +1,4 @@
-"""A simulated accelerator: a separate torch device with its own memory, for tests without hardware.
+"""Simulate an accelerator: a separate torch device with its own memory, for tests without hardware.
 
 ``load()`` compiles it on first use and registers ``torch.device("sim")``. The process group backend is called
 ``"sim"`` too. ``counting()`` counts operators, copies and synchronisations; ``simulate()`` sets the number of
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from torchhal.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from torchhal_simulator._build import BuildError
+    from torchhal_simulator._build_errors import BuildError
     from torchhal_simulator._capabilities import restrict
     from torchhal_simulator._config import simulate
     from torchhal_simulator._counters import Counters, counters, counting
@@ -30,7 +30,7 @@ __all__ = ["BuildError", "Counters", "counters", "counting", "load", "restrict",
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "BuildError": "_build",
+        "BuildError": "_build_errors",
         "Counters": "_counters",
         "counters": "_counters",
         "counting": "_counters",

@@ -1,4 +1,4 @@
-"""What some hardware lacks. The simulated device has it all, until it is told to do without."""
+"""Take capabilities from the simulated device, which has all, as some hardware lacks them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torchhal_simulator._library import load
 
 
 def restrict(flavour: str = "sim", *, float64: bool = True, int64: bool = True, averages: bool = True) -> None:
-    """Let a flavour, in this process and from now on, be without what is False; what is True is there again.
+    """Take what is False from a flavour, in this process and from now on; what is True is there again.
 
     Args:
         flavour: ``"sim"`` or ``"hpu"``; loaded if it isn't yet.

@@ -1,4 +1,4 @@
-"""How the simulated devices are, and what goes wrong on them: environment variables, or :func:`simulate`.
+"""Configure the simulated devices, and what goes wrong on them: environment variables, or :func:`simulate`.
 
 The README has the table of them. A process of the HPU flavour has the device of its LOCAL_RANK. A step is one of
 ``Optimizer.step``; an optimizer that steps another one inside its own counts once.
@@ -29,7 +29,7 @@ _UNITS: Final = {"kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 @dataclass(frozen=True)
 class Loss:
-    """A device that is lost, from an optimizer step on or (0) at once."""
+    """The loss of a device, from an optimizer step on or (0) at once."""
 
     device: int
     step: int = 0
@@ -37,7 +37,7 @@ class Loss:
 
 @dataclass(frozen=True)
 class CollectiveFault:
-    """What goes wrong with a collective.
+    """A fault of a collective.
 
     Args:
         kind: ``"slow"``, ``"fail"`` or ``"hang"``.
@@ -64,7 +64,7 @@ class Settings:
 
 
 def from_environment(environ: Mapping[str, str] = os.environ) -> Settings:
-    """The settings that the environment variables ask for; unset or empty ones have their default.
+    """Return the settings that the environment variables name; unset or empty ones have their default.
 
     Raises:
         ValueError: a value, or a variable with the prefix, that means nothing.
@@ -147,7 +147,7 @@ _watched: Loss | None = None
 
 
 def current() -> Settings:
-    """The settings in force."""
+    """Return the settings in force."""
     return _current if _current is not None else from_environment()
 
 
@@ -222,7 +222,7 @@ def _watch_steps(loss: Loss | None) -> None:
 
 @contextmanager
 def simulate(**settings: Any) -> Iterator[None]:
-    """Other settings inside, here and in processes that are started inside.
+    """Put other settings in force inside, here and in processes that are started inside.
 
     Keywords are those of :class:`Settings`, values as the environment variables take them::
 

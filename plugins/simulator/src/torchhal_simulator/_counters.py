@@ -1,4 +1,4 @@
-"""What a device has done since it was loaded, to assert what a piece of code makes it do."""
+"""Count what a device has done since it was loaded, to assert what a piece of code makes it do."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Counters:
 
 
 def counters(flavour: str | None = None) -> Counters:
-    """What this process has made the device do so far, all indices together.
+    """Return the counts of what this process has made the device do so far, all indices together.
 
     Of the flavour that is loaded, of both together if both are, unless one is named; "sim" is loaded if none is.
     """

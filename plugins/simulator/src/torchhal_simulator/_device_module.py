@@ -1,4 +1,4 @@
-"""``torch.sim``: functions for devices, streams, random numbers and memory, by the names of ``torch.cuda``."""
+"""Provide ``torch.sim``: functions for devices, streams, random numbers and memory, by ``torch.cuda``'s names."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from torchhal_simulator._device_types import Flavour
 
 
 class DeviceProperties(NamedTuple):
-    """What ``get_device_properties`` says."""
+    """The result of ``get_device_properties``."""
 
     name: str
     total_memory: int
 
 
 class DeviceModule(ModuleType):
-    """The module of one flavour. ``device`` arguments are an index, a name, a torch.device or None for the current."""
+    """The module of one flavour.
+
+    ``device`` arguments are an index, a name, a torch.device or None for the current.
+    """
 
     __simulator__ = True
     __version__ = __version__
@@ -106,11 +109,11 @@ class DeviceModule(ModuleType):
         return True
 
     def is_initialized(self) -> bool:
-        """Whether anything has been allocated or run: a fork after that can't use the device."""
+        """Return True once anything has been allocated or run: a fork after that can't use the device."""
         return bool(self._ops.is_initialized())
 
     def init(self) -> None:
-        """Nothing: a device is taken by its first allocation."""
+        """Do nothing: a device is taken by its first allocation."""
 
     _lazy_init = init
 
@@ -120,7 +123,7 @@ class DeviceModule(ModuleType):
     # -- streams ---------------------------------------------------------------------------------------------
 
     def Event(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> torch.Event:
-        """An event of the simulated device (a function: torch.Event can't be subclassed)."""
+        """Return an event of the simulated device (a function: torch.Event can't be subclassed)."""
         return torch.Event(
             self._flavour.device_type, enable_timing=enable_timing, blocking=blocking, interprocess=interprocess
         )
@@ -205,7 +208,7 @@ class DeviceModule(ModuleType):
     max_memory_reserved = max_memory_allocated
 
     def memory_stats(self, device: Any = None) -> dict[str, int]:
-        """What ``torch.accelerator.memory_stats`` says of its device, for each flavour, sorted by name.
+        """Return what ``torch.accelerator.memory_stats`` returns of its device, for each flavour, sorted by name.
 
         There are no pools, no segments beside the allocations, nothing is split, and the bytes that were requested
         are counted as those of the allocations.
@@ -239,12 +242,12 @@ class DeviceModule(ModuleType):
         self._ops.reset_accumulated_memory_stats(self._index(device))
 
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:
-        """Bytes free and in all on the device."""
+        """Return the bytes free and in all on the device."""
         limit = int(self._ops.memory_limit(index := self._index(device)))
         return max(0, limit - self.memory_allocated(index)), limit
 
     def empty_cache(self) -> None:
-        """Nothing: what is freed is given back at once."""
+        """Do nothing: what is freed is given back at once."""
 
     # -- precision -------------------------------------------------------------------------------------------
 
@@ -256,6 +259,9 @@ class DeviceModule(ModuleType):
 
 
 def _signed(seed: int) -> int:
-    """Operators take a signed 64-bit integer; torch's seeds are unsigned, or negative for a large one."""
+    """Return a seed as the signed 64-bit integer that operators take.
+
+    torch's seeds are unsigned, or negative for a large one.
+    """
     seed = int(seed) % 2**64
     return seed - 2**64 if seed >= 2**63 else seed

@@ -1,4 +1,4 @@
-"""The two devices that one source simulates."""
+"""Define the two devices that one source simulates."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FLAVOURS: Final = {
 
 
 def flavour_named(name: str) -> Flavour:
-    """The flavour of this name.
+    """Return the flavour of this name.
 
     Raises:
         ValueError: there is none.

@@ -1,4 +1,4 @@
-"""The process-group backend: gloo underneath, device tensors on top, results delivered at ``wait()``."""
+"""Register the process-group backend: gloo underneath, device tensors on top, results delivered at ``wait()``."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ def set_fault(flavour: Flavour, fault: CollectiveFault | None) -> None:
 
 
 def set_averages(flavour: Flavour, on: bool) -> None:
-    """Whether the backend of this flavour knows ReduceOp.AVG."""
+    """Set whether the backend of this flavour knows ReduceOp.AVG."""
     if (extension := _extensions.get(flavour.device_type)) is not None:
         extension.set_averages(on)
 
 
 def collectives(flavour: str = "sim") -> int:
-    """How many collectives this process has called since its fault was last set or taken away."""
+    """Return how many collectives this process has called since its fault was last set or taken away."""
     extension = _extensions.get(flavour)
     return 0 if extension is None else int(extension.collectives())

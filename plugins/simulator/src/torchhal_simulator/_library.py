@@ -61,13 +61,16 @@ def load(flavour: str = "sim") -> DeviceModule:
 
 
 def _stop_autograd_threads(flavour: Flavour, process: int) -> None:
-    """At the end of the interpreter: autograd's threads must not outlive it. A forked child has none of them."""
+    """End autograd's threads with the interpreter, which they must not outlive.
+
+    A forked child has none of them.
+    """
     if os.getpid() == process:
         flavour.ops.stop_autograd_threads()
 
 
 def loaded() -> list[Flavour]:
-    """The flavours that this process has loaded."""
+    """Return the flavours that this process has loaded."""
     return [flavour_named(name) for name in _loaded]
 
 
@@ -82,7 +85,7 @@ def _register(flavour: Flavour, module: DeviceModule) -> None:
 
 
 def _refuse_company(flavour: Flavour) -> None:
-    """A simulator never stands in for hardware that is there, nor beside another backend of its device."""
+    """Refuse a device whose hardware or other backend is there: a simulator never stands in for it."""
     if flavour.device_type == "sim":
         name = torch._C._get_privateuse1_backend_name()
         # its name may be "sim" by somebody else's choice, or not be chosen yet
@@ -106,7 +109,7 @@ def _refuse_company(flavour: Flavour) -> None:
 
 
 def _check_accelerator(flavour: Flavour) -> None:
-    """Whether torch takes the device for its one accelerator, whose tensors alone have a backward."""
+    """Warn, or refuse the device later, if torch's one accelerator is another: only its tensors have a backward."""
     others = [name for name in _loaded if name != flavour.device_type]
     if others:
         _log.warning(

@@ -1,4 +1,4 @@
-"""What ``torch.random`` lacks for HPU, and the vendor's bridge adds."""
+"""Seed the device in ``torch.random``, which for HPU the vendor's bridge adds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The simulated accelerator, as torchhal sees it: a declaration, and no strategy code."""
+"""Declare the simulated accelerator, without strategy code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fault-tolerant data parallel training with TorchFT: replica groups leave and come back, the others train on."""
+"""Provide fault-tolerant data parallel training: replica groups leave and come back, the others train on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a replica group is told about the run it takes part in: checked here, before anything starts."""
+"""Check the settings of a replica group's run before anything starts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ START: Final = "torchft_lighthouse --min_replicas 1 --bind '[::]:29510'"
 
 @dataclass(frozen=True)
 class Settings:
-    """See :class:`~torchhal_torchft.strategy.TorchFTStrategy` for what they mean."""
+    """The checked arguments of :class:`~torchhal_torchft.strategy.TorchFTStrategy`, which documents them."""
 
     lighthouse_addr: str
     replica_id: str | None
@@ -48,7 +48,7 @@ class Settings:
 
     @property
     def share(self) -> dict[str, int] | None:
-        """``num_replicas`` and ``rank`` for a sampler; None where each group reads all data."""
+        """The sampler's ``num_replicas`` and ``rank``; None where each group reads all data."""
         if self.num_replica_groups is None or self.replica_rank is None:
             return None
         return {"num_replicas": self.num_replica_groups, "rank": self.replica_rank}
@@ -73,7 +73,11 @@ def check(
     verbose: Any,
     environ: Mapping[str, str] = os.environ,
 ) -> Settings:
-    """Settings from arguments or, where these are None, the environment; ConfigurationError for what is wrong."""
+    """Return settings from arguments or, where these are None, the environment.
+
+    Raises:
+        ConfigurationError: a value that is missing, or that can't be.
+    """
     rank, groups = _share(replica_rank, num_replica_groups, environ)
     if replica_id is not None and (not isinstance(replica_id, str) or not re.fullmatch(r"[\w.-]+", replica_id)):
         raise _wrong("replica_id", "letters, digits, dots, dashes and underscores", replica_id)
@@ -110,7 +114,7 @@ def _wrong(name: str, what: str, value: Any) -> ConfigurationError:
 
 
 def _lighthouse(value: Any, environ: Mapping[str, str]) -> str:
-    """The address as TorchFT wants it, a URL; ``host:port`` becomes one."""
+    """Return the address as TorchFT needs it, a URL; ``host:port`` becomes one."""
     name = "lighthouse_addr"
     if value is None:
         name, value = LIGHTHOUSE, environ.get(LIGHTHOUSE)

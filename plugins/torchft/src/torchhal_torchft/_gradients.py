@@ -1,4 +1,4 @@
-"""The mean gradient over the replica groups of a quorum."""
+"""Average gradients over the replica groups of a quorum."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ def average(group: ReplicaGroup, optimizer: Optimizer, *, contributes: bool = Tr
     DistributedDataParallel; one that nobody used keeps none. A group that is alone has the mean already.
 
     Args:
+        group: of this process, in a quorum.
+        optimizer: whose parameters' gradients are averaged.
         contributes: False where the gradients are of other weights than the others'. The mean is then theirs.
     """
     if group.num_participants() == 1 or group.errored() is not None:
@@ -60,5 +62,5 @@ def average(group: ReplicaGroup, optimizer: Optimizer, *, contributes: bool = Tr
 
 
 def _flat(tensor: torch.Tensor | nn.Parameter) -> torch.Tensor:
-    """One dimension, real numbers."""
+    """Return a tensor with one dimension and real numbers."""
     return (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).detach().reshape(-1)

@@ -1,4 +1,4 @@
-"""One replica group: TorchFT's Manager, and everything that must end with it."""
+"""Run one replica group: TorchFT's Manager, and everything that must end with it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TRIES = 3  # failed downloads of the others' state in a row
 
 
 class ReplicaGroup(Manager):  # type: ignore[misc]
-    """This process as one of the groups that train together.
+    """The replica group of this process, one of those that train together.
 
     The quorum is waited for before the forward pass (TorchFT's ``use_async_quorum=False``): a group that joins takes
     over the others' state there, and its first batch counts.
@@ -137,7 +137,7 @@ class ReplicaGroup(Manager):  # type: ignore[misc]
         return self.settings.replica_id or "(without replica_id)"
 
     def wait_quorum(self) -> None:
-        """TorchFT's own wait is deaf to signals until it is over."""
+        """Wait for the quorum in steps: TorchFT's own wait is deaf to signals until it is over."""
         future = self._quorum_future
         assert future is not None
         while not concurrent.futures.wait([future], timeout=_LOOK).done:

@@ -1,4 +1,4 @@
-"""The manifest: what this distribution provides, without importing torch or TorchFT."""
+"""List what this distribution provides, without importing torch or TorchFT."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The thread that asks the lighthouse."""
+"""Send requests to the lighthouse in a thread."""
 
 from __future__ import annotations
 

@@ -1,57 +1,35 @@
-"""Which TorchFT is installed, and what it does to a process beyond its task."""
+"""Check and import TorchFT, and keep its logs down."""
 
 from __future__ import annotations
 
 import logging
 import os
-from importlib.metadata import PackageNotFoundError, version
 from typing import Final
 
-from packaging.specifiers import SpecifierSet
-from packaging.version import Version
+from torchhal.vendor_package import VendorPackage, restored_environ
 
-from torchhal.errors import ConfigurationError
-
-SUPPORTED: Final = SpecifierSet(">=0.2.0,<0.3", prereleases=True)
-"""The releases this package was tested with; the extra ``vendor`` in pyproject.toml says the same."""
+TORCHFT: Final = VendorPackage(
+    "torchft",
+    versions=">=0.2.0,<0.3",  # those this package was tested with, as the extra ``vendor`` in pyproject.toml
+    submodules=("manager", "process_group"),
+    plugin="torchhal-torchft",
+    install="pip install 'torchhal-torchft[vendor]'",
+    needed_by="strategy 'torchft'",
+)
 
 _LOG: Final = "RUST_LOG"
-"""What the part of TorchFT that is written in Rust reads once, when it is imported."""
-
-
-def check_usable() -> None:
-    """Raise ConfigurationError unless a TorchFT of :data:`SUPPORTED` is installed. Imports nothing of it."""
-    install = "pip install 'torchhal-torchft[vendor]'"
-    try:
-        found = version("torchft")
-    except PackageNotFoundError:
-        raise ConfigurationError(
-            f"strategy 'torchft' needs the package torchft, which is not installed: {install}"
-        ) from None
-    if Version(found) not in SUPPORTED:
-        raise ConfigurationError(
-            f"this torchhal-torchft works with torchft {SUPPORTED} (found torchft {found}): {install}"
-        )
+"""The variable that TorchFT's Rust code reads once, when it is imported."""
 
 
 def load(*, verbose: bool) -> None:
-    """Import TorchFT. It logs lines for each step, of which none is left unless ``verbose``, or RUST_LOG is set.
+    """Import TorchFT, with a level of logging at which it prints nothing, unless ``verbose`` or RUST_LOG is set.
 
-    What a user has to know of them, the strategy says itself.
+    By itself it logs several lines in each step. What a user has to know of them, the strategy prints itself.
     """
-    unset = _LOG not in os.environ
-    if unset:
-        os.environ[_LOG] = "info" if verbose else "error"
-    try:
-        import torchft.manager
-        import torchft.process_group
-    except Exception as error:
-        raise ConfigurationError(f"torchft can't be imported ({type(error).__name__}: {error})") from error
-    finally:
-        if unset:
-            del os.environ[_LOG]
-    assert torchft
+    with restored_environ(_LOG):
+        os.environ.setdefault(_LOG, "info" if verbose else "error")
+        TORCHFT.load()
     logger = logging.getLogger("torchft")
     if logger.level == logging.NOTSET:
-        # A peer that dies is an error with a traceback to TorchFT, and what this strategy is for.
+        # TorchFT logs a peer that dies, which this strategy is there for, as an error with a traceback.
         logger.setLevel(logging.INFO if verbose else logging.CRITICAL)

@@ -1,4 +1,4 @@
-"""What a replica group takes over from another one when it joins: the model, its optimizer, and how far they are.
+"""Collect and load what a joining replica group takes over: the model, its optimizer, and how far they are.
 
 It is plain data and tensors on the CPU, which nothing changes while others read it.
 """
@@ -16,7 +16,7 @@ from torchhal.strategies import Strategy
 
 
 def collect(strategy: Strategy) -> dict[str, Any]:
-    """The state between two steps."""
+    """Return the state between two steps."""
     (optimizer,) = strategy.optimizers
     trainer = strategy.trainer
     state = {
@@ -56,7 +56,7 @@ def load(strategy: Strategy, state: Mapping[str, Any]) -> None:
 
 
 def copied(value: Any) -> Any:
-    """A nest of dicts, lists and tuples with each tensor in CPU memory of its own."""
+    """Return a nest of dicts, lists and tuples with each tensor in CPU memory of its own."""
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
     if type(value) in (dict, OrderedDict):  # others, such as the Counter of a MultiStepLR, hold no tensors

@@ -1,4 +1,4 @@
-"""TorchFT's timer thread, which ends with the groups that need it.
+"""End TorchFT's timer thread with the groups that need it.
 
 TorchFT starts two threads at the first collective and ends neither: one runs the timeouts of futures, the other looks
 every 30 s whether the first is stuck and, if so, ends itself.
@@ -16,7 +16,7 @@ _lock = threading.Lock()
 
 class _Timeouts(futures._TimeoutManager):  # type: ignore[misc]
     def _watchdog_loop(self) -> None:
-        """No second thread: nobody would hear it."""
+        """Do nothing, so that there is no second thread: nobody would hear it."""
 
     def shutdown(self) -> None:
         loop = self._event_loop
@@ -26,7 +26,7 @@ class _Timeouts(futures._TimeoutManager):  # type: ignore[misc]
 
 
 def acquire() -> None:
-    """One more group needs the thread."""
+    """Count one more group that needs the thread, and start it for the first."""
     global _groups
     with _lock:
         if not isinstance(futures._TIMEOUT_MANAGER, _Timeouts):
@@ -35,7 +35,7 @@ def acquire() -> None:
 
 
 def release() -> None:
-    """One needs it no more."""
+    """Count one group less, and end the thread with the last."""
     global _groups
     with _lock:
         _groups -= 1

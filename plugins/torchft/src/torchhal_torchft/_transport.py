@@ -1,4 +1,4 @@
-"""The state of a replica group, as others fetch it when they join."""
+"""Serve the state of a replica group, which others fetch when they join."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class StateTransport(HTTPTransport[dict[str, Any]]):  # type: ignore[misc]
 
     @classmethod
     def _load_from_address(cls, address: str, timeout: timedelta) -> object:
-        """TorchFT unpickles what comes; this reads tensors and plain data only, as from any other checkpoint."""
+        """Read tensors and plain data only, as from any checkpoint; TorchFT would unpickle what comes."""
         with urllib.request.urlopen(address, timeout=timeout.total_seconds()) as answer, warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The given buffer is not writable")  # hence the copy
             return copied(_streaming_load(answer, weights_only=True))

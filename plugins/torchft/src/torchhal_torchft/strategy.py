@@ -1,4 +1,4 @@
-"""Fault-tolerant data parallel: this process is one of the replica groups that train one model together."""
+"""Train fault-tolerant data parallel: this process is one of the replica groups that train one model together."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class TorchFTStrategy(SingleDeviceStrategy):
             checkpoint_io=checkpoint_io,
             cluster_environment=cluster_environment,
         )
-        sdk.check_usable()
+        sdk.TORCHFT.check()
         self.settings = config.check(
             lighthouse_addr=lighthouse_addr,
             replica_id=replica_id,
@@ -135,12 +135,15 @@ class TorchFTStrategy(SingleDeviceStrategy):
 
     @property
     def participants(self) -> int:
-        """Replica groups in the latest quorum, this one included; 0 while this one does not train."""
+        """The number of replica groups in the latest quorum, this one included; 0 while this one does not train."""
         return self._participants
 
     @property
     def joining(self) -> dict[str, Any]:
-        """Arguments for the strategy of a group that joins this one's run (STR-43); empty while none can."""
+        """The arguments for the strategy of a group that joins this one's run; empty while none can.
+
+        Checks: STR-43.
+        """
         return {"lighthouse_addr": self.settings.lighthouse_addr} if self._group is not None else {}
 
     # -- set-up ----------------------------------------------------------------------------------------------
@@ -149,6 +152,7 @@ class TorchFTStrategy(SingleDeviceStrategy):
         Strategy.check_sync_batchnorm(self, world_size)  # groups may leave in the midst of a forward
 
     def setup_optimizers(self, optimizers: Sequence[Optimizer], lr_scheduler_configs: Sequence[Any] = ()) -> None:
+        assert self.module is not None
         check_model(self._me, self.module, optimizers)
         check_schedulers(self._me, lr_scheduler_configs)
         super().setup_optimizers(optimizers, lr_scheduler_configs)
@@ -164,7 +168,7 @@ class TorchFTStrategy(SingleDeviceStrategy):
         )
 
     def process_dataloader(self, loader: Any, *, training: bool) -> Any:
-        """The group's share of the training data; evaluation sees all of it."""
+        """Return the group's share of the training data; evaluation sees all of it."""
         share, trainer = self.settings.share, self.trainer
         if not training or share is None or not isinstance(loader, DataLoader) or not trainer.use_distributed_sampler:
             return loader
@@ -204,7 +208,7 @@ class TorchFTStrategy(SingleDeviceStrategy):
         return super().clip_gradients(optimizer, clip_val, algorithm) if self._may_step(optimizer) else None
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> int | None:
-        """Step with the mean gradient; None where the groups could not agree, which is no step."""
+        """Step with the mean gradient; return None where the groups could not agree, which is no step."""
         if self._group is None:
             return super().optimizer_step(optimizer, closure)
         if closure is not None:  # as of an optimizer that evaluates once; others are refused
@@ -216,7 +220,7 @@ class TorchFTStrategy(SingleDeviceStrategy):
             self._forget_step()
 
     def _meet(self, *, before_forward: bool = True) -> bool:
-        """Find a quorum for the next step; whether the gradients will be of the weights that all groups have.
+        """Find a quorum for the next step; return True if the gradients will be of the weights that all groups have.
 
         Raises:
             DataPositionChanged: this group goes on at another place in the data.
@@ -239,7 +243,7 @@ class TorchFTStrategy(SingleDeviceStrategy):
         return before_forward
 
     def _may_step(self, optimizer: Optimizer) -> bool:
-        """Average the gradients and ask whether all groups have them; once per step."""
+        """Average the gradients once per step; return True if all groups have them."""
         group = self._group
         if group is None:
             return True
@@ -274,7 +278,7 @@ class TorchFTStrategy(SingleDeviceStrategy):
         self._participants = count
 
     def _stop_if_asked(self) -> None:
-        """While this group waits for others, nothing has been done yet for the batch at hand."""
+        """Stop the run if that was requested while this group waited: nothing has been done yet for the batch."""
         if (
             self.trainer is not None
             and self.watch.stop_requested

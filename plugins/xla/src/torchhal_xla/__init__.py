@@ -1,4 +1,4 @@
-"""TPUs and other XLA devices for torchhal. The manifest is ``torchhal_xla._plugin``."""
+"""Provide TPUs and other XLA devices; the manifest is ``torchhal_xla._plugin``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches that are on the device before they are asked for, by torch_xla's own loader threads."""
+"""Move batches to the device ahead of time, by torch_xla's own loader threads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 
 class DeviceLoader:
-    """``loader`` behind torch_xla's ``ParallelLoader``, which ``MpDeviceLoader`` is made of.
+    """A ``loader`` behind torch_xla's ``ParallelLoader``, which ``MpDeviceLoader`` is made of.
 
     Its attributes are the loader's. The loader's iterator is made by whoever asks for this one's, not by a thread, so
     that it draws its random numbers there; what a loader's thread meets is raised here, where torch_xla would end the
@@ -57,11 +57,11 @@ class _Ahead:
 
     @property
     def _sampler_iter(self) -> Iterator[Any]:
-        """What the loops ask once more when all batches are used: the threads have read on, to the loader's end."""
+        """The iterator that the loops read once more when all batches are used: the threads have read to the end."""
         return self
 
     def _shutdown_workers(self) -> None:
-        """End the threads, then what they read from. The loops call it as they do a DataLoader's."""
+        """End the threads, then what they read from, when the loops call it as they do a DataLoader's."""
         self._threads.close()
         batches: Any = self._source.batches
         if not getattr(batches, "_persistent_workers", False) and hasattr(batches, "_shutdown_workers"):

@@ -1,4 +1,4 @@
-"""What every strategy on XLA devices does: end each graph in one known place, and read nothing in between."""
+"""Share what every strategy on XLA devices does: end each graph in one known place, and read nothing in between."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class LazyStrategy(Strategy):
         super().setup_environment()
 
     def check_process(self) -> None:
-        """Refuse a process in which torch_xla has been brought into another mode. Starts no runtime."""
+        """Refuse a process in which torch_xla is in another mode; no runtime is started."""
         from torch_xla import runtime
 
         if runtime.is_spmd():
@@ -70,11 +70,14 @@ class LazyStrategy(Strategy):
         return DeviceLoader(loader, self.root_device, self.prefetch)
 
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """Without a cut: an update that follows belongs to the same graph."""
+        """Run a backward without a cut: an update that follows belongs to the same graph."""
         self.precision.backward(loss, *args, **kwargs)
 
     def no_backward_sync(self) -> AbstractContextManager[Any] | None:
-        """Cuts after each batch of an accumulation, or their graphs would run as one that grows with their number."""
+        """Return a context that cuts after each batch of an accumulation.
+
+        Their graphs would else run as one that grows with their number.
+        """
         assert self.mark_step is not None
         return _CutAfter(self.mark_step)
 
@@ -105,7 +108,7 @@ class LazyStrategy(Strategy):
 
 
 class _CutAfter:
-    """A context whose end cuts the graph. May be entered many times."""
+    """A context whose end cuts the graph, and which may be entered many times."""
 
     def __init__(self, cut: Callable[[], None]) -> None:
         self.cut = cut
@@ -119,7 +122,7 @@ class _CutAfter:
 
 
 def torch_xla_threads() -> int:
-    """How many replicas torch_xla runs as threads of this process; 0 outside of its launch."""
+    """Return how many replicas torch_xla runs as threads of this process; 0 outside of its launch."""
     import torch_xla
 
     local = int(torch_xla._XLAC._xla_get_replication_devices_count())

@@ -1,4 +1,4 @@
-"""XLA devices: whatever PJRT_DEVICE names, and TPUs."""
+"""Train on XLA devices: whatever PJRT_DEVICE names, and TPUs."""
 
 from __future__ import annotations
 
@@ -57,32 +57,30 @@ class XLAAccelerator(Accelerator):
 
     @classmethod
     def load(cls) -> None:
-        """Import torch_xla, which starts no runtime. PJRT_DEVICE is set afterwards: to the CPU if nobody has set it."""
-        if why := sdk.problem():
-            raise ImportError(why)
+        """Import torch_xla, which starts no runtime, then set PJRT_DEVICE: to the CPU if nobody has set it."""
+        sdk.TORCH_XLA.check()
         os.environ["PJRT_DEVICE"] = os.environ.get("PJRT_DEVICE") or cls.pjrt_device()  # an empty one is none
         handlers = list(logging.getLogger().handlers)
-        import torch_xla  # noqa: F401
-
+        sdk.TORCH_XLA.load()
         for handler in list(logging.getLogger().handlers):  # it configures the program's own logging
             if handler not in handlers:
                 logging.getLogger().removeHandler(handler)
 
     @classmethod
     def pjrt_device(cls) -> str:
-        """The kind of device, as PJRT names it: ``"CPU"``, ``"TPU"``, ..."""
+        """Return the kind of device, as PJRT names it: ``"CPU"``, ``"TPU"``, ..."""
         return os.environ.get("PJRT_DEVICE", "").split("_")[0] or ("TPU" if chips() else "CPU")
 
     @classmethod
     def availability(cls) -> Availability:
-        """Looks at metadata, variables and the list of PCI devices; imports nothing."""
+        """Look at metadata, variables and the list of PCI devices, and import nothing."""
         why = sdk.problem()
         if not why and cls.pjrt_device() == "TPU" and not chips():
             why = f"PJRT_DEVICE={os.environ['PJRT_DEVICE']} asks for a TPU, but {_NO_CHIP}"
         return Availability(not why, why)
 
     def device_count(self) -> int:
-        """How many devices this process's runtime will have, without starting it."""
+        """Return how many devices this process's runtime will have, without starting it."""
         if not type(self).availability():
             return 0
         kind = self.pjrt_device()
@@ -93,7 +91,7 @@ class XLAAccelerator(Accelerator):
         return read_int(f"{kind}_NUM_DEVICES", 1) if f"{kind}_NUM_DEVICES" in os.environ else 1
 
     def parse_devices(self, devices: int | str | Sequence[int]) -> tuple[int, ...]:
-        """As everywhere, but the first n only: the runtime has its devices before torch may choose among them."""
+        """Parse as everywhere, but the first n only: the runtime has its devices before torch may choose."""
         indices = super().parse_devices(devices)
         if indices != tuple(range(len(indices))):
             raise ConfigurationError(
@@ -115,7 +113,10 @@ class XLAAccelerator(Accelerator):
         self.manual_seed(int.from_bytes(digest[:8], "little"))
 
     def step_marker(self) -> Callable[[], None] | None:
-        """Ends a graph: compiles what was recorded, once, and runs it, without waiting; free where there is nothing."""
+        """Return a function that ends a graph: it compiles what was recorded, once, and runs it, without waiting.
+
+        It is free where nothing was recorded.
+        """
         import torch_xla
 
         sync: Callable[[], None] = torch_xla.sync
@@ -129,7 +130,7 @@ class XLAAccelerator(Accelerator):
         xm.wait_device_ops()
 
     def empty_cache(self) -> None:
-        """The runtime has no cache to give back."""
+        """Do nothing: the runtime has no cache to give back."""
 
     def manual_seed(self, seed: int) -> None:
         import torch_xla.core.xla_model as xm
@@ -137,7 +138,7 @@ class XLAAccelerator(Accelerator):
         xm.set_rng_state(seed)
 
     def get_rng_state(self, device: torch.device) -> torch.Tensor:
-        """Eight bytes: the seed from which the next random operator's is derived. Waits for nothing."""
+        """Return eight bytes, the seed from which the next random operator's is derived, without waiting."""
         import torch_xla.core.xla_model as xm
 
         return torch.tensor(list(xm.get_rng_state().to_bytes(8, "little")), dtype=torch.uint8)
@@ -146,7 +147,7 @@ class XLAAccelerator(Accelerator):
         self.manual_seed(int.from_bytes(bytes(state.tolist()), "little"))
 
     def memory_stats(self, device: torch.device) -> dict[str, int]:
-        """Of the device's runtime; empty on the CPU, where it keeps no count."""
+        """Return the statistics of the device's runtime; empty on the CPU, where it keeps no count."""
         import torch_xla.core.xla_model as xm
 
         if self.pjrt_device() == "CPU":
@@ -156,7 +157,7 @@ class XLAAccelerator(Accelerator):
         return {name: int(info[key]) for name, key in stats.items() if key in info}
 
     def reset_peak_memory_stats(self, device: torch.device) -> None:
-        """The runtime can't: its peak is that of the process."""
+        """Do nothing: the runtime can't reset its peak, which is that of the process."""
 
 
 class TPUAccelerator(XLAAccelerator):
@@ -193,7 +194,7 @@ def _check_autograd(device: torch.device) -> None:
 
 
 def chips() -> list[int]:
-    """For each TPU chip on this machine, how many devices XLA has on it."""
+    """Return, for each TPU chip on this machine, how many devices XLA has on it."""
     found = []
     for vendor in sorted(_PCI.glob("*/vendor")):
         if vendor.read_text().strip() == _VENDOR:

@@ -1,4 +1,4 @@
-"""Checkpoints of tensors on XLA devices: host copies, made in one transfer."""
+"""Write checkpoints of tensors on XLA devices: host copies, made in one transfer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchhal.pytree import map_tensors
 
 
 def to_host(value: Any) -> Any:
-    """``value`` with every tensor of an XLA device as a copy on the CPU; all of them come in one transfer.
+    """Return ``value`` with every tensor of an XLA device as a CPU copy; all of them come in one transfer.
 
     One tensor that stands in several places is copied once. Everything else is the same object.
     """
@@ -41,7 +41,10 @@ def _on_device(leaf: Any) -> bool:
 
 
 class XLACheckpointIO(TorchCheckpointIO):
-    """Torch's checkpoint file, of host copies. It loads anywhere; a strategy's own tensors are host copies already."""
+    """Torch's checkpoint file, of host copies.
+
+    It loads anywhere; a strategy's own tensors are host copies already.
+    """
 
     def save_checkpoint(
         self,

@@ -1,4 +1,4 @@
-"""A replica of the model in a process per device, gradients averaged over XLA's own collectives."""
+"""Train a replica of the model in a process per device, with gradients averaged by XLA's own collectives."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class XLAStrategy(LazyStrategy, ParallelStrategy):
         super().configure(devices=devices, num_nodes=num_nodes, **parts)
 
     def check_process(self) -> None:
-        """And take this process's chip, and no other; check that torch_xla and the launcher count the ranks alike."""
+        """Take this process's chip, and no other; check that torch_xla and the launcher count the ranks alike."""
         from torch_xla import runtime
         from torch_xla._internal import pjrt
 
@@ -82,7 +82,7 @@ class XLAStrategy(LazyStrategy, ParallelStrategy):
         return self.process_group_backend or "gloo"
 
     def _check_group(self, group: Any) -> None:
-        """A group of the user's own serves if it carries what the hosts know; the devices need none."""
+        """Do nothing: a group of the user's own carries what the hosts know, and the devices need none."""
 
     def reduce(self, value: Any, op: str = "mean", *, group: Any = None) -> Any:
         _check_no_group(group)
@@ -166,7 +166,7 @@ def _check_no_group(group: Any) -> None:
 
 
 def _all_reduce(tensor: torch.Tensor, op: Any, group: Any = None) -> None:
-    """``dist.all_reduce`` by torch_xla."""
+    """Run ``dist.all_reduce`` by torch_xla."""
     import torch_xla.core.xla_model as xm
 
     kinds = {

@@ -1,4 +1,4 @@
-"""TPU slices of several hosts, and processes that torch_xla has started."""
+"""Find this process in a TPU slice of several hosts, or among processes that torch_xla has started."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DEFAULT_PORT = 29400
 
 
 class XLAEnvironment(LocalEnvironment):
-    """Where this process stands in a TPU slice.
+    """The place of this process in a TPU slice.
 
     On several hosts the same script is started on each of them, and torchhal starts a process per chip there: as under
     ``local``, but the host's number and the first host's name are TPU_WORKER_ID and TPU_WORKER_HOSTNAMES, and
@@ -105,5 +105,8 @@ def _main_port() -> int:
 
 
 def _started_by_torch_xla() -> bool:
-    """Whether this is one of several processes of ``torch_xla.launch``; torchhal's own have these variables, too."""
+    """Return True for one of several processes of ``torch_xla.launch``.
+
+    torchhal's own have these variables, too.
+    """
     return launched_by() is None and os.environ.get(_PROCESSES, "1") not in ("", "1")

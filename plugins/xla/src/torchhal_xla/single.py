@@ -1,4 +1,4 @@
-"""One process, one XLA device."""
+"""Train in one process on one XLA device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One process that drives all devices of its host: XLA divides each operator among them."""
+"""Drive all devices of a host from one process: XLA divides each operator among them."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class SPMDStrategy(LazyStrategy, SingleDeviceStrategy):
         self.mesh = spmd.Mesh(list(range(count)), (count,), (_AXIS,))
 
     def shard(self, tensor: torch.Tensor) -> torch.Tensor:
-        """``tensor``, on the device, divided along its first dimension; whole on each if that can't be done evenly.
+        """Return ``tensor``, on the device, divided along its first dimension; whole on each if that isn't even.
 
         XLA would divide it unevenly, and then ends the process at some operators, such as an embedding's backward.
         What has been divided otherwise stays as it is: a layer may put out its own parameter.
@@ -123,7 +123,7 @@ class SPMDStrategy(LazyStrategy, SingleDeviceStrategy):
                 self._hooks.append(layer.register_forward_hook(lambda *call: self._shard_all(call[-1])))
 
     def _divided(self, parameter: torch.Tensor) -> tuple[str | None, ...]:
-        """``parameter`` along the largest dimension that divides evenly, the first of several; whole without one."""
+        """Return ``parameter`` along the first largest dimension that divides evenly; whole without one."""
         even = [index for index, size in enumerate(parameter.shape) if self._divides(size)]
         largest = max(even, key=lambda index: parameter.shape[index], default=None)
         return tuple(_AXIS if index == largest else None for index in range(parameter.dim()))

@@ -1,4 +1,4 @@
-"""A checkpoint taken apart: its tensors by name, and the rest with a reference where each tensor was.
+"""Take a checkpoint apart: its tensors by name, and the rest with a reference where each tensor was.
 
 The containers that are entered are those that a load of torch's file rebuilds: dict, OrderedDict with its attributes
 (a state dictionary's ``_metadata``), list, tuple; exactly these, no subclass. What stands in another one, and tensors
@@ -24,13 +24,15 @@ _NUMBER = re.compile(r"-?\d+")
 
 @dataclass(frozen=True)
 class Reference:
-    """Where a tensor was."""
+    """A mark where a tensor was."""
 
     name: str
 
 
 def flatten(checkpoint: Mapping[Any, Any]) -> tuple[Any, dict[str, torch.Tensor]]:
-    """(plain data with references, tensors by their path in the nest). Tensors that share memory stay separate.
+    """Return (plain data with references, tensors by their path in the nest).
+
+    Tensors that share memory stay separate.
 
     A path has one name, and a name one path, on all ranks: ``state_dict/layer.weight``.
     """
@@ -49,7 +51,10 @@ def flatten(checkpoint: Mapping[Any, Any]) -> tuple[Any, dict[str, torch.Tensor]
 
 
 def _step(key: Any) -> str:
-    """A key as a part of a name, different for different ones: a text may have a slash in it, or look like a number."""
+    """Return a key as a part of a name, different for different ones.
+
+    A text may have a slash in it, or look like a number.
+    """
     if isinstance(key, int):
         return str(int(key))
     text = (key if isinstance(key, str) else repr(key)).replace("~", "~0").replace("/", "~1")
@@ -59,7 +64,7 @@ def _step(key: Any) -> str:
 
 
 def _rebuilt(value: Any, visit: Callable[[Any, Any], Any]) -> Any:
-    """A container of one of the known types with each item replaced; anything else as it is."""
+    """Return a container of a known type with each item replaced; anything else as it is."""
     kind = type(value)
     if kind is dict:
         return {key: visit(key, item) for key, item in value.items()}
@@ -73,7 +78,10 @@ def _rebuilt(value: Any, visit: Callable[[Any, Any], Any]) -> Any:
 
 
 def merge_flat(parts: list[Any]) -> Any:
-    """What any rank has, the first rank's where several have it: each rank holds the state of its own parameters."""
+    """Merge the plain data of all ranks, the first rank's where several have an item.
+
+    Each rank holds the state of its own parameters.
+    """
     first, *others = parts
     if type(first) in (dict, OrderedDict):
         whole = _rebuilt(first, lambda _, item: item)
@@ -89,7 +97,7 @@ def merge_flat(parts: list[Any]) -> Any:
 
 
 def as_plain(value: Any) -> Any:
-    """The nest with its references as the file has them."""
+    """Return the nest with its references as the file has them."""
     if isinstance(value, Reference):
         return {_MARK: value.name}
     plain = _rebuilt(value, lambda _, item: as_plain(item))
@@ -97,7 +105,7 @@ def as_plain(value: Any) -> Any:
 
 
 def unflatten(value: Any, read: Callable[[Reference], Any]) -> Any:
-    """The nest again, from what :func:`as_plain` made of it, with ``read`` of each reference in its place."""
+    """Return the nest again, from :func:`as_plain`'s result, with ``read`` of each reference in its place."""
     if _is_marked(value):
         inside = value[_MARK]
         if isinstance(inside, str):

@@ -1,4 +1,4 @@
-"""A tensor that lies in a sharded checkpoint: known by shape and dtype, read where somebody knows which part."""
+"""Stand in for a tensor in a sharded checkpoint: known by shape and dtype, read where the part is known."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Stands for a tensor in what ``open_checkpoint`` returns."""
+    """A stand-in for a tensor in what ``open_checkpoint`` returns."""
 
     name: str
     shape: torch.Size
@@ -18,7 +18,7 @@ class StoredTensor:
     read_into: Callable[[str, torch.Tensor], None]
 
     def read(self, target: torch.Tensor | None = None) -> torch.Tensor:
-        """The tensor: in the layout, on the device of ``target``, which has its shape; without one whole, on the CPU.
+        """Return the tensor in the layout and on the device of ``target``, which has its shape; else whole, on the CPU.
 
         Only the part that this rank needs is read, and nothing is sent.
         """

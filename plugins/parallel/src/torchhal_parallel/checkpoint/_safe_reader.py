@@ -44,7 +44,7 @@ _ALLOWED = {
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without torch's remark that one process saves or loads alone, which is meant here."""
+    """Silence torch's warning that one process saves or loads alone, which is meant here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         yield
@@ -60,7 +60,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class CheckedReader(FileSystemReader):
-    """Verifies each record's checksum before it is used, and executes nothing.
+    """A reader that verifies each record's checksum before it is used, and executes nothing.
 
     Args:
         folder: the checkpoint.
@@ -111,7 +111,7 @@ class CheckedReader(FileSystemReader):
                 raise self._corrupt(name, f"is damaged: it has {size} bytes of at least {end}")
 
     def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
-        """How torch's reader gets each record; :meth:`read_data` makes sure that it does."""
+        """Read and verify a record for torch's reader; :meth:`read_data` makes sure that it does so for each."""
         file.seek(sinfo.offset)
         data = file.read(sinfo.length)
         record = _record(sinfo)
@@ -132,7 +132,7 @@ class CheckedReader(FileSystemReader):
         return done
 
     def read_into(self, name: str, tensor: torch.Tensor) -> None:
-        """Fill ``tensor``, plain or sharded, from what is saved as ``name``. Nothing is sent."""
+        """Fill ``tensor``, plain or sharded, from what is saved as ``name``; nothing is sent."""
         try:
             with quiet():
                 load({name: tensor}, storage_reader=self, no_dist=True)
@@ -144,12 +144,12 @@ class CheckedReader(FileSystemReader):
 
 
 def _record(about: Any) -> str:
-    """What checksums are known by."""
+    """Return the key that checksums are known by."""
     return f"{about.relative_path}:{about.offset}"
 
 
 def checksums(folder: Path, rank: int) -> dict[str, int]:
-    """CRC-32 of each record in the files of ``rank``, from the metadata that rank 0 has written."""
+    """Return the CRC-32 of each record in the files of ``rank``, from the metadata that rank 0 has written."""
     sums = {}
     for about in CheckedReader(folder, None, None).read_metadata().storage_data.values():
         if about.relative_path.startswith(f"__{rank}_"):

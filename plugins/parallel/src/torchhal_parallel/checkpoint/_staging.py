@@ -1,4 +1,4 @@
-"""A copy of a checkpoint in host memory, taken while a step waits and written when it no longer does."""
+"""Copy a checkpoint to host memory while a step waits; it is written when the step no longer does."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ _Shared = list[tuple[torch.Tensor, torch.Tensor]]  # (tensor of the checkpoint, 
 
 
 class HostMemory:
-    """Memory that one snapshot after the other is taken into: the first touch of new memory takes longer than the copy.
+    """Memory that one snapshot after the other is taken into.
+
+    The first touch of new memory takes longer than the copy.
 
     It holds what the last snapshot needed. A snapshot overwrites the one before.
     """
@@ -29,11 +31,11 @@ class HostMemory:
         self._used, self._free = {}, self._used
 
     def end(self) -> None:
-        """What the snapshot had no use for goes."""
+        """Release what the snapshot had no use for."""
         self._free = {}
 
     def take(self, count: int) -> torch.Tensor:
-        """``count`` bytes, shape (count,)."""
+        """Return ``count`` bytes, shape (count,)."""
         free = self._free.get(count)
         piece = free.pop() if free else torch.empty(count, dtype=torch.uint8)
         self._used.setdefault(count, []).append(piece)
@@ -41,7 +43,7 @@ class HostMemory:
 
 
 def snapshot(checkpoint: dict[str, Any], memory: HostMemory | None = None) -> dict[str, Any]:
-    """``checkpoint`` with all tensors copied to host memory, and everything else copied too.
+    """Return ``checkpoint`` with all tensors copied to host memory, and everything else copied too.
 
     Tensors that share memory share the copy's. Of a sharded tensor this rank's part is copied; the copy is laid out
     as the tensor is, so that it can be saved in its place. Tensors on the meta device stay what they are.
@@ -80,7 +82,7 @@ def _snapshot(checkpoint: dict[str, Any], host: HostMemory) -> dict[str, Any]:
 
 
 def _tensors(checkpoint: Any) -> Iterator[torch.Tensor]:
-    """The tensors in a nest of containers, each once."""
+    """Yield the tensors in a nest of containers, each once."""
     seen: set[int] = set()
     stack = [checkpoint]
     while stack:
@@ -102,7 +104,7 @@ def _tensors(checkpoint: Any) -> Iterator[torch.Tensor]:
 
 
 def _memory_of(plain: torch.Tensor) -> tuple[torch.device, int] | None:
-    """What tensors that share memory have in common; None for one that is copied by itself."""
+    """Return what tensors that share memory have in common; None for one that is copied by itself."""
     if type(plain) is not torch.Tensor or plain.layout is not torch.strided or plain.is_quantized or plain.is_nested:
         return None
     try:
@@ -113,7 +115,7 @@ def _memory_of(plain: torch.Tensor) -> tuple[torch.device, int] | None:
 
 
 def _copied(shared: _Shared, host: HostMemory) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Each tensor of one memory with its copy on the CPU; those that overlap lie in one copy, as they did."""
+    """Yield each tensor of one memory with its copy on the CPU; those that overlap lie in one copy, as before."""
     if len(shared) == 1 and _reach(shared[0][1])[1] - _reach(shared[0][1])[0] > 2 * _bytes(shared[0][1]):
         tensor, plain = shared[0]  # a column, say: not all that lies between its numbers
         yield tensor, plain.to("cpu", memory_format=torch.contiguous_format, copy=True)
@@ -138,7 +140,7 @@ def _copied(shared: _Shared, host: HostMemory) -> Iterator[tuple[torch.Tensor, t
 
 
 def _dressed(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """``part`` as what ``tensor`` is: a parameter, a sharded tensor."""
+    """Return ``part`` as what ``tensor`` is: a parameter, a sharded tensor."""
     if isinstance(tensor, DTensor):
         sharded: torch.Tensor = DTensor(part, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
         return sharded
@@ -152,7 +154,7 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 
 def _reach(tensor: torch.Tensor) -> tuple[int, int]:
-    """The bytes of its memory from the first to behind the last element, the start rounded down."""
+    """Return the range of bytes, in its memory, from the first to behind the last element, the start rounded down."""
     size = tensor.element_size()
     start = int(tensor.storage_offset()) * size
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -1,4 +1,4 @@
-"""Saves that a step does not wait for: it waits for a copy in host memory, which a thread then makes durable."""
+"""Save without a step waiting: it waits for a copy in host memory, which a thread then makes durable."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class AsyncCheckpointIO(CheckpointIO):
             raise error
 
     def _landed(self) -> BaseException | None:
-        """What the save in flight met, once it has ended; told once."""
+        """Wait for the save in flight; return what it met, once."""
         flight = self._flight
         if flight is None:
             return None
@@ -202,7 +202,10 @@ class AsyncCheckpointIO(CheckpointIO):
 
 
 def _timeout_of(group: Any) -> timedelta | None:
-    """How long its collectives wait; None if its backend doesn't say. By itself a new group waits for half an hour."""
+    """Return the timeout of the group's collectives; None if its backend has no such option.
+
+    By itself a new group waits for half an hour.
+    """
     options = getattr(group._get_backend(group._device_types[0]), "options", None)
     return getattr(options, "_timeout", None)
 
@@ -246,7 +249,7 @@ class _Flight:
             self.tell()
 
     def take_error(self) -> BaseException | None:
-        """What the save met, as a CheckpointError; None from the second time on."""
+        """Return what the save met, as a CheckpointError; None from the second time on."""
         error, self._error = self._error, None
         if error is None or isinstance(error, CheckpointError):
             return error
@@ -255,7 +258,7 @@ class _Flight:
         return wrapped
 
     def tell(self) -> None:
-        """Write to stderr what nobody has been told; if the save goes on, it does so itself when it has ended."""
+        """Write an error that was never raised to stderr; a save that goes on does so itself when it has ended."""
         with self._lock:
             self._forgotten = True
         error = self.take_error()

@@ -1,4 +1,4 @@
-"""Sharded checkpoints: a folder that every rank writes its part into, by ``torch.distributed.checkpoint``."""
+"""Save sharded checkpoints: a folder that every rank writes its part into, by ``torch.distributed.checkpoint``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
-from torchhal.checkpoint import FolderCheckpointIO, TorchCheckpointIO, inspect_contents, swap_directories, sync_folder
+from torchhal.checkpoint import FolderCheckpointIO, TorchCheckpointIO, inspect_contents
 from torchhal.errors import CheckpointCorruptError, CheckpointError, TorchhalError
 from torchhal_parallel.checkpoint._flatten import Reference, as_plain, flatten, merge_flat, unflatten
 from torchhal_parallel.checkpoint._lazy_tensor import StoredTensor
@@ -61,19 +61,18 @@ class DCPCheckpointIO(FolderCheckpointIO):
             inspect_contents(as_plain(plain))  # before the others are told: what can't be saved can't be sent either
         except Exception as error:
             failure, plain, tensors = f"{type(error).__name__}: {error}", {}, {}
-        kinds = {name: isinstance(tensor, DTensor) for name, tensor in tensors.items()}
-        everybody = self.gather((failure, kinds, plain))
-        self.raise_failures([failed for failed, *_ in everybody], target)
+        sharded = {name: isinstance(tensor, DTensor) for name, tensor in tensors.items()}
+        contributions = self.gather_results((sharded, plain), failure, target)
         with self.new_folder(target) as temporary:
-            self._write(target, temporary, tensors, everybody)
+            self._write(target, temporary, tensors, contributions)
 
-    def _write(self, target: Path, temporary: Path, tensors: dict[str, Any], everybody: list[Any]) -> None:
+    def _write(self, target: Path, temporary: Path, tensors: dict[str, Any], contributions: list[Any]) -> None:
         failure: str | None = None
         sums: dict[str, int] = {}
         # of a tensor that several ranks have whole, the first rank's is saved: torch would mix them
         first: dict[str, int] = {}
-        for rank, (_, kinds, _) in enumerate(everybody):
-            for name in kinds:
+        for rank, (names, _) in enumerate(contributions):
+            for name in names:
                 first.setdefault(name, rank)
         mine = {
             name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor) or first[name] == self.rank
@@ -84,34 +83,41 @@ class DCPCheckpointIO(FolderCheckpointIO):
                     mine,
                     storage_writer=FileSystemWriter(temporary, single_file_per_rank=True, sync_files=True),
                     process_group=self.group,
-                    no_dist=len(everybody) == 1,
+                    no_dist=len(contributions) == 1,
                 )
             sums = checksums(temporary, self.rank)
         except (Exception, CheckpointException) as error:  # torch's is no Exception
-            failure = _cause(error)
-        written = self.gather((failure, sums))
-        self.raise_failures([failed for failed, _ in written], target)
-        failure = None
-        if self.rank == 0:
-            try:
-                content = {
-                    "format": FORMAT,
-                    "plain": as_plain(merge_flat([plain for *_, plain in everybody])),
-                    "sums": {key: value for _, part in written for key, value in part.items()},
-                    "metadata": zlib.crc32((temporary / METADATA).read_bytes()),
-                }
-                TorchCheckpointIO().save_checkpoint(content, temporary / PLAIN)
-                sync_folder(temporary)
-                swap_directories(temporary, target)
-                sync_folder(target.parent)
-            except Exception as error:
-                failure = _cause(error)
-        self.raise_failures(self.gather(failure), target)
+            failure = self.describe_failure(error)
+        sums_by_rank = self.gather_results(sums, failure, target)
+
+        def content() -> dict[str, Any]:
+            return {
+                "format": FORMAT,
+                "plain": as_plain(merge_flat([plain for _, plain in contributions])),
+                "sums": {key: value for part in sums_by_rank for key, value in part.items()},
+                "metadata": zlib.crc32((temporary / METADATA).read_bytes()),
+            }
+
+        self.finish_save(temporary, target, content)
+
+    def describe_failure(self, error: BaseException) -> str:
+        """Return the error behind torch's CheckpointException, which hides each rank's own."""
+        failures = getattr(error, "failures", None)
+        if failures:
+            error = next(iter(failures.values()))[0]
+        behind: BaseException | None = error
+        while behind is not None:
+            if isinstance(behind, OSError):  # of a full disk torch.save makes an "enforce fail", without its cause
+                return super().describe_failure(behind)
+            behind = behind.__cause__ or behind.__context__
+        while error.__cause__ is not None and not isinstance(error, TorchhalError):
+            error = error.__cause__
+        return super().describe_failure(error)
 
     # -- load ------------------------------------------------------------------------------------------------
 
     def open_checkpoint(self, path: str | os.PathLike[str]) -> dict[str, Any]:
-        """The checkpoint with a :class:`StoredTensor` for each tensor, to be read where its layout is known."""
+        """Return the checkpoint with a :class:`StoredTensor` for each tensor, to be read where its layout is known."""
         folder, content = self._open(path)
         reader = CheckedReader(folder, content["sums"], content["metadata"])
         reader.check_files()
@@ -155,20 +161,3 @@ class DCPCheckpointIO(FolderCheckpointIO):
     def exists(self, path: str | os.PathLike[str]) -> bool:
         folder = Path(path)
         return super().exists(folder) and (folder / METADATA).is_file() and TorchCheckpointIO().exists(folder / PLAIN)
-
-
-def _cause(error: BaseException) -> str:
-    """What torch's CheckpointException hides: each rank's own error."""
-    failures = getattr(error, "failures", None)
-    if failures:
-        error = next(iter(failures.values()))[0]
-    behind: BaseException | None = error
-    while behind is not None:
-        if isinstance(
-            behind, OSError
-        ):  # of a full disk torch.save makes an "enforce fail", and does not say what failed
-            return f"{type(behind).__name__}: {behind}"
-        behind = behind.__cause__ or behind.__context__
-    while error.__cause__ is not None and not isinstance(error, TorchhalError):
-        error = error.__cause__
-    return f"{type(error).__name__}: {error}"

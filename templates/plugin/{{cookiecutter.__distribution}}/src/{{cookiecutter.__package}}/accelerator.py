@@ -21,6 +21,9 @@ class {{ cookiecutter.__class }}Accelerator(CPUAccelerator):
         @classmethod
         def load(cls):
             import the_vendors_module   # registers the device with torch
+
+    To check the version of that module first, and to report why it can't be imported, load it by
+    ``torchhal.vendor_package.VendorPackage``.
     """
 
     name: ClassVar[str] = "{{ cookiecutter.__alias }}"

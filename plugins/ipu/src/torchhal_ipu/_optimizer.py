@@ -1,4 +1,4 @@
-"""The device's optimizer for the user's: the same numbers, and state that lies on the device."""
+"""Make the device's optimizer for the user's: the same numbers, and state that lies on the device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _VARIABLE = {
 
 
 def on_device(optimizer: Optimizer, *, clip_val: float | None, loss_scaling: float | None) -> Any:
-    """A ``poptorch.optim`` optimizer with the same parameter groups: the very same, so that schedulers reach them.
+    """Return a ``poptorch.optim`` optimizer with the very same parameter groups, so that schedulers reach them.
 
     Args:
         optimizer: torch's SGD, Adam, AdamW or RMSprop, or one of ``poptorch.optim``, which is taken as it is.
@@ -97,15 +97,18 @@ def _clip(made: Any, clip_val: float) -> None:
 
 
 def values(optimizer: Any) -> list[dict[str, Any]]:
-    """What the device is told of an optimizer, to see whether any of it has changed: its own attributes, and then the
-    options of each parameter group."""
+    """Return what the device receives of an optimizer, to compare later.
+
+    Its own attributes come first, then the options of each parameter group.
+    """
     own = {name: getattr(optimizer, name) for name in ("loss_scaling", "max_grad_norm") if hasattr(optimizer, name)}
     groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     return [own, *groups]
 
 
 def check_change(optimizer: Any, before: list[dict[str, Any]], now: list[dict[str, Any]]) -> None:
-    """
+    """Refuse a change of an optimizer that the compiled step can't follow.
+
     Args:
         optimizer: one of ``poptorch.optim``.
         before: its :func:`values` when the step was compiled.
@@ -127,7 +130,7 @@ def check_change(optimizer: Any, before: list[dict[str, Any]], now: list[dict[st
 
 
 def load(optimizer: Any, state: dict[str, Any]) -> None:
-    """``optimizer.load_state_dict(state)``, after which the groups are still those that schedulers know."""
+    """Call ``optimizer.load_state_dict(state)`` and keep the groups that schedulers know."""
     shared = optimizer.param_groups
     optimizer.load_state_dict(state)
     for group, loaded in zip(shared, optimizer.param_groups, strict=True):
