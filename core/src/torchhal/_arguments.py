@@ -63,7 +63,7 @@ def check_limit(name: str, value: Any, *, optional: bool = True) -> int | float:
 
 
 def check_interval(name: str, value: Any) -> int | float:
-    """Every n batches (int of at least 1) or n times an epoch as a share (float in (0, 1])."""
+    """Return a number of batches (int of at least 1), or a share of an epoch (float in (0, 1])."""
     if value is None:
         return 1.0
     if _is_int(value) and value >= 1:
@@ -77,7 +77,7 @@ def check_interval(name: str, value: Any) -> int | float:
 
 
 def check_validation(interval: int | float, every_n_epoch: int | None) -> None:
-    """``val_check_interval`` counts batches where no epoch says when to validate."""
+    """Raise an error unless ``val_check_interval`` counts batches where no epoch defines when to validate."""
     if every_n_epoch is None and isinstance(interval, float):
         raise ConfigurationError(
             "'val_check_interval' must be a number of batches (int) when check_val_every_n_epoch=None "
@@ -155,7 +155,7 @@ def check_path(name: str, value: Any) -> str:
 
 
 def check_storage_options(value: Any) -> dict[str, Any] | None:
-    """Keywords of a file system."""
+    """Return keyword arguments of a file system."""
     if value is None or (isinstance(value, Mapping) and all(isinstance(key, str) for key in value)):
         return None if value is None else dict(value)
     raise ConfigurationError(f"'storage_options' must be a dict of the file system's options, or None (got {value!r})")
@@ -170,6 +170,6 @@ def check_ckpt_path(value: Any) -> str | None:
 
 
 def check_order(lower_name: str, lower: int | None, upper_name: str, upper: int | None) -> None:
-    """``lower`` may not exceed ``upper``; None and -1 mean no limit."""
+    """Raise an error where ``lower`` exceeds ``upper``; None and -1 mean no limit."""
     if lower is not None and upper is not None and upper != -1 and lower > upper:
         raise ConfigurationError(f"'{lower_name}' must be at most '{upper_name}' (got {lower} and {upper})")

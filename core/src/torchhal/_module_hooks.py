@@ -8,22 +8,22 @@ import torch
 
 
 class ModuleHooks:
-    """Every hook of a model, each with an empty body; the Trainer calls those that a model overrides."""
+    """The hooks of a model, each with an empty body; the Trainer calls those that a model overrides."""
 
     def prepare_data(self) -> None:
-        """On local rank 0 of each node, before anything else: download, unpack."""
+        """Download and unpack, on local rank 0 of each node, before anything else."""
 
     def setup(self, stage: str) -> None:
-        """On every rank, before the model is moved; ``stage`` is fit, validate, test or predict."""
+        """Set up on every rank, before the model is moved; ``stage`` is fit, validate, test or predict."""
 
     def teardown(self, stage: str) -> None:
-        """On every rank, at the very end."""
+        """Clean up on every rank, at the very end."""
 
     def configure_model(self) -> None:
-        """On every rank, under the strategy's ``init_context``: build large layers here."""
+        """Build large layers on every rank, under the strategy's ``init_context``."""
 
     def configure_callbacks(self) -> Any:
-        """Callbacks of the model's own; they replace those of the same type."""
+        """Return callbacks of the model's own; they replace those of the same type."""
         return []
 
     def on_fit_start(self) -> None: ...
@@ -33,7 +33,7 @@ class ModuleHooks:
     def on_train_epoch_start(self) -> None: ...
     def on_train_epoch_end(self) -> None: ...
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
-        """Before each training batch; -1 ends the epoch."""
+        """Run before each training batch; returning -1 ends the epoch."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None: ...
     def on_validation_start(self) -> None: ...
@@ -90,11 +90,11 @@ class ModuleHooks:
         return batch
 
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """Backward of the (scaled) loss."""
+        """Compute the gradients of the (scaled) loss."""
         loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-        """One step; forward and backward run inside ``optimizer_closure``."""
+        """Make one step; forward and backward run inside ``optimizer_closure``."""
         optimizer.step(closure=optimizer_closure)
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:

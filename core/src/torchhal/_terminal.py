@@ -8,7 +8,7 @@ _SPACES: Final = "\t\u00a0\u202f\u2009\u3000"  # not printable to Python, and ha
 
 
 def printable(text: str) -> str:
-    """``text`` with its control characters as escapes: newlines, and what moves a cursor or turns the direction."""
+    """Return ``text`` with its control characters as escapes: newlines, cursor movements, changes of direction."""
     if text.isprintable():
         return text
     return "".join(
@@ -17,5 +17,5 @@ def printable(text: str) -> str:
 
 
 def echo(text: str) -> None:
-    """``print`` with each line of ``text`` printable."""
+    """Print ``text`` with each line made printable."""
     print("\n".join(map(printable, text.split("\n"))))

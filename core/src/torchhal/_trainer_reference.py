@@ -8,7 +8,10 @@ from typing import Any
 
 
 def weak_reference(trainer: Any) -> Callable[[], Any]:
-    """``trainer`` for whom it holds: with a strong reference back, both would stay until a garbage collection."""
+    """Return a weak reference to ``trainer``, or a function that returns a stand-in.
+
+    With a strong reference back, owner and Trainer would stay until a garbage collection.
+    """
     try:
         return weakref.ref(trainer)
     except TypeError:  # None, or a stand-in

@@ -75,11 +75,11 @@ def _restored(kind: type[TorchhalError], args: tuple[Any, ...]) -> TorchhalError
 
 
 class PluginError(TorchhalError):
-    """Something about a plugin or one of its components."""
+    """An error of a plugin or one of its components."""
 
 
 class UnknownAliasError(PluginError, LookupError):
-    """Nobody provides ``alias`` for ``kind``; the message says what exists and what to install."""
+    """An alias that no component of ``kind`` has; the message lists what exists and what to install."""
 
     def __init__(self, message: str, *, kind: str, alias: str) -> None:
         super().__init__(message)
@@ -186,7 +186,7 @@ class NonFiniteLossError(TorchhalError, ArithmeticError):
 
 
 def message_of(error: BaseException) -> str:
-    """``str(error)``, also of an exception of the user's whose ``__str__`` raises."""
+    """Return ``str(error)``, also of an exception of the user's whose ``__str__`` raises."""
     try:
         return str(error)
     except Exception as failure:

@@ -301,16 +301,16 @@ class DataModule(HasHyperparameters):
         self.__dict__["_trainer"] = weak_reference(trainer)
 
     def prepare_data(self) -> None:
-        """On local rank 0 of each node: download, unpack. Sets no state."""
+        """Download and unpack, on local rank 0 of each node. Sets no state."""
 
     def setup(self, stage: str) -> None:
-        """On every rank; ``stage`` is fit, validate, test or predict."""
+        """Set up on every rank; ``stage`` is fit, validate, test or predict."""
 
     def teardown(self, stage: str) -> None:
-        """On every rank, at the end."""
+        """Clean up on every rank, at the end."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data to save with a checkpoint."""
+        """Return plain data to save with a checkpoint."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -122,7 +122,7 @@ class Component:
 
 
 def alias_problem(alias: object, kind: str) -> str | None:
-    """Why ``alias`` can't name a part of this ``kind``, or None."""
+    """Return why ``alias`` can't name a part of this ``kind``, or None."""
     if not isinstance(alias, str):
         return f"an alias must be a str (got {alias!r})"
     if alias == "auto":
@@ -143,27 +143,27 @@ class Hookspecs:
 
     @hookspec
     def torchhal_accelerators(self) -> Sequence[Component]:  # type: ignore[empty-body]
-        """Accelerators: targets are subclasses of ``torchhal.accelerators.Accelerator``."""
+        """Return accelerators: targets are subclasses of ``torchhal.accelerators.Accelerator``."""
 
     @hookspec
     def torchhal_precisions(self) -> Sequence[Component]:  # type: ignore[empty-body]
-        """Precisions: targets are subclasses of ``torchhal.precision.Precision``."""
+        """Return precisions: targets are subclasses of ``torchhal.precision.Precision``."""
 
     @hookspec
     def torchhal_checkpoint_ios(self) -> Sequence[Component]:  # type: ignore[empty-body]
-        """Checkpoint IOs: targets are subclasses of ``torchhal.checkpoint.CheckpointIO``."""
+        """Return checkpoint IOs: targets are subclasses of ``torchhal.checkpoint.CheckpointIO``."""
 
     @hookspec
     def torchhal_cluster_environments(self) -> Sequence[Component]:  # type: ignore[empty-body]
-        """Cluster environments: targets are subclasses of ``torchhal.cluster.ClusterEnvironment``."""
+        """Return cluster environments: targets are subclasses of ``torchhal.cluster.ClusterEnvironment``."""
 
     @hookspec
     def torchhal_strategies(self) -> Sequence[Component]:  # type: ignore[empty-body]
-        """Strategies: targets are subclasses of ``torchhal.strategies.Strategy``."""
+        """Return strategies: targets are subclasses of ``torchhal.strategies.Strategy``."""
 
     @hookspec
     def torchhal_commands(self) -> Sequence[Component]:  # type: ignore[empty-body]
-        """Sub-commands of ``torchhal``: the alias is the command's name, the target a function.
+        """Return sub-commands of ``torchhal``: the alias is the command's name, the target a function.
 
         It is called with the ``argparse.ArgumentParser`` of the command, adds its arguments, and sets the default
         ``run`` to a function from the parsed arguments to the exit code. See :mod:`torchhal.cli` for what prints.

@@ -1,4 +1,4 @@
-"""Moving a batch: any nesting of containers, tensors and objects that know ``.to``."""
+"""Move a batch: any nesting of containers, tensors and objects with a method ``to``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 def map_tensors(batch: Any, function: Callable[[Any], Any], *, is_leaf: Callable[[Any], bool] | None = None) -> Any:
-    """``batch`` with ``function`` applied to each leaf; containers are rebuilt as what they were.
+    """Return ``batch`` with ``function`` applied to each leaf; containers are rebuilt as what they were.
 
     Mappings, lists, tuples, named tuples and dataclass instances are entered, subclasses too, unless ``is_leaf``
     is true for them; everything else, str, numbers and None included, is a leaf. A container whose leaves all come
@@ -84,7 +84,7 @@ def _rebuild_sequence(old: list[Any] | tuple[Any, ...], values: list[Any]) -> An
 
 
 def move_to_device(batch: Any, device: torch.device, *, non_blocking: bool = False) -> Any:
-    """``batch`` with every tensor, and every object that has a method ``to``, on ``device``.
+    """Return ``batch`` with every tensor, and every object that has a method ``to``, on ``device``.
 
     An object with such a method moves itself, container or not: it may know that some part stays behind.
     """
@@ -104,12 +104,12 @@ def move_to_device(batch: Any, device: torch.device, *, non_blocking: bool = Fal
 
 
 def moves_itself(item: Any) -> bool:
-    """Whether it has a method ``to`` of its own, as tensors and many containers of them do."""
+    """Return whether it has a method ``to`` of its own, as tensors and many containers of them do."""
     return callable(getattr(item, "to", None)) and not isinstance(item, type)
 
 
 def move_module(module: nn.Module, device: torch.device) -> None:
-    """``module.to(device)`` after which each parameter is the object that it was, as on a device in torch's tree.
+    """Call ``module.to(device)``, after which each parameter is the object that it was, as on torch's own devices.
 
     Between the CPU and a PrivateUse1 device torch makes new parameters: tied ones come apart, an optimizer or a list
     that holds one holds the old one, and the new ones have neither its class nor its attributes nor its hooks. Here

@@ -64,7 +64,7 @@ def _seed_numpy_if_installed(seed: int) -> None:
 
 
 def collect(accelerator: Accelerator, device: torch.device) -> dict[str, Any]:
-    """Python's, NumPy's (where imported), torch's and the device's generators; loadable with ``weights_only``."""
+    """Return Python's, NumPy's (if imported), torch's and the device's states; loadable with ``weights_only``."""
     state = collect_host()
     if device.type != "cpu":
         state["device"], state["device_type"] = accelerator.get_rng_state(device), device.type

@@ -26,7 +26,7 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.65) -> str | None
 
 
 def _edit_distance(one: str, other: str) -> int:
-    """Letters to insert, delete, replace, or swap with their neighbour, to make ``other`` of ``one``."""
+    """Count letters to insert, delete, replace, or swap with their neighbour, to turn ``one`` into ``other``."""
     above: list[int] = []
     row = list(range(len(other) + 1))
     for i, letter in enumerate(one, 1):

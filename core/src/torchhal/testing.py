@@ -1,4 +1,4 @@
-"""For tests of code that looks parts up: a registry that nothing installed on the machine can reach.
+"""Provide tests with a registry that nothing installed on the machine can reach.
 
 As a context manager::
 

@@ -1,10 +1,12 @@
-"""``devices=2``, ``"0,1"``, ``[1, 0]``, ``-1``, ``"auto"``: one parser for every accelerator."""
+"""Parse the argument ``devices`` for every accelerator, and call functions of torch's device modules."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol
+
+import torch
 
 from torchhal.errors import ConfigurationError
 
@@ -90,3 +92,14 @@ def _error(accelerator: Accelerator, asked: object) -> ConfigurationError:
         f"'devices' must be {_FORMS}, each index once (got {asked!r}); "
         f"accelerator {accelerator.name!r} has {accelerator.device_count()} here"
     )
+
+
+def call_on_device(function: Callable[..., Any], device: torch.device | None, *args: Any) -> Any:
+    """Call ``function(*args, device)``, or ``function(*args)`` for a device without an index.
+
+    A device without an index is the current one, and the modules of hardware with one device per process have no such
+    argument.
+    """
+    if device is None or device.index is None:
+        return function(*args)
+    return function(*args, device)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from torchhal.accelerators._devices import parse_devices
+from torchhal.accelerators._devices import call_on_device, parse_devices
 from torchhal.errors import AcceleratorUnavailableError
 from torchhal.plugin import Availability
 from torchhal.pytree import move_to_device
@@ -35,7 +35,9 @@ class Accelerator:
     """
 
     name: ClassVar[str]
-    """Alias by which users name the accelerator, e.g. ``"cuda"``.
+    """Alias by which users name the accelerator.
+
+    Checks: ACC-21.
 
     Checks: ACC-21.
     """
@@ -343,7 +345,7 @@ class Accelerator:
 
         Checks: ACC-15.
         """
-        _call(self._module().synchronize, device)
+        call_on_device(self._module().synchronize, device)
 
     def empty_cache(self) -> None:
         """Return cached memory to the device, where its allocator caches."""
@@ -375,7 +377,7 @@ class Accelerator:
 
         Checks: ACC-14.
         """
-        state: torch.Tensor = _call(self._module().get_rng_state, device)
+        state: torch.Tensor = call_on_device(self._module().get_rng_state, device)
         return state
 
     def set_rng_state(self, state: torch.Tensor, device: torch.device) -> None:
@@ -387,7 +389,7 @@ class Accelerator:
 
         Checks: ACC-14.
         """
-        _call(self._module().set_rng_state, device, state)
+        call_on_device(self._module().set_rng_state, device, state)
 
     def set_benchmark(self, enabled: bool) -> None:
         """Enable or disable the search for the fastest kernels, where the device's library has such a switch.
@@ -415,7 +417,7 @@ class Accelerator:
             ("reserved", "memory_reserved"),
         ):
             if (read := getattr(module, function, None)) is not None:
-                stats[key] = int(_call(read, device))
+                stats[key] = int(call_on_device(read, device))
         return stats
 
     def reset_peak_memory_stats(self, device: torch.device) -> None:
@@ -428,7 +430,7 @@ class Accelerator:
         """
         reset = getattr(self._module(), "reset_peak_memory_stats", None)
         if reset is not None:
-            _call(reset, device)
+            call_on_device(reset, device)
 
     def _module(self) -> Any:
         return torch.get_device_module(self.device_type)
@@ -439,14 +441,3 @@ class Accelerator:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
-
-
-def _call(function: Callable[..., Any], device: torch.device | None, *args: Any) -> Any:
-    """Call ``function(*args, device)``, or ``function(*args)`` for a device without an index.
-
-    A device without an index is the current one, and the modules of hardware with one device per process have no such
-    argument.
-    """
-    if device is None or device.index is None:
-        return function(*args)
-    return function(*args, device)

@@ -33,7 +33,7 @@ class CPUAccelerator(Accelerator):
         return os.cpu_count() or 1
 
     def auto_device_count(self) -> int:
-        """One: a single process already uses every core."""
+        """Return one: a single process already uses every core."""
         return 1
 
     def setup_device(self, device: torch.device) -> None:

@@ -118,7 +118,7 @@ def verify(file: BinaryIO, shown: str) -> ChecksumFooter:
 
 
 def verify_description(file: BinaryIO, shown: str) -> ChecksumFooter:
-    """As :func:`verify`, but read only what says which tensors there are: their data may still be damaged."""
+    """Verify as :func:`verify` does, but only what lists the tensors: their data may still be damaged."""
     ending, _, _ = _ending_of(file, shown)
     _verify_records(file, shown, data=False)
     file.seek(0)

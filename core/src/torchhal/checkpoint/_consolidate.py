@@ -1,4 +1,4 @@
-"""One portable file from any checkpoint: in the Trainer's own format, or its weights as safetensors."""
+"""Write one portable file from any checkpoint: in the Trainer's own format, or its weights as safetensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TRAINING: Final = (
     "optimizer_states", "lr_schedulers", "trained_by", "frozen", "precision", "strategy", "callbacks", "loops",
     "ranks", "gradients", "digests",
 )  # fmt: skip
-"""What only a run that continues needs."""
+"""Fields that only a run that continues needs."""
 
 
 def consolidate(

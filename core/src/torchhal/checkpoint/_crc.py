@@ -81,7 +81,10 @@ def _described_crc(view: memoryview, length: int) -> int:
 
 
 def torch_describes_records() -> bool:
-    """Whether this torch, as it is set now, writes each record in one piece and its CRC-32 behind it: tried out."""
+    """Return whether this torch, as configured, writes each record in one piece and its CRC-32 behind it.
+
+    This is tried out.
+    """
     pieces: list[bytes] = []
 
     class Recorder:

@@ -154,7 +154,7 @@ class RemotePlace(CheckpointLocation):
                 self.fs.rm_file(entry["name"])
 
     def _modified_s(self, path: str) -> float:
-        """Now, where the file system doesn't say."""
+        """Return the time of the last change, or the current time where the file system records none."""
         try:
             return float(self.fs.modified(path).timestamp())
         except (OSError, NotImplementedError):

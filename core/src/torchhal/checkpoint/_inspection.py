@@ -21,7 +21,7 @@ class TensorInfo(NamedTuple):
 
 
 def is_tensor(value: Any) -> bool:
-    """Whether ``value`` is a tensor, or stands for one that has not been read."""
+    """Return whether ``value`` is a tensor, or stands for one that has not been read."""
     return isinstance(value, torch.Tensor) or all(hasattr(value, name) for name in ("shape", "dtype", "read"))
 
 
@@ -70,7 +70,7 @@ def _info(name: str, tensor: Any) -> TensorInfo:
 
 
 def _memory(tensor: Any) -> Any:
-    """Equal for tensors that are one in memory, as tied weights are."""
+    """Return a value that is equal for tensors that are one in memory, as tied weights are."""
     if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and tensor.numel():
         return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
     return id(tensor)

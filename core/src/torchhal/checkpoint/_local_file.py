@@ -165,7 +165,7 @@ class _FlowingFile:
         return count
 
     def finish(self) -> None:
-        """Everything is on the disk when this returns."""
+        """Return when everything is on the disk."""
         self._file.flush()
         os.fsync(self._file.fileno())
 
@@ -269,7 +269,7 @@ def link_or_copy(source: str, new: str) -> None:
 
 
 def link_file(source: str, target: str) -> bool:
-    """:func:`link_or_copy` to a name that may be taken, in one step. False unless ``source`` is a file."""
+    """Call :func:`link_or_copy` to a name that may be taken, in one step. False unless ``source`` is a file."""
     if not os.path.isfile(source):
         return False
     try:

@@ -29,7 +29,7 @@ class CheckpointLocation(ABC):
 
     @abstractmethod
     def is_checkpoint_file(self) -> bool:
-        """Whether a file is here that isn't the leftover of a save."""
+        """Return whether a file is here that isn't the leftover of a save."""
 
     @abstractmethod
     def remove(self) -> None:
@@ -41,7 +41,7 @@ class CheckpointLocation(ABC):
 
     @abstractmethod
     def is_taken(self) -> bool:
-        """Whether anything is here: a file of any kind, a folder, a link to nothing."""
+        """Return whether anything is here: a file of any kind, a folder, a link to nothing."""
 
     @abstractmethod
     def version(self) -> list[Any] | None:
@@ -60,9 +60,9 @@ class CheckpointLocation(ABC):
 
     @abstractmethod
     def modified_ns(self) -> int:
-        """When the file was last written, in ns since the epoch; 0 where that isn't known."""
+        """Return when the file was last written, in ns since the epoch; 0 where that isn't known."""
 
 
 def is_url(path: str) -> bool:
-    """Whether fsspec is asked for it, and not the local file system."""
+    """Return whether fsspec serves it, and not the local file system."""
     return "://" in path

@@ -13,7 +13,7 @@ from torchhal.pytree import map_tensors
 
 
 def read(nest: Any) -> Any:
-    """``nest`` with every stand-in of :meth:`CheckpointIO.open_checkpoint` read, to the CPU."""
+    """Return ``nest`` with every stand-in of :meth:`CheckpointIO.open_checkpoint` read, to the CPU."""
     return map_tensors(nest, _read, is_leaf=is_tensor)
 
 

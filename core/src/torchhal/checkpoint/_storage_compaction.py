@@ -60,7 +60,7 @@ class StorageCompactor:
 
 
 def pickle_module(replaced: dict[int, torch.Tensor]) -> Any:
-    """For torch.save: pickles each tensor of ``replaced`` as the one given for it."""
+    """Return a module for torch.save that pickles each tensor of ``replaced`` as the one given for it."""
 
     class Pickler(pickle.Pickler):
         def reducer_override(self, obj: Any) -> Any:

@@ -34,7 +34,7 @@ def is_temporary_name(name: str) -> bool:
 
 @functools.lru_cache(maxsize=1)
 def machine() -> str:
-    """Eight digits for the set of processes whose numbers mean the same: one boot of one host, one pid namespace."""
+    """Return eight digits for the set of processes with common numbers: one boot of one host, one pid namespace."""
     parts = [socket.gethostname()]
     with suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text())
@@ -44,13 +44,13 @@ def machine() -> str:
 
 
 def writer_is_dead(name: str) -> bool:
-    """Whether the process in ``name`` ran here and runs no more. False when that can't be known."""
+    """Return whether the process in ``name`` ran here and runs no more. False when that can't be known."""
     match = _NAME.fullmatch(name)
     return match is not None and match[1] == machine() and process_is_dead(int(match[2]))
 
 
 def process_is_dead(number: int) -> bool:
-    """Whether no process of this machine has this number. False when that can't be known."""
+    """Return whether no process of this machine has this number. False when that can't be known."""
     if os.name != "posix":
         return False
     try:
@@ -63,7 +63,7 @@ def process_is_dead(number: int) -> bool:
 
 
 def is_untouched(modified_s: float) -> bool:
-    """Whether what was last written at ``modified_s``, in seconds since the epoch, has no writer on any machine."""
+    """Return whether a file last written at ``modified_s``, in seconds since the epoch, has no writer anywhere."""
     return time.time() - modified_s > UNTOUCHED_S
 
 
@@ -87,7 +87,7 @@ def lock(fd: int) -> bool | None:
 
 
 def is_abandoned(name: str, fd: int, age_s: float) -> bool:
-    """Whether no save writes the temporary file ``name``, open as ``fd``, any more.
+    """Return whether no save writes the temporary file ``name``, open as ``fd``, any more.
 
     Not every network file system carries locks from machine to machine, so a file of another one has to be old too.
     """

@@ -114,7 +114,7 @@ def _refuse(unknown: list[tuple[Any, _Where]], views: StorageCompactor) -> None:
 
 
 def _why_refused(values: list[Any], views: StorageCompactor) -> str | None:
-    """Why a load of ``values`` would be refused; None if it wouldn't. Raises what pickling raises."""
+    """Return why a load of ``values`` would be refused; None if it wouldn't. Raises what pickling raises."""
     pickled = io.BytesIO()
     pickler = _Pickler(pickled, views)
     pickler.dump(values)

@@ -43,11 +43,14 @@ class FolderCheckpointIO(CheckpointIO):
     """Name of the file that is written last."""
 
     described: ClassVar[str] = "checkpoint"
-    """What a folder of this kind is called in messages."""
+    """Name of a folder of this kind in messages."""
 
     @staticmethod
     def check_arguments(checkpoint: object, storage_options: Mapping[str, Any] | None) -> None:
-        """Raise TypeError for what no folder can be saved from, before anything is sent or written (CIO-15)."""
+        """Raise TypeError for what no folder can be saved from, before anything is sent or written.
+
+        Checks: CIO-15.
+        """
         if storage_options:
             raise TypeError(
                 f"'storage_options' have no meaning for a folder on a file system (got {', '.join(storage_options)})"
@@ -124,7 +127,7 @@ class FolderCheckpointIO(CheckpointIO):
     def load_checkpoint(
         self, path: str | os.PathLike[str], *, map_location: Any = "cpu", weights_only: bool = True
     ) -> dict[str, Any]:
-        """All that :meth:`open_checkpoint` gives, read, on this rank; see :meth:`CheckpointIO.load_checkpoint`.
+        """Return the result of :meth:`open_checkpoint`, read, on this rank; see :meth:`CheckpointIO.load_checkpoint`.
 
         For folders of which nothing is ever executed, so ``weights_only`` changes nothing.
         """
@@ -191,7 +194,7 @@ class FolderCheckpointIO(CheckpointIO):
         return True
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Rank 0 removes; a folder that is no checkpoint of this kind is refused."""
+        """Remove the folder on rank 0; a folder that is no checkpoint of this kind is refused."""
         if self.rank != 0:
             return
         target = Path(path)
@@ -216,7 +219,7 @@ class FolderCheckpointIO(CheckpointIO):
         return dist.get_rank() if _several() else 0
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's ``value``, in rank order, on every rank."""
+        """Return every rank's ``value``, in rank order, on every rank."""
         if not _several():
             return [value]
         gathered: list[Any] = [None] * dist.get_world_size(self.group)
@@ -258,7 +261,7 @@ EXCHANGE_S = 5.0
 
 
 def _identity(path: str | os.PathLike[str]) -> tuple[int, int] | None:
-    """Which folder is at ``path`` now; None where there is none."""
+    """Return which folder is at ``path`` now; None where there is none."""
     try:
         found = os.stat(path)
     except OSError:

@@ -118,9 +118,11 @@ class TorchCheckpointIO(CheckpointIO):
         return _as_checkpoint(loaded, place.shown)
 
     def exists(self, path: str | os.PathLike[str]) -> bool:
-        """Whether a completed checkpoint is at ``path``: a file with the start and the end of one (CIO-16).
+        """Return whether a completed checkpoint is at ``path``: a file with the start and the end of one.
 
         Its checksum is verified only by a load. False for a dangling link.
+
+        Checks: CIO-16.
         """
         place = location_of(path, self.storage_options)
         return read_ending(*place.ends(len(HEAD), TAIL)) is not None
@@ -146,7 +148,7 @@ class TorchCheckpointIO(CheckpointIO):
 
 
 def saved_at(place: CheckpointLocation) -> int | None:
-    """When the checkpoint file here was saved, in ns since the epoch; None if it is none."""
+    """Return when the checkpoint file here was saved, in ns since the epoch; None if it is none."""
     ending = read_ending(*place.ends(len(HEAD), TAIL))
     if ending is None:
         return None

@@ -75,7 +75,7 @@ def _consolidate(arguments: argparse.Namespace) -> int:
 
 
 def _find_io(path: str) -> tuple[str, CheckpointIO]:
-    """Alias and instance of the part, built in or of a plugin, that recognises what is at ``path``.
+    """Return alias and instance of the component, built in or of a plugin, that recognises what is at ``path``.
 
     Raises:
         CheckpointError: nothing is there, or nothing that an installed part knows; with what to do.
@@ -122,7 +122,7 @@ MAX_COLUMN_WIDTH: Final = 60
 
 
 def size(count: int) -> str:
-    """``"1.5 GiB (1610612736 bytes)"``."""
+    """Format a number of bytes as ``"1.5 GiB (1610612736 bytes)"``."""
     from torchhal.memory_estimate import format_bytes
 
     short = format_bytes(count)

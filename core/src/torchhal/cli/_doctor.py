@@ -144,7 +144,7 @@ def _advice(entry: RegistryEntry) -> list[str]:
 
 
 def _guarded(ask: Callable[[], _T], otherwise: Callable[[str], _T]) -> _T:
-    """``ask()``, or what ``otherwise`` makes of the reason when that fails in whatever way: a doctor must not die."""
+    """Return ``ask()``, or what ``otherwise`` makes of the reason when that fails: a doctor must not die."""
     from torchhal.registry._discovery import describe
 
     try:

@@ -67,7 +67,7 @@ _Calls = dict[int, dict[str, Any]]
 
 
 def _entered(dumps: Mapping[int, dict[str, Any]]) -> dict[tuple[str, str], dict[int, _Calls]]:
-    """By group and backend, for each rank: its collectives by number."""
+    """Return, by group and backend, for each rank its collectives by number."""
     entered: dict[tuple[str, str], dict[int, _Calls]] = {}
     for rank, dump in dumps.items():
         for call in dump["collectives"]:
@@ -113,7 +113,7 @@ def _compare(
 
 
 def _barriers(dumps: Mapping[int, dict[str, Any]], world_size: int) -> list[Finding]:
-    """Ranks that wait in barriers, which don't go through a group."""
+    """Return ranks that wait in barriers, which don't go through a group."""
     waiting: dict[str, list[int]] = {}
     for rank, dump in dumps.items():
         if dump["doing"].startswith("barrier "):
@@ -136,7 +136,7 @@ def _signature(call: dict[str, Any]) -> str:
 
 
 def _call(call: dict[str, Any]) -> str:
-    """``all_reduce number 41 of Float [3], at train.py:12 in training_step``."""
+    """Format ``all_reduce number 41 of Float [3], at train.py:12 in training_step``."""
     tensors = ", ".join(f"{dtype} {size}" for dtype, size in zip(call["dtypes"], call["sizes"], strict=False))
     of = f" of {tensors}" if tensors else ""
     at = f", at {call['at']}" if call["at"] else ""
@@ -155,7 +155,7 @@ def _elsewhere(dump: dict[str, Any], last: int) -> str:
 
 
 def _main(dump: dict[str, Any]) -> str:
-    """Where a rank's main thread is."""
+    """Return where a rank's main thread is."""
     main = next((thread for thread in dump["threads"] if thread.get("main")), None)
     at = "" if main is None else main["at"] or next(iter(main["stack"]), "")
     doing = f"in {dump['doing']}, " if dump["doing"] else ""
@@ -163,7 +163,7 @@ def _main(dump: dict[str, Any]) -> str:
 
 
 def _ranks(ranks: list[int]) -> str:
-    """``rank 3``, or ``ranks 0, 1, 4-7``."""
+    """Format ranks as ``rank 3``, or ``ranks 0, 1, 4-7``."""
     parts: list[list[int]] = []
     for rank in sorted(ranks):
         if parts and rank == parts[-1][-1] + 1:

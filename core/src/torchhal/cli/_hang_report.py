@@ -114,7 +114,7 @@ def load(folder: str) -> tuple[dict[int, dict[str, Any]], dict[int, str]]:
 
 
 def _checked(dump: Any, rank: int) -> dict[str, Any]:
-    """``dump``, if it is what this version writes; ValueError says what it is instead."""
+    """Return ``dump``, if it is what this version writes; else ValueError names what it is instead."""
     if not isinstance(dump, dict) or not isinstance(dump.get("schema"), int):
         raise ValueError("it isn't what a rank writes")
     if dump["schema"] > SCHEMA:
@@ -142,7 +142,7 @@ def _check(what: str, value: Any, kinds: dict[str, type]) -> None:
 
 
 def _lines(dump: dict[str, Any]) -> list[str]:
-    """One rank: where its main thread is, and how it came to write."""
+    """Yield the lines of one rank: where its main thread is, and how it came to write."""
     rank = dump["rank"]
     if "silent" in dump:
         return [f"rank {rank}: it wrote nothing: {dump['silent']}", *_running(dump["stacks_from_outside"])]
@@ -155,7 +155,7 @@ def _lines(dump: dict[str, Any]) -> list[str]:
 
 
 def _running(stacks: list[str]) -> list[str]:
-    """Of the stacks that a signal handler wrote the one of the thread that it interrupted."""
+    """Return, of the stacks that a signal handler wrote, that of the thread that it interrupted."""
     start = next((index for index, line in enumerate(stacks) if line.startswith("Current thread")), None)
     if start is None:
         return [f"    {line}" for line in stacks]

@@ -72,7 +72,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _all_commands() -> list[registry.RegistryEntry]:
-    """Those that can be called by their name alone."""
+    """Return the commands that can be called by their name alone."""
     with output_to_stderr():
         names = [name for name in registry.aliases("command") if "/" not in name]
         return [registry.find("command", name) for name in names]

@@ -34,7 +34,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def estimate(arguments: argparse.Namespace, request: Request, plan: Plan) -> dict[str, Any]:
-    """Bytes for the strategy that was asked for, or for every one that can be used, as plain data.
+    """Return the bytes for the strategy that was requested, or for every one that can be used, as plain data.
 
     Args:
         arguments: of the command line.
@@ -126,7 +126,7 @@ def _stand_in(request: Request) -> Trainer:
 
 
 class _Batches(NamedTuple):
-    """Of :class:`torchhal.trainer.data._training_data.TrainingData`, what tells a model how long it trains."""
+    """The fields of ``TrainingData`` that give a model the length of its training."""
 
     loader: range
     length: int

@@ -19,7 +19,7 @@ def print_json(value: object) -> None:
 
 @contextlib.contextmanager
 def output_to_stderr() -> Iterator[None]:
-    """While other people's code is imported, send what it prints to stderr: Python's prints and those of C code.
+    """Send to stderr what other code prints while it is imported: Python's prints and those of C code.
 
     A command's own output, often JSON, is printed outside of this.
     """

@@ -1,4 +1,7 @@
-"""Reading a launcher's variables: ints in range, and errors that name the variable (ENV-05, ENV-06)."""
+"""Read a launcher's variables: ints in range, and errors that name the variable.
+
+Checks: ENV-05, ENV-06.
+"""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from torchhal.errors import ConfigurationError
 
 
 class ExternalEnvironment(ClusterEnvironment):
-    """Every process exists when the script starts.
+    """An environment in which every process exists when the script starts.
 
     MASTER_ADDR and MASTER_PORT, where they are set, say where the ranks meet; otherwise the subclass does. Where a
     launcher says nothing of nodes, NODE_RANK and NNODES are read if they are set; else the ranks ask each other, once,
@@ -20,7 +20,7 @@ class ExternalEnvironment(ClusterEnvironment):
     """
 
     launcher: ClassVar[str]
-    """Who has started the processes, for messages."""
+    """Name of what has started the processes, for messages."""
 
     def __init__(self) -> None:
         self._place: RankTopology | None = None
@@ -38,7 +38,7 @@ class ExternalEnvironment(ClusterEnvironment):
         return read_port("MASTER_PORT") if given("MASTER_PORT") else self._port()
 
     def _address(self) -> str:
-        """Where rank 0 runs, if MASTER_ADDR doesn't say so."""
+        """Return where rank 0 runs, if MASTER_ADDR doesn't say so."""
         return read_address("MASTER_ADDR", hint=self._no_address())
 
     def _port(self) -> int:
@@ -63,7 +63,7 @@ class ExternalEnvironment(ClusterEnvironment):
             self._place = gather_topology(self, timeout)
 
     def _says_place(self) -> bool:
-        """Whether variables say which node this is, of how many, and how many processes it has."""
+        """Return whether variables say which node this is, of how many, and how many processes it has."""
         try:
             self.num_nodes(), self.node_rank(), self.local_world_size()
         except RanksNotMetError:

@@ -40,7 +40,7 @@ def hosts(text: str) -> list[str]:
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """``"2(x2),1"`` as ``[2, 2, 1]``.
+    """Parse ``"2(x2),1"`` as ``[2, 2, 1]``.
 
     Raises:
         ValueError: what isn't of that form.
@@ -55,7 +55,7 @@ def tasks_per_node(text: str) -> list[int]:
 
 
 def _expand(name: str, groups: str) -> list[str]:
-    """Each combination of the groups' numbers, the last changing quickest."""
+    """Return each combination of the groups' numbers, the last changing quickest."""
     pieces: list[list[str]] = [[name]]
     total = 1
     matches = list(_GROUP.finditer(groups))

@@ -35,7 +35,10 @@ class RankTopology:
 
 
 def topology_of(rank: int, hosts: Sequence[str]) -> RankTopology:
-    """Where ``rank`` stands, given each rank's host: nodes count in the order of their lowest rank, as in MPI."""
+    """Return the place of ``rank``, given each rank's host.
+
+    Nodes count in the order of their lowest rank, as in MPI.
+    """
     nodes = list(dict.fromkeys(hosts))
     mine = [other for other, host in enumerate(hosts) if host == hosts[rank]]
     return RankTopology(nodes.index(hosts[rank]), mine.index(rank), len(mine), len(nodes))
@@ -73,5 +76,5 @@ def _host() -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether other hosts can't mean this one by it."""
+    """Return whether other hosts can't mean this one by it."""
     return address in ("localhost", "::1") or address.startswith("127.")

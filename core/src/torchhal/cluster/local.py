@@ -48,7 +48,7 @@ class LocalEnvironment(ClusterEnvironment):
         return False
 
     def configure(self, num_nodes: int, local_world_size: int) -> None:
-        """Say what the strategy was asked for, before the launch. The same on every node.
+        """Receive what the strategy was configured for, before the launch. The same on every node.
 
         Raises:
             ConfigurationError: in a process that was launched with other numbers, showing both; or for several

@@ -39,7 +39,7 @@ class _MPIEnvironment(ExternalEnvironment):
     size_variables: ClassVar[tuple[str, ...]]
     local_rank_variables: ClassVar[tuple[str, ...]]
     local_size_variables: ClassVar[tuple[str, ...]]
-    """Where each number stands; the first that is set counts."""
+    """Variables of each number; the first that is set counts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,10 @@ class _MPIEnvironment(ExternalEnvironment):
         return port_from_job_id(self._job()) if self._on_one_host() and self._job() else self._from_mpi()[1]
 
     def _from_mpi(self) -> tuple[str, int]:
-        """Rank 0's host and a free port there, from MPI itself. The same on all ranks, each of which has to ask."""
+        """Return rank 0's host and a free port there, from MPI itself.
+
+        The same on all ranks, each of which has to call it.
+        """
         if self._meeting is None:
             self._meeting = self._from_azure()
         if self._meeting is None:
@@ -108,7 +111,7 @@ class _MPIEnvironment(ExternalEnvironment):
         super().validate_settings(num_devices=num_devices, num_nodes=num_nodes)
 
     def _from_azure(self) -> tuple[str, int] | None:
-        """Azure ML's MPI jobs say ``address:port``, in one variable."""
+        """Return the address that Azure ML's MPI jobs set as ``address:port``, in one variable."""
         text = given("AZ_BATCH_MASTER_NODE")
         if not text:
             return None
@@ -151,7 +154,7 @@ class _MPIEnvironment(ExternalEnvironment):
 
 
 def _wait_for_all_ranks_in_mpi_init(timeout: timedelta) -> Any:
-    """mpi4py's module, which initialises MPI when it is imported.
+    """Return mpi4py's module, which initialises MPI when it is imported.
 
     That waits in C for all ranks, with the GIL, so that no thread of Python's could say anything: after ``timeout``
     faulthandler prints where this rank is, which is here, and ends the process.
@@ -165,7 +168,7 @@ def _wait_for_all_ranks_in_mpi_init(timeout: timedelta) -> Any:
 
 
 def _place_of_rank_0(world: Any, kind: Any, timeout: timedelta, name: str) -> tuple[str, int]:
-    """Rank 0's host and a free port there, on every rank of ``world``.
+    """Return rank 0's host and a free port there, on every rank of ``world``.
 
     Each rank calls rank 0, which answers it: so rank 0 knows who has not come. Nothing waits in C.
 

@@ -186,7 +186,7 @@ def _parsed(name: str, parse: Callable[[str], _T]) -> _T:
 
 
 def _first_line_of_host_file() -> str:
-    """Where rank 0 runs under ``-m arbitrary``: node lists are sorted, the file is not."""
+    """Return the host of rank 0 under ``-m arbitrary``: node lists are sorted, the file is not."""
     path = read_text("SLURM_HOSTFILE", hint="with SLURM_DISTRIBUTION=arbitrary it holds the order of the hosts")
     try:
         with open(path) as file:

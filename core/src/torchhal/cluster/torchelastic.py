@@ -93,7 +93,10 @@ class TorchElasticEnvironment(ClusterEnvironment):
 
 
 def _nodes_may_change() -> bool:
-    """Whether torchrun was given ``--nnodes MIN:MAX``, in its variable or on its command line, if that can be read."""
+    """Return whether torchrun was given ``--nnodes MIN:MAX``, in its variable or on its command line.
+
+    The latter only if it can be read.
+    """
     if ":" in given("PET_NNODES"):
         return True
     try:

@@ -77,7 +77,7 @@ class NamedBarriers:
         return places
 
     def _somebody_is_wrong(self, name: str) -> bool:
-        """Whether a rank is in this barrier's place at one of another name, or ended: no use in waiting."""
+        """Return whether a rank is in this barrier's place at one of another name, or ended: waiting is useless."""
         places = self._places()
         if any(number == self._number and other != name for number, other in places.values()):
             return True

@@ -196,7 +196,7 @@ class FailureReports(StopAgreements):
         return Failure.from_json(data) if data else None
 
     def _silent(self, token: str) -> list[int]:
-        """Ranks whose thread did not answer the ping and did not say goodbye."""
+        """Return ranks whose thread did not answer the ping and did not say goodbye."""
         assert self._store is not None
         try:
             others = [rank for rank in range(self.world_size) if rank != self.rank]

@@ -44,7 +44,9 @@ _since = 0
 
 @contextlib.contextmanager
 def recording() -> Iterator[None]:
-    """While entered, torch records, where nobody has decided: it reads a variable when the first process group is made.
+    """Let torch record collectives inside the context, unless the user has decided.
+
+    torch reads a variable when the first process group is made.
 
     Entered before each: torch goes on recording in one ring, and the collectives of an earlier group count no more.
     Afterwards the variable is gone again: what this process starts then is none of ours.
@@ -144,7 +146,7 @@ def _backend(entry: dict[str, Any]) -> str:
 
 
 def _callers(frames: list[Frame]) -> str:
-    """Which functions between torch's collective and the user's code asked for it, the innermost first."""
+    """Return the functions between torch's collective and the user's code, the innermost first."""
     names = []
     for frame in frames:
         if frame.is_the_users:

@@ -34,7 +34,7 @@ SCHEMA = 1
 """Of the files; a reader refuses a higher one."""
 
 FOLDER = "hang-"
-"""How the names of the folders begin."""
+"""Prefix of the names of the folders."""
 
 NAMED = 8
 """Missing ranks whose places an error says: each costs a look into the store."""
@@ -57,13 +57,13 @@ class HangDump:
     def __init__(self, rank: int, world_size: int, key: Callable[[str], str]) -> None:
         self.rank, self.world_size = rank, world_size
         self.run_folder = ""
-        """Where the run keeps its files; where none is known, the dumps go to the folder of temporary files."""
+        """Folder of the run's files; without one, the dumps go to the folder of temporary files."""
         self.doing = ""
         """The name of the collective or barrier of ours in which the main thread is."""
         self.caught: tuple[int, TracebackType] | None = None
         """The thread that an error brought back from a collective, with the error's traceback."""
         self.folder = ""
-        """Where this rank has written; empty until then, or if it can't write anywhere."""
+        """Folder to which this rank has written; empty until then, or if it can't write anywhere."""
         self._key = key
         self._name = ""
         self._rank_0: dict[str, Any] | None = None
@@ -74,14 +74,14 @@ class HangDump:
         self._problem = ""
 
     def introduce(self, store: Store) -> None:
-        """Tell the others where this process is; rank 0 also what the dumps of this run are called."""
+        """Post where this process is; rank 0 also the name of this run's dumps."""
         here = process_inspection.process_record()
         if self.rank == 0:
             self._name = f"{FOLDER}{_now()}-{uuid.uuid4().hex[:6]}"
         store.set(self._key(f"where/{self.rank}"), json.dumps({**here, "name": self._name}))
 
     def learn(self, store: Store) -> None:
-        """Hear what rank 0 has said; asked until it has."""
+        """Read what rank 0 has posted; called again until it has."""
         if not self._name and (there := self._whereabouts(store, 0)) is not None:
             self._name, self._rank_0 = there["name"], there
 
@@ -91,7 +91,7 @@ class HangDump:
         return self._written
 
     def answer(self, store: Store) -> None:
-        """Tell the others that this rank has written, and where it is."""
+        """Post that this rank has written, and where it is."""
         store.set(self._key(f"dumped/{self.rank}"), json.dumps({"at": self._place, "folder": self.folder}))
 
     def write(self, why: str, position: int) -> None:
@@ -115,7 +115,7 @@ class HangDump:
             pass
 
     def places(self, store: Store, ranks: Collection[int], timeout: float) -> dict[int, str]:
-        """Where the first of ``ranks`` say they are, waiting up to ``timeout`` seconds for them to have written."""
+        """Return where the first of ``ranks`` are, waiting up to ``timeout`` seconds for them to have written."""
         deadline = time.monotonic() + timeout
         missing, found = set(sorted(ranks)[:NAMED]), {}
         while missing:
@@ -141,7 +141,7 @@ class HangDump:
         return {rank: self._seen[rank] for rank in ranks if rank in self._seen}
 
     def is_introduced(self, store: Store, rank: int) -> bool:
-        """Whether ``rank`` has come as far as :meth:`introduce`."""
+        """Return whether ``rank`` has come as far as :meth:`introduce`."""
         return bool(store.check([self._key(f"where/{rank}")]))
 
     def hint(self, places: Mapping[int, str | Sighting]) -> str:
@@ -235,7 +235,7 @@ def _write(path: str, part: str, text: str, outcome: list[str]) -> None:
 
 
 def _place(doing: str, threads: list[dict[str, Any]], recorded: list[dict[str, Any]]) -> str:
-    """Where the main thread is, on one line."""
+    """Return where the main thread is, on one line."""
     main = next((thread for thread in threads if thread["main"]), None)
     at = "" if main is None else main["at"] or next(iter(main["stack"]), "")
     last = f"last collective {recorded[-1]['name']} number {recorded[-1]['number']}" if recorded else ""

@@ -54,7 +54,7 @@ class MonitorBase:
         self.steps_done = 0
         """Step boundaries passed; the training loop counts it up."""
         self.stop_requested = False
-        """Whether :meth:`agree_on_stop_step` has something to say."""
+        """True if :meth:`agree_on_stop_step` has to be called at the next step boundary."""
         self.interval, self.grace, self.limit, self.silence = interval, grace, limit, silence
         self._announce = not failures.supervised if announce is None else announce
         self._prefix = prefix
@@ -126,7 +126,7 @@ class MonitorBase:
             self.hang.doing = before
 
     def _all_dump(self, why: str) -> None:
-        """Have every rank write down where it is, this one now."""
+        """Let every rank write down where it is, this one now."""
         if self._thread is None:
             return
         if not self.hang.written:  # else another rank has asked, or this one
@@ -135,7 +135,7 @@ class MonitorBase:
         self.hang.write(why, self.steps_done)  # returns when the watch's thread has written, if it is about to
 
     def _hint(self, ranks: list[int], timeout: float = 2.0) -> str:
-        """For the end of an error's message: where ``ranks`` are, and what to read."""
+        """Return the end of an error's message: where ``ranks`` are, and what to read."""
         try:
             places = {} if self._store is None else self.hang.places(self._store, ranks, timeout)
         except RuntimeError:
@@ -150,7 +150,7 @@ class MonitorBase:
             return False
 
     def _is_behind(self) -> bool:
-        """Whether the thread still has to post something, or is waiting for the store."""
+        """Return whether the thread still has to post something, or is waiting for the store."""
         return bool(self._outbox) or self._looking
 
     def _lose(self, why: str) -> None:

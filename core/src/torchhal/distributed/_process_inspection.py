@@ -31,7 +31,7 @@ _own: tuple[int, int] | None = None
 
 
 def process_record() -> dict[str, Any]:
-    """Where this process is and how to see its stacks, for :func:`inspect_process` in another one."""
+    """Return where this process is and how to read its stacks, for :func:`inspect_process` in another one."""
     pid = os.getpid()
     return {"host": _host(), "pid": pid, "started": _stat(pid)[1], "stacks": _offer_stacks()}
 
@@ -50,7 +50,7 @@ class Sighting(NamedTuple):
 
     presence: Presence
     text: str
-    """What it is doing, in words."""
+    """The process's activity, in words."""
     stacks: Sequence[str] = ()
     """The lines of its stacks, if it still writes some."""
 

@@ -48,7 +48,7 @@ def check_leads_here(address: str, port: int, serves_here: Callable[[float], boo
 
 
 def is_own_address(address: str) -> bool:
-    """Whether ``address``, a name or a literal, is this host's."""
+    """Return whether ``address``, a name or a literal, is this host's."""
     return any(map(_is_own, _resolve(address)[0]))
 
 

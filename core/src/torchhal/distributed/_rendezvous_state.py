@@ -41,9 +41,9 @@ class RendezvousState:
     absent: int = 0
     """Ranks that never came, and so won't say goodbye."""
     expected: ProcessEnvironment | None = None
-    """Where others may wait for this process, which has not come yet."""
+    """Address where others may wait for this process, which has not come yet."""
     failure: Failure | None = None
-    """What this process failed of, for those that wait for it."""
+    """Failure of this process, for those that wait for it."""
     pid: int = field(default_factory=os.getpid)
 
 

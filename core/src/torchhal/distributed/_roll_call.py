@@ -1,4 +1,4 @@
-"""Waiting until every rank has come to one place in the job's store, and naming those that don't."""
+"""Wait until every rank has come to one place in the job's store, and name those that don't."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _GIVEN_UP = "given_up"
 
 
 def stopped_key(call: int) -> str:
-    """Key of a job under which a rank that leaves its ``call`` on a signal says so."""
+    """Return the key of a job under which a rank that leaves its ``call`` on a signal announces it."""
     return f"stopped/{call}"
 
 
@@ -90,7 +90,7 @@ def wait_for_all_ranks(
 
 
 def give_up(store: Store, failure: Failure) -> None:
-    """Tell those in this meeting, and those that come to it later, that it won't take place. Never raises."""
+    """Announce to those in this meeting, and those that come later, that it won't take place. Never raises."""
     try:
         store.compare_set(_GIVEN_UP, "", failure.to_json().decode())
     except RuntimeError:  # nobody there to tell

@@ -51,7 +51,7 @@ class Frame:
 
 
 def users_place(frames: Sequence[Frame]) -> str:
-    """Of ``frames``, the innermost first, the first in the user's own code; else the first in another package."""
+    """Return the first of ``frames``, the innermost first, in the user's own code; else in another package."""
     own = (frame for frame in frames if frame.is_the_users)
     others = (frame for frame in frames if not frame.file.startswith(("<", _library(), *_packages())))
     return next((str(frame) for frame in (*own, *others)), "")
@@ -71,7 +71,7 @@ def _packages() -> tuple[str, ...]:
 
 
 def all_threads(caught: tuple[int, TracebackType] | None = None) -> Iterator[dict[str, Any]]:
-    """Every thread's name and stack, the innermost frame first; the main thread comes first.
+    """Return every thread's name and stack, the innermost frame first; the main thread comes first.
 
     Args:
         caught: a thread and the traceback of an error that it has caught: shown is where the error was raised.

@@ -1,4 +1,4 @@
-"""Finding the store of this process's job at an address, where others may listen, or nobody yet."""
+"""Find the store of this process's job at an address, where other programs may listen, or none yet."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def _describe(leaf: Any) -> Any:
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """(path, leaf) of a nest, in the order and over the containers of ``map_tensors``."""
+    """Yield (path, leaf) of a nest, in the order and over the containers of ``map_tensors``."""
     if isinstance(value, torch.Tensor):
         yield path, value
     elif isinstance(value, tuple | list):
@@ -102,7 +102,9 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def host(device: torch.device, group: Any = None) -> torch.device:
-    """Where the ranks agree on what their hosts know: the CPU, unless ``group`` carries only ``device``'s tensors.
+    """Return the device on which ranks agree on what their hosts have.
+
+    This is the CPU, unless ``group`` carries only ``device``'s tensors.
 
     There nobody waits until the device has done what it was asked to do.
     """
@@ -167,7 +169,7 @@ def reduce_tensor(
     alone: bool = False,
     all_reduce: Callable[..., Any] = dist.all_reduce,
 ) -> torch.Tensor:
-    """One tensor, the same shape and dtype on every rank (unchecked), into a new one on ``device``.
+    """Reduce one tensor, of one shape and dtype on every rank (unchecked), into a new one on ``device``.
 
     The result has the tensor's dtype, with torch's own exceptions: a mean of integers or booleans has the default
     dtype, a sum or product of them is int64.
@@ -195,7 +197,9 @@ def reduce_tensor(
 
 
 def all_gather_object(value: Any, group: Any = None, *, name: str = "all_gather_object") -> list[Any]:
-    """Every rank's picklable ``value`` in rank order; what can't be pickled is an error on every rank alike.
+    """Return every rank's picklable ``value`` in rank order.
+
+    What can't be pickled is an error on every rank alike.
 
     ``name`` travels with it: ranks that are in different calls hear so, instead of taking each other's data for theirs.
     """
@@ -262,7 +266,7 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor, flat and as bytes: a backend knows some dtypes, but any of them is bytes."""
+    """Return all of a tensor, flat and as bytes: a backend supports some dtypes, but any of them is bytes."""
     flat = tensor.detach().reshape(-1)
     if flat.stride(0) != 1 or flat.is_conj() or flat.is_neg():
         flat = _dense(flat)
@@ -289,7 +293,7 @@ def broadcast_object(
     device: torch.device,
     send: Callable[[list[Any], int], None] = dist.broadcast_object_list,
 ) -> Any:
-    """Rank ``src``'s value; tensors that lay on its device arrive on ``device``, those on its CPU on the CPU.
+    """Return rank ``src``'s value; tensors from its device arrive on ``device``, those from its CPU on the CPU.
 
     ``send(box, src)`` puts rank ``src``'s one object into every rank's ``box``, for a strategy with a way of its own.
     """
@@ -356,7 +360,10 @@ def _broadcast_bucket(bucket: list[torch.Tensor], src: int, group: Any) -> None:
 def broadcast_copies(
     tensors: Mapping[str, torch.Tensor], *, src: int = 0, group: Any = None
 ) -> dict[str, torch.Tensor]:
-    """Rank ``src``'s values of ``tensors``, in copies. What has another shape on some rank stays each rank's own."""
+    """Return rank ``src``'s values of ``tensors``, in copies.
+
+    What has another shape on some rank stays each rank's own.
+    """
     everybody = all_gather_object({name: _describe(tensor) for name, tensor in tensors.items()}, group)
     shared = [
         name
@@ -409,7 +416,7 @@ def average_gradients(parameters: Sequence[nn.Parameter], group: Any = None, *, 
 
 
 def _empty_sparse(parameter: nn.Parameter) -> torch.Tensor:
-    """No rows at all, as an embedding's gradient has them: indices over the first dimension."""
+    """Return a sparse tensor without rows, as an embedding's gradient has them: indices over the first dimension."""
     rows = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
     values = torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device)
     return torch.sparse_coo_tensor(rows, values, parameter.shape, check_invariants=True).coalesce()

@@ -34,7 +34,7 @@ MAX_TEXT = 7_000
 """Longest traceback that travels: as JSON it must fit a pipe's 64 KiB, and nobody reads more."""
 
 STILL_HERE = "is still here"
-"""How the message of a rank begins that hung after another had failed."""
+"""Beginning of the message of a rank that hung after another had failed."""
 
 # What process groups, stores and sockets say when a peer is gone. Kept generic: every backend words it its way.
 _CLOSED = re.compile(
@@ -52,7 +52,7 @@ _TIMEOUT = re.compile(
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank failed. ``secondary``: it only stopped because another had failed before."""
+    """The failure of one rank. ``secondary``: it only stopped because another had failed before."""
 
     rank: int
     message: str
@@ -60,7 +60,7 @@ class Failure:
     printed: bool = False
     secondary: bool = False
     exit_code: int | None = None
-    """What ``sys.exit`` was called with, as a process status."""
+    """Argument of ``sys.exit``, as a process status."""
     signal: int = 0
     """The signal that ended the process."""
     transport: bool = False
@@ -136,7 +136,7 @@ class Failure:
 
 
 def summary(error: BaseException) -> str:
-    """One line that follows "rank 1 "."""
+    """Return one line that follows "rank 1 "."""
     if isinstance(error, SystemExit):
         return f"called sys.exit({'' if error.code is None else repr(error.code)})"
     if isinstance(error, KeyboardInterrupt):
@@ -172,12 +172,12 @@ def _stop_signal(error: BaseException) -> int:
 
 
 def is_timeout(error: BaseException) -> bool:
-    """Whether ``error`` is a process group's or a store's time-out."""
+    """Return whether ``error`` is a process group's or a store's time-out."""
     return _is_runtime(error) and _TIMEOUT.search(message_of(error)) is not None
 
 
 def is_transport_error(error: BaseException) -> bool:
-    """Whether ``error`` says that a peer is gone or silent: a consequence, whose cause is on another rank."""
+    """Return whether ``error`` reports a peer as gone or silent: a consequence of a cause on another rank."""
     return _is_runtime(error) and (_CLOSED.search(message_of(error)) is not None or is_timeout(error))
 
 
@@ -198,7 +198,7 @@ def mark_printed(error: BaseException) -> None:
 
 
 def was_printed(error: BaseException) -> bool:
-    """Whether :func:`mark_printed` was called for ``error``."""
+    """Return whether :func:`mark_printed` was called for ``error``."""
     return bool(getattr(error, "_torchhal_printed", False))
 
 
@@ -258,7 +258,7 @@ def exit_for_signal(signum: int, *, agreed: bool | None = None) -> BaseException
 
 
 def _shown_in_a_notebook(name: str) -> list[str]:
-    """IPython asks an error for what it shows of it; the line above says what has happened."""
+    """Return what IPython prints of an error; the line above has the reason."""
     return [f"{name}: stopped in order"]
 
 
@@ -295,18 +295,18 @@ supervised = False
 """Set in workers whose launching process is no rank: it tells the user what failed, and they are quiet."""
 
 sender: Callable[[Failure], None] | None = None
-"""How this process tells its launching process of a failure, where that is not through a pipe's descriptor."""
+"""Function by which this process reports a failure to its launching process, where that has no pipe's descriptor."""
 
 _reported = False
 
 _ENTERED, _LEFT = b"+", b"-"
 
 amid_call = False
-"""Whether this process, which a launcher started, is in a launched call, or came out of it by an exit."""
+"""True if this process, which a launcher started, is in a launched call, or came out of it by an exit."""
 
 
 def send_report(failure: Failure) -> None:
-    """Tell the launching process why this one ends, the first time this is called; nothing where nobody listens."""
+    """Send the launching process the reason of this one's end, on the first call; nothing where none listens."""
     global _reported
     if _reported:
         return
@@ -322,7 +322,7 @@ def send_report(failure: Failure) -> None:
 
 
 def mark_call(*, entered: bool) -> None:
-    """Tell the launching process that this one is inside a launched call, or has come out of it.
+    """Report to the launching process that this one is inside a launched call, or has come out of it.
 
     An exit with status 0 says nothing of that.
     """
@@ -343,7 +343,7 @@ class ReportReader:
         self._descriptor = descriptor
         self._data = b""
         self.inside = False
-        """Whether the child is in the midst of a call, or ended there."""
+        """True if the child is in the midst of a call, or ended there."""
         self.calls = 0
         """Calls that the child has come out of."""
 

@@ -131,7 +131,7 @@ def exit_status(code: object) -> int:
 
 
 def is_signal_status(status: int) -> bool:
-    """Whether a process ends with ``status`` because a signal asked it to: 128 and the signal's number."""
+    """Return whether ``status`` is that of a process that a signal ended: 128 and the signal's number."""
     try:
         return status > 128 and bool(signal.Signals(status - 128))
     except ValueError:

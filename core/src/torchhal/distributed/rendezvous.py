@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
-"""What every wait for other ranks takes at most, where the strategy says nothing else."""
+"""The longest wait for other ranks, where the strategy sets no other."""
 
 HOSTS = "hosts-"
 """Kind of the meetings in which ranks find out who shares a host."""

@@ -24,7 +24,7 @@ DEFAULT_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopRequested(BaseException):
-    """Raised in the main thread by a signal that comes before there is anything to save."""
+    """The exception that a signal raises in the main thread before there is anything to save."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(signum)
@@ -43,7 +43,7 @@ def signal_of(error: BaseException) -> int:
 
 
 def is_orderly(error: BaseException) -> bool:
-    """Whether ``failures.exit_for_signal`` made ``error``: the user has been told of the stop."""
+    """Return whether ``failures.exit_for_signal`` made ``error``: the stop was reported to the user."""
     return AGREED in error.__dict__
 
 
@@ -51,7 +51,7 @@ AGREED = "_torchhal_agreed"
 
 
 class StopSignals:
-    """While entered, SIGTERM and the first SIGINT call ``request(signum)`` instead of ending the process.
+    """A context in which SIGTERM and the first SIGINT call ``request(signum)`` instead of ending the process.
 
     ``request`` runs inside a signal handler: it may set plain attributes and nothing more - no collective, no store,
     no lock (``RankMonitor.request_stop`` is made for it). A second SIGINT raises KeyboardInterrupt at once. Leaving
@@ -137,7 +137,7 @@ class StopSignals:
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """While entered, SIGTERM and SIGINT raise :class:`StopRequested` in the main thread, once, and ask for nothing.
+        """Let SIGTERM and SIGINT raise :class:`StopRequested` in the main thread, once, and request nothing.
 
         For what comes before training: the ranks have no step in common yet at which they could stop, and there is
         nothing to save. A main thread that is in C, or swallows the exception, and is still in here ``grace`` seconds
@@ -151,16 +151,16 @@ class StopSignals:
             self._at_once = False
 
     def takes_at_once(self, signum: int) -> bool:
-        """Whether the main thread is inside :meth:`at_once`, handles ``signum`` and has got none."""
+        """Return whether the main thread is inside :meth:`at_once`, handles ``signum`` and has got none."""
         handled = signum in self._previous and hasattr(signal, "pthread_kill")
         return self._at_once and self.received is None and handled
 
     def awaits_interrupt(self) -> bool:
-        """Whether SIGINT is handled here and has not come yet: a second one would mean more."""
+        """Return whether SIGINT is handled here and has not come yet: a second one would mean more."""
         return signal.SIGINT in self._previous and not self._interrupted
 
     def _arrived(self, signum: int, first: float, now: float) -> None:
-        """In a thread, with the time of the first signal of that number and of this one."""
+        """Handle a signal in a thread, with the time of the first signal of that number and of this one."""
         if signum not in self._previous:
             return
         if self._at_once and signum in DEFAULT_SIGNALS:
@@ -208,7 +208,7 @@ class StopSignals:
 
 @contextmanager
 def at_once() -> Iterator[None]:
-    """:meth:`StopSignals.at_once` of those that are active in this thread, if any are."""
+    """Enter :meth:`StopSignals.at_once` of those that are active in this thread, if any are."""
     signals = StopSignals.active
     if signals is None or threading.current_thread() is not threading.main_thread():
         yield
@@ -278,7 +278,7 @@ class SignalRecorder:
 
 
 def _is_the_programs(signum: int, handler: Any) -> bool:
-    """Whether the program has a use of its own for ``signum``: of SIGTERM and SIGINT it has none here that counts.
+    """Return whether the program uses ``signum`` itself: of SIGTERM and SIGINT it has no use here that counts.
 
     An outer fit's handler is not the program's, nor that of a supervisor, which a forked worker inherits.
     """
@@ -306,7 +306,7 @@ def born_blocked(start_method: str = "fork") -> Iterator[None]:
 
 
 def is_pending(pid: int, signum: int) -> bool:
-    """Whether the process has that signal blocked and waiting for it; False where /proc doesn't tell."""
+    """Return whether the process has that signal blocked and pending; False where /proc doesn't tell."""
     try:
         with open(f"/proc/{pid}/status") as status:
             masks = [line.split()[1] for line in status if line.startswith("ShdPnd:")]
@@ -330,7 +330,7 @@ def _leave_from(signum: int, what: str) -> None:
 
 
 def _main_position() -> tuple[int, int]:
-    """Where the main thread is in Python: another value means that it runs."""
+    """Return where the main thread is in Python: another value means that it runs."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     return (0, 0) if frame is None else (id(frame), frame.f_lasti)
 
@@ -346,7 +346,7 @@ class _Arrivals:
 
     @classmethod
     def listen(cls, arrived: Callable[[int, float, float], object]) -> _Arrivals | None:
-        """None where somebody listens already, such as an event loop. In the main thread only."""
+        """Start to listen; None where other code listens already, such as an event loop. In the main thread only."""
         arrivals = cls(arrived)
         before = signal.set_wakeup_fd(arrivals._writing, warn_on_full_buffer=False)
         if before != -1:
@@ -361,7 +361,7 @@ class _Arrivals:
         return arrivals
 
     def close(self) -> None:
-        """In the main thread; when it returns, the thread is gone."""
+        """End the thread; it is gone on return. In the main thread only."""
         global _listening
         _listening = False
         now = signal.set_wakeup_fd(-1)
@@ -391,7 +391,7 @@ _listening = False
 
 
 def _stop_listening() -> None:
-    """In a forked child, a data-loading worker say: its signals are none of this process's."""
+    """Stop listening in a forked child, such as a data-loading worker: its signals are none of this process's."""
     global _listening
     if _listening:
         _listening = False

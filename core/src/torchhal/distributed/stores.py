@@ -31,7 +31,10 @@ class PrefixedStore(PrefixStore):
 
 
 def own_connection(store: Store) -> Store:
-    """``store`` over a connection of its own: a client serves one request at a time, and some wait for minutes."""
+    """Return ``store`` over a connection of its own.
+
+    A client serves one request at a time, and some wait for minutes.
+    """
     if isinstance(store, PrefixedStore):
         prefix, inner = store._torchhal_parts
         return PrefixedStore(prefix, own_connection(inner))
@@ -44,17 +47,17 @@ def own_connection(store: Store) -> Store:
 
 
 def pause(waited: float) -> float:
-    """How long to sleep between two looks at a store: short at first, a tenth of the time waited, at most 0.1 s."""
+    """Return the seconds to sleep between two reads of a store: a tenth of the time waited, at most 0.1 s."""
     return min(0.1, max(0.0005, waited * 0.1))
 
 
 def join_address(address: str, port: int) -> str:
-    """``address:port`` with the brackets an IPv6 literal needs."""
+    """Join ``address:port`` with the brackets an IPv6 literal needs."""
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
 def ranks_text(ranks: list[int]) -> str:
-    """``rank 3`` or ``ranks 1, 2 and 17 more``."""
+    """Format ranks as ``rank 3`` or ``ranks 1, 2 and 17 more``."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     shown = ", ".join(str(rank) for rank in ranks[:16])
@@ -79,11 +82,11 @@ class EventLog:
         store.add(f"{self._prefix}/posted", 1)
 
     def count(self, store: Store) -> int:
-        """Events there are."""
+        """Return the number of events."""
         return int(store.add(f"{self._prefix}/posted", 0))
 
     def read(self, store: Store, index: int) -> dict[str, Any]:
-        """Event number ``index``, from 1; empty when the rank that took the number died before it wrote."""
+        """Return event number ``index``, from 1; empty when the rank that took the number died before it wrote."""
         key, deadline = f"{self._prefix}/{index}", time.monotonic() + 2.0
         while not store.check([key]):
             if time.monotonic() > deadline:  # two ranks post at once and one was faster to count: a moment away

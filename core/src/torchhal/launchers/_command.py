@@ -13,7 +13,9 @@ _INSTEAD = "use strategy='ddp_spawn' (the model's class must be importable), 'dd
 
 
 def script_command() -> list[str]:
-    """Interpreter, its flags, torchhal's child entry, and what this process runs: a script, a module or ``-c`` code.
+    """Return the interpreter, its flags, torchhal's child entry, and what this process runs.
+
+    This is a script, a module or ``-c`` code.
 
     Raises:
         LaunchError: there is no script to run again (a notebook, a REPL, a script on stdin), or running it again
@@ -30,7 +32,7 @@ def script_command() -> list[str]:
 
 
 def why_no_script() -> str:
-    """Why the program of this process can't be run again, and what to use instead; empty where it can."""
+    """Return why the program of this process can't be run again, and what to use instead; empty where it can."""
     if hasattr(sys, "ps1") or hasattr(builtins, "__IPYTHON__"):
         return f"there is no script to run again in a notebook or an interactive interpreter: {_INSTEAD}"
     if _target() is None:

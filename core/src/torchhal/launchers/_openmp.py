@@ -1,4 +1,4 @@
-"""Forking a process whose CPU threads have worked.
+"""Fork a process whose CPU threads have worked.
 
 The OpenMP runtime keeps its threads between parallel regions. A fork has the runtime's record of them and not the
 threads: the first parallel region in it waits for ever. Measured with torch 2.13: after any matmul, sort, convolution

@@ -1,4 +1,4 @@
-"""Entry point of the processes that ``SubprocessScriptLauncher`` starts: the user's script, well framed.
+"""Run the user's script in the processes that ``SubprocessScriptLauncher`` starts, and report its end.
 
 Run by path, so that it works wherever torchhal was imported from:
 ``python .../_subprocess_entry.py script train.py --lr 0.1``. Imports no torch: the script may set variables first that

@@ -51,7 +51,7 @@ class ChildProcesses:
         self._monitor = monitor
         self.failure: Failure | None = None
         self.raised = False
-        """Whether the main thread has raised :attr:`failure`."""
+        """True if the main thread has raised :attr:`failure`."""
         self._reports = {rank: failures.ReportReader(descriptor) for rank, descriptor in reports.items()}
         self._codes: dict[int, int] = {}
         self._failed_at = 0.0
@@ -75,7 +75,7 @@ class ChildProcesses:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """While entered, a failed child means that the main thread has to come back from here."""
+        """Return a context in which a failed child makes the main thread come back from here."""
         self._calls += 1
         self._inside += 1
         try:
@@ -120,7 +120,7 @@ class ChildProcesses:
                 self._wait(2.0)
 
     def kill(self) -> None:
-        """SIGKILL to all, now."""
+        """Send SIGKILL to all, now."""
         if self.is_mine:
             self._signal(getattr(signal, "SIGKILL", signal.SIGTERM))
 

@@ -62,7 +62,7 @@ class AnonymousFile:
 
 
 def write(value: Any, file: IO[bytes], pickle_module: Any = pickle) -> None:
-    """``value`` into an open file, as :func:`read` reads it."""
+    """Write ``value`` into an open file, as :func:`read` reads it."""
     from torch import serialization  # see torchhal.checkpoint.torch_file
 
     serialization.save(value, file, pickle_module=pickle_module)
@@ -109,7 +109,7 @@ class _Positioned(io.RawIOBase):
 
 
 class _First:
-    """Unpickled as the result of ``prepare()``: what follows in the file is read after that call."""
+    """An object that is unpickled as the result of ``prepare()``: what follows in the file is read after that call."""
 
     def __init__(self, prepare: Callable[[], None]) -> None:
         self.prepare = prepare

@@ -107,14 +107,14 @@ class SubprocessScriptLauncher(Launcher):
         return result
 
     def _grace(self, error: BaseException) -> float:
-        """How long the others may take to end by themselves after ``error``."""
+        """Return how long the others may take to end by themselves after ``error``."""
         if is_agreed(error) is False or (isinstance(error, KeyboardInterrupt) and not is_agreed(error)):
             return 0.0  # a signal before training, or the second Ctrl-C
         # An exit that all agreed on may still have something to write; a failure's others are hung or leaving.
         return GRACE if isinstance(error, Exception) or self._leaves_alone(error) else 2 * GRACE
 
     def _leaves_alone(self, error: BaseException) -> bool:
-        """Whether this is an exit in the midst of a call that others are in: a failure, whatever its code.
+        """Return whether this is an exit in the midst of a call that others are in: a failure, whatever its code.
 
         With a signal's status all ranks stop, as they have agreed.
         """

@@ -35,7 +35,7 @@ Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 DONE = ("done",)
 
 INTERRUPT = ("interrupt",)
-"""What the supervisor says when it was sent SIGINT."""
+"""Message of the supervisor when it was sent SIGINT."""
 
 MAX_ERROR = 1 << 20
 """Largest pickled exception that travels beside its text."""
@@ -61,7 +61,7 @@ class Assignment:
 
 
 def run(assignment: Assignment, connection: Connection) -> None:
-    """Be rank ``assignment.rank`` and leave; never returns."""
+    """Run as rank ``assignment.rank`` and leave; never returns."""
     rank = assignment.rank
     code = 1
     try:

@@ -1,4 +1,4 @@
-"""Changing dtypes: of a module, of a batch, of what torch makes by default. Floating-point numbers only."""
+"""Change dtypes of a module, of a batch, of what torch creates by default. Floating-point numbers only."""
 
 from __future__ import annotations
 
@@ -21,12 +21,15 @@ def parse_dtype(dtype: object, allowed: Collection[torch.dtype]) -> torch.dtype:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``"float16"`` for ``torch.float16``."""
+    """Return ``"float16"`` for ``torch.float16``."""
     return str(dtype).removeprefix("torch.")
 
 
 def cast_tensors(batch: Any, dtype: torch.dtype) -> Any:
-    """``batch`` with its floating-point tensors in ``dtype``; what has it already, and all else, is the same object."""
+    """Return ``batch`` with its floating-point tensors in ``dtype``; all else is the same object.
+
+    So is a tensor that has the dtype already.
+    """
 
     def cast(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():

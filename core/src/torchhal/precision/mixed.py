@@ -113,10 +113,12 @@ class MixedPrecision(Precision):
     # -- dtypes ----------------------------------------------------------------------------------------------
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Trainable parameters that came in half width become float32: an update is too small for them (PRE-20).
+        """Convert trainable parameters of half width to float32: an update is too small for them.
 
         Frozen ones stay as they are, for autocast reads them in any width and a large backbone in float32 would
         take twice the memory. Buffers and float64 stay too.
+
+        Checks: PRE-20.
         """
         return cast_module(module, torch.float32, only=lambda p: p.requires_grad and p.dtype in _HALF)
 
@@ -131,10 +133,12 @@ class MixedPrecision(Precision):
     # -- one optimizer step ----------------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """Accumulate gradients of ``loss`` times the scale (PRE-09).
+        """Accumulate gradients of ``loss`` times the scale.
 
         Raises:
-            RuntimeError: scaled gradients were added to unscaled ones that nobody has stepped with or cleared.
+            RuntimeError: scaled gradients were added to unscaled ones that were neither stepped with nor cleared.
+
+        Checks: PRE-09.
         """
         if self.scaler is None:
             self._outside_autocast(super().backward, loss, *args, **kwargs)
@@ -154,10 +158,12 @@ class MixedPrecision(Precision):
                 )
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
-        """Bring the gradients back to true size; once per step however often it is called (PRE-12).
+        """Divide the gradients by the scale; once per step however often it is called.
 
         Raises:
             RuntimeError: there are gradients, but no :meth:`backward` made them.
+
+        Checks: PRE-12.
         """
         if self.scaler is None or id(optimizer) in self._unscaled or not _has_gradients(optimizer):
             return
@@ -175,13 +181,15 @@ class MixedPrecision(Precision):
         return super().clip_gradients(optimizer, clip_val, algorithm)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
-        """Step unless a gradient is infinite or NaN; False if it was left out (PRE-13, PRE-14).
+        """Step unless a gradient is infinite or NaN; return False if the step was skipped.
 
         For float16 a ``closure`` runs once, before the step rather than inside it: the gradients must be known to
-        be finite before the optimizer sees them. An optimizer without any gradient steps without a check.
+        be finite before the optimizer reads them. An optimizer without any gradient steps without a check.
 
         Raises:
             RuntimeError: this optimizer has stepped already since the last :meth:`backward`.
+
+        Checks: PRE-13, PRE-14.
         """
         if self._device_type is None or not torch.is_autocast_enabled(self._device_type):
             return self._step(optimizer, closure)
@@ -266,7 +274,10 @@ class MixedPrecision(Precision):
         self.scaler.load_state_dict(state)
 
     def teardown(self) -> None:
-        """Forget a step that was not finished; the scale stays for another run (PRE-24)."""
+        """Forget a step that was not finished; the scale stays for another run.
+
+        Checks: PRE-24.
+        """
         if self._unscaled:
             self._end_step()
         self._scaled = False
@@ -290,7 +301,7 @@ class _Autocast:
 
 
 def _autocasts(device_type: str, dtype: torch.dtype) -> bool:
-    """Whether autocast really comes on: for a dtype it doesn't know it only warns."""
+    """Return whether autocast is really enabled: for an unsupported dtype it only warns."""
     with torch.autocast(device_type, dtype):
         return torch.is_autocast_enabled(device_type)
 
@@ -306,7 +317,7 @@ def _gradient_versions(optimizer: Optimizer) -> list[tuple[int, int]]:
 
 
 def _scaler_step(scaler: GradScaler, optimizer: Optimizer) -> bool:
-    """``scaler.step(optimizer)``, and whether the optimizer took the step.
+    """Call ``scaler.step(optimizer)`` and return its result, and whether the optimizer took the step.
 
     The scaler doesn't say, and asking it costs a second wait for the device. It calls ``optimizer.step`` only if
     all gradients were finite, so for the time of this call a recorder stands there. Optimizers that skip inside

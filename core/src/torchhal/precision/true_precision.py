@@ -1,4 +1,4 @@
-"""One dtype for parameters and arithmetic alike: ``32-true``, ``64-true``, ``bf16-true``, ``16-true``."""
+"""Define precisions with one dtype for parameters and arithmetic: 32-true, 64-true, bf16-true, 16-true."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class SinglePrecision(Precision):
 
 
 class TruePrecision(Precision):
-    """Everything in one dtype other than float32: parameters, inputs and what a step makes by itself.
+    """One dtype other than float32 for everything: parameters, inputs and what a step creates by itself.
 
     Args:
         dtype: ``"float64"``, ``"bfloat16"`` or ``"float16"``, or the ``torch.dtype``. The alias follows from it.
@@ -52,21 +52,27 @@ class TruePrecision(Precision):
             )
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Cast floating-point parameters and buffers; int, bool and complex ones stay (PRE-02, PRE-03)."""
+        """Cast floating-point parameters and buffers; int, bool and complex ones stay.
+
+        Checks: PRE-02, PRE-03.
+        """
         return cast_module(module, self.param_dtype)
 
     def convert_input(self, batch: Any) -> Any:
         return cast_tensors(batch, self.param_dtype)
 
     def convert_output(self, output: Any) -> Any:
-        """Cast to the default dtype outside :meth:`forward_context`, also when called inside it (PRE-08)."""
+        """Cast to the default dtype outside :meth:`forward_context`, also when called inside it.
+
+        Checks: PRE-08.
+        """
         return cast_tensors(output, self._default_dtype.outside)
 
     def module_init_context(self) -> AbstractContextManager[Any]:
         return self._default_dtype
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Tensors that a step makes by itself get the model's dtype.
+        """Return a context in which tensors that a step creates by itself get the model's dtype.
 
         ``torch.zeros(n)`` in a step is float32 otherwise, a sum with it is promoted to float32 (or, under 64-true,
         keeps float32's digits), and the next layer refuses it: 'mat1 and mat2 must have the same dtype'. The default

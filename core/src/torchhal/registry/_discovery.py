@@ -35,7 +35,7 @@ _REQUIREMENT_NAME = re.compile(r"\s*([A-Za-z0-9][A-Za-z0-9._-]*)")
 
 
 def canonical(name: str) -> str:
-    """``name`` of a plugin or distribution in the one spelling that PEP 503 gives it."""
+    """Return ``name`` of a plugin or distribution in the spelling that PEP 503 gives it."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
@@ -55,12 +55,12 @@ class DiscoveredPlugin:
     problem: str = ""
 
     def answers_to(self, names: Iterable[str]) -> bool:
-        """Whether one of ``names`` (canonical, or ``*``) means this plugin or its distribution."""
+        """Return whether one of ``names`` (canonical, or ``*``) means this plugin or its distribution."""
         return not {"*", canonical(self.name), canonical(self.distribution)}.isdisjoint(names)
 
 
 def find_plugins(distributions: Iterable[Distribution] | None = None) -> list[DiscoveredPlugin]:
-    """Every plugin among ``distributions`` (default: all that are installed), sorted by distribution and name.
+    """Return every plugin among ``distributions`` (default: all installed), sorted by distribution and name.
 
     ``importlib_metadata.entry_points()`` raises for the whole environment on one unreadable file, so this goes
     distribution by distribution, and what can't be read costs only itself. Of several distributions with one
@@ -148,7 +148,7 @@ def _manifest_file(distribution: Distribution, point: EntryPoint) -> str | None:
 
 
 def unmet_requirement(requires: Iterable[str], version: str) -> str:
-    """Which of the ``Requires-Dist`` values torchhal at ``version`` does not satisfy here, or an empty string.
+    """Return which of the ``Requires-Dist`` values torchhal at ``version`` does not satisfy here, or "".
 
     Raises:
         packaging.requirements.InvalidRequirement: for a requirement on torchhal that can't be parsed; one on
@@ -202,7 +202,7 @@ class PluginFilter:
         return cls(None if allow is None else _names(allow), _names(environ.get(DENY, "")))
 
     def refusal(self, plugin: DiscoveredPlugin) -> str:
-        """Why ``plugin`` stays out, or an empty string."""
+        """Return why ``plugin`` stays out, or an empty string."""
         if plugin.answers_to(self.deny):
             return f"{DENY} names it"
         if self.allow is not None and not plugin.answers_to(self.allow):
@@ -210,7 +210,7 @@ class PluginFilter:
         return ""
 
     def unmatched(self, plugins: Iterable[DiscoveredPlugin]) -> list[str]:
-        """One line for each name in a list that means no installed plugin."""
+        """Return one line for each name in a list that means no installed plugin."""
         plugins = list(plugins)
         return [
             f"{variable} names {name!r}, which is no installed plugin or distribution of one"
@@ -318,7 +318,7 @@ def _type(value: object) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """``error`` in one printable line, with the place it comes from; never raises itself."""
+    """Describe ``error`` in one printable line, with the place it comes from; never raises itself."""
     try:
         text = " ".join(str(error).split())
     except Exception:

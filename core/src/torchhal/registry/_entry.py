@@ -1,4 +1,4 @@
-"""One look-up result of the registry: a component with its owner, imported when it is first used."""
+"""Represent one look-up result: a component with its owner, imported when it is first used."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class RegistryEntry:
         return cls(**copy.deepcopy(defaults), **kwargs)
 
     def availability(self) -> Availability:
-        """Whether the vendor modules it requires are installed. Imports none of them.
+        """Return whether the vendor modules it requires are installed. Imports none of them.
 
         What the hardware says is the class's own business; this is what can be known without loading it.
         """
@@ -126,7 +126,7 @@ class RegistryEntry:
         return Availability(True)
 
     def to_dict(self) -> dict[str, Any]:
-        """As in ``torchhal plugins --json``."""
+        """Return the data that ``torchhal plugins --json`` prints."""
         available, aliases = self.availability(), self.component.aliases
         return {
             "kind": self.kind,
@@ -159,7 +159,7 @@ def resolve_target(target: str) -> Any:
 
 
 def class_problem(kind: str, target: object) -> str:
-    """Why ``target`` is no class that can serve as a ``kind``, or an empty string."""
+    """Return why ``target`` is no class that can serve as a ``kind``, or an empty string."""
     if kind == "command":
         return "" if inspect.isroutine(target) else f"must be a function (got a {type(target).__name__})"
     if not isinstance(target, type):

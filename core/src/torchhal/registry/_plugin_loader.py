@@ -49,7 +49,7 @@ class PluginRecord:
     components: tuple[RegistryEntry, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """As in ``torchhal plugins --json``."""
+        """Return the data that ``torchhal plugins --json`` prints."""
         fields = ("name", "distribution", "version", "status", "reason", "file", "load_ms")
         return {
             **{name: getattr(self, name) for name in fields},
@@ -72,7 +72,7 @@ class ScanResult:
 
 
 def is_strict(environ: Mapping[str, str]) -> bool:
-    """Whether a plugin that can't be used is an error."""
+    """Return whether a plugin that can't be used is an error."""
     return environ.get(STRICT, "").strip().lower() not in ("", "0", "false", "no", "off")
 
 

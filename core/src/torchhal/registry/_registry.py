@@ -67,7 +67,7 @@ class Registry:
     # -- what exists -----------------------------------------------------------------------------------------
 
     def plugins(self) -> list[PluginRecord]:
-        """Every installed plugin, sorted by distribution and name.
+        """Return every installed plugin, sorted by distribution and name.
 
         Raises:
             PluginError: under ``TORCHHAL_STRICT_PLUGINS=1``, for the first that isn't sound.
@@ -76,12 +76,12 @@ class Registry:
         return list(self._scanned().records)
 
     def installed(self) -> list[PluginRecord]:
-        """As :meth:`plugins`, from metadata alone: imports no plugin, and knows no components."""
+        """Return what :meth:`plugins` does, from metadata alone: imports no plugin, and lists no components."""
         selection = PluginFilter.read(self._environ)
         return [plugin_status(plugin, selection) for plugin in self._find_plugins()]
 
     def entries(self, kind: str) -> list[RegistryEntry]:
-        """Every usable part of ``kind``: the built-in ones, then the others by qualified name."""
+        """Return every usable part of ``kind``: the built-in ones, then the others by qualified name."""
         self._not_from_a_manifest(f"entries({kind!r})")
         _check_kind(kind)
         # One entry stands in the tables once for each of its names.
@@ -93,7 +93,7 @@ class Registry:
         return [*core, *sorted(others, key=lambda entry: others[entry])]
 
     def aliases(self, kind: str) -> list[str]:
-        """Every name that :meth:`find` resolves for ``kind``, sorted; a qualified one where the alias is contested."""
+        """Return every name that :meth:`find` resolves for ``kind``, sorted; a qualified one for a contested alias."""
         self._not_from_a_manifest(f"aliases({kind!r})")
         owners: dict[str, list[RegistryEntry]] = {}
         for entry in self.entries(kind):
@@ -174,13 +174,13 @@ class Registry:
 
     @staticmethod
     def _absent(scan: ScanResult, kind: str) -> dict[str, str]:
-        """First-party aliases whose distribution isn't installed, with its name."""
+        """Return first-party aliases whose distribution isn't installed, with its name."""
         present = {canonical(record.distribution) for record in scan.records}
         hints = COMMANDS if kind == "command" else DISTRIBUTIONS
         return {hint: owner for hint, owner in hints.items() if owner not in present}
 
     def why_unknown(self, alias: str, kind: str = "strategy") -> list[str]:
-        """Lines for an error about a name that nobody provides: what to install, and which plugins failed."""
+        """Return lines for an error about a name that nothing provides: what to install, and which plugins failed."""
         scan, lines = self._scanned(), []
         if owner := self._absent(scan, kind).get(alias.lower()):
             lines.append(f"{alias!r} comes with {owner}: pip install {owner}")

@@ -1,4 +1,4 @@
-"""From what the user asked for to a Plan: a pure function over names, objects, environment and availabilities.
+"""Resolve the user's arguments to a Plan: a pure function over names, objects, environment and availabilities.
 
 Nothing is started, no device is touched, nothing is written: the same request in the same place gives the same Plan.
 """
@@ -162,7 +162,10 @@ def _strategy(
 def _devices_of_processes(
     strategy: Strategy, accelerator: ResolvedComponent, environment: ResolvedComponent, indices: tuple[int, ...]
 ) -> tuple[tuple[int, ...], str]:
-    """devices="auto" where somebody else has started the processes: one for each, if that is how the strategy works."""
+    """Return ``devices="auto"`` where an external launcher has started the processes.
+
+    One for each process, if that is how the strategy works.
+    """
     local = environment.value.local_world_size()
     reason = f"devices='auto': {environment.alias} started {local} process(es) on this node"
     if strategy.num_local_processes(len(indices)) == local or strategy.num_local_processes(local) != local:

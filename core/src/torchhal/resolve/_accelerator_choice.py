@@ -182,7 +182,7 @@ def _suits(candidate: _Candidate, wanted: type[Strategy] | None, strategy: Any) 
 
 
 def _broken_plugins() -> list[str]:
-    """Plugins that might have brought an accelerator, had they loaded."""
+    """Return plugins that might have brought an accelerator, had they loaded."""
     lines = []
     for record in registry.plugins():
         if record.status in ("broken", "incompatible"):

@@ -117,7 +117,7 @@ def _check_precision(accelerator: ResolvedComponent, strategy: ResolvedComponent
 
 
 def _is_published(alias: str) -> bool:
-    """Whether core or a plugin gives a precision this name; one of the user's own is the user's business."""
+    """Return whether core or a plugin publishes a precision of this name; one of the user's own isn't checked."""
     try:
         return registry.find("precision", alias).distribution != USER
     except (LookupError, ComponentError):

@@ -56,7 +56,7 @@ class Plan:
     left_to_launcher: frozenset[str] = field(default=frozenset())
     """``devices`` or ``num_nodes``, where they are "auto" and known when the ranks have met."""
     notes: tuple[str, ...] = field(default=())
-    """What the user should hear once, such as an "auto" that fell back."""
+    """Messages to show the user once, such as an "auto" that fell back."""
 
     def build(self) -> Strategy:
         """Return the strategy, configured with its components."""

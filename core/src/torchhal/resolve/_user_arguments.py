@@ -98,7 +98,7 @@ def apply_accelerator_default(kind: str, alias: str, accelerator: Accelerator) -
 
 
 def group_by_kind(plugins: Any) -> dict[str, Any]:
-    """``plugins=`` by kind: objects by their class, names by whoever provides them."""
+    """Group ``plugins=`` by kind: objects by their class, names by the component that has them."""
     if plugins is None:
         return {}
     if isinstance(plugins, str | bytes) or not isinstance(plugins, Sequence):

@@ -26,7 +26,7 @@ _NAMES = (
 
 
 def read_bucket_order(wrapper: DistributedDataParallel) -> list[str] | None:
-    """Names of the parameters, bucket after bucket, as the next iteration has them; None before the first.
+    """Return the parameters' names, bucket by bucket, as the next iteration has them; None before the first.
 
     Called on every rank, between two iterations.
     """
@@ -71,7 +71,7 @@ def set_bucket_order(wrapper: DistributedDataParallel, order: Sequence[str]) -> 
 
 
 def _has_names(wrapper: DistributedDataParallel) -> bool:
-    """Whether this torch has all that the order is read and set by; the same on every rank."""
+    """Return whether this torch has all that the order is read and set by; the same on every rank."""
     for name in _NAMES:
         try:
             functools.reduce(getattr, name.split("."), wrapper)
@@ -93,14 +93,14 @@ def _warn_once(name: str) -> None:
 
 
 def _names(wrapper: DistributedDataParallel) -> list[str]:
-    """Names of the parameters that the wrapper averages, in its own order."""
+    """Return names of the parameters that the wrapper averages, in its own order."""
     known = {id(parameter): name for name, parameter in wrapper.module.named_parameters()}
     parameters, _ = wrapper._build_params_for_reducer()  # type: ignore[no-untyped-call]
     return [known[id(parameter)] for parameter in parameters]
 
 
 def _rebuilds(wrapper: DistributedDataParallel) -> bool:
-    """Whether it chooses its buckets anew after its first iteration, and has nothing that a new reducer would lose."""
+    """Return whether it rebuilds its buckets after its first iteration, and has nothing a new reducer would lose."""
     return not (
         wrapper.find_unused_parameters
         or wrapper.static_graph  # whose first iteration records the graph in buckets of its own

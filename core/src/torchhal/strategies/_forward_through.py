@@ -10,7 +10,7 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 
 
 def forward_through(strategy: Any, module: Any, step: Callable[..., Any]) -> Callable[..., Any]:
-    """``step`` run as the forward of ``strategy.model``, which wraps ``module`` and hooks only forward.
+    """Return ``step`` as the forward of ``strategy.model``, which wraps ``module`` and hooks only forward.
 
     While the wrapper calls the module, the module's forward is the step; inside the step it is its own again, so
     that the user's ``self(x)`` means what it says. So are its hooks: those that the user has registered belong to
@@ -58,7 +58,7 @@ def forward_through(strategy: Any, module: Any, step: Callable[..., Any]) -> Cal
 
 
 def _of_wrapper(hooks: OrderedDict[int, Any], wrapper: Any, module: Any) -> OrderedDict[int, Any]:
-    """Those hooks that a wrapper has registered, the library that it is from, or ``torch.distributed``.
+    """Return the hooks that a wrapper has registered, the library that it is from, or ``torch.distributed``.
 
     torch's DistributedDataParallel registers methods of its own, and ``fully_shard`` those of its state; torch's other
     functions come from ``torch.nn.utils``, which the user has called.

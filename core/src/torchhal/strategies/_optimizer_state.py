@@ -96,7 +96,7 @@ def _is_torchs(owner: Any) -> bool:
 
 
 def _outline(leaf: Any) -> Any:
-    """For a tensor that has not been read one of its shape: with a number where it is one, else without values."""
+    """Return one tensor of the shape of another that has not been read: with its value where it is a number."""
     if not is_tensor(leaf) or isinstance(leaf, torch.Tensor):
         return leaf
     device = "cpu" if math.prod(leaf.shape) == 1 else "meta"

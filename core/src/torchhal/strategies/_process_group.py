@@ -18,7 +18,7 @@ def set_default_backend(group: Any, backend: str, device_type: str) -> None:
 
     Args:
         group: a process group.
-        backend: torch's name of it, e.g. ``"cpu:gloo,cuda:nccl"``; for a name of one backend nothing is done.
+        backend: torch's name of it, e.g. ``"cpu:gloo,sim:gloo"``; for a name of one backend nothing is done.
         device_type: torch's device type.
     """
     name = ""

@@ -59,7 +59,7 @@ def check_frequencies(module: nn.Module, who: str) -> None:
 
 
 def find_difference(parts: Iterable[NamedPart], when: str = "after the fit") -> str:
-    """Say, in the same words on every rank, where ranks with the same part have other values in it; "" if nowhere.
+    """Describe, equally on every rank, where ranks with the same part have other values in it; "" if nowhere.
 
     ``when`` begins the sentence.
 
@@ -114,7 +114,7 @@ def _digest(*values: Any) -> bytes:
 
 
 def _differing(everybody: Sequence[dict[bytes, int]]) -> dict[bytes, list[int]]:
-    """Keys of the parts of which there are several checksums, each with the ranks that hold it."""
+    """Return keys of the parts of which there are several checksums, each with the ranks that hold it."""
     holders: dict[bytes, list[int]] = {}
     for rank, sums in enumerate(everybody):
         for key in sums:
@@ -132,7 +132,7 @@ def _crc(part: torch.Tensor) -> int:
 
 
 def _sketch(part: torch.Tensor) -> tuple[float, list[float]]:
-    """(norm, a few random projections): those of two tensors are about as far apart as the tensors."""
+    """Return the norm and a few random projections: those of two tensors are about as far apart as the tensors."""
     flat = part.detach().cpu().resolve_conj().resolve_neg().reshape(-1)
     flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
     generator = torch.Generator().manual_seed(0)
@@ -145,7 +145,7 @@ def _sketch(part: torch.Tensor) -> tuple[float, list[float]]:
 
 
 def _distance(sketches: Sequence[tuple[float, list[float]]]) -> float:
-    """About how far the first is from the furthest, relative to the largest norm; infinite where that is no number."""
+    """Estimate the distance of the first from the furthest, relative to the largest norm; infinite if undefined."""
     norms = [norm for norm, _ in sketches]
     furthest = max(math.dist(sketches[0][1], projections) for _, projections in sketches)
     apart = furthest / math.sqrt(_PROJECTIONS) / (max(norms) or 1.0)

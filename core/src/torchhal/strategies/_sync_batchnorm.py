@@ -46,7 +46,7 @@ def synchronize_batchnorms(module: nn.Module, group: Any) -> list[nn.Module]:
 
 
 def _is_torch_forward(layer: nn.Module) -> bool:
-    """Whether the layer has no forward of its own; a copy that was made in a run keeps torch's as an attribute."""
+    """Return whether the layer has no forward of its own; a copy made in a run keeps torch's as an attribute."""
     own = layer.__dict__.get("forward")
     return own is None or (isinstance(own, MethodType) and own == MethodType(type(layer).forward, layer))
 
@@ -104,7 +104,7 @@ def _own_forward(layer: nn.Module) -> Callable[..., Any]:
 
 
 def _synchronized_batch_norm(input: torch.Tensor, layer: _BatchNorm, momentum: float, group: Any) -> torch.Tensor:
-    """Batch norm of ``input``, shape (N, C, ...) with an N of each rank's own, by means over all ranks."""
+    """Normalise ``input``, shape (N, C, ...) with an N of each rank's own, by means over all ranks."""
     dims = [0, *range(2, input.dim())]
     shape = [1, -1, *[1] * (input.dim() - 2)]
     values = input.to(torch.promote_types(input.dtype, torch.float32))

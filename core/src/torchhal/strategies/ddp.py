@@ -74,13 +74,13 @@ class DDPStrategy(ParallelStrategy):
         self._parameters: list[torch.nn.Parameter] = []
         """The module's, when the model was wrapped."""
         self._is_averaged: list[bool] = []
-        """Which of them the wrapper averages: those that were trained then, or may be again."""
+        """True for those that the wrapper averages: those that were trained then, or may be again."""
         self._was_trained: list[bool] = []
-        """Which of them were trained when that was last compared."""
+        """True for those that were trained at the last comparison."""
         self._trained_in_epoch: list[bool] = []
-        """Which of them were trained at any time of this epoch."""
+        """True for those that were trained at any time of this epoch."""
         self._same_values = False
-        """Whether ranks are known to have the same weights when the model is wrapped."""
+        """True if ranks are known to have the same weights when the model is wrapped."""
         self._bucket_order: list[str] | None = None
         """That of the present wrapper, where it was restored; else the wrapper knows."""
         self._saved_order: list[str] | None = None
@@ -229,7 +229,7 @@ class DDPStrategy(ParallelStrategy):
         return self.through_wrapper(getattr(self.module, name))
 
     def through_wrapper(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """``step`` of the module as the forward of a wrapper that averages what is trained when it is called."""
+        """Return ``step`` of the module as the forward of a wrapper that averages what is trained when called."""
         through = forward_through(self, self.module, step)
 
         def call(*args: Any) -> Any:
@@ -262,7 +262,7 @@ class DDPStrategy(ParallelStrategy):
             self.model._check_reducer_finalized()  # type: ignore[no-untyped-call]
 
     def _unfrozen_in_step(self) -> list[torch.nn.Parameter]:
-        """Parameters that the step has unfrozen after the wrapper's forward began, and which nothing averages yet.
+        """Return parameters that the step unfroze after the wrapper's forward began, which nothing averages yet.
 
         The next step has a wrapper that does.
         """
@@ -305,7 +305,7 @@ class DDPStrategy(ParallelStrategy):
         self._restore_buckets()
 
     def accumulated_gradients(self) -> dict[str, torch.Tensor]:
-        """Averaged in copies: this rank goes on with its own, which are averaged with the rest of the accumulation."""
+        """Return averaged copies: this rank goes on with its own, averaged with the rest of the accumulation."""
         assert self.module is not None
         parameters = list(self.module.parameters())
         own = [
@@ -346,7 +346,7 @@ class DDPStrategy(ParallelStrategy):
             super().check_replicas()
 
     def parameters_to_ignore(self) -> Collection[str]:
-        """Those that ``DistributedDataParallel`` was told to leave alone."""
+        """Return the names that ``DistributedDataParallel`` was given to leave alone."""
         names: Collection[str] = getattr(self.module, "_ddp_params_and_buffers_to_ignore", ())
         return names
 
@@ -357,7 +357,7 @@ class DDPStrategy(ParallelStrategy):
         return estimate.plus(estimate.gradients, "gradients are sent in buckets of their size: gradient_as_bucket_view")
 
     def explain(self, error: BaseException) -> BaseException:
-        """DDP's message for an unused parameter, with its name and what to do about it here."""
+        """Return DDP's message for an unused parameter, with its name and what to do about it here."""
         said = message_of(error)
         if "Expected to have finished reduction in the prior iteration" in said:
             return DistributedError(

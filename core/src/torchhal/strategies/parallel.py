@@ -47,13 +47,18 @@ class ParallelStrategy(Strategy):
     multi_device: ClassVar[bool] = True
 
     compares_replicas: ClassVar[bool] = False
-    """Whether ranks with the same part of the weights (:meth:`part_of`: all of them, by default) must have the same
-    values in it when a fit ends: :meth:`check_replicas` compares them then. Not for a strategy whose ranks have weights
-    of their own for a while, as local SGD does."""
+    """True if ranks with the same part of the weights must have the same values in it when a fit ends.
+
+    :meth:`check_replicas` compares them then; :meth:`part_of` defines the parts: all of them are the same by default.
+    Not for a strategy whose ranks have weights of their own for a while, as local SGD does.
+    """
 
     synchronizes_batchnorms: ClassVar[bool] = False
-    """Whether batch norms can compute over the batches of all ranks, as each runs the module itself, in torch's process
-    group, on samples of its own: :meth:`check_sync_batchnorm` passes then, and :meth:`batch_group` is the world."""
+    """True if batch norms can compute over the batches of all ranks.
+
+    Each rank runs the module itself, in torch's process group, on samples of its own. :meth:`check_sync_batchnorm`
+    passes then, and :meth:`batch_group` is the world.
+    """
 
     def __init__(
         self,
@@ -74,7 +79,7 @@ class ParallelStrategy(Strategy):
         self.process_group_backend = process_group_backend
         self.timeout = timeout
         self.gradients_synced = False
-        """Whether :meth:`manual_backward` has run in this life: without it, ranks that optimize by hand drift apart."""
+        """True if :meth:`manual_backward` has run in this life: without it, ranks that optimize by hand drift apart."""
         self._owns_process_group = False
         self._generation: int | None = None
         """The number of the set-up that has begun, on all ranks alike."""
@@ -134,7 +139,7 @@ class ParallelStrategy(Strategy):
             raise
 
     def _take_devices(self, local_world_size: int) -> None:
-        """One for each process of this node, if that is how this strategy works."""
+        """Take one device for each process of this node, if that is how this strategy works."""
         if self.num_local_processes(local_world_size) == local_world_size:
             self.devices = list(self.accelerator.get_parallel_devices(self.accelerator.parse_devices(local_world_size)))
 
@@ -192,7 +197,7 @@ class ParallelStrategy(Strategy):
             self._group_store = self._generation = None
 
     def _leave_set_up(self, error: BaseException, generation: int) -> None:
-        """Tell the others that this rank's set-up has failed, and leave nothing of it to the next one."""
+        """Announce to the others that this rank's set-up has failed, and leave nothing of it to the next one."""
         store = self._group_store
         if store is None:
             withdraw(self.environment, generation, error)
@@ -304,7 +309,7 @@ class ParallelStrategy(Strategy):
             self._shared_threads.close()
 
     def _explain_what_ended_the_loop(self) -> Exception | None:
-        """Say what is behind a process group's bare error, on which a loop of one's own ends here; return any other.
+        """Print the cause of a process group's bare error that ends a loop without a Trainer; return any other error.
 
         The Trainer's errors have been explained before, and are none of a process group's any more.
         """
@@ -392,7 +397,7 @@ class ParallelStrategy(Strategy):
             raise DistributedError(difference)
 
     def parameters_to_ignore(self) -> Collection[str]:
-        """Names of the parameters that each rank trains by itself; :meth:`check_replicas` leaves them out."""
+        """Return names of the parameters that each rank trains by itself; :meth:`check_replicas` leaves them out."""
         return ()
 
     def part_of(self, parameter: nn.Parameter) -> tuple[Any, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""One process, one device: every collective is the identity."""
+"""Provide the strategy of one process and one device: every collective is the identity."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class SingleDeviceStrategy(Strategy):
     """Training on one device, and the base class of strategies for one."""
 
     def check_sync_batchnorm(self, world_size: int) -> None:
-        """One process sees the whole batch. A subclass for which that is a part of one raises."""
+        """Accept it: one process has the whole batch. A subclass for which that is a part of one raises."""
 
     def reduce(self, value: Any, op: str = "mean", *, group: Any = None) -> Any:
         return collectives.reduce(value, op, device=self.root_device, alone=True)
