@@ -20,7 +20,8 @@ from dataclasses import dataclass, fields
 from typing import Any, Final
 
 from torchhal_simulator import _distributed as distributed
-from torchhal_simulator._device_types import Flavour
+from torchhal_simulator._device_types import Flavour, loaded
+from torchhal_simulator._distributed import CollectiveFault
 
 PREFIX: Final = "TORCHHAL_SIM_"
 MAX_DEVICES: Final = 64  # kMaxDevices of csrc/flavour.h
@@ -33,23 +34,6 @@ class Loss:
 
     device: int
     step: int = 0
-
-
-@dataclass(frozen=True)
-class CollectiveFault:
-    """A fault of a collective.
-
-    Args:
-        kind: ``"slow"``, ``"fail"`` or ``"hang"``.
-        call: number of the collective in its process, from 1; 0 for every one.
-        rank: the global rank on which it happens, or None for all.
-        seconds: how long a slow one takes at least.
-    """
-
-    kind: str
-    call: int = 0
-    rank: int | None = None
-    seconds: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -200,8 +184,6 @@ def _watch_steps(loss: Loss | None) -> None:
         return
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-    from torchhal_simulator._library import loaded
-
     def count(*_: object) -> None:
         # An optimizer that steps another one, as ZeroRedundancyOptimizer does, takes one step: torch's wrapper, which
         # calls this, is on the stack twice. A count of those begun and ended would be off after one that failed.
@@ -236,8 +218,6 @@ def simulate(**settings: Any) -> Iterator[None]:
         TypeError: no such setting.
         ValueError: a value that means nothing.
     """
-    from torchhal_simulator._library import loaded
-
     variables = {}
     for name, value in settings.items():
         if name not in _PARSERS:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 
-from torchhal_simulator._device_types import flavour_named
+from torchhal_simulator._device_types import flavour_named, loaded
 
 
 @dataclass
@@ -35,7 +35,7 @@ def counters(flavour: str | None = None) -> Counters:
 
     Of the flavour that is loaded, of both together if both are, unless one is named; "sim" is loaded if none is.
     """
-    from torchhal_simulator._library import load, loaded
+    from torchhal_simulator._library import load
 
     if flavour is not None or not loaded():
         load(flavour or "sim")

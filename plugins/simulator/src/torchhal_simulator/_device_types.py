@@ -47,3 +47,16 @@ def flavour_named(name: str) -> Flavour:
     if name not in FLAVOURS:
         raise ValueError(f"'flavour' must be one of {', '.join(map(repr, FLAVOURS))} (got {name!r})")
     return FLAVOURS[name]
+
+
+_loaded: list[Flavour] = []
+
+
+def loaded() -> list[Flavour]:
+    """Return the device types that this process has loaded, in that order."""
+    return list(_loaded)
+
+
+def add_loaded(flavour: Flavour) -> None:
+    """Add a device type to those of :func:`loaded`."""
+    _loaded.append(flavour)

@@ -4,17 +4,32 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
 from torchhal_simulator._device_types import Flavour
 
-if TYPE_CHECKING:
-    from torchhal_simulator._config import CollectiveFault
-
 _extensions: dict[str, Any] = {}
+
+
+@dataclass(frozen=True)
+class CollectiveFault:
+    """A fault of a collective.
+
+    Args:
+        kind: ``"slow"``, ``"fail"`` or ``"hang"``.
+        call: number of the collective in its process, from 1; 0 for every one.
+        rank: the global rank on which it happens, or None for all.
+        seconds: how long a slow one takes at least.
+    """
+
+    kind: str
+    call: int = 0
+    rank: int | None = None
+    seconds: float = 1.0
 
 
 def register(flavour: Flavour, library: Path) -> None:

@@ -15,7 +15,7 @@ from torchhal_simulator import _config as config
 from torchhal_simulator import _distributed as distributed
 from torchhal_simulator._build import shared_library
 from torchhal_simulator._device_module import DeviceModule
-from torchhal_simulator._device_types import Flavour, flavour_named
+from torchhal_simulator._device_types import Flavour, add_loaded, flavour_named
 from torchhal_simulator._seeding import seed_with_torch
 
 _log = logging.getLogger("torchhal_simulator")
@@ -57,6 +57,7 @@ def load(flavour: str = "sim") -> DeviceModule:
             if not _loaded:
                 atexit.register(_stop_autograd_threads, chosen, os.getpid())
             _loaded[flavour] = module
+            add_loaded(chosen)
     return _loaded[flavour]
 
 
@@ -67,11 +68,6 @@ def _stop_autograd_threads(flavour: Flavour, process: int) -> None:
     """
     if os.getpid() == process:
         flavour.ops.stop_autograd_threads()
-
-
-def loaded() -> list[Flavour]:
-    """Return the flavours that this process has loaded."""
-    return [flavour_named(name) for name in _loaded]
 
 
 def _register(flavour: Flavour, module: DeviceModule) -> None:
