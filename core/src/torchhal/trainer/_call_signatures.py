@@ -10,7 +10,7 @@ from torchhal.errors import ModelError
 
 
 def positional_arguments(function: Callable[..., Any]) -> int | None:
-    """How many positional arguments ``function`` takes, through ``functools.wraps``; None for ``*args``."""
+    """Return how many positional arguments ``function`` takes, through ``functools.wraps``; None for ``*args``."""
     count = 0
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind is parameter.VAR_POSITIONAL:
@@ -61,7 +61,7 @@ def adapt_batch_hook(hook: Callable[..., Any], arguments: int) -> Callable[..., 
 
 
 def binds(signature: inspect.Signature, *args: Any, **kwargs: Any) -> bool:
-    """Whether what has ``signature`` can be called with these arguments."""
+    """Return whether what has ``signature`` can be called with these arguments."""
     try:
         signature.bind(*args, **kwargs)
     except TypeError:

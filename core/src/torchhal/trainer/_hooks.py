@@ -131,6 +131,6 @@ class Hooks(RunPart[HookContext]):
 
 
 def _comes_after(callback: Any, name: str) -> bool:
-    """Whether ``callback`` is called after the model in the hook ``name``."""
+    """Return whether ``callback`` is called after the model in the hook ``name``."""
     monitors = name.endswith("_epoch_end") and getattr(callback, "monitors", False)
     return bool(monitors or getattr(callback, "runs_after_module", False))

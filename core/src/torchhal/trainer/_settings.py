@@ -116,7 +116,7 @@ def _interval_fits(run: RunSettings, name: str, value: Any) -> None:
 
 
 def _may_accumulate(run: RunSettings, name: str, value: int) -> None:
-    """Whether the optimizer steps of the fit that runs can take so many batches from now on."""
+    """Return whether the optimizer steps of the fit that runs can take so many batches from now on."""
     strategy = run.strategy
     if run.state.fn != "fit":
         return

@@ -1,4 +1,4 @@
-"""What a Trainer is doing right now."""
+"""Hold the function, stage and status of a Trainer's current call."""
 
 from __future__ import annotations
 

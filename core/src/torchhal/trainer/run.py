@@ -96,7 +96,7 @@ class Run(RunSettings, RunOutput):
 
     @property
     def trainer(self) -> Any:
-        """What callbacks, module and loggers are handed: the Trainer, which this run doesn't keep alive."""
+        """The Trainer, which callbacks, module and loggers are handed; this run doesn't keep it alive."""
         trainer = None if self._trainer is None else self._trainer()
         if trainer is None:
             raise ReferenceError("the Trainer of this run is gone: keep it as long as the run")

@@ -26,7 +26,7 @@ def loader_length(loader: Any) -> int | None:
 
 
 def is_sized(loader: Any) -> bool:
-    """Whether ``loader`` gives as many batches as its length says: an IterableDataset gives what it has."""
+    """Return whether ``loader`` gives as many batches as its length says: an IterableDataset gives what it has."""
     known = loader_length(loader) is not None
     return known and not isinstance(getattr(loader, "dataset", None), IterableDataset)
 
@@ -40,7 +40,7 @@ def is_one_shot(loader: Any) -> bool:
 
 
 def last_batch(loader: Any, length: int | None) -> int | None:
-    """How many batches of ``loader`` an evaluation that uses ``length`` of them reads; None: until it ends.
+    """Return how many batches of ``loader`` an evaluation that uses ``length`` of them reads; None: until it ends.
 
     Of an IterableDataset in several workers torch only guesses the length: each worker's last batch may be a short one.
     """
@@ -49,7 +49,7 @@ def last_batch(loader: Any, length: int | None) -> int | None:
 
 
 def limit_length(length: int | None, limit: int | float, name: str, *, part: bool = False) -> int | None:
-    """How many of ``length`` batches ``limit`` allows; None for "until it ends".
+    """Return how many of ``length`` batches ``limit`` allows; None for "until it ends".
 
     A share that leaves nothing is an error, or one batch where ``length`` is only a rank's ``part`` of the data.
     """

@@ -1,4 +1,4 @@
-"""Which samples a rank sees, and how a loader is told so."""
+"""Choose the samples that a rank sees, and make loaders that read these."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class DistributedSamplerWrapper(Sampler[Any]):
 
 
 class RecordedOrderSampler:
-    """What a loader that nobody shared draws in an epoch, from its sampler or its batch sampler."""
+    """The items that a loader draws in an epoch by itself, from its sampler or its batch sampler."""
 
     def __init__(self, loader: DataLoader[Any], *, draws_seed: bool) -> None:
         self.loader = loader
@@ -290,7 +290,7 @@ def _drawn_from(loader: DataLoader[Any]) -> Any:
 
 
 def is_shared_by_user(loader: DataLoader[Any]) -> bool:
-    """Whether the loader's sampler knows of ranks already."""
+    """Return whether the loader's sampler knows of ranks already."""
     batch_sampler = loader.batch_sampler
     return any(map(_is_distributed, (loader.sampler, batch_sampler, getattr(batch_sampler, "sampler", None))))
 

@@ -71,7 +71,7 @@ class TrainingData(RunPart[DataContext]):
         return run.limit_train_batches, "limit_train_batches"
 
     def _own_order(self) -> dict[str, Any] | None:
-        """How a whole epoch is drawn: with ``seed``, or (None) from the loader's own generators. None: who knows."""
+        """Return how a whole epoch is drawn: with ``seed``, or (None) from the loader's generators; None if unknown."""
         given = self.given
         if (
             not isinstance(given, DataLoader)

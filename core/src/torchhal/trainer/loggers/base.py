@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def is_rank_zero() -> bool:
-    """Whether this process is the one that writes: rank 0 of the running job, or the only process."""
+    """Return whether this process is the one that writes: rank 0 of the running job, or the only process."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank() == 0
     return os.environ.get("RANK", "0") == "0"

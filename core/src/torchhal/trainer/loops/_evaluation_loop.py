@@ -170,12 +170,12 @@ class EvaluationLoop(RunPart[Run]):
         return outputs, False
 
     def stops_here(self) -> bool:
-        """Whether a signal ends the run at this place: the batch, or the step between hooks, on which all agree."""
+        """Return whether a signal ends the run at this batch, or between these hooks, on which all ranks agree."""
         watch = self.run.strategy.watch
         watch.steps_done += 1
         return watch.stop_requested and self._signalled()
 
     def _signalled(self) -> bool:
-        """Whether a signal ends the run; any other wish to stop can wait for the end of this evaluation."""
+        """Return whether a signal ends the run; any other wish to stop can wait for the end of this evaluation."""
         signum = self.run.strategy.watch.agree_on_stop_step()
         return signum is not None and signum > 0

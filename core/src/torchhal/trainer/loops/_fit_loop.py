@@ -143,7 +143,7 @@ class FitLoop(RunPart[Run]):
         return self.progress.data.resume(self.progress.epoch, self.progress.batches_done, position, self._restore_rng)
 
     def _reloads_data(self) -> bool:
-        """Whether this epoch begins by asking for its loaders again."""
+        """Return whether this epoch begins by asking for its loaders again."""
         every = self.run.reload_dataloaders_every_n_epochs
         return bool(every) and self.progress.epoch % every == 0
 
