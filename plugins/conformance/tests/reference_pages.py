@@ -76,17 +76,19 @@ def markdown(docstring: str) -> str:
     """A docstring of this project (Google's sections, Sphinx's roles) as Markdown."""
     text = _ROLE.sub(lambda role: f"`{role[1].rpartition('.')[2]}`", inspect.cleandoc(docstring)).replace("``", "`")
     lines: list[str] = []
-    section = False
+    section = ""
     for line in text.splitlines():
         if heading := _SECTION.match(line):
-            section = True
-            lines += [f"{heading[1]}:", ""]
+            section = heading[1]
+            lines += [f"{section}:", ""]
+        elif section in ("Returns", "Yields") and line.strip() and lines[-1]:  # one text, not one item a line
+            lines.append(f"  {line.strip()}")
         elif section and line.startswith("    ") and not line.startswith("     "):
             lines.append(f"- {_named(line.strip())}")
         elif section and line.startswith("     "):
             lines.append(f"  {line.strip()}")
         else:
-            section = section and not line.strip()
+            section = "" if line.strip() else section
             lines.append(line.replace("::", ":") if line.endswith("::") else line)
     return "\n".join(lines).strip()
 
