@@ -14,8 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from torchhal import rng
 from torchhal.errors import ModelError
-from torchhal_parallel._capture import Capture, around
+from torchhal_parallel._fake_modules import modules_around
 from torchhal_parallel._forward_capture import drawn_between
+from torchhal_parallel._graph_capture import GraphCapture
 from torchhal_parallel._pipeline_split import check_trained, shared_or_unused_parameters, split_into_stages
 
 pytestmark = pytest.mark.timeout(170)
@@ -64,7 +65,7 @@ class Run:
 
 
 def follow(module, trainer=None):
-    capture = Capture(module, around(["layers.2"]), torch.device("cpu"), trainer)
+    capture = GraphCapture(module, modules_around(["layers.2"]), torch.device("cpu"), trainer)
     return lambda: capture({"x": torch.ones(4, 4)}, 4, {})
 
 
@@ -215,7 +216,7 @@ def test_the_graph_gives_the_gradients_of_the_forward(act, autocast):
     torch.manual_seed(0)
     module, x = Net(act), torch.randn(4, 4)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-        captured = Capture(module, around(["layers.2"]), torch.device("cpu"))({"x": x}, 4, {})
+        captured = GraphCapture(module, modules_around(["layers.2"]), torch.device("cpu"))({"x": x}, 4, {})
         for name, tensor in captured.constants.items():
             setattr(module, name, tensor)
         results = module(x), fx.GraphModule(module, captured.graph)(x)[0]
@@ -323,7 +324,7 @@ def test_a_hook_on_the_backward_of_what_is_cut_is_refused():
     module = nn.Sequential(Net(), nn.Linear(4, 4))
     module[0].register_full_backward_hook(lambda *given: None)
     with pytest.raises(ModelError, match="'0' is cut into stages"):
-        Capture(module, around(["0.layers.2"]), torch.device("cpu"))({"input": torch.ones(4, 4)}, 4, {})
+        GraphCapture(module, modules_around(["0.layers.2"]), torch.device("cpu"))({"input": torch.ones(4, 4)}, 4, {})
 
 
 def test_layers_may_do_all_of_these():
@@ -369,7 +370,7 @@ def test_another_value_of_what_it_reads_is_noticed():
 def test_the_mode_of_a_layer_that_reads_it_is_noticed_and_followed():
     module = Net()
     module.layers[1] = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    capture = Capture(module, around(["layers.2"]), torch.device("cpu"))
+    capture = GraphCapture(module, modules_around(["layers.2"]), torch.device("cpu"))
     one = {"x": torch.ones(1, 4)}
     with pytest.raises(ModelError, match="more than 1 value per channel"):
         capture(one, 1, {})

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torchhal.accelerators import CPUAccelerator
 from torchhal.errors import ConfigurationError
 from torchhal_parallel import _divided_regions as divided_regions
+from torchhal_parallel import _region_runs as region_runs
 from torchhal_parallel._divided_gradients import ranks_of
 from torchhal_parallel._divided_regions import DividedRegions
 from torchhal_parallel._module_restore import ForwardOverride
@@ -249,8 +250,12 @@ def test_generators_are_those_of_a_step_that_nobody_compared():
 # -- what it can't compare -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("where", ["_random_weights", "_copies", "_in_full_precision"])
-def test_where_memory_is_short_the_run_goes_on_with_a_note(monkeypatch, where):
+@pytest.mark.parametrize(
+    ("module", "function"),
+    [(region_runs, "_random_weights"), (divided_regions, "_copies"), (divided_regions, "in_full_precision")],
+    ids=["_random_weights", "_copies", "_in_full_precision"],
+)
+def test_where_memory_is_short_the_run_goes_on_with_a_note(monkeypatch, module, function):
     def no_memory(*args):
         raise torch.OutOfMemoryError("tried to allocate 2 GiB")
 
@@ -258,7 +263,7 @@ def test_where_memory_is_short_the_run_goes_on_with_a_note(monkeypatch, where):
     x = torch.randn(3, WIDTH)
     layers = divided(model)
     expected = model(x)
-    monkeypatch.setattr(divided_regions, where, no_memory)
+    monkeypatch.setattr(module, function, no_memory)
     found = []
     (note,) = noted(lambda: found.append(first_step(model, x, layers=layers)))
     assert "Block, a part of the model, computes" in note and "was not compared" in note and "2 GiB" in note

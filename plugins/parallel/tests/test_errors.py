@@ -8,7 +8,7 @@ from torch.distributed.fsdp import FSDPModule
 from torchhal import Trainer
 from torchhal.errors import ConfigurationError, UnsupportedCombinationError
 from torchhal.precision import SinglePrecision, TruePrecision
-from torchhal_parallel import pipeline
+from torchhal_parallel import _pipeline_schedule
 from torchhal_parallel._pipeline_split import even_cuts
 from torchhal_parallel._wrap_policy import check_policy, find_blocks
 from torchhal_parallel.fsdp import FSDPStrategy
@@ -181,7 +181,7 @@ def test_a_torch_whose_schedules_scale_gradients_is_refused_before_the_set_up(mo
         def __init__(self, stage, n_microbatches, loss_fn=None):
             """As without ``scale_grads``."""
 
-    monkeypatch.setitem(pipeline.SCHEDULES, "gpipe", OfBefore)
+    monkeypatch.setitem(_pipeline_schedule.SCHEDULES, "gpipe", OfBefore)
     HybridStrategy(data=2, schedule="gpipe").check_fit(precision=SinglePrecision(), world_size=2)
     with pytest.raises(UnsupportedCombinationError, match=r"OfBefore of torch .* has no argument 'scale_grads'"):
         HybridStrategy(pipeline=2, schedule="gpipe").check_fit(precision=SinglePrecision(), world_size=2)

@@ -1,4 +1,4 @@
-"""Learn what a step calls its model with, by running it as far as that, and answer the call."""
+"""Capture the arguments with which a step calls its model, by running it up to that call, and override the call."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torchhal.errors import ModelError
 from torchhal.trainer.logging import is_metric
 from torchhal_parallel._module_restore import ForwardOverride
 
-LOOKS = 2
-"""How many rehearsals of a step are looked at closely."""
+CHECKED_CAPTURES = 2
+"""How many captures of a step are repeated, to compare what each leaves behind."""
 
 
 class _ForwardReached(BaseException):
@@ -29,29 +29,30 @@ class _ForwardReached(BaseException):
 class PatchedForward(ForwardOverride):
     """The forward of a model that no rank has whole: it gives what a pipeline has computed, while a step runs."""
 
-    answer: Callable[..., Any] | None = None
+    override: Callable[..., Any] | None = None
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
         self.module = module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.answer is None:
+        if self.override is None:
             name = type(self.module).__name__
             raise ModelError(
                 f"{name} was called outside of its steps: under a pipeline each rank has a part of it, and all of them "
                 "run theirs together only in training_step, validation_step, test_step and predict_step. Call it "
                 "there, and keep what a hook or a callback needs of the result"
             )
-        return self.answer(*args, **kwargs)
+        return self.override(*args, **kwargs)
 
 
 class ForwardCapture:
-    """Runs a step as far as ``self(...)``: ``rehearsal(step, batch, rest)`` gives the arguments of the call by name.
+    """Runs a step as far as ``self(...)``: ``capture(step, batch, rest)`` gives the arguments of the call by name.
 
     What a step does before the call, it does again when it runs in earnest. So that must leave nothing behind but what
     a second run leaves alike, and draw no random numbers, which would be others then, and others on each rank. The
-    generators are compared each time; what the step leaves, in the first :data:`LOOKS` rehearsals, which are repeated.
+    generators are compared each time; what the step leaves, in the first :data:`CHECKED_CAPTURES` captures, which are
+    repeated.
 
     Raises:
         ModelError: the step fails before the call or never makes it, or does what can't be done twice.
@@ -64,24 +65,24 @@ class ForwardCapture:
         parameters = self.signature.parameters.values()
         self.further = next((each.name for each in parameters if each.kind is each.VAR_KEYWORD), None)
         """What the forward calls the keyword arguments that it has no names for."""
-        self._looks: dict[str, int] = {}
+        self._captures: dict[str, int] = {}
         self._forward = PatchedForward(module)
 
     @contextmanager
-    def answering(self, answer: Callable[..., Any]) -> Iterator[None]:
-        """``module(...)`` calls ``answer`` inside."""
-        before, self._forward.answer = self._forward.answer, answer
+    def overridden(self, override: Callable[..., Any]) -> Iterator[None]:
+        """Let ``module(...)`` call ``override`` inside."""
+        before, self._forward.override = self._forward.override, override
         try:
             yield
         finally:
-            self._forward.answer = before
+            self._forward.override = before
 
     def __call__(self, step: Callable[..., Any], batch: Any, rest: tuple[Any, ...]) -> dict[str, Any]:
         name = getattr(step, "__name__", "step")
-        looks = self._looks.get(name, 0)
+        captures = self._captures.get(name, 0)
         generators = self.generators()
-        if looks < LOOKS:
-            self._looks[name] = looks + 1
+        if captures < CHECKED_CAPTURES:
+            self._captures[name] = captures + 1
             self._run(step, batch, rest)
             state = _state_of(self.module)
             arguments = self._run(step, batch, rest)
@@ -101,7 +102,7 @@ class ForwardCapture:
                 named |= named.pop(self.further, {})
             raise _ForwardReached(named)
 
-        with without_logging(self.module), self.answering(stop), torch.no_grad():
+        with without_logging(self.module), self.overridden(stop), torch.no_grad():
             try:
                 step(batch, *rest)
             except _ForwardReached as called:
@@ -148,10 +149,10 @@ def drawn_between(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[s
 
 
 def returns_once(module: nn.Module, output: Any) -> Callable[..., Any]:
-    """What ``module(...)`` calls to get ``output``, the first time."""
+    """Return a function that gives ``output``, for ``module(...)``, and raises ModelError when it is called again."""
     calls = 0
 
-    def answer(*args: Any, **kwargs: Any) -> Any:
+    def forward(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls > 1:
@@ -161,7 +162,7 @@ def returns_once(module: nn.Module, output: Any) -> Callable[..., Any]:
             )
         return output
 
-    return answer
+    return forward
 
 
 @contextmanager

@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from torchhal import rng
@@ -32,6 +33,29 @@ def check_divisible(optimizer: Optimizer, alias: str) -> None:
         raise ConfigurationError(
             f"strategy {alias!r} divides the optimizer among the ranks, and {type(optimizer).__name__}, whose step "
             "needs a closure, looks at all parameters together: use strategy='ddp', or another optimizer"
+        )
+
+
+def check_own_parameters(optimizer: Optimizer, own: Set[nn.Parameter]) -> None:
+    """Raise ConfigurationError for an optimizer of parameters that are not ``own``, those of the divided model."""
+    if any(parameter not in own for group in optimizer.param_groups for parameter in group["params"]):
+        raise ConfigurationError(
+            f"the {type(optimizer).__name__} was made before the model was divided and would step on tensors "
+            "that nobody uses: make it in configure_optimizers"
+        )
+
+
+def check_shardable_optimizer(optimizer: Optimizer) -> None:
+    """Raise ConfigurationError for an optimizer of torch whose step can't compute with sharded parameters."""
+    if isinstance(optimizer, torch.optim.Adafactor):
+        raise ConfigurationError(
+            "torch's Adafactor can't compute its statistics of rows and columns of sharded parameters: use "
+            "strategy='zero1', which divides its state too, or another optimizer"
+        )
+    if isinstance(optimizer, torch.optim.Rprop):
+        raise ConfigurationError(
+            "torch's Rprop sets chosen elements of its gradients, which it can't where they are sharded: use "
+            "strategy='zero1', which divides its state too, or another optimizer"
         )
 
 
@@ -164,6 +188,30 @@ class OptimizerTrial:
             "otherwise than one process",
             stacklevel=2,
         )
+
+
+class OptimizerTrials:
+    """The trials of a strategy's optimizers, those of torch left out, which need none."""
+
+    def __init__(self) -> None:
+        self._trials: dict[int, OptimizerTrial | None] = {}
+
+    def add(self, optimizer: Optimizer, alias: str, accelerator: Accelerator, device: torch.device) -> None:
+        """Try ``optimizer`` as :func:`check_separable` does, and keep what tries its later steps."""
+        self._trials[id(optimizer)] = check_separable(optimizer, alias, accelerator, device)
+
+    def before_step(self, optimizer: Optimizer, *, with_closure: bool = False) -> AbstractContextManager[None]:
+        """Try further steps of ``optimizer`` when they are due, and return a context for its own step.
+
+        Args:
+            optimizer: the one that is about to step.
+            with_closure: its step runs a training step, which may draw random numbers, and so is not checked for that.
+        """
+        trial = self._trials.get(id(optimizer))
+        if trial is None:
+            return nullcontext()
+        trial.before_step()
+        return nullcontext() if with_closure else trial.watched(optimizer, trial.done)
 
 
 class _SmallCopy:

@@ -20,7 +20,7 @@ from torch import fx, nn
 
 from torchhal.errors import ConfigurationError, ModelError
 from torchhal.suggestions import did_you_mean
-from torchhal_parallel._capture import around, leaf_modules
+from torchhal_parallel._fake_modules import leaf_modules, modules_around
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,14 @@ class _Outline(fx.Tracer):
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return module_qualified_name not in self.around
+
+
+def check_points_form(points: Any) -> None:
+    """Raise ConfigurationError unless ``points`` is None or a sequence of names, before there is a model."""
+    if isinstance(points, str):
+        raise ConfigurationError(f"'split_points' must be a list of names (got {points!r})")
+    if points is not None and not all(isinstance(name, str) and name for name in points):
+        raise ConfigurationError(f"'split_points' must be names of modules (got {points!r})")
 
 
 def even_cuts(module: nn.Module, stages: int) -> list[str]:
@@ -134,7 +142,7 @@ def split_into_stages(module: nn.Module, split_points: Sequence[str]) -> list[St
             )
     if len(set(split_points)) < len(split_points):
         raise ConfigurationError(f"'split_points' must differ from each other (got {list(split_points)!r})")
-    followed = around(split_points)
+    followed = modules_around(split_points)
     attributes = set(vars(module))
     try:
         graph = _Outline(followed).trace(module, concrete_args=_defaults(module))
@@ -316,6 +324,15 @@ def stage_parameters(module: nn.Module, stage: Stage) -> dict[str, Any]:
 def stage_owns(stage: Stage, name: str) -> bool:
     """Whether the entry ``name`` of the model's state is of a module that the stage runs."""
     return any(name == used or name.startswith(f"{used}.") for used in stage.modules)
+
+
+def kept_tensors(module: nn.Module, stages: Sequence[Stage], mine: Sequence[int]) -> set[int]:
+    """Return the ids of the parameters and buffers that the rank with the stages ``mine`` keeps."""
+    parts = [set(map(id, stage_parameters(module, stage).values())) for stage in stages]
+    everything = set(map(id, (*module.parameters(), *module.buffers())))
+    kept = everything.difference(*parts)  # the step may use what no stage does, wherever that runs
+    kept.update(*(parts[index] for index in mine))
+    return kept
 
 
 def shared_or_unused_parameters(module: nn.Module, stages: Sequence[Stage]) -> dict[str, str]:

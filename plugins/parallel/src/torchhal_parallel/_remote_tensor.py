@@ -8,7 +8,7 @@ together would compute something else without a word: here it gets an error that
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from typing import Any, Final, NoReturn
 
 import torch
@@ -144,6 +144,24 @@ def remote(tensor: torch.Tensor, name: str, home: torch.device | None = None) ->
     _let_init_draw()
     kind = RemoteParameter if isinstance(tensor, nn.Parameter) else RemoteTensor
     return _remote(kind, tensor, repr(name), home or tensor.device, tensor.requires_grad)
+
+
+def replace_with_remote(module: nn.Module, kept: Set[int], home: torch.device) -> None:
+    """Free the parameters and buffers of ``module`` whose ids are not in ``kept``: they keep their names and shapes.
+
+    Args:
+        module: the whole model; changed in place.
+        kept: ids of the tensors that stay.
+        home: the device of such tensors on the ranks that have them.
+    """
+    made: dict[int, Any] = {}  # tied ones stay tied, or an optimizer would count them twice
+    for path, owner in module.named_modules():
+        for members in (owner._parameters, owner._buffers):
+            for name, tensor in members.items():
+                if tensor is not None and id(tensor) not in kept:
+                    if id(tensor) not in made:
+                        made[id(tensor)] = remote(tensor, f"{path}.{name}" if path else name, home)
+                    members[name] = made[id(tensor)]
 
 
 def remote_gradient(parameter: RemoteParameter) -> RemoteTensor:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from torchhal.memory_estimate import ModelMemory, ParameterMemory, bytes_of
+from torchhal.memory_estimate import MemoryEstimate, ModelMemory, ParameterMemory, bytes_of
 from torchhal_parallel._pipeline_split import (
     check_trained,
     shared_or_unused_parameters,
@@ -111,3 +111,63 @@ def buffers_of(tensors: Mapping[str, torch.Tensor]) -> int:
     """Bytes of the buffers among the tensors of a stage."""
     distinct = {id(tensor): tensor for tensor in tensors.values() if not isinstance(tensor, nn.Parameter)}
     return sum(map(bytes_of, distinct.values()))
+
+
+def _stage_memory(
+    model: ModelMemory,
+    stage: Mapping[str, torch.Tensor] | None,
+    shapes: Mapping[int, tuple[int, ...]],
+    shards: int,
+    kept_whole: Collection[str],
+) -> tuple[MemoryEstimate, Sequence[ParameterMemory]]:
+    """Return the memory of a rank with the tensors of ``stage``, and the parameters that it has, whole or in part.
+
+    Args:
+        model: on the meta device.
+        stage: parameters and buffers by name; None for those of the whole model.
+        shapes: of the parameters that tensor parallelism divides, by id.
+        shards: ranks that divide each parameter.
+        kept_whole: names of the parameters that are not sharded.
+    """
+    held, buffers = model.parameters, model.buffers
+    if stage is not None:
+        mine = {id(tensor) for tensor in stage.values()}
+        held = tuple(entry for entry in held if id(entry.parameter) in mine)
+        buffers = buffers_of(stage)
+
+    def shape_of(entry: ParameterMemory) -> tuple[int, ...]:
+        shape = shapes.get(id(entry.parameter), tuple(entry.parameter.shape))
+        return shape if entry.name in kept_whole else divided(shape, shards)
+
+    return model.estimate(shape_of, parameters=held, buffers=buffers), held
+
+
+def largest_rank_memory(
+    model: ModelMemory,
+    sizes: Mapping[str, int],
+    *,
+    plan: Mapping[str, Any],
+    points: Sequence[str] | None,
+    kept_whole: Collection[str],
+    gathered: Callable[[Sequence[ParameterMemory], Mapping[int, Sequence[int]]], int],
+) -> MemoryEstimate:
+    """Return the memory of the rank that needs the most, on a mesh with dimensions of ``sizes``.
+
+    Args:
+        model: on the meta device.
+        sizes: of the mesh dimensions ``data``, ``shard``, ``pipeline`` and ``tensor``.
+        plan: of the layers that the ranks of ``tensor`` share, resolved; empty without.
+        points: modules at which a stage of the pipeline begins; None without one.
+        kept_whole: names of the parameters that are not sharded.
+        gathered: gives the bytes that a rank needs beside its shards, for its parameters and ``tensor`` shapes by id.
+    """
+    shapes = tensor_shapes(model.module, plan, sizes["tensor"]) if plan else {}
+    stages = [None] if points is None else stages_of_ranks(model.module, points, sizes["pipeline"])
+
+    def estimate(stage: Mapping[str, torch.Tensor] | None) -> MemoryEstimate:
+        found, held = _stage_memory(model, stage, shapes, sizes["shard"], kept_whole)
+        if sizes["shard"] > 1:
+            return found.plus(gathered(held, shapes))
+        return found if sizes["data"] == 1 else found.plus(found.gradients, "gradients are averaged in one piece")
+
+    return max(map(estimate, stages), key=lambda found: found.peak)

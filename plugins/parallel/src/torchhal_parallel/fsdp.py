@@ -14,7 +14,8 @@ from torchhal.distributed import collectives
 from torchhal.memory_estimate import MemoryEstimate, ModelMemory
 from torchhal.precision import Precision
 from torchhal.strategies import check_lookups
-from torchhal_parallel._fsdp_base import FullyShardedStrategy, check_torch
+from torchhal_parallel._fsdp_base import FullyShardedStrategy
+from torchhal_parallel._fsdp_units import check_torch
 from torchhal_parallel._materialize import materialize, tensors_on_meta
 from torchhal_parallel._shard_sizes import divided
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from torchhal.errors import CheckpointMismatchError, DistributedError
 from torchhal.memory_estimate import MemoryEstimate, ModelMemory
 from torchhal.strategies import DDPStrategy, find_difference
 from torchhal_parallel._gathering import on_first_rank
-from torchhal_parallel._optimizer_checks import OptimizerTrial, check_divisible, check_separable, with_parameters
+from torchhal_parallel._optimizer_checks import OptimizerTrials, check_divisible, with_parameters
 from torchhal_parallel._same_settings import find_differing_settings
 
 
@@ -35,12 +35,11 @@ class ZeRO1Strategy(DDPStrategy):
     """
 
     def setup_optimizers(self, optimizers: Sequence[Optimizer], lr_scheduler_configs: Sequence[Any] = ()) -> None:
-        self._trials: dict[int, OptimizerTrial | None] = {}
+        self._trials = OptimizerTrials()
         for optimizer in optimizers:
             check_divisible(optimizer, self.alias or "zero1")
             if self.world_size > 1:
-                trial = check_separable(optimizer, self.alias or "zero1", self.accelerator, self.root_device)
-                self._trials[id(optimizer)] = trial
+                self._trials.add(optimizer, self.alias or "zero1", self.accelerator, self.root_device)
         super().setup_optimizers(optimizers, lr_scheduler_configs)
         self._owners = [_owners(optimizer, self.world_size) for optimizer in self.optimizers]
         self._shares: dict[Optimizer, tuple[int, list[list[torch.Tensor]]]] = {}
@@ -90,11 +89,7 @@ class ZeRO1Strategy(DDPStrategy):
         self._steps[id(optimizer)] = step = self._steps[id(optimizer)] + 1
         if step & (step - 1) == 0:  # a power of two
             self._check_alike_before_step(optimizer, step)
-        watched: AbstractContextManager[None] = nullcontext()
-        if (trial := self._trials.get(id(optimizer))) is not None:
-            trial.before_step()
-            if closure is None:  # a training step in it may draw
-                watched = trial.watched(optimizer, trial.done)
+        watched = self._trials.before_step(optimizer, with_closure=closure is not None)
         with self.only_mine(optimizer), watched:
             stepped = super().optimizer_step(optimizer, closure)
         if stepped:
@@ -131,7 +126,7 @@ class ZeRO1Strategy(DDPStrategy):
 
     def _release_model(self) -> None:
         super()._release_model()
-        self._trials = {}  # copies of the optimizers
+        self._trials = OptimizerTrials()  # without the copies of the optimizers
 
     # -- memory ----------------------------------------------------------------------------------------------
 
