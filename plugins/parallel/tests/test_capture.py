@@ -76,7 +76,8 @@ def dropped(module, x):
     return F.dropout(x + torch.rand(4) + torch.randn_like(x), 0.5, module.training)
 
 
-def test_what_torch_draws_for_tensors_is_drawn_by_the_graph():
+def test_graph_draws_random_tensors():
+    """What torch draws for tensors is drawn by the graph."""
     module, generators = Net(dropped), rng.collect_host()
     graph = follow(module)().graph
     assert not drawn_between(generators, rng.collect_host()), "nor has what a layer draws for its shapes moved one"
@@ -133,7 +134,9 @@ def test_attributes_that_it_changes_are_refused_and_put_back(act, name):
     assert "new" not in vars(module) and module.mean is mean
 
 
-def test_what_it_sets_to_the_same_or_writes_in_place_is_not():
+def test_unchanged_attributes_are_allowed():
+    """What it sets to the same or writes in place is not."""
+
     def act(module, x):
         module.count, module.temporary = 0, 1
         del module.temporary
@@ -320,7 +323,8 @@ def test_weights_may_be_kept_in_bounds():
     follow(Net(act))()
 
 
-def test_a_hook_on_the_backward_of_what_is_cut_is_refused():
+def test_backward_hook_on_split_module_refused():
+    """A hook on the backward of what is cut is refused."""
     module = nn.Sequential(Net(), nn.Linear(4, 4))
     module[0].register_full_backward_hook(lambda *given: None)
     with pytest.raises(ModelError, match="'0' is cut into stages"):
@@ -367,7 +371,8 @@ def test_another_value_of_what_it_reads_is_noticed():
     assert reads.differing() is None, "of these the graph has no value"
 
 
-def test_the_mode_of_a_layer_that_reads_it_is_noticed_and_followed():
+def test_training_mode_of_a_layer_recorded():
+    """The mode of a layer that reads it is noticed and followed."""
     module = Net()
     module.layers[1] = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     capture = GraphCapture(module, modules_around(["layers.2"]), torch.device("cpu"))
@@ -381,7 +386,8 @@ def test_the_mode_of_a_layer_that_reads_it_is_noticed_and_followed():
     assert reads.differing() == "layers.1.1.training"
 
 
-def test_tensors_that_a_forward_makes_are_no_part_of_the_model():
+def test_forward_tensors_are_not_attributes():
+    """Tensors that a forward makes are no part of the model."""
     module = Net(lambda module, x: x + torch.full((4,), 0.5))
     attributes = set(vars(module))
     stages = split_into_stages(module, ["layers.2"])
@@ -389,7 +395,8 @@ def test_tensors_that_a_forward_makes_are_no_part_of_the_model():
     assert [name for stage in stages for name in stage.modules if "constant" in name] == []
 
 
-def test_a_tied_weight_is_known_by_each_of_its_names():
+def test_tied_weight_has_several_names():
+    """A tied weight is known by each of its names."""
     module = nn.Sequential(Net(), Net())
     module[1].layers[3].linear.weight = module[0].layers[0].linear.weight
     stages = split_into_stages(module, ["1"])
@@ -405,7 +412,8 @@ def test_a_tied_weight_is_known_by_each_of_its_names():
 
 
 @pytest.mark.parametrize("model", ["Warming", "Replaced"])
-def test_what_changes_by_epochs_is_trained_as_in_a_plain_loop(world2, model):
+def test_changes_by_epoch_match_plain_loop(world2, model):
+    """What changes by epochs is trained as in a plain loop."""
     expected, val_loss = changing.warmed_in_a_plain_loop(model)
     results = world2.run(changing.warmed, model, timeout=60)
     assert results[0][0].keys() == expected.keys()

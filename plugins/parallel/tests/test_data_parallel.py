@@ -358,7 +358,8 @@ def test_a_resumed_run_is_the_same_run(place, tmp_path):
 
 
 @two_devices
-def test_dropout_of_the_parts_differs_and_from_batch_to_batch(place):
+def test_dropout_differs_between_parts(place):
+    """Dropout of the parts differs and from batch to batch."""
     masks = []
 
     class Drops(models.ConvNet):

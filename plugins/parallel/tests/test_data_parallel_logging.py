@@ -184,7 +184,9 @@ def test_the_results_are_back_after_an_error():
     assert trainer.results is results
 
 
-def test_a_setup_that_does_not_call_the_inherited_one_keeps_the_logs():
+def test_overridden_setup_keeps_the_logs():
+    """A setup that does not call the inherited one keeps the logs."""
+
     class Mine(DataParallelStrategy):
         def setup(self, trainer):
             self.setup_model(training=True)

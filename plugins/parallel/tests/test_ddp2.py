@@ -91,7 +91,8 @@ def test_two_nodes_equal_one_device(world2, accelerator, devices, model):
     assert greatest(nodes[0][1], nodes[1][1]) == 0
 
 
-def test_a_checkpoint_of_two_nodes_continues_on_two_and_on_one_device(world2, tmp_path):
+def test_ddp2_checkpoint_resumes_on_either(world2, tmp_path):
+    """A checkpoint of two nodes continues on two and on one device."""
     world2.run(on_a_node, "cpu", 2, models.ConvNet, str(tmp_path), None, {"max_steps": 6}, timeout=60)
     [path] = tmp_path.glob("*.ckpt")
     undisturbed = world2.run(on_a_node, "cpu", 2, models.ConvNet, timeout=60)

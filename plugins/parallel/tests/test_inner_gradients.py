@@ -137,7 +137,8 @@ class OutsideOfPlan(Critic):
         return (gradient.norm(dim=1) - 1).square().mean() + self(batch[0] + plain).square().mean()
 
 
-def test_other_gradients_inside_a_step_are_right_where_layers_are_divided(world2):
+def test_inner_gradients_outside_of_the_plan(world2):
+    """Other gradients inside a step are right where layers are divided."""
     expected = penalised("single_device", 1, "OutsideOfPlan")
     for found in world2.run(penalised, "tensor_parallel", 2, "OutsideOfPlan"):
         assert isinstance(found, dict), found

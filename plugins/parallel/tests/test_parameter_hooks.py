@@ -102,7 +102,8 @@ def test_hooks_in_a_pipeline_see_gradients_of_a_batch(world2, schedule, accumula
 
 
 @pytest.mark.slow
-def test_hooks_in_two_pipelines_see_gradients_of_their_own_batches(world2, world4):
+def test_hooks_in_two_pipelines(world2, world4):
+    """Hooks in two pipelines see gradients of their own batches."""
     expected = world2.run(final, "Hooked", "ddp", 2)[0]
     for found in world4.run(final_in_stages, "Hooked", "1f1b", 2, 1, timeout=60):
         for key, value in found.items():
@@ -137,7 +138,8 @@ def fit_hooked_twice(strategy):
 
 
 @pytest.mark.parametrize("strategy", DIVIDED)
-def test_a_hook_stays_after_the_run_until_its_handle_removes_it(world2, strategy):
+def test_hook_stays_until_removed(world2, strategy):
+    """A hook stays after the run until its handle removes it."""
     for counts, calls, shapes in world2.run(fit_hooked_twice, strategy, timeout=60):
         assert counts == [4, 8, 9] and calls == 9
         assert shapes == {(12, 8)}, "whole"
@@ -174,7 +176,8 @@ def fit_with_late_hook(strategy):
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "tensor_parallel"])
-def test_the_handle_of_a_hook_from_within_a_run_removes_it_afterwards(world2, strategy):
+def test_handle_from_a_run_removes_hook(world2, strategy):
+    """The handle of a hook from within a run removes it afterwards."""
     for counts, calls, shapes in world2.run(fit_with_late_hook, strategy, timeout=60):
         assert counts == [4, 5, 9, 10] and calls == 10
         assert (12, 8) in shapes
@@ -194,7 +197,8 @@ class Spare(Net):
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
-def test_a_hook_whose_unit_never_ran_stays_the_users_alone(strategy):
+def test_hook_on_an_unused_unit(strategy):
+    """A hook whose unit never ran stays the user's alone."""
     module = Spare()
     fit(module, strategy, 1, batches=2)
     unit = module.blocks[2]
@@ -243,7 +247,8 @@ def fit_apart(strategy):
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
-def test_replicas_that_came_apart_are_an_error_with_the_module_whole(world2, strategy):
+def test_differing_replicas_leave_module_whole(world2, strategy):
+    """Replicas that came apart are an error with the module whole."""
     for said, whole, trained, again in world2.run(fit_apart, strategy):
         assert "'scale' differ between ranks 0, 1" in said and whole and trained and again
 

@@ -248,12 +248,14 @@ def test_an_optimizer_of_an_earlier_fit_is_no_reference(world2, strategy):
     assert world2.run(fit_twice, strategy, timeout=60) == [True, True]
 
 
-def test_an_old_optimizer_that_a_module_steps_itself_is_refused(world2):
+def test_old_optimizer_stepped_by_hand_refused(world2):
+    """An old optimizer that a module steps itself is refused."""
     for kind, said in world2.run(final, "StepsItsOwn", "zero3", 2):
         assert kind == "ModelError" and "StepsItsOwn.kept (SGD).param_groups" in said
 
 
-def test_a_parameter_of_two_modules_is_divided_under_both_names_or_refused(world2):
+def test_parameter_of_two_modules(world2):
+    """A parameter of two modules is divided under both names or refused."""
     check_alike(world2, final, "InModule", "zero3", "one")
     for kind, said in world2.run(final, "InModule", "tensor_parallel", 2):
         assert kind == "ModelError" and "'blocks.0.down.weight'" in said and "'criterion.weight'" in said
@@ -285,7 +287,8 @@ class InGlobalOfTheFirstStage(InGlobal):
         ELSEWHERE["weight"] = self.embed.weight
 
 
-def test_what_is_remembered_of_another_stage_fails_in_the_first_step(world2):
+def test_reference_to_another_stage_fails(world2):
+    """What is remembered of another stage fails in the first step."""
     for kind, said in world2.run(final, "InGlobalOfTheFirstStage", "pipeline", 2, timeout=60):
         assert kind == "ModelError" and "'embed.weight' by a reference from before" in said
 
@@ -385,7 +388,8 @@ class TestFindReferences:
         assert self.find(data=[*data, self.weight]) == []
         assert self.find(data=data, near=[[self.weight]]) == [("near[0][0]", "w", "")], "a limit for each root"
 
-    def test_no_more_of_a_container_is_made_than_is_looked_at(self, monkeypatch):
+    def test_lazy_container_is_read_in_part(self, monkeypatch):
+        """No more of a container is made than is looked at."""
         monkeypatch.setattr(parameter_objects, "_MOST_ITEMS", 5)
         names = []
 
@@ -399,7 +403,9 @@ class TestFindReferences:
         ]
         assert len(names) == 5
 
-    def test_what_makes_its_items_when_it_is_asked_is_left_alone(self):
+    def test_container_of_made_items_skipped(self):
+        """What makes its items when it is asked is left alone."""
+
         class OnDisk(collections.abc.Mapping, dict):
             def __getitem__(self, key):
                 raise AssertionError

@@ -86,7 +86,8 @@ def test_an_embedding_that_counts_its_rows_is_refused(world2, strategy, who):
         assert kind == "ModelError" and "'embed'" in said and "scale_grad_by_freq=True" in said and who in said
 
 
-def test_an_embedding_that_bounds_its_rows_is_right_where_ranks_share_a_batch(world2):
+def test_max_norm_embedding_under_tensor_parallel(world2):
+    """An embedding that bounds its rows is right where ranks share a batch."""
     check_alike(world2, final, "Bounded", "tensor_parallel", "one")
     for kind, said in world2.run(final, "BoundedInPlan", "tensor_parallel", 2):
         assert kind == "ConfigurationError" and "'embed'" in said and "max_norm" in said
@@ -107,13 +108,15 @@ def test_a_write_that_would_be_lost_is_refused(world2, strategy, name, parameter
         assert parameter in said and "would lose" in said and strategy in said
 
 
-def test_replicas_that_a_forward_has_parted_are_found_after_the_fit(world2):
+def test_replicas_parted_by_a_forward(world2):
+    """Replicas that a forward has parted are found after the fit."""
     for kind, said in world2.run(final, "BoundedByHand", "ddp", 2):
         assert kind == "DistributedError" and "'embed.weight'" in said and "ranks 0, 1" in said
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
-def test_a_write_by_the_batch_to_what_is_divided_is_refused(world2, strategy):
+def test_batch_dependent_write_refused(world2, strategy):
+    """A write by the batch to what is divided is refused."""
     for kind, said in world2.run(final, "WrittenByBatch", strategy, 2):
         assert kind == ("DistributedError" if strategy == "zero1" else "ModelError")
         assert "'blocks.1.up.weight'" in said
@@ -144,7 +147,8 @@ class WrittenByNumber(Net):
         ("WrittenByNumber", "DistributedError", ["same numbers", "'zero3'"]),
     ],
 )
-def test_a_write_that_the_first_step_does_not_show_is_refused(world2, name, kind, words):
+def test_write_in_a_later_step_refused(world2, name, kind, words):
+    """A write that the first step does not show is refused."""
     for found, said in world2.run(final, name, "zero3", 2):
         assert found in (kind, "RankFailedError") and all(word in said for word in words), said
 
@@ -176,7 +180,8 @@ def steps_of_parted():
     return Stepping.steps
 
 
-def test_parts_that_do_not_belong_together_train_no_second_epoch(world2):
+def test_differing_shards_stop_after_an_epoch(world2):
+    """Parts that do not belong together train no second epoch."""
     assert world2.run(steps_of_parted) == [4, 4]
 
 
@@ -219,14 +224,16 @@ class RateByEpoch(RateByLoss):
 
 @pytest.mark.parametrize("name, key", [("RateByLoss", "'lr'"), slow("MomentumByBatch", "'momentum'")])
 @pytest.mark.parametrize("strategy", ["zero1", slow("zero2"), "zero3", slow(HybridStrategy(shard=2))])
-def test_optimizers_that_step_by_other_numbers_on_each_rank_are_refused(world2, strategy, name, key):
+def test_differing_optimizer_settings_refused(world2, strategy, name, key):
+    """Optimizers that step by other numbers on each rank are refused."""
     for kind, said in world2.run(final, name, strategy, 2):
         assert kind == "DistributedError", said
         assert f"param_groups[0][{key}] of SGD is " in said and " on rank 0 and " in said and " on rank 1" in said
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
-def test_a_rate_that_all_ranks_have_is_none_of_these(world2, strategy):
+def test_rate_shared_by_all_ranks_allowed(world2, strategy):
+    """A rate that all ranks have is none of these."""
     check_alike(world2, final, "RateByEpoch", strategy, "ddp")
 
 
@@ -264,7 +271,8 @@ class ScaledByCallback(Net):
 
 @pytest.mark.parametrize("strategy", ["zero1", slow("zero2"), "zero3", slow(HybridStrategy(shard=2))])
 @pytest.mark.parametrize("name", ["ScaledGradients", "ScaledByTensor", "ScaledWeights", "ScaledByCallback"])
-def test_hooks_that_write_other_numbers_on_each_rank_are_refused(world2, strategy, name):
+def test_differing_writes_of_hooks_refused(world2, strategy, name):
+    """Hooks that write other numbers on each rank are refused."""
     for kind, said in world2.run(final, name, strategy, 2):
         assert kind == "DistributedError", (kind, said)
         assert ("before step 2 of its" if strategy == "zero1" else "did not write the same numbers") in said or (
@@ -304,7 +312,8 @@ class ReplacesLayer(Net):
 
 
 @pytest.mark.parametrize("strategy", [slow("zero2"), "zero3", "tensor_parallel", slow("pipeline")])
-def test_a_parameter_that_is_replaced_while_it_is_trained_is_refused(world2, strategy):
+def test_replaced_parameter_refused(world2, strategy):
+    """A parameter that is replaced while it is trained is refused."""
     for kind, said in world2.run(final, "ReplacesWeight", strategy, 2):
         assert (
             kind in ("ModelError", "RankFailedError") and "'blocks.0.up.weight' of ReplacesWeight is replaced" in said
@@ -312,7 +321,8 @@ def test_a_parameter_that_is_replaced_while_it_is_trained_is_refused(world2, str
 
 
 @pytest.mark.parametrize("strategy", ["zero3", slow("tensor_parallel")])
-def test_a_layer_that_is_replaced_in_the_last_epoch_is_refused(world2, strategy):
+def test_layer_replaced_in_last_epoch_refused(world2, strategy):
+    """A layer that is replaced in the last epoch is refused."""
     for kind, said in world2.run(final, "ReplacesLayer", strategy, 2):
         assert kind == "ModelError" and "'norm.weight' has come into ReplacesLayer" in said, said
 
@@ -343,11 +353,13 @@ class Momentum(Net):
 
 
 @pytest.mark.parametrize("strategy", ["zero2", slow("zero3")])
-def test_a_momentum_teacher_and_a_clamp_are_those_of_one_device(world2, strategy):
+def test_momentum_teacher_matches_one_device(world2, strategy):
+    """A momentum teacher and a clamp are those of one device."""
     check_alike(world2, final, "Momentum", strategy, "ddp")
 
 
-def test_one_device_writes_what_it_likes_to_its_only_part():
+def test_one_device_may_write_anything():
+    """One device writes what it likes to its only part."""
     assert final("WrittenByBatch", "zero3", 1).keys() == Net().state_dict().keys()
 
 

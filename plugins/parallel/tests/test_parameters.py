@@ -218,7 +218,8 @@ def halves(value):
     return Halves(*(torch.full((500,), value) for _ in range(2)))
 
 
-def test_what_a_parameter_is_made_of_is_freed_with_it():
+def test_inner_tensors_freed_with_parameter():
+    """What a parameter is made of is freed with it."""
     parameter = nn.Parameter(halves(1.0))
     held = [StorageWeakRef(each.untyped_storage()) for each in (parameter.first, parameter.second)]
     empty(parameter)
@@ -226,13 +227,14 @@ def test_what_a_parameter_is_made_of_is_freed_with_it():
     assert parameter.shape == (1000,) and parameter.first.isnan().all() and parameter.second.isnan().all()
 
 
-def test_what_a_parameter_is_made_of_comes_back_with_it():
+def test_inner_tensors_restored_with_parameter():
+    """What a parameter is made of comes back with it."""
     module = nn.Module()
     module.weight = original = nn.Parameter(halves(1.0))
     objects = ParameterObjects(module)
     wrapping = ModuleSnapshot(module, objects)
     module.weight = nn.Parameter(torch.ones(1000))
     objects.settle("zero3")
-    wrapping.undo(module, {"weight": halves(2.0)})
+    wrapping.restore(module, {"weight": halves(2.0)})
     assert module.weight is original and type(original) is Halves and original.requires_grad
     assert torch.equal(original.first, torch.full((500,), 2.0)) and torch.equal(original.second, original.first)

@@ -1,4 +1,4 @@
-"""Compare what stands between column- and row-wise layers with what it would compute on one device.
+"""Compare the computations between column- and row-wise layers with those on one device.
 
 There each rank computes with its part of an output. Activations and attention over heads do with a part what they do
 with the whole; a softmax, mean or norm over what is divided, a chunk of joined projections and a reshape into a fixed
@@ -245,7 +245,7 @@ class DividedRegions:
             )
 
     def _run_twice(self, call: _Call, paused: Callable[[], Any]) -> tuple[RegionRuns, bool]:
-        """(both forwards, whether a collective of the user's joins the parts, after which there is one)."""
+        """Return (both forwards, whether a collective of the user's joins the parts, after which there is one)."""
         if isinstance(call.given, Exception):
             raise call.given
         inside = set(call.module.modules())
@@ -272,7 +272,7 @@ class DividedRegions:
 
 
 class _Dropouts(TorchFunctionMode):
-    """Tells ``seen`` of each tensor that something drops out of."""
+    """A function mode that passes each tensor to ``seen`` that something drops out of."""
 
     def __init__(self, seen: Callable[[Any], None]) -> None:
         super().__init__()
@@ -304,7 +304,7 @@ def _copies(nest: Any) -> Any:
 
 
 def _around(name: str) -> Iterator[str]:
-    """The names of the modules that hold ``name``, the model's own, which is empty, included."""
+    """Yield the names of the modules that hold ``name``, the model's own, which is empty, included."""
     while name:
         name = name.rpartition(".")[0]
         yield name

@@ -12,7 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torchhal.errors import ModelError
-from torchhal_parallel._tensor_swap import StandIn
+from torchhal_parallel._tensor_swap import TensorSwap
 
 
 class FakeModules:
@@ -38,7 +38,7 @@ class FakeModules:
             memo[id(tensor)] = self._fake(tensor)
         self.attributes: dict[int, str] = {}
         """Names of parameters and buffers, by the ids of their fake tensors."""
-        self.swaps: list[StandIn] = []
+        self.swaps: list[TensorSwap] = []
         """The fake tensors, each with the place in the model that it is swapped into."""
         for name, owner in module.named_modules():
             for members in (owner._parameters, owner._buffers):
@@ -63,7 +63,7 @@ class FakeModules:
             vars(made)["training"] = submodule.training
 
     def leaf(self, name: str) -> Any:
-        """The copy without memory of the module ``name``, which may be inside one that is called whole."""
+        """Return the copy without memory of the module ``name``, which may be inside one that is called whole."""
         for outer, made in self._leaves.items():
             if name == outer or name.startswith(f"{outer}."):
                 if isinstance(made, Exception):
@@ -95,7 +95,7 @@ def modules_around(split_points: Sequence[str]) -> set[str]:
 
 
 def leaf_modules(module: nn.Module, around: set[str]) -> Iterator[str]:
-    """The outermost modules that are not ``around``, in the order in which they were registered."""
+    """Return the names of the outermost modules that are not ``around``, in the order of their registration."""
 
     def walk(owner: nn.Module, prefix: str) -> Iterator[str]:
         for name, child in owner.named_children():

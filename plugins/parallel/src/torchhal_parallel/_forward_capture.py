@@ -118,11 +118,11 @@ class ForwardCapture:
         )
 
     def generators(self) -> dict[str, Any]:
-        """The state of all generators."""
+        """Return the state of all generators."""
         return rng.collect(self.strategy.accelerator, self.strategy.root_device)
 
     def drawn_from(self, generators: Mapping[str, Any]) -> list[str]:
-        """Which of them have moved since they were in that state."""
+        """Return the names of the generators that have moved since they were in that state."""
         return drawn_between(generators, self.generators())
 
     def _check_generators(self, name: str, generators: Mapping[str, Any]) -> None:
@@ -144,7 +144,7 @@ class ForwardCapture:
 
 
 def drawn_between(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Which generators have moved between two states of all of them, by the names that a state has for them."""
+    """Return the names of the generators that have moved between two states of all of them."""
     return [kind for kind, state in before.items() if not _same(state, after[kind])]
 
 
@@ -167,14 +167,14 @@ def returns_once(module: nn.Module, output: Any) -> Callable[..., Any]:
 
 @contextmanager
 def without_logging(module: nn.Module) -> Iterator[None]:
-    """What the step logs inside is dropped: it logs again when it runs in earnest."""
+    """Drop what the step logs inside: it logs again when it runs in earnest."""
     with logging_by(module, lambda *args, **kwargs: None):
         yield
 
 
 @contextmanager
 def logging_by(module: nn.Module, log: Callable[..., None]) -> Iterator[None]:
-    """``module.log`` and ``module.log_dict`` are ``log`` inside."""
+    """Let ``module.log`` and ``module.log_dict`` be ``log`` inside."""
     names = [name for name in ("log", "log_dict") if hasattr(type(module), name) and name not in module.__dict__]
     for name in names:
         module.__dict__[name] = log
@@ -186,7 +186,7 @@ def logging_by(module: nn.Module, log: Callable[..., None]) -> Iterator[None]:
 
 
 def _state_of(module: nn.Module) -> dict[str, Any]:
-    """The attributes and buffers of the module and its submodules, and the attributes of metric objects."""
+    """Return the attributes and buffers of the module and its submodules, and the attributes of metric objects."""
     found: dict[str, Any] = {}
     for path, owner in module.named_modules():
         prefix = f"{path}." if path else ""
@@ -200,7 +200,7 @@ def _state_of(module: nn.Module) -> dict[str, Any]:
 
 
 def _trace(value: Any) -> Any:
-    """What is compared of ``value``, and kept apart from it: its elements, its number or its length, else its type."""
+    """Return what is compared of ``value``, apart from it: its elements, its number or its length, else its type."""
     if isinstance(value, torch.Tensor):
         return value.shape if value.is_meta or value.layout is not torch.strided else value.detach().clone()
     if value is None or isinstance(value, bool | int | float | str):

@@ -37,7 +37,7 @@ from torchhal_parallel._wrap_policy import check_form, check_policy, find_blocks
 
 
 def run_after_closure(closure: Callable[[], Any], then: Callable[[], None]) -> Callable[[], Any]:
-    """``closure`` with ``then`` after each evaluation: an optimizer may ask for several."""
+    """Return ``closure`` with ``then`` after each evaluation: an optimizer may evaluate it several times."""
 
     def run() -> Any:
         result = closure()
@@ -53,7 +53,10 @@ class FullyShardedStrategy(ShardedStrategy):
     Args:
         reshard_after_forward: free a unit's parameters right after its forward, and gather them again for its
             backward; without, they stay until its backward is done.
-        wrap_policy: which submodules are units; see :func:`~torchhal_parallel._wrap_policy.find_blocks`.
+        wrap_policy: which submodules are units. ``"blocks"``: the elements of every ``nn.ModuleList``, and of every
+            ``nn.Sequential`` outside of them that has several with parameters. An int: the smallest submodules with at
+            least so many parameters. Classes: their instances. A callable: those for which ``policy(name, submodule)``
+            is true. ``"none"``: no unit but the whole.
         activation_checkpointing: recompute the activations of these submodules in backward instead of keeping them;
             the same forms as ``wrap_policy``, or None.
         mixed_precision: a ``MixedPrecisionPolicy`` for the units, beside the Trainer's precision, whose autocast needs
@@ -188,7 +191,7 @@ class FullyShardedStrategy(ShardedStrategy):
             sharded.set_force_sum_reduction_for_comms(True)
 
     def carry_hooks(self, hooks: Mapping[int, Any], parameter: nn.Parameter) -> None:
-        """A unit's gradients are those of what it gathers in its forward, always into the same tensors."""
+        """Let ``hooks`` run on the gradients of what a unit gathers in its forward, always into the same tensors."""
         self._carried[id(hooks)] = hooks
         found = (
             (unit, holder, attribute)
@@ -228,9 +231,11 @@ class FullyShardedStrategy(ShardedStrategy):
         super().check_replicas()
 
     def check_writes(self, *, restoring: bool = False) -> None:
-        """Raise where the steps have written what is lost, or other numbers on each rank, or where optimizers step by
-        other ones: when an epoch begins, before a checkpoint is gathered, and, then ``restoring`` the module, when the
-        fit ends."""
+        """Raise where the steps have written what is lost, or where numbers differ between ranks.
+
+        These are what was written to parameters, and the settings of optimizers. Called when an epoch begins, before a
+        checkpoint is gathered, and, then ``restoring`` the module, when the fit ends.
+        """
         if not self.is_set_up:
             return
         if self._lost_writes is not None:
@@ -256,11 +261,11 @@ class FullyShardedStrategy(ShardedStrategy):
         return super().module_state_dict()
 
     def watch_writes(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """A training step that refuses what would be lost, where parameters are sharded."""
+        """Return a training step that refuses what would be lost, where parameters are sharded."""
         return step if self._lost_writes is None else self._lost_writes.watched(step)
 
     def buffer_source(self) -> tuple[int, Any]:
-        """(the rank whose buffers count, the group of ranks that follow it; None for all)."""
+        """Return (the rank whose buffers count, the group of ranks that follow it; None for all)."""
         return 0, None
 
     def with_buffers(self, step: Callable[..., Any]) -> Callable[..., Any]:
@@ -285,7 +290,7 @@ class FullyShardedStrategy(ShardedStrategy):
         return run
 
     def then_sharded(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """A forward without a backward leaves the parameters of a unit that isn't resharded whole."""
+        """Return ``step`` with a reshard behind it: a forward alone leaves parameters of some units whole."""
 
         def run(*args: Any) -> Any:
             try:
@@ -303,7 +308,7 @@ class FullyShardedStrategy(ShardedStrategy):
 
     @property
     def evaluation_communicates(self) -> bool:  # type: ignore[override]
-        """Where parameters are sharded, a forward gathers them."""
+        """True if parameters are sharded: a forward gathers them."""
         return bool(self._units)
 
     @contextmanager
@@ -367,14 +372,14 @@ class FullyShardedStrategy(ShardedStrategy):
     # -- memory ----------------------------------------------------------------------------------------------
 
     def names_kept_whole(self, module: nn.Module) -> Collection[str]:
-        """Names of the parameters that no rank has a part of, but all of them whole."""
+        """Return names of the parameters that no rank has a part of, but all of them whole."""
         roots = [module] if getattr(module, "automatic_optimization", True) else called_submodules(module)
         return kept_whole(module, self._units_in(module, roots), roots)
 
     def gathered_memory(
         self, model: ModelMemory, held: Iterable[ParameterMemory], shapes: Mapping[int, Sequence[int]]
     ) -> int:
-        """Bytes that the units need beside their shards; see :func:`~torchhal_parallel._shard_sizes.gathered_bytes`."""
+        """Return the bytes that the units need beside their shards: gathered parameters, and gradients of one unit."""
         whole = self.names_kept_whole(model.module)
         return gathered_bytes(
             model,

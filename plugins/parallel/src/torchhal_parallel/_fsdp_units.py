@@ -41,7 +41,7 @@ def check_shardable(module: nn.Module, alias: str) -> None:
 
 
 def called_submodules(module: nn.Module) -> list[nn.Module]:
-    """The outermost submodules that are called and have parameters: containers aren't, their elements are."""
+    """Return the outermost submodules that are called and have parameters: containers aren't, their elements are."""
     parts: list[nn.Module] = []
     for child in module.children():
         if type(child).forward is nn.Module.forward:
@@ -52,7 +52,7 @@ def called_submodules(module: nn.Module) -> list[nn.Module]:
 
 
 def kept_whole(module: nn.Module, units: Sequence[nn.Module], roots: Sequence[nn.Module]) -> dict[str, str]:
-    """Names of the parameters that stay whole on every rank, and why: ``fully_shard`` can't divide them.
+    """Return names of the parameters that stay whole on every rank, and why: ``fully_shard`` can't divide them.
 
     Those in no root or in several, those without a dimension or an element, and of each unit, inner ones first, the
     trained ones in another dtype than most of its trained elements have.

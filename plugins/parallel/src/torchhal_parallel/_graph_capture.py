@@ -78,7 +78,7 @@ class GraphCapture:
         self._owners: dict[str, Any] = dict(module.named_modules()) | ({} if trainer is None else {"trainer": trainer})
 
     def __call__(self, tensors: Mapping[str, torch.Tensor], rows: int, constants: Mapping[str, Any]) -> CapturedGraph:
-        """The forward called with ``rows`` samples of ``tensors``, and with ``constants``, by name.
+        """Record the forward called with ``rows`` samples of ``tensors``, and with ``constants``, by name.
 
         Raises:
             ModelError: it depends on the values of a tensor, gives a module what no graph can hold, or does what has

@@ -103,7 +103,7 @@ class GraphRecorder(TorchDispatchMode):
 
     @contextmanager
     def calls_recorded(self) -> Iterator[None]:
-        """Calls of the model's modules, but for those whose forward is followed, are recorded as such."""
+        """Record calls of the model's modules as such, but for those whose forward is followed."""
         original: Callable[..., Any] = nn.Module.__call__
         apply = vars(torch.autograd.Function)["apply"]
         names, around = self.modules.names, self.modules.around
@@ -222,7 +222,7 @@ class GraphRecorder(TorchDispatchMode):
             self.bind(item, self.graph.call_function(get, (node, key)), detach=detach)
 
     def node_of(self, value: Any, what: str) -> Any:
-        """``value`` with nodes in the places of its tensors."""
+        """Return ``value`` with nodes in the places of its tensors."""
         if isinstance(value, torch.Tensor):
             return self._node_of_tensor(value)
         if isinstance(value, PLAIN):

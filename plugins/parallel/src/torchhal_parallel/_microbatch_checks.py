@@ -86,7 +86,7 @@ class MicrobatchChecks:
 
     @property
     def is_due(self) -> bool:
-        """Whether this is a batch in which the ranks, and the losses, are compared."""
+        """True for a batch in which the ranks, and the losses, are compared."""
         return self._batches & (self._batches - 1) == 0
 
     def check_samples(self, tensors: dict[str, torch.Tensor], constants: dict[str, Any], rows: int) -> None:

@@ -43,7 +43,7 @@ class Stage:
 
 
 class _Outline(fx.Tracer):
-    """Traces into the modules around the cuts only."""
+    """A tracer that traces into the modules around the cuts only."""
 
     proxy_buffer_attributes = True  # a buffer that the outer forward reads stays the model's, as parameters do
 
@@ -64,7 +64,7 @@ def check_points_form(points: Any) -> None:
 
 
 def even_cuts(module: nn.Module, stages: int) -> list[str]:
-    """Where to cut so that the stages have about equally many parameters: between the elements of one list of layers.
+    """Return where to split so that stages have about equally many parameters: between elements of one list of layers.
 
     Of the ``nn.ModuleList``s and ``nn.Sequential``s that are long enough the outermost, as a cut in an inner one would
     go through the midst of a layer. One whose heaviest stage would have more than 1.5 times its share only if no other
@@ -102,7 +102,7 @@ def even_cuts(module: nn.Module, stages: int) -> list[str]:
 
 
 def _balanced(weights: Sequence[int], parts: int) -> list[int]:
-    """Where each part but the first begins, so that the heaviest is as light as can be; each has an element at least.
+    """Return where each part but the first begins, so that the heaviest is as light as can be; none is empty.
 
     Of equally good divisions the one whose earlier parts are the longer.
     """
@@ -125,7 +125,7 @@ def _balanced(weights: Sequence[int], parts: int) -> list[int]:
 
 
 def split_into_stages(module: nn.Module, split_points: Sequence[str]) -> list[Stage]:
-    """The stages of ``module.forward``, each from the call of a module in ``split_points`` on, by what they have.
+    """Return the stages of ``module.forward``, each from the call of a module in ``split_points`` on, by their modules.
 
     Where the forward can't be followed without a batch, as one that branches on shapes, modules are taken to be called
     in the order in which they were registered; those without a trained parameter then belong to every stage.
@@ -221,7 +221,7 @@ def _direct(module: nn.Module, followed: set[str]) -> list[str]:
 
 
 def stages_of(graph: fx.Graph, points: Sequence[str], model: str, constants: Set[str] = frozenset()) -> list[Stage]:
-    """``graph`` in parts: a new one begins at the call of each module in ``points``.
+    """Return ``graph`` in parts: a new one begins at the call of each module in ``points``.
 
     Raises:
         ConfigurationError: it does not call them, or in another order, or a part would have no module.
@@ -322,7 +322,7 @@ def stage_parameters(module: nn.Module, stage: Stage) -> dict[str, Any]:
 
 
 def stage_owns(stage: Stage, name: str) -> bool:
-    """Whether the entry ``name`` of the model's state is of a module that the stage runs."""
+    """Return whether the entry ``name`` of the model's state is of a module that the stage runs."""
     return any(name == used or name.startswith(f"{used}.") for used in stage.modules)
 
 
@@ -336,7 +336,7 @@ def kept_tensors(module: nn.Module, stages: Sequence[Stage], mine: Sequence[int]
 
 
 def shared_or_unused_parameters(module: nn.Module, stages: Sequence[Stage]) -> dict[str, str]:
-    """Names of the parameters and buffers that several stages have, or none, and why they can't be trained so."""
+    """Return the names of parameters and buffers that several stages have, or none, and why they can't be trained."""
     owners: dict[int, set[int]] = {}
     names: dict[int, list[str]] = {}  # tied ones have several, and a stage knows them by any
     for index, stage in enumerate(stages):

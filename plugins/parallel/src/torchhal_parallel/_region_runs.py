@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from torchhal_parallel._dtensor_layout import is_below_float32
-from torchhal_parallel._tensor_swap import StandIn, swapped_tensors
+from torchhal_parallel._tensor_swap import TensorSwap, swapped_tensors
 
 TOLERANCE = 1e-3
 """Of the norm: float32 rounds to 1e-6 of it, a mean over half of 4,096 random numbers is off by 1e-2."""
@@ -49,7 +49,7 @@ class RegionRuns:
 
     @contextmanager
     def in_places(self) -> Iterator[None]:
-        """The layers compute so, without what divides their inputs and outputs. Their users' hooks run."""
+        """Let the layers compute so, without what divides their inputs and outputs. Their users' hooks run."""
         before = [(layer, dict(vars(layer))) for layer in self.layers]
         try:
             for layer, name in self.layers.items():
@@ -95,7 +95,7 @@ class RegionRuns:
 
 
 def _random_weights(layer: Any, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """A weight, all of it, and a bias for a Linear or an Embedding; the same on every rank."""
+    """Return a weight, all of it, and a bias for a Linear or an Embedding; the same on every rank."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     rows, columns = layer.weight.shape
     dtype = torch.promote_types(layer.weight.dtype, torch.float32)
@@ -125,8 +125,8 @@ class WithoutRandomNumbers(TorchFunctionMode):
 
 @contextmanager
 def in_full_precision(module: nn.Module) -> Iterator[None]:
-    """At least float32, in which rounding can't be taken for something else, or hide it."""
-    wide: list[StandIn] = [
+    """Compute in at least float32 inside, in which rounding can't be taken for something else, or hide it."""
+    wide: list[TensorSwap] = [
         (members, name, tensor.detach().float())
         for each in module.modules()
         for members in (each._parameters, each._buffers)
@@ -145,6 +145,6 @@ def in_full_precision(module: nn.Module) -> Iterator[None]:
 
 
 def _divides(hook: Any) -> bool:
-    """Whether a hook is torch's, which divides or joins what a layer takes and gives, or one of this package."""
+    """Return whether a hook is torch's, which divides or joins inputs and outputs of a layer, or this package's."""
     hook = getattr(hook, "func", hook)
     return str(getattr(hook, "__module__", "")).startswith(("torch.distributed", "torchhal_parallel"))

@@ -98,11 +98,11 @@ class RemoteTensor(torch.Tensor):
             operator(*tree_map_only(RemoteTensor, _zeros, args), **tree_map_only(RemoteTensor, _zeros, kwargs))
 
     def refuse(self, done: str) -> NoReturn:
-        """Say what was to be ``done`` with it, and what to call instead."""
+        """Raise ModelError with what was to be ``done`` with it, and what to call instead."""
         raise ModelError(self.reason(done))
 
     def reason(self, done: str) -> str:
-        """Why nothing can be ``done`` with it here, and what to call instead."""
+        """Return why nothing can be ``done`` with it here, and what to call instead."""
         what = f"{self.what} is in another stage of the pipeline, where its values are"
         return f"{what}, and was to be {done} here: {INSTEAD}"
 
@@ -137,7 +137,7 @@ class RemoteParameter(RemoteTensor, nn.Parameter):
 
 
 def remote(tensor: torch.Tensor, name: str, home: torch.device | None = None) -> RemoteTensor:
-    """What stands for ``tensor``, the parameter or buffer ``name``, on the ranks of other stages.
+    """Return what stands for ``tensor``, the parameter or buffer ``name``, on the ranks of other stages.
 
     ``home`` is the device on which ranks have such values; None: that of ``tensor``.
     """
@@ -165,7 +165,7 @@ def replace_with_remote(module: nn.Module, kept: Set[int], home: torch.device) -
 
 
 def remote_gradient(parameter: RemoteParameter) -> RemoteTensor:
-    """What stands for the gradient of ``parameter`` between its backward, on another rank, and the next."""
+    """Return what stands for the gradient of ``parameter`` between its backward, on another rank, and the next."""
     return _remote(RemoteTensor, parameter, f"the gradient of {parameter.what}", parameter.home)
 
 
@@ -201,14 +201,14 @@ def _let_init_draw() -> None:
 
 
 def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` itself if it has no values here, else one on the meta device of its shape and strides."""
+    """Return ``tensor`` itself if it has no values here, else one on the meta device of its shape and strides."""
     if tensor.is_meta:
         return tensor
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
-    """The tensors that an operator changes in place."""
+    """Yield the tensors that an operator changes in place."""
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue

@@ -1,4 +1,4 @@
-"""Which part of each parameter a rank holds, in numbers: for estimates of memory before anything runs."""
+"""Compute which part of each parameter a rank holds, for estimates of memory before anything runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torchhal_parallel._wrap_policy import find_blocks
 
 
 def divided(shape: Sequence[int], size: int, dim: int = 0) -> tuple[int, ...]:
-    """``shape`` with dimension ``dim`` divided among ``size`` ranks, rounded up: the part of the first one.
+    """Return ``shape`` with dimension ``dim`` divided among ``size`` ranks, rounded up: the part of the first one.
 
     A parameter of no dimension is whole on every rank.
     """
@@ -30,7 +30,7 @@ def divided(shape: Sequence[int], size: int, dim: int = 0) -> tuple[int, ...]:
 
 
 def tensor_shapes(module: nn.Module, plan: Mapping[str, Any], size: int) -> dict[int, tuple[int, ...]]:
-    """The shape of each divided parameter on one of ``size`` ranks of a resolved tensor parallel plan, by its id."""
+    """Return the shape of each divided parameter on one of ``size`` ranks of a resolved plan, by its id."""
     shapes: dict[int, tuple[int, ...]] = {}
     for name, style in plan.items():
         layer = module.get_submodule(name)
@@ -74,7 +74,7 @@ def gathered_bytes(
     keep: bool,
     dtype: torch.dtype | None = None,
 ) -> int:
-    """What ``fully_shard`` has at most beside the shards: whole parameters, and whole gradients of one unit.
+    """Return the bytes of ``fully_shard`` beside the shards, at most: whole parameters, and one unit's whole gradients.
 
     Args:
         model: on the meta device.

@@ -68,7 +68,7 @@ class ShardedStrategy(ParallelStrategy):
 
     _objects: ParameterObjects | None = None
     _replaced: ReplacedParameters | None = None
-    _wrapping: ModuleSnapshot | None = None
+    _snapshot: ModuleSnapshot | None = None
     _divided: AbstractSet[nn.Parameter] = frozenset()
     """The parameters that there were when the model was divided."""
 
@@ -92,11 +92,11 @@ class ShardedStrategy(ParallelStrategy):
             )
         alias = self.alias or type(self).__name__
         self._objects = ParameterObjects(self.module)
-        self._wrapping = None if self.built_on_meta else ModuleSnapshot(self.module, self._objects)
+        self._snapshot = None if self.built_on_meta else ModuleSnapshot(self.module, self._objects)
         try:
             super().setup_model(training=training)
         finally:
-            if self._wrapping is not None and self._objects.any_replaced():
+            if self._snapshot is not None and self._objects.any_replaced():
                 self.module.__dict__["_torchhal_in_parts"] = True
         self._plain_semantics.enable()
         with self._whole_if_refused():
@@ -157,7 +157,7 @@ class ShardedStrategy(ParallelStrategy):
         self._carried_hooks.carry(hooks, parameter)
 
     def _takes_part(self) -> dict[str, Any]:
-        """What may use parameters in a fit, by the names that a message gives it."""
+        """Return what may use parameters in a fit, by the names that a message gives it."""
         found: dict[str, Any] = {type(self.module).__name__: self.module}
         if self.trainer is not None:
             found |= {f"the callback {type(each).__name__}": each for each in self.trainer.callbacks}
@@ -168,7 +168,7 @@ class ShardedStrategy(ParallelStrategy):
         return place_of_part(parameter), to_local(parameter.detach())
 
     def is_on_meta(self) -> bool:
-        """Whether some of the model has no memory yet, on any rank. Called on every rank."""
+        """Return whether some of the model has no memory yet, on any rank. Called on every rank."""
         assert self.module is not None
         return any(tensor.is_meta for tensor in (*self.module.parameters(), *self.module.buffers()))
 
@@ -192,8 +192,10 @@ class ShardedStrategy(ParallelStrategy):
             raise error
 
     def find_new_parameter(self) -> ModelError | None:
-        """What to raise for a trained parameter that came after the model was divided: its values would be each rank's
-        own."""
+        """Return the error for a trained parameter that came after the model was divided, else None.
+
+        Its values would be each rank's own.
+        """
         assert self.module is not None
         for name, parameter in self.module.named_parameters():
             if parameter.requires_grad and self._divided and parameter not in self._divided:
@@ -205,29 +207,29 @@ class ShardedStrategy(ParallelStrategy):
         return None
 
     def is_divided(self) -> bool:
-        """Whether this rank lacks a part of some parameter; the same on every rank."""
+        """Return whether this rank lacks a part of some parameter; the same on every rank."""
         assert self.module is not None
         return any(parameter is not to_local(parameter) for parameter in self.module.parameters())
 
     def is_sharded(self) -> bool:
-        """Whether a rank has a part of some parameter, and not all of it or nothing; the same on every rank."""
+        """Return whether a rank has a part of some parameter, not all of it or nothing; the same on every rank."""
         return self.is_divided()
 
     def restore_module(self) -> None:
         assert self.module is not None
         self._allow_replacement()
-        if self._wrapping is None:
+        if self._snapshot is None:
             return
         with self.guard("gathering of the model"):
             whole_model = self.whole_tensors()
         self._carried_hooks.remove()
-        self._wrapping.undo(self.module, whole_model)
+        self._snapshot.restore(self.module, whole_model)
         self.module.__dict__.pop("_torchhal_in_parts", None)
         self.model, self.model_is_connected = self.module, False
-        self._runner, self._wrapping, self._objects = None, None, None
+        self._runner, self._snapshot, self._objects = None, None, None
 
     def whole_tensors(self) -> dict[str, torch.Tensor]:
-        """Every parameter and buffer, whole, in the host memory of every rank; one at a time on the devices."""
+        """Return every parameter and buffer, whole, in the host memory of every rank; one at a time on the devices."""
         assert self.module is not None
         tensors = [
             *self.module.named_parameters(remove_duplicate=False), *self.module.named_buffers(remove_duplicate=False)
@@ -240,12 +242,12 @@ class ShardedStrategy(ParallelStrategy):
             ForwardOverride.remove(self.module)  # also of one that a failed run has left in parts
         self._carried_hooks.remove()
         self._plain_semantics.disable()
-        self._divided, self._runner, self._objects, self._wrapping = frozenset(), None, None, None
+        self._divided, self._runner, self._objects, self._snapshot = frozenset(), None, None, None
         super()._release_model()
 
     @property
     def saves_shards(self) -> bool:
-        """Whether the checkpoint IO takes each rank's part as it is."""
+        """True if the checkpoint IO takes each rank's part as it is."""
         return "sharded" in self.checkpoint_io.features
 
     def explain(self, error: BaseException) -> BaseException:
@@ -262,7 +264,7 @@ class ShardedStrategy(ParallelStrategy):
     # -- steps -----------------------------------------------------------------------------------------------
 
     def user_step(self, name: str) -> Callable[..., Any]:
-        """The module's own step, with what looks at its first call."""
+        """Return the module's own step, with a check of unused parameters at its first call."""
         step: Callable[..., Any] = getattr(self.module, name)
         called = name != "training_step" or self._objects is None
 
@@ -287,7 +289,7 @@ class ShardedStrategy(ParallelStrategy):
         return step if self._runner is None else lambda *args: self._runner(step, *args)  # type: ignore[misc]
 
     def _through_connected(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """``step`` as what the model runs that the precision's ``connect`` has put a module around."""
+        """Return ``step`` as run by the module that the precision's ``connect`` has put around the model."""
 
         def call(*args: Any) -> Any:
             runner = self._runner
@@ -313,11 +315,11 @@ class ShardedStrategy(ParallelStrategy):
 
     @property
     def keeps_gathered(self) -> bool:
-        """Whether this rank needs what it helps to gather: rank 0, which saves it."""
+        """True if this rank needs what it helps to gather: rank 0, which saves it."""
         return self.is_global_zero
 
     def load_checkpoint(self, path: str, *, weights_only: bool = True) -> dict[str, Any]:
-        """A sharded checkpoint is opened, not read: each tensor is read where its part is known."""
+        """Open a sharded checkpoint without reading it: each tensor is read where its part is known."""
         if "sharded" not in self.checkpoint_io.features:
             return super().load_checkpoint(path, weights_only=weights_only)
         checkpoint = self.checkpoint_io.open_checkpoint(path)
@@ -391,10 +393,10 @@ class ShardedStrategy(ParallelStrategy):
             return get_total_norm(gradients, squares=self.sum_of_squares)
 
     def _gradients(self, optimizer: Optimizer) -> list[torch.Tensor]:
-        """Those of the parameters that this rank has, or has a part of."""
+        """Return the gradients of the parameters that this rank has, or has a part of."""
         parameters = [p for p in self.precision.main_params(optimizer) if p.grad is not None and not p.is_meta]
         return [dense_gradient(parameter) for parameter in parameters]
 
     def sum_of_squares(self, square: torch.Tensor) -> torch.Tensor:
-        """The sum of squares over the whole model, from that over the parameters which this rank has a part of."""
+        """Return the sum of squares over the whole model, from that over the parameters of this rank."""
         return square

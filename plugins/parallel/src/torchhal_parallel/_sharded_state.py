@@ -18,7 +18,7 @@ from torchhal_parallel.checkpoint._lazy_tensor import StoredTensor
 
 
 def place_like(name: str, value: Any, target: Any) -> Any:
-    """``value``, or what is in it, in the layout of ``target``, if it has its shape; anything else whole."""
+    """Return ``value``, or what is in it, in the layout of ``target``, if it has its shape; anything else whole."""
     if isinstance(value, dict):
         return {key: place_like(name, each, target) for key, each in value.items()}
     if type(value) in (list, tuple):
@@ -86,7 +86,7 @@ def check_state_shapes(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
 
 
 def _shapes_in(item: Any) -> Iterator[Any]:
-    """The shapes of the tensors in an optimizer's state, of which lists and dicts may hold several."""
+    """Yield the shapes of the tensors in an optimizer's state, of which lists and dicts may hold several."""
     if isinstance(item, dict | list | tuple):
         for each in item.values() if isinstance(item, dict) else item:
             yield from _shapes_in(each)

@@ -34,7 +34,7 @@ WRITE_WHOLE: Final = (
 
 
 def explain_mixed(error: BaseException, alias: str) -> ModelError | None:
-    """What an error about plain and divided tensors together means in an optimizer or a hook; None elsewhere."""
+    """Return what an error about plain and divided tensors together means in an optimizer or a hook, else None."""
     divided = f"Strategy {alias!r} divides parameters and gradients among the ranks"
     if (name := _stepping(error)) is not None:
         return ModelError(
@@ -49,7 +49,7 @@ def explain_mixed(error: BaseException, alias: str) -> ModelError | None:
 
 
 def explain_number(error: BaseException, alias: str) -> ModelError | None:
-    """What torch's assertion without words means, that the result of an operator on divided tensors is one."""
+    """Return what torch's assertion without words means: the result of an operator on divided tensors is one."""
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
     module = frames[-1].f_globals.get("__name__", "") if frames else ""
     if not isinstance(error, AssertionError) or str(error) or not module.startswith("torch.distributed.tensor"):
@@ -193,7 +193,7 @@ def explain_tensor_parallel(
 
 
 def _stepping(error: BaseException) -> str | None:
-    """The name of the user's optimizer whose method the error comes from."""
+    """Return the name of the user's optimizer whose method the error comes from."""
     for frame, _ in walk_tb(error.__traceback__):
         own = frame.f_locals.get("self")
         of_torch = str(frame.f_globals.get("__name__")).startswith("torch.")
@@ -203,7 +203,7 @@ def _stepping(error: BaseException) -> str | None:
 
 
 def _hook(error: BaseException) -> str | None:
-    """The name of the hook that the error comes from."""
+    """Return the name of the hook that the error comes from."""
     calling = False
     for frame, _ in walk_tb(error.__traceback__):
         name = frame.f_code.co_name

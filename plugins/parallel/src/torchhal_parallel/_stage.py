@@ -1,4 +1,4 @@
-"""One stage of a pipeline as a module, and a forward in stages as it was followed for some shapes."""
+"""One stage of a pipeline as a module, and a forward in stages as it was recorded for some shapes."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class StagedForward:
     """Which results have no dimension; the last stage gives them one."""
 
     def output(self, values: Sequence[torch.Tensor]) -> Any:
-        """What the forward returns, from what the last stage gives."""
+        """Return what the forward returns, from what the last stage gives."""
 
         def fill(leaf: Any) -> Any:
             if not isinstance(leaf, ResultIndex):
@@ -144,7 +144,7 @@ def _has(module: nn.Module, name: str) -> bool:
 
 
 def boundary_tensors(values: Sequence[torch.Tensor], trained: bool) -> tuple[torch.Tensor, ...]:
-    """What a schedule is told of ``values`` between two stages: tensors on the meta device."""
+    """Return the tensors on the meta device that tell a schedule of ``values`` between two stages."""
     return tuple(
         torch.empty(value.shape, dtype=value.dtype, device="meta").requires_grad_(trained and value.is_floating_point())
         for value in values

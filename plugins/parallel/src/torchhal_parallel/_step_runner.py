@@ -11,7 +11,7 @@ from torchhal_parallel._module_restore import ForwardOverride
 
 
 class StepRunner(nn.Module):
-    """What a sharded model is called through: its parameters are the module's, its forward is a step.
+    """The module that a sharded model is called through: it has the module's parameters, and its forward is a step.
 
     A wrapper hooks the forward of the module that it is applied to. Applied to this one, a step runs inside the hooks
     whatever it calls, the module itself or only parts of it, and the module's own names stay as they were.

@@ -65,14 +65,14 @@ class HybridStrategy(FullyShardedStrategy):
         shard: ranks that shard a replica's parameters by ``fully_shard``, each with its own share of the data.
         pipeline: stages of the model; the ranks of a pipeline share a batch.
         tensor: ranks that share each layer of the plan; they share a batch too.
-        plan: see :mod:`torchhal_parallel._tensor_parallel`; None: the module's own ``tensor_parallel_plan``.
+        plan: ``{name of a layer: style}``; ``*`` is one part of a name, a style is ``"colwise"``, ``"rowwise"``, both
+            with ``_rep``, ``"sequence_parallel"`` or a ``ParallelStyle``; None: ``module.tensor_parallel_plan``.
         split_points: names of the modules at which a new stage begins; None: between the elements of the outermost list
             of layers that is long enough, so that the stages have about equally many parameters.
         schedule: ``"gpipe"``, ``"1f1b"`` or ``"interleaved_1f1b"``.
         microbatches: parts into which a pipeline divides each batch; None: as many as it has stages.
         stages_per_rank: for ``"interleaved_1f1b"`` without ``split_points``.
-        options: see :class:`~torchhal_parallel._fsdp_base.FullyShardedStrategy`; all of them but
-            ``activation_checkpointing`` concern the shard axis alone.
+        options: those of ``FSDPStrategy``; all of them but ``activation_checkpointing`` concern the shard axis alone.
 
     One of the axes may be None: it takes what the others leave of the world.
     """
@@ -172,7 +172,7 @@ class HybridStrategy(FullyShardedStrategy):
         return size * self.stages_per_rank if self.split_points is None else len(self.split_points) + 1
 
     def rank_in(self, axis: str) -> int:
-        """This process's coordinate on an axis."""
+        """Return this process's coordinate on an axis."""
         return int(self.mesh.get_local_rank(axis)) if self.mesh is not None else 0
 
     @property
@@ -268,7 +268,7 @@ class HybridStrategy(FullyShardedStrategy):
 
     @property
     def features(self) -> frozenset[str]:  # type: ignore[override]
-        """A pipeline runs the backward itself. Before the set-up: if it has more than one rank, or may have."""
+        """The feature ``owns_backward`` of a pipeline. Before the set-up: if it has more than one rank, or may have."""
         return frozenset({"owns_backward"}) if self.sizes.get("pipeline", self.axes["pipeline"]) != 1 else frozenset()
 
     def module_step(self, name: str) -> Callable[..., Any]:
@@ -313,7 +313,7 @@ class HybridStrategy(FullyShardedStrategy):
         return result
 
     def explain(self, error: BaseException) -> BaseException:
-        """What went wrong in a stage, which torch wraps into an error of its own."""
+        """Return what went wrong in a stage, which torch wraps into an error of its own."""
         found: BaseException | None = None
         if self.pipe is not None:
             if "failed to run forward" in message_of(error) and error.__cause__ is not None:
@@ -375,7 +375,7 @@ class HybridStrategy(FullyShardedStrategy):
             return super().optimizer_step(optimizer, closure)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """That of this stage's parameters, with the indices that they have among all."""
+        """Return the state of this stage's parameters, with the indices that they have among all."""
         state = super().optimizer_state(optimizer)
         if self.pipe is None:
             return state
@@ -414,7 +414,7 @@ class HybridStrategy(FullyShardedStrategy):
 
     @property
     def keeps_gathered(self) -> bool:
-        """One rank of each stage, which sends it to rank 0."""
+        """True on one rank of each stage, which sends its state to rank 0."""
         if self.pipe is None:
             return super().keeps_gathered
         return all(self.rank_in(axis) == 0 for axis in ("data", "shard", "tensor"))

@@ -110,7 +110,7 @@ class Pipeline:
         )
 
     def owns(self, name: str) -> bool:
-        """Whether this rank's value of an entry of the model's state counts: its stage changes it, or the step does."""
+        """Return whether this rank's value of a state entry counts: its stage changes it, or the step does."""
         users = (index for index, stage in enumerate(self.stages) if stage_owns(stage, name))
         return next(users, len(self.stages) - 1) in self.mine
 
@@ -140,7 +140,7 @@ class Pipeline:
         *,
         accumulate_grad_batches: int = 1,
     ) -> Any:
-        """Forward and backward of one batch: the gradients of its mean loss are added to the stage's parameters.
+        """Run forward and backward of one batch: gradients of its mean loss are added to the stage's parameters.
 
         Args:
             step: the module's own.
@@ -297,7 +297,7 @@ class Pipeline:
     # -- evaluation ------------------------------------------------------------------------------------------
 
     def evaluate(self, step: Callable[..., Any], batch: Any, *rest: Any) -> Any:
-        """The forward alone, the batch in one piece: ``step``'s result on the rank of the last stage, else None."""
+        """Run the forward of a whole batch, and return ``step``'s result on the last stage's rank, else None."""
         arguments = self._forward_capture(step, batch, rest)
         tensors, constants, size = split_arguments(arguments, 1, type(self.module).__name__)
         forward = self._graphs.select(tensors, constants, size)

@@ -47,7 +47,7 @@ class ZeRO1Strategy(DDPStrategy):
         """Of each optimizer."""
 
     def owner_of(self, optimizer: Optimizer) -> dict[torch.Tensor, int]:
-        """The rank that steps each parameter."""
+        """Return the rank that steps each parameter."""
         owners = self._owners[next(i for i, other in enumerate(self.optimizers) if other is optimizer)]
         if sum(len(group["params"]) for group in optimizer.param_groups) != len(owners):  # a group was added since
             added = {parameter for group in optimizer.param_groups for parameter in group["params"]} - set(owners)
@@ -77,7 +77,7 @@ class ZeRO1Strategy(DDPStrategy):
             raise error
 
     def only_mine(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        """The optimizer with this rank's parameters alone."""
+        """Give the optimizer this rank's parameters alone."""
         owner, rank = self.owner_of(optimizer), self.global_rank
         own = [[each for each in group["params"] if owner[each] == rank] for group in optimizer.param_groups]
         return with_parameters(optimizer, own)
@@ -98,8 +98,11 @@ class ZeRO1Strategy(DDPStrategy):
         return stepped
 
     def _check_alike_before_step(self, optimizer: Optimizer, step: int) -> None:
-        """Raise DistributedError, on every rank alike, where something has written to replicas of a parameter, or of
-        its gradient, by what is in a rank's batch: the step would send one rank's values over those of the others."""
+        """Raise DistributedError, on every rank alike, where replicas of a parameter or its gradient differ.
+
+        Something has written to them by what is in a rank's batch: the step would send one rank's values over those of
+        the others.
+        """
         assert self.module is not None
         own, ignored = self.owner_of(optimizer), set(self.parameters_to_ignore())
         named = [(name, each) for name, each in self.module.named_parameters() if each in own and name not in ignored]
@@ -172,7 +175,7 @@ class ZeRO1Strategy(DDPStrategy):
 
 
 def _owners(optimizer: Optimizer, world_size: int) -> dict[torch.Tensor, int]:
-    """Each parameter's rank: the largest first, each to the rank with the least so far. The same on every rank."""
+    """Return each parameter's rank: the largest first, each to the rank with the least so far."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     load = [0] * world_size
     owner: dict[torch.Tensor, int] = {}
