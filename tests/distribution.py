@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 FAST: Final = {
     "tests/test_every_alias.py": 203, "core/tests/test_launchers_failures.py": 75,
     "plugins/parallel/tests/test_parity.py": 75, "plugins/simulator/tests/test_faults.py": 58,
-    "plugins/parallel/tests/test_parameters.py": 54, "tests/test_template.py": 52, "core/tests/test_hangs.py": 50,
+    "tests/test_template.py": 52, "core/tests/test_hangs.py": 50, "plugins/parallel/tests/test_parameters.py": 15,
     "plugins/deepspeed/tests/test_parity.py": 47, "tests/test_clusters.py": 40,
 }  # fmt: skip
 SLOW: Final = {

@@ -135,7 +135,8 @@ def test_shared_memory_is_shared_after_a_load(tmp_path):
 # -- when ----------------------------------------------------------------------------------------------------
 
 
-def test_a_save_returns_before_it_is_durable_and_the_next_waits(tmp_path):
+def test_second_save_waits_for_the_first(tmp_path):
+    """A save returns before it is durable and the next waits."""
     inner = Gated()
     io = AsyncCheckpointIO(inner)
     inner.gate.clear()
@@ -270,7 +271,8 @@ def test_an_error_at_the_end_goes_to_stderr(tmp_path):
 
 
 @pytest.mark.parametrize("inner", ["torch", "dcp"])
-def test_a_full_disk_in_the_thread_is_named_and_leaves_the_old_one(tmp_path, inner):
+def test_full_disk_keeps_the_old_checkpoint(tmp_path, inner):
+    """A full disk in the thread is named and leaves the old one."""
     body = """
     import resource, signal
     from torchhal.errors import CheckpointError
@@ -293,7 +295,8 @@ def test_a_full_disk_in_the_thread_is_named_and_leaves_the_old_one(tmp_path, inn
 
 
 @pytest.mark.parametrize("inner", ["torch", "dcp"])
-def test_a_process_that_is_killed_in_a_save_leaves_the_old_one(tmp_path, inner):
+def test_killed_save_keeps_the_old_checkpoint(tmp_path, inner):
+    """A process that is killed in a save leaves the old one."""
     body = """
     import signal
     io = AsyncCheckpointIO(sys.argv[2])
@@ -432,7 +435,8 @@ def fit_with(io, folder):
         return str(error)
 
 
-def test_all_ranks_of_a_fit_hear_of_an_error_of_rank_0(world2, tmp_path):
+def test_save_error_reaches_every_rank(world2, tmp_path):
+    """All ranks of a fit hear of an error of rank 0."""
     texts = world2.run(fit_with, FailingOnRank0(), str(tmp_path), timeout=60)
     assert all("disk is full" in text for text in texts)
     assert saved_in(tmp_path) == ["epoch=0-step=5.ckpt"]
@@ -511,7 +515,9 @@ def test_a_failed_save_is_not_remembered(tmp_path):
     assert saved_in(tmp_path) == ["epoch=0.ckpt"]
 
 
-def test_a_link_that_can_not_be_made_is_a_copy(tmp_path, monkeypatch):
+def test_refused_link_becomes_a_copy(tmp_path, monkeypatch):
+    """A link that cannot be made is a copy."""
+
     def refuse(*args):
         raise OSError("no links here")
 

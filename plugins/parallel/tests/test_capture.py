@@ -14,8 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from torchhal import rng
 from torchhal.errors import ModelError
-from torchhal_parallel._capture import Capture, around
+from torchhal_parallel._fake_modules import modules_around
 from torchhal_parallel._forward_capture import drawn_between
+from torchhal_parallel._graph_capture import GraphCapture
 from torchhal_parallel._pipeline_split import check_trained, shared_or_unused_parameters, split_into_stages
 
 pytestmark = pytest.mark.timeout(170)
@@ -64,7 +65,7 @@ class Run:
 
 
 def follow(module, trainer=None):
-    capture = Capture(module, around(["layers.2"]), torch.device("cpu"), trainer)
+    capture = GraphCapture(module, modules_around(["layers.2"]), torch.device("cpu"), trainer)
     return lambda: capture({"x": torch.ones(4, 4)}, 4, {})
 
 
@@ -75,7 +76,8 @@ def dropped(module, x):
     return F.dropout(x + torch.rand(4) + torch.randn_like(x), 0.5, module.training)
 
 
-def test_what_torch_draws_for_tensors_is_drawn_by_the_graph():
+def test_graph_draws_random_tensors():
+    """What torch draws for tensors is drawn by the graph."""
     module, generators = Net(dropped), rng.collect_host()
     graph = follow(module)().graph
     assert not drawn_between(generators, rng.collect_host()), "nor has what a layer draws for its shapes moved one"
@@ -132,7 +134,9 @@ def test_attributes_that_it_changes_are_refused_and_put_back(act, name):
     assert "new" not in vars(module) and module.mean is mean
 
 
-def test_what_it_sets_to_the_same_or_writes_in_place_is_not():
+def test_unchanged_attributes_are_allowed():
+    """What it sets to the same or writes in place is not."""
+
     def act(module, x):
         module.count, module.temporary = 0, 1
         del module.temporary
@@ -215,7 +219,7 @@ def test_the_graph_gives_the_gradients_of_the_forward(act, autocast):
     torch.manual_seed(0)
     module, x = Net(act), torch.randn(4, 4)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-        captured = Capture(module, around(["layers.2"]), torch.device("cpu"))({"x": x}, 4, {})
+        captured = GraphCapture(module, modules_around(["layers.2"]), torch.device("cpu"))({"x": x}, 4, {})
         for name, tensor in captured.constants.items():
             setattr(module, name, tensor)
         results = module(x), fx.GraphModule(module, captured.graph)(x)[0]
@@ -319,11 +323,12 @@ def test_weights_may_be_kept_in_bounds():
     follow(Net(act))()
 
 
-def test_a_hook_on_the_backward_of_what_is_cut_is_refused():
+def test_backward_hook_on_split_module_refused():
+    """A hook on the backward of what is cut is refused."""
     module = nn.Sequential(Net(), nn.Linear(4, 4))
     module[0].register_full_backward_hook(lambda *given: None)
     with pytest.raises(ModelError, match="'0' is cut into stages"):
-        Capture(module, around(["0.layers.2"]), torch.device("cpu"))({"input": torch.ones(4, 4)}, 4, {})
+        GraphCapture(module, modules_around(["0.layers.2"]), torch.device("cpu"))({"input": torch.ones(4, 4)}, 4, {})
 
 
 def test_layers_may_do_all_of_these():
@@ -366,10 +371,11 @@ def test_another_value_of_what_it_reads_is_noticed():
     assert reads.differing() is None, "of these the graph has no value"
 
 
-def test_the_mode_of_a_layer_that_reads_it_is_noticed_and_followed():
+def test_training_mode_of_a_layer_recorded():
+    """The mode of a layer that reads it is noticed and followed."""
     module = Net()
     module.layers[1] = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    capture = Capture(module, around(["layers.2"]), torch.device("cpu"))
+    capture = GraphCapture(module, modules_around(["layers.2"]), torch.device("cpu"))
     one = {"x": torch.ones(1, 4)}
     with pytest.raises(ModelError, match="more than 1 value per channel"):
         capture(one, 1, {})
@@ -380,7 +386,8 @@ def test_the_mode_of_a_layer_that_reads_it_is_noticed_and_followed():
     assert reads.differing() == "layers.1.1.training"
 
 
-def test_tensors_that_a_forward_makes_are_no_part_of_the_model():
+def test_forward_tensors_are_not_attributes():
+    """Tensors that a forward makes are no part of the model."""
     module = Net(lambda module, x: x + torch.full((4,), 0.5))
     attributes = set(vars(module))
     stages = split_into_stages(module, ["layers.2"])
@@ -388,7 +395,8 @@ def test_tensors_that_a_forward_makes_are_no_part_of_the_model():
     assert [name for stage in stages for name in stage.modules if "constant" in name] == []
 
 
-def test_a_tied_weight_is_known_by_each_of_its_names():
+def test_tied_weight_has_several_names():
+    """A tied weight is known by each of its names."""
     module = nn.Sequential(Net(), Net())
     module[1].layers[3].linear.weight = module[0].layers[0].linear.weight
     stages = split_into_stages(module, ["1"])
@@ -404,7 +412,8 @@ def test_a_tied_weight_is_known_by_each_of_its_names():
 
 
 @pytest.mark.parametrize("model", ["Warming", "Replaced"])
-def test_what_changes_by_epochs_is_trained_as_in_a_plain_loop(world2, model):
+def test_changes_by_epoch_match_plain_loop(world2, model):
+    """What changes by epochs is trained as in a plain loop."""
     expected, val_loss = changing.warmed_in_a_plain_loop(model)
     results = world2.run(changing.warmed, model, timeout=60)
     assert results[0][0].keys() == expected.keys()

@@ -68,7 +68,7 @@ def test_resume_is_exact(world2, written, alias, io):
     ids=str,
 )
 @pytest.mark.simulator
-def test_resume_on_a_device_with_memory_of_its_own_is_exact(world2, tmp_path, alias, arguments, io):
+def test_resume_on_device_memory_is_exact(world2, tmp_path, alias, arguments, io):
     """The copy that a save makes is done when it returns, and nothing that the device does then is in it."""
     pytest.importorskip("torchhal_simulator")
     path = str(tmp_path / "x.ckpt")
@@ -87,7 +87,8 @@ def test_resume_on_a_device_with_memory_of_its_own_is_exact(world2, tmp_path, al
 @pytest.mark.parametrize(
     "axes", [{"data": 2, "tensor": 2}, {"shard": 2, "tensor": 2}, {"shard": 2, "pipeline": 2}], ids=str
 )
-def test_resume_of_a_mesh_in_the_midst_of_an_accumulation_is_exact(world4, tmp_path, axes):
+def test_mesh_resumes_within_an_accumulation(world4, tmp_path, axes):
+    """Resume of a mesh in the midst of an accumulation is exact."""
     ios = {"torch": TorchCheckpointIO(), "dcp": DCPCheckpointIO()}
     undisturbed = world4.run(training.write_in_the_midst, "hybrid", 4, axes, str(tmp_path), ios, timeout=100)
     for io in ios:
@@ -187,7 +188,8 @@ def resume_by_rows(folder):
     return said
 
 
-def test_state_of_other_shapes_is_refused_by_the_optimizers_name(world2, tmp_path):
+def test_optimizer_state_shapes_are_checked(world2, tmp_path):
+    """State of other shapes is refused by the optimizer's name."""
     for said in world2.run(resume_by_rows, str(tmp_path), timeout=100):
         assert said.pop(("zero1", "torch")) == ""
         assert len(said) == 2
@@ -252,7 +254,8 @@ def resume_with_memory(alias, io, path):
 
 @pytest.mark.parametrize("io", ["torch", "dcp"])
 @pytest.mark.parametrize("alias", ["zero3", slow("tensor_parallel")])
-def test_state_in_lists_and_of_one_element_comes_back_as_it_was(world2, tmp_path, alias, io):
+def test_nested_optimizer_state_round_trips(world2, tmp_path, alias, io):
+    """State in lists and of one element comes back as it was."""
     for whole, resumed in world2.run(resume_with_memory, alias, io, str(tmp_path / "x.ckpt"), timeout=100):
         for name, value in whole.items():
             assert torch.equal(resumed[name], value), name

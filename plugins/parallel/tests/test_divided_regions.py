@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torchhal.accelerators import CPUAccelerator
 from torchhal.errors import ConfigurationError
 from torchhal_parallel import _divided_regions as divided_regions
+from torchhal_parallel import _region_runs as region_runs
 from torchhal_parallel._divided_gradients import ranks_of
 from torchhal_parallel._divided_regions import DividedRegions
 from torchhal_parallel._module_restore import ForwardOverride
@@ -100,7 +101,8 @@ def noted(call):
 # -- how often -----------------------------------------------------------------------------------------------
 
 
-def test_of_equal_blocks_one_is_compared_in_each_call_that_is_a_power_of_two():
+def test_one_of_equal_blocks_compared():
+    """Of equal blocks one is compared in each call that is a power of two."""
     model = Model()
     layers = divided(model)
     call = lambda: first_step(model, layers=layers)  # noqa: E731
@@ -198,7 +200,8 @@ class Remembering(Block):
         return super().forward(x)
 
 
-def test_it_leaves_no_traces_in_what_a_forward_writes_to():
+def test_comparison_leaves_no_traces():
+    """It leaves no traces in what a forward writes to."""
     model = Model(Remembering)
     first_step(model)
     for block in model.blocks:
@@ -249,8 +252,14 @@ def test_generators_are_those_of_a_step_that_nobody_compared():
 # -- what it can't compare -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("where", ["_random_weights", "_copies", "_in_full_precision"])
-def test_where_memory_is_short_the_run_goes_on_with_a_note(monkeypatch, where):
+@pytest.mark.parametrize(
+    ("module", "function"),
+    [(region_runs, "_random_weights"), (divided_regions, "_copies"), (divided_regions, "in_full_precision")],
+    ids=["_random_weights", "_copies", "_in_full_precision"],
+)
+def test_out_of_memory_is_a_warning(monkeypatch, module, function):
+    """Where memory is short the run goes on with a note."""
+
     def no_memory(*args):
         raise torch.OutOfMemoryError("tried to allocate 2 GiB")
 
@@ -258,7 +267,7 @@ def test_where_memory_is_short_the_run_goes_on_with_a_note(monkeypatch, where):
     x = torch.randn(3, WIDTH)
     layers = divided(model)
     expected = model(x)
-    monkeypatch.setattr(divided_regions, where, no_memory)
+    monkeypatch.setattr(module, function, no_memory)
     found = []
     (note,) = noted(lambda: found.append(first_step(model, x, layers=layers)))
     assert "Block, a part of the model, computes" in note and "was not compared" in note and "2 GiB" in note
@@ -301,7 +310,8 @@ def attend(parts):
     return F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.1).transpose(0, 1).flatten(1)
 
 
-def test_dropout_of_parts_is_a_note_on_the_first_rank():
+def test_dropout_warns_on_the_first_rank():
+    """Dropout of parts is a note on the first rank."""
     (note,) = noted(lambda: first_step(Model(Dropping)))
     assert note.startswith("Dropping drops out of what is divided")
     assert not noted(lambda: first_step(Model(Dropping).eval()))
@@ -352,7 +362,8 @@ class Own(torch.autograd.Function):
         return gradient
 
 
-def test_what_is_trained_and_whole_between_divided_layers_is_refused():
+def test_whole_parameter_between_divided_refused():
+    """What is trained and whole between divided layers is refused."""
     with pytest.raises(ConfigurationError, match=r"'blocks.0.down' is called with is made of 'blocks.0.scale' beside"):
         first_step(Model(Scaled))
     with pytest.raises(ConfigurationError, match=r"'blocks.0.down' .* made of 'blocks.0.gate.(weight|bias)' beside"):
@@ -365,7 +376,8 @@ def test_what_is_trained_and_whole_between_divided_layers_is_refused():
     assert not noted(lambda: first_step(Model()))
 
 
-def test_gradients_through_a_function_of_ones_own_are_a_note():
+def test_custom_function_gradients_warn():
+    """Gradients through a function of one's own are a note."""
     model = Model()
     for block in model.blocks:
         block.between = Own.apply
@@ -400,7 +412,8 @@ HEADS = {"q": "colwise", "k": "colwise", "v": "colwise", "o": "rowwise"}
 
 
 @pytest.mark.parametrize("rank", range(SIZE))
-def test_heads_of_keys_are_divided_whole_or_not_at_all(rank):
+def test_key_value_heads_stay_whole(rank):
+    """Heads of keys are divided whole or not at all."""
     x = torch.randn(2, 5, WIDTH)
     first_step(Attention(keys=2), x, styles=HEADS, rank=rank)
     with pytest.raises(ConfigurationError, match=r"Attention fails so .* 'k', 'q' .*num_key_value_heads"):
@@ -434,7 +447,7 @@ def test_an_error_of_sizes_elsewhere_stays_what_it_is():
     assert not isinstance(found.value, ConfigurationError)
 
 
-def test_a_group_of_an_earlier_call_was_of_all_ranks():
+def test_group_of_an_earlier_call():
     """torch.distributed.nn keeps the default group of its import, which torch itself has forgotten by then."""
 
     class Gone:

@@ -8,7 +8,7 @@ from torch.distributed.fsdp import FSDPModule
 from torchhal import Trainer
 from torchhal.errors import ConfigurationError, UnsupportedCombinationError
 from torchhal.precision import SinglePrecision, TruePrecision
-from torchhal_parallel import pipeline
+from torchhal_parallel import _pipeline_schedule
 from torchhal_parallel._pipeline_split import even_cuts
 from torchhal_parallel._wrap_policy import check_policy, find_blocks
 from torchhal_parallel.fsdp import FSDPStrategy
@@ -113,7 +113,8 @@ def test_refused_on_every_rank(world2, case):
 
 
 @pytest.mark.parametrize("model", ["HeadNormsInPlan", "SummedByHand", "WithHandWrittenNorm"])
-def test_what_is_joined_by_other_means_trains_as_on_one_device(world2, model):
+def test_custom_joining_matches_one_device(world2, model):
+    """What is joined by other means trains as on one device."""
     expected = training.losses_of("single_device", 1, model)[0]
     found = world2.run(training.losses_of, "tensor_parallel", 2, model, timeout=100)
     for losses, _ in found:
@@ -134,7 +135,8 @@ REFUSED_IN_SETUP = [
 
 
 @pytest.mark.parametrize("case", REFUSED_IN_SETUP, ids=lambda case: f"{case[0]}-{case[1]}")
-def test_a_model_that_is_refused_in_the_set_up_is_whole(world2, case):
+def test_refused_model_is_whole(world2, case):
+    """A model that is refused in the set up is whole."""
     alias, model, arguments = case
     for kind, whole, nothing_left in world2.run(training.refused, alias, 2, model, arguments, timeout=60):
         assert kind in ("ConfigurationError", "ModelError", "RankFailedError") and whole and nothing_left
@@ -149,7 +151,8 @@ def test_what_treats_each_part_by_itself_is_left_alone(world2, model):
     assert world2.run(training.attempt, "tensor_parallel", 2, model, timeout=60) == [("nothing", "")] * 2
 
 
-def test_a_write_to_a_view_of_an_activation_in_a_validation_is_no_lost_one(world2):
+def test_activation_writes_in_validation_allowed(world2):
+    """A write to a view of an activation in a validation is no lost one."""
     assert world2.run(training.attempt_validation, "WrittenActivation", timeout=60) == [("nothing", "")] * 2
 
 
@@ -176,12 +179,14 @@ def test_the_axes_must_make_the_world():
         HybridStrategy(data=None, tensor=2, pipeline=2).sizes_for(6)
 
 
-def test_a_torch_whose_schedules_scale_gradients_is_refused_before_the_set_up(monkeypatch):
+def test_torch_without_scale_grads_refused(monkeypatch):
+    """A torch whose schedules scale gradients is refused before the set up."""
+
     class OfBefore:
         def __init__(self, stage, n_microbatches, loss_fn=None):
             """As without ``scale_grads``."""
 
-    monkeypatch.setitem(pipeline.SCHEDULES, "gpipe", OfBefore)
+    monkeypatch.setitem(_pipeline_schedule.SCHEDULES, "gpipe", OfBefore)
     HybridStrategy(data=2, schedule="gpipe").check_fit(precision=SinglePrecision(), world_size=2)
     with pytest.raises(UnsupportedCombinationError, match=r"OfBefore of torch .* has no argument 'scale_grads'"):
         HybridStrategy(pipeline=2, schedule="gpipe").check_fit(precision=SinglePrecision(), world_size=2)
@@ -238,7 +243,8 @@ class Deep(torch.nn.Module):
         self.head = torch.nn.Linear(4, 2)
 
 
-def test_a_pipeline_is_cut_between_blocks_of_about_equal_weight():
+def test_even_cuts_balance_parameters():
+    """A pipeline is cut between blocks of about equal weight."""
     assert even_cuts(Deep(4), 2) == ["blocks.2"]
     assert even_cuts(Deep(3), 2) == ["blocks.2"], "in the midst of a block the halves would be equal"
     assert even_cuts(Deep(8), 4) == ["blocks.2", "blocks.4", "blocks.6"]
@@ -292,7 +298,8 @@ def test_a_precision_that_nobody_knows_is_welcome(alias):
         ({"pipeline": None, "schedule": "interleaved_1f1b", "split_points": ["a"]}, 2, "several stages per process"),
     ],
 )
-def test_numbers_that_do_not_fit_are_refused_before_anything_starts(arguments, devices, words):
+def test_impossible_sizes_refused_early(arguments, devices, words):
+    """Numbers that do not fit are refused before anything starts."""
     with pytest.raises(ConfigurationError, match=words):
         Trainer(accelerator="cpu", strategy=HybridStrategy(**arguments), devices=devices)
 
@@ -338,7 +345,8 @@ def test_nonsense_is_refused_before_there_is_a_model(make, words):
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3", HybridStrategy(shard=2, data=None)], ids=str)
-def test_a_torch_without_the_setters_of_fully_shard_is_refused_before_anything_starts(monkeypatch, strategy):
+def test_torch_without_fsdp_setters_refused(monkeypatch, strategy):
+    """A torch without the setters of ``fully_shard`` is refused before anything starts."""
     monkeypatch.delattr(FSDPModule, "set_reshard_after_forward")
     with pytest.raises(UnsupportedCombinationError, match=r"needs torch 2\.8 .*FSDPModule\.set_reshard_after_forward"):
         Trainer(accelerator="cpu", strategy=strategy, devices=2, logger=False)

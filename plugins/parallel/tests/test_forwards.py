@@ -35,7 +35,8 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("model, words", REFUSED, ids=lambda value: value if isinstance(value, str) else "")
-def test_what_can_not_be_cut_is_refused_before_the_first_step(world2, model, words):
+def test_unsplittable_forward_refused_early(world2, model, words):
+    """What cannot be cut is refused before the first step."""
     for kind, message, steps in world2.run(forwards.trained, "pipeline", model, timeout=60):
         assert kind in ("ModelError", "ConfigurationError") and steps == 0
         for word in words:

@@ -86,7 +86,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_what_fails_in_a_stage_is_told_as_it_is(tmp_path):
+def test_stage_errors_are_unwrapped(tmp_path):
     """torch wraps it, and the ranks of the other stage wait for what never comes: they are ended."""
     script = tmp_path / "fails.py"
     script.write_text(FAILS.format(here=str(HERE)))
@@ -96,7 +96,7 @@ def test_what_fails_in_a_stage_is_told_as_it_is(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_configure_model_builds_is_what_it_builds_in_one_process(world2):
+def test_configure_model_matches_one_process(world2):
     """Whoever set the values: reset_parameters, torch.nn.init, torch.tensor; and only rank 0 has room for all."""
     expected = training.built_late("single_device", 1, "Late")["state"]
     for result in (results := world2.run(training.built_late, "zero3", 2, "Late", timeout=100)):

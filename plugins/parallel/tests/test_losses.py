@@ -19,7 +19,8 @@ def same(ours, theirs):
 
 
 @pytest.mark.parametrize("model", REFUSED)
-def test_dp_refuses_a_loss_that_is_no_mean_over_samples(model):
+def test_dp_refuses_other_losses(model):
+    """``dp`` refuses a loss that is no mean over samples."""
     kind, message, steps = losses.fitted("dp", model)
     assert (kind, steps) == ("ModelError", 0), message
     for words in (
@@ -36,7 +37,8 @@ def test_dp_refuses_a_loss_that_is_no_mean_over_samples(model):
 @pytest.mark.parametrize("model", ["Tagger", "SumAsMean", "TokensOfTheBatch", "Recurrent"])
 @pytest.mark.parametrize("devices", [2, 3])
 @pytest.mark.filterwarnings("error:whether the loss")
-def test_dp_trains_a_mean_over_samples_as_a_plain_loop_does(model, devices):
+def test_dp_mean_loss_matches_plain_loop(model, devices):
+    """``dp`` trains a mean over samples as a plain loop does."""
     same(losses.fitted("dp", model, devices)[0], losses.in_a_plain_loop(model))
 
 

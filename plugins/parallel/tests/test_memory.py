@@ -121,7 +121,7 @@ def test_every_strategy_by_command(capfd, monkeypatch, tmp_path):
     assert rows["ddp"]["optimizer"] == 8 * count == 2 * memory["bytes"]
 
 
-def test_strategies_with_the_same_numbers_have_rows_of_their_own(capfd):
+def test_equal_estimates_have_own_rows(capfd):
     """A small model, which one unit holds: zero2 and zero3 gather the same."""
     command = ["explain", "--accelerator", "cpu", "--devices", "2", "--model", "models:Single", "--json"]
     assert cli.main(command) == 0
@@ -143,7 +143,8 @@ def test_what_a_strategy_can_not_divide(capfd):
     assert "not possible: 'embed.weight' is used in the stages 0, 1" in capfd.readouterr().out
 
 
-def test_a_precision_that_a_strategy_can_not_have_is_refused_in_its_own_name(capfd):
+def test_unsupported_precision_names_the_strategy(capfd):
+    """A precision that a strategy cannot have is refused in its own name."""
     command = ["explain", "--accelerator", "cpu", "--devices", "2", "--model", "models:Transformer"]
     assert cli.main([*command, "--precision", "16-mixed", "--json"]) == 0
     rows = json.loads(capfd.readouterr().out)["memory"]["strategies"]

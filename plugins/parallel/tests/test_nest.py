@@ -88,7 +88,8 @@ def test_a_folder_holds_it(tmp_path_factory, nest):
     assert_same(io.load_checkpoint(path), nest)
 
 
-def test_what_a_load_would_not_rebuild_is_refused_by_name(tmp_path):
+def test_unloadable_containers_refused(tmp_path):
+    """What a load would not rebuild is refused by name."""
     Point = namedtuple("Point", "x y")
     io = DCPCheckpointIO()
     for value, words in (

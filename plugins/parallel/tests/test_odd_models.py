@@ -34,7 +34,7 @@ def test_parity(request, case):
 @pytest.mark.parametrize(
     "alias, model", [("zero2", "Recurrent"), ("zero3", "Recurrent"), ("tensor_parallel", "DividedNorms")]
 )
-def test_a_model_is_called_in_hooks_and_is_an_ordinary_one_after_each_of_two_runs(world2, alias, model):
+def test_model_called_in_hooks_of_two_runs(world2, alias, model):
     """An LSTM computes with the trained weights, which it lists for itself."""
     expected = training.asked_for_more("single_device", 1, model)
     assert len(expected) == 2 * (2 * (1 + 2) + 1 + 1), "two epochs, the first of which ends in a hook's call"
@@ -45,14 +45,16 @@ def test_a_model_is_called_in_hooks_and_is_an_ordinary_one_after_each_of_two_run
 
 @pytest.mark.slow
 @pytest.mark.parametrize("alias", ["tensor_parallel", "pipeline"])
-def test_data_workers_of_ranks_with_one_batch_draw_the_same(world2, alias):
+def test_workers_of_one_batch_agree(world2, alias):
+    """Data workers of ranks with one batch draw the same."""
     first, second = world2.run(training.augmented, alias, 2, timeout=100)
     assert first == second
     assert len(set(first)) == len(first) == 8, "each batch, each epoch other numbers"
 
 
 @pytest.mark.slow
-def test_a_resumed_run_s_data_workers_draw_what_those_of_the_unbroken_run_drew(world2, tmp_path):
+def test_workers_agree_after_a_resume(world2, tmp_path):
+    """A resumed run's data workers draw what those of the unbroken run drew."""
     unbroken = world2.run(training.resumed_with_a_worker, tmp_path / "unbroken", None, timeout=100)
     path = tmp_path / "unbroken" / "epoch=0.ckpt"
     resumed = world2.run(training.resumed_with_a_worker, tmp_path / "resumed", path, timeout=100)
@@ -60,7 +62,7 @@ def test_a_resumed_run_s_data_workers_draw_what_those_of_the_unbroken_run_drew(w
         assert after == {1: before[1]} and before[0] != before[1]
 
 
-def test_dropout_between_the_divided_layers_is_that_of_one_device(world2):
+def test_dropout_between_layers_matches_one_device(world2):
     """The ranks of a layer were seeded differently; rank 0's numbers count."""
     expected = training.dropped_out("single_device", 1)
     for losses in world2.run(training.dropped_out, "tensor_parallel", 2, timeout=100):
@@ -94,7 +96,8 @@ def in_step():
     return module.in_step
 
 
-def test_an_attribute_of_the_users_says_nothing_of_a_step(world2):
+def test_user_attribute_named_like_a_flag(world2):
+    """An attribute of the user's says nothing of a step."""
     assert world2.run(in_step, timeout=60) == [False, False]
 
 

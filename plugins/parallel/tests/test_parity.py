@@ -109,7 +109,8 @@ def test_batch_norms_see_the_whole_batch_where_asked_to(request, case):
     check(world(request, size).run(training.train_synced, *case, timeout=150), model)
 
 
-def test_batch_norms_are_refused_where_no_rank_sees_its_whole_batch():
+def test_sync_batchnorm_refused_in_pipeline():
+    """Batch norms are refused where no rank sees its whole batch."""
     for strategy, devices in (("pipeline", 2), ("dp", 2), ("ddp2", 2)):
         with pytest.raises(UnsupportedCombinationError, match="sync_batchnorm=True"):
             Trainer(accelerator="cpu", strategy=strategy, devices=devices, sync_batchnorm=True)

@@ -30,7 +30,8 @@ def test_values_of_steps_reach_who_looks(world2, tmp_path):
             assert bar == pytest.approx(their_bar, abs=2e-5)
 
 
-def test_ranks_that_log_losses_of_their_own_keep_one_learning_rate(world2):
+def test_one_learning_rate_for_all_ranks(world2):
+    """Ranks that log losses of their own keep one learning rate."""
     first, second = world2.run(staged.plateau_of_each_rank, "ddp", timeout=60)
     assert first == second and len(set(first)) > 1
 
@@ -77,14 +78,16 @@ def test_refused_before_anything_is_trained(world2, model, given, words):
             assert word in message
 
 
-def test_a_last_batch_that_is_not_reached_is_no_matter(world2):
+def test_unreached_last_batch_is_allowed(world2):
+    """A last batch that is not reached is no matter."""
     assert world2.run(
         staged.attempt, "Stack", 18, False, {"limit_train_batches": 1}, timeout=60
     ) == [("nothing", "", 2)] * 2  # fmt: skip
     assert world2.run(staged.attempt, "Stack", 18, False, {"max_steps": 1}, timeout=60) == [("nothing", "", 1)] * 2
 
 
-def test_a_batch_of_an_unknown_size_is_refused_when_it_comes(world2):
+def test_indivisible_batch_refused_when_it_comes(world2):
+    """A batch of an unknown size is refused when it comes."""
     for kind, message, batches in world2.run(staged.attempt, "Stack", 18, True, timeout=60):
         assert (kind, batches) == ("ModelError", 1)
         assert "2 samples" in message and "4 microbatches" in message

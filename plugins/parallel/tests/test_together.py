@@ -26,7 +26,8 @@ def same(ours, theirs):
 
 
 @pytest.mark.parametrize("strategy, world", [("pipeline", "world2"), ("zero3", "world2"), ("ddp", "world2")])
-def test_the_norm_of_all_gradients_is_that_of_one_process(request, strategy, world):
+def test_grad_norm_matches_one_process(request, strategy, world):
+    """The norm of all gradients is that of one process."""
     expected, norms = together.fitted("single_device", "Clipped")
     results = request.getfixturevalue(world).run(together.fitted, strategy, "Clipped", timeout=60)
     if strategy == "pipeline":  # the others have other data
@@ -38,7 +39,8 @@ def test_the_norm_of_all_gradients_is_that_of_one_process(request, strategy, wor
 
 
 @pytest.mark.parametrize("model", ["Bounded", slow("BoundsInStepHooks")])
-def test_code_that_treats_each_parameter_by_itself_runs_as_it_is(world2, model):
+def test_code_per_parameter_runs(world2, model):
+    """Code that treats each parameter by itself runs as it is."""
     expected, _ = together.fitted("single_device", model)
     same(world2.run(together.fitted, "pipeline", model, timeout=60)[0][0], expected)
 
@@ -87,7 +89,8 @@ OVER_ALL_PARAMETERS = [
 
 
 @pytest.mark.parametrize("model, word", OVER_ALL_PARAMETERS, ids=lambda value: value)
-def test_code_over_all_parameters_hears_that_it_has_one_stage(world2, model, word):
+def test_code_over_all_parameters_refused(world2, model, word):
+    """Code over all parameters hears that it has one stage."""
     found = world2.run(together.refused, "pipeline", model, timeout=60)
     assert any(kind in ("ModelError", "ValueError") and word in message for kind, message, _ in found), found
     for kind, message, steps in found:
@@ -105,13 +108,15 @@ def test_a_penalty_on_gradients_is_refused(world2, model, word):
 
 
 @pytest.mark.slow
-def test_a_gradient_that_is_assigned_from_all_of_them_is_explained(world2):
+def test_gradient_from_all_parameters_explained(world2):
+    """A gradient that is assigned from all of them is explained."""
     found = world2.run(together.refused, "pipeline", "AssignsGradients", timeout=60)
     assert any(kind == "ModelError" and "trainer.strategy.grad_norm" in message for kind, message, _ in found), found
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_a_penalty_over_all_parameters_is_refused_by_all_ranks_together(world2, schedule):
+def test_penalty_over_all_parameters_refused(world2, schedule):
+    """A penalty over all parameters is refused by all ranks together."""
     for kind, message, steps in world2.run(together.refused, "pipeline", "Penalized", None, None, schedule):
         assert (kind, steps) == ("ModelError", 0), message
         assert "A penalty over parameters" in message and "'layers.0.weight'" in message
@@ -134,7 +139,8 @@ def test_an_optimizer_that_draws_random_numbers_is_refused(world2, strategy, opt
         assert f"{optimizer} draws random numbers" in message and "'ddp' or 'zero3'" in message
 
 
-def test_an_optimizer_that_draws_after_all_that_is_tried_is_refused():
+def test_optimizer_drawing_after_trials_refused():
+    """An optimizer that draws after all that is tried is refused."""
     late = type("LateNoise", (torch.optim.SGD,), {})([nn.Parameter(torch.ones(2))])
     trial = check_separable(late, "zero1", CPUAccelerator(), torch.device("cpu"))
     trial.tried = trial.done = MOST_STEPS
@@ -147,7 +153,8 @@ def test_an_optimizer_that_draws_after_all_that_is_tried_is_refused():
         torch.rand(2)  # by a hook, which sees all parameters
 
 
-def test_zero1_refuses_an_optimizer_that_comes_to_all_parameters_later(world2):
+def test_zero1_refuses_late_global_optimizer(world2):
+    """``zero1`` refuses an optimizer that comes to all parameters later."""
     for _, message, steps in world2.run(together.refused, "zero1", None, "LateNorm", timeout=60):
         assert "LateNorm looks at all of them together" in message and 0 < steps <= 4
 
@@ -195,7 +202,9 @@ def test_a_small_copy_tells_whether_gradients_of_others_count(name):
     assert all(parameter.grad is None for parameter in net.parameters())
 
 
-def test_an_optimizer_that_looks_at_all_parameters_later_is_refused_before_that_step():
+def test_late_global_optimizer_refused():
+    """An optimizer that looks at all parameters later is refused before that step."""
+
     class Late(torch.optim.SGD):
         steps = 0
 
@@ -216,7 +225,9 @@ def test_an_optimizer_that_looks_at_all_parameters_later_is_refused_before_that_
     assert trial.done <= 21 and late.steps == 0 and torch.equal(generator, torch.get_rng_state())
 
 
-def test_an_optimizer_that_takes_no_empty_group_is_still_tried():
+def test_optimizer_refusing_empty_group_tried():
+    """An optimizer that takes no empty group is still tried."""
+
     class NormPerGroup(torch.optim.SGD):
         @torch.no_grad()
         def step(self, closure=None):
@@ -231,7 +242,8 @@ def test_an_optimizer_that_takes_no_empty_group_is_still_tried():
         check_separable(optimizer, "pipeline", CPUAccelerator(), torch.device("cpu"))
 
 
-def test_steps_are_tried_before_they_are_done_up_to_a_number():
+def test_number_of_tried_steps():
+    """Steps are tried before they are done up to a number."""
     sgd = type("Own", (torch.optim.SGD,), {})(nn.Linear(3, 2).parameters(), lr=0.1)
     trial = check_separable(sgd, "pipeline", CPUAccelerator(), torch.device("cpu"))
     for done in range(1, 2 * MOST_STEPS):
@@ -240,7 +252,9 @@ def test_steps_are_tried_before_they_are_done_up_to_a_number():
     assert trial.tried == MOST_STEPS
 
 
-def test_an_optimizer_that_can_not_be_tried_is_told_of():
+def test_untriable_optimizer_warns():
+    """An optimizer that cannot be tried is told of."""
+
     class Odd(torch.optim.SGD):
         def step(self, closure=None):
             raise RuntimeError("no copies")
@@ -309,7 +323,8 @@ def test_a_remote_tensor_draws_what_its_values_would(draw):
     assert torch.equal(*states) and not torch.equal(states[0], torch.manual_seed(0).get_state())
 
 
-def test_what_a_remote_tensor_would_draw_by_its_values_is_refused():
+def test_value_dependent_draw_refused():
+    """What a remote tensor would draw by its values is refused."""
     with pytest.raises(ModelError, match=r"'head\.weight'.* aten::poisson, which draws random numbers by its values"):
         torch.poisson(remote(nn.Parameter(torch.ones(3, 2)), "head.weight"))
 
@@ -318,7 +333,8 @@ def test_what_a_remote_tensor_would_draw_by_its_values_is_refused():
 
 
 @pytest.mark.parametrize("model", ["MeanOverTokens", "Contrastive"])
-def test_a_loss_that_is_no_mean_over_samples_is_refused(world2, model):
+def test_loss_without_mean_refused(world2, model):
+    """A loss that is no mean over samples is refused."""
     data = "padded" if model == "MeanOverTokens" else None
     for kind, message, steps in world2.run(together.refused, "pipeline", model, None, data, timeout=60):
         assert (kind, steps) == ("ModelError", 0)
@@ -332,7 +348,8 @@ def test_padding_in_any_microbatch_is_found(world2, data):
         assert (kind, steps) == ("ModelError", 0) and "no mean over samples" in message
 
 
-def test_batches_of_one_length_do_not_hide_it_for_long(world2):
+def test_equal_lengths_hide_it_briefly(world2):
+    """Batches of one length do not hide it for long."""
     _, (kind, message, steps) = world2.run(
         together.refused, "pipeline", "MeanOverTokens", None, "padded_later", timeout=60
     )
@@ -348,7 +365,8 @@ def test_gpipe_computes_the_loss_of_the_whole_batch(world2, model):
     same(first[1], expected)
 
 
-def test_a_sum_over_what_the_batch_counts_is_right_under_any_schedule(world2):
+def test_sum_over_batch_count_allowed(world2):
+    """A sum over what the batch counts is right under any schedule."""
     loss, expected, calls = together.trained("single_device", "SumOverTokens")
     first, last = world2.run(together.trained, "pipeline", "SumOverTokens", "1f1b", timeout=60)
     assert last[0] == pytest.approx(loss, rel=1e-5)
@@ -356,7 +374,8 @@ def test_a_sum_over_what_the_batch_counts_is_right_under_any_schedule(world2):
     same(first[1], expected)
 
 
-def test_two_microbatches_are_compared_and_a_loss_with_noise_is_told_of_once(world2):
+def test_noisy_loss_warns_once(world2):
+    """Two microbatches are compared and a loss with noise is told of once."""
     (first, rehearsed), (last, sizes) = world2.run(together.compared, "NoisyOnceAgain", timeout=60)
     assert last == [] and len(first) == 1
     for word in ("NoisyOnceAgain", "draws random numbers (torch)", "schedule='1f1b'", "schedule='gpipe'"):
@@ -393,7 +412,7 @@ def test_what_microbatches_make_another_is_said_once(world2, model, word):
     assert word is None or word in first[0]
 
 
-def test_a_buffer_that_was_made_in_inference_mode_has_no_count():
+def test_inference_buffer_has_no_count():
     """As one that a validation has assigned."""
     layer = nn.Linear(1, 1)
     layer.register_buffer("kept", torch.ones(1))

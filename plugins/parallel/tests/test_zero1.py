@@ -9,7 +9,8 @@ from world import joined, rank
 pytestmark = pytest.mark.timeout(170)
 
 
-def test_a_parameter_that_one_rank_leaves_out_is_an_error_with_a_way_out(tmp_path):
+def test_zero1_missing_parameter_is_explained(tmp_path):
+    """A parameter that one rank leaves out is an error with a way out."""
     result = run_script(tmp_path / "run", unused="on_rank_1", trainer={"strategy": "zero1"})
     assert result.code == 1
     assert "'extra.weight', 'extra.bias' were not used by training_step on rank 1" in result.stderr

@@ -55,7 +55,7 @@ def _attributes(module: nn.Module, index: set[int]) -> tuple[Any, ...]:
 
 
 def _form(value: Any, index: set[int], of_tensor: Callable[[torch.Tensor], Any]) -> Any:
-    """``value`` as something that can be compared; ``index`` are numbers of the module among its neighbours."""
+    """Return ``value`` as something comparable; ``index`` are numbers of the module among its neighbours."""
     if isinstance(value, Mapping):
         return type(value), tuple((key, _form(each, index, of_tensor)) for key, each in value.items())
     if isinstance(value, list | tuple):

@@ -41,16 +41,16 @@ _GONE: Final = object()
 
 
 class AttributeReads:
-    """What one run of a forward has read of the attributes of ``owners``, submodules included, but for tensors.
+    """The attributes of ``owners``, submodules included, that one run of a forward has read, but for tensors.
 
     Args:
         owners: modules, and the Trainer, by the names that messages give them.
-        stand_ins: what runs in the places of some of them, by its id; only its training mode counts.
+        copies: what runs in the places of some of them, by its id; only its training mode counts.
     """
 
-    def __init__(self, owners: Mapping[str, Any], stand_ins: Mapping[int, nn.Module]) -> None:
+    def __init__(self, owners: Mapping[str, Any], copies: Mapping[int, nn.Module]) -> None:
         self.owners = owners
-        self.stand_ins = stand_ins
+        self.copies = copies
         self._names = {id(owner): name for name, owner in owners.items()}
         self._read: dict[tuple[int, str], Any] = {}
         self._at_first: dict[tuple[int, str], tuple[Any, Any]] = {}
@@ -97,8 +97,8 @@ class AttributeReads:
 
     def _note(self, owner: Any, name: str, value: Any, paused: bool) -> None:
         if paused:
-            if name == "training" and id(owner) in self.stand_ins:
-                real = self.stand_ins[id(owner)]
+            if name == "training" and id(owner) in self.copies:
+                real = self.copies[id(owner)]
                 self._read.setdefault((id(real), name), real)
             return
         if name == "_modules":
@@ -118,7 +118,7 @@ class AttributeReads:
             self._children_read.setdefault((id(owner), name), owner)
 
     def _changes_since(self, before: Mapping[int, dict[str, Any]]) -> Iterator[tuple[tuple[Any, str], Any]]:
-        """((owner, name), what undoes it) of each attribute that the forward has set, removed, or put something into.
+        """Yield ((owner, name), what undoes it) of each attribute that the forward has set, removed, or added to.
 
         A plain value that was set to what it was is no change.
         """
@@ -147,7 +147,7 @@ class AttributeReads:
         return self
 
     def differing(self) -> str | None:
-        """The name of an attribute that has another value than it had when the forward ran."""
+        """Return the name of an attribute that has another value than it had when the forward ran."""
         for key, trace in self._traces.items():
             if self._trace_of(key) != trace:
                 return self._path(self._read[key], key[1])
@@ -159,7 +159,7 @@ class AttributeReads:
         return None
 
     def numbers(self) -> dict[str, str]:
-        """The numbers and flags among them that modules have themselves, as text: what all ranks have alike."""
+        """Return the numbers and flags among them that modules have themselves, as text: what all ranks have alike."""
         return {
             self._path(owner, name): repr(vars(owner)[name])
             for (_, name), owner in self._read.items()
@@ -204,7 +204,7 @@ class _Itself:
 
 
 def _trace(value: Any, depth: int = 2) -> Any:
-    """What is compared of ``value``: a plain value, an object itself, or what is in it down to ``depth``."""
+    """Return what is compared of ``value``: a plain value, an object itself, or what is in it down to ``depth``."""
     kind = type(value)
     if isinstance(value, PLAIN):
         return kind, value  # with its type: 1 == True

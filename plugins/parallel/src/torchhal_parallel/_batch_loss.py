@@ -90,7 +90,7 @@ class WholeBatch:
         self.leaves: list[torch.Tensor] = []
 
     def __call__(self, output: Any) -> torch.Tensor:
-        """What the schedule calls backward on for this microbatch."""
+        """Return what the schedule calls backward on for this microbatch."""
         tensors: list[torch.Tensor] = []
         leaves: list[torch.Tensor] = []
 
@@ -120,7 +120,7 @@ class WholeBatch:
 def unlike_mean(
     model: str, losses: Sequence[torch.Tensor], whole: torch.Tensor, *, microbatches: int, narrow: bool
 ) -> str | None:
-    """What is wrong if the loss of some microbatches together is another number than the mean of ``losses``, theirs.
+    """Return an error text if the loss of some microbatches together is not the mean of ``losses``, theirs.
 
     Args:
         model: its name.
@@ -144,7 +144,7 @@ def unlike_mean(
 def other_mean(
     losses: Sequence[torch.Tensor], sizes: Sequence[int], whole: torch.Tensor, *, narrow: bool
 ) -> tuple[float, float] | None:
-    """(``whole``, the mean of ``losses`` weighed by ``sizes``) if these differ by more than rounding, else None."""
+    """Return (``whole``, the mean of ``losses`` weighed by ``sizes``) if they differ by more than rounding."""
     parts, expected = [float(loss) for loss in losses], float(whole)
     mean = sum(part * size for part, size in zip(parts, sizes, strict=True)) / sum(sizes)
     if not math.isfinite(expected):
@@ -184,7 +184,7 @@ def without_traces(module: nn.Module, kept: Sequence[Any]) -> Iterator[None]:
 
 
 def is_narrow(device: torch.device, outputs: Any) -> bool:
-    """Whether a loss of ``outputs`` may be computed in 16 bits."""
+    """Return whether a loss of ``outputs`` may be computed in 16 bits."""
     found = torch.is_autocast_enabled(device.type)
 
     def look(value: Any) -> Any:
@@ -197,11 +197,11 @@ def is_narrow(device: torch.device, outputs: Any) -> bool:
 
 
 def leaf_of(value: Any) -> Any:
-    """``value`` of a graph of its own, if it can have a gradient."""
+    """Return ``value``, as a leaf of a graph of its own if it can have a gradient."""
     floating = isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
     return value.requires_grad_() if floating else value
 
 
 def detached(value: Any) -> Any:
-    """A nest of tensors without their graphs."""
+    """Return a nest of tensors without their graphs."""
     return map_tensors(value, lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf)

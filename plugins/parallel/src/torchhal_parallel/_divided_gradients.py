@@ -116,7 +116,7 @@ def _behind(nodes: Iterable[Any], beyond: Set[Any], last: Callable[[Any], bool])
 
 
 def _is_function(node: Any) -> bool:
-    """Whether only its author knows what the backward of ``node`` does."""
+    """Return whether only its author knows what the backward of ``node`` does."""
     home = _home(node)
     return bool(home) and not home.startswith("torch.distributed.fsdp")  # which notes that a unit's backward is over
 
@@ -126,7 +126,7 @@ def _is_sum(node: Any) -> bool:
 
 
 def _home(node: Any) -> str:
-    """The module of the autograd Function whose backward ``node`` is; "" for torch's operators."""
+    """Return the module of the autograd Function whose backward ``node`` is; "" for torch's operators."""
     return str(getattr(getattr(node, "_forward_cls", None), "__module__", ""))
 
 

@@ -1,4 +1,4 @@
-"""Compare what stands between column- and row-wise layers with what it would compute on one device.
+"""Compare the computations between column- and row-wise layers with those on one device.
 
 There each rank computes with its part of an output. Activations and attention over heads do with a part what they do
 with the whole; a softmax, mean or norm over what is divided, a chunk of joined projections and a reshape into a fixed
@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import re
 import warnings
-import zlib
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -32,19 +30,8 @@ from torchhal_parallel._alike import KindsOfCalls
 from torchhal_parallel._batch_loss import without_traces
 from torchhal_parallel._divided_gradients import Nodes, check_gradients, check_sums
 from torchhal_parallel._dtensor_layout import is_below_float32
-from torchhal_parallel._tensor_swap import StandIn, swapped_tensors
+from torchhal_parallel._region_runs import DROPOUT, RegionRuns, WithoutRandomNumbers, in_full_precision
 
-TOLERANCE = 1e-3
-"""Of the norm: float32 rounds to 1e-6 of it, a mean over half of 4,096 random numbers is off by 1e-2."""
-
-_DROPOUT = {
-    F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout,
-    torch.alpha_dropout, torch.feature_dropout,
-}  # fmt: skip
-_RANDOM = {
-    "bernoulli", "bernoulli_", "exponential_", "normal", "normal_", "rand", "rand_like", "randn", "randn_like",
-    "uniform_",
-}  # fmt: skip
 _SIZES = re.compile(r"\b(shape|size|dimension)")
 
 
@@ -257,8 +244,8 @@ class DividedRegions:
                 "the layers 'colwise_rep' and 'rowwise_rep', between which nothing is divided"
             )
 
-    def _run_twice(self, call: _Call, paused: Callable[[], Any]) -> tuple[_Runs, bool]:
-        """(both forwards, whether a collective of the user's joins the parts, after which there is one)."""
+    def _run_twice(self, call: _Call, paused: Callable[[], Any]) -> tuple[RegionRuns, bool]:
+        """Return (both forwards, whether a collective of the user's joins the parts, after which there is one)."""
         if isinstance(call.given, Exception):
             raise call.given
         inside = set(call.module.modules())
@@ -270,12 +257,12 @@ class DividedRegions:
         try:
             # without a graph: a checkpointed block would find more saved tensors than its recomputation
             with torch.no_grad(), paused() as joined:
-                run = _Runs(layers, self.styles, self.rank, self.size)
+                run = RegionRuns(layers, self.styles, self.rank, self.size)
                 for run.divided in (False, True):
                     rng.restore(generators, strategy.accelerator, strategy.root_device)  # both skip the same blocks
-                    with without_traces(call.module, kept), _in_full_precision(call.module):
+                    with without_traces(call.module, kept), in_full_precision(call.module):
                         args, kwargs = _copies(call.given)
-                        with run.in_places(), _NoRandomNumbers():
+                        with run.in_places(), WithoutRandomNumbers():
                             call.module.forward(*args, **kwargs)
                     if joined():
                         break
@@ -284,100 +271,8 @@ class DividedRegions:
             rng.restore(generators, strategy.accelerator, strategy.root_device)
 
 
-class _Runs:
-    """Forwards of layers with random weights: with whole outputs first, then, :attr:`divided`, with this rank's."""
-
-    def __init__(self, layers: Mapping[nn.Module, str], styles: Mapping[str, str], rank: int, size: int) -> None:
-        self.layers = layers
-        self.styles = styles
-        self.rank = rank
-        self.size = size
-        self.divided = False
-        self.differing: tuple[str, float] | None = None
-        self._weights = {
-            name: _random_weights(layer, name) for layer, name in layers.items() if styles[name] != "sequence_parallel"
-        }
-        self._rows: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._row = 0
-
-    @contextmanager
-    def in_places(self) -> Iterator[None]:
-        """The layers compute so, without what divides their inputs and outputs. Their users' hooks run."""
-        before = [(layer, dict(vars(layer))) for layer in self.layers]
-        try:
-            for layer, name in self.layers.items():
-                vars(layer)["forward"] = lambda given, *, layer=layer, name=name: self._forward(layer, name, given)
-                for kind in ("_forward_hooks", "_forward_pre_hooks"):
-                    hooks = {key: hook for key, hook in vars(layer)[kind].items() if not _divides(hook)}
-                    vars(layer)[kind] = OrderedDict(hooks)
-            yield
-        finally:
-            for layer, attributes in before:
-                vars(layer).clear()
-                vars(layer).update(attributes)
-
-    def _forward(self, layer: Any, name: str, given: torch.Tensor) -> torch.Tensor:
-        style = self.styles[name]
-        if style == "sequence_parallel":
-            norm = F.rms_norm if isinstance(layer, nn.RMSNorm) else F.layer_norm
-            return norm(given, layer.normalized_shape)
-        if style == "rowwise" and self.divided:
-            return self._compare_row(name, given)
-        weight, bias = self._weights[name]
-        if isinstance(layer, nn.Embedding):
-            output = F.embedding(given, weight)
-        else:
-            output = F.linear(given.to(weight.dtype), weight, bias)
-        if style == "rowwise":
-            self._rows.append((given.detach(), output))
-        if style == "colwise" and self.divided:
-            return output.chunk(self.size, -1)[self.rank]
-        return output
-
-    def _compare_row(self, name: str, given: torch.Tensor) -> torch.Tensor:
-        whole, output = self._rows[self._row]
-        self._row += 1
-        wanted = whole.chunk(self.size, -1)[self.rank]
-        off = 1.0
-        if given.shape == wanted.shape:
-            norm = wanted.double().norm()
-            off = float((given.detach().double() - wanted.double()).norm() / norm.clamp(min=1e-30))
-        if off > TOLERANCE and self.differing is None:
-            self.differing = (name, off)
-        return output
-
-
-def _random_weights(layer: Any, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """A weight, all of it, and a bias for a Linear or an Embedding; the same on every rank."""
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    rows, columns = layer.weight.shape
-    dtype = torch.promote_types(layer.weight.dtype, torch.float32)
-    scale = 1.0 if isinstance(layer, nn.Embedding) else columns**-0.5
-    weight = torch.randn(rows, columns, generator=generator, dtype=dtype).mul_(scale)
-    bias = torch.randn(rows, generator=generator, dtype=dtype)
-    return weight.to(layer.weight.device), bias.to(layer.weight.device)
-
-
-class _NoRandomNumbers(TorchFunctionMode):
-    """Dropout drops nothing, and random numbers are all the same: a part can't draw those of the whole."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func in _DROPOUT:
-            return args[0] if args else kwargs["input"]
-        if func is F.scaled_dot_product_attention:
-            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
-            if len(args) <= 4:
-                kwargs["dropout_p"] = 0.0
-        result = func(*args, **kwargs)
-        if getattr(func, "__name__", "") in _RANDOM and isinstance(result, torch.Tensor):
-            with torch.no_grad():
-                result.fill_(0.5)
-        return result
-
-
 class _Dropouts(TorchFunctionMode):
-    """Tells ``seen`` of each tensor that something drops out of."""
+    """A function mode that passes each tensor to ``seen`` that something drops out of."""
 
     def __init__(self, seen: Callable[[Any], None]) -> None:
         super().__init__()
@@ -385,7 +280,7 @@ class _Dropouts(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _DROPOUT:
+        if func in DROPOUT:
             p = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
             training = args[2] if len(args) > 2 else kwargs.get("training", True)
             if p and training:
@@ -393,27 +288,6 @@ class _Dropouts(TorchFunctionMode):
         elif func is F.scaled_dot_product_attention and (args[4] if len(args) > 4 else kwargs.get("dropout_p")):
             self.seen(args[0] if args else kwargs["query"])
         return func(*args, **kwargs)
-
-
-@contextmanager
-def _in_full_precision(module: nn.Module) -> Iterator[None]:
-    """At least float32, in which rounding can't be taken for something else, or hide it."""
-    wide: list[StandIn] = [
-        (members, name, tensor.detach().float())
-        for each in module.modules()
-        for members in (each._parameters, each._buffers)
-        for name, tensor in members.items()
-        if tensor is not None
-        and not tensor.is_meta
-        and type(tensor) in (torch.Tensor, nn.Parameter)
-        and is_below_float32(tensor)
-    ]
-    devices = {tensor.device.type for tensor in (*module.parameters(), *module.buffers())} - {"meta"}
-    with ExitStack() as stack:
-        for device in devices:
-            stack.enter_context(torch.autocast(device, enabled=False))
-        stack.enter_context(swapped_tensors(wide))
-        yield
 
 
 def _copies(nest: Any) -> Any:
@@ -429,14 +303,8 @@ def _copies(nest: Any) -> Any:
     return tree_map(copy, nest)
 
 
-def _divides(hook: Any) -> bool:
-    """Whether a hook is torch's, which divides or joins what a layer takes and gives, or one of this package."""
-    hook = getattr(hook, "func", hook)
-    return str(getattr(hook, "__module__", "")).startswith(("torch.distributed", "torchhal_parallel"))
-
-
 def _around(name: str) -> Iterator[str]:
-    """The names of the modules that hold ``name``, the model's own, which is empty, included."""
+    """Yield the names of the modules that hold ``name``, the model's own, which is empty, included."""
     while name:
         name = name.rpartition(".")[0]
         yield name

@@ -24,7 +24,7 @@ except ImportError as error:  # distribute_tensor, which is public, would move t
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """All of ``tensor``, on every rank that has a part of it; they all must call.
+    """Return all of ``tensor``, on every rank that has a part of it; they all must call.
 
     Of several mesh dimensions that divide it the outer one did so last, and is gathered first. ``full_tensor`` does the
     same in one call, and warns on every rank that it takes several collectives.
@@ -38,12 +38,12 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def to_local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part, which shares the tensor's memory."""
+    """Return this rank's part, which shares the tensor's memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def shard_like(value: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """``value``, whole on every rank, in the layout and on the device of ``target``, which has its shape.
+    """Return ``value``, whole on every rank, in the layout and on the device of ``target``, which has its shape.
 
     Nothing is sent: each rank takes its part. The slice is right for every placement that ``fully_shard`` and
     ``parallelize_module`` make, the strided one of their composition included.
@@ -63,12 +63,12 @@ def shard_like(value: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def is_below_float32(tensor: torch.Tensor) -> bool:
-    """Whether it has floating-point numbers of fewer than 32 bits."""
+    """Return whether ``tensor`` has floating-point numbers of fewer than 32 bits."""
     return tensor.is_floating_point() and tensor.element_size() < 4
 
 
 def place_of_part(tensor: torch.Tensor) -> Any:
-    """(shape, offset) of this rank's part, or None of a tensor that is whole: the same on ranks with the same part."""
+    """Return (shape, offset) of this rank's part, or None for a whole tensor: the same on ranks with the same part."""
     if not isinstance(tensor, DTensor):
         return None
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -76,7 +76,7 @@ def place_of_part(tensor: torch.Tensor) -> Any:
 
 
 def gather_to_cpu(value: Any, *, keep: bool) -> Any:
-    """A nest with every sharded tensor whole and on the CPU, one at a time. Called on every rank.
+    """Return a nest with every sharded tensor whole and on the CPU, one at a time. Called on every rank.
 
     Where ``keep`` is False the result holds no data: tensors of the same shape on the meta device.
     """
@@ -93,7 +93,7 @@ def gather_to_cpu(value: Any, *, keep: bool) -> Any:
 def get_total_norm(
     gradients: Iterable[torch.Tensor], *, squares: Callable[[torch.Tensor], torch.Tensor] | None = None
 ) -> torch.Tensor:
-    """The 2-norm over all elements of all ``gradients``, the same on every rank: a 0-d tensor.
+    """Return the 2-norm over all elements of all ``gradients``, the same on every rank: a 0-d tensor.
 
     ``torch.nn.utils.clip_grad_norm_`` refuses plain and sharded gradients together, and ``.item()`` on a norm of a
     sharded tensor is this rank's, without a word. Here the squares of the parts are added up on each rank, and over

@@ -1,4 +1,4 @@
-"""Learn what a step calls its model with, by running it as far as that, and answer the call."""
+"""Capture the arguments with which a step calls its model, by running it up to that call, and override the call."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torchhal.errors import ModelError
 from torchhal.trainer.logging import is_metric
 from torchhal_parallel._module_restore import ForwardOverride
 
-LOOKS = 2
-"""How many rehearsals of a step are looked at closely."""
+CHECKED_CAPTURES = 2
+"""How many captures of a step are repeated, to compare what each leaves behind."""
 
 
 class _ForwardReached(BaseException):
@@ -29,29 +29,30 @@ class _ForwardReached(BaseException):
 class PatchedForward(ForwardOverride):
     """The forward of a model that no rank has whole: it gives what a pipeline has computed, while a step runs."""
 
-    answer: Callable[..., Any] | None = None
+    override: Callable[..., Any] | None = None
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
         self.module = module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.answer is None:
+        if self.override is None:
             name = type(self.module).__name__
             raise ModelError(
                 f"{name} was called outside of its steps: under a pipeline each rank has a part of it, and all of them "
                 "run theirs together only in training_step, validation_step, test_step and predict_step. Call it "
                 "there, and keep what a hook or a callback needs of the result"
             )
-        return self.answer(*args, **kwargs)
+        return self.override(*args, **kwargs)
 
 
 class ForwardCapture:
-    """Runs a step as far as ``self(...)``: ``rehearsal(step, batch, rest)`` gives the arguments of the call by name.
+    """Runs a step as far as ``self(...)``: ``capture(step, batch, rest)`` gives the arguments of the call by name.
 
     What a step does before the call, it does again when it runs in earnest. So that must leave nothing behind but what
     a second run leaves alike, and draw no random numbers, which would be others then, and others on each rank. The
-    generators are compared each time; what the step leaves, in the first :data:`LOOKS` rehearsals, which are repeated.
+    generators are compared each time; what the step leaves, in the first :data:`CHECKED_CAPTURES` captures, which are
+    repeated.
 
     Raises:
         ModelError: the step fails before the call or never makes it, or does what can't be done twice.
@@ -64,24 +65,24 @@ class ForwardCapture:
         parameters = self.signature.parameters.values()
         self.further = next((each.name for each in parameters if each.kind is each.VAR_KEYWORD), None)
         """What the forward calls the keyword arguments that it has no names for."""
-        self._looks: dict[str, int] = {}
+        self._captures: dict[str, int] = {}
         self._forward = PatchedForward(module)
 
     @contextmanager
-    def answering(self, answer: Callable[..., Any]) -> Iterator[None]:
-        """``module(...)`` calls ``answer`` inside."""
-        before, self._forward.answer = self._forward.answer, answer
+    def overridden(self, override: Callable[..., Any]) -> Iterator[None]:
+        """Let ``module(...)`` call ``override`` inside."""
+        before, self._forward.override = self._forward.override, override
         try:
             yield
         finally:
-            self._forward.answer = before
+            self._forward.override = before
 
     def __call__(self, step: Callable[..., Any], batch: Any, rest: tuple[Any, ...]) -> dict[str, Any]:
         name = getattr(step, "__name__", "step")
-        looks = self._looks.get(name, 0)
+        captures = self._captures.get(name, 0)
         generators = self.generators()
-        if looks < LOOKS:
-            self._looks[name] = looks + 1
+        if captures < CHECKED_CAPTURES:
+            self._captures[name] = captures + 1
             self._run(step, batch, rest)
             state = _state_of(self.module)
             arguments = self._run(step, batch, rest)
@@ -101,7 +102,7 @@ class ForwardCapture:
                 named |= named.pop(self.further, {})
             raise _ForwardReached(named)
 
-        with without_logging(self.module), self.answering(stop), torch.no_grad():
+        with without_logging(self.module), self.overridden(stop), torch.no_grad():
             try:
                 step(batch, *rest)
             except _ForwardReached as called:
@@ -117,11 +118,11 @@ class ForwardCapture:
         )
 
     def generators(self) -> dict[str, Any]:
-        """The state of all generators."""
+        """Return the state of all generators."""
         return rng.collect(self.strategy.accelerator, self.strategy.root_device)
 
     def drawn_from(self, generators: Mapping[str, Any]) -> list[str]:
-        """Which of them have moved since they were in that state."""
+        """Return the names of the generators that have moved since they were in that state."""
         return drawn_between(generators, self.generators())
 
     def _check_generators(self, name: str, generators: Mapping[str, Any]) -> None:
@@ -143,15 +144,15 @@ class ForwardCapture:
 
 
 def drawn_between(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Which generators have moved between two states of all of them, by the names that a state has for them."""
+    """Return the names of the generators that have moved between two states of all of them."""
     return [kind for kind, state in before.items() if not _same(state, after[kind])]
 
 
 def returns_once(module: nn.Module, output: Any) -> Callable[..., Any]:
-    """What ``module(...)`` calls to get ``output``, the first time."""
+    """Return a function that gives ``output``, for ``module(...)``, and raises ModelError when it is called again."""
     calls = 0
 
-    def answer(*args: Any, **kwargs: Any) -> Any:
+    def forward(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls > 1:
@@ -161,19 +162,19 @@ def returns_once(module: nn.Module, output: Any) -> Callable[..., Any]:
             )
         return output
 
-    return answer
+    return forward
 
 
 @contextmanager
 def without_logging(module: nn.Module) -> Iterator[None]:
-    """What the step logs inside is dropped: it logs again when it runs in earnest."""
+    """Drop what the step logs inside: it logs again when it runs in earnest."""
     with logging_by(module, lambda *args, **kwargs: None):
         yield
 
 
 @contextmanager
 def logging_by(module: nn.Module, log: Callable[..., None]) -> Iterator[None]:
-    """``module.log`` and ``module.log_dict`` are ``log`` inside."""
+    """Let ``module.log`` and ``module.log_dict`` be ``log`` inside."""
     names = [name for name in ("log", "log_dict") if hasattr(type(module), name) and name not in module.__dict__]
     for name in names:
         module.__dict__[name] = log
@@ -185,7 +186,7 @@ def logging_by(module: nn.Module, log: Callable[..., None]) -> Iterator[None]:
 
 
 def _state_of(module: nn.Module) -> dict[str, Any]:
-    """The attributes and buffers of the module and its submodules, and the attributes of metric objects."""
+    """Return the attributes and buffers of the module and its submodules, and the attributes of metric objects."""
     found: dict[str, Any] = {}
     for path, owner in module.named_modules():
         prefix = f"{path}." if path else ""
@@ -199,7 +200,7 @@ def _state_of(module: nn.Module) -> dict[str, Any]:
 
 
 def _trace(value: Any) -> Any:
-    """What is compared of ``value``, and kept apart from it: its elements, its number or its length, else its type."""
+    """Return what is compared of ``value``, apart from it: its elements, its number or its length, else its type."""
     if isinstance(value, torch.Tensor):
         return value.shape if value.is_meta or value.layout is not torch.strided else value.detach().clone()
     if value is None or isinstance(value, bool | int | float | str):

@@ -9,27 +9,42 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from torchhal.distributed import collectives
-from torchhal.errors import ModelError, TorchhalError, UnsupportedCombinationError, message_of
+from torchhal.errors import TorchhalError
 from torchhal.memory_estimate import ModelMemory, ParameterMemory
-from torchhal.precision import Precision
-from torchhal_parallel._between_steps import explain_mixed
+from torchhal_parallel._device_mesh import release_groups
+from torchhal_parallel._fsdp_units import (
+    called_submodules,
+    check_scaled,
+    check_shardable,
+    kept_whole,
+)
 from torchhal_parallel._inner_backward import InnerBackward
 from torchhal_parallel._lost_writes import LostWrites
 from torchhal_parallel._module_restore import recompute
 from torchhal_parallel._optimizer_checks import one_by_one
 from torchhal_parallel._same_settings import find_differing_settings
 from torchhal_parallel._shard_sizes import gathered_bytes
-from torchhal_parallel._sharded_base import ShardedStrategy, StepRunner, run_after_closure
+from torchhal_parallel._sharded_base import ShardedStrategy
+from torchhal_parallel._sharding_errors import explain_unit
+from torchhal_parallel._step_runner import StepRunner
 from torchhal_parallel._uneven_inputs import uneven_forward
 from torchhal_parallel._wrap_policy import check_form, check_policy, find_blocks
 
-_NO_COPY = ("FSDP does not support deepcopy", "copy_() on an invalid python storage")
-"""What torch says of a deepcopy of a module of ``fully_shard``, and of a gradient in parts."""
+
+def run_after_closure(closure: Callable[[], Any], then: Callable[[], None]) -> Callable[[], Any]:
+    """Return ``closure`` with ``then`` after each evaluation: an optimizer may evaluate it several times."""
+
+    def run() -> Any:
+        result = closure()
+        then()
+        return result
+
+    return run
 
 
 class FullyShardedStrategy(ShardedStrategy):
@@ -38,7 +53,10 @@ class FullyShardedStrategy(ShardedStrategy):
     Args:
         reshard_after_forward: free a unit's parameters right after its forward, and gather them again for its
             backward; without, they stay until its backward is done.
-        wrap_policy: which submodules are units; see :func:`~torchhal_parallel._wrap_policy.find_blocks`.
+        wrap_policy: which submodules are units. ``"blocks"``: the elements of every ``nn.ModuleList``, and of every
+            ``nn.Sequential`` outside of them that has several with parameters. An int: the smallest submodules with at
+            least so many parameters. Classes: their instances. A callable: those for which ``policy(name, submodule)``
+            is true. ``"none"``: no unit but the whole.
         activation_checkpointing: recompute the activations of these submodules in backward instead of keeping them;
             the same forms as ``wrap_policy``, or None.
         mixed_precision: a ``MixedPrecisionPolicy`` for the units, beside the Trainer's precision, whose autocast needs
@@ -132,7 +150,7 @@ class FullyShardedStrategy(ShardedStrategy):
             self.model = self._runner = StepRunner(self.module)
             roots = [self._runner]
         elif roots is None:
-            roots = called_parts(self.module)
+            roots = called_submodules(self.module)
         self._mesh = mesh
         units = self._units = self._units_in(self.module, roots)
         whole = kept_whole(self.module, units, roots)
@@ -173,7 +191,7 @@ class FullyShardedStrategy(ShardedStrategy):
             sharded.set_force_sum_reduction_for_comms(True)
 
     def carry_hooks(self, hooks: Mapping[int, Any], parameter: nn.Parameter) -> None:
-        """A unit's gradients are those of what it gathers in its forward, always into the same tensors."""
+        """Let ``hooks`` run on the gradients of what a unit gathers in its forward, always into the same tensors."""
         self._carried[id(hooks)] = hooks
         found = (
             (unit, holder, attribute)
@@ -213,9 +231,11 @@ class FullyShardedStrategy(ShardedStrategy):
         super().check_replicas()
 
     def check_writes(self, *, restoring: bool = False) -> None:
-        """Raise where the steps have written what is lost, or other numbers on each rank, or where optimizers step by
-        other ones: when an epoch begins, before a checkpoint is gathered, and, then ``restoring`` the module, when the
-        fit ends."""
+        """Raise where the steps have written what is lost, or where numbers differ between ranks.
+
+        These are what was written to parameters, and the settings of optimizers. Called when an epoch begins, before a
+        checkpoint is gathered, and, then ``restoring`` the module, when the fit ends.
+        """
         if not self.is_set_up:
             return
         if self._lost_writes is not None:
@@ -241,11 +261,11 @@ class FullyShardedStrategy(ShardedStrategy):
         return super().module_state_dict()
 
     def watch_writes(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """A training step that refuses what would be lost, where parameters are sharded."""
+        """Return a training step that refuses what would be lost, where parameters are sharded."""
         return step if self._lost_writes is None else self._lost_writes.watched(step)
 
     def buffer_source(self) -> tuple[int, Any]:
-        """(the rank whose buffers count, the group of ranks that follow it; None for all)."""
+        """Return (the rank whose buffers count, the group of ranks that follow it; None for all)."""
         return 0, None
 
     def with_buffers(self, step: Callable[..., Any]) -> Callable[..., Any]:
@@ -270,7 +290,7 @@ class FullyShardedStrategy(ShardedStrategy):
         return run
 
     def then_sharded(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """A forward without a backward leaves the parameters of a unit that isn't resharded whole."""
+        """Return ``step`` with a reshard behind it: a forward alone leaves parameters of some units whole."""
 
         def run(*args: Any) -> Any:
             try:
@@ -288,7 +308,7 @@ class FullyShardedStrategy(ShardedStrategy):
 
     @property
     def evaluation_communicates(self) -> bool:  # type: ignore[override]
-        """Where parameters are sharded, a forward gathers them."""
+        """True if parameters are sharded: a forward gathers them."""
         return bool(self._units)
 
     @contextmanager
@@ -306,31 +326,11 @@ class FullyShardedStrategy(ShardedStrategy):
         self._reshard()
 
     def explain(self, error: BaseException) -> BaseException:
-        """What to do about a part of a unit that was called while nobody had gathered it."""
-        words = ("mixed torch.Tensor and DTensor", "inputs with different meshes")
-        if self._units and isinstance(error, RuntimeError) and any(word in message_of(error) for word in words):
-            if (found := explain_mixed(error, self.alias or "fsdp")) is not None:
+        """Return a ModelError for a part of a unit that was used while it was sharded, else ``error``."""
+        if self._units:
+            found = explain_unit(error, alias=self.alias or "fsdp", model=type(self.module).__name__)
+            if found is not None:
                 return found
-            model = type(self.module).__name__
-            return ModelError(
-                f"{error}. Under strategy {self.alias or 'fsdp'!r} the parameters of a unit are whole only while its "
-                f"own forward runs: {model} uses a part of one outside of it, as a penalty over self.parameters() "
-                "does, or by a transform of torch.func. Call the unit, choose units that are called by 'wrap_policy', "
-                "or use strategy='ddp'"
-            )
-        if self._units and "differentiated Tensor" in message_of(error) and "not have been used" in message_of(error):
-            return ModelError(
-                f"{error} Under strategy {self.alias or 'fsdp'!r} the parameters of a unit are others while its own "
-                f"forward runs, and {type(self.module).__name__} asks for a gradient by those of before or after it: "
-                "leave gradients by parameters to the backward of the loss, or use strategy='ddp' or 'zero1'"
-            )
-        if self._units and any(words in message_of(error) for words in _NO_COPY):
-            return ModelError(
-                f"{type(self.module).__name__} was copied while strategy {self.alias or 'fsdp'!r} has it in parts, by "
-                "copy.deepcopy or by AveragedModel(self) say, and torch's fully_shard can't copy its modules: keep an "
-                "average or a snapshot as {name: parameter.detach().clone() for name, parameter in "
-                "self.named_parameters()}, whose tensors are in the same parts, or copy the module before the fit"
-            )
         return super().explain(error)
 
     # -- optimizers and gradients ----------------------------------------------------------------------------
@@ -372,14 +372,14 @@ class FullyShardedStrategy(ShardedStrategy):
     # -- memory ----------------------------------------------------------------------------------------------
 
     def names_kept_whole(self, module: nn.Module) -> Collection[str]:
-        """Names of the parameters that no rank has a part of, but all of them whole."""
-        roots = [module] if getattr(module, "automatic_optimization", True) else called_parts(module)
+        """Return names of the parameters that no rank has a part of, but all of them whole."""
+        roots = [module] if getattr(module, "automatic_optimization", True) else called_submodules(module)
         return kept_whole(module, self._units_in(module, roots), roots)
 
     def gathered_memory(
         self, model: ModelMemory, held: Iterable[ParameterMemory], shapes: Mapping[int, Sequence[int]]
     ) -> int:
-        """Bytes that the units need beside their shards; see :func:`~torchhal_parallel._shard_sizes.gathered_bytes`."""
+        """Return the bytes that the units need beside their shards: gathered parameters, and gradients of one unit."""
         whole = self.names_kept_whole(model.module)
         return gathered_bytes(
             model,
@@ -396,94 +396,3 @@ class FullyShardedStrategy(ShardedStrategy):
         finally:
             release_groups(self._mesh)
             self._forget()
-
-
-def release_groups(mesh: Any) -> None:
-    """Let go of the process groups of ``mesh``, which are destroyed; None has none.
-
-    torch's caches of DTensor operators keep every mesh, and a gloo group that is kept keeps a thread for each pair of
-    ranks, which wakes a hundred times a second. Later groups of the same names are looked up again.
-    """
-    if mesh is not None:
-        root = getattr(mesh, "_root_mesh", None) or mesh
-        getattr(root, "_pg_registry", {}).clear()
-
-
-def check_torch(alias: str) -> None:
-    """Raise UnsupportedCombinationError on a torch whose ``fully_shard`` lacks what its units are told here."""
-    needed = ("set_reshard_after_forward", "set_reshard_after_backward", "set_force_sum_reduction_for_comms")
-    if missing := [name for name in needed if not hasattr(FSDPModule, name)]:
-        raise UnsupportedCombinationError(
-            f"strategy {alias!r} shards by torch's fully_shard and needs torch 2.8 or later: torch {torch.__version__} "
-            f"has no FSDPModule.{missing[0]}. Use another torch, or strategy='zero1', which divides the optimizer's "
-            "state alone"
-        )
-
-
-def check_shardable(module: nn.Module, alias: str) -> None:
-    """Raise ModelError, with the names, for what ``fully_shard`` would refuse in the midst of training."""
-    for name, submodule in module.named_modules():
-        if isinstance(submodule, nn.Embedding | nn.EmbeddingBag) and submodule.sparse:
-            raise ModelError(
-                f"{name!r} is a {type(submodule).__name__} with sparse=True, whose gradients strategy {alias!r} can't "
-                "shard: use sparse=False, or strategy='ddp'"
-            )
-    for name, parameter in module.named_parameters():
-        if not parameter.is_contiguous():
-            raise ModelError(
-                f"{name!r} is not contiguous (its shape is {tuple(parameter.shape)}, its strides are "
-                f"{parameter.stride()}), and strategy {alias!r} shards contiguous parameters alone: make it of "
-                "tensor.contiguous(), leave memory_format=torch.channels_last to inputs, or use strategy='zero1'"
-            )
-
-
-def called_parts(module: nn.Module) -> list[nn.Module]:
-    """The outermost submodules that are called and have parameters: containers aren't, their elements are."""
-    parts: list[nn.Module] = []
-    for child in module.children():
-        if type(child).forward is nn.Module.forward:
-            parts += called_parts(child)
-        elif next(child.parameters(), None) is not None:
-            parts.append(child)
-    return parts
-
-
-def kept_whole(module: nn.Module, units: Sequence[nn.Module], roots: Sequence[nn.Module]) -> dict[str, str]:
-    """Names of the parameters that stay whole on every rank, and why: ``fully_shard`` can't divide them.
-
-    Those in no root or in several, those without a dimension or an element, and of each unit, inner ones first, the
-    trained ones in another dtype than most of its trained elements have.
-    """
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-    found: dict[str, str] = {}
-    holders = [id(parameter) for root in roots for parameter in root.parameters()]
-    for identity, name in names.items():
-        if (count := holders.count(identity)) != 1:
-            found[name] = "is shared by parts that are called one by one" if count else "is in no part that is called"
-    seen: set[int] = set()
-    for unit in units:
-        own = [parameter for parameter in unit.parameters() if id(parameter) not in seen]
-        seen.update(map(id, own))
-        sizes: dict[torch.dtype, int] = {}
-        for parameter in own:
-            if not parameter.dim() or not parameter.numel():
-                found[names[id(parameter)]] = "has no dimension" if not parameter.dim() else "has no element"
-            elif parameter.requires_grad:
-                sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
-        most = max(sizes, key=lambda dtype: sizes[dtype], default=None)
-        for parameter in own:
-            if parameter.requires_grad and parameter.dtype != most:
-                found.setdefault(names[id(parameter)], f"is {parameter.dtype} beside {most}")
-    return found
-
-
-def check_scaled(whole: Mapping[str, str], precision: Precision, alias: str) -> None:
-    """Raise ModelError for parameters that stay whole beside sharded ones, where a scaler sees them together."""
-    if getattr(precision, "scaler", None) is None:
-        return
-    for name, reason in whole.items():
-        raise ModelError(
-            f"{name!r} {reason}, so strategy {alias!r} keeps it whole, and the scaler of precision "
-            f"{precision.alias!r} takes no whole and sharded gradients together: give it the shape (1,) and the dtype "
-            "of the others, or use precision='bf16-mixed'"
-        )

@@ -1,4 +1,4 @@
-"""What each rank has other parts of, brought together one tensor at a time: no rank has room for a model twice."""
+"""Gather nests of tensors from all ranks, one tensor at a time: no rank has room for a model twice."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Outline:
 
 
 def on_first_rank(mine: Any, device: torch.device, *, name: str = "gathering") -> list[Any] | None:
-    """The nests that the ranks bring, in their order and on the CPU, on rank 0; None on the others. All must call.
+    """Return the ranks' nests, in their order and on the CPU, on rank 0; None on the others. All must call.
 
     Args:
         mine: dicts, lists and tuples; whatever in them is no dense tensor must be picklable, and travels together.
@@ -52,7 +52,7 @@ def on_first_rank(mine: Any, device: torch.device, *, name: str = "gathering") -
 
 
 def on_every_rank(mine: Any, device: torch.device, *, name: str = "gathering") -> list[Any]:
-    """The same on every rank."""
+    """Return the ranks' nests, in their order and on the CPU, on every rank. All must call."""
     outlines = collectives.all_gather_object(_outline(mine), name=name)
     where = collectives.host(device)
 
@@ -89,6 +89,6 @@ def _outline(nest: Any) -> Any:
 
 
 def _bytes(tensor: torch.Tensor, where: torch.device) -> torch.Tensor:
-    """All of ``tensor`` as bytes, flat: a backend knows some dtypes. Of a contiguous one on ``where`` its memory."""
+    """Return all of ``tensor`` as flat bytes, which every backend sends; its own memory if contiguous on ``where``."""
     dense = tensor.detach().to(where).resolve_conj().resolve_neg().contiguous()
     return dense.reshape(-1).view(torch.uint8)

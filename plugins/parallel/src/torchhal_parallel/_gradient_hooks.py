@@ -77,7 +77,7 @@ class HooksOfBatch:
 
 
 class CarriedHandles:
-    """What a run has registered to let the user's hooks run elsewhere, until :meth:`remove`."""
+    """The handles that a run has registered to let the user's hooks run elsewhere, until :meth:`remove`."""
 
     def __init__(self) -> None:
         self._handles: list[RemovableHandle] = []

@@ -72,7 +72,7 @@ class LostWrites:
         """What was gathered, always into the same tensor, with how often it was written to before, and its name."""
 
     def watched(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """``step``, a call of which raises ModelError for a write that would be lost."""
+        """Return ``step``, a call of which raises ModelError for a write that would be lost."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             self._steps += 1
@@ -96,7 +96,7 @@ class LostWrites:
             self._memory = {_memory(parameter): parameter for parameter in self._sharded.values()}
 
     def around_hook(self, name: str, body: Callable[..., Any]) -> Callable[..., Any]:
-        """``body`` of a hook, whose numbers are noted if it is the user's and may write between the steps."""
+        """Return ``body`` of a hook, whose numbers are noted if it is the user's and may write between the steps."""
         of_torchhal = str(getattr(body, "__module__", "")).partition(".")[0] == "torchhal"
         if self.size == 1 or name not in _BETWEEN_STEPS or of_torchhal:
             return body
@@ -141,7 +141,7 @@ class LostWrites:
         self._tensors[number.device] = value if total is None else total * 0.75 + value
 
     def checksum(self) -> tuple[int, list[str]]:
-        """What is the same on ranks that have written the same numbers."""
+        """Return a checksum that is the same on ranks that have written the same numbers."""
         return self.numbers, [repr(total.item()) for total in self._tensors.values()]
 
     def check_gathered(self) -> None:
@@ -191,7 +191,7 @@ class LostWrites:
         self.numbers = zlib.crc32(repr((name, operator.name(), numbers)).encode(), self.numbers)
 
     def parted(self) -> DistributedError:
-        """What to raise where :attr:`numbers` are not the same on each rank."""
+        """Return the error for ranks on which :attr:`numbers` are not the same."""
         return DistributedError(
             f"the training steps of {self.model}, or hooks between them, wrote to parameters or gradients that "
             f"strategy {self.alias!r} has in parts, and the ranks did not write the same numbers, by their own batches "
@@ -201,7 +201,7 @@ class LostWrites:
 
 
 def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` as torch.compile leaves it alone; without torch._dynamo, slow to import, nothing is compiled."""
+    """Return ``function`` as torch.compile leaves it alone; without torch._dynamo, slow to import, unchanged."""
     if "torch._dynamo" not in sys.modules:
         return function
     return torch.compiler.disable(function)  # type: ignore[no-untyped-call, no-any-return]

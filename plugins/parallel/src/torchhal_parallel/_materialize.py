@@ -24,11 +24,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from torchhal.errors import ModelError
-from torchhal_parallel._tensor_swap import StandIn, swapped_tensors
+from torchhal_parallel._tensor_swap import TensorSwap, swapped_tensors
 
 
 def tensors_on_meta(module: nn.Module) -> list[str]:
-    """Names of the parameters and buffers of ``module`` that have no memory; every name of a tied one."""
+    """Return names of the parameters and buffers of ``module`` that have no memory; every name of a tied one."""
     named = (
         *module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)
     )  # fmt: skip
@@ -91,7 +91,7 @@ def _initialize(model: nn.Module, waiting: Mapping[str, nn.Module], device: torc
 
 
 def _outermost(module: nn.Module) -> Iterator[Any]:
-    """The modules with an ``init_weights()`` that no other such module contains."""
+    """Yield the modules with an ``init_weights()`` that no other such module contains."""
     initialize = getattr(module, "init_weights", None)
     if callable(initialize) and _takes(initialize, 0):
         yield module
@@ -108,10 +108,10 @@ def _takes(function: Any, count: int) -> bool:
     return True
 
 
-def _outlines(model: nn.Module, places: Collection[tuple[int, str]]) -> list[StandIn]:
+def _outlines(model: nn.Module, places: Collection[tuple[int, str]]) -> list[TensorSwap]:
     """For all that is not in ``places`` one on the meta device: it is divided, has values, or gets them later."""
     made: dict[int, torch.Tensor] = {}
-    found: list[StandIn] = []
+    found: list[TensorSwap] = []
     for owner in model.modules():
         for members in (owner._parameters, owner._buffers):
             for name, tensor in members.items():
@@ -150,7 +150,7 @@ def _filled(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _is_empty(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` has an element that :func:`_filled` put there; an unsigned or boolean one doesn't tell."""
+    """Return whether ``tensor`` has an element of :func:`_filled`; an unsigned or boolean one doesn't tell."""
     if tensor.is_floating_point() or tensor.is_complex():
         return bool(tensor.detach().isnan().any())
     if tensor.dtype == torch.bool or not torch.iinfo(tensor.dtype).min:

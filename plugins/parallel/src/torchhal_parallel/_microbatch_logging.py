@@ -1,4 +1,4 @@
-"""What a step logs for the parts of one batch, as the one value that it would have logged for the whole."""
+"""Combine what a step logs for the parts of one batch into the value that it would log for the whole."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _Key:
 
 
 class MicrobatchLog:
-    """Stands in for a Trainer's results while the parts of a batch run; :meth:`hand_over` logs what they logged.
+    """A replacement of a Trainer's results while the parts of a batch run; :meth:`flush` logs what they logged.
 
     The n-th call with a name in one part belongs to the n-th in the others.
     """
@@ -43,7 +43,7 @@ class MicrobatchLog:
         return getattr(self.results, name)
 
     def start_part(self, part: int) -> None:
-        """What is logged from now on is of this part."""
+        """Take what is logged from now on as that of part ``part``."""
         self.part = part
         self._calls: dict[tuple[str, str | None], int] = {}
 
@@ -79,7 +79,7 @@ class MicrobatchLog:
         key.weights.append(self.sizes[self.part] if batch_size is None else batch_size)
         key.weighed = key.weighed or batch_size is not None
 
-    def hand_over(self) -> None:
+    def flush(self) -> None:
         """Log each value once, combined over the parts: a mean by their sizes, a sum, the least or the greatest."""
         for (name, hook, _), key in self._keys.items():
             prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, add_dataloader_idx, rank_zero_only = key.asked
@@ -96,7 +96,7 @@ class MicrobatchLog:
             )  # fmt: skip
 
     def _combine_forward_values(self, key: _Key) -> None:
-        """A metric object has accumulated over the parts by itself; its value of this step is that of the last one."""
+        """Combine the values of a metric object for this step; it has accumulated over the parts by itself."""
         seen = [value.forward for value in key.values]
         if all(isinstance(value, torch.Tensor) and value.numel() == 1 for value in seen):
             key.values[-1].metric._forward_cache = combine(seen, key.weights, "mean", self.device)
@@ -104,7 +104,7 @@ class MicrobatchLog:
 
 @contextmanager
 def merged_log(trainer: Any, sizes: Sequence[int], device: torch.device) -> Iterator[Callable[[int], None]]:
-    """What parts of ``sizes`` samples log inside becomes one value each; called with the number of each as it begins.
+    """Log one value for what parts of ``sizes`` samples log inside; yield the function that begins a part.
 
     Without a ``trainer`` there is nothing to log to.
     """
@@ -117,7 +117,7 @@ def merged_log(trainer: Any, sizes: Sequence[int], device: torch.device) -> Iter
         yield log.start_part
     finally:
         trainer.results = results
-    log.hand_over()
+    log.flush()
 
 
 @dataclass
@@ -127,7 +127,7 @@ class _MetricValue:
 
 
 def _kept(value: Any) -> Any:
-    """A copy: what was logged must not follow when the model changes its tensor in place."""
+    """Return a copy: what was logged must not follow when the model changes its tensor in place."""
     if isinstance(value, torch.Tensor):
         kept = value.detach()
         if hasattr(kept, "full_tensor"):
@@ -195,7 +195,7 @@ def _off_host(value: Any) -> bool:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """At least float32, in which parts are added up without losing digits of each."""
+    """Return a dtype of at least float32, in which parts are added up without losing digits of each."""
     return dtype if dtype in (torch.float32, torch.float64) else torch.float32
 
 

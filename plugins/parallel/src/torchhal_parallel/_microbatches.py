@@ -1,4 +1,4 @@
-"""Whether the batches of a loader divide into the microbatches of a pipeline."""
+"""Check that the batches of a loader divide into the microbatches of a pipeline."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def check_loader(loader: Any, microbatches: int, trainer: Any) -> None:
 
 
 def _reaches(trainer: Any, batches: int) -> bool:
-    """Whether training uses so many batches of an epoch."""
+    """Return whether training uses so many batches of an epoch."""
     if trainer is None:
         return True
     limit = trainer.overfit_batches or trainer.limit_train_batches
@@ -39,7 +39,7 @@ def _reaches(trainer: Any, batches: int) -> bool:
 
 
 def indivisible(what: str, size: int, parts: int) -> ModelError:
-    """The error for ``what``, of ``size`` samples, that ``parts`` does not divide."""
+    """Return the error for ``what``, of ``size`` samples, that ``parts`` does not divide."""
     return ModelError(
         f"{what} of {size} samples does not divide into {parts} microbatches: choose a batch size that is a multiple "
         f"of {parts} and drop_last=True in the DataLoader, or another microbatches=..."

@@ -1,4 +1,4 @@
-"""What is done to a user's module in place, and how it becomes an ordinary module again after a run."""
+"""Override forwards of a user's module, and make it an ordinary module again after a run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _HOOKS = (
 
 
 class ForwardOverride:
-    """Stands in for the forward of ``module`` until :meth:`remove`; ``inner`` is the one that it had."""
+    """A replacement of the forward of ``module`` until :meth:`remove`; ``inner`` is the one that it had."""
 
     def __init__(self, module: nn.Module) -> None:
         self.remove(module)
@@ -65,7 +65,7 @@ def recompute(module: nn.Module, policy: Any) -> None:
 
 
 class ModuleSnapshot:
-    """What a module was like before it was wrapped: made before, undone after the run.
+    """The state of a module before it was wrapped: made before, restored after the run.
 
     ``fully_shard`` changes classes and keeps state in the modules; it and ``parallelize_module`` register hooks, some
     at the first step. Hooks of the user's, whenever they came, stay.
@@ -87,7 +87,7 @@ class ModuleSnapshot:
             *by_identity(module.named_buffers(remove_duplicate=False)),
         ]
 
-    def undo(self, module: nn.Module, whole: dict[str, Any]) -> None:
+    def restore(self, module: nn.Module, whole: dict[str, Any]) -> None:
         """Make ``module`` what it was, with the tensors of ``whole``, by name, as its parameters and buffers.
 
         What training has removed stays away, and what it has added is restored too.
@@ -117,7 +117,7 @@ class ModuleSnapshot:
                 setattr(owner, attribute, value)  # an LSTM keeps a list of its own
 
     def _restored(self, now: nn.Parameter, value: torch.Tensor) -> nn.Parameter:
-        """The parameter that the module had in the place of ``now``, with ``value``."""
+        """Return the parameter that the module had in the place of ``now``, with ``value``."""
         parameter = self._objects.object_for(now)
         if parameter is None or not torch._has_compatible_shallow_copy_type(parameter, value):
             parameter = nn.Parameter(value, requires_grad=now.requires_grad)  # it came while the model was trained
@@ -140,7 +140,7 @@ def _place(module: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def by_identity(named: Any) -> list[list[str]]:
-    """The names of each tensor, tied ones together."""
+    """Return the names of each tensor, tied ones together."""
     found: dict[int, list[str]] = {}
     for name, tensor in named:
         found.setdefault(id(tensor), []).append(name)
@@ -157,7 +157,7 @@ def _forget(module: nn.Module, key: Any) -> None:
 
 
 def _is_of_a_wrapper(hook: Any) -> bool:
-    """Whether a hook is torch's for parallelism, or one of this package that waits for a first forward."""
+    """Return whether a hook is torch's for parallelism, or one of this package that waits for a first forward."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     hook = getattr(hook, "hook", hook)  # state dictionaries wrap theirs

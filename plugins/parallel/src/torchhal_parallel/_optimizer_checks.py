@@ -1,15 +1,16 @@
-"""Which optimizers can't work on parameters of which each rank has other ones, or other parts."""
+"""Check that optimizers can work on parameters of which each rank has other ones, or other parts."""
 
 from __future__ import annotations
 
 import copy
 import warnings
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from torchhal import rng
@@ -35,14 +36,37 @@ def check_divisible(optimizer: Optimizer, alias: str) -> None:
         )
 
 
+def check_own_parameters(optimizer: Optimizer, own: Set[nn.Parameter]) -> None:
+    """Raise ConfigurationError for an optimizer of parameters that are not ``own``, those of the divided model."""
+    if any(parameter not in own for group in optimizer.param_groups for parameter in group["params"]):
+        raise ConfigurationError(
+            f"the {type(optimizer).__name__} was made before the model was divided and would step on tensors "
+            "that nobody uses: make it in configure_optimizers"
+        )
+
+
+def check_shardable_optimizer(optimizer: Optimizer) -> None:
+    """Raise ConfigurationError for an optimizer of torch whose step can't compute with sharded parameters."""
+    if isinstance(optimizer, torch.optim.Adafactor):
+        raise ConfigurationError(
+            "torch's Adafactor can't compute its statistics of rows and columns of sharded parameters: use "
+            "strategy='zero1', which divides its state too, or another optimizer"
+        )
+    if isinstance(optimizer, torch.optim.Rprop):
+        raise ConfigurationError(
+            "torch's Rprop sets chosen elements of its gradients, which it can't where they are sharded: use "
+            "strategy='zero1', which divides its state too, or another optimizer"
+        )
+
+
 def check_separable(
     optimizer: Optimizer, alias: str, accelerator: Accelerator, device: torch.device
 ) -> OptimizerTrial | None:
-    """Refuse an optimizer whose step on one parameter depends on others, by a global norm or by how many there are, or
-    that draws random numbers.
+    """Refuse an optimizer whose step on one parameter depends on others, or that draws random numbers.
 
-    A copy of it is tried on tensors of a few elements, as nothing else tells. Those of torch are known: all but LBFGS
-    treat each parameter by itself. Returned is what tries later steps (:meth:`OptimizerTrial.before_step`).
+    It may depend on them by a global norm or by how many there are. A copy of it is tried on tensors of a few elements,
+    as nothing else tells. Those of torch are known: all but LBFGS treat each parameter by itself. Returned is what
+    tries later steps (:meth:`OptimizerTrial.before_step`).
     """
     if type(optimizer).__module__.partition(".")[0] == "torch":
         return None
@@ -166,6 +190,30 @@ class OptimizerTrial:
         )
 
 
+class OptimizerTrials:
+    """The trials of a strategy's optimizers, those of torch left out, which need none."""
+
+    def __init__(self) -> None:
+        self._trials: dict[int, OptimizerTrial | None] = {}
+
+    def add(self, optimizer: Optimizer, alias: str, accelerator: Accelerator, device: torch.device) -> None:
+        """Try ``optimizer`` as :func:`check_separable` does, and keep what tries its later steps."""
+        self._trials[id(optimizer)] = check_separable(optimizer, alias, accelerator, device)
+
+    def before_step(self, optimizer: Optimizer, *, with_closure: bool = False) -> AbstractContextManager[None]:
+        """Try further steps of ``optimizer`` when they are due, and return a context for its own step.
+
+        Args:
+            optimizer: the one that is about to step.
+            with_closure: its step runs a training step, which may draw random numbers, and so is not checked for that.
+        """
+        trial = self._trials.get(id(optimizer))
+        if trial is None:
+            return nullcontext()
+        trial.before_step()
+        return nullcontext() if with_closure else trial.watched(optimizer, trial.done)
+
+
 class _SmallCopy:
     """An optimizer, every second one of whose parameters has gradients ``scale`` times as large as they are drawn.
 
@@ -177,13 +225,15 @@ class _SmallCopy:
     def __init__(
         self, optimizer: Optimizer, scale: float | None, accelerator: Accelerator, device: torch.device, divided: bool
     ) -> None:
-        stand_ins = {
-            parameter: _stand_in(parameter, device) for group in optimizer.param_groups for parameter in group["params"]
+        small = {
+            parameter: _small_parameter(parameter, device)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
         }
-        memo = {id(parameter): stand_in for parameter, stand_in in stand_ins.items()}
+        memo = {id(parameter): small_parameter for parameter, small_parameter in small.items()}
         self.step = type(optimizer).step
-        self.twin = _twin(optimizer, stand_ins, memo)
-        self.parameters = list(stand_ins.values())
+        self.optimizer = _copy_of(optimizer, small, memo)
+        self.parameters = list(small.values())
         self.scale = scale
         self.accelerator = accelerator
         self.device = device
@@ -191,7 +241,7 @@ class _SmallCopy:
         """Whether a step has drawn random numbers from torch's generator of the host or the device."""
         if divided:
             kept = set(self.parameters[::2])
-            for group in self.twin.param_groups:
+            for group in self.optimizer.param_groups:
                 group["params"] = [parameter for parameter in group["params"] if parameter in kept]
 
     def run(self, steps: int) -> None:
@@ -201,7 +251,7 @@ class _SmallCopy:
                 gradient = torch.randn(parameter.shape, dtype=parameter.dtype) * (large if index % 2 else 1.0)
                 parameter.grad = gradient.to(self.device)
             before = _generators(self.accelerator, self.device)
-            self.step(self.twin)
+            self.step(self.optimizer)
             self.drew = self.drew or not all(map(torch.equal, before, _generators(self.accelerator, self.device)))
 
     def values(self) -> list[torch.Tensor]:
@@ -214,48 +264,50 @@ def _generators(accelerator: Accelerator, device: torch.device) -> list[torch.Te
 
 
 def _same(one: _SmallCopy, other: _SmallCopy) -> bool:
-    """Whether the parameters that every copy trains alike are equal: the first, the third and so on."""
+    """Return whether the parameters that every copy trains alike are equal: the first, the third and so on."""
     return all(map(torch.equal, one.values()[::2], other.values()[::2]))
 
 
-def _stand_in(parameter: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _small_parameter(parameter: torch.Tensor, device: torch.device) -> torch.Tensor:
     values = torch.randn([min(size, 3) for size in parameter.shape], dtype=parameter.dtype)
-    stand_in = torch.nn.Parameter(values.to(device), requires_grad=parameter.requires_grad)
-    vars(stand_in).update(vars(parameter))  # what users mark their parameters with
-    return stand_in
+    small_parameter = torch.nn.Parameter(values.to(device), requires_grad=parameter.requires_grad)
+    vars(small_parameter).update(vars(parameter))  # what users mark their parameters with
+    return small_parameter
 
 
-def _twin(optimizer: Optimizer, stand_ins: dict[torch.Tensor, torch.Tensor], memo: dict[int, Any]) -> Optimizer:
-    """A copy with ``stand_ins`` for its parameters, and without hooks, which may change what isn't copied."""
-    twin: Optimizer = object.__new__(type(optimizer))
-    memo[id(optimizer)] = twin
+def _copy_of(optimizer: Optimizer, small: dict[torch.Tensor, torch.Tensor], memo: dict[int, Any]) -> Optimizer:
+    """Return a copy with ``small`` ones for its parameters, and without hooks, which may change what isn't copied."""
+    copied: Optimizer = object.__new__(type(optimizer))
+    memo[id(optimizer)] = copied
     for value in vars(optimizer).values():  # of one that wraps another: deepcopy would forget what torch's state lacks
         if isinstance(value, Optimizer) and id(value) not in memo:
-            _twin(value, stand_ins, memo)
+            _copy_of(value, small, memo)
     for name, value in vars(optimizer).items():
         if name.startswith("_optimizer_"):
-            twin.__dict__[name] = OrderedDict()
+            copied.__dict__[name] = OrderedDict()
         elif name not in ("state", "step"):  # a scheduler puts its own step on the object
-            twin.__dict__[name] = copy.deepcopy(value, memo)
-    twin.state = defaultdict(dict)
+            copied.__dict__[name] = copy.deepcopy(value, memo)
+    copied.state = defaultdict(dict)
     for key, entry in optimizer.state.items():
-        stand_in = stand_ins.get(key) if isinstance(key, torch.Tensor) else None
-        if stand_in is None:
-            twin.state[key] = copy.deepcopy(entry, memo)
+        small_parameter = small.get(key) if isinstance(key, torch.Tensor) else None
+        if small_parameter is None:
+            copied.state[key] = copy.deepcopy(entry, memo)
         else:
-            twin.state[stand_in] = {name: _small(value, key, stand_in, memo) for name, value in entry.items()}
-    return twin
+            copied.state[small_parameter] = {
+                name: _small(value, key, small_parameter, memo) for name, value in entry.items()
+            }
+    return copied
 
 
-def _small(value: Any, parameter: torch.Tensor, stand_in: torch.Tensor, memo: dict[int, Any]) -> Any:
+def _small(value: Any, parameter: torch.Tensor, small_parameter: torch.Tensor, memo: dict[int, Any]) -> Any:
     if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim():
-        return torch.full_like(stand_in, 0.1, dtype=value.dtype)
+        return torch.full_like(small_parameter, 0.1, dtype=value.dtype)
     return copy.deepcopy(value, memo)
 
 
 @contextmanager
 def with_parameters(optimizer: Optimizer, parameters: Sequence[list[torch.Tensor]]) -> Iterator[None]:
-    """``optimizer`` with these in its groups; the hooks of its step see all, as code elsewhere does."""
+    """Give ``optimizer`` these parameters in its groups; the hooks of its step see all, as code elsewhere does."""
     everything = [group["params"] for group in optimizer.param_groups]
     hooks = {name: (found, set(found)) for name in _STEP_HOOKS if (found := getattr(optimizer, name, None))}
 

@@ -34,7 +34,7 @@ _CONTAINERS: Final[tuple[Any, ...]] = (list, tuple, deque, set, frozenset)
 
 
 def made_of(tensor: Any) -> list[str]:
-    """The attributes of a tensor subclass that are the tensors it is made of; none of a tensor with its own memory."""
+    """Return the attributes of a tensor subclass that are the tensors it is made of; none with its own memory."""
     return list(tensor.__tensor_flatten__()[0]) if is_traceable_wrapper_subclass(tensor) else []
 
 
@@ -49,8 +49,10 @@ def empty(tensor: torch.Tensor) -> None:
 
 
 def spans_of(tensor: torch.Tensor) -> Iterator[tuple[torch.UntypedStorage, int, int]]:
-    """The memory in which ``tensor``, or what it is made of, lies, from which byte and to which; none of one that has
-    no memory of its own, or no element."""
+    """Yield the memory in which ``tensor``, or what it is made of, lies: (storage, first byte, end).
+
+    A tensor with no memory of its own, or no element, has none.
+    """
     if inner := made_of(tensor):
         for part in (getattr(tensor, name) for name in inner):
             if isinstance(part, torch.Tensor):  # a DTensor's mesh isn't
@@ -62,7 +64,7 @@ def spans_of(tensor: torch.Tensor) -> Iterator[tuple[torch.UntypedStorage, int, 
 
 
 class Memory:
-    """Where parameters lie, to be known by when they have been freed or moved; each part by a name."""
+    """The memory of parameters, by which they are recognized once they are freed or moved; each part has a name."""
 
     def __init__(self) -> None:
         # a weak reference keeps the key's meaning; several parameters may lie in one storage
@@ -85,7 +87,7 @@ class Memory:
         self._addresses = {**other._addresses, **self._addresses}
 
     def shared_by(self, tensor: torch.Tensor) -> str | None:
-        """The name of one that has a byte of its memory in common with ``tensor``."""
+        """Return the name of the parameter that has a byte of its memory in common with ``tensor``."""
         for storage, first, last in spans_of(tensor) if self._storages else ():
             if (known := self._storages.get(storage._cdata)) is not None:
                 for (begin, end), name in known[1].items():
@@ -94,12 +96,12 @@ class Memory:
         return None
 
     def at(self, address: int) -> str | None:
-        """The name of one whose ``data_ptr()`` this was."""
+        """Return the name of the parameter whose ``data_ptr()`` this was."""
         return self._addresses.get(address)
 
 
 def marks_of(parameter: torch.Tensor) -> dict[str, Any]:
-    """What users have set on ``parameter``: its attributes without those that it is made of."""
+    """Return the attributes that users have set on ``parameter``, without those that it is made of."""
     inner = made_of(parameter)
     return {name: value for name, value in vars(parameter).items() if name not in inner}
 
@@ -120,7 +122,7 @@ class ParameterObjects:
         """Names of the attributes that dividing the model has given to parameters."""
 
     def any_replaced(self) -> bool:
-        """Whether the module has others in the place of some, or fewer."""
+        """Return whether the module has others in the place of some, or fewer."""
         return not {id(parameter) for parameter in self.by_name.values()} <= set(map(id, self.module.parameters()))
 
     def empty_replaced(self) -> None:
@@ -160,7 +162,7 @@ class ParameterObjects:
             )
 
     def replaced(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(name, the user's object) of each parameter that another trains in the place of."""
+        """Yield (name, the user's object) of each parameter in whose place another trains."""
         originals = {id(original) for _, original in self._stands_for.values()}
         for name, parameter in self.by_name.items():
             if id(parameter) in originals:
@@ -168,7 +170,7 @@ class ParameterObjects:
                 yield name, parameter
 
     def memory_of_replaced(self) -> Memory:
-        """Where those lay."""
+        """Return the memory of the replaced parameters."""
         memory = Memory()
         for _, parameter in self.replaced():
             memory.update(self._memory[id(parameter)])
@@ -191,7 +193,7 @@ class ParameterObjects:
         return next((name for name, count in uses if count > 1), None)
 
     def object_for(self, now: nn.Parameter) -> nn.Parameter | None:
-        """The user's object in whose place ``now`` trains; itself if it is one; None for one that came since."""
+        """Return the user's object in whose place ``now`` trains; itself if it is one; None for one that came since."""
         if id(now) in self._stands_for:
             return self._stands_for[id(now)][1]
         return now if id(now) in self._in_place else None
@@ -230,7 +232,7 @@ def find_references(
     *,
     through_optimizers: bool = True,
 ) -> Iterator[tuple[str, str, str]]:
-    """Where the objects under ``roots`` refer to a parameter or its memory, or hold its ``id()`` or ``data_ptr()``.
+    """Yield where objects under ``roots`` refer to a parameter or its memory, or hold its ``id()`` or ``data_ptr()``.
 
     Goes through attributes, containers, closures and partial functions, nearest first, but not through the parameters
     that a module holds as such. Containers are list, tuple, set, dict and deque: any other may make its items, or read
@@ -280,7 +282,7 @@ def _references_under(
 
 
 def _number(thing: Any) -> int | None:
-    """An int, or what a string of one stands for, as a JSON object's key must be."""
+    """Return an int, or what a string of one stands for, as a JSON object's key must be."""
     if isinstance(thing, str) and len(thing) <= 20 and thing.isalnum() and thing[0].isdecimal():
         try:
             return int(thing, 0)

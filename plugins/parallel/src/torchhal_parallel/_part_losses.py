@@ -24,7 +24,7 @@ from torchhal_parallel._scatter_gather import merge
 
 
 class NotComparedError(Exception):
-    """Why the loss of a whole batch can't be told from what was computed for its parts."""
+    """The loss of a whole batch can't be told from what was computed for its parts; says why."""
 
 
 _AGAIN = object()
@@ -32,7 +32,7 @@ _AGAIN = object()
 
 @dataclass
 class _Call:
-    """What ``module`` gave for a part of a batch, or why that could not be kept."""
+    """The output of ``module`` for a part of a batch, or why that could not be kept."""
 
     module: nn.Module
     output: Any
@@ -52,7 +52,7 @@ class _Call:
         return any(isinstance(leaf, torch.Tensor) and not leaf.dim() for leaf in _leaves(self.output))
 
     def per_sample(self, size: int, model: nn.Module) -> Any:
-        """What the module gave for ``size`` samples, with NaN for what is not one value for each of them.
+        """Return what the module gave for ``size`` samples, with NaN for what is not one value for each of them.
 
         Of one sample that can't be seen, and is taken for granted of ``model`` itself only.
 
@@ -108,7 +108,7 @@ class PartLosses:
     def unlike(
         self, step: Callable[..., Any], rest: tuple[Any, ...], outputs: Sequence[Any], sizes: Sequence[int]
     ) -> str | None:
-        """What is wrong if the loss of the whole batch is another than the mean of those in ``outputs``.
+        """Return an error text if the loss of the whole batch is another than the mean of those in ``outputs``.
 
         Args:
             step: the module's own.
@@ -140,15 +140,15 @@ class PartLosses:
     def _loss_of_whole(
         self, step: Callable[..., Any], rest: tuple[Any, ...], sizes: Sequence[int]
     ) -> tuple[torch.Tensor | None, bool]:
-        """(the loss of the whole batch, whether 16 bits took part in it); what the step changes is as it was again."""
+        """Return (the loss of the whole batch, whether 16 bits took part in it); the step leaves no changes behind."""
         strategy, device = self.strategy, self.strategy.root_device
         if _versions(self.batch) != self._versions:
             raise NotComparedError("the step writes to its batch")
-        answers = self._answers(sizes)
+        outputs_of_calls = self._merged_outputs(sizes)
         generators = rng.collect(strategy.accelerator, device)
         kept = (strategy.trainer, strategy, strategy.accelerator)
         try:
-            with without_traces(self.module, kept), without_logging(self.module), self._answered(answers):
+            with without_traces(self.module, kept), without_logging(self.module), self._replayed(outputs_of_calls):
                 loss = _loss_in(step(self.batch, *rest))
             drawn = drawn_between(generators, rng.collect(strategy.accelerator, device))
         except NotComparedError:
@@ -159,15 +159,15 @@ class PartLosses:
             rng.restore(generators, strategy.accelerator, device)
         if drawn:
             raise NotComparedError(f"it draws random numbers ({drawn[0]})")
-        return loss, is_narrow(device, [answer for _, answer in answers])
+        return loss, is_narrow(device, [output for _, output in outputs_of_calls])
 
-    def _answers(self, sizes: Sequence[int]) -> list[tuple[nn.Module, Any]]:
-        """The calls that the step makes, with what they give for the whole batch; :data:`_AGAIN`: they must run."""
+    def _merged_outputs(self, sizes: Sequence[int]) -> list[tuple[nn.Module, Any]]:
+        """Return the calls of the step, with their outputs for the whole batch; :data:`_AGAIN`: they must run."""
         if any([each.module for each in calls] != [each.module for each in self._calls[0]] for calls in self._calls):
             raise NotComparedError("it calls other modules for one part than for another")
-        return [(calls[0].module, self._answer(calls, sizes)) for calls in zip(*self._calls, strict=True)]
+        return [(calls[0].module, self._merged_output(calls, sizes)) for calls in zip(*self._calls, strict=True)]
 
-    def _answer(self, calls: Sequence[_Call], sizes: Sequence[int]) -> Any:
+    def _merged_output(self, calls: Sequence[_Call], sizes: Sequence[int]) -> Any:
         if any(each.has_number for each in calls):  # a loss perhaps, which others were to be computed from
             return _AGAIN
         outputs = [each.per_sample(size, self.module) for each, size in zip(calls, sizes, strict=True)]
@@ -178,15 +178,15 @@ class PartLosses:
             raise NotComparedError(f"what {name} gives for the parts can't be put together: {error}") from error
 
     @contextmanager
-    def _answered(self, answers: Sequence[tuple[nn.Module, Any]]) -> Iterator[None]:
-        remaining = iter(answers)
+    def _replayed(self, outputs_of_calls: Sequence[tuple[nn.Module, Any]]) -> Iterator[None]:
+        remaining = iter(outputs_of_calls)
 
         def call(original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-            expected, answer = next(remaining, (None, None))
+            expected, output = next(remaining, (None, None))
             if expected is not module:
                 raise NotComparedError("it calls other modules for the whole batch than for its parts")
-            if answer is not _AGAIN:
-                return answer
+            if output is not _AGAIN:
+                return output
             if (name := batch_norm_in_training(module)) is not None:
                 raise NotComparedError(f"{type(module).__name__} makes a loss itself, and {name!r} is a batch norm")
             with torch.no_grad():
@@ -222,7 +222,7 @@ def _calls_through(model: nn.Module, instead: Callable[..., Any]) -> Iterator[No
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether a part of ``model`` is what ``torch.compile`` returned, whose calls are not those of a module."""
+    """Return whether a part of ``model`` is from ``torch.compile``, whose calls are not those of a module."""
     return any("_orig_mod" in each._modules for each in model.modules())
 
 
@@ -232,7 +232,7 @@ def _loss_in(output: Any) -> torch.Tensor | None:
 
 
 def _versions(nest: Any) -> list[int]:
-    """How often each tensor was written to, through views of it too."""
+    """Return how often each tensor was written to, through views of it too."""
     tensors = [leaf for leaf in _leaves(nest) if isinstance(leaf, torch.Tensor) and not leaf.is_inference()]
     return [tensor._version for tensor in tensors]
 

@@ -20,7 +20,7 @@ from torch import fx, nn
 
 from torchhal.errors import ConfigurationError, ModelError
 from torchhal.suggestions import did_you_mean
-from torchhal_parallel._capture import around, leaf_modules
+from torchhal_parallel._fake_modules import leaf_modules, modules_around
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Stage:
 
 
 class _Outline(fx.Tracer):
-    """Traces into the modules around the cuts only."""
+    """A tracer that traces into the modules around the cuts only."""
 
     proxy_buffer_attributes = True  # a buffer that the outer forward reads stays the model's, as parameters do
 
@@ -55,8 +55,16 @@ class _Outline(fx.Tracer):
         return module_qualified_name not in self.around
 
 
+def check_points_form(points: Any) -> None:
+    """Raise ConfigurationError unless ``points`` is None or a sequence of names, before there is a model."""
+    if isinstance(points, str):
+        raise ConfigurationError(f"'split_points' must be a list of names (got {points!r})")
+    if points is not None and not all(isinstance(name, str) and name for name in points):
+        raise ConfigurationError(f"'split_points' must be names of modules (got {points!r})")
+
+
 def even_cuts(module: nn.Module, stages: int) -> list[str]:
-    """Where to cut so that the stages have about equally many parameters: between the elements of one list of layers.
+    """Return where to split so that stages have about equally many parameters: between elements of one list of layers.
 
     Of the ``nn.ModuleList``s and ``nn.Sequential``s that are long enough the outermost, as a cut in an inner one would
     go through the midst of a layer. One whose heaviest stage would have more than 1.5 times its share only if no other
@@ -94,7 +102,7 @@ def even_cuts(module: nn.Module, stages: int) -> list[str]:
 
 
 def _balanced(weights: Sequence[int], parts: int) -> list[int]:
-    """Where each part but the first begins, so that the heaviest is as light as can be; each has an element at least.
+    """Return where each part but the first begins, so that the heaviest is as light as can be; none is empty.
 
     Of equally good divisions the one whose earlier parts are the longer.
     """
@@ -117,7 +125,7 @@ def _balanced(weights: Sequence[int], parts: int) -> list[int]:
 
 
 def split_into_stages(module: nn.Module, split_points: Sequence[str]) -> list[Stage]:
-    """The stages of ``module.forward``, each from the call of a module in ``split_points`` on, by what they have.
+    """Return the stages of ``module.forward``, each from the call of a module in ``split_points`` on, by their modules.
 
     Where the forward can't be followed without a batch, as one that branches on shapes, modules are taken to be called
     in the order in which they were registered; those without a trained parameter then belong to every stage.
@@ -134,7 +142,7 @@ def split_into_stages(module: nn.Module, split_points: Sequence[str]) -> list[St
             )
     if len(set(split_points)) < len(split_points):
         raise ConfigurationError(f"'split_points' must differ from each other (got {list(split_points)!r})")
-    followed = around(split_points)
+    followed = modules_around(split_points)
     attributes = set(vars(module))
     try:
         graph = _Outline(followed).trace(module, concrete_args=_defaults(module))
@@ -213,7 +221,7 @@ def _direct(module: nn.Module, followed: set[str]) -> list[str]:
 
 
 def stages_of(graph: fx.Graph, points: Sequence[str], model: str, constants: Set[str] = frozenset()) -> list[Stage]:
-    """``graph`` in parts: a new one begins at the call of each module in ``points``.
+    """Return ``graph`` in parts: a new one begins at the call of each module in ``points``.
 
     Raises:
         ConfigurationError: it does not call them, or in another order, or a part would have no module.
@@ -314,12 +322,21 @@ def stage_parameters(module: nn.Module, stage: Stage) -> dict[str, Any]:
 
 
 def stage_owns(stage: Stage, name: str) -> bool:
-    """Whether the entry ``name`` of the model's state is of a module that the stage runs."""
+    """Return whether the entry ``name`` of the model's state is of a module that the stage runs."""
     return any(name == used or name.startswith(f"{used}.") for used in stage.modules)
 
 
+def kept_tensors(module: nn.Module, stages: Sequence[Stage], mine: Sequence[int]) -> set[int]:
+    """Return the ids of the parameters and buffers that the rank with the stages ``mine`` keeps."""
+    parts = [set(map(id, stage_parameters(module, stage).values())) for stage in stages]
+    everything = set(map(id, (*module.parameters(), *module.buffers())))
+    kept = everything.difference(*parts)  # the step may use what no stage does, wherever that runs
+    kept.update(*(parts[index] for index in mine))
+    return kept
+
+
 def shared_or_unused_parameters(module: nn.Module, stages: Sequence[Stage]) -> dict[str, str]:
-    """Names of the parameters and buffers that several stages have, or none, and why they can't be trained so."""
+    """Return the names of parameters and buffers that several stages have, or none, and why they can't be trained."""
     owners: dict[int, set[int]] = {}
     names: dict[int, list[str]] = {}  # tied ones have several, and a stage knows them by any
     for index, stage in enumerate(stages):

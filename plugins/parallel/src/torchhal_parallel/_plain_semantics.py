@@ -90,7 +90,7 @@ class PlainSemantics:
 
 
 def _handlers() -> dict[Any, Any]:
-    """torch's handlers of operators on DTensors; it may put another dict in the place of this one."""
+    """Return the handlers that torch has of operators on DTensors; it may put another dict in the place of this one."""
     return DTensor._op_dispatcher._custom_op_handlers
 
 
@@ -110,7 +110,7 @@ def _unhandle(operators: Any) -> None:
 
 
 def _by_torch(operator: Any, args: Any, kwargs: Any, *, instead: Callable[..., Any]) -> Any:
-    """What torch itself computes; ``instead`` is what handles the operator otherwise."""
+    """Return what torch itself computes; ``instead`` is what handles the operator otherwise."""
     handlers = _handlers()
     handlers.pop(operator, None)
     if (before := _before.get(operator)) is not None:
@@ -176,7 +176,7 @@ def _values_of_whole(tensor: DTensor) -> torch.Tensor:
 
 
 def _divided_as(tensor: torch.Tensor, source: DTensor) -> torch.Tensor:
-    """``tensor``, whole on every rank, divided as ``source`` is where it has its shape."""
+    """Return ``tensor``, whole on every rank, divided as ``source`` is where it has its shape."""
     if tensor.shape == source.shape and not any(placement.is_partial() for placement in source.placements):
         return shard_like(tensor, source)
     mesh = source.device_mesh
@@ -277,7 +277,7 @@ def _check_views(operator: Any, args: Any, kwargs: Any) -> None:
 
 
 def _is_kept(memory: StorageWeakRef) -> bool:
-    """Whether it is that of a parameter or gradient; an activation has no ``grad_fn`` either under ``no_grad``."""
+    """Return whether ``memory`` is of a parameter or gradient; activations have no ``grad_fn`` under ``no_grad``."""
     return any(
         isinstance(tensor, DTensor) and tensor._local_tensor.untyped_storage()._cdata == memory.cdata
         for semantics in _enabled
@@ -288,7 +288,7 @@ def _is_kept(memory: StorageWeakRef) -> bool:
 
 @functools.cache
 def _writing() -> frozenset[Any]:
-    """The operators that write to an argument, by ``out=`` too, but for those of random numbers."""
+    """Return the operators that write to an argument, by ``out=`` too, but for those of random numbers."""
     found = set()
     for schema in torch._C._jit_get_all_schemas():
         namespace, _, name = schema.name.partition("::")
@@ -300,7 +300,7 @@ def _writing() -> frozenset[Any]:
 
 
 def _assign(tensor: DTensor, value: Any) -> None:
-    """``tensor.data = value``."""
+    """Assign ``tensor.data = value``."""
     if value.shape != tensor.shape or value.dtype != tensor.dtype:
         raise ModelError(
             f"a parameter or gradient of {tuple(tensor.shape)} elements of {tensor.dtype}, of which each rank has a "

@@ -1,4 +1,4 @@
-"""Which operators of torch draw random numbers, and whether how many they draw follows from shapes alone.
+"""List the operators of torch that draw random numbers, and those that draw as many as shapes alone say.
 
 Ranks that are seeded alike draw what one process draws only where each of them draws for whole tensors: also for those
 of which it has a part, or nothing.
@@ -28,24 +28,24 @@ DROPOUT: Final = torch.ops.aten.native_dropout.default
 
 @functools.cache
 def drawing() -> frozenset[Any]:
-    """Those that are applied to tensors, of any kind: attention draws too, but not by elements."""
+    """Return the operators that draw and are applied to tensors, of any kind: attention draws too, not by elements."""
     return frozenset(operator for operator in _seeded() if _is_of(operator, _BY_SHAPE + _BY_VALUE + _BY_VALUE_ALONE))
 
 
 @functools.cache
 def is_by_shape(operator: Any) -> bool:
-    """Whether what it draws depends on shapes and numbers alone."""
+    """Return whether the numbers that ``operator`` draws depend on shapes and numbers alone."""
     return _is_of(operator, _BY_SHAPE) and sum(_takes_tensor(each) for each in operator._schema.arguments) == 1
 
 
 @functools.cache
 def draws_for_each_element(operator: Any) -> bool:
-    """Whether it draws equally many numbers whatever the values are."""
+    """Return whether ``operator`` draws equally many numbers whatever the values are."""
     return _is_of(operator, _BY_SHAPE + _BY_VALUE)
 
 
 def draws(operator: Any) -> bool:
-    """Whether it draws from a generator."""
+    """Return whether ``operator`` draws from a generator."""
     return torch.Tag.nondeterministic_seeded in operator.tags
 
 

@@ -1,4 +1,4 @@
-"""What a recorded forward calls: operators as they are, operators in a context of their own, autograd functions."""
+"""Define the calls in a recorded forward: operators as they are, in a context of their own, autograd functions."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ _SAME_AGAIN: Final = ("clamp_", "clamp_min_", "clamp_max_", "relu_", "abs_", "ze
 
 
 def is_same_again(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether an operator in place may as well run for each microbatch of a batch."""
+    """Return whether an operator in place may as well run for each microbatch of a batch."""
     name = func._schema.name.partition("::")[2]
     tensors = sum(isinstance(leaf, torch.Tensor) for leaf in tree_leaves((args, kwargs)))
     return name == "embedding_renorm_" or (name in _SAME_AGAIN and tensors == 1)
 
 
 def is_mutable(node: fx.Node) -> bool:
-    """Whether a node changes a tensor in place."""
+    """Return whether a node changes a tensor in place."""
     target = node.target.function if isinstance(node.target, InContext) else node.target
     schema = getattr(target, "_schema", None)
     # what a Function does is not known

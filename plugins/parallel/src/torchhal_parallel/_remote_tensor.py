@@ -8,7 +8,7 @@ together would compute something else without a word: here it gets an error that
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from typing import Any, Final, NoReturn
 
 import torch
@@ -98,11 +98,11 @@ class RemoteTensor(torch.Tensor):
             operator(*tree_map_only(RemoteTensor, _zeros, args), **tree_map_only(RemoteTensor, _zeros, kwargs))
 
     def refuse(self, done: str) -> NoReturn:
-        """Say what was to be ``done`` with it, and what to call instead."""
+        """Raise ModelError with what was to be ``done`` with it, and what to call instead."""
         raise ModelError(self.reason(done))
 
     def reason(self, done: str) -> str:
-        """Why nothing can be ``done`` with it here, and what to call instead."""
+        """Return why nothing can be ``done`` with it here, and what to call instead."""
         what = f"{self.what} is in another stage of the pipeline, where its values are"
         return f"{what}, and was to be {done} here: {INSTEAD}"
 
@@ -137,7 +137,7 @@ class RemoteParameter(RemoteTensor, nn.Parameter):
 
 
 def remote(tensor: torch.Tensor, name: str, home: torch.device | None = None) -> RemoteTensor:
-    """What stands for ``tensor``, the parameter or buffer ``name``, on the ranks of other stages.
+    """Return what stands for ``tensor``, the parameter or buffer ``name``, on the ranks of other stages.
 
     ``home`` is the device on which ranks have such values; None: that of ``tensor``.
     """
@@ -146,8 +146,26 @@ def remote(tensor: torch.Tensor, name: str, home: torch.device | None = None) ->
     return _remote(kind, tensor, repr(name), home or tensor.device, tensor.requires_grad)
 
 
+def replace_with_remote(module: nn.Module, kept: Set[int], home: torch.device) -> None:
+    """Free the parameters and buffers of ``module`` whose ids are not in ``kept``: they keep their names and shapes.
+
+    Args:
+        module: the whole model; changed in place.
+        kept: ids of the tensors that stay.
+        home: the device of such tensors on the ranks that have them.
+    """
+    made: dict[int, Any] = {}  # tied ones stay tied, or an optimizer would count them twice
+    for path, owner in module.named_modules():
+        for members in (owner._parameters, owner._buffers):
+            for name, tensor in members.items():
+                if tensor is not None and id(tensor) not in kept:
+                    if id(tensor) not in made:
+                        made[id(tensor)] = remote(tensor, f"{path}.{name}" if path else name, home)
+                    members[name] = made[id(tensor)]
+
+
 def remote_gradient(parameter: RemoteParameter) -> RemoteTensor:
-    """What stands for the gradient of ``parameter`` between its backward, on another rank, and the next."""
+    """Return what stands for the gradient of ``parameter`` between its backward, on another rank, and the next."""
     return _remote(RemoteTensor, parameter, f"the gradient of {parameter.what}", parameter.home)
 
 
@@ -183,14 +201,14 @@ def _let_init_draw() -> None:
 
 
 def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` itself if it has no values here, else one on the meta device of its shape and strides."""
+    """Return ``tensor`` itself if it has no values here, else one on the meta device of its shape and strides."""
     if tensor.is_meta:
         return tensor
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
-    """The tensors that an operator changes in place."""
+    """Yield the tensors that an operator changes in place."""
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue

@@ -47,7 +47,7 @@ class ReplacedParameters:
 
 
 def _is_of_sharding() -> bool:
-    """Whether torch's own code for sharded parameters assigns, as it does to modules with a __setattr__ of theirs."""
+    """Return whether torch's own code for sharded parameters assigns; it does so to modules with any __setattr__."""
     frame: Any = sys._getframe(2)
     for _ in range(8):
         if frame is None:

@@ -15,7 +15,7 @@ from torchhal.errors import DistributedError
 
 
 def find_differing_settings(optimizers: Sequence[Optimizer], alias: str) -> DistributedError | None:
-    """What to raise, on every rank alike, where a value of a parameter group isn't the same on each rank.
+    """Return the error, on every rank alike, for a value of a parameter group that isn't the same on each rank.
 
     Called on every rank. Each sends a checksum, and its values where these differ.
     """
@@ -49,7 +49,7 @@ def _settings(optimizers: Sequence[Optimizer]) -> dict[str, str]:
 
 
 def _text(value: Any) -> str | None:
-    """``value`` in words; None of what isn't compared, as an object or a large tensor."""
+    """Return ``value`` in words; None for what isn't compared, as an object or a large tensor."""
     if isinstance(value, torch.Tensor):
         return (
             repr(value.item()) if value.numel() == 1 and not isinstance(value, DTensor) and not value.is_meta else None

@@ -24,17 +24,17 @@ CHANGED_BUFFER = (
 
 
 def batch_norm_in_training(module: nn.Module) -> str | None:
-    """The name of the first batch norm whose statistics are those of what it is called with."""
+    """Return the name of the first batch norm whose statistics are those of what it is called with."""
     return next((name for name, each in module.named_modules() if isinstance(each, _BatchNorm) and each.training), None)
 
 
 def has_own_statistics(module: nn.Module) -> bool:
-    """Whether a batch norm has statistics of what it is called with even in evaluation."""
+    """Return whether a batch norm has statistics of what it is called with even in evaluation."""
     return any(isinstance(each, _BatchNorm) and each.running_mean is None for each in module.modules())
 
 
 def buffer_versions(module: nn.Module) -> dict[str, tuple[torch.Tensor, int]]:
-    """Each buffer with how often it was changed in place, but for those of batch norms."""
+    """Return each buffer with how often it was changed in place, but for those of batch norms."""
     return {
         f"{path}.{name}" if path else name: (buffer, buffer._version)
         for path, owner in module.named_modules()
@@ -47,7 +47,7 @@ def buffer_versions(module: nn.Module) -> dict[str, tuple[torch.Tensor, int]]:
 def changed_more_than_once(
     before: dict[str, tuple[torch.Tensor, int]], after: dict[str, tuple[torch.Tensor, int]], microbatches: int
 ) -> str | None:
-    """The first buffer that each of several microbatches has changed, or put another tensor in the place of."""
+    """Return the first buffer that each of several microbatches has changed, or put another tensor in the place of."""
     for name, (buffer, version) in before.items():
         now, count = after.get(name, (None, 0))
         if microbatches > 1 and (now is not buffer or count - version >= microbatches):
@@ -58,13 +58,14 @@ def changed_more_than_once(
 def dependence(
     alone: Sequence[Sequence[torch.Tensor]], together: Sequence[torch.Tensor], *, rows: int, narrow: bool
 ) -> float | None:
-    """How much a forward of some microbatches together differs from those of each, relative to its norm.
+    """Return how much a forward of some microbatches together differs from those of each, relative to its norm.
 
     None where it is as much as sums that are rounded in another order differ, or can't be compared.
 
     Args:
         alone: what was given for each microbatch, of ``rows`` samples.
         together: what was given for all of them.
+        rows: samples of a microbatch.
         narrow: something was computed in 16 bits.
     """
     tolerance = 0.1 if narrow else 1e-3

@@ -14,7 +14,7 @@ from torchhal.pytree import map_tensors, move_to_device
 
 
 def split_batch(batch: Any, parts: int) -> list[tuple[Any, int]]:
-    """``batch`` in at most ``parts`` parts of the same structure, each with its number of samples.
+    """Return ``batch`` in at most ``parts`` parts of the same structure, each with its number of samples.
 
     Tensors are divided along their first dimension, into views whose sizes differ by at most one sample. So are
     lists, tuples and arrays of one item per sample that hold no tensor. Strings, numbers, None, 0-d tensors and any
@@ -63,7 +63,7 @@ def _batch_size(batch: Any) -> int:
 
 
 def rows_of(batch: Any, size: int, start: int, end: int) -> Any:
-    """The samples from ``start`` to ``end`` of a batch of ``size``; what has another first dimension stays whole."""
+    """Return the samples from ``start`` to ``end`` of a batch of ``size``; other first dimensions stay whole."""
 
     def take(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
@@ -77,7 +77,7 @@ def rows_of(batch: Any, size: int, start: int, end: int) -> Any:
 
 
 def _one_per_sample(value: Any, size: int) -> bool:
-    """Whether it is a sequence of ``size`` things other than tensors, such as the samples' names."""
+    """Return whether it is a sequence of ``size`` things other than tensors, such as the samples' names."""
     if not isinstance(value, list | tuple) or hasattr(value, "_fields") or len(value) != size:
         return False
     found = False
@@ -92,7 +92,7 @@ def _one_per_sample(value: Any, size: int) -> bool:
 
 
 def merge(values: Sequence[Any], sizes: Sequence[int], device: torch.device, name: str = "") -> Any:
-    """What a step returned for the parts of a batch, as it would have returned it for the whole.
+    """Merge what a step returned for the parts of a batch into what it would have returned for the whole.
 
     Tensors are concatenated along their first dimension, on ``device``; without a dimension, floating-point ones
     are averaged by the parts' sizes and others summed. A list with one item per sample is continued; any other
@@ -130,7 +130,7 @@ def merge(values: Sequence[Any], sizes: Sequence[int], device: torch.device, nam
 
 
 def merge_training(outputs: Sequence[Any], sizes: Sequence[int], device: torch.device) -> Any:
-    """What ``training_step`` returned for the parts, as one with the mean loss of the whole batch.
+    """Merge what ``training_step`` returned for the parts into one with the mean loss of the whole batch.
 
     None where any part skips it.
     """
@@ -162,7 +162,7 @@ def _same(value: Any, other: Any) -> bool:
 
 
 def weighted_mean(values: Sequence[torch.Tensor], sizes: Sequence[int]) -> torch.Tensor:
-    """The mean over the samples of all parts, from those over each part; of one shape and device."""
+    """Return the mean over the samples of all parts, from those over each part; of one shape and device."""
     total = sum(sizes)
     mean = values[0] * (sizes[0] / total)
     for value, size in zip(values[1:], sizes[1:], strict=True):
@@ -190,7 +190,7 @@ def _children(value: Any) -> list[Any]:
 
 
 def _rebuild(container: Any, items: list[Any]) -> Any:
-    """A container of the same kind with other items, in the order in which ``map_tensors`` meets them."""
+    """Return a container of the same kind with other items, in the order in which ``map_tensors`` meets them."""
     remaining = iter(items)
     return map_tensors(container, lambda _: next(remaining), is_leaf=lambda item: item is not container)
 

@@ -1,14 +1,14 @@
-"""Which part of each parameter a rank holds, in numbers: for estimates of memory before anything runs."""
+"""Compute which part of each parameter a rank holds, for estimates of memory before anything runs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from torchhal.memory_estimate import ModelMemory, ParameterMemory, bytes_of
+from torchhal.memory_estimate import MemoryEstimate, ModelMemory, ParameterMemory, bytes_of
 from torchhal_parallel._pipeline_split import (
     check_trained,
     shared_or_unused_parameters,
@@ -20,7 +20,7 @@ from torchhal_parallel._wrap_policy import find_blocks
 
 
 def divided(shape: Sequence[int], size: int, dim: int = 0) -> tuple[int, ...]:
-    """``shape`` with dimension ``dim`` divided among ``size`` ranks, rounded up: the part of the first one.
+    """Return ``shape`` with dimension ``dim`` divided among ``size`` ranks, rounded up: the part of the first one.
 
     A parameter of no dimension is whole on every rank.
     """
@@ -30,7 +30,7 @@ def divided(shape: Sequence[int], size: int, dim: int = 0) -> tuple[int, ...]:
 
 
 def tensor_shapes(module: nn.Module, plan: Mapping[str, Any], size: int) -> dict[int, tuple[int, ...]]:
-    """The shape of each divided parameter on one of ``size`` ranks of a resolved tensor parallel plan, by its id."""
+    """Return the shape of each divided parameter on one of ``size`` ranks of a resolved plan, by its id."""
     shapes: dict[int, tuple[int, ...]] = {}
     for name, style in plan.items():
         layer = module.get_submodule(name)
@@ -74,7 +74,7 @@ def gathered_bytes(
     keep: bool,
     dtype: torch.dtype | None = None,
 ) -> int:
-    """What ``fully_shard`` has at most beside the shards: whole parameters, and whole gradients of one unit.
+    """Return the bytes of ``fully_shard`` beside the shards, at most: whole parameters, and one unit's whole gradients.
 
     Args:
         model: on the meta device.
@@ -111,3 +111,63 @@ def buffers_of(tensors: Mapping[str, torch.Tensor]) -> int:
     """Bytes of the buffers among the tensors of a stage."""
     distinct = {id(tensor): tensor for tensor in tensors.values() if not isinstance(tensor, nn.Parameter)}
     return sum(map(bytes_of, distinct.values()))
+
+
+def _stage_memory(
+    model: ModelMemory,
+    stage: Mapping[str, torch.Tensor] | None,
+    shapes: Mapping[int, tuple[int, ...]],
+    shards: int,
+    kept_whole: Collection[str],
+) -> tuple[MemoryEstimate, Sequence[ParameterMemory]]:
+    """Return the memory of a rank with the tensors of ``stage``, and the parameters that it has, whole or in part.
+
+    Args:
+        model: on the meta device.
+        stage: parameters and buffers by name; None for those of the whole model.
+        shapes: of the parameters that tensor parallelism divides, by id.
+        shards: ranks that divide each parameter.
+        kept_whole: names of the parameters that are not sharded.
+    """
+    held, buffers = model.parameters, model.buffers
+    if stage is not None:
+        mine = {id(tensor) for tensor in stage.values()}
+        held = tuple(entry for entry in held if id(entry.parameter) in mine)
+        buffers = buffers_of(stage)
+
+    def shape_of(entry: ParameterMemory) -> tuple[int, ...]:
+        shape = shapes.get(id(entry.parameter), tuple(entry.parameter.shape))
+        return shape if entry.name in kept_whole else divided(shape, shards)
+
+    return model.estimate(shape_of, parameters=held, buffers=buffers), held
+
+
+def largest_rank_memory(
+    model: ModelMemory,
+    sizes: Mapping[str, int],
+    *,
+    plan: Mapping[str, Any],
+    points: Sequence[str] | None,
+    kept_whole: Collection[str],
+    gathered: Callable[[Sequence[ParameterMemory], Mapping[int, Sequence[int]]], int],
+) -> MemoryEstimate:
+    """Return the memory of the rank that needs the most, on a mesh with dimensions of ``sizes``.
+
+    Args:
+        model: on the meta device.
+        sizes: of the mesh dimensions ``data``, ``shard``, ``pipeline`` and ``tensor``.
+        plan: of the layers that the ranks of ``tensor`` share, resolved; empty without.
+        points: modules at which a stage of the pipeline begins; None without one.
+        kept_whole: names of the parameters that are not sharded.
+        gathered: gives the bytes that a rank needs beside its shards, for its parameters and ``tensor`` shapes by id.
+    """
+    shapes = tensor_shapes(model.module, plan, sizes["tensor"]) if plan else {}
+    stages = [None] if points is None else stages_of_ranks(model.module, points, sizes["pipeline"])
+
+    def estimate(stage: Mapping[str, torch.Tensor] | None) -> MemoryEstimate:
+        found, held = _stage_memory(model, stage, shapes, sizes["shard"], kept_whole)
+        if sizes["shard"] > 1:
+            return found.plus(gathered(held, shapes))
+        return found if sizes["data"] == 1 else found.plus(found.gradients, "gradients are averaged in one piece")
+
+    return max(map(estimate, stages), key=lambda found: found.peak)

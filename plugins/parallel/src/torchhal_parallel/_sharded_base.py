@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import functools
-import math
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
-from traceback import walk_tb
 from typing import Any, ClassVar
 
 import torch
@@ -17,82 +14,34 @@ from torch.optim import Optimizer
 
 from torchhal.checkpoint import read
 from torchhal.distributed import collectives
-from torchhal.errors import CheckpointMismatchError, ConfigurationError, ModelError, TorchhalError, message_of
+from torchhal.errors import ModelError, TorchhalError
 from torchhal.precision import dense_gradient
 from torchhal.strategies import ParallelStrategy, forward_through
-from torchhal_parallel._between_steps import explain_number
 from torchhal_parallel._dtensor_layout import (
     clip_grads_with_norm_,
     full_tensor,
     gather_to_cpu,
     get_total_norm,
     place_of_part,
-    shard_like,
     to_local,
 )
 from torchhal_parallel._gradient_hooks import CarriedHandles, check_accumulation_hooks
 from torchhal_parallel._module_restore import ForwardOverride, ModuleSnapshot
-from torchhal_parallel._optimizer_checks import check_divisible
+from torchhal_parallel._optimizer_checks import check_divisible, check_own_parameters, check_shardable_optimizer
 from torchhal_parallel._parameter_objects import ParameterObjects, check_references
 from torchhal_parallel._plain_semantics import PlainSemantics
 from torchhal_parallel._replaced_parameters import ReplacedParameters
-from torchhal_parallel.checkpoint._lazy_tensor import StoredTensor
-
-_NOT_FOR_PARTS = (
-    "not have a sharding strategy registered", "Sharding propagation failed", "not supported for tensor subclasses",
-    "in-place operations that require placement changes", "not supported with DTensor", "along the sharded dim",
-)  # fmt: skip
-"""Words of torch's errors for what it can't do with a divided tensor."""
+from torchhal_parallel._sharded_state import (
+    check_state_shapes,
+    place_like,
+    place_module_state,
+    place_optimizer_state,
+)
+from torchhal_parallel._sharding_errors import explain_sharded
+from torchhal_parallel._step_runner import StepRunner
 
 _PLACED = ("state_dict", "optimizer_states", "gradients")
 """The parts of a checkpoint whose tensors this strategy's own methods load, each rank its own share."""
-
-
-class StepRunner(nn.Module):
-    """What a sharded model is called through: its parameters are the module's, its forward is a step.
-
-    A wrapper hooks the forward of the module that it is applied to. Applied to this one, a step runs inside the hooks
-    whatever it calls, the module itself or only parts of it, and the module's own names stay as they were.
-
-    Outside of a step ``module(...)`` comes here by itself, as from a hook or a callback, or from the training_step of a
-    module that optimizes by hand: that one runs its backward passes inside the step, where the outermost hooks would
-    not have seen an output yet.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-        self.running = False
-        RoutedForward(module).runner = self
-
-    def forward(self, step: Any, *args: Any) -> Any:
-        before, self.running = self.running, True
-        try:
-            return step(*args)
-        finally:
-            self.running = before
-
-
-class RoutedForward(ForwardOverride):
-    """The forward of a module that must run inside the hooks of its :class:`StepRunner`."""
-
-    runner: StepRunner
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.runner.running:
-            return self.inner(*args, **kwargs)
-        return self.runner(functools.partial(self.inner, **kwargs), *args)
-
-
-def run_after_closure(closure: Callable[[], Any], then: Callable[[], None]) -> Callable[[], Any]:
-    """``closure`` with ``then`` after each evaluation: an optimizer may ask for several."""
-
-    def run() -> Any:
-        result = closure()
-        then()
-        return result
-
-    return run
 
 
 class ShardedStrategy(ParallelStrategy):
@@ -119,7 +68,7 @@ class ShardedStrategy(ParallelStrategy):
 
     _objects: ParameterObjects | None = None
     _replaced: ReplacedParameters | None = None
-    _wrapping: ModuleSnapshot | None = None
+    _snapshot: ModuleSnapshot | None = None
     _divided: AbstractSet[nn.Parameter] = frozenset()
     """The parameters that there were when the model was divided."""
 
@@ -143,11 +92,11 @@ class ShardedStrategy(ParallelStrategy):
             )
         alias = self.alias or type(self).__name__
         self._objects = ParameterObjects(self.module)
-        self._wrapping = None if self.built_on_meta else ModuleSnapshot(self.module, self._objects)
+        self._snapshot = None if self.built_on_meta else ModuleSnapshot(self.module, self._objects)
         try:
             super().setup_model(training=training)
         finally:
-            if self._wrapping is not None and self._objects.any_replaced():
+            if self._snapshot is not None and self._objects.any_replaced():
                 self.module.__dict__["_torchhal_in_parts"] = True
         self._plain_semantics.enable()
         with self._whole_if_refused():
@@ -208,7 +157,7 @@ class ShardedStrategy(ParallelStrategy):
         self._carried_hooks.carry(hooks, parameter)
 
     def _takes_part(self) -> dict[str, Any]:
-        """What may use parameters in a fit, by the names that a message gives it."""
+        """Return what may use parameters in a fit, by the names that a message gives it."""
         found: dict[str, Any] = {type(self.module).__name__: self.module}
         if self.trainer is not None:
             found |= {f"the callback {type(each).__name__}": each for each in self.trainer.callbacks}
@@ -219,32 +168,20 @@ class ShardedStrategy(ParallelStrategy):
         return place_of_part(parameter), to_local(parameter.detach())
 
     def is_on_meta(self) -> bool:
-        """Whether some of the model has no memory yet, on any rank. Called on every rank."""
+        """Return whether some of the model has no memory yet, on any rank. Called on every rank."""
         assert self.module is not None
         return any(tensor.is_meta for tensor in (*self.module.parameters(), *self.module.buffers()))
 
     def setup_optimizers(self, optimizers: Sequence[Optimizer], lr_scheduler_configs: Sequence[Any] = ()) -> None:
         assert self.module is not None
-        own = self._divided = set(self.module.parameters())
-        divided, sharded = self.is_divided(), self.is_sharded()
+        self._divided = set(self.module.parameters())
+        alias = self.alias or type(self).__name__
         for optimizer in optimizers:
-            if any(parameter not in own for group in optimizer.param_groups for parameter in group["params"]):
-                raise ConfigurationError(
-                    f"the {type(optimizer).__name__} was made before the model was divided and would step on tensors "
-                    "that nobody uses: make it in configure_optimizers"
-                )
-            if divided:
-                check_divisible(optimizer, self.alias or type(self).__name__)
-            if sharded and isinstance(optimizer, torch.optim.Adafactor):
-                raise ConfigurationError(
-                    "torch's Adafactor can't compute its statistics of rows and columns of sharded parameters: use "
-                    "strategy='zero1', which divides its state too, or another optimizer"
-                )
-            if sharded and isinstance(optimizer, torch.optim.Rprop):
-                raise ConfigurationError(
-                    "torch's Rprop sets chosen elements of its gradients, which it can't where they are sharded: use "
-                    "strategy='zero1', which divides its state too, or another optimizer"
-                )
+            check_own_parameters(optimizer, self._divided)
+            if self.is_divided():
+                check_divisible(optimizer, alias)
+            if self.is_sharded():
+                check_shardable_optimizer(optimizer)
         if not getattr(self.module, "automatic_optimization", True) and self._objects is not None:
             self._check_references(through_optimizers=True)  # a step of its own with an old one would train nothing
         super().setup_optimizers(optimizers, lr_scheduler_configs)
@@ -255,8 +192,10 @@ class ShardedStrategy(ParallelStrategy):
             raise error
 
     def find_new_parameter(self) -> ModelError | None:
-        """What to raise for a trained parameter that came after the model was divided: its values would be each rank's
-        own."""
+        """Return the error for a trained parameter that came after the model was divided, else None.
+
+        Its values would be each rank's own.
+        """
         assert self.module is not None
         for name, parameter in self.module.named_parameters():
             if parameter.requires_grad and self._divided and parameter not in self._divided:
@@ -268,29 +207,29 @@ class ShardedStrategy(ParallelStrategy):
         return None
 
     def is_divided(self) -> bool:
-        """Whether this rank lacks a part of some parameter; the same on every rank."""
+        """Return whether this rank lacks a part of some parameter; the same on every rank."""
         assert self.module is not None
         return any(parameter is not to_local(parameter) for parameter in self.module.parameters())
 
     def is_sharded(self) -> bool:
-        """Whether a rank has a part of some parameter, and not all of it or nothing; the same on every rank."""
+        """Return whether a rank has a part of some parameter, not all of it or nothing; the same on every rank."""
         return self.is_divided()
 
     def restore_module(self) -> None:
         assert self.module is not None
         self._allow_replacement()
-        if self._wrapping is None:
+        if self._snapshot is None:
             return
         with self.guard("gathering of the model"):
             whole_model = self.whole_tensors()
         self._carried_hooks.remove()
-        self._wrapping.undo(self.module, whole_model)
+        self._snapshot.restore(self.module, whole_model)
         self.module.__dict__.pop("_torchhal_in_parts", None)
         self.model, self.model_is_connected = self.module, False
-        self._runner, self._wrapping, self._objects = None, None, None
+        self._runner, self._snapshot, self._objects = None, None, None
 
     def whole_tensors(self) -> dict[str, torch.Tensor]:
-        """Every parameter and buffer, whole, in the host memory of every rank; one at a time on the devices."""
+        """Return every parameter and buffer, whole, in the host memory of every rank; one at a time on the devices."""
         assert self.module is not None
         tensors = [
             *self.module.named_parameters(remove_duplicate=False), *self.module.named_buffers(remove_duplicate=False)
@@ -303,68 +242,29 @@ class ShardedStrategy(ParallelStrategy):
             ForwardOverride.remove(self.module)  # also of one that a failed run has left in parts
         self._carried_hooks.remove()
         self._plain_semantics.disable()
-        self._divided, self._runner, self._objects, self._wrapping = frozenset(), None, None, None
+        self._divided, self._runner, self._objects, self._snapshot = frozenset(), None, None, None
         super()._release_model()
 
     @property
     def saves_shards(self) -> bool:
-        """Whether the checkpoint IO takes each rank's part as it is."""
+        """True if the checkpoint IO takes each rank's part as it is."""
         return "sharded" in self.checkpoint_io.features
 
     def explain(self, error: BaseException) -> BaseException:
-        """What to do about an operator that torch has no way to compute with parts."""
-        alias = self.alias or type(self).__name__
-        if (found := explain_number(error, alias)) is not None:
-            return found
-        if (
-            isinstance(error, RuntimeError)
-            and "_fused_" in message_of(error)
-            and "not have a shard" in message_of(error)
-        ):
-            return ModelError(
-                f"{error} Strategy {alias!r} divides parameters among the ranks, and torch can't step them with this "
-                "optimizer's fused kernel: leave out fused=True, or use strategy='zero1' or 'ddp'"
-            )
-        if isinstance(error, RuntimeError) and any(words in message_of(error) for words in _NOT_FOR_PARTS):
-            return ModelError(
-                f"{error} Strategy {alias!r} divides parameters and gradients among the ranks, and torch can't do this "
-                "with a divided tensor: compute with what its full_tensor() gives, which all ranks must call, and "
-                "write a whole result back by weight.data = value, or use strategy='ddp' or 'zero1'"
-            )
-        if (
-            isinstance(error, RuntimeError)
-            and self._objects is not None
-            and "functorch transforms" in message_of(error)
-        ):
-            return ModelError(
-                f"transforms of torch.func can't go through layers that strategy {alias!r} divides: let "
-                f"{type(self.module).__name__} take the gradient by torch.autograd.grad, or use strategy='ddp' or "
-                "'zero1'"
-            )
-        words = "more than one element of the written-to tensor refers to a single memory location"
-        cause = error.__cause__ if isinstance(error, ModelError) else error  # a pipeline's rehearsal has wrapped it
-        if isinstance(cause, RuntimeError) and words in str(cause) and (name := self._written_original(cause)):
-            return ModelError(
-                f"{type(self.module).__name__} writes to {name!r} by a reference from before the model was divided, "
-                f"and strategy {alias!r} trains another object in its place: look parameters up where they are used, "
-                "by self.get_parameter(name) say"
-            )
-        return super().explain(error)
-
-    def _written_original(self, error: BaseException) -> str | None:
-        """The name of an emptied parameter of the user's that the code which raised ``error`` refers to."""
-        originals = {id(each): name for name, each in self._objects.replaced()} if self._objects is not None else {}
-        for frame, _ in reversed(list(walk_tb(error.__traceback__))):
-            held = [*frame.f_locals.values(), *map(frame.f_globals.get, frame.f_code.co_names)]
-            for value in (*held, *(each for one in held if type(one) is dict for each in one.values())):
-                if id(value) in originals:
-                    return originals[id(value)]
-        return None
+        """Return a ModelError for an operator that torch can't compute with sharded tensors, else ``error``."""
+        objects = self._objects
+        found = explain_sharded(
+            error,
+            alias=self.alias or type(self).__name__,
+            model=type(self.module).__name__,
+            replaced=None if objects is None else objects.replaced,
+        )
+        return super().explain(error) if found is None else found
 
     # -- steps -----------------------------------------------------------------------------------------------
 
     def user_step(self, name: str) -> Callable[..., Any]:
-        """The module's own step, with what looks at its first call."""
+        """Return the module's own step, with a check of unused parameters at its first call."""
         step: Callable[..., Any] = getattr(self.module, name)
         called = name != "training_step" or self._objects is None
 
@@ -389,7 +289,7 @@ class ShardedStrategy(ParallelStrategy):
         return step if self._runner is None else lambda *args: self._runner(step, *args)  # type: ignore[misc]
 
     def _through_connected(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """``step`` as what the model runs that the precision's ``connect`` has put a module around."""
+        """Return ``step`` as run by the module that the precision's ``connect`` has put around the model."""
 
         def call(*args: Any) -> Any:
             runner = self._runner
@@ -415,11 +315,11 @@ class ShardedStrategy(ParallelStrategy):
 
     @property
     def keeps_gathered(self) -> bool:
-        """Whether this rank needs what it helps to gather: rank 0, which saves it."""
+        """True if this rank needs what it helps to gather: rank 0, which saves it."""
         return self.is_global_zero
 
     def load_checkpoint(self, path: str, *, weights_only: bool = True) -> dict[str, Any]:
-        """A sharded checkpoint is opened, not read: each tensor is read where its part is known."""
+        """Open a sharded checkpoint without reading it: each tensor is read where its part is known."""
         if "sharded" not in self.checkpoint_io.features:
             return super().load_checkpoint(path, weights_only=weights_only)
         checkpoint = self.checkpoint_io.open_checkpoint(path)
@@ -427,54 +327,16 @@ class ShardedStrategy(ParallelStrategy):
 
     def load_module_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> Any:
         assert self.module is not None
-        own = self.module.state_dict()
-        parts: Any = OrderedDict((name, self._placed(name, value, own.get(name))) for name, value in state.items())
-        if hasattr(state, "_metadata"):  # the versions of its modules, some of which bring older states up to date
-            parts._metadata = state._metadata
         with torch.no_grad():
-            return super().load_module_state_dict(parts, strict=strict)
+            return super().load_module_state_dict(place_module_state(state, self.module.state_dict()), strict=strict)
 
     def check_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         super().check_optimizer_state(optimizer, state)
-        for index, target, entry in _by_parameter(optimizer, state):
-            for key, shape in ((key, shape) for key, item in entry.items() for shape in _shapes_in(item)):
-                if target is not None and target is not to_local(target) and not _can_be_placed(shape, target):
-                    raise CheckpointMismatchError(
-                        f"the state of {type(optimizer).__name__} can't be divided as its parameters are: {key!r} of "
-                        f"parameter {index} has the shape {tuple(shape)}, and the parameter {tuple(target.shape)}. "
-                        "Continue with strategy='zero1' or 'ddp', under which parameters are whole"
-                    )
+        check_state_shapes(optimizer, state)
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         self.check_optimizer_state(optimizer, state)
-        placed = {
-            index: {key: self._placed(f"{key!r} of parameter {index}", item, target) for key, item in entry.items()}
-            for index, target, entry in _by_parameter(optimizer, state)
-        }
-        super().load_optimizer_state(optimizer, {**state, "state": placed})
-
-    def _placed(self, name: str, value: Any, target: Any) -> Any:
-        """``value``, or what is in it, in the layout of ``target``, if it has its shape; anything else whole."""
-        if isinstance(value, dict):
-            return {key: self._placed(name, each, target) for key, each in value.items()}
-        if type(value) in (list, tuple):
-            return type(value)(self._placed(name, each, target) for each in value)
-        if not isinstance(value, torch.Tensor | StoredTensor):
-            return value
-        fits = isinstance(target, torch.Tensor) and tuple(value.shape) == tuple(target.shape)
-        if isinstance(value, StoredTensor):
-            return value.read(target if fits else None)
-        if fits:
-            return shard_like(value, target)
-        if (
-            isinstance(target, torch.Tensor)
-            and target is not to_local(target)
-            and not _can_be_placed(value.shape, target)
-        ):
-            raise CheckpointMismatchError(
-                f"{name} has the shape {tuple(value.shape)} in the checkpoint and {tuple(target.shape)} here"
-            )
-        return value
+        super().load_optimizer_state(optimizer, place_optimizer_state(optimizer, state))
 
     def accumulated_gradients(self) -> dict[str, torch.Tensor]:
         assert self.module is not None
@@ -493,7 +355,7 @@ class ShardedStrategy(ParallelStrategy):
         assert self.module is not None
         for name, parameter in self.module.named_parameters():
             if name in gradients and not parameter.is_meta:
-                parameter.grad = self._placed(f"the gradient of {name}", gradients[name], parameter.detach())
+                parameter.grad = place_like(f"the gradient of {name}", gradients[name], parameter.detach())
 
     # -- gradients -------------------------------------------------------------------------------------------
 
@@ -531,32 +393,10 @@ class ShardedStrategy(ParallelStrategy):
             return get_total_norm(gradients, squares=self.sum_of_squares)
 
     def _gradients(self, optimizer: Optimizer) -> list[torch.Tensor]:
-        """Those of the parameters that this rank has, or has a part of."""
+        """Return the gradients of the parameters that this rank has, or has a part of."""
         parameters = [p for p in self.precision.main_params(optimizer) if p.grad is not None and not p.is_meta]
         return [dense_gradient(parameter) for parameter in parameters]
 
     def sum_of_squares(self, square: torch.Tensor) -> torch.Tensor:
-        """The sum of squares over the whole model, from that over the parameters which this rank has a part of."""
+        """Return the sum of squares over the whole model, from that over the parameters of this rank."""
         return square
-
-
-def _shapes_in(item: Any) -> Iterator[Any]:
-    """The shapes of the tensors in an optimizer's state, of which lists and dicts may hold several."""
-    if isinstance(item, dict | list | tuple):
-        for each in item.values() if isinstance(item, dict) else item:
-            yield from _shapes_in(each)
-    elif isinstance(item, torch.Tensor | StoredTensor):
-        yield item.shape
-
-
-def _can_be_placed(shape: Any, target: torch.Tensor) -> bool:
-    """Whether state of ``shape`` can stand beside the divided ``target``: in its layout, or as it is, a number that all
-    ranks have; one of several elements may have been divided, in a layout that nobody has written down."""
-    return tuple(shape) == tuple(target.shape) or math.prod(shape) == 1
-
-
-def _by_parameter(optimizer: Optimizer, state: Mapping[str, Any]) -> Iterator[tuple[Any, Any, Mapping[str, Any]]]:
-    """Index, parameter (None for an index that has none) and state of each parameter in ``state``."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for index, entry in state["state"].items():
-        yield index, parameters[index] if isinstance(index, int) and index < len(parameters) else None, entry

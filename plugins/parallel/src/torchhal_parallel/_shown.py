@@ -1,4 +1,4 @@
-"""How messages show what a user's code has given: tensors and arrays by their shapes."""
+"""Format what a user's code has given for messages: tensors and arrays by their shapes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class _Shape:
 
 
 def shown(value: Any) -> str:
-    """``repr(value)`` with shapes in the places of the elements of tensors and arrays, and cut off where it is long."""
+    """Return ``repr(value)`` with shapes in the places of tensors and arrays, and cut off where it is long."""
     text = repr(map_tensors(value, lambda leaf: _Shape(leaf) if hasattr(leaf, "shape") else leaf))
     return text if len(text) <= _MOST else f"{text[:_MOST]}..."
 

@@ -1,4 +1,4 @@
-"""One stage of a pipeline as a module, and a forward in stages as it was followed for some shapes."""
+"""One stage of a pipeline as a module, and a forward in stages as it was recorded for some shapes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import fx, nn
 from torchhal.errors import ModelError
 from torchhal.pytree import map_tensors
 from torchhal_parallel._attribute_reads import AttributeReads
-from torchhal_parallel._capture import Result
+from torchhal_parallel._graph_capture import ResultIndex
 from torchhal_parallel._pipeline_split import Stage
 from torchhal_parallel._recorded_calls import is_mutable
 
@@ -100,19 +100,19 @@ class StageRoot(nn.Module):
 
 
 @dataclass(frozen=True)
-class Followed:
+class StagedForward:
     """The forward for some shapes and arguments, in stages.
 
     Args:
         stages: what runs.
-        ends: what goes in and out of each, as tensors on the meta device.
-        returned: what the forward returns, with :class:`~torchhal_parallel._capture.Result` for each tensor.
+        boundaries: what goes in and out of each, as tensors on the meta device.
+        returned: what the forward returns, with :class:`~torchhal_parallel._graph_capture.ResultIndex` for each tensor.
         constants: tensors of the graphs' own.
         reads: the attributes by whose values the forward is this one.
     """
 
     stages: list[Stage]
-    ends: list[tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]]
+    boundaries: list[tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]]
     returned: Any
     constants: Mapping[str, torch.Tensor]
     reads: AttributeReads
@@ -120,15 +120,15 @@ class Followed:
     """Which results have no dimension; the last stage gives them one."""
 
     def output(self, values: Sequence[torch.Tensor]) -> Any:
-        """What the forward returns, from what the last stage gives."""
+        """Return what the forward returns, from what the last stage gives."""
 
         def fill(leaf: Any) -> Any:
-            if not isinstance(leaf, Result):
+            if not isinstance(leaf, ResultIndex):
                 return leaf
             value = values[leaf.index]
             return value.reshape(()) if leaf.index in self.scalars else value
 
-        return map_tensors(self.returned, fill, is_leaf=lambda item: isinstance(item, Result))
+        return map_tensors(self.returned, fill, is_leaf=lambda item: isinstance(item, ResultIndex))
 
 
 def _kind(tensor: torch.Tensor | None) -> str:
@@ -143,8 +143,8 @@ def _has(module: nn.Module, name: str) -> bool:
     return True
 
 
-def ends_of(values: Sequence[torch.Tensor], trained: bool) -> tuple[torch.Tensor, ...]:
-    """What a schedule is told of ``values`` between two stages: tensors on the meta device."""
+def boundary_tensors(values: Sequence[torch.Tensor], trained: bool) -> tuple[torch.Tensor, ...]:
+    """Return the tensors on the meta device that tell a schedule of ``values`` between two stages."""
     return tuple(
         torch.empty(value.shape, dtype=value.dtype, device="meta").requires_grad_(trained and value.is_floating_point())
         for value in values

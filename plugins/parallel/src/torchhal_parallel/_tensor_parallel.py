@@ -37,7 +37,7 @@ STYLES = ("colwise", "colwise_rep", "rowwise", "rowwise_rep", "sequence_parallel
 
 
 def styles_of(style: Any) -> list[ParallelStyle]:
-    """torch's objects for a name of :data:`STYLES`, to be applied in this order; an object passes."""
+    """Return the objects of torch for a name of :data:`STYLES`, to be applied in this order; an object passes."""
     if isinstance(style, ParallelStyle):
         return [style]
     if style == "colwise":
@@ -59,7 +59,7 @@ def styles_of(style: Any) -> list[ParallelStyle]:
 
 
 def _named(style: Any) -> Any:
-    """The name of what ``style``, an object of torch's, does; itself if there is none."""
+    """Return the name of what ``style``, an object of torch's, does; itself if there is none."""
     for name in ("colwise", "colwise_rep", "rowwise", "rowwise_rep"):
         [same] = styles_of(name)
         if type(style) is type(same) and vars(style) == vars(same):
@@ -68,7 +68,7 @@ def _named(style: Any) -> Any:
 
 
 def plan_of(module: nn.Module, given: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """The strategy's plan, or the module's own ``tensor_parallel_plan``: an attribute, or a method that returns it."""
+    """Return the strategy's plan, or the module's ``tensor_parallel_plan``: an attribute, or a method that gives it."""
     plan = given if given is not None else getattr(module, "tensor_parallel_plan", None)
     if callable(plan):
         plan = plan()
@@ -90,7 +90,7 @@ def check_plan_form(plan: Any) -> None:
 
 
 def resolve_plan(module: nn.Module, plan: Mapping[str, Any], size: int) -> dict[str, Any]:
-    """``{name of a module: style}`` for every module that the plan means.
+    """Return ``{name of a module: style}`` for every module that the plan means.
 
     Raises:
         ConfigurationError: a pattern that matches nothing, with the names near it; two patterns for one module; a
@@ -168,7 +168,7 @@ def _check_layer(name: str, layer: nn.Module, style: Any, size: int) -> None:
 
 
 def _check_closed(modules: Mapping[str, nn.Module], resolved: Mapping[str, Any]) -> None:
-    """A rank that goes on with its part of an output, past everything that would join the parts, is silently wrong.
+    """Raise ConfigurationError for a column-wise layer that no other closes: its parts would go on, silently wrong.
 
     What may close a layer stands beside it or beside its parent, and takes as much as it gives, or a multiple of that,
     as for the grouped heads of an attention. Whether it does is seen when the model first computes:
@@ -192,7 +192,7 @@ def _check_closed(modules: Mapping[str, nn.Module], resolved: Mapping[str, Any])
 
 
 def _near(name: str, others: list[str]) -> list[str]:
-    """Those of ``others`` that stand beside ``name``, or beside its parent."""
+    """Return those of ``others`` that stand beside ``name``, or beside its parent."""
     parent = name.rpartition(".")[0]
     around = parent.rpartition(".")[0]
     return [other for other in others if _beside(other, parent) or (around and _inside(other, around))]
@@ -203,7 +203,7 @@ def _inside(name: str, folder: str) -> bool:
 
 
 def _beside(name: str, parent: str) -> bool:
-    """Whether ``name`` stands in the module ``parent``, directly or deeper; at the top level directly."""
+    """Return whether ``name`` stands in the module ``parent``, directly or deeper; at the top level directly."""
     return _inside(name, parent) if parent else "." not in name
 
 
@@ -224,7 +224,7 @@ def _check_tied(modules: Mapping[str, nn.Module], resolved: Mapping[str, Any]) -
 
 
 def sharded_dim(layer: nn.Module, style: Any) -> int | None:
-    """The dimension of ``layer.weight`` that is divided; None where it is whole."""
+    """Return the dimension of ``layer.weight`` that is divided; None where it is whole."""
     if isinstance(style, ColwiseParallel) or (isinstance(style, str) and style.startswith("colwise")):
         return 1 if isinstance(layer, nn.Embedding) else 0
     if isinstance(style, RowwiseParallel) or (isinstance(style, str) and style.startswith("rowwise")):
@@ -233,7 +233,7 @@ def sharded_dim(layer: nn.Module, style: Any) -> int | None:
 
 
 def _tied(modules: Mapping[str, nn.Module]) -> list[list[str]]:
-    """Names of Linear and Embedding layers that share their weight."""
+    """Return the names of Linear and Embedding layers that share their weight."""
     groups: dict[int, list[str]] = {}
     for name, layer in modules.items():
         weight = layer._parameters.get("weight")  # one that is computed is another object each time

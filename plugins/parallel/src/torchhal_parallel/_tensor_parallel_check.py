@@ -28,7 +28,7 @@ _OVERWRITING = ("zero_", "fill_", "copy_")
 
 
 class PartialOutputCheck:
-    """Watches the layers of a resolved tensor parallel plan over ``size`` ranks.
+    """A check that no result of a step is made of parts, over the layers of a resolved plan and ``size`` ranks.
 
     A style that is an object decides alone what its layer takes and gives, and is not looked at.
     """
@@ -49,7 +49,7 @@ class PartialOutputCheck:
         self._calls: dict[tuple[str, bool, bool], int] = {}
 
     def watched(self, function: Callable[..., Any], what: str, regions: Sequence[nn.Module] = ()) -> Callable[..., Any]:
-        """``function``, of which some calls raise ConfigurationError if the result, ``what``, holds parts.
+        """Return ``function``, of which some calls raise ConfigurationError if the result, ``what``, holds parts.
 
         Or if something in it computes with parts what it would not with the whole; ``regions`` are modules to look at
         for that beside the model's own. Of the calls of all functions that give ``what``, as each validation asks for
@@ -125,7 +125,7 @@ class PartialOutputCheck:
 
 
 class _Parts(TorchDispatchMode):
-    """Which memory holds something that was computed from one rank's part of which layers."""
+    """A dispatch mode that notes which memory was computed from one rank's part of which layers."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -157,7 +157,7 @@ class _Parts(TorchDispatchMode):
                 self._layers.pop(leaf.untyped_storage()._cdata, None)
 
     def of(self, leaf: Any) -> frozenset[str]:
-        """The layers of whose parts ``leaf`` is made."""
+        """Return the layers of whose parts ``leaf`` is made."""
         if not self._layers or not _is_plain(leaf):
             return frozenset()
         return self._layers.get(leaf.untyped_storage()._cdata, (None, frozenset[str]()))[1]

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-StandIn = tuple[dict[str, Any], str, torch.Tensor]
+TensorSwap = tuple[dict[str, Any], str, torch.Tensor]
 """A submodule's parameters or buffers, the name there, and the tensor to stand in."""
 
 
-def buffer_copies(module: nn.Module, device: torch.device) -> list[StandIn]:
-    """A copy of each buffer on ``device``; buffers that are one tensor stay one.
+def buffer_copies(module: nn.Module, device: torch.device) -> list[TensorSwap]:
+    """Return a copy of each buffer on ``device``; buffers that are one tensor stay one.
 
     Also where they lie there already: a step writes to its buffers in place, and what autograd has kept of another
     part must stay as it was.
@@ -29,8 +29,8 @@ def buffer_copies(module: nn.Module, device: torch.device) -> list[StandIn]:
     return copies
 
 
-def parameter_copies(module: nn.Module, device: torch.device) -> list[StandIn]:
-    """Each parameter on ``device``, by copies through which gradients come back to it; tied ones stay tied."""
+def parameter_copies(module: nn.Module, device: torch.device) -> list[TensorSwap]:
+    """Return each parameter on ``device``, by copies through which gradients come back to it; tied ones stay tied."""
     made: dict[int, torch.Tensor] = {}
     copies = []
     for members, name, parameter in _members(module, "_parameters"):
@@ -43,7 +43,7 @@ def parameter_copies(module: nn.Module, device: torch.device) -> list[StandIn]:
 
 
 @contextmanager
-def swapped_tensors(copies: Sequence[StandIn]) -> Iterator[None]:
+def swapped_tensors(copies: Sequence[TensorSwap]) -> Iterator[None]:
     """While entered, the module has ``copies``; whatever they have become meanwhile is gone afterwards.
 
     In the dicts themselves: a module refuses to register a tensor with a history as a parameter, and nothing that

@@ -21,7 +21,7 @@ def uneven_forward(
     keep: bool,
     guard: AbstractContextManager[Any],
 ) -> Iterator[None]:
-    """Around a forward without gradients that only ``ranks`` run, inside; the others of ``group`` do nothing there.
+    """Surround a forward without gradients that only ``ranks`` run; the others of ``group`` do nothing inside.
 
     The first of these ranks says which unit comes next, and the others gather it with them: no batch is made up, and
     nothing of the user's runs twice. Whatever the forward calls is right, as nobody has to know it before.
@@ -42,7 +42,7 @@ def uneven_forward(
     word = torch.zeros((), dtype=torch.int64, device=device)
 
     def tell(index: int) -> int:
-        """The unit that comes next, their number at the end; a leader's own, which is the same on all of them."""
+        """Return the unit that comes next, their number at the end; a leader's own, the same on all leaders."""
         word.fill_(index)
         dist.broadcast(word, src=leaders[0], group=group)
         return int(word)

@@ -1,4 +1,4 @@
-"""Which submodules of a model are sharded as units: gathered together before they compute, and freed after."""
+"""Choose the submodules that are sharded as units: gathered together before they compute, and freed after."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def check_form(policy: Any, option: str) -> None:
 
 
 def check_policy(module: nn.Module, policy: Any, option: str) -> str | None:
-    """What to warn of if ``policy``, the value of ``option``, chooses nothing.
+    """Return a warning if ``policy``, the value of ``option``, chooses nothing.
 
     Raises:
         ConfigurationError: it chooses nothing, and is not the default, which suits any model.
@@ -95,7 +95,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _prefixes(name: str) -> Iterator[str]:
-    """``"a.b.c"``, ``"a.b"``, ``"a"``."""
+    """Yield ``"a.b.c"``, ``"a.b"`` and ``"a"`` for ``"a.b.c"``."""
     while name:
         yield name
         name = name.rpartition(".")[0]
@@ -118,7 +118,7 @@ def _chosen(module: nn.Module, policy: Any) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _elements(module: nn.Module, prefix: str, *, inside: bool) -> Iterator[tuple[str, nn.Module]]:
-    """The elements of lists of layers; ``inside`` of one, a sequence is only how a layer is written."""
+    """Yield the elements of lists of layers; ``inside`` of one, a sequence is only how a layer is written."""
     several = isinstance(module, nn.Sequential) and sum(map(_has_parameters, module)) > 1
     listed = isinstance(module, nn.ModuleList) or (several and not inside)
     children = list(module.named_children())
@@ -132,7 +132,7 @@ def _elements(module: nn.Module, prefix: str, *, inside: bool) -> Iterator[tuple
 
 
 def _begins_in_place(block: nn.Module) -> bool:
-    """Whether a layer, or the first one of a sequence, overwrites what it is called with."""
+    """Return whether a layer, or the first one of a sequence, overwrites what it is called with."""
     while isinstance(block, nn.Sequential) and len(block):
         block = block[0]
     return getattr(block, "inplace", False) is True

@@ -27,7 +27,7 @@ Split = Callable[[Any, int], Sequence[Any]]
 
 
 class BatchSplitStrategy(Strategy):
-    """Steps that run on the parts of a batch, one per device of this process, and act as one.
+    """A base of strategies whose steps run on the parts of a batch, one per device of this process.
 
     The model and the optimizer's state are on :attr:`root_device`. The first part uses the model as it is. For each
     other one, copies of the parameters on its device stand in for them, through which autograd adds the gradients of
@@ -43,7 +43,7 @@ class BatchSplitStrategy(Strategy):
     multi_device: ClassVar[bool] = True
 
     split: Split | None = None
-    """Divides batches; None: :func:`~torchhal_parallel._scatter_gather.split_batch`."""
+    """The user's function that divides batches; None: tensors are divided along their first dimension."""
 
     _unmade = False
     """Whether the first forward will make parameters or buffers whose shapes nobody knows yet."""
@@ -100,7 +100,7 @@ class BatchSplitStrategy(Strategy):
         super().wrap_model(training=training)
 
     def explain(self, error: BaseException) -> BaseException:
-        """What to do about tensors that a part finds on another part's device."""
+        """Return a ModelError for tensors that a part finds on another part's device, else ``error``."""
         if isinstance(error, RuntimeError) and "same device" in message_of(error) and len(set(self.devices)) > 1:
             return ModelError(
                 f"{error}. Under strategy {self.alias or 'dp'!r} a step runs on each of "
@@ -113,7 +113,7 @@ class BatchSplitStrategy(Strategy):
     # -- steps -----------------------------------------------------------------------------------------------
 
     def in_parts(self, step: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """``step`` of the module, run on each part of its batch; ``name`` is its name."""
+        """Return ``step`` of the module, run on each part of its batch; ``name`` is its name."""
         if len(self.devices) == 1:
             return step
 
@@ -133,7 +133,7 @@ class BatchSplitStrategy(Strategy):
         return call
 
     def forward_in_parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The module called with parts of its arguments, one on each device; what it returned, as for the whole."""
+        """Call the module with parts of its arguments, one on each device, and merge what it returns."""
         module = self.module
         assert module is not None
         if self._in_step:
@@ -147,7 +147,7 @@ class BatchSplitStrategy(Strategy):
         return self.in_parts(lambda given: module(*given[0], **given[1]), "forward")((args, kwargs))
 
     def parts_of(self, batch: Any) -> list[tuple[Any, int]]:
-        """The parts of a batch and their numbers of samples."""
+        """Return the parts of a batch and their numbers of samples."""
         if self.split is None:
             return split_batch(batch, len(self.devices))
         parts = list(self.split(batch, len(self.devices)))
@@ -190,7 +190,7 @@ class BatchSplitStrategy(Strategy):
         return outputs
 
     def _losses_to_compare(self, batch: Any) -> PartLosses | None:
-        """What looks at the losses of this batch, if it is the first, the second, the fourth, the eighth, ..."""
+        """Return what compares the losses of this batch, if it is the first, the second, the fourth, the eighth, ..."""
         self._batches += 1
         assert self.module is not None
         if self._batches & (self._batches - 1) or self.split is not None:  # which may divide in any order
@@ -232,7 +232,7 @@ class BatchSplitStrategy(Strategy):
 
     @contextmanager
     def _current(self, device: torch.device) -> Iterator[None]:
-        """``device`` as the current one of its type, for what a step makes without naming an index."""
+        """Make ``device`` the current one of its type, for what a step makes without naming an index."""
         with ExitStack() as stack:
             if device.index is not None and device != self.root_device:
                 stack.enter_context(torch.get_device_module(device.type).device(device))
@@ -268,11 +268,11 @@ class DataParallelStrategy(BatchSplitStrategy, SingleDeviceStrategy):
     The loader's batch is the global batch, and the result is that of one device, but for what depends on more than a
     sample: a batch norm sees its part of the batch, dropout draws other numbers. The loss must be a mean over the
     samples: those of the parts are weighed by their sizes, and what is none is refused at the batches 1, 2, 4, 8, ...
-    (:mod:`torchhal_parallel._part_losses`). Each value that a step logs becomes one per batch.
+    Each value that a step logs becomes one per batch.
 
     Args:
-        split: a function ``(batch, parts)`` that divides batches which
-            :func:`~torchhal_parallel._scatter_gather.split_batch` can't.
+        split: a function ``(batch, parts)`` that divides batches which the strategy can't: it divides tensors in dicts,
+            lists, tuples and dataclasses along their first dimension.
         parts: see :class:`torchhal.strategies.Strategy`.
 
     The parameters are sent to every other device in every step, so ``ddp`` is faster wherever it can be used.

@@ -14,7 +14,8 @@ from torchhal.distributed import collectives
 from torchhal.memory_estimate import MemoryEstimate, ModelMemory
 from torchhal.precision import Precision
 from torchhal.strategies import check_lookups
-from torchhal_parallel._fsdp_base import FullyShardedStrategy, check_torch
+from torchhal_parallel._fsdp_base import FullyShardedStrategy
+from torchhal_parallel._fsdp_units import check_torch
 from torchhal_parallel._materialize import materialize, tensors_on_meta
 from torchhal_parallel._shard_sizes import divided
 
@@ -30,11 +31,22 @@ class FSDPStrategy(FullyShardedStrategy):
     holds for ``self(...)`` in a hook or a callback: every rank calls it, or none. Each backward of an accumulation adds
     to sharded gradients, so that no rank ever holds whole ones.
 
-    What ``configure_model`` builds is whole on rank 0 alone, and there in host memory: see
-    :mod:`torchhal_parallel._materialize`.
+    What ``configure_model`` builds is whole on rank 0 alone, and there in host memory. Of what it builds on the meta
+    device, each unit gets values by ``reset_parameters()``, ``_init_weights(module)`` or ``init_weights()``.
 
     Args:
-        options: see :class:`~torchhal_parallel._fsdp_base.FullyShardedStrategy`.
+        reshard_after_forward: free a unit's parameters right after its forward, and gather them again for its
+            backward; without, they stay until its backward is done.
+        wrap_policy: which submodules are units. ``"blocks"``: the elements of every ``nn.ModuleList``, and of every
+            ``nn.Sequential`` outside of them that has several with parameters. An int: the smallest submodules with at
+            least so many parameters. Classes: their instances. A callable: those for which ``policy(name, submodule)``
+            is true. ``"none"``: no unit but the whole.
+        activation_checkpointing: recompute the activations of these submodules in backward instead of keeping them;
+            the same forms as ``wrap_policy``, or None.
+        mixed_precision: a ``MixedPrecisionPolicy`` for the units, beside the Trainer's precision, whose autocast needs
+            none. Buffers stay as they are, so batch norms need a precision of the Trainer instead.
+        cpu_offload: keep parameters, gradients and optimizer state in host memory between uses.
+        parts: see :class:`torchhal.strategies.ParallelStrategy`.
     """
 
     _unset: Collection[str] = ()
@@ -46,7 +58,7 @@ class FSDPStrategy(FullyShardedStrategy):
     # -- model -----------------------------------------------------------------------------------------------
 
     def mesh(self) -> Any:
-        """The device mesh that parameters are sharded over: all ranks, on the devices of this run.
+        """Return the device mesh that parameters are sharded over: all ranks, on the devices of this run.
 
         By itself ``fully_shard`` takes torch's current accelerator, also where the run is on the CPU beside it.
         """
@@ -54,7 +66,7 @@ class FSDPStrategy(FullyShardedStrategy):
 
     @contextmanager
     def init_context(self) -> Iterator[None]:
-        """``configure_model`` builds the model on rank 0, and on the others what it looks like."""
+        """Let ``configure_model`` build the model on rank 0, and on the others what it looks like."""
         with super().init_context():
             if self.world_size == 1 or not self.is_set_up:
                 yield

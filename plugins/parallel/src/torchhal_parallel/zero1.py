@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from torchhal.errors import CheckpointMismatchError, DistributedError
 from torchhal.memory_estimate import MemoryEstimate, ModelMemory
 from torchhal.strategies import DDPStrategy, find_difference
 from torchhal_parallel._gathering import on_first_rank
-from torchhal_parallel._optimizer_checks import OptimizerTrial, check_divisible, check_separable, with_parameters
+from torchhal_parallel._optimizer_checks import OptimizerTrials, check_divisible, with_parameters
 from torchhal_parallel._same_settings import find_differing_settings
 
 
@@ -35,12 +35,11 @@ class ZeRO1Strategy(DDPStrategy):
     """
 
     def setup_optimizers(self, optimizers: Sequence[Optimizer], lr_scheduler_configs: Sequence[Any] = ()) -> None:
-        self._trials: dict[int, OptimizerTrial | None] = {}
+        self._trials = OptimizerTrials()
         for optimizer in optimizers:
             check_divisible(optimizer, self.alias or "zero1")
             if self.world_size > 1:
-                trial = check_separable(optimizer, self.alias or "zero1", self.accelerator, self.root_device)
-                self._trials[id(optimizer)] = trial
+                self._trials.add(optimizer, self.alias or "zero1", self.accelerator, self.root_device)
         super().setup_optimizers(optimizers, lr_scheduler_configs)
         self._owners = [_owners(optimizer, self.world_size) for optimizer in self.optimizers]
         self._shares: dict[Optimizer, tuple[int, list[list[torch.Tensor]]]] = {}
@@ -48,7 +47,7 @@ class ZeRO1Strategy(DDPStrategy):
         """Of each optimizer."""
 
     def owner_of(self, optimizer: Optimizer) -> dict[torch.Tensor, int]:
-        """The rank that steps each parameter."""
+        """Return the rank that steps each parameter."""
         owners = self._owners[next(i for i, other in enumerate(self.optimizers) if other is optimizer)]
         if sum(len(group["params"]) for group in optimizer.param_groups) != len(owners):  # a group was added since
             added = {parameter for group in optimizer.param_groups for parameter in group["params"]} - set(owners)
@@ -78,7 +77,7 @@ class ZeRO1Strategy(DDPStrategy):
             raise error
 
     def only_mine(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        """The optimizer with this rank's parameters alone."""
+        """Give the optimizer this rank's parameters alone."""
         owner, rank = self.owner_of(optimizer), self.global_rank
         own = [[each for each in group["params"] if owner[each] == rank] for group in optimizer.param_groups]
         return with_parameters(optimizer, own)
@@ -90,11 +89,7 @@ class ZeRO1Strategy(DDPStrategy):
         self._steps[id(optimizer)] = step = self._steps[id(optimizer)] + 1
         if step & (step - 1) == 0:  # a power of two
             self._check_alike_before_step(optimizer, step)
-        watched: AbstractContextManager[None] = nullcontext()
-        if (trial := self._trials.get(id(optimizer))) is not None:
-            trial.before_step()
-            if closure is None:  # a training step in it may draw
-                watched = trial.watched(optimizer, trial.done)
+        watched = self._trials.before_step(optimizer, with_closure=closure is not None)
         with self.only_mine(optimizer), watched:
             stepped = super().optimizer_step(optimizer, closure)
         if stepped:
@@ -103,8 +98,11 @@ class ZeRO1Strategy(DDPStrategy):
         return stepped
 
     def _check_alike_before_step(self, optimizer: Optimizer, step: int) -> None:
-        """Raise DistributedError, on every rank alike, where something has written to replicas of a parameter, or of
-        its gradient, by what is in a rank's batch: the step would send one rank's values over those of the others."""
+        """Raise DistributedError, on every rank alike, where replicas of a parameter or its gradient differ.
+
+        Something has written to them by what is in a rank's batch: the step would send one rank's values over those of
+        the others.
+        """
         assert self.module is not None
         own, ignored = self.owner_of(optimizer), set(self.parameters_to_ignore())
         named = [(name, each) for name, each in self.module.named_parameters() if each in own and name not in ignored]
@@ -131,7 +129,7 @@ class ZeRO1Strategy(DDPStrategy):
 
     def _release_model(self) -> None:
         super()._release_model()
-        self._trials = {}  # copies of the optimizers
+        self._trials = OptimizerTrials()  # without the copies of the optimizers
 
     # -- memory ----------------------------------------------------------------------------------------------
 
@@ -177,7 +175,7 @@ class ZeRO1Strategy(DDPStrategy):
 
 
 def _owners(optimizer: Optimizer, world_size: int) -> dict[torch.Tensor, int]:
-    """Each parameter's rank: the largest first, each to the rank with the least so far. The same on every rank."""
+    """Return each parameter's rank: the largest first, each to the rank with the least so far."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     load = [0] * world_size
     owner: dict[torch.Tensor, int] = {}
