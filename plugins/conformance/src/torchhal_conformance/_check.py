@@ -86,7 +86,7 @@ class Check:
 
 
 CHECKS: Final[dict[str, Check]] = {}
-"""Every check by its id, in the order of the ids within a family; filled when ``torchhal_conformance`` is imported."""
+"""Every check by its id, sorted by family and id; filled when ``torchhal_conformance.checks`` is imported."""
 
 
 def check(
@@ -140,9 +140,18 @@ def checks_for(kind: str, *, level: str | None = None) -> list[Check]:
         raise ConfigurationError(f"'level' must be one of {', '.join(map(repr, LEVELS))} (got {level!r})")
     importlib.import_module("torchhal_conformance.checks")  # which registers them
     wanted = LEVELS if level is None else LEVELS[: LEVELS.index(level) + 1]
-    families = list(PREFIXES)
-    found = [one for one in CHECKS.values() if kind in one.kinds and one.level in wanted]
-    return sorted(found, key=lambda one: (families.index(one.id[:3]), one.id))
+    return sorted((one for one in CHECKS.values() if kind in one.kinds and one.level in wanted), key=_sort_key)
+
+
+def sort_checks() -> None:
+    """Sort CHECKS by family and id, whatever the order in which its modules were imported."""
+    ordered = sorted(CHECKS.values(), key=_sort_key)
+    CHECKS.clear()
+    CHECKS.update((one.id, one) for one in ordered)
+
+
+def _sort_key(one: Check) -> tuple[int, str]:
+    return list(PREFIXES).index(one.id[:3]), one.id
 
 
 # -- what a check raises -------------------------------------------------------------------------------------
