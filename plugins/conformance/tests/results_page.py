@@ -1,4 +1,4 @@
-"""docs/reference/conformance-results.md: what the kit found of each part in this repository.
+"""Generate docs/reference/conformance-results.md: the results of each component in this repository.
 
 ``python plugins/conformance/tests/results_page.py [FOLDER]`` takes over the reports in FOLDER, as the suites write them
 with ``TORCHHAL_CONFORMANCE_REPORTS=FOLDER``, and writes the page anew; results without a new report stay. ``make
@@ -50,7 +50,7 @@ WITHOUT_REPORT = {
 
 
 def first_party() -> dict[tuple[str, str], RegistryEntry]:
-    """Every part of the core and of the plugins of this repository, by kind and alias."""
+    """Return every component of the core and of the plugins of this repository, by kind and alias."""
     folders = {path.parent.name for path in (ROOT / "plugins").glob("*/pyproject.toml")}
     found = {}
     for kind in KINDS:
@@ -61,7 +61,7 @@ def first_party() -> dict[tuple[str, str], RegistryEntry]:
 
 
 def result(report: dict[str, Any], file: str) -> dict[str, Any]:
-    """What the page needs of a report."""
+    """Return the fields of a report that the page shows."""
     checks = report["checks"]
     made = {one["id"] for one in checks}
     kinds = [one for one in CHECKS.values() if report["kind"] in one.kinds and one.level == "core"]
@@ -91,7 +91,7 @@ def _first(reason: str) -> str:
 
 
 def read(folder: Path | None) -> list[dict[str, Any]]:
-    """The results known so far, those of ``folder`` in the place of older ones."""
+    """Return the known results, those of ``folder`` in the place of older ones."""
     known = {one["file"]: one for one in json.loads(DATA.read_text(encoding="utf-8"))} if DATA.exists() else {}
     for path in sorted(folder.glob("*.json")) if folder is not None else ():
         report = json.loads(path.read_text(encoding="utf-8"))
@@ -161,7 +161,7 @@ def _count(ids: list[str]) -> str:
 
 
 def _why_none(entry: RegistryEntry, parts: dict[tuple[str, str], RegistryEntry], results: list[dict[str, Any]]) -> str:
-    """Of parts of one class with other defaults, one is checked."""
+    """Return the reason why a component has no row: of those of one class with other defaults, one is checked."""
     if reason := WITHOUT_REPORT.get((entry.kind, entry.component.alias)):
         return reason
     checked = {(one["kind"], one["alias"]) for one in results}

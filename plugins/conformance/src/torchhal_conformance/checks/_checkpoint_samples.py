@@ -20,13 +20,13 @@ DTYPES = (
 
 
 def save(io: CheckpointIO, state: dict[str, Any], path: str | os.PathLike[str]) -> None:
-    """Save, and return when it is durable."""
+    """Save ``state`` and return when the checkpoint is durable."""
     io.save_checkpoint(state, path)
     io.wait()
 
 
 def load(what: str, io: CheckpointIO, path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Load what must be there."""
+    """Load a checkpoint that must exist; ``what`` names it in the failure."""
     try:
         return io.load_checkpoint(path)
     except Exception as error:
@@ -38,7 +38,7 @@ def small_checkpoint(value: float = 1.0) -> dict[str, Any]:
 
 
 def checkpoint_files(path: Path) -> list[Path]:
-    """The files of a checkpoint: itself, or those in it."""
+    """Return the files of a checkpoint: the path itself, or the files in its folder."""
     return sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
 
 

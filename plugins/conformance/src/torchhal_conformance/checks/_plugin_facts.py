@@ -20,16 +20,16 @@ from torchhal_conformance._context import CheckContext
 _ENVIRON: Final = dict(os.environ)  # as it was before any plugin was looked for
 
 
-def plugin_record(bench: CheckContext) -> PluginRecord:
-    record = bench.subject.plugin
+def plugin_record(context: CheckContext) -> PluginRecord:
+    record = context.component.plugin
     if record is None:
-        raise NotApplicable("the part comes from no plugin")
+        raise NotApplicable("the component comes from no plugin")
     return record
 
 
-def discovery_facts(bench: CheckContext) -> dict[str, Any]:
-    """What discovering the plugin does in a fresh Python; measured once per plugin."""
-    record = plugin_record(bench)
+def discovery_facts(context: CheckContext) -> dict[str, Any]:
+    """Return the effects of discovering the plugin in a fresh Python, measured once per plugin."""
+    record = plugin_record(context)
     facts: dict[str, Any] = json.loads(measure_discovery(record.distribution, record.name, tuple(sys.path)))
     return facts
 

@@ -23,9 +23,9 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 1e-2, torc
 class PrecisionRun:
     """A precision that is set up, with a model and an optimizer under it."""
 
-    def __init__(self, bench: CheckContext, make: Callable[..., Optimizer] = torch.optim.SGD, **options: Any) -> None:
-        self.accelerator, self.device = bench.ready()
-        self.precision: Precision = bench.make()
+    def __init__(self, context: CheckContext, make: Callable[..., Optimizer] = torch.optim.SGD, **options: Any) -> None:
+        self.accelerator, self.device = context.setup_accelerator()
+        self.precision: Precision = context.create()
         self.precision.setup(self.accelerator, self.device)
         # zero at the start: after one step of SGD at lr=1 the weights are the gradient that was applied
         self.model: Any = nn.Linear(4, 3)
@@ -34,7 +34,7 @@ class PrecisionRun:
         self.model = self.precision.convert_module(self.model)
         move_module(self.model, self.device)
         self.optimizer = make(self.model.parameters(), **{"lr": 1.0, **options})
-        generator = bench.generator()
+        generator = context.generator()
         self.batch = [torch.randn(8, n, generator=generator).to(self.device) for n in (4, 3)]
         self.tolerance = TOLERANCE.get(self.precision.compute_dtype, 3e-2)
 
@@ -48,7 +48,7 @@ class PrecisionRun:
         return converted
 
     def reference(self, batch: Any = None) -> list[torch.Tensor]:
-        """The gradients that plain autograd finds in the same forward."""
+        """Return the gradients that plain autograd computes for the same forward."""
         model = copy.deepcopy(self.model)
         loss = self.loss(batch, model)
         return [g.detach().cpu().double() for g in torch.autograd.grad(loss, list(model.parameters()))]
@@ -60,7 +60,7 @@ class PrecisionRun:
         return [p.detach().cpu().double().clone() for p in self.model.parameters()]
 
     def step(self, batch: Any = None, clip: tuple[float, str] | None = None) -> bool:
-        """One whole step; whether it was made."""
+        """Make one whole optimizer step and return True unless it was skipped."""
         self.optimizer.zero_grad()
         self.precision.backward(self.loss(batch))
         self.precision.unscale_gradients(self.optimizer)
@@ -69,7 +69,7 @@ class PrecisionRun:
         return self.precision.optimizer_step(self.optimizer)
 
     def scale(self) -> float:
-        """What backward multiplies gradients by; clears them."""
+        """Return the factor by which backward multiplies gradients, and clear them."""
         reference = flatten(self.reference())
         self.optimizer.zero_grad()
         self.precision.backward(self.loss())
@@ -83,13 +83,13 @@ class PrecisionRun:
         unit = float(expected.abs().max()) or 1.0
         close(f"{what} (in units of {unit:.4g})", got / unit, expected / unit, factor * self.tolerance)
 
-    def scales(self) -> None:
-        """Skip the check unless the loss is scaled."""
+    def require_scaling(self) -> None:
+        """Raise NotApplicable unless the loss is scaled."""
         if abs(self.scale() - 1) < 1e-2:
             raise NotApplicable("this precision doesn't scale the loss")
 
-    def poison(self) -> None:
-        """Gradients that aren't finite, through the precision's own backward."""
+    def overflow_gradients(self) -> None:
+        """Compute infinite or NaN gradients through the precision's own backward."""
         self.precision.backward(self.loss() * float("inf"))
 
 

@@ -19,13 +19,13 @@ from torchhal_conformance._rank_context import RankContext
 TOLERANCE = 2e-5
 
 BATCH = 12
-"""Samples of a global batch: divided by the ranks of both worlds."""
+"""Samples of a global batch: divisible by 2 and 3 ranks."""
 
 SGD: Callable[..., Optimizer] = torch.optim.SGD
 
 
 class Regression(nn.Module):
-    """A body whose loss is a mean: the mean of the ranks' losses is the loss of the joined batch."""
+    """Model whose loss is a mean over samples, so that the mean of the ranks' losses is the joined batch's loss."""
 
     def __init__(self, seed: int = 0, *, unused: bool = False) -> None:
         super().__init__()
@@ -46,12 +46,12 @@ class Regression(nn.Module):
 
 
 def batch(rank: RankContext, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The global batch of that number."""
+    """Return the global batch of that number, the same on every rank."""
     return rank.random(BATCH, 6, seed=2 * number), rank.random(BATCH, 2, seed=2 * number + 1)
 
 
 def share(strategy: Strategy, data: Any) -> Any:
-    """This rank's part of a global batch, on its device."""
+    """Return this rank's share of a global batch, on its device."""
     kwargs = strategy.distributed_sampler_kwargs
     if kwargs is not None:
         rows = slice(kwargs["rank"], None, kwargs["num_replicas"])
@@ -79,7 +79,7 @@ class StrategyRun:
         return self.strategy.optimizers[0]
 
     def train(self, first: int, last: int, clip: float | None = None) -> list[float]:
-        """Steps ``first`` to ``last`` - 1; the losses, averaged over the ranks."""
+        """Make steps ``first`` to ``last`` - 1 and return the losses, averaged over the ranks."""
         losses = []
         for number in range(first, last):
             self.strategy.zero_grad(self.optimizer)
@@ -92,12 +92,12 @@ class StrategyRun:
         return losses
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """The whole state of the module; nothing on ranks that don't write checkpoints and have no values then."""
+        """Return the whole state of the module; empty on ranks that write no checkpoints and have no values."""
         return values(self.strategy)
 
 
 def values(strategy: Strategy) -> dict[str, torch.Tensor]:
-    """``strategy.module_state_dict()`` on the host, where it has values; rank 0's must."""
+    """Return ``strategy.module_state_dict()`` on the CPU, empty where it has no values; rank 0's must have values."""
     state: dict[str, torch.Tensor] = strategy.module_state_dict()
     if any(tensor.is_meta for tensor in state.values()):
         require(not strategy.is_global_zero, "module_state_dict() has no values on rank 0, which saves them")
@@ -109,18 +109,18 @@ def values(strategy: Strategy) -> dict[str, torch.Tensor]:
 def running(
     rank: RankContext, model: Any = None, make: Any = SGD, strategy: Strategy | None = None, **options: Any
 ) -> Iterator[StrategyRun]:
-    """A Run; not for strategies that do the step themselves, which the Trainer's checks are for."""
-    owned = sorted(name for name in rank.subject.declared if name.startswith("owns_"))
+    """Yield a StrategyRun; raise NotApplicable for a strategy that does the step itself, as the SYS checks cover it."""
+    owned = sorted(name for name in rank.component.declared if name.startswith("owns_"))
     if set(owned) & {"owns_step", "owns_backward", "owns_accumulation"}:
         raise NotApplicable(f"the strategy does the step itself ({', '.join(owned)})")
-    with rank.joined(strategy) as strategy:
+    with rank.set_up_strategy(strategy) as strategy:
         yield StrategyRun(rank, strategy, model, make, **options)
 
 
 def reference(
     rank: RankContext, steps: int, make: Any = SGD, clip: float | None = None, **options: Any
 ) -> tuple[Any, list[float]]:
-    """The same in plain torch, in one process on the joined batches; the model and its losses."""
+    """Train in plain torch, in one process on the joined batches; return the model and its losses."""
     model = Regression()
     optimizer = make(model.parameters(), **{"lr": 0.1, **options})
     losses = []

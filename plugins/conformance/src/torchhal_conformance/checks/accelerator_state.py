@@ -13,13 +13,13 @@ from torchhal_conformance._context import CheckContext
 
 
 @check("ACC-10")
-def teardown(bench: CheckContext) -> None:
+def repeated_teardown(context: CheckContext) -> None:
     """teardown() may be called before a set-up, after one that failed, and twice.
 
     Why: it runs on the way out of an error; when it raises itself, its error is what the user sees.
     Fix: release only what was taken, and note that it is released.
     """
-    accelerator = bench.accelerator()
+    accelerator = context.accelerator()
     accelerator.teardown()
     try:
         accelerator.setup_device(torch.device("meta"))
@@ -33,13 +33,13 @@ def teardown(bench: CheckContext) -> None:
 
 
 @check("ACC-11", features=["memory_stats"], needs=["device"])
-def no_leak(bench: CheckContext) -> None:
+def no_leak(context: CheckContext) -> None:
     """After a set-up, work and teardown(), no more memory is allocated than before.
 
     Why: a second fit in one process runs out of memory that the first one never gave back.
     Fix: drop what the accelerator holds in teardown(), then empty the cache.
     """
-    accelerator, device = bench.ready()
+    accelerator, device = context.setup_accelerator()
     baseline = accelerator.memory_stats(device)["allocated"]
     for _ in range(3):
         accelerator.setup_device(device)
@@ -53,14 +53,15 @@ def no_leak(bench: CheckContext) -> None:
 
 
 @check("ACC-14", needs=["device"])
-def random_state(bench: CheckContext) -> None:
-    """manual_seed makes the device's random numbers repeat; get_rng_state and set_rng_state replay the stream. The
-    state is a uint8 tensor on the CPU.
+def random_state(context: CheckContext) -> None:
+    """manual_seed makes the device's random numbers repeat; get_rng_state and set_rng_state replay the stream.
+
+    The state is a uint8 tensor on the CPU.
 
     Why: without the device's state in a checkpoint, dropout after a resume is another one and no run can be repeated.
     Fix: seed every generator of the device type; return the generator's state as torch's own modules do.
     """
-    accelerator, device = bench.ready()
+    accelerator, device = context.setup_accelerator()
 
     def draw() -> torch.Tensor:
         return torch.rand(8, device=device).cpu()
@@ -82,14 +83,16 @@ def random_state(bench: CheckContext) -> None:
 
 
 @check("ACC-18", features=["memory_stats"], needs=["device"])
-def memory_stats(bench: CheckContext) -> None:
-    """memory_stats counts bytes as ints, with ``allocated`` and ``peak`` at least; a tensor of 4 MiB adds 4 MiB, the
-    peak is never below the current allocation, and reset_peak_memory_stats starts it anew.
+def memory_stats(context: CheckContext) -> None:
+    """memory_stats counts bytes as ints, with ``allocated`` and ``peak`` at least.
+
+    A tensor of 4 MiB adds 4 MiB, the peak is never below the current allocation, and reset_peak_memory_stats starts
+    it anew.
 
     Why: kilobytes in one place and missing keys in another make monitors and memory estimates wrong.
     Fix: override memory_stats and convert the vendor's units.
     """
-    accelerator, device = bench.ready()
+    accelerator, device = context.setup_accelerator()
     size = 4 << 20
     accelerator.reset_peak_memory_stats(device)
     before = accelerator.memory_stats(device)
@@ -114,18 +117,18 @@ def memory_stats(bench: CheckContext) -> None:
 
 
 @check("ACC-22", features=["threads"], needs=["two devices"])
-def two_threads(bench: CheckContext) -> None:
+def two_threads(context: CheckContext) -> None:
     """Two instances, each set up on its own device in its own thread, don't disturb each other.
 
     Why: a current device kept in a global moves one thread's work to the other's device.
     Fix: keep no state of the device on the class or the module; torch's current device is per thread already.
     """
-    devices = bench.accelerator().get_parallel_devices([0, 1])
+    devices = context.accelerator().get_parallel_devices([0, 1])
     found: dict[int, list[Any]] = {0: [], 1: []}
     meet = threading.Barrier(2, timeout=20)
 
     def work(index: int) -> None:
-        accelerator = bench.accelerator()
+        accelerator = context.accelerator()
         accelerator.setup_device(devices[index])
         for _ in range(5):
             meet.wait()

@@ -32,15 +32,17 @@ def _declared_dtypes(accelerator: Accelerator) -> list[torch.dtype]:
 
 
 @check("ACC-12", needs=["device"])
-def round_trip(bench: CheckContext) -> None:
-    """What batch_to_device puts on the device comes back bit for bit: every dtype of the declared precisions, integers
-    and booleans; 0-d, empty, strided, expanded tensors, and views that share memory.
+def round_trip(context: CheckContext) -> None:
+    """A tensor that batch_to_device puts on the device comes back bit for bit.
+
+    That holds for every dtype of the declared precisions, integers and booleans; 0-d, empty, strided, expanded
+    tensors, and views that share memory.
 
     Why: a transfer that ignores strides or the offset into shared memory trains on other numbers, silently.
     Fix: make a view contiguous before its memory is copied, or leave the copy to Tensor.to.
     """
-    accelerator, device = bench.ready()
-    base = torch.randn(6, 8, generator=bench.generator()) * 50
+    accelerator, device = context.setup_accelerator()
+    base = torch.randn(6, 8, generator=context.generator()) * 50
     for dtype in [*_declared_dtypes(accelerator), torch.int64, torch.int32, torch.uint8, torch.bool]:
         full = (base > 0) if dtype is torch.bool else base.abs().to(dtype)
         shapes = {
@@ -79,14 +81,16 @@ class _Moves:
 
 
 @check("ACC-13", needs=["device"])
-def batch_structure(bench: CheckContext) -> None:
-    """batch_to_device keeps dicts, lists, tuples, named tuples and dataclasses what they are, calls an object's own
-    ``.to``, and leaves strings, numbers and None alone; the batch that was given is not written to.
+def batch_structure(context: CheckContext) -> None:
+    """batch_to_device keeps the structure of a batch, moves its tensors, and doesn't write to the batch that was given.
+
+    Dicts, lists, tuples, named tuples and dataclasses stay what they are, an object's own ``.to`` is called, and
+    strings, numbers and None are left alone.
 
     Why: users' collate functions return anything, and a step that unpacks it fails far from the cause.
     Fix: inherit batch_to_device, or move leaves with torchhal.pytree.map_tensors.
     """
-    accelerator, device = bench.ready()
+    accelerator, device = context.setup_accelerator()
     one = torch.arange(3.0)
     batch = {
         "list": [one, "text", None], "pair": _Pair(one, 7), "sample": _Sample(one, "a"), "moves": _Moves(one),
@@ -110,14 +114,15 @@ def batch_structure(bench: CheckContext) -> None:
 
 
 @check("ACC-15", needs=["device"])
-def synchronize(bench: CheckContext) -> None:
+def synchronized_reads(context: CheckContext) -> None:
     """After synchronize(device) the host reads what the device wrote before, also through a copy that didn't wait.
+
     It takes a device and works without one.
 
     Why: a loss that is read before the device has finished is an older one, or garbage.
     Fix: wait for all of the device's streams.
     """
-    accelerator, device = bench.ready()
+    accelerator, device = context.setup_accelerator()
     for step in range(5):
         on_device = torch.zeros(200_000, device=device)
         for _ in range(10):
@@ -131,7 +136,7 @@ def synchronize(bench: CheckContext) -> None:
 
 
 def _pinned(size: int) -> torch.Tensor:
-    """Host memory that a copy doesn't wait for, where the device has such."""
+    """Return host memory that a copy doesn't wait for, where the device has such."""
     try:
         return torch.zeros(size).pin_memory()
     except (RuntimeError, NotImplementedError):  # no device here that could
@@ -139,14 +144,15 @@ def _pinned(size: int) -> torch.Tensor:
 
 
 @check("ACC-16", needs=["device"])
-def declared_precisions(bench: CheckContext) -> None:
-    """Each precision that the class lists multiplies matrices forward and backward on the device; one that it doesn't
-    list is refused before a launch by an error that names both.
+def declared_precisions(context: CheckContext) -> None:
+    """Each precision that the class lists multiplies matrices forward and backward on the device.
+
+    One that it doesn't list is refused before a launch by an error that names both.
 
     Why: a dtype that is listed and missing fails in the first step, after minutes of loading.
     Fix: list in ``precisions`` what the device computes, under aliases that exist.
     """
-    accelerator, device = bench.ready()
+    accelerator, device = context.setup_accelerator()
     for alias in sorted(accelerator.precisions):
         try:
             precision = registry.find("precision", alias).create()
@@ -154,7 +160,7 @@ def declared_precisions(bench: CheckContext) -> None:
             raise CheckFailed(f"'precisions' lists {alias!r}: {error}") from error
         precision.setup(accelerator, device)
         dtype = precision.compute_dtype
-        left, right = (torch.randn(8, 8, generator=bench.generator(i)) for i in range(2))
+        left, right = (torch.randn(8, 8, generator=context.generator(i)) for i in range(2))
         one = left.to(dtype).to(device).requires_grad_()
         (one @ right.to(dtype).to(device)).sum().backward()  # type: ignore[no-untyped-call]
         expected = right.to(dtype).float().sum(1).expand(8, 8)
@@ -169,19 +175,20 @@ def declared_precisions(bench: CheckContext) -> None:
 
 
 @check("ACC-17", needs=["device"])
-def numerics(bench: CheckContext) -> None:
-    """A small network (convolution, normalization, linear) computes on the device what it computes on the CPU, forward
-    and backward, up to 1e-3.
+def numerics(context: CheckContext) -> None:
+    """A small network computes on the device what it computes on the CPU, forward and backward, up to 1e-3.
+
+    It consists of a convolution, a normalization and linear layers.
 
     Why: wrong kernels exist, and a model that trains a little worse is not noticed.
     Fix: report the operator to the vendor; until then declare the check as an expected failure with its name.
     """
-    accelerator, device = bench.ready()
+    accelerator, device = context.setup_accelerator()
     results = []
     for where in (torch.device("cpu"), device):
-        torch.default_generator.manual_seed(bench.subject.seed)
+        torch.default_generator.manual_seed(context.component.seed)
         model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
-        batch = torch.randn(5, 2, 6, 6, generator=bench.generator())
+        batch = torch.randn(5, 2, 6, 6, generator=context.generator())
         if where is device:
             move_module(model, device)
             batch = accelerator.batch_to_device(batch, device)
@@ -202,23 +209,24 @@ class _Numbers(Dataset[int]):
 
 
 @check("ACC-20", needs=["device", "posix"])
-def data_workers(bench: CheckContext) -> None:
-    """A DataLoader with two workers works after the device was set up and used, by the cheapest way in
-    ``start_methods``: fork, else forkserver, else spawn.
+def data_workers(context: CheckContext) -> None:
+    """A DataLoader with two workers works after the device was set up and used.
+
+    They start in the cheapest way in ``start_methods``: fork, else forkserver, else spawn.
 
     Why: a worker forked from a process that holds a driver's handles hangs or crashes, in the first epoch.
     Fix: leave "fork" out of ``start_methods`` when the vendor's runtime doesn't survive it.
     """
-    methods = bench.subject.part.start_methods
+    methods = context.component.cls.start_methods
     method = next((name for name in ("fork", "forkserver", "spawn") if name in methods), None)
     require(method is not None, f"'start_methods' must hold fork, forkserver or spawn (got {sorted(methods)})")
-    got = bench.elsewhere(_load_data, bench.subject, method, timeout=120)
-    bench.fresh()
+    got = context.run_in_subprocess(_load_data, context.component, method, timeout=120)
+    context.restart_subprocess()
     same("what two workers loaded", got, [index * index for index in range(8)])
 
 
-def _load_data(subject: Any, method: str) -> list[int]:
-    accelerator = subject.make_accelerator()
+def _load_data(component: Any, method: str) -> list[int]:
+    accelerator = component.make_accelerator()
     device = accelerator.get_parallel_devices([0])[0]
     accelerator.setup_device(device)
     torch.ones(3, device=device).sum().item()

@@ -20,21 +20,23 @@ from torchhal_conformance.checks._checkpoint_samples import DTYPES, MIB, checkpo
 
 
 def golden_state() -> dict[str, Any]:
-    """What the golden files hold: whatever a release writes must load in the later ones."""
+    """Return the state in the golden files: a checkpoint that one release writes must load in all later ones."""
     base = torch.arange(24.0).reshape(4, 6)
     weights = {str(dtype).removeprefix("torch."): (base % 2).to(dtype) for dtype in DTYPES}
     return {"state_dict": collections.OrderedDict(weights), "shared": [base, base[1:3]], "epoch": 3, "none": None}
 
 
 @check("CIO-01")
-def round_trip(bench: CheckContext) -> None:
-    """Every dtype, 0-d, empty and strided tensors, nested containers, large integers, None and the state of an
-    optimizer come back as they were, in type, value and order.
+def round_trip(context: CheckContext) -> None:
+    """All values of a checkpoint come back as they were, in type, value and order.
+
+    Such are every dtype, 0-d, empty and strided tensors, nested containers, large integers, None and the state of
+    an optimizer.
 
     Why: a resumed run differs in what was lost, and nobody sees where.
     Fix: write values, not their string forms; keep containers what they are.
     """
-    generator = bench.generator()
+    generator = context.generator()
     tensors = {str(dtype): (torch.randn(3, 4, generator=generator) * 40).to(dtype) for dtype in DTYPES}
     model = nn.Linear(4, 2)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
@@ -48,7 +50,7 @@ def round_trip(bench: CheckContext) -> None:
         "keys": {1: "one", "two": 2}, "ordered": collections.OrderedDict(b=1, a=2), "optimizer": optimizer.state_dict(),
         "model": model.state_dict(),
     }  # fmt: skip
-    io, path = bench.make(), bench.folder / "all.ckpt"
+    io, path = context.create(), context.folder / "all.ckpt"
     save(io, state, path)
     loaded = io.load_checkpoint(path)
     for name, value in state.items():
@@ -58,15 +60,15 @@ def round_trip(bench: CheckContext) -> None:
 
 
 @check("CIO-02")
-def shared_memory(bench: CheckContext) -> None:
+def shared_memory(context: CheckContext) -> None:
     """Tensors that share memory share it after a load, tied weights and views alike.
 
     Why: tied weights that come apart train apart, and a checkpoint of views is many times its size.
     Fix: write each memory once, and views as places in it.
     """
-    base = torch.randn(8, 4, generator=bench.generator())
+    base = torch.randn(8, 4, generator=context.generator())
     state = {"embedding": base, "head": base, "rows": base[2:5]}
-    io, path = bench.make(), bench.folder / "tied.ckpt"
+    io, path = context.create(), context.folder / "tied.ckpt"
     save(io, state, path)
     loaded = io.load_checkpoint(path)
     loaded["embedding"][2, 0] = 77.0
@@ -75,14 +77,15 @@ def shared_memory(bench: CheckContext) -> None:
 
 
 @check("CIO-03")
-def map_location(bench: CheckContext) -> None:
-    """A load gives tensors on the CPU unless told otherwise, and takes map_location as a name, a device, a callable or
-    a dict of names.
+def map_location(context: CheckContext) -> None:
+    """A load gives tensors on the CPU unless told otherwise by map_location.
+
+    That may be a name, a device, a callable or a dict of names.
 
     Why: an ignored map_location puts every rank's checkpoint on the device of the rank that saved it.
     Fix: hand it on to torch.load, or move the tensors as it says.
     """
-    io, path = bench.make(), bench.folder / "x.ckpt"
+    io, path = context.create(), context.folder / "x.ckpt"
     save(io, small_checkpoint(), path)
     same("device without map_location", io.load_checkpoint(path)["weights"]["w"].device.type, "cpu")
     places: list[Any] = ["meta", torch.device("meta"), lambda storage, location: storage, {"cpu": "cpu"}]
@@ -92,7 +95,7 @@ def map_location(bench: CheckContext) -> None:
 
 
 @check("CIO-04")
-def input_untouched(bench: CheckContext) -> None:
+def input_untouched(context: CheckContext) -> None:
     """A save leaves the checkpoint that it was given as it was: keys, values and objects.
 
     Why: a state dict is often the running model's; what a save pops from it is missing from the run.
@@ -101,7 +104,7 @@ def input_untouched(bench: CheckContext) -> None:
     state = {**small_checkpoint(), "list": [torch.ones(3)], "none": None}
     objects = {"w": state["weights"]["w"], "list": state["list"]}
     before = pickle.dumps(state)
-    save(bench.make(), state, bench.folder / "x.ckpt")
+    save(context.create(), state, context.folder / "x.ckpt")
     same("the checkpoint after the save", state, pickle.loads(before))
     require(state["weights"]["w"] is objects["w"] and state["list"] is objects["list"], "values were replaced")
 
@@ -115,15 +118,16 @@ class _Canary:
 
 
 @check("CIO-14")
-def hostile_file(bench: CheckContext) -> None:
-    """A load runs nothing that a file says, unless it was told weights_only=False: in place of any file of a
-    checkpoint stands a pickle that would create a file, and it doesn't.
+def hostile_file(context: CheckContext) -> None:
+    """A load runs nothing that a file says, unless it was told weights_only=False.
+
+    In place of any file of a checkpoint stands a pickle that would create a file, and it doesn't.
 
     Why: checkpoints are downloaded, and a pickle is a program.
     Fix: torch.load(weights_only=True), or a format that holds no code.
     """
-    io, path, canary = bench.make(), bench.folder / "x.ckpt", bench.folder / "canary"
-    hostile = bench.folder / "hostile"
+    io, path, canary = context.create(), context.folder / "x.ckpt", context.folder / "canary"
+    hostile = context.folder / "hostile"
     torch.save({"weights": _Canary(str(canary))}, hostile)
     save(io, small_checkpoint(), path)
     for file in checkpoint_files(path):
@@ -133,7 +137,7 @@ def hostile_file(bench: CheckContext) -> None:
             with contextlib.suppress(Exception):
                 io.load_checkpoint(path)
             with contextlib.suppress(Exception):
-                io.list_checkpoints(bench.folder)
+                io.list_checkpoints(context.folder)
             with contextlib.suppress(Exception):
                 io.open_checkpoint(path)
             require(not canary.exists(), f"a load ran what stands in {file.name}")
@@ -142,13 +146,13 @@ def hostile_file(bench: CheckContext) -> None:
 
 
 @check("CIO-15")
-def unknown_options(bench: CheckContext) -> None:
+def unknown_options(context: CheckContext) -> None:
     """A storage option or an argument that means nothing here is a TypeError that names it.
 
     Why: a misspelt option that is dropped writes to the wrong place with the wrong rights.
     Fix: take no **kwargs; check storage_options against what you use.
     """
-    io, path = bench.make(), bench.folder / "x.ckpt"
+    io, path = context.create(), context.folder / "x.ckpt"
 
     def with_option() -> None:
         io.save_checkpoint(small_checkpoint(), path, storage_options={"no_such_option": 1})
@@ -163,7 +167,7 @@ def unknown_options(bench: CheckContext) -> None:
 
 
 @check("CIO-25")
-def golden_files(bench: CheckContext) -> None:
+def golden_files(context: CheckContext) -> None:
     """Checkpoints of golden_state() that earlier releases wrote load as what they were.
 
     Changed: the files are those of the folder given as ``golden=``, for only an author has them; without it the rule
@@ -172,18 +176,18 @@ def golden_files(bench: CheckContext) -> None:
     Why: a format that changes quietly makes every archived run unreadable.
     Fix: keep one file of each release in the tests, and read what it holds.
     """
-    if bench.subject.golden is None:
+    if context.component.golden is None:
         raise NotApplicable("no files of earlier releases were given (golden=)")
-    files = sorted(path for path in Path(bench.subject.golden).iterdir() if not path.name.startswith("."))
-    require(files, f"{bench.subject.golden} is empty")
+    files = sorted(path for path in Path(context.component.golden).iterdir() if not path.name.startswith("."))
+    require(files, f"{context.component.golden} is empty")
     for file in files:
-        same(f"the golden file {file.name}", bench.make().load_checkpoint(file), golden_state())
+        same(f"the golden file {file.name}", context.create().load_checkpoint(file), golden_state())
 
 
-def _growth(subject: ComponentUnderTest, path: str, size: int) -> int:
+def _growth(component: ComponentUnderTest, path: str, size: int) -> int:
     import resource
 
-    io = subject.create()
+    io = component.create()
     save(io, small_checkpoint(), path)
     state = {"w": torch.ones(size, dtype=torch.uint8)}
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -193,14 +197,14 @@ def _growth(subject: ComponentUnderTest, path: str, size: int) -> int:
 
 
 @check("CIO-27", features=["streaming"], needs=["posix"])
-def memory(bench: CheckContext) -> None:
+def memory(context: CheckContext) -> None:
     """A save needs at most 1.2 times the payload beside the payload itself.
 
     Why: a checkpoint that is first built in memory ends in the kernel killing the process, at the first save.
     Fix: write tensor by tensor.
     """
     size = 96 * MIB
-    bench.fresh()
-    growth = bench.elsewhere(_growth, bench.subject, str(bench.folder / "x.ckpt"), size)
-    bench.fresh()
+    context.restart_subprocess()
+    growth = context.run_in_subprocess(_growth, context.component, str(context.folder / "x.ckpt"), size)
+    context.restart_subprocess()
     require(growth < 1.2 * size, f"a save of {size >> 20} MiB took {growth >> 20} MiB more")

@@ -34,33 +34,33 @@ from torchhal_conformance.checks._checkpoint_samples import (
 
 
 class PoisonPill:
-    """Can't be written, which is noticed in the middle of a save."""
+    """Object that can't be pickled, which makes a save fail in the middle."""
 
     def __reduce__(self) -> Any:
         raise RuntimeError("this value can't be pickled")
 
 
 @contextlib.contextmanager
-def _previous_stays(bench: CheckContext, io: CheckpointIO, path: Path) -> Iterator[None]:
-    """The checkpoint at ``path`` is the same, and nothing else is in the folder, when the block ends."""
+def _previous_stays(context: CheckContext, io: CheckpointIO, path: Path) -> Iterator[None]:
+    """Require that the block leaves the checkpoint at ``path`` as it was, and nothing else in its folder."""
     save(io, small_checkpoint(1), path)
-    before = file_sizes(bench.folder)
+    before = file_sizes(context.folder)
     yield
     require(io.exists(path), "the previous checkpoint is gone")
     same("the previous checkpoint", io.load_checkpoint(path), small_checkpoint(1))
-    left = sorted(set(file_sizes(bench.folder)) - set(before))
+    left = sorted(set(file_sizes(context.folder)) - set(before))
     require(not left, f"the failed save left {', '.join(left)}")
 
 
 @check("CIO-06")
-def poison_pill(bench: CheckContext) -> None:
+def poison_pill(context: CheckContext) -> None:
     """A save that fails in the middle raises, leaves the previous checkpoint of that name, and nothing beside it.
 
     Why: the save that fails is the one before the crash; with the previous one it takes the whole run.
     Fix: write to a temporary name in the same folder, rename at the end, remove it on an error.
     """
-    io, path = bench.make(), bench.folder / "x.ckpt"
-    with _previous_stays(bench, io, path):
+    io, path = context.create(), context.folder / "x.ckpt"
+    with _previous_stays(context, io, path):
         state = {"a": torch.ones(MIB), "pill": PoisonPill(), "z": torch.ones(MIB)}
         raises("the save of a value that can't be written", Exception, lambda: save(io, state, path))
     save(io, small_checkpoint(3), path)
@@ -68,7 +68,7 @@ def poison_pill(bench: CheckContext) -> None:
 
 
 @check("CIO-07", needs=["posix"])
-def disk_full(bench: CheckContext) -> None:
+def disk_full(context: CheckContext) -> None:
     """A save that finds the disk full raises CheckpointError, leaves the previous checkpoint, and nothing beside it.
 
     Why: full disks are common, and torch.save reports one as "enforce fail" or, over a plain file object, not at all.
@@ -76,8 +76,8 @@ def disk_full(bench: CheckContext) -> None:
     """
     import resource
 
-    io, path = bench.make(), bench.folder / "x.ckpt"
-    with _previous_stays(bench, io, path):
+    io, path = context.create(), context.folder / "x.ckpt"
+    with _previous_stays(context, io, path):
         state = {"large": torch.ones(2 * MIB)}  # 8 MiB
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -89,16 +89,16 @@ def disk_full(bench: CheckContext) -> None:
             signal.signal(signal.SIGXFSZ, before)
 
 
-def _survives_kills(subject: ComponentUnderTest, path: str, trials: int) -> None:
-    """Kill savers, children of this process, and look at what each has left."""
-    io, generator = subject.create(), random.Random(subject.seed)
+def _survives_kills(component: ComponentUnderTest, path: str, trials: int) -> None:
+    """Kill forked processes during their saves, and compare the checkpoint that each one leaves."""
+    io, generator = component.create(), random.Random(component.seed)
     save(io, numbered_checkpoint(0), path)
     io.teardown()
     for trial in range(1, trials + 1):
         child = os.fork()
         if not child:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the kernel ends the process, wherever it is
-            writer = subject.create()
+            writer = component.create()
             start = time.perf_counter()
             save(writer, numbered_checkpoint(trial), path)
             # somewhere in one of the next saves, however fast this machine is
@@ -115,28 +115,28 @@ def _survives_kills(subject: ComponentUnderTest, path: str, trials: int) -> None
 
 
 @check("CIO-08", features=["atomic"], needs=["posix"])
-def killed(bench: CheckContext) -> None:
+def killed(context: CheckContext) -> None:
     """A process that is killed during a save leaves the old checkpoint or the new one, whole.
 
     Why: the scheduler's SIGKILL comes when it comes.
     Fix: fsync the temporary file, then rename; never truncate what is there.
     """
-    bench.elsewhere(_survives_kills, bench.subject, str(bench.folder / "x.ckpt"), 8, timeout=90)
+    context.run_in_subprocess(_survives_kills, context.component, str(context.folder / "x.ckpt"), 8, timeout=90)
 
 
 @check("CIO-09", features=["atomic"])
-def concurrent_reader(bench: CheckContext) -> None:
+def concurrent_reader(context: CheckContext) -> None:
     """A reader that loads while another process or thread saves over the same name always gets one whole checkpoint.
 
     Why: an evaluation that polls for the newest checkpoint dies in the moment when there is none.
     Fix: rename over it; never remove first.
     """
-    io, path, done = bench.make(), bench.folder / "x.ckpt", threading.Event()
+    io, path, done = context.create(), context.folder / "x.ckpt", threading.Event()
     save(io, numbered_checkpoint(0), path)
     problems: list[BaseException] = []
 
     def write() -> None:
-        writer, version = bench.make(), 0
+        writer, version = context.create(), 0
         try:
             while not done.is_set():
                 version += 1
@@ -157,17 +157,17 @@ def concurrent_reader(bench: CheckContext) -> None:
 
 
 @check("CIO-10", needs=["posix"])
-def temporary_file(bench: CheckContext) -> None:
+def temporary_file(context: CheckContext) -> None:
     """Temporary files lie in the target's own folder, and the checkpoint's permissions follow the umask.
 
     Why: a rename from /tmp fails between file systems, and mkstemp's 0600 makes a team's checkpoint unreadable.
     Fix: open a new name in the folder with mode 0o666.
     """
-    path = bench.folder / "sub" / "x.ckpt"
+    path = context.folder / "sub" / "x.ckpt"
     path.parent.mkdir()
-    bench.fresh()
-    moves, opened, modes = bench.elsewhere(_watch_save, bench.subject, str(path))
-    bench.fresh()
+    context.restart_subprocess()
+    moves, opened, modes = context.run_in_subprocess(_watch_save, context.component, str(path))
+    context.restart_subprocess()
     inside = os.path.realpath(path.parent) + os.sep
     for source, target in moves:
         if os.path.realpath(target).startswith(inside):
@@ -178,7 +178,7 @@ def temporary_file(bench: CheckContext) -> None:
         same(f"permissions of {os.path.basename(file)} under umask 027", oct(mode), oct(0o640))
 
 
-def _watch_save(subject: ComponentUnderTest, path: str) -> tuple[list[tuple[str, str]], list[str], dict[str, int]]:
+def _watch_save(component: ComponentUnderTest, path: str) -> tuple[list[tuple[str, str]], list[str], dict[str, int]]:
     moves, opened = [], []
     listening = False
 
@@ -193,7 +193,7 @@ def _watch_save(subject: ComponentUnderTest, path: str) -> tuple[list[tuple[str,
             if writes and not name.startswith(("/dev/", "/proc/")):
                 opened.append(name)
 
-    io = subject.create()
+    io = component.create()
     save(io, small_checkpoint(), os.path.join(os.path.dirname(path), "warm.ckpt"))  # imports, caches
     sys.addaudithook(hook)
     before = os.umask(0o027)
@@ -207,14 +207,15 @@ def _watch_save(subject: ComponentUnderTest, path: str) -> tuple[list[tuple[str,
 
 
 @check("CIO-12")
-def damage(bench: CheckContext) -> None:
-    """A missing checkpoint is a FileNotFoundError with its path; one that is cut off, empty or garbage is a
-    CheckpointError with it.
+def damage(context: CheckContext) -> None:
+    """A missing checkpoint is a FileNotFoundError with its path, a damaged one a CheckpointError with it.
+
+    A damaged one is cut off, empty or garbage.
 
     Why: "invalid load key" or a hang doesn't tell a user which of the files to delete.
     Fix: catch what the reader raises and raise CheckpointCorruptError from it, with the path.
     """
-    io, path = bench.make(), bench.folder / "damaged.ckpt"
+    io, path = context.create(), context.folder / "damaged.ckpt"
     raises("loading what isn't there", FileNotFoundError, lambda: io.load_checkpoint(path), "damaged.ckpt")
     require(not io.exists(path), "exists() of a missing checkpoint is true")
     save(io, {**small_checkpoint(), "large": torch.ones(20_000)}, path)
@@ -226,40 +227,43 @@ def damage(bench: CheckContext) -> None:
     ):  # fmt: skip
         largest.write_bytes(data)
         raises(f"loading {what}", CheckpointError, lambda: io.load_checkpoint(path), "damaged.ckpt")
-    other = bench.folder / "stray.ckpt"
+    other = context.folder / "stray.ckpt"
     other.write_bytes(b"\0" * 100)
     raises("loading a file of zeros", CheckpointError, lambda: io.load_checkpoint(other), "stray.ckpt")
 
 
 @check("CIO-16", needs=["posix"])
-def completed_only(bench: CheckContext) -> None:
-    """exists and list_checkpoints see completed checkpoints alone, also after a save that was killed; the list is in
-    the order of the saves.
+def completed_only(context: CheckContext) -> None:
+    """exists() and list_checkpoints() see completed checkpoints alone, also after a save that was killed.
+
+    The list is in the order of the saves.
 
     Why: an automatic resume takes the newest; a partial one ends the job that was to be rescued.
     Fix: give temporary names a form that the listing knows, and look for what only a completed save writes.
     """
-    io = bench.make()
-    same("the checkpoints of a missing folder", io.list_checkpoints(bench.folder / "nowhere"), [])
+    io = context.create()
+    same("the checkpoints of a missing folder", io.list_checkpoints(context.folder / "nowhere"), [])
     names = ["b.ckpt", "a.ckpt", "c.ckpt"]
     for name in [*names, "b.ckpt"]:
-        save(io, small_checkpoint(), bench.folder / "runs" / name)
+        save(io, small_checkpoint(), context.folder / "runs" / name)
         time.sleep(0.01)
-    listed = [os.path.basename(str(path)) for path in io.list_checkpoints(bench.folder / "runs")]
+    listed = [os.path.basename(str(path)) for path in io.list_checkpoints(context.folder / "runs")]
     same("the checkpoints by the time of their saves", listed, ["a.ckpt", "c.ckpt", "b.ckpt"])
-    (bench.folder / "killed").mkdir()
-    bench.elsewhere(_survives_kills, bench.subject, str(bench.folder / "killed" / "x.ckpt"), 3, timeout=90)
+    (context.folder / "killed").mkdir()
+    context.run_in_subprocess(
+        _survives_kills, context.component, str(context.folder / "killed" / "x.ckpt"), 3, timeout=90
+    )
 
 
 @check("CIO-29", features=["checksum"])
-def flipped_bit(bench: CheckContext) -> None:
+def flipped_bit(context: CheckContext) -> None:
     """One flipped bit anywhere in a checkpoint's files is refused by a CheckpointCorruptError with the path.
 
     Why: torch's zip reader checks nothing: damaged weights train on.
     Fix: store a checksum over everything, and verify it before a value is used.
     """
-    io, path, generator = bench.make(), bench.folder / "x.ckpt", random.Random(bench.subject.seed)
-    save(io, {**small_checkpoint(), "t": torch.randn(500, generator=bench.generator())}, path)
+    io, path, generator = context.create(), context.folder / "x.ckpt", random.Random(context.component.seed)
+    save(io, {**small_checkpoint(), "t": torch.randn(500, generator=context.generator())}, path)
     for file in checkpoint_files(path):
         whole = file.read_bytes()
         places = {0, len(whole) - 1, *(generator.randrange(len(whole)) for _ in range(40))}

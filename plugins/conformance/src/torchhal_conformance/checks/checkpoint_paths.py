@@ -17,14 +17,14 @@ from torchhal_conformance.checks._checkpoint_samples import checkpoint_files, fi
 
 
 @check("CIO-05")
-def overwrite(bench: CheckContext) -> None:
+def overwrite(context: CheckContext) -> None:
     """A save over another checkpoint replaces all of it: nothing of a larger predecessor is left.
 
     Why: shards of the old run that the new one doesn't overwrite are loaded as its own.
     Fix: write beside it and rename, or empty the folder of what an earlier save wrote there.
     """
-    io, path, fresh = bench.make(), bench.folder / "x.ckpt", bench.folder / "fresh.ckpt"
-    large = {"weights": {f"layer{i}": torch.randn(500, generator=bench.generator()) for i in range(40)}, "extra": 1}
+    io, path, fresh = context.create(), context.folder / "x.ckpt", context.folder / "fresh.ckpt"
+    large = {"weights": {f"layer{i}": torch.randn(500, generator=context.generator()) for i in range(40)}, "extra": 1}
     save(io, large, path)
     save(io, small_checkpoint(2), path)
     same("the second checkpoint of that name", io.load_checkpoint(path), small_checkpoint(2))
@@ -36,14 +36,15 @@ def overwrite(bench: CheckContext) -> None:
 
 
 @check("CIO-11")
-def paths(bench: CheckContext) -> None:
-    """A path may be a str or a Path, relative, hold blanks, '%' and any letters, begin with a dot or end in .tmp, and
-    lie in folders that don't exist yet.
+def paths(context: CheckContext) -> None:
+    """A path may be a str or a Path, relative, and lie in folders that don't exist yet.
+
+    It may hold blanks, '%' and any letters, begin with a dot or end in .tmp.
 
     Why: metrics in file names bring all of these, and torch.save refuses some names itself.
     Fix: give torch.save an open file; make the folders.
     """
-    io = bench.make()
+    io = context.create()
     names = [
         "plain.ckpt",
         "with blanks.ckpt",
@@ -55,36 +56,37 @@ def paths(bench: CheckContext) -> None:
         "a/b/c/deep.ckpt",
     ]
     for name in names:
-        for path in (bench.folder / name, str(bench.folder / f"s-{name.replace('/', '-')}")):
+        for path in (context.folder / name, str(context.folder / f"s-{name.replace('/', '-')}")):
             try:
                 save(io, small_checkpoint(), path)
                 require(io.exists(path), f"{path!r} was saved and doesn't exist")
                 same(f"the checkpoint {path!r}", io.load_checkpoint(path), small_checkpoint())
             except (OSError, RuntimeError, ValueError, CheckpointError) as error:
                 raise CheckFailed(f"{path!r} can't be used: {type(error).__name__}: {error}") from error
-    relative = os.path.relpath(bench.folder / "relative.ckpt")
+    relative = os.path.relpath(context.folder / "relative.ckpt")
     save(io, small_checkpoint(4), relative)
-    same("the checkpoint of a relative path", io.load_checkpoint(bench.folder / "relative.ckpt"), small_checkpoint(4))
+    same("the checkpoint of a relative path", io.load_checkpoint(context.folder / "relative.ckpt"), small_checkpoint(4))
 
 
 @check("CIO-13")
-def removal(bench: CheckContext) -> None:
-    """remove_checkpoint deletes what a save wrote and nothing else; a missing checkpoint is no error; of a link the
-    link alone is removed.
+def removal(context: CheckContext) -> None:
+    """remove_checkpoint deletes what a save wrote and nothing else.
+
+    A missing checkpoint is no error; of a link the link alone is removed.
 
     Why: keeping the best k removes checkpoints all the time; one prefix match too many takes another run's.
     Fix: remove the one path; for a folder, what a save writes into it.
     """
-    io, path = bench.make(), bench.folder / "x.ckpt"
-    neighbours = [bench.folder / name for name in ("x.ckpt.1", "x.ckpt-best", "ax.ckpt", "x")]
+    io, path = context.create(), context.folder / "x.ckpt"
+    neighbours = [context.folder / name for name in ("x.ckpt.1", "x.ckpt-best", "ax.ckpt", "x")]
     for neighbour in neighbours:
         neighbour.write_text("mine")
-    before = file_sizes(bench.folder)
+    before = file_sizes(context.folder)
     save(io, small_checkpoint(), path)
     io.remove_checkpoint(path)
-    same("the folder after a save and its removal", file_sizes(bench.folder), before)
+    same("the folder after a save and its removal", file_sizes(context.folder), before)
     io.remove_checkpoint(path)
-    target, link = bench.folder / "kept.ckpt", bench.folder / "link.ckpt"
+    target, link = context.folder / "kept.ckpt", context.folder / "link.ckpt"
     save(io, small_checkpoint(), target)
     try:
         link.symlink_to(target, target_is_directory=target.is_dir())
@@ -96,13 +98,13 @@ def removal(bench: CheckContext) -> None:
 
 
 @check("CIO-24", features=["fsspec"])
-def url(bench: CheckContext) -> None:
+def url(context: CheckContext) -> None:
     """A URL such as memory://run/x.ckpt can be saved to, loaded, listed and removed like a path.
 
     Why: code that joins paths or calls os.path.exists works until the run moves to an object store.
     Fix: go through fsspec for every path that holds "://".
     """
-    io, root = bench.make(), f"memory://torchhal-conformance-{bench.folder.name}"
+    io, root = context.create(), f"memory://torchhal-conformance-{context.folder.name}"
     path = f"{root}/x.ckpt"
     save(io, small_checkpoint(), path)
     require(io.exists(path), "a checkpoint at a URL was saved and doesn't exist")
@@ -116,15 +118,16 @@ def url(bench: CheckContext) -> None:
 
 
 @check("CIO-26")
-def like_a_dict(bench: CheckContext) -> None:
-    """Any sequence of saves, overwrites, removals and loads of a few names behaves as a dict would, also when half of
-    it goes through another instance.
+def like_a_dict(context: CheckContext) -> None:
+    """Any sequence of saves, overwrites, removals and loads of a few names behaves as a dict would.
+
+    That holds also when half of it goes through another instance.
 
     Why: caches that a remove or another process's save doesn't reach, and names that collide after cleaning.
     Fix: keep nothing about files between calls.
     """
-    ios = [bench.make(), bench.make()]
-    folder, generator = bench.folder / "store", random.Random(bench.subject.seed)
+    ios = [context.create(), context.create()]
+    folder, generator = context.folder / "store", random.Random(context.component.seed)
     names = ["a.ckpt", "A.ckpt2", "a b", "a_b", "a.ckpt.bak"]
     model: dict[str, int] = {}
     done: list[str] = []
@@ -132,7 +135,7 @@ def like_a_dict(bench: CheckContext) -> None:
         name, io = generator.choice(names), generator.choice(ios)
         action = generator.choice(["save", "save", "load", "remove", "list"])
         done.append(f"{action} {name!r}" if action != "list" else "list")
-        told = f"after {', '.join(done[-6:])} (step {step}, seed {bench.subject.seed})"
+        told = f"after {', '.join(done[-6:])} (step {step}, seed {context.component.seed})"
         if action == "save":
             model[name] = step
             save(io, {"value": step, "t": torch.full((3,), step)}, folder / name)
@@ -150,14 +153,15 @@ def like_a_dict(bench: CheckContext) -> None:
 
 
 @check("CIO-28")
-def teardown(bench: CheckContext) -> None:
-    """teardown() flushes, may be called twice and before any use, and the instance works afterwards; one that was not
-    used pickles.
+def repeated_teardown(context: CheckContext) -> None:
+    """teardown() flushes, may be called twice and before any use, and the instance works afterwards.
+
+    An instance that was not used pickles.
 
     Why: teardown runs after errors too, and a Trainer fits several times.
     Fix: end what was started, and let the next save start it again.
     """
-    io, path = bench.make(), bench.folder / "x.ckpt"
+    io, path = context.create(), context.folder / "x.ckpt"
     io.teardown()
     try:
         io = pickle.loads(pickle.dumps(io))
@@ -168,7 +172,7 @@ def teardown(bench: CheckContext) -> None:
     io.teardown()
     same(
         "what was saved before teardown()",
-        load("what was saved before teardown()", bench.make(), path),
+        load("what was saved before teardown()", context.create(), path),
         small_checkpoint(1),
     )
     save(io, small_checkpoint(2), path)

@@ -16,15 +16,16 @@ from torchhal_conformance._rank_context import RankContext
 from torchhal_conformance.checks._checkpoint_samples import small_checkpoint
 
 
-@check("CIO-21", features=["sharded"], worlds=(2,), timeout=90)
+@check("CIO-21", features=["sharded"], world_sizes=(2,), timeout=90)
 def all_ranks(rank: RankContext) -> None:
-    """Through a strategy every rank takes part in a save to one path, all load the same, and paths that depend on the
-    rank are an error on all of them.
+    """Through a strategy every rank takes part in a save to one path, and all load the same.
+
+    Paths that depend on the rank are an error on all of them.
 
     Why: a file name with the rank in it makes as many checkpoints as there are ranks, none of them whole.
     Fix: save through the process group; let the strategy compare the paths.
     """
-    with rank.joined() as strategy:
+    with rank.set_up_strategy() as strategy:
         path = os.path.join(rank.folder, "x.ckpt")
         state = {"shared": torch.arange(10.0), "step": 3}
         strategy.save_checkpoint(state, path)
@@ -35,12 +36,12 @@ def all_ranks(rank: RankContext) -> None:
         rank.gather("done")
 
 
-def _save_shards(subject: ComponentUnderTest, path: str) -> None:
+def _save_shards(component: ComponentUnderTest, path: str) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    rank = RankContext(subject, os.path.dirname(path))
-    with rank.joined() as strategy:
+    rank = RankContext(component, os.path.dirname(path))
+    with rank.set_up_strategy() as strategy:
         mesh = init_device_mesh("cpu", (rank.size,))
         full = torch.arange(60.0).reshape(12, 5)
         strategy.save_checkpoint({"w": distribute_tensor(full, mesh, [Shard(0)]), "step": 3}, path)
@@ -48,9 +49,9 @@ def _save_shards(subject: ComponentUnderTest, path: str) -> None:
         rank.gather("saved")
 
 
-def _load_shards(subject: ComponentUnderTest, path: str) -> Any:
-    rank = RankContext(subject, os.path.dirname(path))
-    with rank.joined() as strategy:
+def _load_shards(component: ComponentUnderTest, path: str) -> Any:
+    rank = RankContext(component, os.path.dirname(path))
+    with rank.set_up_strategy() as strategy:
         loaded = strategy.load_checkpoint(path)
         rank.gather("loaded")
         weights = loaded["w"]
@@ -58,30 +59,30 @@ def _load_shards(subject: ComponentUnderTest, path: str) -> Any:
 
 
 @check("CIO-22", features=["reshard"], needs=["posix"])
-def another_number_of_ranks(bench: CheckContext) -> None:
+def another_number_of_ranks(context: CheckContext) -> None:
     """Shards that three ranks wrote load in two, and in one.
 
     Why: a job that restarts on fewer devices must go on.
     Fix: store each shard with its place in the whole tensor.
     """
-    path = str(bench.folder / "x.ckpt")
-    bench.ranks(3, _save_shards, bench.subject, path, timeout=90)
+    path = str(context.folder / "x.ckpt")
+    context.run_on_ranks(3, _save_shards, context.component, path, timeout=90)
     expected = torch.arange(60.0).reshape(12, 5).tolist(), 3
     for size in (2, 1):
-        for got in bench.ranks(size, _load_shards, bench.subject, path, timeout=90):
+        for got in context.run_on_ranks(size, _load_shards, context.component, path, timeout=90):
             same(f"shards of 3 ranks loaded by {size}", got, expected)
 
 
-@check("CIO-23", worlds=(2,), timeout=20)
+@check("CIO-23", world_sizes=(2,), timeout=20)
 def one_writer(rank: RankContext) -> None:
     """Without the feature ``sharded`` rank 0 alone writes, all ranks return, and all of them can load.
 
     Why: several writers of one file race, and a barrier inside of a save that one rank runs waits for ever.
     Fix: don't communicate in save_checkpoint; declare ``sharded`` if every rank has to take part.
     """
-    if "sharded" in rank.subject.declared:
+    if "sharded" in rank.component.declared:
         raise NotApplicable("every rank writes its part")
-    with rank.joined() as strategy:
+    with rank.set_up_strategy() as strategy:
         calls: list[str] = []
         io = strategy.checkpoint_io
         original = io.save_checkpoint

@@ -27,9 +27,10 @@ from torchhal_conformance.checks._plugin_facts import discovery_facts, measure_d
 
 
 @check("GEN-12")
-def bounded_requirement(bench: CheckContext) -> None:
-    """The distribution requires torchhal with a lower and an upper bound, between which the running version lies; what
-    it requires only with an extra of its own doesn't count.
+def bounded_requirement(context: CheckContext) -> None:
+    """The distribution requires torchhal with a lower and an upper bound, between which the running version lies.
+
+    What it requires only with an extra of its own doesn't count.
 
     Why: a plugin without an upper bound is installed beside the next major version, and breaks there.
     Fix: dependencies = ["torchhal>=0.1,<1"].
@@ -38,7 +39,7 @@ def bounded_requirement(bench: CheckContext) -> None:
 
     import torchhal
 
-    found = [Requirement(text) for text in discovery_facts(bench)["requires_dist"]]
+    found = [Requirement(text) for text in discovery_facts(context)["requires_dist"]]
     always = [one for one in found if one.marker is None or one.marker.evaluate({"extra": ""})]
     ours = [one for one in always if canonical(one.name) == "torchhal"]
     require(ours, "the distribution doesn't require torchhal")
@@ -51,14 +52,14 @@ def bounded_requirement(bench: CheckContext) -> None:
 
 
 @check("GEN-15")
-def public_names(bench: CheckContext) -> None:
+def public_names(context: CheckContext) -> None:
     """The package's source imports no underscored module or name of torchhal, and uses none through an import.
 
     Why: what is private changes in any release, and the plugin is then broken for everybody at once.
     Fix: use the public name, or ask for one.
     """
-    plugin_record(bench)
-    root = Path(discovery_facts(bench)["record"]["file"]).parent
+    plugin_record(context)
+    root = Path(discovery_facts(context)["record"]["file"]).parent
     problems = [f"{file.name}:{problem}" for file in sorted(root.rglob("*.py")) for problem in _private_uses(file)]
     require(not problems, "; ".join(problems[:10]))
 
@@ -94,16 +95,16 @@ def _is_private(name: str) -> bool:
 
 
 @check("GEN-16", needs=["posix"])
-def no_patching(bench: CheckContext) -> None:
+def no_patching(context: CheckContext) -> None:
     """Loading the plugin's classes rebinds no attribute of torchhal, torch and torch.distributed, nn and optim.
 
     Why: a patch acts on every user of the process, and two plugins that patch one place depend on their order.
-    Fix: subclass and override; where that can't be done, patch in the part's set-up and restore in its teardown.
+    Fix: subclass and override; where that can't be done, patch in the component's set-up and restore in its teardown.
     """
-    record = plugin_record(bench)
-    bench.fresh()
-    rebound = bench.elsewhere(_rebound_by_loading, record.distribution)
-    bench.fresh()
+    record = plugin_record(context)
+    context.restart_subprocess()
+    rebound = context.run_in_subprocess(_rebound_by_loading, record.distribution)
+    context.restart_subprocess()
     require(not rebound, f"loading the classes rebound {', '.join(rebound[:8])}")
 
 
@@ -139,13 +140,13 @@ def _rebound_by_loading(distribution: str) -> list[str]:
 
 
 def _made_by_torch(value: Any) -> bool:
-    """Whether a function stands in torch's own files: importing more of torch wraps some of its functions."""
+    """Return True for a function of torch's own files: importing more of torch wraps some of its functions."""
     code = getattr(value, "__code__", None)
     return code is not None and code.co_filename.startswith(os.path.dirname(torch.__file__) + os.sep)
 
 
 @check("GEN-17", features=["wheel"], timeout=120)
-def wheel(bench: CheckContext) -> None:
+def wheel(context: CheckContext) -> None:
     """A wheel built from the source holds the same components, py.typed, a licence, a summary and a URL.
 
     Changed: the wheel is unpacked into a folder of its own, not installed into a new environment, which would need an
@@ -154,25 +155,25 @@ def wheel(bench: CheckContext) -> None:
     Why: an entry point or a data file that is missing from the wheel works for the author and for nobody else.
     Fix: name the package in the build backend's configuration and fill in [project].
     """
-    record = plugin_record(bench)
-    source = bench.subject.source
+    record = plugin_record(context)
+    source = context.component.source
     if source is None:
         raise MissingRequirement("its source is not here: install the plugin with pip install --editable")
     build = subprocess.run(
         [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index",
-         "--wheel-dir", str(bench.folder), str(source)],
+         "--wheel-dir", str(context.folder), str(source)],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
-    wheels = list(bench.folder.glob("*.whl"))
+    wheels = list(context.folder.glob("*.whl"))
     require(build.returncode == 0 and wheels, f"the wheel could not be built:\n{build.stderr[-2000:]}")
-    site = bench.folder / "site"
+    site = context.folder / "site"
     with zipfile.ZipFile(wheels[0]) as archive:
         archive.extractall(site)
-    package = discovery_facts(bench)["manifest"].partition(".")[0]
+    package = discovery_facts(context)["manifest"].partition(".")[0]
     metadata: Any = importlib.metadata.PathDistribution(next(site.glob("*.dist-info"))).metadata
     require((site / package / "py.typed").exists(), f"the wheel has no {package}/py.typed")
     for names in (("License-Expression", "License", "License-File"), ("Summary",), ("Project-URL", "Home-page")):
         require(any(metadata.get(name) for name in names), f"the wheel's metadata has no {' or '.join(names)}")
     others = tuple(folder for folder in sys.path if not (Path(folder or ".") / package).is_dir())
     found = json.loads(measure_discovery(record.distribution, record.name, (str(site), *others)))
-    same("the components that the wheel gives", found["components"], discovery_facts(bench)["components"])
+    same("the components that the wheel gives", found["components"], discovery_facts(context)["components"])

@@ -30,39 +30,40 @@ class _Hidden:
         return getattr(self.finder, name)
 
 
-def _vendors(bench: CheckContext) -> tuple[str, ...]:
-    requires = bench.subject.entry.component.requires
+def _vendors(context: CheckContext) -> tuple[str, ...]:
+    requires = context.component.entry.component.requires
     if not requires:
         raise NotApplicable("its record requires no vendor's module")
     return requires
 
 
 @check("GEN-04", needs=["posix"])
-def without_vendor(bench: CheckContext) -> None:
-    """Without the vendor's modules the plugin is loaded, its parts are listed, and the part is unavailable with a
-    reason that names the missing module.
+def without_vendor(context: CheckContext) -> None:
+    """Without the vendor's modules the plugin is loaded, and its components are listed.
+
+    The component is unavailable with a reason that names the missing module.
 
     Why: users install the plugin first and the SDK later; "No module named ..." from discovery says neither.
-    Fix: import the vendor inside the part's methods, and name its modules in Component.requires.
+    Fix: import the vendor inside the component's methods, and name its modules in Component.requires.
     """
-    plugin_record(bench)
-    vendors = _vendors(bench)
-    bench.fresh()
-    status, listed, ok, reason = bench.elsewhere(_look_without, bench.subject, vendors)
-    bench.fresh()
+    plugin_record(context)
+    vendors = _vendors(context)
+    context.restart_subprocess()
+    status, listed, ok, reason = context.run_in_subprocess(_look_without, context.component, vendors)
+    context.restart_subprocess()
     require(status == "loaded", f"without {', '.join(vendors)} the plugin is {status}")
-    require(listed, "without its vendor's modules the part is not listed")
-    require(not ok, "without its vendor's modules the part says that it is available")
+    require(listed, "without its vendor's modules the component is not listed")
+    require(not ok, "without its vendor's modules the component says that it is available")
     require(any(name in reason for name in vendors), f"the reason must name {' or '.join(vendors)} (got {reason!r})")
 
 
-def _look_without(subject: ComponentUnderTest, vendors: tuple[str, ...]) -> tuple[str, bool, bool, str]:
+def _look_without(component: ComponentUnderTest, vendors: tuple[str, ...]) -> tuple[str, bool, bool, str]:
     _must_be_absent(vendors)
     sys.meta_path[:] = [_Hidden(finder, frozenset(vendors)) for finder in sys.meta_path]
-    entry = registry.find(subject.kind, subject.looked_up_as)
+    entry = registry.find(component.kind, component.looked_up_as)
     record = next(one for one in registry.plugins() if one.name == entry.plugin)
     state = entry.availability()
-    if state and subject.kind == "accelerator":
+    if state and component.kind == "accelerator":
         state = entry.load().availability()
     return record.status, entry in record.components, state.ok, state.reason
 
@@ -73,28 +74,32 @@ def _must_be_absent(vendors: tuple[str, ...]) -> None:
 
 
 @check("GEN-05", needs=["posix"])
-def broken_vendor(bench: CheckContext) -> None:
-    """With a vendor's module whose import raises OSError, RuntimeError or AttributeError an accelerator is unavailable
-    with that as the reason; a part of another kind loads, or is refused with it.
+def broken_vendor(context: CheckContext) -> None:
+    """With a vendor's module whose import fails an accelerator is unavailable with that error as the reason.
+
+    The error is an OSError, RuntimeError or AttributeError. A component of another kind loads, or is refused with
+    it.
 
     Why: half-installed SDKs are the rule, and their errors surfaced as crashes of programs that never used them.
     Fix: import the vendor in load() and let Accelerator.availability() catch what comes.
     """
-    plugin_record(bench)
-    vendors = _vendors(bench)
+    plugin_record(context)
+    vendors = _vendors(context)
     for error in ("OSError", "RuntimeError", "AttributeError"):
-        bench.fresh()
-        state = bench.elsewhere(_look_at_broken, bench.subject, vendors, error, str(bench.folder / error))
-        bench.fresh()
+        context.restart_subprocess()
+        state = context.run_in_subprocess(
+            _look_at_broken, context.component, vendors, error, str(context.folder / error)
+        )
+        context.restart_subprocess()
         if state is None:
             continue
         ok, reason = state
-        require(not ok, f"with a vendor's module that raises {error} the part says that it is available")
+        require(not ok, f"with a vendor's module that raises {error} the component says that it is available")
         require("half installed" in reason, f"the reason must hold the vendor's {error} (got {reason!r})")
 
 
 def _look_at_broken(
-    subject: ComponentUnderTest, vendors: tuple[str, ...], error: str, folder: str
+    component: ComponentUnderTest, vendors: tuple[str, ...], error: str, folder: str
 ) -> tuple[bool, str] | None:
     _must_be_absent(vendors)
     for name in vendors:
@@ -103,8 +108,8 @@ def _look_at_broken(
         (package / "__init__.py").write_text(f"raise {error}('half installed')\n")
     sys.path.insert(0, folder)
     importlib.invalidate_caches()
-    entry = registry.find(subject.kind, subject.looked_up_as)
-    if subject.kind != "accelerator":
+    entry = registry.find(component.kind, component.looked_up_as)
+    if component.kind != "accelerator":
         try:
             entry.load()
         except ComponentError as refused:

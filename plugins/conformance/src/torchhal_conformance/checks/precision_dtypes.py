@@ -36,47 +36,50 @@ class _Mixed(nn.Module):
 
 
 @check("PRE-01", needs=["device"])
-def documented_dtypes(bench: CheckContext) -> None:
-    """The weights and the arithmetic have the dtypes that ``param_dtype`` and ``compute_dtype`` say, which for a common
-    alias are the common ones; an unknown alias or dtype is an error that lists the valid ones.
+def documented_dtypes(context: CheckContext) -> None:
+    """The weights and the arithmetic have the dtypes that ``param_dtype`` and ``compute_dtype`` say.
+
+    For a common alias these are the common ones; an unknown alias or dtype is an error that lists the valid ones.
 
     Why: a precision that silently falls back to float32 costs twice the memory and nobody asks why.
     Fix: set both attributes in the constructor, and convert what they say.
     """
-    trained = PrecisionRun(bench)
+    trained = PrecisionRun(context)
     precision = trained.precision
-    documented = DOCUMENTED.get(bench.subject.entry.component.alias, (precision.param_dtype, precision.compute_dtype))
+    documented = DOCUMENTED.get(
+        context.component.entry.component.alias, (precision.param_dtype, precision.compute_dtype)
+    )
     same("param_dtype and compute_dtype", (precision.param_dtype, precision.compute_dtype), documented)
     same("dtype of the weights", trained.model.weight.dtype, documented[0])
     with precision.forward_context():
         output = trained.model(precision.convert_input(trained.batch[0]))
     same("dtype of a product in forward_context", output.dtype, documented[1])
     raises("an unknown alias", UnknownAliasError, lambda: resolve(Request(precision="77-true")), "77-true", "32-true")
-    if "dtype" in bench.subject.entry.component.defaults or "dtype" in bench.subject.arguments:
-        raises("an unknown dtype", ValueError, lambda: bench.make(dtype="float77"), "float77")
+    if "dtype" in context.component.entry.component.defaults or "dtype" in context.component.arguments:
+        raises("an unknown dtype", ValueError, lambda: context.create(dtype="float77"), "float77")
 
 
 @check("PRE-02", needs=["device"])
-def buffers(bench: CheckContext) -> None:
+def buffers(context: CheckContext) -> None:
     """convert_module leaves integer, boolean and complex buffers as they are.
 
     Why: a position index in bfloat16 counts to 256.
     Fix: convert what is_floating_point() and nothing else.
     """
-    precision = PrecisionRun(bench).precision
+    precision = PrecisionRun(context).precision
     model: Any = precision.convert_module(_Mixed())
     same("the buffers", dict(model.named_buffers()), dict(_Mixed().named_buffers()))
     same("dtype of the weights", model.layer.weight.dtype, precision.param_dtype)
 
 
 @check("PRE-03", needs=["device"])
-def tied(bench: CheckContext) -> None:
+def tied(context: CheckContext) -> None:
     """convert_module keeps tied parameters tied, and parameters the objects that they were.
 
     Why: an optimizer made before holds the old objects and moves nothing.
     Fix: change parameter.data, or go through Module._apply.
     """
-    precision = PrecisionRun(bench).precision
+    precision = PrecisionRun(context).precision
     model: Any = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     model[1].weight = model[0].weight
     before = model[0].weight
@@ -86,13 +89,13 @@ def tied(bench: CheckContext) -> None:
 
 
 @check("PRE-04", needs=["device"])
-def init_context(bench: CheckContext) -> None:
+def init_context(context: CheckContext) -> None:
     """Inside of module_init_context() new parameters are of ``param_dtype``; afterwards the default dtype is as before.
 
     Why: a default dtype that stays changed makes every later tensor of the process another one.
     Fix: remember torch.get_default_dtype() on the way in, restore it on the way out.
     """
-    precision = PrecisionRun(bench).precision
+    precision = PrecisionRun(context).precision
     before = torch.get_default_dtype()
     with precision.module_init_context():
         same("dtype of a parameter made inside", nn.Linear(2, 2).weight.dtype, precision.param_dtype)
@@ -104,13 +107,13 @@ class _Stop(Exception):
 
 
 @check("PRE-05", needs=["device"])
-def contexts_and_errors(bench: CheckContext) -> None:
+def contexts_and_errors(context: CheckContext) -> None:
     """module_init_context() and forward_context() restore what they changed when their body raises.
 
     Why: a notebook goes on after an error, in another dtype.
     Fix: restore in __exit__ or finally, whatever happened.
     """
-    trained = PrecisionRun(bench)
+    trained = PrecisionRun(context)
     before = _surroundings(trained)
     for name in ("module_init_context", "forward_context"):
         try:
@@ -128,35 +131,35 @@ def _surroundings(trained: PrecisionRun) -> tuple[torch.dtype, bool]:
 
 
 @check("PRE-06", needs=["device"])
-def nested_contexts(bench: CheckContext) -> None:
+def nested_contexts(context: CheckContext) -> None:
     """forward_context() can be entered again and inside of itself, one object too; autocast is off after the last exit.
 
     Why: a validation step inside of a training step turned autocast off for the rest of it, or left it on for ever.
     Fix: keep a stack of what to restore.
     """
-    trained = PrecisionRun(bench)
+    trained = PrecisionRun(context)
     precision, before = trained.precision, _surroundings(trained)
-    context = precision.forward_context()
-    with context:
+    forward = precision.forward_context()
+    with forward:
         inside = _surroundings(trained)
-        for again in (context, precision.forward_context()):
+        for again in (forward, precision.forward_context()):
             with again:
                 same("dtype and autocast in the inner context", _surroundings(trained), inside)
             same("dtype and autocast after the inner context", _surroundings(trained), inside)
     same("dtype and autocast afterwards", _surroundings(trained), before)
-    with context:
+    with forward:
         same("dtype and autocast when it is entered again", _surroundings(trained), inside)
     same("dtype and autocast after that", _surroundings(trained), before)
 
 
 @check("PRE-07", needs=["device"])
-def inputs(bench: CheckContext) -> None:
+def inputs(context: CheckContext) -> None:
     """convert_input converts floating-point tensors at any depth and nothing else; what is right already is not copied.
 
     Why: labels turned into bfloat16 are other classes, and a copy of each batch costs a step its memory.
     Fix: torchhal.pytree.map_tensors over is_floating_point().
     """
-    precision = PrecisionRun(bench).precision
+    precision = PrecisionRun(context).precision
     x = torch.rand(2, 3)
     others: dict[str, Any] = {
         "label": torch.tensor([300, 1]),
@@ -178,13 +181,13 @@ def inputs(bench: CheckContext) -> None:
 
 
 @check("PRE-08", needs=["device"])
-def outputs(bench: CheckContext) -> None:
+def outputs(context: CheckContext) -> None:
     """convert_output gives floating-point tensors the default dtype, at any depth, and leaves the rest alone.
 
     Why: a bfloat16 loss shows three digits in every log.
     Fix: cast to torch.get_default_dtype().
     """
-    precision = PrecisionRun(bench).precision
+    precision = PrecisionRun(context).precision
     half, whole = torch.rand(3).to(precision.compute_dtype), torch.arange(3)
     converted = precision.convert_output({"loss": half, "nest": [(half,)], "count": whole})
     if precision.compute_dtype is not torch.float64 or precision.param_dtype is torch.float64:
@@ -194,13 +197,13 @@ def outputs(bench: CheckContext) -> None:
 
 
 @check("PRE-20", needs=["device"])
-def master_weights(bench: CheckContext) -> None:
+def master_weights(context: CheckContext) -> None:
     """Weights and the optimizer's state stay in ``param_dtype``: float32 where the arithmetic is narrower.
 
     Why: an update below half a digit of a bfloat16 weight is lost, so the end of training does nothing.
     Fix: convert trainable half-width parameters to float32.
     """
-    trained = PrecisionRun(bench, torch.optim.Adam, lr=0.1)
+    trained = PrecisionRun(context, torch.optim.Adam, lr=0.1)
     precision = trained.precision
     mixed = precision.param_dtype is not precision.compute_dtype
     if mixed:
@@ -215,13 +218,13 @@ def master_weights(bench: CheckContext) -> None:
 
 
 @check("PRE-23", needs=["device"])
-def evaluation(bench: CheckContext) -> None:
+def evaluation(context: CheckContext) -> None:
     """Evaluation computes in the dtype of training.
 
     Why: a model that is evaluated in another precision is another model.
     Fix: return the same context whatever grad mode is.
     """
-    trained = PrecisionRun(bench)
+    trained = PrecisionRun(context)
     dtypes = []
     for training in (True, False):
         trained.model.train(training)
@@ -231,7 +234,7 @@ def evaluation(bench: CheckContext) -> None:
 
 
 @check("PRE-24", needs=["device"])
-def teardown(bench: CheckContext) -> None:
+def complete_teardown(context: CheckContext) -> None:
     """After teardown() the process is as it was before setup(): default dtype, matmul precision, autocast, patches.
 
     Why: the next run in the process, with another precision, gets a mixture.
@@ -240,7 +243,7 @@ def teardown(bench: CheckContext) -> None:
     before = torch_state()
     watched = [torch.Tensor, nn.Module, nn.functional, Optimizer, torch.optim.SGD, nn.utils]
     names = [(owner, dict(vars(owner))) for owner in watched]
-    trained = PrecisionRun(bench)
+    trained = PrecisionRun(context)
     trained.step()
     trained.precision.teardown()
     trained.precision.teardown()
@@ -256,7 +259,7 @@ def teardown(bench: CheckContext) -> None:
 
 
 @check("PRE-26", needs=["device"])
-def right_branch(bench: CheckContext) -> None:
+def right_branch(context: CheckContext) -> None:
     """float32 and float64 compute without autocast, bit for bit what plain torch does; bfloat16 scales no loss.
 
     Plain torch is that before the set-up, for a precision whose class has the alias "32-true" or "64-true": neither
@@ -265,17 +268,17 @@ def right_branch(bench: CheckContext) -> None:
     Why: the branch for one precision was taken for another one.
     Fix: decide by compute_dtype, once; leave torch.set_float32_matmul_precision to the user.
     """
-    device = bench.ready()[1]
-    dtype = bench.make().compute_dtype
-    exact = dtype in (torch.float32, torch.float64) and bench.subject.part.alias in ("32-true", "64-true")
+    device = context.setup_accelerator()[1]
+    dtype = context.create().compute_dtype
+    exact = dtype in (torch.float32, torch.float64) and context.component.cls.alias in ("32-true", "64-true")
 
     def product() -> torch.Tensor:
-        one, other = (torch.randn(64, 64, dtype=dtype, generator=bench.generator(i)) for i in range(2))
+        one, other = (torch.randn(64, 64, dtype=dtype, generator=context.generator(i)) for i in range(2))
         return one.to(device) @ other.to(device)
 
     if exact:
         before, switch = product(), torch.get_float32_matmul_precision()
-    trained = PrecisionRun(bench)
+    trained = PrecisionRun(context)
     if dtype in (torch.float32, torch.float64):
         with trained.precision.forward_context():
             require(not torch.is_autocast_enabled(device.type), f"autocast is on under {dtype}")

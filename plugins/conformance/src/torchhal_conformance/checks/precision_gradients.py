@@ -13,13 +13,13 @@ from torchhal_conformance.checks._precision_run import PrecisionRun, flatten, to
 
 
 @check("PRE-09", needs=["device"])
-def gradients(bench: CheckContext) -> None:
+def gradients(context: CheckContext) -> None:
     """After backward() every gradient is one scale times the true one, and after unscale_gradients() the true one.
 
     Why: a scale that is applied twice, or never taken away, is a learning rate that is 65536 times too large.
     Fix: scale the loss in backward() and nowhere else.
     """
-    trained = PrecisionRun(bench)
+    trained = PrecisionRun(context)
     reference = flatten(trained.reference())
     trained.precision.backward(trained.loss())
     got = flatten(trained.gradients())
@@ -31,16 +31,17 @@ def gradients(bench: CheckContext) -> None:
 
 
 @check("PRE-10", needs=["device"])
-def clip_by_norm(bench: CheckContext) -> None:
-    """Clipped by norm, the update has the smaller one of the limit and the gradient's norm; the norm before clipping is
-    returned.
+def clip_by_norm(context: CheckContext) -> None:
+    """Clipped by norm, the update has the smaller one of the limit and the gradient's norm.
+
+    The norm before clipping is returned.
 
     Why: clipping before unscaling shrinks every gradient to nothing, and the loss still goes down a little.
     Fix: unscale first.
     """
-    norm = total_norm(PrecisionRun(bench).reference())
+    norm = total_norm(PrecisionRun(context).reference())
     for limit, expected in ((norm / 10, norm / 10), (norm * 10, norm)):
-        trained = PrecisionRun(bench)
+        trained = PrecisionRun(context)
         trained.precision.backward(trained.loss())
         returned = trained.precision.clip_gradients(trained.optimizer, limit, "norm")
         trained.precision.optimizer_step(trained.optimizer)
@@ -56,19 +57,20 @@ def clip_by_norm(bench: CheckContext) -> None:
 
 
 @check("PRE-11", needs=["device"])
-def clip_by_value(bench: CheckContext) -> None:
-    """Clipped by value, each entry of the update is the gradient's, cut at the limit; an unknown algorithm is a
-    ValueError that names it.
+def clip_by_value(context: CheckContext) -> None:
+    """Clipped by value, each entry of the update is the gradient's, cut at the limit.
+
+    An unknown algorithm is a ValueError that names it.
 
     Why: an algorithm argument that is ignored clips otherwise than the paper says.
     Fix: branch on it, and refuse the rest.
     """
-    trained = PrecisionRun(bench)
+    trained = PrecisionRun(context)
     reference = flatten(trained.reference())
     limit = float(reference.abs().median())
     trained.step(clip=(limit, "value"))
     trained.near("the update", -flatten(trained.weights()), reference.clamp(-limit, limit))
-    unknown = PrecisionRun(bench)
+    unknown = PrecisionRun(context)
     unknown.precision.backward(unknown.loss())
     raises(
         "clipping by 'luck'",
@@ -79,13 +81,13 @@ def clip_by_value(bench: CheckContext) -> None:
 
 
 @check("PRE-12", needs=["device"])
-def unscale_once(bench: CheckContext) -> None:
+def unscale_once(context: CheckContext) -> None:
     """However often gradients are unscaled and clipped in a step, they are unscaled once.
 
     Why: logging the norm and clipping both unscale; the second time the gradient is gone.
     Fix: remember for which optimizer it was done since its last step.
     """
-    trained = PrecisionRun(bench)
+    trained = PrecisionRun(context)
     reference = trained.reference()
     for _ in range(2):  # the second step too: what was remembered must be forgotten
         trained.optimizer.zero_grad()
@@ -102,13 +104,13 @@ def unscale_once(bench: CheckContext) -> None:
 
 
 @check("PRE-22", needs=["device"])
-def main_params(bench: CheckContext) -> None:
+def main_params(context: CheckContext) -> None:
     """main_params yields each parameter of an optimizer exactly once, over all of its groups.
 
     Why: what is yielded twice is clipped twice, and what is left out never.
     Fix: go through param_groups and remember ids.
     """
-    trained = PrecisionRun(bench)
+    trained = PrecisionRun(context)
     weight, bias = trained.model.weight, trained.model.bias
     groups: list[dict[str, Any]] = [{"params": [weight]}, {"params": [bias], "lr": 0.1}]
     optimizer = torch.optim.SGD(groups, lr=1.0)

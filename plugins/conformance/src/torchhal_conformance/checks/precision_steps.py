@@ -20,16 +20,16 @@ CURVE = {torch.float64: 1e-4, torch.float32: 1e-5, torch.float16: 0.05, torch.bf
 
 
 @check("PRE-13", needs=["device"])
-def overflow(bench: CheckContext) -> None:
+def overflow(context: CheckContext) -> None:
     """With an infinite or NaN gradient the weights stay, the scale falls, and the next good step is made.
 
     Why: one step with an infinity ends a run; a scale that never falls ends it too.
     Fix: look at the unscaled gradients before the optimizer does, and update the scale.
     """
-    trained = PrecisionRun(bench)
-    trained.scales()
+    trained = PrecisionRun(context)
+    trained.require_scaling()
     scale, before = trained.scale(), trained.weights()
-    trained.poison()
+    trained.overflow_gradients()
     trained.precision.unscale_gradients(trained.optimizer)
     trained.precision.optimizer_step(trained.optimizer)
     same("the weights after a step with infinite gradients", trained.weights(), before)
@@ -41,29 +41,29 @@ def overflow(bench: CheckContext) -> None:
 
 
 @check("PRE-14", needs=["device"])
-def skipped_step(bench: CheckContext) -> None:
+def skipped_step(context: CheckContext) -> None:
     """optimizer_step answers True when the weights were updated, and False when the step was skipped.
 
     Why: a scheduler that advances on skipped steps decays the rate for nothing.
     Fix: return what happened.
     """
-    trained = PrecisionRun(bench)
+    trained = PrecisionRun(context)
     require(trained.step() is True, "optimizer_step of a good step must answer True")
-    trained.scales()
+    trained.require_scaling()
     trained.optimizer.zero_grad()
-    trained.poison()
+    trained.overflow_gradients()
     answer = trained.precision.optimizer_step(trained.optimizer)
     require(answer is False, f"optimizer_step of a skipped step must answer False (got {answer!r})")
 
 
 @check("PRE-15", needs=["device"])
-def accumulation(bench: CheckContext) -> None:
+def accumulation(context: CheckContext) -> None:
     """Four micro-batches make the step of one batch, and the state changes once per optimizer step.
 
     Why: a scale that follows each backward is another one at the end of an accumulation than at its start.
     Fix: update in optimizer_step.
     """
-    whole, parts = PrecisionRun(bench), PrecisionRun(bench)
+    whole, parts = PrecisionRun(context), PrecisionRun(context)
     for _ in range(2):
         whole.step()
         parts.optimizer.zero_grad()
@@ -76,19 +76,19 @@ def accumulation(bench: CheckContext) -> None:
 
 
 @check("PRE-16", needs=["device"])
-def state(bench: CheckContext) -> None:
+def state(context: CheckContext) -> None:
     """A precision that continues from another one's state does the same, bit for bit.
 
     Why: a scale that starts anew after a resume skips steps that the uninterrupted run made.
     Fix: put all that changes into state_dict().
     """
-    one = PrecisionRun(bench)
+    one = PrecisionRun(context)
     one.step()
-    one.poison()
+    one.overflow_gradients()
     one.precision.optimizer_step(one.optimizer)
     one.step()
     kept = copy.deepcopy(one.precision.state_dict())
-    other = PrecisionRun(bench)
+    other = PrecisionRun(context)
     other.model.load_state_dict(one.model.state_dict())
     other.precision.load_state_dict(copy.deepcopy(kept))
     same("the state after it was loaded", other.precision.state_dict(), kept)
@@ -100,13 +100,13 @@ def state(bench: CheckContext) -> None:
 
 
 @check("PRE-17", needs=["device"])
-def plain_state(bench: CheckContext) -> None:
+def plain_state(context: CheckContext) -> None:
     """state_dict() is plain data that a weights_only load reads.
 
     Why: a pickled object in it makes every checkpoint unreadable to the safe loader.
     Fix: numbers, strings, tensors, dicts and lists.
     """
-    trained = PrecisionRun(bench)
+    trained = PrecisionRun(context)
     trained.step()
     found = trained.precision.state_dict()
     buffer = io.BytesIO()
@@ -120,13 +120,13 @@ def plain_state(bench: CheckContext) -> None:
 
 
 @check("PRE-18", needs=["device"])
-def closures(bench: CheckContext) -> None:
+def closures(context: CheckContext) -> None:
     """An optimizer that evaluates a closure works, or check_optimizer refuses it with a TypeError that names it.
 
     Why: LBFGS evaluates as often as it likes; with gradients scaled in between it goes anywhere.
     Fix: refuse it in check_optimizer.
     """
-    trained = PrecisionRun(bench, torch.optim.LBFGS, lr=0.1)
+    trained = PrecisionRun(context, torch.optim.LBFGS, lr=0.1)
     try:
         trained.precision.check_optimizer(trained.optimizer)
     except TypeError as error:
@@ -147,14 +147,14 @@ def closures(bench: CheckContext) -> None:
 
 
 @check("PRE-19", features=["fused"], needs=["device"])
-def fused_optimizers(bench: CheckContext) -> None:
+def fused_optimizers(context: CheckContext) -> None:
     """Fused optimizers do what the others do, or check_optimizer refuses them with a TypeError.
 
     Why: they unscale by themselves under some versions, which makes it twice or never.
     Fix: refuse what can't be seen from outside.
     """
     for make, options in ((torch.optim.SGD, {"lr": 1.0}), (torch.optim.Adam, {"lr": 0.1, "eps": 1e-4})):
-        one, other = PrecisionRun(bench, make, **options, fused=True), PrecisionRun(bench, make, **options)
+        one, other = PrecisionRun(context, make, **options, fused=True), PrecisionRun(context, make, **options)
         try:
             one.precision.check_optimizer(one.optimizer)
         except TypeError:
@@ -166,13 +166,13 @@ def fused_optimizers(bench: CheckContext) -> None:
 
 
 @check("PRE-21", needs=["device"])
-def two_optimizers(bench: CheckContext) -> None:
+def two_optimizers(context: CheckContext) -> None:
     """Two optimizers are unscaled, clipped, stepped and skipped each by itself.
 
     Why: one optimizer's overflow held back the other, or let it step with infinities.
     Fix: keep what was found per optimizer.
     """
-    trained = PrecisionRun(bench)
+    trained = PrecisionRun(context)
     weight, bias = trained.model.weight, trained.model.bias
     first, second = torch.optim.SGD([weight], lr=1.0), torch.optim.SGD([bias], lr=1.0)
     reference = trained.reference()
@@ -185,7 +185,7 @@ def two_optimizers(bench: CheckContext) -> None:
     close("the other optimizer's weights", bias, torch.zeros(3), 0.0)
     require(trained.precision.optimizer_step(second) is True, "the second optimizer was not stepped")
     trained.near("the second optimizer's update", -bias, reference[1])
-    trained.scales()
+    trained.require_scaling()
     trained.model.zero_grad()
     before = weight.detach().clone()
     trained.precision.backward(trained.loss())
@@ -197,19 +197,19 @@ def two_optimizers(bench: CheckContext) -> None:
 
 
 @check("PRE-25", needs=["device"])
-def loss_curve(bench: CheckContext) -> None:
+def loss_curve(context: CheckContext) -> None:
     """Twenty steps go down as they do in float32, up to what the arithmetic's width allows.
 
     Why: everything above may hold and a model still not train.
     Fix: compare gradients layer by layer with float32.
     """
-    generator = bench.generator(1)
+    generator = context.generator(1)
     data, target = (torch.randn(32, n, generator=generator) for n in (4, 3))
     curves = []
     for precise in (True, False):
-        torch.default_generator.manual_seed(bench.subject.seed)
+        torch.default_generator.manual_seed(context.component.seed)
         model: nn.Module = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 3))
-        trained = PrecisionRun(bench)
+        trained = PrecisionRun(context)
         precision = Precision() if precise else trained.precision
         model = precision.convert_module(model)
         move_module(model, trained.device)

@@ -15,7 +15,7 @@ from torchhal_conformance._rank_context import RankContext
 from torchhal_conformance.checks._strategy_run import Regression, StrategyRun, reference, running, weights_close
 
 
-@check("STR-21", worlds=(2,))
+@check("STR-21", world_sizes=(2,))
 def unprefixed(rank: RankContext) -> None:
     """The user's module keeps its attributes and methods, and state dicts have its own names, no wrapper's prefix.
 
@@ -42,7 +42,7 @@ def _checkpoint(run: StrategyRun, scheduler: Any) -> dict[str, Any]:
     }
 
 
-@check("STR-22", worlds=(2,), timeout=60)
+@check("STR-22", world_sizes=(2,), timeout=60)
 def resume(rank: RankContext) -> None:
     """Two steps, a checkpoint, and two more in a new life are four steps: weights, optimizer, scheduler, precision.
 
@@ -82,7 +82,7 @@ def resume(rank: RankContext) -> None:
         rank.gather("done")
 
 
-@check("STR-23", features=["portable"], worlds=(2,))
+@check("STR-23", features=["portable"], world_sizes=(2,))
 def portable(rank: RankContext) -> None:
     """A checkpoint's weights load into the plain module, in one process without the strategy.
 
@@ -104,10 +104,11 @@ def portable(rank: RankContext) -> None:
     rank.gather("done")
 
 
-@check("STR-25", worlds=(2,))
+@check("STR-25", world_sizes=(2,))
 def strict_load(rank: RankContext) -> None:
-    """load_module_state_dict refuses other keys and shapes by name; with strict=False it loads what fits and returns
-    the rest.
+    """load_module_state_dict refuses other keys and shapes by name.
+
+    With strict=False it loads what fits and returns the rest.
 
     Why: half a model from a file and half from the initialization trains without an error.
     Fix: raise CheckpointMismatchError from what load_state_dict raises, and return its result.
@@ -126,7 +127,7 @@ def strict_load(rank: RankContext) -> None:
         weights_close("after the load", run.weights(), Regression(3), 0.0)
 
 
-@check("STR-26", worlds=(2,))
+@check("STR-26", world_sizes=(2,))
 def optimizer_device(rank: RankContext) -> None:
     """After load_optimizer_state the optimizer's tensors are on the parameters' device.
 

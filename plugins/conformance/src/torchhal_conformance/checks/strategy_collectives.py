@@ -11,36 +11,33 @@ import torch.distributed as dist
 
 from torchhal_conformance._assertions import close, raises, require, same
 from torchhal_conformance._check import check
-from torchhal_conformance._rank_context import RankContext
-
-WORLDS = (2, 3)
-"""Two ranks hide mistakes in their order."""
+from torchhal_conformance._rank_context import WORLD_SIZES, RankContext
 
 
-@check("STR-01", worlds=WORLDS)
+@check("STR-01", world_sizes=WORLD_SIZES)
 def reduce(rank: RankContext) -> None:
-    """reduce gives sum, mean, max and min over the ranks; an unknown op is a ValueError that names it.
+    """``reduce`` gives sum, mean, max and min over the ranks; an unknown op is a ValueError that names it.
 
     Why: an op that is ignored turns a maximum into a mean, in every metric.
     Fix: hand the op to the backend, and refuse the rest.
     """
     values = [float(r + 1) for r in range(rank.size)]
     expected = {"sum": sum(values), "mean": sum(values) / rank.size, "max": max(values), "min": min(values)}
-    with rank.joined() as strategy:
+    with rank.set_up_strategy() as strategy:
         for op, value in expected.items():
             got = strategy.reduce(torch.tensor([values[rank.rank]], device=strategy.root_device), op)
             close(f"reduce(op={op!r}) of rank + 1", got, [value], 1e-6)
         raises("reduce with an unknown op", ValueError, lambda: strategy.reduce(torch.ones(1), "median"), "median")
 
 
-@check("STR-02", worlds=(2,))
+@check("STR-02", world_sizes=(2,))
 def reduce_is_pure(rank: RankContext) -> None:
-    """reduce leaves its input as it was and returns new memory, without a graph, whatever the backend.
+    """``reduce`` leaves its input as it was and returns new memory, without a graph, whatever the backend.
 
     Why: a metric that was logged twice was reduced twice, on one backend only.
     Fix: reduce a copy.
     """
-    with rank.joined() as strategy:
+    with rank.set_up_strategy() as strategy:
         value = torch.full((4,), float(rank.rank), device=strategy.root_device)
         before = value.clone()
         got = strategy.reduce(value, "sum")
@@ -50,16 +47,18 @@ def reduce_is_pure(rank: RankContext) -> None:
         require(not strategy.reduce(value.clone().requires_grad_(), "mean").requires_grad, "the result has a graph")
 
 
-@check("STR-03", worlds=WORLDS)
+@check("STR-03", world_sizes=WORLD_SIZES)
 def reduce_anything(rank: RankContext) -> None:
-    """reduce takes integers, booleans, 0-d, strided, float16 (added up without overflow) and bfloat16 tensors (without
-    losing small terms), numbers and nests, and gives back what is no number.
+    """``reduce`` takes tensors of many dtypes and layouts, numbers and nests, and gives back what is no number.
+
+    The tensors are integers, booleans, 0-d, strided, float16 (added up without overflow) and bfloat16 (without
+    losing small terms).
 
     Why: a mean of integers was cut off, and a sum of float16 overflowed where each part did not.
     Fix: add up in a wider dtype, and return the dtype that Strategy.reduce promises.
     """
     n = rank.size
-    with rank.joined() as strategy:
+    with rank.set_up_strategy() as strategy:
         device = strategy.root_device
 
         def made(value: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -81,14 +80,14 @@ def reduce_anything(rank: RankContext) -> None:
         same("what is no number", nest["b"], ("text", None))
 
 
-@check("STR-04", features=["groups"], worlds=(3,))
+@check("STR-04", features=["groups"], world_sizes=(3,))
 def groups(rank: RankContext) -> None:
-    """reduce and all_gather over a group are over its ranks alone.
+    """``reduce`` and all_gather over a group are over its ranks alone.
 
     Why: a group that is ignored mixes data-parallel replicas with the shards of one model.
     Fix: hand the group on.
     """
-    with rank.joined() as strategy:
+    with rank.set_up_strategy() as strategy:
         group = dist.new_group([0, 2])
         if rank.rank != 1:
             value = torch.tensor([float(rank.rank)], device=strategy.root_device)
@@ -97,14 +96,14 @@ def groups(rank: RankContext) -> None:
         rank.gather("done")
 
 
-@check("STR-05", worlds=WORLDS)
+@check("STR-05", world_sizes=WORLD_SIZES)
 def decisions(rank: RankContext) -> None:
     """reduce_boolean_decision says on every rank whether all, or any, decided so.
 
     Why: a base class that returned each rank's own decision let half of the ranks stop.
     Fix: reduce with min for all, with max for any.
     """
-    with rank.joined() as strategy:
+    with rank.set_up_strategy() as strategy:
         one, last = rank.rank == 0, rank.size == 1
         same("all, where rank 0 alone decided so", strategy.reduce_boolean_decision(one), last)
         same("any, where rank 0 alone decided so", strategy.reduce_boolean_decision(one, all=False), True)
@@ -112,14 +111,14 @@ def decisions(rank: RankContext) -> None:
         same("any, where none did", strategy.reduce_boolean_decision(False, all=False), False)
 
 
-@check("STR-06", worlds=WORLDS)
+@check("STR-06", world_sizes=WORLD_SIZES)
 def broadcast(rank: RankContext) -> None:
-    """broadcast gives every rank the value of rank ``src``, for each src: tensors, objects, None, more than 2 MB.
+    """``broadcast`` gives every rank the value of rank ``src``, for each src: tensors, objects, None, more than 2 MB.
 
     Why: a src that is ignored gives every rank the value of rank 0, or its own.
     Fix: hand src on, and send sizes before contents.
     """
-    with rank.joined() as strategy:
+    with rank.set_up_strategy() as strategy:
         for src in range(rank.size):
             objects: list[Any] = [{"rank": rank.rank, "text": "x" * rank.rank}, None if rank.rank == src else "other"]
             same(
@@ -132,14 +131,14 @@ def broadcast(rank: RankContext) -> None:
         raises("broadcast from a rank that doesn't exist", ValueError, lambda: strategy.broadcast(1, rank.size), "src")
 
 
-@check("STR-07", worlds=WORLDS)
+@check("STR-07", world_sizes=WORLD_SIZES)
 def received_device(rank: RankContext) -> None:
     """A tensor from another rank's device arrives on the receiver's own device, one from its CPU on the CPU.
 
     Why: a tensor that arrives on the sender's device opens a context there, or is on a device that isn't here.
     Fix: send through host memory, and move what came from a device.
     """
-    with rank.joined() as strategy:
+    with rank.set_up_strategy() as strategy:
         mine = torch.ones(2, device=strategy.root_device)  # its device has an index where the root device has none
         got = strategy.broadcast({"device": mine, "host": torch.ones(2)}, 0)
         same("device of a tensor from a device", got["device"].device, mine.device)
@@ -148,14 +147,14 @@ def received_device(rank: RankContext) -> None:
         same("device of what was gathered", gathered.device, mine.device)
 
 
-@check("STR-08", worlds=WORLDS)
+@check("STR-08", world_sizes=WORLD_SIZES)
 def barrier(rank: RankContext) -> None:
-    """barrier returns on no rank before the last one has come.
+    """``barrier`` returns on no rank before the last one has come.
 
     Why: rank 0 read the file that the last rank had not written yet.
     Fix: wait for every rank.
     """
-    with rank.joined() as strategy:
+    with rank.set_up_strategy() as strategy:
         path = os.path.join(rank.folder, "last")
         if rank.rank == rank.size - 1:
             time.sleep(0.4)
@@ -166,14 +165,14 @@ def barrier(rank: RankContext) -> None:
         rank.gather("done")
 
 
-@check("STR-09", worlds=(1, 2, 3))
+@check("STR-09", world_sizes=(1, 2, 3))
 def all_gather(rank: RankContext) -> None:
     """all_gather gives (world, ...) in rank order, in fresh memory on root_device, also for one rank and from the CPU.
 
     Why: with one rank the first dimension was missing, so code that worked on eight devices failed on one.
     Fix: stack, never concatenate; unsqueeze for one rank.
     """
-    with rank.joined() as strategy:
+    with rank.set_up_strategy() as strategy:
         mine = torch.full((2, 3), float(rank.rank))
         for value in (mine, mine.to(strategy.root_device), mine.t().contiguous().t()):
             got = strategy.all_gather(value)
@@ -185,14 +184,14 @@ def all_gather(rank: RankContext) -> None:
         same("objects", strategy.all_gather_object({"rank": rank.rank}), [{"rank": r} for r in range(rank.size)])
 
 
-@check("STR-10", features=["sync_grads"], worlds=WORLDS)
+@check("STR-10", features=["sync_grads"], world_sizes=WORLD_SIZES)
 def gather_with_gradients(rank: RankContext) -> None:
     """With sync_grads, backward adds up what the losses of all ranks say about this rank's tensor.
 
     Why: contrastive losses trained on detached negatives, and got worse without an error.
     Fix: an autograd function whose backward is a reduce-scatter.
     """
-    with rank.joined() as strategy:
+    with rank.set_up_strategy() as strategy:
         mine = torch.full((2,), float(rank.rank + 1), device=strategy.root_device, requires_grad=True)
         weights = torch.arange(1.0, 2 * rank.size + 1, device=strategy.root_device).reshape(rank.size, 2)
         gathered = strategy.all_gather(mine, sync_grads=True)
@@ -200,15 +199,16 @@ def gather_with_gradients(rank: RankContext) -> None:
         close("the gradient", mine.grad, weights[rank.rank] * sum(range(1, rank.size + 1)), 1e-6)
 
 
-@check("STR-11", worlds=WORLDS)
+@check("STR-11", world_sizes=WORLD_SIZES)
 def uneven_shapes(rank: RankContext) -> None:
-    """Tensors of different shapes are gathered, one entry per rank that begins with what that rank has sent, or an
-    error on every rank; never a hang or numbers from elsewhere.
+    """Tensors of different shapes are gathered, or are an error on every rank; never a hang or numbers from elsewhere.
+
+    There is one entry per rank that begins with what that rank has sent.
 
     Why: the last batch is smaller on one rank.
     Fix: compare shapes before anything is sent.
     """
-    with rank.joined() as strategy:
+    with rank.set_up_strategy() as strategy:
         outcome, wrong = "", ""
         try:
             got = strategy.all_gather(torch.full((2 + rank.rank,), rank.rank + 1.0, device=strategy.root_device))
@@ -226,7 +226,7 @@ def uneven_shapes(rank: RankContext) -> None:
         close("a sum afterwards", strategy.reduce(torch.ones(1, device=strategy.root_device), "sum"), [rank.size], 1e-6)
 
 
-@check("STR-45", worlds=WORLDS)
+@check("STR-45", world_sizes=WORLD_SIZES)
 def order_of_keys(rank: RankContext) -> None:
     """A mapping whose keys come in another order on another rank is reduced by key, or is an error on every rank.
 
@@ -235,7 +235,7 @@ def order_of_keys(rank: RankContext) -> None:
     """
     values = {"a": 1.0, "b": 10.0, "c": 100.0}
     names = sorted(values, reverse=rank.rank % 2 == 1)
-    with rank.joined() as strategy:
+    with rank.set_up_strategy() as strategy:
         outcome: Any
         try:
             got = strategy.reduce(
@@ -249,14 +249,14 @@ def order_of_keys(rank: RankContext) -> None:
         require(right, f"the ranks got {outcomes}, expected {values} or an error on each")
 
 
-@check("STR-46", worlds=WORLDS)
+@check("STR-46", world_sizes=WORLD_SIZES)
 def strided_views(rank: RankContext) -> None:
-    """reduce and broadcast of a strided view are right, and touch nothing beside it.
+    """``reduce`` and broadcast of a strided view are right, and touch nothing beside it.
 
     Why: gloo works on the wrong elements of a view, without a word.
     Fix: send a contiguous copy.
     """
-    with rank.joined() as strategy:
+    with rank.set_up_strategy() as strategy:
         base = torch.arange(12.0, device=strategy.root_device).reshape(3, 4) + 100 * rank.rank
         before = base.clone()
         view = base[:, ::2]

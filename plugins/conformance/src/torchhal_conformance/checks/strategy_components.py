@@ -18,13 +18,10 @@ from torchhal.precision import SinglePrecision
 from torchhal.resolve import Request, resolve
 from torchhal_conformance._assertions import raises, require, same
 from torchhal_conformance._check import MissingRequirement, NotApplicable, check
-from torchhal_conformance._rank_context import RankContext
-
-WORLDS = (2, 3)
-"""Two ranks hide mistakes in their order."""
+from torchhal_conformance._rank_context import WORLD_SIZES, RankContext
 
 
-@check("STR-24", worlds=(2,))
+@check("STR-24", world_sizes=(2,))
 def given_checkpoint_io(rank: RankContext) -> None:
     """Checkpoints go through the checkpoint IO that was given, with the path and the options.
 
@@ -32,7 +29,7 @@ def given_checkpoint_io(rank: RankContext) -> None:
     Fix: call self.checkpoint_io.
     """
     spy = _Spy()
-    with rank.joined(checkpoint_io=spy) as strategy:
+    with rank.set_up_strategy(checkpoint_io=spy) as strategy:
         path = os.path.join(rank.folder, "x.ckpt")
         strategy.save_checkpoint({"a": 1}, path, storage_options={"colour": "red"})
         rank.gather("saved")
@@ -65,32 +62,33 @@ class _Spy(TorchCheckpointIO):
         super().remove_checkpoint(path)
 
 
-@check("STR-27", worlds=WORLDS)
+@check("STR-27", world_sizes=WORLD_SIZES)
 def own_device(rank: RankContext) -> None:
     """The root device of local rank i is the i-th device that was given.
 
     Why: all ranks on device 0 run, slowly, until it is full.
     Fix: index devices by local rank, not by global rank.
     """
-    with rank.joined() as strategy:
+    with rank.set_up_strategy() as strategy:
         if not strategy.multi_device or strategy.num_local_processes(len(strategy.devices)) == 1:
             same("root_device", strategy.root_device, strategy.devices[0])
         else:
             same("root_device", strategy.root_device, strategy.devices[rank.rank])
-            if rank.subject.make_accelerator().indexed:
+            if rank.component.make_accelerator().indexed:
                 everybody = [str(device) for device in rank.gather(str(strategy.root_device))]
                 same("different devices", len(set(everybody)), rank.size)
 
 
-@check("STR-28", worlds=WORLDS)
+@check("STR-28", world_sizes=WORLD_SIZES)
 def sampler(rank: RankContext) -> None:
-    """distributed_sampler_kwargs divide the samples: every sample on some rank, none on two but for the padding, and
-    another order in each epoch.
+    """distributed_sampler_kwargs divide the samples: every sample on some rank, none on two but for the padding.
+
+    Each epoch has another order.
 
     Why: every rank saw the same data, and the run looked like a larger batch.
     Fix: num_replicas and rank of the data-parallel group.
     """
-    with rank.joined() as strategy:
+    with rank.set_up_strategy() as strategy:
         kwargs = strategy.distributed_sampler_kwargs
         everybody = rank.gather(kwargs)
         if kwargs is None:
@@ -113,19 +111,19 @@ def sampler(rank: RankContext) -> None:
         require(orders != shares, "the second epoch has the order of the first")
 
 
-@check("STR-36", worlds=(1,))
+@check("STR-36", world_sizes=(1,))
 def given_precision(rank: RankContext) -> None:
     """The precision that was given converts the module and the step's input and output, and scales and steps.
 
     Why: a strategy with autocast of its own trains in another precision than the one that was asked for.
     Fix: call self.precision, or declare ``precisions`` so that other ones are refused.
     """
-    supported = rank.subject.part.precisions
+    supported = rank.component.cls.precisions
     if supported is not None and "32-true" not in supported:
         raise NotApplicable(f"it works with {', '.join(sorted(supported))} only")
     _no_engine(rank)
     spy = _PrecisionSpy()
-    with rank.joined(precision=spy) as strategy:
+    with rank.set_up_strategy(precision=spy) as strategy:
         module = _Step()
         strategy.connect(module)
         strategy.setup_model()
@@ -169,12 +167,12 @@ for _name in _PrecisionSpy.NAMES:
 
 
 def _no_engine(rank: RankContext) -> None:
-    owned = {name for name in rank.subject.declared if name.startswith("owns_")}
+    owned = {name for name in rank.component.declared if name.startswith("owns_")}
     if owned & {"owns_step", "owns_backward", "owns_accumulation"}:
         raise NotApplicable(f"the strategy does the step itself ({', '.join(sorted(owned))})")
 
 
-@check("STR-37", worlds=(1,))
+@check("STR-37", world_sizes=(1,))
 def unsupported_pair(rank: RankContext) -> None:
     """An accelerator or a precision that the strategy doesn't declare is refused before a launch, naming both.
 
@@ -183,17 +181,17 @@ def unsupported_pair(rank: RankContext) -> None:
     Why: the vendor's library fails on it after all processes have started.
     Fix: declare ``accelerators`` and ``precisions``.
     """
-    part, subject = rank.subject.part, rank.subject
-    if part.accelerators is None and part.precisions is None:
+    cls, component = rank.component.cls, rank.component
+    if cls.accelerators is None and cls.precisions is None:
         raise NotApplicable("it declares that it works with everything")
-    if part.accelerators is not None and "cpu" not in part.accelerators:
-        request = Request(accelerator=CPUAccelerator(), strategy=subject.create(), devices=1)
+    if cls.accelerators is not None and "cpu" not in cls.accelerators:
+        request = Request(accelerator=CPUAccelerator(), strategy=component.create(), devices=1)
         raises("a pair that can't work", UnsupportedCombinationError, partial(resolve, request), "cpu")
-    if part.precisions is not None:
-        others = [name for name in ("64-true", "16-true", "bf16-true") if name not in part.precisions]
-        accelerator = next(iter(part.accelerators or ["cpu"]))
+    if cls.precisions is not None:
+        others = [name for name in ("64-true", "16-true", "bf16-true") if name not in cls.precisions]
+        accelerator = next(iter(cls.accelerators or ["cpu"]))
         if not registry.find("accelerator", accelerator).load().availability():
             raise MissingRequirement(f"accelerator {accelerator!r} is not here")
         for name in others[:1]:
-            request = Request(accelerator=accelerator, strategy=subject.create(), precision=name, devices=1)
+            request = Request(accelerator=accelerator, strategy=component.create(), precision=name, devices=1)
             raises("a pair that can't work", UnsupportedCombinationError, partial(resolve, request), name)

@@ -17,14 +17,11 @@ from torchhal.distributed.stores import PrefixStore
 from torchhal.precision import SinglePrecision
 from torchhal_conformance._assertions import close, raises, require, same
 from torchhal_conformance._check import NotApplicable, check
-from torchhal_conformance._rank_context import RankContext, side_channel
+from torchhal_conformance._rank_context import WORLD_SIZES, RankContext, side_channel
 from torchhal_conformance.checks.trainer import children
 
-WORLDS = (2, 3)
-"""Two ranks hide mistakes in their order."""
 
-
-@check("STR-12", worlds=WORLDS)
+@check("STR-12", world_sizes=WORLD_SIZES)
 def one_zero(rank: RankContext) -> None:
     """Exactly one rank is the global zero, the same before and after the set-up; ranks are those of the environment.
 
@@ -33,19 +30,21 @@ def one_zero(rank: RankContext) -> None:
     Why: everybody wrote the log, or nobody did.
     Fix: answer from the cluster environment, at any time.
     """
-    strategy = rank.make()
+    strategy = rank.create_strategy()
     before = strategy.is_global_zero
-    with rank.joined(strategy):
+    with rank.set_up_strategy(strategy):
         found = (before, strategy.is_global_zero, strategy.global_rank, strategy.world_size)
         everybody = rank.gather(found)
     expected = [(r == 0, r == 0, r, rank.size) for r in range(rank.size)]
     same("(zero before, zero after, global rank, world size) of each rank", everybody, expected)
 
 
-@check("STR-29", worlds=WORLDS)
-def teardown(rank: RankContext) -> None:
-    """teardown may be called twice; the model is on the CPU afterwards, the process group that the strategy made is
-    gone, and no thread, no process and no variable of the environment is left.
+@check("STR-29", world_sizes=WORLD_SIZES)
+def complete_teardown(rank: RankContext) -> None:
+    """After teardown() the model is on the CPU, and nothing that the set-up made is left.
+
+    The process group that the strategy made is gone, and no thread, no process and no variable of the environment
+    is left. It may be called twice.
 
     Changed: sockets are not counted: a backend closes them some time after its group has gone.
 
@@ -53,9 +52,9 @@ def teardown(rank: RankContext) -> None:
     Fix: undo in reverse order what the set-up did.
     """
     threads, processes, environ = set(threading.enumerate()), children(), dict(os.environ)
-    strategy = rank.make()
+    strategy = rank.create_strategy()
     model = nn.Linear(3, 2)
-    with rank.joined(strategy):
+    with rank.set_up_strategy(strategy):
         strategy.connect(model)
         strategy.setup_model()
     strategy.teardown()
@@ -73,7 +72,7 @@ def teardown(rank: RankContext) -> None:
     require(not changed, f"variables are left or gone: {', '.join(changed)}")
 
 
-@check("STR-30", worlds=(2,))
+@check("STR-30", world_sizes=(2,))
 def failed_setup(rank: RankContext) -> None:
     """After an error during the set-up teardown works, and the strategy can be set up afterwards.
 
@@ -85,32 +84,32 @@ def failed_setup(rank: RankContext) -> None:
         def setup(self, accelerator: Any, device: Any) -> None:
             raise RuntimeError("the cause")
 
-    strategy = rank.make(precision=Failing())
+    strategy = rank.create_strategy(precision=Failing())
     raises("the set-up", RuntimeError, strategy.setup_environment, "the cause")
     strategy.teardown()
     strategy.teardown()
-    rank.make().teardown()  # one that was never set up
-    with rank.joined() as second:
+    rank.create_strategy().teardown()  # one that was never set up
+    with rank.set_up_strategy() as second:
         second.barrier("conformance")
 
 
-@check("STR-31", worlds=(2,))
+@check("STR-31", world_sizes=(2,))
 def several_lives(rank: RankContext) -> None:
     """One strategy object can be set up, used and torn down several times in a process.
 
     Why: fit, then test: the second one met what the first had left.
     Fix: make in the set-up what the teardown takes away.
     """
-    strategy = rank.make()
+    strategy = rank.create_strategy()
     for life in range(3):
-        with rank.joined(strategy):
+        with rank.set_up_strategy(strategy):
             strategy.connect(nn.Linear(2, 2))
             strategy.setup_model(training=life != 1)
             got = strategy.reduce(torch.tensor([1.0], device=strategy.root_device), "sum")
             close(f"a sum in life {life + 1}", got, [rank.size], 1e-6)
 
 
-@check("STR-38", worlds=(2,))
+@check("STR-38", world_sizes=(2,))
 def silent_before_setup(rank: RankContext) -> None:
     """Before the set-up nothing communicates: one rank alone can ask for ranks, sizes and sampler arguments.
 
@@ -118,7 +117,7 @@ def silent_before_setup(rank: RankContext) -> None:
     Fix: answer from the cluster environment.
     """
     if rank.rank == 0:
-        strategy = rank.make()
+        strategy = rank.create_strategy()
         for name in ("global_rank", "local_rank", "node_rank", "world_size", "is_global_zero", "root_device",
                      "distributed_sampler_kwargs", "is_data_leader", "is_set_up"):  # fmt: skip
             getattr(strategy, name)
@@ -127,7 +126,7 @@ def silent_before_setup(rank: RankContext) -> None:
     rank.gather("done")
 
 
-@check("STR-39", worlds=(2,))
+@check("STR-39", world_sizes=(2,))
 def foreign_group(rank: RankContext) -> None:
     """A process group that the user has made is used, and stays after teardown.
 
@@ -136,14 +135,14 @@ def foreign_group(rank: RankContext) -> None:
     """
     if rank.size == 1:
         raise NotApplicable("it makes no process group")
-    accelerator = rank.subject.make_accelerator()
+    accelerator = rank.component.make_accelerator()
     kind = accelerator.device_type
     backend = "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{accelerator.backend}"
     store = PrefixStore(f"foreign/{os.environ['TORCHHAL_CONFORMANCE_CALL']}", side_channel())
     dist.init_process_group(backend, store=store, rank=rank.rank, world_size=rank.size, timeout=timedelta(seconds=20))
     try:
         group = dist.group.WORLD
-        with rank.joined() as strategy:
+        with rank.set_up_strategy() as strategy:
             got = strategy.reduce(torch.ones(1, device=strategy.root_device), "sum")
             close("a sum over the user's group", got, [rank.size], 1e-6)
             require(dist.group.WORLD is group, "another process group has taken the place of the user's")

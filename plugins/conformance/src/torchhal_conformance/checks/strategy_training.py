@@ -26,7 +26,7 @@ from torchhal_conformance.checks._strategy_run import (
 )
 
 
-@check("STR-13", worlds=(2, 3))
+@check("STR-13", world_sizes=(2, 3))
 def initial_weights(rank: RankContext) -> None:
     """Whatever weights and buffers the ranks came with, after the set-up all have those of rank 0.
 
@@ -38,7 +38,7 @@ def initial_weights(rank: RankContext) -> None:
         rank.gather("done")
 
 
-@check("STR-14", worlds=(2, 3))
+@check("STR-14", world_sizes=(2, 3))
 def averaged_gradient(rank: RankContext) -> None:
     """One step of plain SGD is the step on the joined batch: gradients are averaged, not added up.
 
@@ -50,7 +50,7 @@ def averaged_gradient(rank: RankContext) -> None:
         weights_close("after one step", run.weights(), reference(rank, 1)[0])
 
 
-@check("STR-15", worlds=(2,))
+@check("STR-15", world_sizes=(2,))
 def accumulation(rank: RankContext) -> None:
     """Micro-batches under no_backward_sync() add up to the step of one batch; while it is entered nothing is sent.
 
@@ -84,7 +84,7 @@ def accumulation(rank: RankContext) -> None:
         weights_close("after three micro-batches", run.weights(), reference(rank, 1)[0])
 
 
-@check("STR-16", worlds=(2,))
+@check("STR-16", world_sizes=(2,))
 def optimizer_moves_weights(rank: RankContext) -> None:
     """An optimizer step changes the weights that the module, the wrapper and a checkpoint show.
 
@@ -99,7 +99,7 @@ def optimizer_moves_weights(rank: RankContext) -> None:
         require(not unmoved, f"after a step these are as before: {', '.join(unmoved)}")
 
 
-@check("STR-17", worlds=(2, 3))
+@check("STR-17", world_sizes=(2, 3))
 def no_drift(rank: RankContext) -> None:
     """After five steps with Adam the weights are the same on every rank, bit for bit.
 
@@ -113,7 +113,7 @@ def no_drift(rank: RankContext) -> None:
             same("the weights of another rank", other, states[0])
 
 
-@check("STR-18", worlds=(2, 3))
+@check("STR-18", world_sizes=(2, 3))
 def loss_parity(rank: RankContext) -> None:
     """Twenty steps have the losses of one process on the joined batches.
 
@@ -144,14 +144,14 @@ class _TwoParts(nn.Module):
             strategy.optimizer_step(optimizer)
 
 
-@check("STR-19", worlds=(2,))
+@check("STR-19", world_sizes=(2,))
 def two_optimizers(rank: RankContext) -> None:
     """Two optimizers, stepped by the module itself through manual_backward, train as in one process.
 
     Why: wrappers average the gradients of the forward that they saw, and a second backward got none.
     Fix: average in manual_backward; refuse manual optimization where that can't be done.
     """
-    owned = sorted(rank.subject.declared)
+    owned = sorted(rank.component.declared)
     if any(name.startswith("owns_") for name in owned):
         raise NotApplicable(f"the strategy does the step itself ({', '.join(owned)})")
     plain = _TwoParts()
@@ -161,7 +161,7 @@ def two_optimizers(rank: RankContext) -> None:
             optimizer.zero_grad()
             plain.loss(name, batch(rank, number)).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
-    with rank.joined() as strategy:
+    with rank.set_up_strategy() as strategy:
         module = _TwoParts()
         strategy.connect(module)
         strategy.setup_model()
@@ -177,7 +177,7 @@ def two_optimizers(rank: RankContext) -> None:
         weights_close("after three steps of two optimizers", values(strategy), plain)
 
 
-@check("STR-20", worlds=(2,), timeout=45)
+@check("STR-20", world_sizes=(2,), timeout=45)
 def unused_parameters(rank: RankContext) -> None:
     """A parameter that a step doesn't use trains on, or is an error on every rank; never a hang.
 
@@ -199,7 +199,7 @@ def unused_parameters(rank: RankContext) -> None:
                 close(f"{name} beside an unused layer", got[name], plain[name], TOLERANCE)
 
 
-@check("STR-35", worlds=(2, 3))
+@check("STR-35", world_sizes=(2, 3))
 def global_norm(rank: RankContext) -> None:
     """clip_gradients takes the norm of the whole gradient, over all shards, and the step is the clipped one.
 
@@ -226,7 +226,7 @@ class _Empty(nn.Module):
         return torch.zeros((), requires_grad=True)
 
 
-@check("STR-41", worlds=(2,))
+@check("STR-41", world_sizes=(2,))
 def odd_modules(rank: RankContext) -> None:
     """A module without parameters is set up; one on the meta device works or is refused on every rank alike.
 
@@ -239,7 +239,7 @@ def odd_modules(rank: RankContext) -> None:
     try:
         with torch.device("meta"):
             empty = nn.Linear(6, 2)
-        with rank.joined() as strategy:
+        with rank.set_up_strategy() as strategy:
             strategy.connect(empty)
             strategy.setup_model()
     except Exception as error:
@@ -248,7 +248,7 @@ def odd_modules(rank: RankContext) -> None:
     require(len({bool(one) for one in outcomes}) == 1, f"some ranks raised, others didn't: {outcomes}")
 
 
-@check("STR-42", worlds=(2,))
+@check("STR-42", world_sizes=(2,))
 def repeatable(rank: RankContext) -> None:
     """The same seed twice gives the same weights, bit for bit.
 
@@ -264,7 +264,7 @@ def repeatable(rank: RankContext) -> None:
     same("the weights of the second run", states[1], states[0])
 
 
-@check("STR-47", worlds=(2, 3))
+@check("STR-47", world_sizes=(2, 3))
 def trained_from_rank_zero(rank: RankContext) -> None:
     """With another seed on each rank, training is that of rank 0's model, also after the steps.
 
@@ -276,7 +276,7 @@ def trained_from_rank_zero(rank: RankContext) -> None:
         weights_close("after three steps from rank 0's weights", run.weights(), reference(rank, 3)[0])
 
 
-@check("STR-48", worlds=(2,), timeout=45)
+@check("STR-48", world_sizes=(2,), timeout=45)
 def one_batch_more(rank: RankContext) -> None:
     """Where one rank has a batch more than the others all ranks end, or all get an error, in time.
 
@@ -285,7 +285,7 @@ def one_batch_more(rank: RankContext) -> None:
     """
     if rank.size == 1:
         raise NotApplicable("there is one rank")
-    strategy = rank.make()
+    strategy = rank.create_strategy()
     strategy.timeout = timedelta(seconds=6)
     outcome = ""
     try:
