@@ -26,9 +26,9 @@ HEAD = """# Conformance of the components in this repository
 
 <!-- made by plugins/conformance/tests/results_page.py from the suites' reports -->
 
-Each row is one run of [the conformance kit](conformance.md), in the tests of the component. "core" and "extended" count
-the checks that passed of those that were made; a check that says nothing about a component, or is about a feature that it
-doesn't declare, is not made. `partial`: the machine of the run, which has no accelerator, could not make some.
+Each row is one run of [the conformance kit](conformance.md), in the tests of the component. "core" and "extended"
+count the checks that passed of those that were made; a check that says nothing about a component, or is about a feature
+that it doesn't declare, is not made. `partial`: the machine of the run, which has no accelerator, could not make some.
 
 `sim` is a simulated device; Gaudi, the IPU and Bagua are the stubs of `plugins/*/stub`, and XLA is its own CPU device.
 Their rows say that the plugin keeps its contract on these, not what the hardware does.
