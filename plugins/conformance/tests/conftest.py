@@ -1,4 +1,4 @@
-"""The zoo's modules are imported by name, here and in the processes of the checks."""
+"""Put this folder on sys.path: the mutants' modules are imported by name, here and in the checks' processes."""
 
 import sys
 from pathlib import Path

@@ -102,7 +102,7 @@ def _first_line(value: Any) -> str:
 
 
 def _comment(module: ModuleType, name: str) -> str:
-    """The string behind an assignment to ``name``, where the module has one."""
+    """Return the string behind an assignment to ``name``, where the module has one."""
     body = ast.parse(inspect.getsource(module)).body
     for node, after in itertools.pairwise(body):
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]

@@ -346,6 +346,6 @@ class OneDeviceForAll(Indexed):
 
 
 class Reference(CPUAccelerator):
-    """What a plugin with nothing to declare looks like."""
+    """Accelerator that declares nothing beyond the core level."""
 
     name = "reference"

@@ -282,7 +282,7 @@ class RankZeroOnly(Over):
 
 @caught_by("CIO-22")
 class OwnShards(Over):
-    """Every rank a file of its own: a world of another size finds too many or too few."""
+    """Every rank a file of its own: a pool of another size finds too many or too few."""
 
     features = frozenset({"sharded", "reshard"})
 

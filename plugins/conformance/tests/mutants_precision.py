@@ -259,7 +259,7 @@ class HalfMasters(MixedPrecision):
 
 @caught_by("PRE-21", **HALF)
 class OneForAll(MixedPrecision):
-    """What was found for one optimizer holds for the other one."""
+    """The overflow of one optimizer counts for the other one."""
 
     def optimizer_step(self, optimizer, closure=None):
         before = self.last

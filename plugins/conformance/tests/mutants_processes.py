@@ -90,7 +90,7 @@ class FreshWorkers(DDPStrategy):
 
 @caught_by("STR-34", **SPAWN)
 class SharesMemory(DDPStrategy):
-    """What a worker writes to a parameter is written to the caller's."""
+    """A worker's write to a parameter changes the caller's."""
 
     def make_launcher(self):
         launcher = super().make_launcher()

@@ -89,7 +89,7 @@ class IgnoresSrc(DDPStrategy):
 
 @caught_by("STR-07")
 class ArrivesOnCPU(DDPStrategy):
-    """What stands in for a device here is the meta device: a broadcast moves what was on the CPU to it."""
+    """A broadcast moves a CPU tensor to the meta device, which stands in for a device here."""
 
     def broadcast(self, value, src=0):
         received = super().broadcast(value, src)

@@ -1,7 +1,6 @@
-"""The pages of docs/reference that are made from docstrings; ``python plugins/conformance/tests/reference_pages.py``
-writes them anew.
+"""Generate the pages of docs/reference from docstrings: ``python plugins/conformance/tests/reference_pages.py``.
 
-One page per contract: what it declares, its methods, and the checks that hold a part to it.
+There is one page per contract: its declarations, its methods, and the checks of its components.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ PAGES = (
     ),
     Page(
         "trainer-checks.md", "SYS", "Through the Trainer", (),
-        "What a user sees of a part of any kind: these checks train with it, by its alias if it has one.",
+        "Checks of components of any kind that train with the component as a user does, by its alias if it has one.",
     ),
 )  # fmt: skip
 
@@ -73,7 +72,7 @@ _SECTION = re.compile(r"^(Args|Attributes|Raises|Returns|Yields|Example):$")
 
 
 def markdown(docstring: str) -> str:
-    """A docstring of this project (Google's sections, Sphinx's roles) as Markdown."""
+    """Convert a docstring of this project (Google's sections, Sphinx's roles) to Markdown."""
     text = _ROLE.sub(lambda role: f"`{role[1].rpartition('.')[2]}`", inspect.cleandoc(docstring)).replace("``", "`")
     lines: list[str] = []
     section = ""
@@ -122,7 +121,7 @@ def private_bases(cls: type[Any]) -> list[type[Any]]:
 
 
 def declarations(cls: type[Any]) -> Iterator[str]:
-    """The documented class attributes: name, type and default, and the string below each."""
+    """Yield the documented class attributes: name, type and default, and the string below each."""
     body = _class_node(cls).body
     for node, after in zip(body, [*body[1:], None], strict=True):
         if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
@@ -138,7 +137,7 @@ def declarations(cls: type[Any]) -> Iterator[str]:
 
 
 def methods(cls: type[Any]) -> Iterator[str]:
-    """The public methods and properties that the class itself defines, in the order of its source."""
+    """Yield the public methods and properties that the class itself defines, in the order of its source."""
     abstract = getattr(cls, "__abstractmethods__", frozenset())
     for node in _class_node(cls).body:
         if not isinstance(node, ast.FunctionDef) or node.name.startswith("_"):
@@ -178,8 +177,10 @@ def checks(family: str) -> Iterator[str]:
         notes = [one.level]
         if one.features:
             notes = [f"feature {', '.join(f'`{name}`' for name in sorted(one.features))}"]
-        if one.worlds:
-            notes.append(f"in {' and '.join(map(str, one.worlds))} process{'es' if max(one.worlds) > 1 else ''}")
+        if one.world_sizes:
+            notes.append(
+                f"in {' and '.join(map(str, one.world_sizes))} process{'es' if max(one.world_sizes) > 1 else ''}"
+            )
         yield f"### {one.id}\n"
         yield f"{one.contract}\n"
         yield f"- level: {', '.join(notes)}; since {one.since}\n- why: {one.why}\n- fix: {one.fix}\n"
@@ -200,7 +201,7 @@ def text(page: Page) -> str:
 
 
 def index() -> str:
-    """The table in conformance.md that leads to the pages."""
+    """Return the table in conformance.md that links the pages."""
     rows = ["| checks | of | how many | features |", "|---|---|---|---|"]
     for page in PAGES:
         found = of_family(page.family)

@@ -1,4 +1,4 @@
-"""docs/reference/conformance-results.md: what the kit found of each part in this repository.
+"""Generate docs/reference/conformance-results.md: the results of each component in this repository.
 
 ``python plugins/conformance/tests/results_page.py [FOLDER]`` takes over the reports in FOLDER, as the suites write them
 with ``TORCHHAL_CONFORMANCE_REPORTS=FOLDER``, and writes the page anew; results without a new report stay. ``make
@@ -22,13 +22,13 @@ from torchhal_conformance._check import CHECKS
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "reference" / "conformance-results.md"
 DATA = PAGE.with_suffix(".json")
-HEAD = """# Conformance of the parts in this repository
+HEAD = """# Conformance of the components in this repository
 
 <!-- made by plugins/conformance/tests/results_page.py from the suites' reports -->
 
-Each row is one run of [the conformance kit](conformance.md), in the tests of the part. "core" and "extended" count
-the checks that passed of those that were made; a check that says nothing about a part, or is about a feature that it
-doesn't declare, is not made. `partial`: the machine of the run, which has no accelerator, could not make some.
+Each row is one run of [the conformance kit](conformance.md), in the tests of the component. "core" and "extended"
+count the checks that passed of those that were made; a check that says nothing about a component, or is about a feature
+that it doesn't declare, is not made. `partial`: the machine of the run, which has no accelerator, could not make some.
 
 `sim` is a simulated device; Gaudi, the IPU and Bagua are the stubs of `plugins/*/stub`, and XLA is its own CPU device.
 Their rows say that the plugin keeps its contract on these, not what the hardware does.
@@ -46,11 +46,11 @@ WITHOUT_REPORT = {
     ("cluster_environment", "openmpi"): _ASKS,
     ("cluster_environment", "sagemaker"): f"{_SOME} all but ENV-06, which is for who didn't start the processes itself",
 }
-"""Why a part that isn't a class with other defaults has no row of its own."""
+"""Component -> the reason why it has no row, unless it is a class with other defaults."""
 
 
 def first_party() -> dict[tuple[str, str], RegistryEntry]:
-    """Every part of the core and of the plugins of this repository, by kind and alias."""
+    """Return every component of the core and of the plugins of this repository, by kind and alias."""
     folders = {path.parent.name for path in (ROOT / "plugins").glob("*/pyproject.toml")}
     found = {}
     for kind in KINDS:
@@ -61,7 +61,7 @@ def first_party() -> dict[tuple[str, str], RegistryEntry]:
 
 
 def result(report: dict[str, Any], file: str) -> dict[str, Any]:
-    """What the page needs of a report."""
+    """Return the fields of a report that the page shows."""
     checks = report["checks"]
     made = {one["id"] for one in checks}
     kinds = [one for one in CHECKS.values() if report["kind"] in one.kinds and one.level == "core"]
@@ -91,7 +91,7 @@ def _first(reason: str) -> str:
 
 
 def read(folder: Path | None) -> list[dict[str, Any]]:
-    """The results known so far, those of ``folder`` in the place of older ones."""
+    """Return the known results, those of ``folder`` in the place of older ones."""
     known = {one["file"]: one for one in json.loads(DATA.read_text(encoding="utf-8"))} if DATA.exists() else {}
     for path in sorted(folder.glob("*.json")) if folder is not None else ():
         report = json.loads(path.read_text(encoding="utf-8"))
@@ -101,13 +101,13 @@ def read(folder: Path | None) -> list[dict[str, Any]]:
 
 
 def text(results: list[dict[str, Any]]) -> str:
-    parts = first_party()
+    components = first_party()
     lines = [HEAD]
     notes: dict[str, int] = {}
     for kind in KINDS:
         lines += [f"\n## {kind.replace('_', ' ').capitalize()}\n"]
-        lines += ["| part | of | checked on | core | extended | verdict | |", "|---|---|---|---|---|---|---|"]
-        for (_, alias), entry in sorted((key, entry) for key, entry in parts.items() if key[0] == kind):
+        lines += ["| component | of | checked on | core | extended | verdict | |", "|---|---|---|---|---|---|---|"]
+        for (_, alias), entry in sorted((key, entry) for key, entry in components.items() if key[0] == kind):
             mine = [one for one in results if (one["kind"], one["alias"]) == (kind, alias)]
             for one in mine:
                 numbers = "".join(f"[{_number(notes, note)}]" for note in _notes(one))
@@ -116,7 +116,7 @@ def text(results: list[dict[str, Any]]) -> str:
                     f"{_share(one, 'extended')} | {one['verdict']} | {numbers} |"
                 )
             if not mine:
-                lines.append(f"| `{alias}` | {entry.distribution} | | | | | {_why_none(entry, parts, results)} |")
+                lines.append(f"| `{alias}` | {entry.distribution} | | | | | {_why_none(entry, components, results)} |")
     lines += ["\n## Notes\n", *(f"{number}. {note}" for note, number in notes.items())]
     versions = {name: sorted({one["versions"][name] for one in results}) for name in ("torchhal", "torch", "python")}
     told = "; ".join(f"{name} {', '.join(values)}" for name, values in versions.items())
@@ -146,7 +146,7 @@ def _notes(one: dict[str, Any]) -> Iterator[str]:
         yield f"{_count(ids)} could not be made: {reason}."
     if left_out := one["left out"]:
         named = ", ".join(left_out) if len(left_out) <= 4 else _count(left_out)
-        yield f"{named} left out of the run: see the part's tests/test_conformance.py."
+        yield f"{named} left out of the run: see the component's tests/test_conformance.py."
 
 
 def _by_reason(reasons: dict[str, str]) -> list[tuple[str, list[str]]]:
@@ -160,12 +160,14 @@ def _count(ids: list[str]) -> str:
     return f"{len(ids)} check{'s' if len(ids) > 1 else ''}"
 
 
-def _why_none(entry: RegistryEntry, parts: dict[tuple[str, str], RegistryEntry], results: list[dict[str, Any]]) -> str:
-    """Of parts of one class with other defaults, one is checked."""
+def _why_none(
+    entry: RegistryEntry, components: dict[tuple[str, str], RegistryEntry], results: list[dict[str, Any]]
+) -> str:
+    """Return the reason why a component has no row: of those of one class with other defaults, one is checked."""
     if reason := WITHOUT_REPORT.get((entry.kind, entry.component.alias)):
         return reason
     checked = {(one["kind"], one["alias"]) for one in results}
-    for (kind, alias), other in parts.items():
+    for (kind, alias), other in components.items():
         same = other.component.target == entry.component.target and kind == entry.kind
         if same and (kind, alias) in checked:
             return f"the class of `{alias}` with other defaults"

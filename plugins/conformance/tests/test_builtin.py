@@ -1,4 +1,4 @@
-"""Core's own parts run the kit."""
+"""Run the conformance suites of the core's own components."""
 
 from pathlib import Path
 from typing import Any
@@ -35,11 +35,11 @@ TestSlurm = conformance_suite("cluster_environment", "slurm", features={"host_li
 
 
 class BarePrecision(Precision):
-    """Its contract's defaults alone."""
+    """Precision with its contract's defaults alone."""
 
 
 class BareIO(CheckpointIO):
-    """The two methods that every one has to have, and no feature."""
+    """Checkpoint IO with the two abstract methods alone, and no feature."""
 
     def save_checkpoint(self, checkpoint, path, *, storage_options=None):
         TorchCheckpointIO().save_checkpoint(checkpoint, path, storage_options=storage_options)
@@ -49,7 +49,7 @@ class BareIO(CheckpointIO):
 
 
 class BareStrategy(SingleDeviceStrategy):
-    """Nothing of its own."""
+    """Strategy with its contract's defaults alone."""
 
 
 @pytest.mark.slow
@@ -57,10 +57,10 @@ class BareStrategy(SingleDeviceStrategy):
     ("kind", "part"),
     [("precision", BarePrecision), ("checkpoint_io", BareIO), ("strategy", BareStrategy)],
 )
-def test_a_part_that_declares_nothing_is_conformant(kind: str, part: type[Any]) -> None:
-    subject = ComponentUnderTest.of(kind, part)
-    with Session(subject) as session:
-        report = reports.build(subject, [session.run(one) for one in checks_for(kind)])
+def test_component_without_features_is_conformant(kind: str, part: type[Any]) -> None:
+    component = ComponentUnderTest.of(kind, part)
+    with Session(component) as session:
+        report = reports.build(component, [session.run(one) for one in checks_for(kind)])
     failed = [(one["id"], one["reason"]) for one in report["checks"] if one["outcome"] == "failed"]
     assert not failed
     assert report["verdict"] == "conformant"

@@ -1,4 +1,4 @@
-"""What a fork server forks is, to its program and to all others, what starting an interpreter would have made."""
+"""Compare a process of the fork server with one that a new interpreter starts."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ def server():
 
 @pytest.fixture
 def prelude(tmp_path):
-    """A file that gives its fork the name ``server`` for the fork's own."""
+    """Path of a file that gives its fork the name ``server`` for the fork's own."""
     path = tmp_path / "prelude.py"
     path.write_text("def install(server):\n    import builtins\n    builtins.server = server\n")
     return str(path)
 
 
 def finish(server, arguments, folder, **options):
-    """The exit code and what was written by a fork, in the same form as :func:`start`'s."""
+    """Return the exit code and the output of a fork, in the same form as :func:`start`'s."""
     paths = [folder / name for name in ("in", "out", "err")]
     paths[0].write_text("first line\nsecond\n")
     flags = (os.O_RDONLY, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -83,7 +83,7 @@ def start(arguments, folder, **options):
 
 
 @pytest.mark.parametrize("how", ["script", "code", "module", "folder"])
-def test_a_program_finds_what_an_interpreter_gives_it(server, tmp_path, monkeypatch, how):
+def test_fork_state_equals_interpreter_state(server, tmp_path, monkeypatch, how):
     (tmp_path / "facts.py").write_text(FACTS)
     (tmp_path / "archive").mkdir()
     (tmp_path / "archive" / "__main__.py").write_text(FACTS)
@@ -128,14 +128,14 @@ def test_a_program_finds_what_an_interpreter_gives_it(server, tmp_path, monkeypa
         "this is no Python",
     ],
 )
-def test_a_program_ends_as_it_would(server, tmp_path, monkeypatch, code):
+def test_fork_exit_code_is_interpreters(server, tmp_path, monkeypatch, code):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "program.py").write_text(code)
     for words in (["program.py"], ["-c", code], ["-m", "program"]):
         assert finish(server, words, tmp_path) == start(words, tmp_path)
 
 
-def test_descriptors_are_passed_by_number_and_no_others(server, tmp_path):
+def test_fork_has_given_descriptors_only(server, tmp_path):
     reader, writer = os.pipe()
     code = (
         f"import os; os.write({writer}, b'hello')\n"
@@ -152,7 +152,7 @@ def test_descriptors_are_passed_by_number_and_no_others(server, tmp_path):
     os.close(reader)
 
 
-def test_no_descriptor_takes_the_place_of_its_own_server_s(server, prelude):
+def test_descriptors_spare_own_server_socket(server, prelude):
     """Whatever numbers are passed, low or high: the next fork of the fork works."""
     code = (
         "import os\npid = server.fork(['-c', 'print(3)'], dict(os.environ), adopt=True)\n"
@@ -164,7 +164,7 @@ def test_no_descriptor_takes_the_place_of_its_own_server_s(server, prelude):
         assert os.waitpid(pid, 0)[1] == 0
 
 
-def test_threads_fork_at_once_and_each_gets_its_own(server):
+def test_concurrent_forks_return_own_processes(server):
     def code_of(number):
         pid = server.fork(["-c", f"raise SystemExit({number})"], dict(os.environ), adopt=True)
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -174,7 +174,7 @@ def test_threads_fork_at_once_and_each_gets_its_own(server):
         assert list(pool.map(code_of, codes)) == codes
 
 
-def test_an_interrupted_request_does_not_shift_the_answers(server, monkeypatch):
+def test_interrupted_request_keeps_answers_matched(server, monkeypatch):
     receive = fork_server.receive
 
     def interrupted(end):
@@ -190,7 +190,7 @@ def test_an_interrupted_request_does_not_shift_the_answers(server, monkeypatch):
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 2
 
 
-def test_options_reach_the_program_and_not_its_children(server, tmp_path):
+def test_options_reach_program_without_children(server, tmp_path):
     code = (
         "import sys, os; print(sys.orig_argv[1:3], sys.warnoptions, sys.stdout.write_through)\n"
         "print('PYTHONWARNINGS' in os.environ)"
@@ -199,7 +199,7 @@ def test_options_reach_the_program_and_not_its_children(server, tmp_path):
     assert forked == start(["-u", "-Wignore", "-c", code], tmp_path)
 
 
-def test_what_a_loaded_module_would_hide_is_refused(server, tmp_path):
+def test_fork_refuses_hidden_module(server, tmp_path):
     (tmp_path / "json.py").write_text("")
     (tmp_path / "script.py").write_text("")
     environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
@@ -208,12 +208,12 @@ def test_what_a_loaded_module_would_hide_is_refused(server, tmp_path):
     assert server.fork(["-c", ""], dict(os.environ), folder=str(tmp_path)) is None
 
 
-def test_random_numbers_differ_from_fork_to_fork(server, tmp_path):
+def test_forks_draw_different_random_numbers(server, tmp_path):
     code = "import random, tempfile; print(random.random(), next(tempfile._get_candidate_names()))"
     assert len({finish(server, ["-c", code], tmp_path)[1] for _ in range(3)}) == 3
 
 
-def test_a_fork_starts_others_from_a_server_of_its_own(server, prelude, tmp_path):
+def test_fork_starts_forks_from_own_server(server, prelude, tmp_path):
     """Both are children of those that asked, and the server is gone with the process that it belongs to."""
     code = (
         "import os, sys\n"
@@ -236,7 +236,7 @@ def test_a_fork_starts_others_from_a_server_of_its_own(server, prelude, tmp_path
         time.sleep(0.02)
 
 
-def test_the_server_ends_with_its_client(tmp_path):
+def test_server_ends_with_client(tmp_path):
     code = (
         "from torchhal_conformance._fork_server import ForkServer; import os, time\n"
         "server = ForkServer(['json']); server.fork(['-c', ''], dict(os.environ))\n"
@@ -252,7 +252,7 @@ def test_the_server_ends_with_its_client(tmp_path):
         time.sleep(0.02)
 
 
-def test_a_server_that_can_t_import_says_so(capfd):
+def test_server_reports_failed_import(capfd):
     server = ForkServer(["no_such_module"])
     with pytest.raises(RuntimeError, match="from one that imports no_such_module"):
         server.fork(["-c", ""], dict(os.environ))

@@ -1,4 +1,4 @@
-"""What stands around the checks: selection, outcomes, strictness, worlds, reports, the command."""
+"""Test selection and outcomes of checks, worker pools, suites, reports and the command."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ HERE = Path(__file__).parent
 
 
 def results(part, level=None, family="ACC", **options):
-    subject = ComponentUnderTest.of("accelerator", part, **options)
-    with Session(subject) as session:
+    component = ComponentUnderTest.of("accelerator", part, **options)
+    with Session(component) as session:
         chosen = [one for one in checks_for("accelerator", level=level) if one.id.startswith(family)]
-        return subject, {one.id: session.run(one) for one in chosen}
+        return component, {one.id: session.run(one) for one in chosen}
 
 
-def verdict_of(subject, found):
-    """Of these checks alone: without the others a report is partial at best."""
-    return reports.verdict(reports.build(subject, list(found.values()))["checks"])
+def verdict_of(component, found):
+    """Return the verdict of these checks alone: without the others a report is partial at best."""
+    return reports.verdict(reports.build(component, list(found.values()))["checks"])
 
 
 # -- checks as data ------------------------------------------------------------------------------------------
 
 
-def test_every_check_says_what_why_and_how() -> None:
+def test_checks_have_contract_why_fix() -> None:
     for one in CHECKS.values():
         assert one.contract.endswith("."), one.id
         assert one.why.endswith(".") and one.fix.endswith("."), one.id
@@ -67,8 +67,8 @@ def test_every_check_says_what_why_and_how() -> None:
         ("ACC-97", {}, "Neither why nor fix."),
     ],
 )
-def test_a_check_that_is_no_check(id: str, options: dict, doc: str) -> None:
-    def broken(bench: object) -> None: ...
+def test_check_refuses_invalid_declaration(id: str, options: dict, doc: str) -> None:
+    def broken(context: object) -> None: ...
 
     broken.__doc__ = doc
     with pytest.raises(ConfigurationError, match=id):
@@ -76,7 +76,7 @@ def test_a_check_that_is_no_check(id: str, options: dict, doc: str) -> None:
     assert "ACC-97" not in CHECKS
 
 
-def test_the_reference_pages_are_fresh() -> None:
+def test_reference_pages_are_up_to_date() -> None:
     import reference_pages
 
     made = reference_pages.pages()
@@ -86,7 +86,7 @@ def test_the_reference_pages_are_fresh() -> None:
     assert [one.id for one in CHECKS.values() if f"### {one.id}\n" not in everything] == []
 
 
-def test_levels_include_those_below() -> None:
+def test_level_includes_lower_levels() -> None:
     core, extended = checks_for("accelerator", level="core"), checks_for("accelerator", level="extended")
     assert {one.level for one in core} == {"core"} and {one.level for one in extended} == {"core", "extended"}
     assert [one.id for one in checks_for("precision") if one.id.startswith("ACC")] == []
@@ -99,30 +99,30 @@ def test_levels_include_those_below() -> None:
 # -- outcomes ------------------------------------------------------------------------------------------------
 
 
-def test_a_part_that_declares_nothing_is_conformant() -> None:
-    subject, found = results(Reference)
+def test_component_without_features_is_conformant() -> None:
+    component, found = results(Reference)
     assert {result.outcome for result in found.values() if result.check.level == "core"} <= {"passed", "skipped"}
     extended = [result for result in found.values() if result.check.level == "extended"]
     assert all(r.outcome == "skipped" and r.reason.startswith("feature '") for r in extended) and extended
-    assert verdict_of(subject, found) == "conformant"
+    assert verdict_of(component, found) == "conformant"
 
 
-def test_missing_hardware_is_partial_with_the_reason() -> None:
-    subject, found = results(Absent)
+def test_missing_hardware_is_partial() -> None:
+    component, found = results(Absent)
     assert found["ACC-12"].outcome == "skipped"
     assert found["ACC-12"].reason.startswith("environment: ") and "xpu" in found["ACC-12"].reason
     assert found["ACC-19"].outcome == found["ACC-01"].outcome == "passed"
-    assert verdict_of(subject, found) == "partial"
+    assert verdict_of(component, found) == "partial"
 
 
-def test_whatever_a_part_raises_is_a_failure_with_its_traceback() -> None:
-    subject, found = results(Raising, level="core")
+def test_component_error_fails_with_traceback() -> None:
+    component, found = results(Raising, level="core")
     assert found["ACC-01"].outcome == "failed" and "libvendor.so" in found["ACC-01"].reason
-    assert verdict_of(subject, found) == "failed"
+    assert verdict_of(component, found) == "failed"
 
 
 def made(outcome: str, level: str = "core", reason: str = "") -> Result:
-    return Result(Check("ACC-01", lambda bench: None, level=level), outcome, reason)
+    return Result(Check("ACC-01", lambda context: None, level=level), outcome, reason)
 
 
 @pytest.mark.parametrize(
@@ -138,11 +138,11 @@ def made(outcome: str, level: str = "core", reason: str = "") -> Result:
         ([made("failed"), made("skipped", reason="environment: no device")], "failed"),
     ],
 )
-def test_verdicts(found: list, verdict: str) -> None:
+def test_verdict_follows_outcomes(found: list, verdict: str) -> None:
     assert verdict_of(ComponentUnderTest.of("accelerator", "cpu"), dict(enumerate(found))) == verdict
 
 
-def test_state_is_as_before() -> None:
+def test_session_restores_random_state() -> None:
     import random
 
     import torch
@@ -183,7 +183,7 @@ class OneDevice(CPUAccelerator):
         return 1
 
 
-def test_each_size_of_a_world_counts_by_itself() -> None:
+def test_world_sizes_count_separately() -> None:
     found = {}
     for part in (RefusesThree, RefusesOneAndIsWrongInTwo, RefusesAll):
         with Session(ComponentUnderTest.of("strategy", part)) as session:
@@ -196,12 +196,12 @@ def test_each_size_of_a_world_counts_by_itself() -> None:
     assert "2 is no number" in told.reason and "3 is no number" in told.reason
 
 
-def test_a_size_that_lacks_devices_is_partial_though_another_passed() -> None:
+def test_world_size_without_devices_is_partial() -> None:
     with Session(ComponentUnderTest.of("accelerator", OneDevice)) as session:
         result = session.run(CHECKS["SYS-02"])
     assert result.outcome == "skipped", result.reason
     assert result.reason == "environment: a world of 2 needs 2 devices, 1 are here"
-    assert verdict_of(session.subject, {"SYS-02": result, "ACC-01": made("passed")}) == "partial"
+    assert verdict_of(session.component, {"SYS-02": result, "ACC-01": made("passed")}) == "partial"
     with Session(ComponentUnderTest.of("accelerator", OneDevice, arguments={"no": "such"})) as session:
         assert session.run(CHECKS["SYS-02"]).outcome == "failed"
 
@@ -209,7 +209,7 @@ def test_a_size_that_lacks_devices_is_partial_though_another_passed() -> None:
 # -- measured differences ------------------------------------------------------------------------------------
 
 
-def test_a_failure_shows_what_was_measured() -> None:
+def test_assertions_show_measured_difference() -> None:
     import torch
 
     def said(call, *arguments) -> str:
@@ -228,8 +228,8 @@ def test_a_failure_shows_what_was_measured() -> None:
     same("NaN", [float("nan"), one * float("nan")], [float("nan"), one * float("nan")])
 
 
-def test_a_check_that_hangs_in_this_process(monkeypatch) -> None:
-    def sleeps(bench: object) -> None:
+def test_hanging_check_fails_with_stack(monkeypatch) -> None:
+    def sleeps(context: object) -> None:
         time.sleep(60)
 
     running = signal.setitimer(signal.ITIMER_REAL, 0)  # pytest-timeout's, which the kit would leave alone
@@ -242,7 +242,7 @@ def test_a_check_that_hangs_in_this_process(monkeypatch) -> None:
     assert result.outcome == "failed" and "HANG" in result.reason and "time.sleep(60)" in result.reason
 
 
-# -- worlds --------------------------------------------------------------------------------------------------
+# -- worker pools --------------------------------------------------------------------------------------------------
 
 
 def ranks_sleep(last: int) -> int:
@@ -271,45 +271,45 @@ def ranks_skip() -> None:
 
 
 @pytest.fixture
-def world():
-    world = WorkerPool(shared_server(), 3)
-    yield world
-    world.stop()
+def pool():
+    pool = WorkerPool(shared_server(), 3)
+    yield pool
+    pool.stop()
 
 
-def test_limits_are_longer_where_the_machine_is_slow(world: WorkerPool, monkeypatch) -> None:
+def test_slowness_scales_timeouts(pool: WorkerPool, monkeypatch) -> None:
     monkeypatch.setenv(SLOWNESS, "3")
     with pytest.raises(WorkerUnresponsive, match=r"rank 2 HANG after 1\.5 s"):
-        world.run(ranks_sleep, 2, timeout=0.5)
+        pool.run(ranks_sleep, 2, timeout=0.5)
     for value in ("much", "0.5", "nan", "inf", ""):
         monkeypatch.setenv(SLOWNESS, value)
         with pytest.raises(ValueError, match=f"{SLOWNESS} must be a number of at least 1"):
-            world.run(ranks_sleep, -1)
+            pool.run(ranks_sleep, -1)
 
 
-def test_a_silent_rank_is_a_hang_by_name_and_the_world_is_made_anew(world: WorkerPool, monkeypatch) -> None:
+def test_unresponsive_rank_is_named_and_replaced(pool: WorkerPool, monkeypatch) -> None:
     monkeypatch.setattr(sys.modules["torchhal_conformance._worker_pool"], "GRACE", 2)
     monkeypatch.delenv(SLOWNESS, raising=False)
-    assert world.run(ranks_sleep, -1) == [0, 1, 2]
-    before = list(world._pids)
+    assert pool.run(ranks_sleep, -1) == [0, 1, 2]
+    before = list(pool._pids)
     with pytest.raises(WorkerUnresponsive, match=r"(?s)rank 2 HANG after 1 s.*ranks_sleep"):
-        world.run(ranks_sleep, 2, timeout=1)
-    assert world.run(ranks_sleep, -1) == [0, 1, 2]
-    assert not set(before) & set(world._pids)
+        pool.run(ranks_sleep, 2, timeout=1)
+    assert pool.run(ranks_sleep, -1) == [0, 1, 2]
+    assert not set(before) & set(pool._pids)
     start = time.monotonic()
     with pytest.raises(
         WorkerUnresponsive, match=r"(?s)rank 1 of 3: one and one is three.*rank 0, rank 2 HANG, waiting"
     ):
-        world.run(ranks_fail)
+        pool.run(ranks_fail)
     with pytest.raises(
         WorkerUnresponsive, match=r"(?s)rank 1 DIED.*rank 1 has had enough.*Segmentation fault.*ranks_die"
     ):
-        world.run(ranks_die)
+        pool.run(ranks_die)
     assert time.monotonic() - start < 50  # the others sleep for twice as long
     with pytest.raises(Skipped, match="environment: no luck today"):
-        world.run(ranks_skip)
-    pids = list(world._pids)
-    world.stop()
+        pool.run(ranks_skip)
+    pids = list(pool._pids)
+    pool.stop()
     for _ in range(100):
         if not any(os.path.exists(f"/proc/{pid}") for pid in pids):
             break
@@ -321,7 +321,7 @@ def test_a_silent_rank_is_a_hang_by_name_and_the_world_is_made_anew(world: Worke
 # -- pytest --------------------------------------------------------------------------------------------------
 
 
-def test_the_suite_refuses_what_means_nothing() -> None:
+def test_suite_refuses_invalid_options() -> None:
     for options, words in (
         ({"expected_failures": {"ACC-77": "why"}}, "'ACC-77', which is no check"),
         ({"expected_failures": {"PRE-01": "why"}}, "'PRE-01', which is no check"),
@@ -356,12 +356,12 @@ class Unready(CPUAccelerator):
     name = "unready"
 
 @check("ACC-98", level="provisional", since="0.2")
-def new(bench):
+def new(context):
     '''It is ready.
 
     Why: it is new.
     Fix: get it ready.'''
-    if bench.subject.part is Unready:
+    if context.component.cls is Unready:
         raise CheckFailed("not yet")
 
 TestNew = conformance_suite("accelerator", Unready, only={"ACC-98", "ACC-14"})
@@ -377,7 +377,7 @@ TestMended = conformance_suite("accelerator", "cpu", **ONLY, expected_failures={
 
 
 @pytest.mark.slow
-def test_items(tmp_path: Path) -> None:
+def test_suite_makes_one_item_per_check(tmp_path: Path) -> None:
     (tmp_path / "test_mine.py").write_text(SUITES)
     command = [
         sys.executable,
@@ -415,19 +415,19 @@ def test_items(tmp_path: Path) -> None:
     assert checks[0]["reason"].startswith("expected: seeds are not supported yet\nthe first draw")
 
 
-def test_a_part_by_any_of_its_names() -> None:
+def test_component_found_by_any_name() -> None:
     for name in ("torchhal/slurm", "slurm", "SLURM"):
-        subject = ComponentUnderTest.of("cluster_environment", name)
-        assert subject.alias == "slurm" and subject.looked_up_as == name and len(subject.own_tables) == 4
-    subject = ComponentUnderTest.of("cluster_environment", "mpi")
-    assert subject.alias == "openmpi" and len(subject.own_tables) == 4
+        component = ComponentUnderTest.of("cluster_environment", name)
+        assert component.alias == "slurm" and component.looked_up_as == name and len(component.own_tables) == 4
+    component = ComponentUnderTest.of("cluster_environment", "mpi")
+    assert component.alias == "openmpi" and len(component.own_tables) == 4
     assert ComponentUnderTest.of("cluster_environment", "torchhal/local").own_launcher == ()
 
 
 # -- the command and its report ------------------------------------------------------------------------------
 
 
-def test_run_writes_the_report_and_what_is_derived_from_it(tmp_path: Path, capsys) -> None:
+def test_run_writes_all_report_formats(tmp_path: Path, capsys) -> None:
     files = {name: tmp_path / f"report.{name}" for name in ("report", "html", "junit", "badge")}
     options = [part for name, file in files.items() for part in (f"--{name}", str(file))]
     chosen = ["--check", "ACC-01", "--check", "ACC-14", "--check", "ACC-22", "--check", "ACC-19"]
@@ -452,24 +452,24 @@ def test_run_writes_the_report_and_what_is_derived_from_it(tmp_path: Path, capsy
     assert "accelerator cpu" in files["html"].read_text() and CHECKS["ACC-01"].contract in files["html"].read_text()
 
 
-def test_an_expected_failure_says_so_in_the_report() -> None:
-    subject = ComponentUnderTest.of("accelerator", "cpu")
+def test_report_marks_expected_failure() -> None:
+    component = ComponentUnderTest.of("accelerator", "cpu")
     found = [made("failed", reason="off by 2"), made("skipped", reason="environment: no device")]
-    checks = reports.build(subject, found, {"ACC-01": "known since May"})["checks"]
+    checks = reports.build(component, found, {"ACC-01": "known since May"})["checks"]
     assert [one["reason"] for one in checks] == ["expected: known since May\noff by 2", "environment: no device"]
     assert reports.verdict(checks) == "failed"
 
 
-def test_a_failed_run(tmp_path: Path) -> None:
-    subject, found = results(Raising, level="core", family="ACC-0")
-    report = reports.build(subject, list(found.values()))
+def test_failed_run_shows_reasons(tmp_path: Path) -> None:
+    component, found = results(Raising, level="core", family="ACC-0")
+    report = reports.build(component, list(found.values()))
     assert "OSError: libvendor.so" in page(report) and html.escape(CHECKS["ACC-01"].fix) in page(report)
     suite = ElementTree.fromstring(reports.junit(report))
     assert int(suite.get("failures", 0)) >= 1 and suite.find(".//failure") is not None
     assert reports.badge(report)["color"] == "red"
 
 
-def test_the_command_refuses(capsys) -> None:
+def test_command_refuses_invalid_arguments(capsys) -> None:
     for arguments, words in (
         (("run", "accelerator", "cqu"), "did you mean 'cpu'?"),
         (("run", "accelerator", "cpu", "--features", "flying"), "'flying'"),
@@ -482,7 +482,7 @@ def test_the_command_refuses(capsys) -> None:
         assert words in capsys.readouterr().err
 
 
-def test_list(capsys) -> None:
+def test_list_prints_all_checks(capsys) -> None:
     assert main(["conformance", "list", "accelerator", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)["checks"]
     assert [one["id"] for one in listed] == [one.id for one in checks_for("accelerator")]
@@ -490,13 +490,13 @@ def test_list(capsys) -> None:
 
 
 @pytest.mark.cold_start
-def test_the_command_line_alone_imports_no_kit() -> None:
+def test_cli_import_loads_no_kit() -> None:
     program = "import sys, torchhal.cli; print([m for m in sys.modules if m.startswith(('torchhal_conf', 'torch.'))])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
 
 
-def test_checks_import_no_test_tool() -> None:
+def test_kit_imports_no_test_tool() -> None:
     for file in (Path(reports.__file__).parent).rglob("*.py"):
         tree = ast.parse(file.read_text())
         top = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]

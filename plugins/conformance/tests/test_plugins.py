@@ -24,7 +24,7 @@ GENERIC = [id for id in CHECKS if id.startswith("GEN")]
 
 @pytest.fixture(autouse=True)
 def nothing_stays_patched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a mutant of GEN-16 puts in its place in this process, too, comes back."""
+    """Restoration of torch's and torchhal's attributes after a GEN-16 mutant, which patches this process too."""
     monkeypatch.setattr(torch.optim.Optimizer, "step", torch.optim.Optimizer.step)
     monkeypatch.setattr(memory_estimate, "ModelMemory", memory_estimate.ModelMemory)
 
@@ -47,7 +47,7 @@ def installed(plugin: Plugin, folder: Path) -> Iterator[ComponentUnderTest]:
 
 
 def run(plugin: Plugin, folder: Path, *ids: str) -> dict[str, Result]:
-    with installed(plugin, folder) as subject, Session(subject) as session:
+    with installed(plugin, folder) as component, Session(component) as session:
         return {id: session.run(CHECKS[id]) for id in ids}
 
 
@@ -55,7 +55,7 @@ def run(plugin: Plugin, folder: Path, *ids: str) -> dict[str, Result]:
 @pytest.mark.parametrize(
     ("id", "name", "plugin"), made_plugins.MUTANTS, ids=[f"{m[0]} {m[1]}" for m in made_plugins.MUTANTS]
 )
-def test_caught(id: str, name: str, plugin: Plugin, tmp_path: Path) -> None:
+def test_mutant_plugin_fails_its_check(id: str, name: str, plugin: Plugin, tmp_path: Path) -> None:
     found = run(plugin, tmp_path, id)[id]
     assert found.outcome == "failed", f"not caught: {found.outcome} {found.reason}"
     # an error that isn't the kit's own must at least come from the plugin
@@ -66,20 +66,20 @@ def test_caught(id: str, name: str, plugin: Plugin, tmp_path: Path) -> None:
     ("readme", "outcome"),
     [(made_plugins.README, "passed"), ("<!-- no-run: needs it -->\n```python\nTrainer()\n```\n", "skipped")],
 )
-def test_the_example_of_a_readme(readme: str, outcome: str, tmp_path: Path) -> None:
+def test_readme_example_outcome(readme: str, outcome: str, tmp_path: Path) -> None:
     found = run(replace(made_plugins.WITH_README, readme=readme), tmp_path, "SYS-07")["SYS-07"]
     assert found.outcome == outcome, found.reason
 
 
 @pytest.mark.parametrize("plugin", [made_plugins.SOUND, made_plugins.WITH_SDK], ids=["sound", "with an SDK"])
-def test_a_sound_plugin(plugin: Plugin, tmp_path: Path) -> None:
+def test_sound_plugin_passes(plugin: Plugin, tmp_path: Path) -> None:
     found = run(plugin, tmp_path, *GENERIC)
     assert {id: result.reason for id, result in found.items() if result.outcome == "failed"} == {}
     skipped = {id for id, result in found.items() if result.outcome == "skipped"}
     assert skipped == ({"GEN-17"} if plugin.requires != "()" else {"GEN-04", "GEN-05", "GEN-17"})
 
 
-def test_every_generic_check_has_a_mutant() -> None:
+def test_every_generic_check_has_mutant() -> None:
     # GEN-17 builds wheels: its mutants are in tests/test_conformance.py
     here = {*GENERIC, "SYS-01", "SYS-07"}
     assert sorted(here - {id for id, _, _ in made_plugins.MUTANTS}) == ["GEN-17"]

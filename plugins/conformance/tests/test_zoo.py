@@ -14,10 +14,10 @@ from torchhal_conformance import CHECKS, ComponentUnderTest, Session
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mutant", load(), ids=str)
-def test_caught(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutant_fails_its_check(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.optim.SGD, "step", torch.optim.SGD.step)  # one mutant patches it, and pytest puts it back
-    subject = ComponentUnderTest.of(mutant.kind, mutant.part, **mutant.options)
-    with Session(subject) as session:
+    component = ComponentUnderTest.of(mutant.kind, mutant.part, **mutant.options)
+    with Session(component) as session:
         # who hangs for certain need not do so for long
         hangs = "HANG" in mutant.says
         one = CHECKS[mutant.id]
@@ -29,13 +29,13 @@ def test_caught(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_an_elastic_strategy_that_is_sound() -> None:
+def test_sound_elastic_strategy_passes() -> None:
     """No part of the core is one."""
     with Session(ComponentUnderTest.of("strategy", Swarm)) as session:
         result = session.run(CHECKS["STR-43"])
     assert result.outcome == "passed", result.reason
 
 
-def test_every_check_has_a_mutant() -> None:
+def test_every_check_has_mutant() -> None:
     elsewhere = {id for id in CHECKS if id.startswith("GEN")} | {"SYS-01", "SYS-07"}  # test_plugins.py
     assert sorted(set(CHECKS) - elsewhere - {mutant.id for mutant in load()}) == []

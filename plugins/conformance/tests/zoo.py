@@ -1,4 +1,4 @@
-"""The mutant zoo: for each check at least one part that is broken in just the way the check is there to notice."""
+"""Collect the mutants: for each check at least one component that breaks the check's rule alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Take away the modules of the kinds that were not asked for, and what was compiled beside the template."""
+"""Remove the modules of kinds that were not requested, and the files that pip compiled beside the template."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ TEXTS = {
 }
 VENDOR_IN_URL = {{ cookiecutter.vendor | slugify | tojson }}
 ALL_KINDS = ("accelerator", "precision", "checkpoint_io", "cluster_environment", "strategy")
-# What core and the plugins beside it are called by, and words with a meaning: who asks for a part by such a name would
-# get another, or an error.
+# Names of the core and of the plugins beside it, and words with a meaning: a component of such a name would be shadowed
+# by another one, or be an error.
 TAKEN = {
     "async", "auto", "bagua", "bf16", "collaborative", "core", "cpu", "cuda", "dcp", "dcp_async", "ddp", "ddp2",
     "ddp_fork", "ddp_forkserver", "ddp_fully_sharded", "ddp_notebook", "ddp_sharded", "ddp_sharded_spawn",
@@ -32,7 +32,7 @@ TAKEN = {
 
 
 def problem() -> str:
-    """Why nothing can be made of the answers; empty if it can."""
+    """Return the reason why no plugin can be made of the answers; empty if it can."""
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9]*(?:[ _-][A-Za-z0-9]+)*", PROJECT_NAME):
         return (
             "the name must be letters and digits, a letter first, with single blanks, dashes or underscores inside "

@@ -1,4 +1,4 @@
-"""Hold a component to its contract: checks with public ids, run by pytest or by ``torchhal conformance``.
+"""Check components against their contracts: rules with public ids, run by pytest or by ``torchhal conformance``.
 
 In a plugin's tests::
 

@@ -1,4 +1,4 @@
-"""How a check says what it found: each function raises CheckFailed with the measured difference."""
+"""Compare measured with expected values: each function raises CheckFailed with the measured difference."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def raises(
     call: Callable[[], Any],
     *mentions: str,
 ) -> BaseException:
-    """Fail unless ``call()`` raises one of ``errors`` with a message that holds each of ``mentions``; the error."""
+    """Fail unless ``call()`` raises one of ``errors`` whose message contains ``mentions``; return it."""
     names = " or ".join(error.__name__ for error in (errors if isinstance(errors, tuple) else (errors,)))
     try:
         value = call()
@@ -63,7 +63,7 @@ def raises(
 
 
 def _difference(got: Any, expected: Any) -> str:
-    """Where and how ``got`` differs from ``expected``, or an empty string."""
+    """Return where and how ``got`` differs from ``expected``, or an empty string."""
     if isinstance(expected, torch.Tensor):
         return _tensor_difference(got, expected)
     if type(got) is not type(expected):
@@ -97,7 +97,7 @@ def _tensor_difference(got: Any, expected: torch.Tensor) -> str:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's bytes, so that NaN equals NaN and the sign of zero counts."""
+    """Return the tensor's bytes, so that NaN equals NaN and the sign of zero counts."""
     dense = tensor.resolve_conj().resolve_neg().contiguous()
     return dense.reshape(-1).view(torch.uint8) if dense.numel() else dense.reshape(-1)
 

@@ -1,4 +1,4 @@
-"""A check as data: an id that never changes its meaning, a level, and a function whose docstring is the contract."""
+"""Define a check: a stable id, a level, and a function whose docstring states the rule."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from torchhal.errors import ConfigurationError
 from torchhal.plugin import KINDS
 
 LEVELS: Final = ("core", "extended", "provisional")
-"""``core``: every part of the kind. ``extended``: parts that declare the check's features. ``provisional``: new in a
-minor release; it is reported, but changes no verdict before it becomes one of the others."""
+"""Level -> the components that it applies to, from the lowest.
+
+``core``: every component of the kind. ``extended``: components that declare the check's features. ``provisional``: new
+in a minor release; it is reported, but changes no verdict before it becomes one of the others.
+"""
 
 PREFIXES: Final = {
     "GEN": KINDS,
@@ -25,10 +28,10 @@ PREFIXES: Final = {
     "STR": ("strategy",),
     "SYS": KINDS,
 }
-"""First letters of an id -> the kinds of parts it is about."""
+"""First letters of an id -> the kinds of components that it applies to."""
 
 NEEDS: Final = ("device", "two devices", "posix", "table")
-"""What a check may need of where it runs; ``_component_under_test.missing`` gives the reason where it isn't there."""
+"""Requirements of a check on the machine; ``_component_under_test.missing`` returns the reason for a missing one."""
 
 _ID = re.compile(r"([A-Z]{3})-[0-9]{2}")
 _PARTS = re.compile(r"^(Why|Fix):", re.MULTILINE)
@@ -40,14 +43,14 @@ class Check:
 
     Attributes:
         id: such as ``"ACC-01"``; public and stable.
-        function: raises when the rule is broken. Takes a ``CheckContext``; with ``worlds`` it runs on every rank and
-            takes a ``RankContext``.
+        function: raises when the rule is broken. Takes a ``CheckContext``; with ``world_sizes`` it runs on every rank
+            and takes a ``RankContext``.
         level: one of :data:`LEVELS`.
-        features: what the part must declare for the check to mean anything; empty at core level.
+        features: what the component must declare for the check to mean anything; empty at core level.
         since: the version of torchhal that first had it.
         needs: members of :data:`NEEDS`.
-        worlds: the numbers of processes that it runs in; empty for one that needs this process only.
-        timeout: seconds after which a rank that says nothing is a HANG.
+        world_sizes: the numbers of processes that it runs in; empty for one that needs this process only.
+        timeout: seconds after which a rank that has sent no result is a HANG.
     """
 
     id: str
@@ -56,27 +59,27 @@ class Check:
     features: frozenset[str] = frozenset()
     since: str = "0.1"
     needs: frozenset[str] = frozenset()
-    worlds: tuple[int, ...] = ()
+    world_sizes: tuple[int, ...] = ()
     timeout: float = 30.0
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds of parts it is about."""
+        """The kinds of components that it applies to."""
         return PREFIXES[self.id[:3]]
 
     @property
     def contract(self) -> str:
-        """What must hold, in a sentence or two."""
+        """The rule, in a sentence or two."""
         return self._section("")
 
     @property
     def why(self) -> str:
-        """What goes wrong where it doesn't hold, with the project that shipped it where one is known."""
+        """The failure that a broken rule causes, with the project that shipped it where one is known."""
         return self._section("Why")
 
     @property
     def fix(self) -> str:
-        """What an author changes when it fails."""
+        """The change that an author makes when the check fails."""
         return self._section("Fix")
 
     def _section(self, name: str) -> str:
@@ -86,7 +89,7 @@ class Check:
 
 
 CHECKS: Final[dict[str, Check]] = {}
-"""Every check by its id, in the order of the ids within a family; filled when ``torchhal_conformance`` is imported."""
+"""Every check by its id, sorted by family and id; filled when ``torchhal_conformance.checks`` is imported."""
 
 
 def check(
@@ -96,7 +99,7 @@ def check(
     level: str | None = None,
     since: str = "0.1",
     needs: Iterable[str] = (),
-    worlds: tuple[int, ...] = (),
+    world_sizes: tuple[int, ...] = (),
     timeout: float = 30.0,
 ) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
     """Register the decorated function as the check ``id``. With ``features`` its level is ``extended`` unless given.
@@ -109,7 +112,14 @@ def check(
     def register(function: Callable[[Any], None]) -> Callable[[Any], None]:
         names = frozenset(features)
         made = Check(
-            id, function, level or ("extended" if names else "core"), names, since, frozenset(needs), worlds, timeout
+            id,
+            function,
+            level or ("extended" if names else "core"),
+            names,
+            since,
+            frozenset(needs),
+            world_sizes,
+            timeout,
         )
         match = _ID.fullmatch(id)
         if match is None or match[1] not in PREFIXES or id in CHECKS:
@@ -129,7 +139,7 @@ def check(
 
 
 def checks_for(kind: str, *, level: str | None = None) -> list[Check]:
-    """The checks that a part of ``kind`` is held to, by id; with ``level`` those up to it.
+    """Return the checks for components of ``kind``, sorted by id; with ``level`` those up to it.
 
     Raises:
         ConfigurationError: an unknown kind or level.
@@ -140,31 +150,43 @@ def checks_for(kind: str, *, level: str | None = None) -> list[Check]:
         raise ConfigurationError(f"'level' must be one of {', '.join(map(repr, LEVELS))} (got {level!r})")
     importlib.import_module("torchhal_conformance.checks")  # which registers them
     wanted = LEVELS if level is None else LEVELS[: LEVELS.index(level) + 1]
-    families = list(PREFIXES)
-    found = [one for one in CHECKS.values() if kind in one.kinds and one.level in wanted]
-    return sorted(found, key=lambda one: (families.index(one.id[:3]), one.id))
+    return sorted((one for one in CHECKS.values() if kind in one.kinds and one.level in wanted), key=_sort_key)
+
+
+def sort_checks() -> None:
+    """Sort CHECKS by family and id, whatever the order in which its modules were imported."""
+    ordered = sorted(CHECKS.values(), key=_sort_key)
+    CHECKS.clear()
+    CHECKS.update((one.id, one) for one in ordered)
+
+
+def _sort_key(one: Check) -> tuple[int, str]:
+    return list(PREFIXES).index(one.id[:3]), one.id
 
 
 # -- what a check raises -------------------------------------------------------------------------------------
 
 
 class CheckFailed(AssertionError):
-    """The part breaks the rule; the message says what was found and what was expected."""
+    """Failure of a check: the component breaks the rule; the message holds the measured and the expected value."""
 
 
 class Skipped(Exception):
-    """The check could not be made; the reason begins with ``environment:`` when another machine could make it."""
+    """Outcome of a check that was not made.
+
+    The reason begins with ``environment:`` when another machine could make it.
+    """
 
 
 class MissingRequirement(Skipped):
-    """This machine lacks what the check needs: the verdict is then ``partial``."""
+    """Skip of a check whose requirement this machine lacks: the verdict is then ``partial``."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"environment: {reason}")
 
 
 class NotApplicable(Skipped):
-    """The rule says nothing about this component: the verdict doesn't change."""
+    """Skip of a check that doesn't apply to the component: the verdict doesn't change."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"not applicable: {reason}")

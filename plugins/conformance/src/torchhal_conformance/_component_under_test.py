@@ -1,4 +1,4 @@
-"""What is checked: one part, how to make it, and what the checks may know about it."""
+"""Describe the component under test: how to create it, and the facts that checks use."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Class:
-    """Where another process finds a class that has no alias there."""
+    """Location of a class that has no alias in the process that unpickles it."""
 
     module: str
     name: str
@@ -41,12 +41,12 @@ class _Class:
 
 @dataclass
 class ComponentUnderTest:
-    """One part under test.
+    """One component under test, and the options that it is checked with.
 
     Attributes:
         kind: one of :data:`torchhal.plugin.KINDS`.
         target: what was given: any of its names, qualified or not, a :class:`~torchhal.plugin.Component`, or a class.
-        features: what the part is said to be able to do beyond the core level; its class's own are added.
+        features: declared capabilities beyond the core level; its class's own are added.
         arguments: for the constructor, beside the component's defaults.
         accelerator: alias of the accelerator that a precision or strategy is checked on.
         golden: a folder with checkpoints that earlier releases of a checkpoint IO have written; see CIO-25.
@@ -80,26 +80,26 @@ class ComponentUnderTest:
         golden: str | os.PathLike[str] | None = None,
         seed: int = 0,
     ) -> ComponentUnderTest:
-        """A subject of checked arguments; the part itself is looked up when it is first used."""
+        """Return a ComponentUnderTest of checked arguments; its class is loaded on first use."""
         if isinstance(features, str):
             raise TypeError(f"'features' must be several names, not one str (got {features!r})")
         if not isinstance(target, (str, Component, type)):
             raise TypeError(
-                f"a part must be given by alias, Component or class (got {target!r}): processes make their own"
+                f"a component must be given by alias, Component or class (got {target!r}): processes make their own"
             )
         if isinstance(launcher, str):
             raise TypeError(f"'launcher' must be a command's words, not one str (got {launcher!r})")
-        subject = cls(
+        component = cls(
             kind, target, frozenset(features), dict(arguments or {}), accelerator, tuple(tables),
             None if launcher is None else tuple(launcher), None if golden is None else os.path.abspath(golden), seed,
         )  # fmt: skip
-        subject.entry  # noqa: B018  an unknown alias is an error here
+        component.entry  # noqa: B018  an unknown alias is an error here
         if kind != "accelerator":
             registry.find("accelerator", accelerator)
-        return subject
+        return component
 
     def __getstate__(self) -> dict[str, Any]:
-        # A process that unpickles this makes the part anew. An alias of user code means nothing there.
+        # A process that unpickles this makes the component anew. An alias of user code means nothing there.
         fields = {name: self.__dict__[name] for name in self.__dataclass_fields__}
         target = self.target
         if isinstance(target, str) and self.entry.plugin == USER:
@@ -127,21 +127,21 @@ class ComponentUnderTest:
 
     @property
     def alias(self) -> str:
-        """Its own, whichever of its names was given."""
+        """The component's alias, whichever of its names was given."""
         return self.entry.component.alias
 
     @property
     def looked_up_as(self) -> str:
-        """What finds it in a registry: the name given, which may say whose part it is."""
+        """The name that finds it in a registry: the name given, which may be qualified by its distribution."""
         return self.target if isinstance(self.target, str) else self.alias
 
     @property
-    def part(self) -> type[Any]:
-        """The class."""
+    def cls(self) -> type[Any]:
+        """The component's class."""
         return self.entry.load()
 
     def create(self, **arguments: Any) -> Any:
-        """A new instance."""
+        """Return a new instance."""
         return self.entry.create(**{**self.arguments, **arguments})
 
     @cached_property
@@ -152,7 +152,7 @@ class ComponentUnderTest:
         try:  # an instance's, where they depend on its arguments
             own = self.create().features
         except Exception:
-            own = getattr(self.part, "features", None)
+            own = getattr(self.cls, "features", None)
         return self.features | (own if isinstance(own, frozenset) else frozenset())
 
     @property
@@ -167,7 +167,7 @@ class ComponentUnderTest:
 
     @cached_property
     def plugin(self) -> PluginRecord | None:
-        """The record of the plugin that provides it; None for core's own parts and for user code."""
+        """The record of the plugin that provides it; None for core's own components and for user code."""
         if self.entry.plugin in (CORE, USER):
             return None
         for record in registry.plugins():
@@ -187,7 +187,7 @@ class ComponentUnderTest:
     # -- hardware --------------------------------------------------------------------------------------------
 
     def make_accelerator(self) -> Accelerator:
-        """The accelerator under test, or the one that another kind is checked on."""
+        """Return the accelerator under test, or the one that another kind is checked on."""
         made: Accelerator
         if self.kind == "accelerator":
             made = self.create()
@@ -196,20 +196,20 @@ class ComponentUnderTest:
         return made
 
 
-def missing(check: Check, subject: ComponentUnderTest) -> str:
-    """Why ``check`` can't be made here, beginning with ``environment:`` or the undeclared feature; empty if it can."""
-    if undeclared := sorted(check.features - subject.declared):
+def missing(check: Check, component: ComponentUnderTest) -> str:
+    """Return why ``check`` can't be made here, empty if it can; ``environment:`` begins a machine's reason."""
+    if undeclared := sorted(check.features - component.declared):
         return f"feature {', '.join(map(repr, undeclared))} is not declared"
-    if ("posix" in check.needs or check.worlds) and os.name != "posix":
+    if ("posix" in check.needs or check.world_sizes) and os.name != "posix":
         return str(MissingRequirement("it needs processes made by fork"))
-    if "table" in check.needs and not subject.own_tables:
+    if "table" in check.needs and not component.own_tables:
         return str(
             MissingRequirement("the variables of its launcher are not known: give tables=[{...}, ...], one per rank")
         )
-    if not subject.entry.availability():
-        return "" if check.id.startswith("GEN") else str(MissingRequirement(subject.entry.availability().reason))
+    if not component.entry.availability():
+        return "" if check.id.startswith("GEN") else str(MissingRequirement(component.entry.availability().reason))
     if check.needs & {"device", "two devices"}:
-        accelerator = subject.make_accelerator()
+        accelerator = component.make_accelerator()
         if not (state := type(accelerator).availability()):
             return str(MissingRequirement(state.reason))
         if "two devices" in check.needs and accelerator.device_count() < 2 and not accelerator.oversubscribable:
@@ -218,7 +218,7 @@ def missing(check: Check, subject: ComponentUnderTest) -> str:
 
 
 def import_object(module: str, name: str, file: str | None) -> Any:
-    """``name`` of ``module``, which is imported by its name or, where that leads elsewhere, from ``file``.
+    """Return ``name`` of ``module``, which is imported by its name or, where that leads elsewhere, from ``file``.
 
     pytest imports a test module under a name of its own, which nobody else can import.
     """
@@ -252,7 +252,7 @@ def _import(name: str, file: str | None) -> ModuleType:
 
 
 def _slug(cls: type[Any]) -> str:
-    """An alias for a class that has none."""
+    """Return an alias for a class that has none."""
     own = getattr(cls, "alias", None) or getattr(cls, "name", None)
     text = own if isinstance(own, str) else cls.__name__
     return re.sub(r"[^a-z0-9]+", "_", text.lower()).strip("_") or "unnamed"

@@ -23,11 +23,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``torchhal conformance`` to its parser."""
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
-    run = commands.add_parser("run", help="check one part; exit code 1 if a check fails")
+    run = commands.add_parser("run", help="check one component; exit code 1 if a check fails")
     run.add_argument("kind", metavar="KIND", choices=KINDS, help=", ".join(KINDS))
     run.add_argument("alias", metavar="ALIAS")
     run.add_argument("--level", choices=("core", "extended", "provisional"), help="leave out the checks above it")
-    run.add_argument("--features", default="", metavar="A,B", help="what the part can do beyond its class's features")
+    run.add_argument(
+        "--features", default="", metavar="A,B", help="what the component can do beyond its class's features"
+    )
     run.add_argument("--accelerator", default="cpu", metavar="ALIAS", help="what a precision or strategy runs on")
     run.add_argument("--launcher", metavar="COMMAND", help="starts two processes of what follows it: 'srun -n 2'")
     run.add_argument("--check", action="append", default=[], metavar="ID", help="only this; may be given several times")
@@ -49,7 +51,7 @@ def _run(arguments: argparse.Namespace) -> int:
     for path in (arguments.report, arguments.html, arguments.junit, arguments.badge):
         _check_writable(path)
     with contextlib.suppress(OSError, ValueError):  # a stderr that is no file
-        faulthandler.enable(all_threads=False)  # a part that crashes this process shows amid which check
+        faulthandler.enable(all_threads=False)  # a component that crashes this process shows amid which check
     with output_to_stderr():
         from torchhal_conformance import _report as reports
         from torchhal_conformance._component_under_test import ComponentUnderTest
@@ -59,19 +61,19 @@ def _run(arguments: argparse.Namespace) -> int:
 
         features = [name.strip() for name in arguments.features.split(",") if name.strip()]
         launcher = None if arguments.launcher is None else shlex.split(arguments.launcher)
-        subject = ComponentUnderTest.of(
+        component = ComponentUnderTest.of(
             arguments.kind, arguments.alias, features=features, accelerator=arguments.accelerator, launcher=launcher,
             seed=arguments.seed,
         )  # fmt: skip
-        check_features(subject)
+        check_features(component)
         chosen = choose(arguments.kind, arguments.level, arguments.check or None, "--check")
-        with Session(subject) as session:
+        with Session(component) as session:
             results = []
             for one in chosen:
                 _show(f"{one.id} ...")
                 results.append(session.run(one))
             _show("")
-        report = reports.build(subject, results)
+        report = reports.build(component, results)
     _write(arguments.report, json.dumps(report, indent=2) + "\n")
     _write(arguments.html, page(report))
     _write(arguments.junit, reports.junit(report))
@@ -97,13 +99,13 @@ def _summary(report: dict[str, Any]) -> list[str]:
 
 
 def _show(text: str) -> None:
-    """What is being done, on a terminal; it is overwritten by what comes next."""
+    """Print the current check on a terminal; the next text overwrites it."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
 
 def _check_writable(path: str | None) -> None:
-    """Raise before the checks are made rather than after."""
+    """Raise ConfigurationError for a path that can't be written, before the checks are made."""
     if path is None:
         return
     try:

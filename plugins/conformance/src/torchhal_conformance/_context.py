@@ -1,4 +1,4 @@
-"""What a check that runs in this process gets: the part under test, an empty folder, another process to ask."""
+"""Context of a check that runs in this process: the component under test, an empty folder, worker processes."""
 
 from __future__ import annotations
 
@@ -16,40 +16,42 @@ from torchhal_conformance._worker_pool import WorkerPool
 
 @dataclass(frozen=True)
 class CheckContext:
-    """The place where one check is made."""
+    """Context of one check: the component, a temporary folder, and processes to run functions in."""
 
-    subject: ComponentUnderTest
+    component: ComponentUnderTest
     folder: Path
     """Empty, and gone after the check."""
-    _world: Callable[[int], WorkerPool]
+    _worker_pool: Callable[[int], WorkerPool]
 
-    def make(self, **arguments: Any) -> Any:
-        """A new instance of the part."""
-        return self.subject.create(**arguments)
+    def create(self, **arguments: Any) -> Any:
+        """Return a new instance of the component."""
+        return self.component.create(**arguments)
 
     def accelerator(self) -> Accelerator:
-        """The accelerator under test, or the one that the part is checked on."""
-        return self.subject.make_accelerator()
+        """Return the accelerator under test, or the one that the component is checked on."""
+        return self.component.make_accelerator()
 
-    def ready(self) -> tuple[Accelerator, torch.device]:
-        """An accelerator, and its first device, which it has selected in this process."""
+    def setup_accelerator(self) -> tuple[Accelerator, torch.device]:
+        """Return an accelerator and its first device, which is set up in this process."""
         accelerator = self.accelerator()
         device = accelerator.get_parallel_devices([0])[0]
         accelerator.setup_device(device)
         return accelerator, device
 
     def generator(self, offset: int = 0) -> torch.Generator:
-        """Random numbers on the CPU, the same in every run of one seed."""
-        return torch.Generator().manual_seed(1000 * self.subject.seed + offset)
+        """Return a generator on the CPU with the same numbers in every run of one seed."""
+        return torch.Generator().manual_seed(1000 * self.component.seed + offset)
 
-    def ranks(self, size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 30.0) -> list[Any]:
-        """``function(*arguments)`` in ``size`` processes, each a rank; the values in rank order."""
-        return self._world(size).run(function, *arguments, timeout=timeout)
+    def run_on_ranks(
+        self, size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 30.0
+    ) -> list[Any]:
+        """Run ``function(*arguments)`` in ``size`` processes, each a rank; return the values in rank order."""
+        return self._worker_pool(size).run(function, *arguments, timeout=timeout)
 
-    def elsewhere(self, function: Callable[..., Any], *arguments: Any, timeout: float = 30.0) -> Any:
-        """``function(*arguments)`` in another process, which finds it by its name; its value."""
-        return self._world(1).run(function, *arguments, timeout=timeout)[0]
+    def run_in_subprocess(self, function: Callable[..., Any], *arguments: Any, timeout: float = 30.0) -> Any:
+        """Run ``function(*arguments)`` in another process, which imports it by its name; return its value."""
+        return self._worker_pool(1).run(function, *arguments, timeout=timeout)[0]
 
-    def fresh(self) -> None:
-        """Let the next :meth:`elsewhere` find a process in which nothing has happened."""
-        self._world(1).stop()
+    def restart_subprocess(self) -> None:
+        """Stop the process of :meth:`run_in_subprocess`, so that the next call starts a fresh one."""
+        self._worker_pool(1).stop()

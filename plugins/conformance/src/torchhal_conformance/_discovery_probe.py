@@ -1,4 +1,4 @@
-"""Run as a script in a fresh Python: discover one plugin and print, as JSON, all that this changed.
+"""Discover one plugin in a fresh Python, as a script, and write the changes of the process to a JSON file.
 
 It imports nothing but the standard library and torchhal, for what it measures is what a mere listing costs.
 Arguments: the file to write to, sys.path as JSON, the distribution, the entry point's name.
@@ -56,7 +56,7 @@ def counts() -> dict[str, int]:
 
 
 def strange(name: str) -> bool:
-    """Whether an entry of sys.modules is not the module of that name: something was put there."""
+    """Return True if an entry of sys.modules is not the module of that name."""
     spec = getattr(sys.modules[name], "__spec__", None)
     return spec is None or spec.name != name
 
@@ -200,7 +200,7 @@ def _table(record: Any) -> list[list[Any]]:
 
 
 def _twin(folder: str, record: Any) -> str:
-    """A distribution in ``folder`` whose plugin claims the same aliases."""
+    """Write a distribution to ``folder`` whose plugin claims the same aliases; return its name."""
     from torchhal.plugin import HOOKS
 
     kinds = sorted({entry.kind for entry in record.components})
@@ -210,7 +210,7 @@ def _twin(folder: str, record: Any) -> str:
         lines += [
             "@hookimpl",
             f"def {HOOKS[kind]}():",
-            f"    return [Component(alias, 'twin:Part') for alias in {aliases!r}]",
+            f"    return [Component(alias, 'twin:Component') for alias in {aliases!r}]",
         ]
     with open(os.path.join(folder, "torchhal_conformance_twin.py"), "w", encoding="utf-8") as file:
         file.write("\n".join(lines) + "\n")

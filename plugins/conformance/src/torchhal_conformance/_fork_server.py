@@ -1,7 +1,7 @@
 """Fork new Python processes from one that has imported some modules already.
 
 Starting Python and importing torch takes seconds, a fork takes milliseconds. :class:`ForkServer` is the client; the
-server, ``fork_server_main.py``, runs as a script, so that nothing of torchhal is imported in it unless it is asked to.
+server, ``_fork_server_main.py``, runs as a script, so that nothing of torchhal is imported in it unless it is asked to.
 
 A forked process gets what ``exec`` would have given it: arguments, environment (``/proc`` shows it too), folder,
 descriptors, umask, signal dispositions, process group, and a ``__main__`` of its own. What stays different: the modules
@@ -125,7 +125,7 @@ class ForkServer:
 
     @property
     def usable(self) -> bool:
-        """Whether this process may ask: a fork of the one that connected may not."""
+        """True unless this process is a fork of the one that connected."""
         return self._pid in (0, os.getpid())
 
     def _connect(self) -> socket.socket:

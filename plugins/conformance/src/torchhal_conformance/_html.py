@@ -1,4 +1,4 @@
-"""The report as one page that needs nothing else."""
+"""Render a report as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ tr { border-top: 1px solid #ddd; } pre { white-space: pre-wrap; margin: .3rem 0;
 
 
 def page(report: Mapping[str, Any]) -> str:
-    """HTML with the verdict, the versions, and each check with its contract and reason."""
+    """Return HTML with the verdict, the versions, and each check with its contract and reason."""
     title = escape(f"{report['kind'].replace('_', ' ')} {report['alias']}")
     return "\n".join(
         [

@@ -1,5 +1,7 @@
-"""The variables that launchers set, for two nodes with two processes each: recorded from their real runs, but for names
-of hosts and jobs; and the commands of the launchers."""
+"""Define the environment variables that launchers set, and the launchers' commands.
+
+The tables are for two nodes with two processes each, recorded from real runs but for names of hosts and jobs.
+"""
 
 from __future__ import annotations
 
@@ -131,7 +133,7 @@ _KNOWN: Final = {
 
 @contextmanager
 def variables(*tables: Mapping[str, str]) -> Iterator[None]:
-    """os.environ with these variables of launchers and no others."""
+    """Set these variables of launchers, and no others, in os.environ for the block."""
     before = dict(os.environ)
     for name in _KNOWN & os.environ.keys():
         del os.environ[name]

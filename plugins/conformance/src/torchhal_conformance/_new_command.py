@@ -22,7 +22,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "name", metavar="NAME", help="what it is for; its alias follows from it (Acme Board: acme_board)"
     )
     parser.add_argument(
-        "--kind", action="append", choices=KINDS, help="a part to begin with; may be given several times"
+        "--kind", action="append", choices=KINDS, help="a component to begin with; may be given several times"
     )
     parser.add_argument("--vendor", help="who makes the hardware")
     parser.add_argument("--author", help="your name")
@@ -74,7 +74,7 @@ def _new(arguments: argparse.Namespace) -> int:
 
 
 def _given(arguments: argparse.Namespace) -> dict[str, str]:
-    """What the command line says, by the template's names."""
+    """Return the command line's answers by the template's names."""
     from packaging.version import Version
 
     core = Version(torchhal.__version__)

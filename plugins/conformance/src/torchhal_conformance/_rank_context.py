@@ -1,4 +1,4 @@
-"""What a distributed check gets on each rank: who it is, the part under test, and a way to compare that is not its."""
+"""Context of a distributed check on each rank: its number, the component under test, and an independent store."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 import torch.distributed as dist
@@ -23,22 +23,24 @@ from torchhal_conformance._component_under_test import ComponentUnderTest
 from torchhal_conformance._worker_pool import CALL
 
 PATIENCE = timedelta(seconds=20)
+WORLD_SIZES: Final = (2, 3)
+"""Numbers of ranks for most distributed checks: two ranks alone hide mistakes in their order."""
 
 _stores: dict[int, Any] = {}
 
 
 class RankContext:
-    """This process among the ranks of one check."""
+    """Context of one distributed check in the process of one rank."""
 
-    def __init__(self, subject: ComponentUnderTest, folder: str) -> None:
-        self.subject = subject
+    def __init__(self, component: ComponentUnderTest, folder: str) -> None:
+        self.component = component
         self.folder = folder
         """An empty folder that all ranks see."""
         self.rank = int(os.environ["RANK"])
         self.size = int(os.environ["WORLD_SIZE"])
         self._exchanges = 0
 
-    def make(
+    def create_strategy(
         self,
         *,
         precision: Precision | None = None,
@@ -46,19 +48,19 @@ class RankContext:
         devices: Sequence[torch.device] | None = None,
         **arguments: Any,
     ) -> Strategy:
-        """The strategy with the parts that ``resolve`` would give it; nothing is set up.
+        """Return the strategy with the components that ``resolve`` would give it; nothing is set up.
 
-        A part of another kind that is under test is put into ddp.
+        A component of another kind that is under test is put into ddp.
         """
-        kind = self.subject.kind
-        entry = self.subject if kind == "strategy" else registry.find("strategy", "ddp")
+        kind = self.component.kind
+        entry = self.component if kind == "strategy" else registry.find("strategy", "ddp")
         strategy: Strategy = entry.create(**arguments)
         if kind == "checkpoint_io":
-            checkpoint_io = checkpoint_io or self.subject.create()
+            checkpoint_io = checkpoint_io or self.component.create()
         elif kind == "precision":
-            precision = precision or self.subject.create()
+            precision = precision or self.component.create()
         strategy.timeout = min(strategy.timeout, PATIENCE)
-        accelerator = self.subject.make_accelerator()
+        accelerator = self.component.make_accelerator()
         if devices is None:
             devices = accelerator.get_parallel_devices(range(self.size if strategy.multi_device else 1))
         strategy.configure(
@@ -72,9 +74,9 @@ class RankContext:
         return strategy
 
     @contextmanager
-    def joined(self, strategy: Strategy | None = None, **parts: Any) -> Iterator[Strategy]:
-        """A strategy (made from ``parts`` unless given) between its set-up and its teardown."""
-        strategy = strategy or self.make(**parts)
+    def set_up_strategy(self, strategy: Strategy | None = None, **components: Any) -> Iterator[Strategy]:
+        """Yield a strategy (created from ``components`` unless given) between its set-up and its teardown."""
+        strategy = strategy or self.create_strategy(**components)
         try:
             strategy.setup_environment()
             yield strategy
@@ -82,7 +84,7 @@ class RankContext:
             strategy.teardown()
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's picklable value in rank order, through a store that no strategy knows."""
+        """Return every rank's picklable value in rank order, through a store that no strategy knows."""
         self._exchanges += 1
         prefix = f"torchhal-conformance/{os.environ[CALL]}/{self._exchanges}"
         store = side_channel()
@@ -96,13 +98,13 @@ class RankContext:
         return values
 
     def random(self, *shape: int, seed: int = 0) -> torch.Tensor:
-        """Numbers that every rank can compute for every ``seed``."""
-        generator = torch.Generator().manual_seed(1000 * self.subject.seed + seed)
+        """Return a tensor of random numbers that depends on ``seed`` alone, not on the rank."""
+        generator = torch.Generator().manual_seed(1000 * self.component.seed + seed)
         return torch.randn(*shape, generator=generator)
 
 
 def side_channel() -> Any:
-    """A connection to the store that the process with the checks serves."""
+    """Return a connection to the store that the process with the checks serves."""
     pid = os.getpid()
     if pid not in _stores:
         make = cast(Any, dist).TCPStore
@@ -111,17 +113,17 @@ def side_channel() -> Any:
     return _stores[pid]
 
 
-def run_check(id: str, subject: ComponentUnderTest, folder: str) -> None:
-    """Make one check on this rank; what :class:`~torchhal_conformance._worker_pool.WorkerPool` is asked to run."""
+def run_check(id: str, component: ComponentUnderTest, folder: str) -> None:
+    """Make one check on this rank; :class:`~torchhal_conformance._worker_pool.WorkerPool` calls it in each process."""
     import torchhal_conformance.checks  # noqa: F401  registers them
 
     # torch answers once which accelerator it has, and a backward on the CPU asks it
-    subject.make_accelerator().availability()
-    torch.manual_seed(subject.seed)
-    rank = RankContext(subject, folder)
-    if subject.kind == "strategy":
+    component.make_accelerator().availability()
+    torch.manual_seed(component.seed)
+    rank = RankContext(component, folder)
+    if component.kind == "strategy":
         try:
-            rank.make().check_fit(precision=SinglePrecision(), world_size=rank.size)
+            rank.create_strategy().check_fit(precision=SinglePrecision(), world_size=rank.size)
         except ConfigurationError as error:
             raise NotApplicable(f"it refuses {rank.size} process(es): {error}") from error
     CHECKS[id].function(rank)

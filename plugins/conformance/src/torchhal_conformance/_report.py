@@ -1,4 +1,4 @@
-"""What a run of the checks found, as one JSON document; junit XML and a badge are derived from it."""
+"""Build the report of a run of checks as a JSON document, and derive JUnit XML and a badge from it."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ KIT: Final = torchhal.__version__
 
 
 def build(
-    subject: ComponentUnderTest, results: Sequence[Result], expected: Mapping[str, str] | None = None
+    component: ComponentUnderTest, results: Sequence[Result], expected: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """The report: schema 1, described in docs/reference/conformance.md.
+    """Return the report: schema 1, described in docs/reference/conformance.md.
 
-    ``expected``: id -> why the part is known to fail it; the reason of such a failure begins with it.
+    ``expected``: id -> why the component is known to fail it; the reason of such a failure begins with it.
     """
     known = expected or {}
-    plugin = subject.plugin
+    plugin = component.plugin
     versions = {
         "kit": KIT, "torchhal": torchhal.__version__, "torch": str(torch.__version__),
         "python": platform.python_version(),
@@ -46,17 +46,17 @@ def build(
     ]
     return {
         "schema": SCHEMA,
-        "kind": subject.kind,
-        "alias": subject.alias,
-        "plugin": subject.entry.distribution,
+        "kind": component.kind,
+        "alias": component.alias,
+        "plugin": component.entry.distribution,
         "versions": versions,
-        "device": _device(subject),
-        "features": sorted(subject.declared) if subject.entry.availability() else sorted(subject.features),
-        "arguments": {name: repr(value) for name, value in sorted(subject.arguments.items())},
-        "seed": subject.seed,
+        "device": _device(component),
+        "features": sorted(component.declared) if component.entry.availability() else sorted(component.features),
+        "arguments": {name: repr(value) for name, value in sorted(component.arguments.items())},
+        "seed": component.seed,
         "levels": {level: _counts(checks, level) for level in LEVELS if any(one["level"] == level for one in checks)},
         "checks": checks,
-        "verdict": verdict(checks, complete={one.id for one in checks_for(subject.kind, level="core")}),
+        "verdict": verdict(checks, complete={one.id for one in checks_for(component.kind, level="core")}),
     }
 
 
@@ -65,7 +65,7 @@ def _reason(result: Result, expected: str | None) -> str:
 
 
 def verdict(checks: Sequence[Mapping[str, Any]], *, complete: Collection[str] = ()) -> str:
-    """``failed``, ``partial`` where this machine couldn't make a check, or ``conformant``.
+    """Return ``failed``, ``partial`` where this machine couldn't make a check, or ``conformant``.
 
     A provisional check changes nothing, nor does one about a feature that isn't declared. Without one of those in
     ``complete``, ids, it is ``partial`` at best: nobody made them.
@@ -84,9 +84,9 @@ def _counts(checks: Sequence[Mapping[str, Any]], level: str) -> dict[str, int]:
     return {outcome: mine.count(outcome) for outcome in ("passed", "failed", "skipped")}
 
 
-def _device(subject: ComponentUnderTest) -> str:
+def _device(component: ComponentUnderTest) -> str:
     try:
-        accelerator = subject.make_accelerator()
+        accelerator = component.make_accelerator()
         state = type(accelerator).availability()
         return f"{accelerator.name} x {accelerator.device_count()}" if state else f"none: {state.reason}"
     except Exception as error:
@@ -94,7 +94,7 @@ def _device(subject: ComponentUnderTest) -> str:
 
 
 def junit(report: Mapping[str, Any]) -> str:
-    """The report as the XML that CI systems show."""
+    """Return the report as the JUnit XML that CI systems show."""
     checks = report["checks"]
     count = {outcome: sum(one["outcome"] == outcome for one in checks) for outcome in ("failed", "skipped")}
     name = quoteattr(f"torchhal.{report['kind']}.{report['alias']}")
@@ -115,7 +115,7 @@ def junit(report: Mapping[str, Any]) -> str:
 
 
 def _printable(text: str) -> str:
-    """Without the characters that XML has no way to write."""
+    """Return ``text`` without the characters that XML can't represent."""
     return "".join(letter for letter in text if letter in "\n\t" or letter.isprintable())
 
 
@@ -123,7 +123,7 @@ _COLOURS: Final = {"conformant": "brightgreen", "partial": "yellow", "failed": "
 
 
 def badge(report: Mapping[str, Any]) -> dict[str, Any]:
-    """The report as an endpoint badge of shields.io."""
+    """Return the report as an endpoint badge of shields.io."""
     return {
         "schemaVersion": 1,
         "label": f"torchhal {report['kind'].replace('_', ' ')}",

@@ -1,4 +1,4 @@
-"""Making checks: one subject, its worlds of processes, and a Result for each check."""
+"""Run checks of one component, with pools of worker processes, and return a Result for each check."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ ENVIRONMENT: Final = "environment:"
 PATIENCE: Final = 240.0
 """Seconds for a check that runs in this process: many times what any takes, and less than a user's patience."""
 _IMPORTED: Final = ("torch._dynamo", "torchhal_conformance._worker_pool", "torchhal.trainer")
-"""What the ranks would import, each for itself: torch._dynamo for the first step of any optimizer, in seconds."""
+"""Modules that the fork server imports once for all ranks: any optimizer imports torch._dynamo, which takes seconds."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What came of one check. ``reason`` is empty for one that passed; ``text`` is what to show an author."""
+    """Result of one check; ``reason`` is empty for one that passed, and ``text`` is shown to an author."""
 
     check: Check
     outcome: str
@@ -48,14 +48,14 @@ class Result:
 
     @property
     def text(self) -> str:
-        """The contract, what was measured, and what to do."""
+        """The contract, the measured difference, and the fix."""
         one = self.check
         return f"{one.id}: {one.contract}\n\n{self.reason}\n\nWhy: {one.why}\nFix: {one.fix}"
 
 
 @cache
 def shared_server() -> ForkServer:
-    """The process from which the ranks of all sessions are forked: no plugin has been imported there."""
+    """Return the process from which the ranks of all sessions are forked: no plugin has been imported there."""
     # The plugins' folders may be anywhere on sys.path; the kit itself must be found without them.
     here = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     path = os.pathsep.join([here, *filter(None, sys.path)])
@@ -63,11 +63,14 @@ def shared_server() -> ForkServer:
 
 
 class Session:
-    """Makes checks of one subject. Holds processes: use it in a ``with`` block, or call :meth:`close`."""
+    """Checks of one component, and their worker processes.
 
-    def __init__(self, subject: ComponentUnderTest) -> None:
-        self.subject = subject
-        self._worlds: dict[int, WorkerPool] = {}
+    Use it in a ``with`` block, or call :meth:`close`, which ends the processes.
+    """
+
+    def __init__(self, component: ComponentUnderTest) -> None:
+        self.component = component
+        self._worker_pools: dict[int, WorkerPool] = {}
 
     def __enter__(self) -> Session:
         return self
@@ -76,25 +79,25 @@ class Session:
         self.close()
 
     def close(self) -> None:
-        """End the processes of the worlds."""
-        for world in self._worlds.values():
-            world.stop()
-        self._worlds.clear()
+        """End the worker processes."""
+        for pool in self._worker_pools.values():
+            pool.stop()
+        self._worker_pools.clear()
 
-    def world(self, size: int) -> WorkerPool:
-        """The processes, ``size`` of them, that the checks of this session share."""
-        if size not in self._worlds:
-            self._worlds[size] = WorkerPool(shared_server(), size)
-        return self._worlds[size]
+    def worker_pool(self, size: int) -> WorkerPool:
+        """Return the pool of ``size`` processes that the checks of this session share."""
+        if size not in self._worker_pools:
+            self._worker_pools[size] = WorkerPool(shared_server(), size)
+        return self._worker_pools[size]
 
     def run(self, one: Check) -> Result:
-        """Make one check. Whatever the part does, short of Ctrl-C, is a Result."""
+        """Make one check and return its Result; only Ctrl-C is raised, no error of the component."""
         start = time.perf_counter()
         outcome, reason = "passed", ""
         try:
-            if lacking := missing(one, self.subject):
+            if lacking := missing(one, self.component):
                 raise Skipped(lacking)
-            with _kept_state(self.subject.seed), _alarm(one):
+            with _kept_state(self.component.seed), _alarm(one):
                 self._make(one)
         except Skipped as skip:
             outcome, reason = "skipped", str(skip)
@@ -102,27 +105,29 @@ class Session:
             outcome, reason = "failed", str(failure)
         except KeyboardInterrupt:
             raise
-        except BaseException:  # SystemExit too: a part may do anything
+        except BaseException:  # SystemExit too: a component may do anything
             outcome, reason = "failed", traceback.format_exc().rstrip()
         return Result(one, outcome, reason, round(time.perf_counter() - start, 3))
 
     def _make(self, one: Check) -> None:
-        if not one.worlds:
+        if not one.world_sizes:
             with folder() as own:
-                one.function(CheckContext(self.subject, own, self.world))
+                one.function(CheckContext(self.component, own, self.worker_pool))
             return
-        multi = bool(getattr(self.subject.part, "multi_device", True))
-        accelerator = self.subject.make_accelerator()
+        multi = bool(getattr(self.component.cls, "multi_device", True))
+        accelerator = self.component.make_accelerator()
         lacking: list[str] = []
         refused: list[str] = []
-        sizes = one.worlds if multi else (1,)
+        sizes = one.world_sizes if multi else (1,)
         for size in sizes:
             if size > accelerator.device_count() and not accelerator.oversubscribable:
                 lacking.append(f"a world of {size} needs {size} devices, {accelerator.device_count()} are here")
                 continue
             try:
                 with folder() as shared:
-                    self.world(size).run(rank_context.run_check, one.id, self.subject, str(shared), timeout=one.timeout)
+                    self.worker_pool(size).run(
+                        rank_context.run_check, one.id, self.component, str(shared), timeout=one.timeout
+                    )
             except Skipped as skip:
                 kind, _, reason = str(skip).partition(": ")
                 (lacking if f"{kind}:" == ENVIRONMENT else refused).append(reason)
@@ -140,7 +145,7 @@ def _alarm(one: Check) -> Iterator[None]:
     Not outside the main thread, nor where somebody else counts the time of this process, as pytest-timeout does.
     """
     usable = hasattr(signal, "setitimer") and threading.current_thread() is threading.main_thread()
-    if one.worlds or not usable or signal.getitimer(signal.ITIMER_REAL)[0]:
+    if one.world_sizes or not usable or signal.getitimer(signal.ITIMER_REAL)[0]:
         yield
         return
     seconds = scaled(max(PATIENCE, 2 * one.timeout))
@@ -160,7 +165,7 @@ def _alarm(one: Check) -> Iterator[None]:
 
 @contextmanager
 def folder() -> Iterator[Path]:
-    """An empty folder that is gone afterwards."""
+    """Yield an empty folder, which is removed at the end of the block."""
     made = tempfile.mkdtemp(prefix="torchhal-conformance-")
     try:
         yield Path(made)
@@ -170,7 +175,7 @@ def folder() -> Iterator[Path]:
 
 @contextmanager
 def _kept_state(seed: int) -> Iterator[None]:
-    """Seed what is random, and put that and torch's switches back at the end."""
+    """Seed random numbers, and restore their state and torch's switches at the end of the block."""
     switches, numbers, state = torch_state(), torch.get_rng_state(), random.getstate()
     torch.default_generator.manual_seed(seed)
     random.seed(seed)

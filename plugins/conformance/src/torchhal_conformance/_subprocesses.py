@@ -1,4 +1,4 @@
-"""Programs that a check starts as a user would: real processes, an exit code, and what they leave behind."""
+"""Start programs as a user would, and collect their exit codes, output and left-over processes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PATIENCE: Final = 5.0
 
 @dataclass(frozen=True)
 class CompletedJob:
-    """What came of a job. ``code`` is negative for a signal; ``left`` are processes that had to be killed."""
+    """Result of a job: ``code`` is negative for a signal, and ``left`` are processes that had to be killed."""
 
     code: int
     output: str
@@ -36,7 +36,7 @@ class CompletedJob:
 
 
 class Job:
-    """A started program. Its output goes to a file, so that nothing it starts can block on it."""
+    """Started program whose output goes to a file, so that none of its processes can block on a pipe."""
 
     def __init__(self, command: Sequence[str], folder: Path) -> None:
         """Start ``command`` in ``folder``, which exists; no launcher's variables are set."""
@@ -55,7 +55,7 @@ class Job:
         return self._process.poll() is None
 
     def finish(self, timeout: float) -> CompletedJob:
-        """Wait for its end and for that of all that it started; then nothing of it is left.
+        """Wait for the program and its descendants to end, and kill those that are left.
 
         Raises:
             CheckFailed: it is still running after ``timeout`` seconds.
@@ -73,7 +73,7 @@ class Job:
         return CompletedJob(code, self.output(), tuple(left))
 
     def kill(self) -> None:
-        """End it, and all that it started."""
+        """Kill the program and its descendants."""
         own = [self._process.pid] if self.running else []
         for pid in {*own, *self._descendants()}:
             try:
@@ -83,11 +83,11 @@ class Job:
         self._process.wait()
 
     def output(self) -> str:
-        """The last of what it has written to stdout and stderr."""
+        """Return the last 6000 characters of stdout and stderr."""
         return self._written.read_text(encoding="utf-8", errors="replace")[-6000:].strip()
 
     def _descendants(self) -> list[int]:
-        """Living processes with the tag; where there is no /proc, none is known."""
+        """Return living processes with the tag; none where there is no /proc."""
         needle, found = f"{TAG}={self._tag}".encode(), []
         for entry in Path("/proc").glob("[0-9]*"):
             try:
@@ -100,7 +100,7 @@ class Job:
 
 
 def call(folder: Path, function: Callable[..., None], *arguments: Any) -> list[str]:
-    """The command of a program that does nothing but ``function(*arguments)``, which it finds by its name."""
+    """Return the command of a program that calls ``function(*arguments)``, which it imports by its name."""
     spec = folder / f"call-{uuid.uuid4().hex}"
     spec.write_bytes(pickle.dumps((function.__module__, function.__qualname__, arguments)))
     return [sys.executable, "-m", "torchhal_conformance._job_entry", str(spec)]

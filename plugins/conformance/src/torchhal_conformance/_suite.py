@@ -1,4 +1,4 @@
-"""The checks as pytest items."""
+"""Build a pytest class with one item per check."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchhal_conformance._component_under_test import ComponentUnderTest
 from torchhal_conformance._session import Result, Session
 
 REPORTS: Final = "TORCHHAL_CONFORMANCE_REPORTS"
-"""A variable of the environment: the folder into which each suite of a whole part writes its report."""
+"""A variable of the environment: the folder into which each suite of a whole component writes its report."""
 
 
 def conformance_suite(
@@ -35,16 +35,18 @@ def conformance_suite(
     golden: str | os.PathLike[str] | None = None,
     seed: int = 0,
 ) -> type[Any]:
-    """A test class with one item per check: ``TestMine = conformance_suite("accelerator", "mine")``.
+    """Return a test class with one item per check.
+
+    Assign it in a test module: ``TestMine = conformance_suite("accelerator", "mine")``.
 
     Args:
         kind: one of :data:`torchhal.plugin.KINDS`.
         part: an alias, a Component, or a class at the top level of its module.
-        features: what the part can do beyond the core level; those that its class declares need not be repeated.
-        expected_failures: id -> why the part is known to fail it. Strict both ways: one that passes is a failure.
+        features: what the component can do beyond the core level; those that its class declares need not be repeated.
+        expected_failures: id -> why the component is known to fail it. Strict both ways: one that passes is a failure.
         level: leave out the checks above it.
         only: ids; leave out all other checks, and write no report. For a second alias of one class, say.
-        arguments: for the part's constructor.
+        arguments: for the component's constructor.
         accelerator: alias of the accelerator that a precision or strategy is checked on.
         tables: for a cluster environment, the variables that its launcher sets for each rank of two nodes with two
             processes each.
@@ -59,7 +61,7 @@ def conformance_suite(
     """
     import pytest
 
-    subject = ComponentUnderTest.of(
+    component = ComponentUnderTest.of(
         kind,
         part,
         features=features,
@@ -78,7 +80,7 @@ def conformance_suite(
             raise ConfigurationError(f"'expected_failures' names {id!r}, which {known}")
         if not isinstance(reason, str) or not reason.strip():
             raise ConfigurationError(f"'expected_failures' must say why {id} fails (got {reason!r})")
-    check_features(subject)
+    check_features(component)
 
     def item(id: str) -> Any:
         marks = [pytest.mark.xfail(strict=True, reason=expected[id])] if id in expected else []
@@ -90,13 +92,13 @@ def conformance_suite(
 
         @classmethod
         def setup_class(cls) -> None:
-            cls.session, cls.results = Session(subject), []
+            cls.session, cls.results = Session(component), []
 
         @classmethod
         def teardown_class(cls) -> None:
             cls.session.close()
             if (folder := os.environ.get(REPORTS)) and cls.results and only is None:
-                _write_report(Path(folder), subject, reports.build(subject, cls.results, expected))
+                _write_report(Path(folder), component, reports.build(component, cls.results, expected))
 
         @pytest.mark.parametrize("id", [item(one.id) for one in chosen])
         def test(self, id: str) -> None:
@@ -109,12 +111,12 @@ def conformance_suite(
             if result.outcome == "failed":
                 pytest.fail(result.text, pytrace=False)
 
-    TestConformance.__doc__ = f"The conformance checks of the {kind} {subject.alias!r}."
+    TestConformance.__doc__ = f"The conformance checks of the {kind} {component.alias!r}."
     return TestConformance
 
 
 def choose(kind: str, level: str | None, only: Iterable[str] | None, name: str) -> list[Check]:
-    """The checks of ``kind`` up to ``level``, of them those in ``only`` if it is given; ``name`` is for the message.
+    """Return the checks of ``kind`` up to ``level``, of them those in ``only`` if given; ``name`` is for the message.
 
     Raises:
         ConfigurationError: an unknown level, or an id in ``only`` that is none of them.
@@ -133,20 +135,20 @@ def choose(kind: str, level: str | None, only: Iterable[str] | None, name: str) 
     return [one for one in found if one.id in wanted]
 
 
-def _write_report(folder: Path, subject: ComponentUnderTest, report: Mapping[str, Any]) -> None:
-    on = registry.find("accelerator", subject.accelerator).component.alias
-    where = f".{on}" if subject.kind in ("precision", "strategy") else ""
+def _write_report(folder: Path, component: ComponentUnderTest, report: Mapping[str, Any]) -> None:
+    on = registry.find("accelerator", component.accelerator).component.alias
+    where = f".{on}" if component.kind in ("precision", "strategy") else ""
     folder.mkdir(parents=True, exist_ok=True)
     how = "".join(f".{name}" for name in report["arguments"])
-    name = f"{report['plugin']}.{subject.kind}.{subject.alias}{where}{how}.json"
+    name = f"{report['plugin']}.{component.kind}.{component.alias}{where}{how}.json"
     (folder / name).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
-def check_features(subject: ComponentUnderTest) -> None:
+def check_features(component: ComponentUnderTest) -> None:
     """Raise ConfigurationError for a declared feature that no check of the kind knows."""
-    known = {name for one in checks_for(subject.kind) for name in one.features}
-    if unknown := sorted(subject.features - known):
+    known = {name for one in checks_for(component.kind) for name in one.features}
+    if unknown := sorted(component.features - known):
         raise ConfigurationError(
-            f"'features' must be of those that the checks of a {subject.kind} know: "
+            f"'features' must be of those that the checks of a {component.kind} know: "
             f"{', '.join(map(repr, sorted(known))) or 'none'} (got {', '.join(map(repr, unknown))})"
         )

@@ -1,4 +1,4 @@
-"""What parts must leave as it was: the switches that torch keeps for a whole process."""
+"""Read and restore the switches that torch keeps for a whole process, which components must not change."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def torch_state() -> dict[str, Any]:
-    """Every switch by a name for messages; two are compared by ``==``."""
+    """Return every switch by a name for messages; two states are compared by ``==``."""
     return {
         "the default dtype": torch.get_default_dtype(),
         "the default device": str(torch.get_default_device()),
@@ -22,7 +22,7 @@ def torch_state() -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any]) -> None:
-    """Put back what :func:`torch_state` found, after a part that didn't."""
+    """Restore the switches that :func:`torch_state` returned, after a component that didn't."""
     torch.set_default_dtype(state["the default dtype"])
     if str(torch.get_default_device()) != state["the default device"]:
         torch.set_default_device(state["the default device"])

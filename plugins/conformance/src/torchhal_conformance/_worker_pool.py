@@ -1,7 +1,7 @@
-"""A world of real processes that stays from check to check; a rank that falls silent is named, the world made anew.
+"""Run functions on the ranks of a pool of processes, which is kept from check to check.
 
-Each rank believes that torchrun has started it: the process that runs the checks serves the store that torchrun's
-agent would.
+An error names a rank that sends no result in time, and the pool's next call starts new processes. Each rank has the
+environment of a process that torchrun has started, with a store that the process with the checks serves.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ GRACE: Final = 3.0
 
 @dataclass
 class Outcome:
-    """What one rank did: returned ``value``, or raised an error of the class named ``error``."""
+    """Outcome of a call on one rank: the returned ``value``, or an error of the class named ``error``."""
 
     value: Any = None
     error: str = ""
@@ -47,11 +47,11 @@ class Outcome:
 
 
 class WorkerUnresponsive(CheckFailed):
-    """A rank didn't answer in time, or died."""
+    """Failure of a rank that sent no result in time, or died."""
 
 
 class WorkerPool:
-    """``size`` processes, started on first use. They belong to one subject."""
+    """Pool of ``size`` processes for the checks of one component, started on first use."""
 
     def __init__(self, server: ForkServer, size: int) -> None:
         self.size = size
@@ -63,12 +63,12 @@ class WorkerPool:
         self._calls = 0
 
     def run(self, function: Callable[..., Any], *arguments: Any, timeout: float = 30.0) -> list[Any]:
-        """``function(*arguments)`` on every rank; the values in rank order.
+        """Run ``function(*arguments)`` on every rank and return the values in rank order.
 
         Raises:
-            Silent: ranks that said nothing for ``timeout`` seconds, each as HANG with the place where it is, or that
-                died. The world is gone then, and starts again with the next call.
-            CheckFailed, Skipped: what a rank raised.
+            WorkerUnresponsive: ranks sent no result for ``timeout`` seconds, each named as HANG with its stack, or
+                died. The processes are ended then; the next call starts new ones.
+            CheckFailed, Skipped: a rank raised it.
         """
         outcomes = self.outcomes(function, *arguments, timeout=timeout)
         failed = {rank: outcome for rank, outcome in enumerate(outcomes) if outcome.error}
@@ -80,7 +80,7 @@ class WorkerPool:
         return [outcome.value for outcome in outcomes]
 
     def outcomes(self, function: Callable[..., Any], *arguments: Any, timeout: float = 30.0) -> list[Outcome]:
-        """As :meth:`run`, but errors are outcomes too."""
+        """Run ``function(*arguments)`` as :meth:`run` does, but return errors as outcomes."""
         try:
             return self._outcomes(function, arguments, timeout)
         except BaseException:
@@ -132,7 +132,7 @@ class WorkerPool:
         )
 
     def _printed(self, ranks: Iterable[int]) -> str:
-        """The last of what these ranks wrote to stdout and stderr, a crash's own message too."""
+        """Return the last 2000 characters of each rank's stdout and stderr, a crash's own message included."""
         told = []
         for rank in ranks:
             try:
@@ -208,7 +208,7 @@ _LAUNCHERS: Final = ("TORCHHAL_LAUNCH_ID", "TORCHHAL_LAUNCH_KIND", "TORCHHAL_PAR
 
 
 def _accept(listener: Listener) -> Connection:
-    """The one connection that comes; a process that never does must not stop everything."""
+    """Return the next connection; raise RuntimeError after 120 s, as the process may have failed to start."""
     socket: Any = listener._listener._socket  # type: ignore[attr-defined]  # there is no public way to wait
     socket.settimeout(120)
     try:
@@ -221,7 +221,7 @@ def _accept(listener: Listener) -> Connection:
 
 
 def main() -> None:
-    """Be the rank that the environment says, until the process that runs the checks ends."""
+    """Serve calls as the rank that the environment names, until the process that runs the checks ends."""
     _end_with(os.getppid())
     try:
         _serve(sys.argv[1], bytes.fromhex(os.environ.pop(_KEY)), int(os.environ["RANK"]))
@@ -230,7 +230,7 @@ def main() -> None:
 
 
 def _end_with(parent: int) -> None:
-    """End this process soon after its parent, whatever it waits for."""
+    """End this process soon after its parent, even while it waits in C code."""
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -241,7 +241,7 @@ def _end_with(parent: int) -> None:
 
 
 def _serve(address: str, key: bytes, rank: int) -> None:
-    """Run what is sent until the connection ends. What this process prints is in a file, for a failure to show."""
+    """Run received calls until the connection closes; stdout and stderr go to a file, which a failure shows."""
     folder = os.path.dirname(address)
     faulthandler.enable(all_threads=False)
     stacks = open(os.path.join(folder, f"stack-{rank}"), "wb")  # noqa: SIM115

@@ -1,4 +1,4 @@
-"""What torchhal asks of the parts, as one test per check."""
+"""Run the conformance checks of the components, one test per check."""
 
 from torchhal_conformance import conformance_suite
 

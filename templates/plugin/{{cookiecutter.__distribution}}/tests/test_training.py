@@ -1,4 +1,4 @@
-"""A model trains with the parts by their aliases."""
+"""Train a model with the components, by their aliases."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ class Line(nn.Linear):
 
 @pytest.fixture(autouse=True)
 def hardware() -> None:
-    """Where it is missing, as in most CI, these tests are skipped with the reason."""
+    """Hardware for the tests; where it is missing, as in most CI, they are skipped with the reason."""
     try:
         Trainer(accelerator=ALIAS)
     except AcceleratorUnavailableError as error:
@@ -37,7 +37,7 @@ def hardware() -> None:
 {%- endif %}
 
 
-def test_a_line_is_found(tmp_path: Path) -> None:
+def test_training_fits_line(tmp_path: Path) -> None:
     seed_everything(0)
     x = torch.linspace(-1, 1, 64).unsqueeze(1)
     model = Line(1, 1)

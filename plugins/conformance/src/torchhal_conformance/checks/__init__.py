@@ -1,20 +1,37 @@
-"""The checks themselves, one module per family of ids: importing them fills ``torchhal_conformance._check.CHECKS``."""
+"""Register every check in ``torchhal_conformance._check.CHECKS``: one module for each topic of a contract."""
 
 from importlib import import_module
 from typing import Final
 
-FAMILIES: Final = (
-    "generic",
-    "accelerator",
-    "precision",
-    "checkpoint_io",
+from torchhal_conformance._check import sort_checks
+
+_MODULES: Final = (
+    "plugin_discovery",
+    "plugin_vendor_modules",
+    "plugin_components",
+    "plugin_distribution",
+    "accelerator_devices",
+    "accelerator_tensors",
+    "accelerator_state",
+    "precision_dtypes",
+    "precision_gradients",
+    "precision_steps",
+    "checkpoint_contents",
+    "checkpoint_paths",
+    "checkpoint_durability",
+    "checkpoint_async",
+    "checkpoint_ranks",
     "cluster_environment",
-    "strategy",
-    "training",
-    "trainer",
-    "processes",
     "cluster_launch",
+    "strategy_collectives",
+    "strategy_lifecycle",
+    "strategy_components",
+    "strategy_training",
+    "strategy_checkpoints",
+    "processes",
+    "trainer",
 )
 
-for _family in FAMILIES:
-    import_module(f"{__name__}.{_family}")
+for _module in _MODULES:
+    import_module(f"{__name__}.{_module}")
+sort_checks()

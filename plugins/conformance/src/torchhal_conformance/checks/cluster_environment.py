@@ -48,91 +48,90 @@ def expected(rank: int) -> dict[str, int]:
 
 
 @check("ENV-01")
-def clean(bench: CheckContext) -> None:
+def clean(context: CheckContext) -> None:
     """Where no launcher has set anything, detect() is False, a bool.
 
     Why: a laptop with a scheduler's client installed was taken for a node of a cluster.
     Fix: look for what only a started process has.
     """
     with variables():
-        found = bench.subject.part.detect()
+        found = context.component.cls.detect()
     require(found is False, f"detect() in a clean environment must be False (got {found!r})")
 
 
 @check("ENV-02", needs=["table"])
-def own_table(bench: CheckContext) -> None:
+def own_table(context: CheckContext) -> None:
     """detect() is True in every process of its own launcher, and False in those of all others.
 
     Why: two environments that see the same job disagree about ranks, and chance decides.
     Fix: ask for a variable that no other launcher sets.
     """
-    own = bench.subject.own_tables
+    own = context.component.own_tables
     for rank, table in enumerate(own):
         with variables(table):
-            found = bench.subject.part.detect()
+            found = context.component.cls.detect()
         require(found is True, f"detect() in its own job, on rank {rank}, must be True (got {found!r})")
     for name, other in TABLES.items():
-        if name != bench.subject.alias and other[0] != own[0]:
+        if name != context.component.alias and other[0] != own[0]:
             with variables(other[1]):
-                require(bench.subject.part.detect() is False, f"detect() is true in a job that {name} has started")
+                require(context.component.cls.detect() is False, f"detect() is true in a job that {name} has started")
 
 
 @check("ENV-03", needs=["table"])
-def second_node(bench: CheckContext) -> None:
+def second_node(context: CheckContext) -> None:
     """On the first process of the second of two nodes with two each: global rank 2, local 0, node 1, world 4.
 
     Why: a local rank in the place of the global one gives two rank zeros and a hang.
     Fix: read each number from its own variable.
     """
-    with variables(bench.subject.own_tables[2]):
-        same("the numbers of global rank 2", numbers(bench.make()), expected(2))
+    with variables(context.component.own_tables[2]):
+        same("the numbers of global rank 2", numbers(context.create()), expected(2))
 
 
 @check("ENV-04", needs=["table"])
-def all_ranks(bench: CheckContext) -> None:
+def all_ranks(context: CheckContext) -> None:
     """Every process of the table has its own global rank, and numbers within bounds that agree with each other.
 
     Why: a node rank that is computed from the wrong size is right for one node.
     Fix: don't compute what the launcher says.
     """
-    for rank, table in enumerate(bench.subject.own_tables):
+    for rank, table in enumerate(context.component.own_tables):
         with variables(table):
-            same(f"the numbers of global rank {rank}", numbers(bench.make()), expected(rank))
+            same(f"the numbers of global rank {rank}", numbers(context.create()), expected(rank))
 
 
 @check("ENV-05", needs=["table"])
-def whole_numbers(bench: CheckContext) -> None:
+def whole_numbers(context: CheckContext) -> None:
     """Every number is an int.
 
     Why: "3" < "10" is false, and "0" is true.
     Fix: convert where it is read.
     """
-    with variables(bench.subject.own_tables[3]):
-        environment = bench.make()
+    with variables(context.component.own_tables[3]):
+        environment = context.create()
         for name, value in {**numbers(environment), "main_port": environment.main_port}.items():
             require(type(value) is int, f"{name} must be an int (got {value!r}, a {type(value).__name__})")
 
 
 @check("ENV-06", needs=["table"])
-def broken_variables(bench: CheckContext) -> None:
-    """Without one of its variables, or with an empty or garbled one, the numbers are as before, or the error is a
-    ConfigurationError that names the variable.
+def broken_variables(context: CheckContext) -> None:
+    """A missing, empty or garbled variable changes no number, or is a ConfigurationError that names it.
 
     Why: KeyError: 'X' doesn't say what should have set it, and a default of 0 makes every process rank 0.
     Fix: torchhal.cluster.read_int and its like.
     """
-    table = bench.subject.own_tables[3]
+    table = context.component.own_tables[3]
     for name in table:
         for state, value in (("without", None), ("with an empty", ""), ("with a garbled", "x1")):
             changed = {key: text for key, text in table.items() if key != name}
             if value is not None:
                 changed[name] = value
             with variables(changed):
-                part = bench.subject.part
+                cls = context.component.cls
                 try:
-                    if not part.detect():
+                    if not cls.detect():
                         continue
-                    environment = bench.make()
+                    environment = context.create()
                     got = {
                         **numbers(environment),
                         "address": bool(environment.main_address),
@@ -149,32 +148,33 @@ def broken_variables(bench: CheckContext) -> None:
 
 
 @check("ENV-07", needs=["table"])
-def meeting_place(bench: CheckContext) -> None:
-    """Address and port are the same on all ranks and stay so; the port is an int from 1 to 65535, and another one for
-    another job where it is made from the job's number.
+def meeting_place(context: CheckContext) -> None:
+    """Address and port are the same on all ranks and stay so; the port is an int from 1 to 65535.
+
+    It is another one for another job where it is made from the job's number.
 
     Why: two jobs on one host that meet at one port train as one, or not at all.
     Fix: derive the port from the job id; take MASTER_ADDR and MASTER_PORT where they are set.
     """
     places = set()
-    for table in bench.subject.own_tables:
+    for table in context.component.own_tables:
         with variables(table):
-            environment = bench.make()
+            environment = context.create()
             places |= {(environment.main_address, environment.main_port) for _ in range(2)}
     require(len(places) == 1, f"the ranks would meet at different places: {sorted(places)}")
     address, port = places.pop()
     require(isinstance(address, str) and address, f"main_address must be a host (got {address!r})")
     require(type(port) is int and 1 <= port <= 65535, f"main_port must be an int from 1 to 65535 (got {port!r})")
-    table = bench.subject.own_tables[0]
+    table = context.component.own_tables[0]
     ids = {name: value for name, value in table.items() if name.endswith(("JOB_ID", "JOBID"))}
     jobs = {name: str(int(value) + 7) if value.isdecimal() else f"{value}7" for name, value in ids.items()}
     if jobs and "MASTER_PORT" not in table:
         with variables(table, jobs):
-            require(bench.make().main_port != port, f"another job has the same port {port}")
+            require(context.create().main_port != port, f"another job has the same port {port}")
 
 
 @check("ENV-08", features=["host_lists"], needs=["table"])
-def host_lists(bench: CheckContext) -> None:
+def host_lists(context: CheckContext) -> None:
     """The scheduler's short form of a list of hosts gives the first host: dashes, ranges, zeros in front, IPv6.
 
     The list is in the variables of the table whose names end in NODELIST.
@@ -182,7 +182,7 @@ def host_lists(bench: CheckContext) -> None:
     Why: "node-08" was read as a range, and "n[08-11]" as n8.
     Fix: parse brackets only, and keep the width of numbers.
     """
-    table = bench.subject.own_tables[0]
+    table = context.component.own_tables[0]
     lists = [name for name in table if name.endswith("NODELIST")]
     if not lists:
         raise NotApplicable("no variable of its table ends in NODELIST")
@@ -190,28 +190,28 @@ def host_lists(bench: CheckContext) -> None:
              "r2n[001,003]": "r2n001", "fd99::[101-102]": "fd99::101"}  # fmt: skip
     for text, first in forms.items():
         with variables(table, dict.fromkeys(lists, text)):
-            same(f"main_address of {text!r}", bench.make().main_address, first)
+            same(f"main_address of {text!r}", context.create().main_address, first)
 
 
 @check("ENV-09", needs=["table"])
-def who_creates(bench: CheckContext) -> None:
-    """creates_processes_externally is a bool, True in the processes that its launcher has started, and a strategy
-    starts processes exactly where it is False.
+def who_creates(context: CheckContext) -> None:
+    """creates_processes_externally is a bool, True in the processes that its launcher has started.
 
-    It may be False in them only where the launcher is the strategy itself, which the suite is told by ``launcher=()``.
+    A strategy starts processes exactly where it is False. It may be False in them only where the launcher is the
+    strategy itself, which the suite is told by ``launcher=()``.
 
     Why: four processes that start four more each.
     Fix: True where every process of the job exists when the script runs.
     """
-    by_strategy = bench.subject.own_launcher == ()
-    for rank, table in enumerate(bench.subject.own_tables):
+    by_strategy = context.component.own_launcher == ()
+    for rank, table in enumerate(context.component.own_tables):
         with variables(table):
-            external = bench.make().creates_processes_externally
+            external = context.create().creates_processes_externally
         require(type(external) is bool, f"creates_processes_externally must be a bool (got {external!r})")
         told = f"creates_processes_externally is False on rank {rank}, though its launcher has started all processes"
         require(external or by_strategy, told)
-    with variables(bench.subject.own_tables[0]):
-        environment = bench.make()
+    with variables(context.component.own_tables[0]):
+        environment = context.create()
         strategy = DDPStrategy()
         accelerator = CPUAccelerator()
         strategy.configure(
@@ -223,16 +223,16 @@ def who_creates(bench: CheckContext) -> None:
 
 
 @check("ENV-10", needs=["table"])
-def environ_untouched(bench: CheckContext) -> None:
+def environ_untouched(context: CheckContext) -> None:
     """detect(), the constructor and all numbers write nothing to os.environ; after teardown() it is as it was.
 
     Why: a teardown that deleted WORLD_SIZE broke the second fit.
     Fix: keep what you compute in the object.
     """
-    with variables(bench.subject.own_tables[1]):
+    with variables(context.component.own_tables[1]):
         before = dict(os.environ)
-        bench.subject.part.detect()
-        environment = bench.make()
+        context.component.cls.detect()
+        environment = context.create()
         numbers(environment)
         same("os.environ after reading", dict(os.environ), before)
         environment.teardown()
@@ -241,14 +241,14 @@ def environ_untouched(bench: CheckContext) -> None:
 
 
 @check("ENV-11", needs=["table"])
-def mismatch(bench: CheckContext) -> None:
+def mismatch(context: CheckContext) -> None:
     """validate_settings accepts what was started, and refuses another number of devices or nodes showing both numbers.
 
     Why: a job of four processes that waits for eight does so for ever.
     Fix: compare with local_world_size and the number of nodes.
     """
-    with variables(bench.subject.own_tables[0]):
-        environment = bench.make()
+    with variables(context.component.own_tables[0]):
+        environment = context.create()
         environment.validate_settings(num_devices=2, num_nodes=2)
         for devices, nodes, shown in ((3, 2, ("3", "2")), (2, 5, ("5", "2"))):
             what = f"{devices} devices on {nodes} nodes in a job of 2 on 2"
@@ -257,58 +257,59 @@ def mismatch(bench: CheckContext) -> None:
 
 
 @check("ENV-12", needs=["table"])
-def precedence(bench: CheckContext) -> None:
+def precedence(context: CheckContext) -> None:
     """Inside of another launcher's job no other environment has the same priority: the choice is never a tie.
 
     Why: torchrun inside of a scheduler's step sets both sets of variables, and the outer numbers were taken.
     Fix: a priority below 80 for schedulers, above for what they start.
     """
-    part = bench.subject.part
-    require(type(part.priority) is int, f"'priority' must be an int (got {part.priority!r})")
-    own = bench.subject.own_tables[0]
+    cls = context.component.cls
+    require(type(cls.priority) is int, f"'priority' must be an int (got {cls.priority!r})")
+    own = context.component.own_tables[0]
     for name, other in TABLES.items():
-        if name == bench.subject.alias or other[0] == own:
+        if name == context.component.alias or other[0] == own:
             continue
         with variables(other[0], own):
-            rivals = [e for e in registry.entries("cluster_environment") if e.availability() and e.load() is not part]
-            ties = [e.qualified_name for e in rivals if e.load().priority == part.priority and e.load().detect()]
-        require(not ties, f"inside of a job of {name} {', '.join(ties)} has the same priority {part.priority}")
+            rivals = [e for e in registry.entries("cluster_environment") if e.availability() and e.load() is not cls]
+            ties = [e.qualified_name for e in rivals if e.load().priority == cls.priority and e.load().detect()]
+        require(not ties, f"inside of a job of {name} {', '.join(ties)} has the same priority {cls.priority}")
 
 
 @check("ENV-13", needs=["table"])
-def interactive(bench: CheckContext) -> None:
+def interactive(context: CheckContext) -> None:
     """A shell or notebook inside of an allocation is no process of a job: detect() is False.
 
     Why: notebooks in an allocation waited for ranks that nobody had started.
     Fix: ask for a variable of the step, not of the job.
     """
     for name, table in INTERACTIVE.items():
-        if table.items() & bench.subject.own_tables[0].items():
+        if table.items() & context.component.own_tables[0].items():
             with variables(table):
-                require(bench.subject.part.detect() is False, f"detect() is true in a shell of a {name} allocation")
+                require(context.component.cls.detect() is False, f"detect() is true in a shell of a {name} allocation")
             return
     raise NotApplicable("its launcher has no interactive allocations that the kit knows")
 
 
 @check("ENV-14", needs=["table"])
-def no_initialisation(bench: CheckContext) -> None:
-    """The rank is known before any process group exists, and asking for it initialises neither MPI nor
-    torch.distributed.
+def no_initialisation(context: CheckContext) -> None:
+    """The rank is known before any process group exists.
+
+    Reading it initialises neither MPI nor torch.distributed.
 
     Why: code for rank zero ran on every rank until the group was up.
     Fix: read the environment.
     """
     before = set(sys.modules)
-    with variables(bench.subject.own_tables[3]):
-        bench.subject.part.detect()
-        same("the global rank", bench.make().global_rank(), 3)
+    with variables(context.component.own_tables[3]):
+        context.component.cls.detect()
+        same("the global rank", context.create().global_rank(), 3)
     require(not dist.is_initialized(), "torch.distributed was initialised")
     mpi = sorted(name for name in set(sys.modules) - before if name.partition(".")[0] == "mpi4py")
     require("mpi4py.MPI" not in mpi, "mpi4py.MPI was imported, which initialises MPI")
 
 
 @check("ENV-15", needs=["table"])
-def fixed_ranks(bench: CheckContext) -> None:
+def fixed_ranks(context: CheckContext) -> None:
     """configure() and set_rendezvous() don't change the numbers of a process that a launcher has started.
 
     Changed: the contract has no set_world_size and set_global_rank; these are what a launcher may call.
@@ -316,47 +317,47 @@ def fixed_ranks(bench: CheckContext) -> None:
     Why: a strategy that sets its own idea of the rank gives two processes one rank.
     Fix: ignore both where the processes exist.
     """
-    with variables(bench.subject.own_tables[3]):
-        environment = bench.make()
+    with variables(context.component.own_tables[3]):
+        environment = context.create()
         environment.configure(num_nodes=2, local_world_size=2)
         environment.set_rendezvous("n9", 1234)
         same("the numbers of global rank 3", numbers(environment), expected(3))
 
 
 @check("ENV-16", needs=["table"])
-def another_process(bench: CheckContext) -> None:
+def another_process(context: CheckContext) -> None:
     """It pickles, and a copy in another process answers for that process.
 
     Why: a rank that was kept in the object travelled to every worker.
     Fix: read the variables when asked.
     """
-    with variables(bench.subject.own_tables[0]):
-        environment = bench.make()
+    with variables(context.component.own_tables[0]):
+        environment = context.create()
         numbers(environment)
         try:
             data = pickle.dumps(environment)
         except Exception as error:
             raise CheckFailed(f"it doesn't pickle ({type(error).__name__}: {error})") from error
-    with variables(bench.subject.own_tables[3]):
+    with variables(context.component.own_tables[3]):
         same("the numbers of a copy on global rank 3", numbers(pickle.loads(data)), expected(3))
 
 
 @check("ENV-17", needs=["table", "posix"])
-def quick(bench: CheckContext) -> None:
+def quick(context: CheckContext) -> None:
     """detect() and all numbers take less than 50 ms, start no process and resolve no name.
 
     Why: a scheduler's client on a login node takes a minute, at every import.
     Fix: variables and files only.
     """
-    bench.fresh()
-    seconds, events = bench.elsewhere(_ask_all, bench.subject)
-    bench.fresh()
+    context.restart_subprocess()
+    seconds, events = context.run_in_subprocess(_ask_all, context.component)
+    context.restart_subprocess()
     require(not events, f"asking for the numbers did {'; '.join(events[:5])}")
     require(seconds < 0.05, f"asking for the numbers took {seconds * 1000:.0f} ms, allowed 50")
 
 
-def _ask_all(subject: ComponentUnderTest) -> tuple[float, list[str]]:
-    part, events, listening = subject.part, [], False
+def _ask_all(component: ComponentUnderTest) -> tuple[float, list[str]]:
+    cls, events, listening = component.cls, [], False
 
     def hook(event: str, arguments: Any) -> None:
         if listening and event.startswith(
@@ -366,12 +367,12 @@ def _ask_all(subject: ComponentUnderTest) -> tuple[float, list[str]]:
 
     sys.addaudithook(hook)
     times = []
-    with variables(subject.own_tables[3]):
+    with variables(component.own_tables[3]):
         for _ in range(3):  # a machine under load may be slow once
             listening = True
             start = time.perf_counter()
-            part.detect()
-            environment = subject.create()
+            cls.detect()
+            environment = component.create()
             numbers(environment)
             str(environment.main_address), environment.main_port, environment.creates_processes_externally
             times.append(time.perf_counter() - start)
@@ -380,16 +381,17 @@ def _ask_all(subject: ComponentUnderTest) -> tuple[float, list[str]]:
 
 
 @check("ENV-20", needs=["table"])
-def unequal_nodes(bench: CheckContext) -> None:
-    """On nodes of three processes and of one every number is right, the size of each node too, whether the ranks fill
-    one node after the other or are dealt to them in turn.
+def unequal_nodes(context: CheckContext) -> None:
+    """On nodes of three processes and of one every number is right, the size of each node too.
+
+    That holds whether the ranks fill one node after the other or are dealt to them in turn.
 
     Changed: tables of unequal nodes are those that the kit has recorded, by the launcher's name.
 
     Why: schedulers pack 3 + 1 by themselves, and rank // tasks_per_node is then another node.
     Fix: take each number as the launcher gives it.
     """
-    alias = bench.subject.alias
+    alias = context.component.alias
     dealt = {"one after the other": (UNEVEN.get(alias), UNEVEN_RANKS), "in turn": (CYCLIC.get(alias), CYCLIC_RANKS)}
     if not any(table for table, _ in dealt.values()):
         raise NotApplicable("the kit has recorded no unequal nodes of its launcher")
@@ -399,4 +401,4 @@ def unequal_nodes(bench: CheckContext) -> None:
                 right = {"world_size": 4, "global_rank": rank, "local_rank": local, "node_rank": node}
                 right["local_world_size"] = 3 if node == 0 else 1
                 told = f"the numbers of global rank {rank} on nodes of 3 and 1, dealt {how}"
-                same(told, numbers(bench.make()), right)
+                same(told, numbers(context.create()), right)

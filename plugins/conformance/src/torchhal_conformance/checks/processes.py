@@ -1,4 +1,4 @@
-"""STR-32 to 34, 40, 43 and 44: how a strategy's processes start, fail, are stopped, and end."""
+"""STR: how a strategy's processes start, fail, are stopped, and end."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from torchhal_conformance.checks.trainer import (
     FOREVER,
     Interrupted,
     Line,
+    component_argument,
     data,
     learned,
     loader,
-    part_of,
     plain_loop,
     trainer,
     trainer_of,
@@ -45,23 +45,23 @@ GONE_WITHIN: Final = 30.0
 """Seconds from a rank's failure to the end of every process."""
 
 
-def two_processes(subject: ComponentUnderTest) -> Strategy:
-    """The strategy for two devices as a script gets it where no launcher has started the script."""
-    request = Request(accelerator=subject.accelerator, strategy=part_of(subject), devices=2)
+def two_processes(component: ComponentUnderTest) -> Strategy:
+    """Return the strategy for two devices as a script gets it that no launcher has started."""
+    request = Request(accelerator=component.accelerator, strategy=component_argument(component), devices=2)
     strategy: Strategy = resolve(request).build()
     return strategy
 
 
-def _require_launcher(subject: ComponentUnderTest) -> None:
-    if not subject.part.multi_device:
+def _require_launcher(component: ComponentUnderTest) -> None:
+    if not component.cls.multi_device:
         raise NotApplicable("the strategy is for one process")
     with variables():
-        if isinstance(two_processes(subject).make_launcher(), ExternalLauncher):
+        if isinstance(two_processes(component).make_launcher(), ExternalLauncher):
             raise NotApplicable("the strategy starts no processes")
 
 
 class Failing(Module):
-    """Its second batch is an error on rank 1, while the others wait for it."""
+    """Module whose second batch is an error on rank 1, while the other ranks wait for it."""
 
     def __init__(self, folder: str) -> None:
         super().__init__()
@@ -79,17 +79,18 @@ CAUSE: Final = "the cause that everybody has to hear of"
 
 
 @check("STR-32", needs=["device", "two devices", "posix"])
-def one_rank_fails(bench: CheckContext) -> None:
-    """When one rank raises, the job that the strategy has started ends in time, with a code other than 0, shows the
-    original traceback, and leaves no process.
+def one_rank_fails(context: CheckContext) -> None:
+    """When one rank raises, the job that the strategy has started ends in time, with a code other than 0.
+
+    It shows the original traceback, and leaves no process.
 
     Why: the others waited for the rank that had failed, and the scheduler saw a healthy job.
     Fix: start processes with torchhal's launchers; swallow no error; end in teardown what the set-up has started.
     """
-    _require_launcher(bench.subject)
-    ended = Job(call(bench.folder, _fail, bench.subject, str(bench.folder)), bench.folder).finish(START)
+    _require_launcher(context.component)
+    ended = Job(call(context.folder, _fail, context.component, str(context.folder)), context.folder).finish(START)
     at = time.time()
-    failed = bench.folder / "failed"
+    failed = context.folder / "failed"
     require(failed.exists(), f"rank 1 never came to its second batch; the job ended with {ended.code}:\n{ended.output}")
     require(ended.code != 0, f"the job ended with 0:\n{ended.output}")
     shown = "Traceback" in ended.output and CAUSE in ended.output and "validation_step" in ended.output
@@ -99,38 +100,40 @@ def one_rank_fails(bench: CheckContext) -> None:
     require(seconds < GONE_WITHIN, f"it took {seconds:.1f} s from the failure to the end, allowed {GONE_WITHIN:g}")
 
 
-def _fail(subject: ComponentUnderTest, folder: str) -> None:
+def _fail(component: ComponentUnderTest, folder: str) -> None:
     batches = DataLoader(data(), batch_size=BATCH // 2)
-    trainer_of(subject, 2, folder).validate(Failing(folder), batches, verbose=False)
+    trainer_of(component, 2, folder).validate(Failing(folder), batches, verbose=False)
 
 
 # -- workers -------------------------------------------------------------------------------------------------
 
 
 class Logged(Module, Line):
-    """Learns y = 3 x + 1, and says how well."""
+    """Module that learns y = 3 x + 1 and logs its loss."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("distance", Line.training_step(self, batch, batch_idx))
 
 
 @check("STR-33", features=["spawn"], needs=["device", "two devices", "posix"])
-def results_return(bench: CheckContext) -> None:
+def results_return(context: CheckContext) -> None:
     """What workers have trained comes back: the weights, metrics, the best checkpoint's path; no temporary file stays.
 
     Why: fit ran in copies, and the model that the script went on with was the untrained one.
     Fix: return from the launcher what rank 0 returned; write what is too large for a pipe to a file without a name.
     """
-    _require_launcher(bench.subject)
-    weights, metrics, best, files = bench.elsewhere(_train_in_workers, bench.subject, str(bench.folder), timeout=START)
-    bench.fresh()
+    _require_launcher(context.component)
+    weights, metrics, best, files = context.run_in_subprocess(
+        _train_in_workers, context.component, str(context.folder), timeout=START
+    )
+    context.restart_subprocess()
     close("weight and bias in the process that called fit", weights, learned(plain_loop(2)), 1e-4)
     require("distance" in metrics, f"the metrics there are {metrics}")
     require(best and os.path.exists(best), f"best_model_path there is {best!r}, which doesn't exist")
     require(not files, f"temporary files are left: {', '.join(files)}")
 
 
-def _train_in_workers(subject: ComponentUnderTest, folder: str) -> tuple[Any, ...]:
+def _train_in_workers(component: ComponentUnderTest, folder: str) -> tuple[Any, ...]:
     temporary = os.path.join(folder, "tmp")
     os.mkdir(temporary)
     with variables({"TMPDIR": temporary}):
@@ -138,7 +141,7 @@ def _train_in_workers(subject: ComponentUnderTest, folder: str) -> tuple[Any, ..
         from torchhal import ModelCheckpoint
 
         best = ModelCheckpoint(dirpath=os.path.join(folder, "best"), monitor="distance")
-        runner = trainer_of(subject, 2, folder, max_epochs=2, enable_checkpointing=True, callbacks=[best])
+        runner = trainer_of(component, 2, folder, max_epochs=2, enable_checkpointing=True, callbacks=[best])
         model, batches = Logged(), DataLoader(data(), batch_size=BATCH // 2)
         runner.fit(model, batches, batches)
         metrics = {name: float(value) for name, value in runner.callback_metrics.items()}
@@ -148,24 +151,25 @@ def _train_in_workers(subject: ComponentUnderTest, folder: str) -> tuple[Any, ..
 
 
 @check("STR-34", features=["spawn"], needs=["device", "two devices", "posix"])
-def settings_travel(bench: CheckContext) -> None:
-    """Seed, determinism and default dtype of the calling process hold in its workers, and what they write to a
-    parameter doesn't reach the caller's.
+def settings_travel(context: CheckContext) -> None:
+    """Seed, determinism and default dtype of the calling process hold in its workers.
+
+    What they write to a parameter doesn't reach the caller's.
 
     Why: workers started with torch's defaults trained in another dtype, without the seed.
     Fix: send random states and switches along, as torchhal's launchers do; share no memory with workers.
     """
-    _require_launcher(bench.subject)
-    here, there, parameter = bench.elsewhere(_settings, bench.subject, timeout=START)
-    bench.fresh()
+    _require_launcher(context.component)
+    here, there, parameter = context.run_in_subprocess(_settings, context.component, timeout=START)
+    context.restart_subprocess()
     for name, value in here.items():
         same(f"{name} in a worker", there[name], value)
     same("the caller's parameter after a worker wrote to its own", parameter, 0.0)
 
 
-def _settings(subject: ComponentUnderTest) -> tuple[dict[str, Any], dict[str, Any], float]:
+def _settings(component: ComponentUnderTest) -> tuple[dict[str, Any], dict[str, Any], float]:
     with variables():
-        strategy = two_processes(subject)
+        strategy = two_processes(component)
         model = nn.Linear(1, 1, bias=False)
         nn.init.zeros_(model.weight)
         torch.manual_seed(11)
@@ -192,10 +196,11 @@ def _now() -> dict[str, Any]:
 # -- signals -------------------------------------------------------------------------------------------------
 
 
-@check("STR-40", needs=["device"], worlds=(2,), timeout=60)
+@check("STR-40", needs=["device"], world_sizes=(2,), timeout=60)
 def terminated(rank: RankContext) -> None:
-    """SIGTERM to one process ends fit in all of them, after the same step and with status 143; the strategy is torn
-    down, and the handlers of signals are those from before.
+    """SIGTERM to one process ends fit in all of them, after the same step and with status 143.
+
+    The strategy is torn down, and the handlers of signals are those from before.
 
     Why: a scheduler sends SIGTERM and, 30 s later, SIGKILL: what has not been written by then is lost.
     Fix: install no handler of your own, or put the previous one back in teardown.
@@ -223,7 +228,7 @@ def terminated(rank: RankContext) -> None:
 
 
 class Still(Module):
-    """Trains without ever learning: whatever moves its weight is not the optimizer."""
+    """Module that trains at a learning rate of 0: a change of its weight is not the optimizer's."""
 
     def __init__(self, weight: float, folder: str, batches: int | None) -> None:
         super().__init__()
@@ -250,7 +255,7 @@ class Still(Module):
 
 
 @check("STR-43", features=["elastic"], needs=["device", "posix"])
-def peers_come_and_go(bench: CheckContext) -> None:
+def peers_come_and_go(context: CheckContext) -> None:
     """A process that joins a run has the run's weights and not its own, and the run goes on when it leaves.
 
     The strategy's ``joining`` says how: the constructor's arguments for one that joins, empty while none can. Changed:
@@ -260,12 +265,12 @@ def peers_come_and_go(bench: CheckContext) -> None:
     Why: who came late trained a model of its own, and who left took the run along.
     Fix: take over weights and optimizer state before the first step; wait for no peer that is gone.
     """
-    require(hasattr(bench.subject.part, "joining") or hasattr(bench.make(), "joining"), "it has no 'joining'")
-    folder = str(bench.folder)
-    first = Job(call(bench.folder, _peer, bench.subject, folder, "first"), bench.folder)
+    require(hasattr(context.component.cls, "joining") or hasattr(context.create(), "joining"), "it has no 'joining'")
+    folder = str(context.folder)
+    first = Job(call(context.folder, _peer, context.component, folder, "first"), context.folder)
     try:
         _until(first, lambda: _get(folder, "joining"), "it can be joined")
-        second = Job(call(bench.folder, _peer, bench.subject, folder, "second"), bench.folder).finish(START)
+        second = Job(call(context.folder, _peer, context.component, folder, "second"), context.folder).finish(START)
         require(second.code == 0, f"the process that joined ended with {second.code}:\n{second.output}")
         goal = _get(folder, "steps") + 3
         _until(first, lambda: _get(folder, "steps") >= goal, "it has made three more steps, after the other one left")
@@ -278,11 +283,11 @@ def peers_come_and_go(bench: CheckContext) -> None:
     close("the weight of the first one at its end", _get(folder, "first"), 5.0, 1e-3)
 
 
-def _peer(subject: ComponentUnderTest, folder: str, name: str) -> None:
+def _peer(component: ComponentUnderTest, folder: str, name: str) -> None:
     first = name == "first"
-    strategy = subject.create(**({} if first else _get(folder, "joining")))
+    strategy = component.create(**({} if first else _get(folder, "joining")))
     model = Still(5.0 if first else 50.0, folder, None if first else 4)
-    runner = trainer_of(subject, 1, folder, strategy=strategy, max_epochs=FOREVER)
+    runner = trainer_of(component, 1, folder, strategy=strategy, max_epochs=FOREVER)
     runner.fit(model, DataLoader(data(), batch_size=BATCH))
     _put(folder, name, float(model.layer.weight.detach()))
 
@@ -312,21 +317,22 @@ def _until(job: Job, done: Callable[[], object], what: str) -> None:
 
 
 @check("STR-44", features=["launches"], needs=["device", "two devices", "posix"])
-def two_jobs(bench: CheckContext) -> None:
+def two_jobs(context: CheckContext) -> None:
     """Two jobs that are started on one host at the same time meet each for itself.
 
     Why: with one port for all the second job fails, or its ranks join the first.
     Fix: let the system choose a free port, in the process that listens on it.
     """
-    _require_launcher(bench.subject)
+    _require_launcher(context.component)
     jobs = [
-        Job(call(bench.folder, _meet, bench.subject, str(bench.folder), number), bench.folder) for number in range(2)
+        Job(call(context.folder, _meet, context.component, str(context.folder), number), context.folder)
+        for number in range(2)
     ]
     ended = [_finish(job) for job in jobs]
     told = "\n".join(f"job {number} ended with {one.code}:\n{one.output}" for number, one in enumerate(ended))
     require(all(one.code == 0 for one in ended), told)
     for number in range(len(ended)):
-        found = sorted(path.read_text() for path in bench.folder.glob(f"sum-{number}-*"))
+        found = sorted(path.read_text() for path in context.folder.glob(f"sum-{number}-*"))
         expected = str(float(20 * number + 1))  # ranks 0 and 1 add 10 times the job's number each
         same(f"the sums on the ranks of job {number}", found, [expected, expected])
 
@@ -338,8 +344,8 @@ def _finish(job: Job) -> CompletedJob:
         return CompletedJob(-1, str(error), ())
 
 
-def _meet(subject: ComponentUnderTest, folder: str, number: int) -> None:
-    strategy = two_processes(subject)
+def _meet(component: ComponentUnderTest, folder: str, number: int) -> None:
+    strategy = two_processes(component)
     strategy.make_launcher().launch(_meet_and_add, strategy, folder, number)
 
 

@@ -1,4 +1,4 @@
-"""SYS: the part under a Trainer, as a user writes it."""
+"""SYS: a Trainer that uses the component trains, resumes, stops and evaluates as with the core's own components."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FOREVER = 10**6
 
 
 class Line(nn.Module):
-    """Learns y = 3 x + 1."""
+    """Linear model that learns y = 3 x + 1."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,34 +64,34 @@ def data() -> TensorDataset:
     return TensorDataset(x, 3 * x + 1)
 
 
-def part_of(subject: ComponentUnderTest) -> Any:
-    """The part as a user names it: its alias where that says all."""
-    named = isinstance(subject.target, str) and not subject.arguments
-    return subject.target if named else subject.create()
+def component_argument(component: ComponentUnderTest) -> Any:
+    """Return the Trainer's argument for the component: its alias where that suffices, else an instance."""
+    named = isinstance(component.target, str) and not component.arguments
+    return component.target if named else component.create()
 
 
 def trainer(rank: RankContext, **options: Any) -> Any:
-    """A Trainer with the part under test; one of these processes per device."""
-    if rank.subject.kind == "cluster_environment":
+    """Return a Trainer with the component under test, which uses one of these processes per device."""
+    if rank.component.kind == "cluster_environment":
         raise NotApplicable("these processes were started as torchrun starts them")
-    return trainer_of(rank.subject, rank.size, rank.folder, **options)
+    return trainer_of(rank.component, rank.size, rank.folder, **options)
 
 
-def trainer_of(subject: ComponentUnderTest, size: int, folder: str, **options: Any) -> Any:
-    """The same for ``size`` processes, whoever starts them."""
+def trainer_of(component: ComponentUnderTest, size: int, folder: str, **options: Any) -> Any:
+    """Return a Trainer with the component for ``size`` processes, whoever starts them."""
     from torchhal import Trainer
 
-    kind, part = subject.kind, part_of(subject)
-    multi = kind != "strategy" or subject.part.multi_device
+    kind, given = component.kind, component_argument(component)
+    multi = kind != "strategy" or component.cls.multi_device
     arguments: dict[str, Any] = {
-        "accelerator": subject.accelerator, "strategy": "ddp" if size > 1 else "auto", "devices": size if multi else 1,
-        "default_root_dir": folder, "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
-        "enable_model_summary": False,
+        "accelerator": component.accelerator, "strategy": "ddp" if size > 1 else "auto",
+        "devices": size if multi else 1, "default_root_dir": folder, "logger": False, "enable_checkpointing": False,
+        "enable_progress_bar": False, "enable_model_summary": False,
     }  # fmt: skip
     if kind == "checkpoint_io":
-        arguments["plugins"] = [part]
+        arguments["plugins"] = [given]
     else:
-        arguments[kind] = part
+        arguments[kind] = given
     return Trainer(**{**arguments, **options})
 
 
@@ -100,7 +100,7 @@ def loader(rank: RankContext) -> Any:
 
 
 def plain_loop(epochs: int) -> Line:
-    """What one process learns from the joined batches, without torchhal."""
+    """Return the model that one process trains on the joined batches, without torchhal."""
     plain = Line()
     optimizer = plain.configure_optimizers()
     for _ in range(epochs):
@@ -116,40 +116,40 @@ def learned(model: Line) -> list[float]:
 
 
 @check("SYS-01")
-def from_string(bench: CheckContext) -> None:
-    """Every alias of the part becomes an object of its class from the string alone.
+def from_string(context: CheckContext) -> None:
+    """Every alias of the component becomes an object of its class from the string alone.
 
     Why: an alias in the table that raises at the first use was never tried.
     Fix: Component.defaults for what the constructor needs.
     """
     from torchhal import registry
 
-    subject = bench.subject
-    if not isinstance(subject.target, str):
+    component = context.component
+    if not isinstance(component.target, str):
         raise NotApplicable("it has no alias yet")
-    if not (state := subject.entry.availability()):
+    if not (state := component.entry.availability()):
         raise MissingRequirement(state.reason)
-    for name in subject.entry.names:
-        made = registry.find(subject.kind, name).create(**subject.arguments)
-        require(isinstance(made, subject.part), f"{name!r} made a {type(made).__name__}")
+    for name in component.entry.names:
+        made = registry.find(component.kind, name).create(**component.arguments)
+        require(isinstance(made, component.cls), f"{name!r} made a {type(made).__name__}")
 
 
-@check("SYS-02", needs=["device"], worlds=(1, 2), timeout=60)
+@check("SYS-02", needs=["device"], world_sizes=(1, 2), timeout=60)
 def regression(rank: RankContext) -> None:
     """A Trainer fits a line, and its weights are those of the plain loop on the joined batches.
 
-    Why: each part may keep its contract and the whole not train.
+    Why: each component may keep its contract and the whole not train.
     Fix: the checks of its kind first; then compare the first step.
     """
     model = Line()
     trainer(rank, max_epochs=4).fit(model, loader(rank))
     plain = plain_loop(4)  # after it: a backward on the CPU settles for good which devices torch's autograd knows
-    tolerance = 0.05 if rank.subject.kind == "precision" else 1e-4
+    tolerance = 0.05 if rank.component.kind == "precision" else 1e-4
     close("weight and bias after four epochs", learned(model), learned(plain), tolerance)
     rank.gather("done")
 
 
-@check("SYS-03", needs=["device"], worlds=(1, 2), timeout=60)
+@check("SYS-03", needs=["device"], world_sizes=(1, 2), timeout=60)
 def resume(rank: RankContext) -> None:
     """Two epochs, a checkpoint, and two more by another Trainer are four epochs.
 
@@ -166,12 +166,12 @@ def resume(rank: RankContext) -> None:
     half.save_checkpoint(path)
     rank.gather("saved")
     trainer(rank, max_epochs=4).fit(second, loader(rank), ckpt_path=path)
-    tolerance = 0.02 if rank.subject.kind == "precision" else 1e-6
+    tolerance = 0.02 if rank.component.kind == "precision" else 1e-6
     close("weight and bias after a resume", learned(second), learned(whole), tolerance)
     rank.gather("done")
 
 
-@check("SYS-04", needs=["device"], worlds=(1,), timeout=60)
+@check("SYS-04", needs=["device"], world_sizes=(1,), timeout=60)
 def all_loops(rank: RankContext) -> None:
     """fit, validate, test and predict run one after the other, and predictions come in the order of the data.
 
@@ -192,7 +192,7 @@ def all_loops(rank: RankContext) -> None:
 
 
 class Interrupted(Line):
-    """Sends its process a signal in the midst of an epoch."""
+    """Model that sends its process a signal in the midst of an epoch."""
 
     def __init__(self, signum: int | None) -> None:
         super().__init__()
@@ -206,10 +206,11 @@ class Interrupted(Line):
             os.kill(os.getpid(), self.signum)
 
 
-@check("SYS-05", needs=["device"], worlds=(1, 2), timeout=90)
+@check("SYS-05", needs=["device"], world_sizes=(1, 2), timeout=90)
 def interrupted(rank: RankContext) -> None:
-    """Ctrl-C in one process ends fit with KeyboardInterrupt in all of them, after the same step; what it saves goes on
-    to what a run without it gives; no process is left.
+    """Ctrl-C in one process ends fit with KeyboardInterrupt in all of them, after the same step.
+
+    What it saves goes on to what a run without it gives; no process is left.
 
     Why: the night's work is lost by the key that was meant to save it.
     Fix: run nothing in a signal handler, let what begins be finished, end in teardown what the set-up has started.
@@ -233,13 +234,13 @@ def interrupted(rank: RankContext) -> None:
     resumed = trainer(rank, **options, max_steps=last)
     resumed.fit(second, loader(rank), ckpt_path="last")
     same("how many steps both have made together", resumed.global_step, last)
-    tolerance = 0.02 if rank.subject.kind == "precision" else 1e-6
+    tolerance = 0.02 if rank.component.kind == "precision" else 1e-6
     close("weight and bias after an interrupted run and the rest", learned(second), learned(whole), tolerance)
     rank.gather("done")
 
 
 def children() -> set[int]:
-    """Processes that this one has started and that run; where there is no /proc, those of multiprocessing."""
+    """Return the living child processes' ids; where there is no /proc, those of multiprocessing."""
     found = {child.pid for child in multiprocessing.active_children() if child.pid is not None}
     for entry in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -254,7 +255,7 @@ def children() -> set[int]:
 
 
 @check("SYS-06")
-def unavailable(bench: CheckContext) -> None:
+def unavailable(context: CheckContext) -> None:
     """Named where its hardware is missing, the accelerator is an error with the reason; "auto" falls back, and says so.
 
     On a machine that has it, this is tried on a subclass that says it is missing.
@@ -262,14 +263,14 @@ def unavailable(bench: CheckContext) -> None:
     Why: a job that trains on the CPU without a word is found when its bill comes.
     Fix: an Availability with a reason; leave the choice to resolve.
     """
-    if bench.subject.kind != "accelerator":
-        raise NotApplicable("the part is no accelerator")
-    part = bench.subject.part
-    if part.device_type == "cpu" and part.oversubscribable:
+    if context.component.kind != "accelerator":
+        raise NotApplicable("the component is no accelerator")
+    cls = context.component.cls
+    if cls.device_type == "cpu" and cls.oversubscribable:
         raise NotApplicable("the host's processors are always there")
-    reason = part.availability().reason or "taken away for a check"
+    reason = cls.availability().reason or "taken away for a check"
     members = {"availability": classmethod(lambda cls: Availability(False, reason)), "auto_priority": 99}
-    absent = type(part.__name__, (part,), members)
+    absent = type(cls.__name__, (cls,), members)
     with isolated_registry() as registry:
         registry.register("accelerator", "absent", absent)
         raises(
@@ -287,7 +288,7 @@ def unavailable(bench: CheckContext) -> None:
 
 
 @check("SYS-07", features=["readme"], needs=["device", "posix"])
-def readme_example(bench: CheckContext) -> None:
+def readme_example(context: CheckContext) -> None:
     """The first example with a Trainer in the plugin's README runs, with the Python blocks before it, as one script.
 
     A block right after an HTML comment with the word no-run is left out. Changed: of the extended level, so that the
@@ -296,12 +297,12 @@ def readme_example(bench: CheckContext) -> None:
     Why: it is the first thing that anybody tries.
     Fix: make the example complete; say readme = "README.md" in pyproject.toml.
     """
-    record = bench.subject.plugin
+    record = context.component.plugin
     if record is None:
-        raise NotApplicable("the part comes from no plugin")
+        raise NotApplicable("the component comes from no plugin")
     metadata: Any = importlib.metadata.metadata(record.distribution)
     text = metadata.get_payload() or metadata.get("Description") or ""
-    source = bench.subject.source
+    source = context.component.source
     if source is not None and (source / "README.md").exists():  # the metadata are as old as the installation
         text = (source / "README.md").read_text(encoding="utf-8")
     require(text.strip(), f"the metadata of {record.distribution} holds no README")
@@ -309,8 +310,8 @@ def readme_example(bench: CheckContext) -> None:
     if program is None:
         require("Trainer(" in text, "the README shows no Trainer")
         raise MissingRequirement("every example of the README is marked no-run")
-    (bench.folder / "example.py").write_text(program, encoding="utf-8")
-    ended = Job([sys.executable, "example.py"], bench.folder).finish(300)
+    (context.folder / "example.py").write_text(program, encoding="utf-8")
+    ended = Job([sys.executable, "example.py"], context.folder).finish(300)
     require(ended.code == 0, f"the example ends with {ended.code}:\n{ended.output}")
     require(not ended.left, "the example leaves processes behind")
 

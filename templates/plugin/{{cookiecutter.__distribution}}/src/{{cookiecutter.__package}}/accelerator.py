@@ -1,4 +1,4 @@
-"""{{ cookiecutter.project_name }}, as torchhal sees it: a declaration."""
+"""The accelerator of {{ cookiecutter.project_name }}."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torchhal.accelerators import CPUAccelerator
 
 
 class {{ cookiecutter.__class }}Accelerator(CPUAccelerator):
-    """Computes on the CPU until the hardware is there.
+    """Accelerator that computes on the CPU until the hardware takes its place.
 
     For the hardware, derive from :class:`torchhal.accelerators.Accelerator` and declare what differs from its
     defaults, which ask torch's own device module::

@@ -10,9 +10,9 @@ from torchhal.checkpoint import TorchCheckpointIO
 
 
 class {{ cookiecutter.__class }}CheckpointIO(TorchCheckpointIO):
-    """torch's file, written in one step and with a checksum.
+    """Checkpoint IO that writes torch's file, in one step and with a checksum.
 
-    Bring to host memory here what only the vendor's packages can read: whoever loads the file need not have them. For
+    Copy tensors to host memory here that only the vendor's packages can read: whoever loads the file need not have them. For
     another format derive from :class:`torchhal.checkpoint.CheckpointIO`.
     """
 

@@ -1,4 +1,4 @@
-"""Processes that {{ cookiecutter.vendor }}'s launcher started."""
+"""The cluster environment of processes that {{ cookiecutter.vendor }}'s launcher starts."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ PREFIX = "{{ cookiecutter.__alias | upper }}_"
 
 
 class {{ cookiecutter.__class }}Environment(ClusterEnvironment):
-    """Reads the variables that the launcher gives each process, ``{{ cookiecutter.__alias | upper }}_RANK`` and others.
+    """Cluster environment of a launcher that sets ``{{ cookiecutter.__alias | upper }}_RANK`` and others.
 
-    Put its real names here, and into the tests. Numbers are read when they are asked for, and nothing is written.
+    Put the real names here, and into the tests. Numbers are read on each call, and nothing is written.
     """
 
     name: ClassVar[str] = "{{ cookiecutter.__alias }}"

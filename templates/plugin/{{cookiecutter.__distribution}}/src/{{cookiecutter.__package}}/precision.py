@@ -1,4 +1,4 @@
-"""bfloat16 arithmetic beside float32 weights, on {{ cookiecutter.project_name }}."""
+"""The precision with bfloat16 arithmetic and float32 weights for {{ cookiecutter.project_name }}."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torchhal.precision import MixedPrecision
 
 
 class {{ cookiecutter.__class }}Precision(MixedPrecision):
-    """torch's autocast to bfloat16.
+    """Precision that uses torch's autocast to bfloat16.
 
     Override what the hardware wants differently: ``forward_context``, ``convert_module``, ``convert_input``,
     ``backward``, ``optimizer_step``; a loop never calls a method that nobody overrides.

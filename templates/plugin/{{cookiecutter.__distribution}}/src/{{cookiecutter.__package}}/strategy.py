@@ -1,4 +1,4 @@
-"""Training on several devices of {{ cookiecutter.project_name }}."""
+"""The strategy for several devices of {{ cookiecutter.project_name }}."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torchhal.strategies import DDPStrategy
 
 
 class {{ cookiecutter.__class }}Strategy(DDPStrategy):
-    """One process per device, gradients averaged by torch's DistributedDataParallel.
+    """Strategy with one process per device, whose gradients torch's DistributedDataParallel averages.
 
     Hardware that torch speaks to needs no strategy of its own: core's work on it. Override ``configure_ddp`` to wrap
     the model otherwise, ``setup_communication`` for another initialisation, ``optimizer_step`` for another step; where

@@ -1,0 +1,141 @@
+"""Train a small model under a strategy, and the same model in plain PyTorch in one process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+
+from torchhal.strategies import Strategy
+from torchhal_conformance._assertions import close, require
+from torchhal_conformance._check import NotApplicable
+from torchhal_conformance._rank_context import RankContext
+
+TOLERANCE = 2e-5
+
+BATCH = 12
+"""Samples of a global batch: divisible by 2 and 3 ranks."""
+
+SGD: Callable[..., Optimizer] = torch.optim.SGD
+
+
+class Regression(nn.Module):
+    """Model whose loss is a mean over samples, so that the mean of the ranks' losses is the joined batch's loss."""
+
+    def __init__(self, seed: int = 0, *, unused: bool = False) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.body = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+        self.register_buffer("offset", torch.full((2,), float(seed)))
+        if unused:
+            self.never_used = nn.Linear(2, 2)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.4, generator=generator)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)  # type: ignore[no-any-return]
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        return F.mse_loss(self(x), y)
+
+
+def batch(rank: RankContext, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the global batch of that number, the same on every rank."""
+    return rank.random(BATCH, 6, seed=2 * number), rank.random(BATCH, 2, seed=2 * number + 1)
+
+
+def share(strategy: Strategy, data: Any) -> Any:
+    """Return this rank's share of a global batch, on its device."""
+    kwargs = strategy.distributed_sampler_kwargs
+    if kwargs is not None:
+        rows = slice(kwargs["rank"], None, kwargs["num_replicas"])
+        data = tuple(tensor[rows] for tensor in data)
+    return strategy.batch_to_device(data)
+
+
+class StrategyRun:
+    """A strategy with a model and an optimizer, driven as the Trainer's loop drives it."""
+
+    def __init__(
+        self, rank: RankContext, strategy: Strategy, model: Any = None, make: Any = SGD, **options: Any
+    ) -> None:
+        self.rank, self.strategy = rank, strategy
+        self.module = Regression() if model is None else model
+        strategy.connect(self.module)
+        strategy.setup_model()
+        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        if trained:
+            strategy.setup_optimizers([make(trained, **{"lr": 0.1, **options})])
+        self.step = strategy.step_function("training_step")
+
+    @property
+    def optimizer(self) -> Optimizer:
+        return self.strategy.optimizers[0]
+
+    def train(self, first: int, last: int, clip: float | None = None) -> list[float]:
+        """Make steps ``first`` to ``last`` - 1 and return the losses, averaged over the ranks."""
+        losses = []
+        for number in range(first, last):
+            self.strategy.zero_grad(self.optimizer)
+            loss = self.step(share(self.strategy, batch(self.rank, number)), number)
+            self.strategy.backward(loss)
+            if clip is not None:
+                self.strategy.clip_gradients(self.optimizer, clip)
+            self.strategy.optimizer_step(self.optimizer)
+            losses.append(float(self.strategy.reduce(loss.detach(), "mean")))
+        return losses
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Return the whole state of the module; empty on ranks that write no checkpoints and have no values."""
+        return values(self.strategy)
+
+
+def values(strategy: Strategy) -> dict[str, torch.Tensor]:
+    """Return ``strategy.module_state_dict()`` on the CPU, empty where it has no values; rank 0's must have values."""
+    state: dict[str, torch.Tensor] = strategy.module_state_dict()
+    if any(tensor.is_meta for tensor in state.values()):
+        require(not strategy.is_global_zero, "module_state_dict() has no values on rank 0, which saves them")
+        return {}
+    return {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
+
+
+@contextlib.contextmanager
+def running(
+    rank: RankContext, model: Any = None, make: Any = SGD, strategy: Strategy | None = None, **options: Any
+) -> Iterator[StrategyRun]:
+    """Yield a StrategyRun; raise NotApplicable for a strategy that does the step itself, as the SYS checks cover it."""
+    owned = sorted(name for name in rank.component.declared if name.startswith("owns_"))
+    if set(owned) & {"owns_step", "owns_backward", "owns_accumulation"}:
+        raise NotApplicable(f"the strategy does the step itself ({', '.join(owned)})")
+    with rank.set_up_strategy(strategy) as strategy:
+        yield StrategyRun(rank, strategy, model, make, **options)
+
+
+def reference(
+    rank: RankContext, steps: int, make: Any = SGD, clip: float | None = None, **options: Any
+) -> tuple[Any, list[float]]:
+    """Train in plain torch, in one process on the joined batches; return the model and its losses."""
+    model = Regression()
+    optimizer = make(model.parameters(), **{"lr": 0.1, **options})
+    losses = []
+    for number in range(steps):
+        optimizer.zero_grad()
+        loss = model.training_step(batch(rank, number), number)
+        loss.backward()  # type: ignore[no-untyped-call]
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        losses.append(loss.item())
+    return model, losses
+
+
+def weights_close(what: str, got: dict[str, torch.Tensor], expected: nn.Module, tolerance: float = TOLERANCE) -> None:
+    for name, tensor in expected.state_dict().items():
+        if got:
+            close(f"{what}: {name}", got[name], tensor, tolerance)

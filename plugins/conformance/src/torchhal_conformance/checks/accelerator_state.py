@@ -1,0 +1,144 @@
+"""ACC: random state, memory counts, threads and teardown of an accelerator."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+
+from torchhal_conformance._assertions import require, same
+from torchhal_conformance._check import check
+from torchhal_conformance._context import CheckContext
+
+
+@check("ACC-10")
+def repeated_teardown(context: CheckContext) -> None:
+    """teardown() may be called before a set-up, after one that failed, and twice.
+
+    Why: it runs on the way out of an error; when it raises itself, its error is what the user sees.
+    Fix: release only what was taken, and note that it is released.
+    """
+    accelerator = context.accelerator()
+    accelerator.teardown()
+    try:
+        accelerator.setup_device(torch.device("meta"))
+    except Exception:
+        pass
+    accelerator.teardown()
+    if type(accelerator).availability():
+        accelerator.setup_device(accelerator.get_parallel_devices([0])[0])
+        accelerator.teardown()
+        accelerator.teardown()
+
+
+@check("ACC-11", features=["memory_stats"], needs=["device"])
+def no_leak(context: CheckContext) -> None:
+    """After a set-up, work and teardown(), no more memory is allocated than before.
+
+    Why: a second fit in one process runs out of memory that the first one never gave back.
+    Fix: drop what the accelerator holds in teardown(), then empty the cache.
+    """
+    accelerator, device = context.setup_accelerator()
+    baseline = accelerator.memory_stats(device)["allocated"]
+    for _ in range(3):
+        accelerator.setup_device(device)
+        accelerator.setup(None)
+        work = torch.ones(256, 256, device=device)
+        (work @ work).sum().item()
+        del work
+        accelerator.teardown()
+    left = accelerator.memory_stats(device)["allocated"]
+    require(left <= baseline + 1024, f"{left - baseline} bytes more are allocated after teardown() than before")
+
+
+@check("ACC-14", needs=["device"])
+def random_state(context: CheckContext) -> None:
+    """manual_seed makes the device's random numbers repeat; get_rng_state and set_rng_state replay the stream.
+
+    The state is a uint8 tensor on the CPU.
+
+    Why: without the device's state in a checkpoint, dropout after a resume is another one and no run can be repeated.
+    Fix: seed every generator of the device type; return the generator's state as torch's own modules do.
+    """
+    accelerator, device = context.setup_accelerator()
+
+    def draw() -> torch.Tensor:
+        return torch.rand(8, device=device).cpu()
+
+    accelerator.manual_seed(7)
+    first, second = draw(), draw()
+    require(not torch.equal(first, second), "two draws after manual_seed are the same numbers")
+    accelerator.manual_seed(7)
+    same("the first draw after the same seed", draw(), first)
+    state = accelerator.get_rng_state(device)
+    same("the state's dtype and device", (state.dtype, state.device.type), (torch.uint8, "cpu"))
+    kept = state.clone()
+    same("the second draw", draw(), second)
+    draw()
+    accelerator.set_rng_state(kept, device)
+    same("the draw after set_rng_state", draw(), second)
+    accelerator.manual_seed(8)
+    require(not torch.equal(draw(), first), "another seed gives the same numbers")
+
+
+@check("ACC-18", features=["memory_stats"], needs=["device"])
+def memory_stats(context: CheckContext) -> None:
+    """memory_stats counts bytes as ints, with ``allocated`` and ``peak`` at least.
+
+    A tensor of 4 MiB adds 4 MiB, the peak is never below the current allocation, and reset_peak_memory_stats starts
+    it anew.
+
+    Why: kilobytes in one place and missing keys in another make monitors and memory estimates wrong.
+    Fix: override memory_stats and convert the vendor's units.
+    """
+    accelerator, device = context.setup_accelerator()
+    size = 4 << 20
+    accelerator.reset_peak_memory_stats(device)
+    before = accelerator.memory_stats(device)
+    require({"allocated", "peak"} <= before.keys(), f"'allocated' and 'peak' must be there (got {sorted(before)})")
+    tensor = torch.ones(size, dtype=torch.uint8, device=device)
+    accelerator.synchronize(device)
+    during = accelerator.memory_stats(device)
+    for name, value in during.items():
+        require(type(value) is int and value >= 0, f"{name!r} must be an int of at least 0 (got {value!r})")
+    grown = during["allocated"] - before["allocated"]
+    require(size <= grown <= 2 * size, f"a tensor of {size} bytes made 'allocated' grow by {grown}")
+    require(
+        during["peak"] >= during["allocated"], f"'peak' {during['peak']} is below 'allocated' {during['allocated']}"
+    )
+    del tensor
+    after = accelerator.memory_stats(device)
+    require(after["allocated"] <= during["allocated"] - size, "freeing the tensor didn't lower 'allocated'")
+    require(after["peak"] >= during["allocated"], "freeing the tensor lowered 'peak'")
+    accelerator.reset_peak_memory_stats(device)
+    reset = accelerator.memory_stats(device)["peak"]
+    require(reset <= after["allocated"] + 1024, f"reset_peak_memory_stats left the peak at {reset}")
+
+
+@check("ACC-22", features=["threads"], needs=["two devices"])
+def two_threads(context: CheckContext) -> None:
+    """Two instances, each set up on its own device in its own thread, don't disturb each other.
+
+    Why: a current device kept in a global moves one thread's work to the other's device.
+    Fix: keep no state of the device on the class or the module; torch's current device is per thread already.
+    """
+    devices = context.accelerator().get_parallel_devices([0, 1])
+    found: dict[int, list[Any]] = {0: [], 1: []}
+    meet = threading.Barrier(2, timeout=20)
+
+    def work(index: int) -> None:
+        accelerator = context.accelerator()
+        accelerator.setup_device(devices[index])
+        for _ in range(5):
+            meet.wait()
+            found[index].append(torch.full((4,), float(index), device=accelerator.device_type).sum().device.index)
+        accelerator.teardown()
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for index, device in enumerate(devices):
+        same(f"devices that thread {index} worked on", found[index], [device.index] * 5)

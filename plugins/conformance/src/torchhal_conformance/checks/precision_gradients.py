@@ -1,0 +1,119 @@
+"""PRE: gradients are scaled, unscaled and clipped exactly once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torchhal_conformance._assertions import close, raises, require, same
+from torchhal_conformance._check import check
+from torchhal_conformance._context import CheckContext
+from torchhal_conformance.checks._precision_run import PrecisionRun, flatten, total_norm
+
+
+@check("PRE-09", needs=["device"])
+def gradients(context: CheckContext) -> None:
+    """After backward() every gradient is one scale times the true one, and after unscale_gradients() the true one.
+
+    Why: a scale that is applied twice, or never taken away, is a learning rate that is 65536 times too large.
+    Fix: scale the loss in backward() and nowhere else.
+    """
+    trained = PrecisionRun(context)
+    reference = flatten(trained.reference())
+    trained.precision.backward(trained.loss())
+    got = flatten(trained.gradients())
+    scale = float(got @ reference / (reference @ reference))
+    require(scale > 0.5, f"after backward() gradients are {scale:.3g} times the true ones")
+    trained.near(f"gradients after backward(), divided by the scale {scale:.6g}", got / scale, reference)
+    trained.precision.unscale_gradients(trained.optimizer)
+    trained.near("gradients after unscale_gradients()", flatten(trained.gradients()), reference)
+
+
+@check("PRE-10", needs=["device"])
+def clip_by_norm(context: CheckContext) -> None:
+    """Clipped by norm, the update has the smaller one of the limit and the gradient's norm.
+
+    The norm before clipping is returned.
+
+    Why: clipping before unscaling shrinks every gradient to nothing, and the loss still goes down a little.
+    Fix: unscale first.
+    """
+    norm = total_norm(PrecisionRun(context).reference())
+    for limit, expected in ((norm / 10, norm / 10), (norm * 10, norm)):
+        trained = PrecisionRun(context)
+        trained.precision.backward(trained.loss())
+        returned = trained.precision.clip_gradients(trained.optimizer, limit, "norm")
+        trained.precision.optimizer_step(trained.optimizer)
+        what = f"norm of the update, of a gradient of norm {norm:.4g} clipped to {limit:.4g},"
+        close(
+            f"{what} relative to the expected",
+            total_norm(trained.weights()) / expected,
+            1.0,
+            max(trained.tolerance, 1e-4),
+        )
+        require(returned is not None, "clip_gradients by norm returned no norm")
+        close("the norm that clip_gradients returned, relative", float(returned) / norm, 1.0, trained.tolerance)  # type: ignore[arg-type]
+
+
+@check("PRE-11", needs=["device"])
+def clip_by_value(context: CheckContext) -> None:
+    """Clipped by value, each entry of the update is the gradient's, cut at the limit.
+
+    An unknown algorithm is a ValueError that names it.
+
+    Why: an algorithm argument that is ignored clips otherwise than the paper says.
+    Fix: branch on it, and refuse the rest.
+    """
+    trained = PrecisionRun(context)
+    reference = flatten(trained.reference())
+    limit = float(reference.abs().median())
+    trained.step(clip=(limit, "value"))
+    trained.near("the update", -flatten(trained.weights()), reference.clamp(-limit, limit))
+    unknown = PrecisionRun(context)
+    unknown.precision.backward(unknown.loss())
+    raises(
+        "clipping by 'luck'",
+        ValueError,
+        lambda: unknown.precision.clip_gradients(unknown.optimizer, 1.0, "luck"),
+        "luck",
+    )
+
+
+@check("PRE-12", needs=["device"])
+def unscale_once(context: CheckContext) -> None:
+    """However often gradients are unscaled and clipped in a step, they are unscaled once.
+
+    Why: logging the norm and clipping both unscale; the second time the gradient is gone.
+    Fix: remember for which optimizer it was done since its last step.
+    """
+    trained = PrecisionRun(context)
+    reference = trained.reference()
+    for _ in range(2):  # the second step too: what was remembered must be forgotten
+        trained.optimizer.zero_grad()
+        start = trained.weights()
+        reference = trained.reference()
+        trained.precision.backward(trained.loss())
+        for _ in range(3):
+            trained.precision.unscale_gradients(trained.optimizer)
+        trained.precision.clip_gradients(trained.optimizer, 1e6)
+        trained.near("gradients unscaled three times", flatten(trained.gradients()), flatten(reference))
+        trained.precision.optimizer_step(trained.optimizer)
+        update = flatten(start) - flatten(trained.weights())
+        trained.near("the update", update, flatten(reference), 2)
+
+
+@check("PRE-22", needs=["device"])
+def main_params(context: CheckContext) -> None:
+    """main_params yields each parameter of an optimizer exactly once, over all of its groups.
+
+    Why: what is yielded twice is clipped twice, and what is left out never.
+    Fix: go through param_groups and remember ids.
+    """
+    trained = PrecisionRun(context)
+    weight, bias = trained.model.weight, trained.model.bias
+    groups: list[dict[str, Any]] = [{"params": [weight]}, {"params": [bias], "lr": 0.1}]
+    optimizer = torch.optim.SGD(groups, lr=1.0)
+    found = [id(parameter) for parameter in trained.precision.main_params(optimizer)]
+    same("the parameters, by their names", sorted(found.count(id(one)) for one in (weight, bias)), [1, 1])
+    same("how many parameters were yielded", len(found), 2)

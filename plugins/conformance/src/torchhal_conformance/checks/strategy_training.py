@@ -1,0 +1,303 @@
+"""STR: several ranks train what one process trains on the joined batch."""
+
+from __future__ import annotations
+
+import contextlib
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from torchhal.errors import UnsupportedCombinationError
+from torchhal_conformance._assertions import close, require, same
+from torchhal_conformance._check import CheckFailed, NotApplicable, check
+from torchhal_conformance._rank_context import RankContext
+from torchhal_conformance.checks._strategy_run import (
+    TOLERANCE,
+    Regression,
+    batch,
+    reference,
+    running,
+    share,
+    values,
+    weights_close,
+)
+
+
+@check("STR-13", world_sizes=(2, 3))
+def initial_weights(rank: RankContext) -> None:
+    """Whatever weights and buffers the ranks came with, after the set-up all have those of rank 0.
+
+    Why: without a broadcast every rank trains a model of its own, and the loss goes down all the same.
+    Fix: broadcast parameters and buffers before wrapping.
+    """
+    with running(rank, Regression(rank.rank)) as run:
+        weights_close(f"rank {rank.rank} after the set-up, beside rank 0", run.weights(), Regression(0), 0.0)
+        rank.gather("done")
+
+
+@check("STR-14", world_sizes=(2, 3))
+def averaged_gradient(rank: RankContext) -> None:
+    """One step of plain SGD is the step on the joined batch: gradients are averaged, not added up.
+
+    Why: a sum in place of a mean is a learning rate that grows with the number of devices.
+    Fix: divide by the number of ranks, once.
+    """
+    with running(rank) as run:
+        run.train(0, 1)
+        weights_close("after one step", run.weights(), reference(rank, 1)[0])
+
+
+@check("STR-15", world_sizes=(2,))
+def accumulation(rank: RankContext) -> None:
+    """Micro-batches under no_backward_sync() add up to the step of one batch; while it is entered nothing is sent.
+
+    Why: synchronizing each micro-batch costs what accumulating was to save, and some did it twice.
+    Fix: return the wrapper's no_sync(), or None where there is nothing to switch off.
+    """
+    with running(rank) as run:
+        strategy = run.strategy
+        data = batch(rank, 0)
+        strategy.zero_grad(run.optimizer)
+        parts = [share(strategy, tuple(tensor[i : i + 4] for tensor in data)) for i in (0, 4, 8)]
+        paused = strategy.no_backward_sync()
+        for number, part in enumerate(parts):
+            last = number == len(parts) - 1
+            with contextlib.nullcontext() if paused is None or last else paused:
+                strategy.backward(run.step(part, number) / len(parts))
+            if number == 0 and paused is not None and rank.size > 1:
+                gradients = [None if p.grad is None else p.grad.detach().cpu() for p in run.module.parameters()]
+                first, *others = rank.gather(gradients)
+                alike = all(
+                    a is None or b is None or torch.equal(a, b)
+                    for other in others
+                    for a, b in zip(first, other, strict=True)
+                )
+                known = any(gradient is not None for gradient in first)
+                require(
+                    not (known and alike),
+                    "gradients under no_backward_sync() are the same on all ranks: they were sent",
+                )
+        strategy.optimizer_step(run.optimizer)
+        weights_close("after three micro-batches", run.weights(), reference(rank, 1)[0])
+
+
+@check("STR-16", world_sizes=(2,))
+def optimizer_moves_weights(rank: RankContext) -> None:
+    """An optimizer step changes the weights that the module, the wrapper and a checkpoint show.
+
+    Why: an optimizer that holds the parameters from before the wrapping moves nothing.
+    Fix: make or rebuild the optimizer over the wrapped module's parameters.
+    """
+    with running(rank) as run:
+        before = run.weights()
+        run.train(0, 1)
+        after = run.weights()
+        unmoved = [name for name in before if "offset" not in name and torch.equal(before[name], after[name])]
+        require(not unmoved, f"after a step these are as before: {', '.join(unmoved)}")
+
+
+@check("STR-17", world_sizes=(2, 3))
+def no_drift(rank: RankContext) -> None:
+    """After five steps with Adam the weights are the same on every rank, bit for bit.
+
+    Why: replicas that drift apart are noticed when one is saved and another one was measured.
+    Fix: reduce in one order on all ranks; broadcast what is computed on one.
+    """
+    with running(rank, make=torch.optim.Adam, lr=0.01) as run:
+        run.train(0, 5)
+        states = [state for state in rank.gather(run.weights()) if state]
+        for other in states[1:]:
+            same("the weights of another rank", other, states[0])
+
+
+@check("STR-18", world_sizes=(2, 3))
+def loss_parity(rank: RankContext) -> None:
+    """Twenty steps have the losses of one process on the joined batches.
+
+    Why: everything may look right and the numbers not be.
+    Fix: compare the first step (STR-14), then the optimizer's state.
+    """
+    with running(rank, make=torch.optim.SGD, momentum=0.9) as run:
+        losses = run.train(0, 20)
+        close("the losses of 20 steps", losses, reference(rank, 20, momentum=0.9)[1], 1e-4)
+
+
+class _TwoParts(nn.Module):
+    automatic_optimization = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two = nn.Linear(6, 2), nn.Linear(6, 2)
+
+    def loss(self, name: str, data: Any) -> torch.Tensor:
+        return F.mse_loss(getattr(self, name)(data[0]), data[1])
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        strategy, optimizers = self.__dict__["parts"]
+        for name, optimizer in zip(("one", "two"), optimizers, strict=True):
+            optimizer.zero_grad()
+            strategy.manual_backward(self.loss(name, batch))
+            strategy.optimizer_step(optimizer)
+
+
+@check("STR-19", world_sizes=(2,))
+def two_optimizers(rank: RankContext) -> None:
+    """Two optimizers, stepped by the module itself through manual_backward, train as in one process.
+
+    Why: wrappers average the gradients of the forward that they saw, and a second backward got none.
+    Fix: average in manual_backward; refuse manual optimization where that can't be done.
+    """
+    owned = sorted(rank.component.declared)
+    if any(name.startswith("owns_") for name in owned):
+        raise NotApplicable(f"the strategy does the step itself ({', '.join(owned)})")
+    plain = _TwoParts()
+    optimizers = [torch.optim.SGD(part.parameters(), lr=lr) for part, lr in ((plain.one, 0.1), (plain.two, 0.2))]
+    for number in range(3):
+        for name, optimizer in zip(("one", "two"), optimizers, strict=True):
+            optimizer.zero_grad()
+            plain.loss(name, batch(rank, number)).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+    with rank.set_up_strategy() as strategy:
+        module = _TwoParts()
+        strategy.connect(module)
+        strategy.setup_model()
+        own = [torch.optim.SGD(module.one.parameters(), lr=0.1), torch.optim.SGD(module.two.parameters(), lr=0.2)]
+        try:
+            strategy.setup_optimizers(own)
+        except UnsupportedCombinationError as error:
+            raise NotApplicable(f"the strategy refuses such a model: {error}") from error
+        module.__dict__["parts"] = (strategy, strategy.optimizers)
+        step = strategy.step_function("training_step")
+        for number in range(3):
+            step(share(strategy, batch(rank, number)), number)
+        weights_close("after three steps of two optimizers", values(strategy), plain)
+
+
+@check("STR-20", world_sizes=(2,), timeout=45)
+def unused_parameters(rank: RankContext) -> None:
+    """A parameter that a step doesn't use trains on, or is an error on every rank; never a hang.
+
+    Why: a wrapper waits for the gradient of every parameter, for ever.
+    Fix: turn the wrapper's message into one that names the parameter.
+    """
+    outcome = ""
+    with running(rank, Regression(unused=True)) as run:
+        try:
+            run.train(0, 3)
+        except Exception as error:
+            outcome = f"{type(error).__name__}: {run.strategy.explain(error)}"
+        outcomes = rank.gather(outcome)
+        require(len({bool(one) for one in outcomes}) == 1, f"some ranks raised, others didn't: {outcomes}")
+        if not outcome:
+            plain = reference(rank, 3)[0].state_dict()
+            got = {name: tensor for name, tensor in run.weights().items() if "never_used" not in name}
+            for name in got:
+                close(f"{name} beside an unused layer", got[name], plain[name], TOLERANCE)
+
+
+@check("STR-35", world_sizes=(2, 3))
+def global_norm(rank: RankContext) -> None:
+    """clip_gradients takes the norm of the whole gradient, over all shards, and the step is the clipped one.
+
+    Why: a rank that clips by its own shard's norm changes the direction of the step.
+    Fix: add up the squares over the ranks that share the parameters.
+    """
+    model = Regression()
+    model.training_step(batch(rank, 0), 0).backward()  # type: ignore[no-untyped-call]
+    grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    expected = float(torch.cat([gradient.flatten() for gradient in grads]).norm())
+    with running(rank) as run:
+        run.strategy.zero_grad(run.optimizer)
+        run.strategy.backward(run.step(share(run.strategy, batch(rank, 0)), 0))
+        norm = run.strategy.clip_gradients(run.optimizer, expected / 3)
+        if norm is not None:
+            whole: Any = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+            close("the norm that clip_gradients returned", float(whole), expected, 1e-4)
+        run.strategy.optimizer_step(run.optimizer)
+        weights_close("after a clipped step", run.weights(), reference(rank, 1, clip=expected / 3)[0])
+
+
+class _Empty(nn.Module):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return torch.zeros((), requires_grad=True)
+
+
+@check("STR-41", world_sizes=(2,))
+def odd_modules(rank: RankContext) -> None:
+    """A module without parameters is set up; one on the meta device works or is refused on every rank alike.
+
+    Why: wrappers refuse a module with nothing to train, and an evaluation needs none.
+    Fix: skip the wrapper where nothing requires a gradient; name what has no values.
+    """
+    with running(rank, _Empty()) as run:
+        run.strategy.barrier("conformance")
+    outcome = ""
+    try:
+        with torch.device("meta"):
+            empty = nn.Linear(6, 2)
+        with rank.set_up_strategy() as strategy:
+            strategy.connect(empty)
+            strategy.setup_model()
+    except Exception as error:
+        outcome = f"{type(error).__name__}: {error}"
+    outcomes = rank.gather(outcome)
+    require(len({bool(one) for one in outcomes}) == 1, f"some ranks raised, others didn't: {outcomes}")
+
+
+@check("STR-42", world_sizes=(2,))
+def repeatable(rank: RankContext) -> None:
+    """The same seed twice gives the same weights, bit for bit.
+
+    Why: a run that can't be repeated can't be debugged.
+    Fix: draw no random number of your own; reduce in a fixed order.
+    """
+    states = []
+    for _ in range(2):
+        torch.manual_seed(11)
+        with running(rank) as run:
+            run.train(0, 4)
+            states.append(run.weights())
+    same("the weights of the second run", states[1], states[0])
+
+
+@check("STR-47", world_sizes=(2, 3))
+def trained_from_rank_zero(rank: RankContext) -> None:
+    """With another seed on each rank, training is that of rank 0's model, also after the steps.
+
+    Why: sharding cuts each rank's own weights into one model of pieces that never belonged together.
+    Fix: broadcast before sharding.
+    """
+    with running(rank, Regression(rank.rank)) as run:
+        run.train(0, 3)
+        weights_close("after three steps from rank 0's weights", run.weights(), reference(rank, 3)[0])
+
+
+@check("STR-48", world_sizes=(2,), timeout=45)
+def one_batch_more(rank: RankContext) -> None:
+    """Where one rank has a batch more than the others all ranks end, or all get an error, in time.
+
+    Why: the rank with the extra batch waits for gradients that nobody sends.
+    Fix: let barriers and collectives have the strategy's timeout, and explain what came of them.
+    """
+    if rank.size == 1:
+        raise NotApplicable("there is one rank")
+    strategy = rank.create_strategy()
+    strategy.timeout = timedelta(seconds=6)
+    outcome = ""
+    try:
+        with running(rank, strategy=strategy) as run:
+            run.train(0, 2)
+            if rank.rank == 0:
+                strategy.backward(run.step(share(strategy, batch(rank, 2)), 2))
+                strategy.optimizer_step(run.optimizer)
+            strategy.barrier("the end of the epoch")
+    except CheckFailed:
+        raise
+    except Exception as error:
+        outcome = f"{type(error).__name__}: {error}"
+    outcomes = rank.gather(outcome)
+    require(len({bool(one) for one in outcomes}) == 1, f"some ranks raised, others didn't: {outcomes}")
