@@ -15,10 +15,9 @@ import torch.distributed as dist
 from torchhal import registry
 from torchhal.checkpoint import CheckpointIO
 from torchhal.cluster import TorchElasticEnvironment
-from torchhal.errors import ConfigurationError
 from torchhal.precision import Precision, SinglePrecision
 from torchhal.strategies import Strategy
-from torchhal_conformance._check import CHECKS, CheckFailed, NotApplicable
+from torchhal_conformance._check import CheckFailed
 from torchhal_conformance._component_under_test import ComponentUnderTest
 from torchhal_conformance._worker_pool import CALL
 
@@ -111,19 +110,3 @@ def side_channel() -> Any:
         port = int(os.environ["MASTER_PORT"])
         _stores[pid] = make(os.environ["MASTER_ADDR"], port, None, False, timeout=PATIENCE)
     return _stores[pid]
-
-
-def run_check(id: str, component: ComponentUnderTest, folder: str) -> None:
-    """Make one check on this rank; :class:`~torchhal_conformance._worker_pool.WorkerPool` calls it in each process."""
-    import torchhal_conformance.checks  # noqa: F401  registers them
-
-    # torch answers once which accelerator it has, and a backward on the CPU asks it
-    component.make_accelerator().availability()
-    torch.manual_seed(component.seed)
-    rank = RankContext(component, folder)
-    if component.kind == "strategy":
-        try:
-            rank.create_strategy().check_fit(precision=SinglePrecision(), world_size=rank.size)
-        except ConfigurationError as error:
-            raise NotApplicable(f"it refuses {rank.size} process(es): {error}") from error
-    CHECKS[id].function(rank)

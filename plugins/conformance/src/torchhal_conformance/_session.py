@@ -21,7 +21,7 @@ from typing import Final
 
 import torch
 
-from torchhal_conformance import _rank_context as rank_context
+from torchhal_conformance import _rank_check as rank_check
 from torchhal_conformance._check import Check, CheckFailed, MissingRequirement, NotApplicable, Skipped
 from torchhal_conformance._component_under_test import ComponentUnderTest, missing
 from torchhal_conformance._context import CheckContext
@@ -126,7 +126,7 @@ class Session:
             try:
                 with folder() as shared:
                     self.worker_pool(size).run(
-                        rank_context.run_check, one.id, self.component, str(shared), timeout=one.timeout
+                        rank_check.run_check, one.id, self.component, str(shared), timeout=one.timeout
                     )
             except Skipped as skip:
                 kind, _, reason = str(skip).partition(": ")
