@@ -1,4 +1,4 @@
-"""Cut a model into stages at named modules, for a pipeline.
+"""Split a model into stages at named modules, for a pipeline.
 
 Only the outer forward is followed, down to the modules at which it is cut; what is inside them runs as it is, with its
 own control flow, hooks and training mode. A stage calls the model's own submodules, so names, parameters and shared

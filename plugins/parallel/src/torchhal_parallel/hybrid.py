@@ -205,7 +205,7 @@ class HybridStrategy(FullyShardedStrategy):
         if self.sizes["pipeline"] > 1:
             if training:
                 check_frequencies(self.module, "each microbatch")
-            self._cut_stages()
+            self._split_into_stages()
         if plan:
             assert self._objects is not None
             apply_plan(self.module, plan, self.mesh["tensor"], self._objects.empty_replaced)
@@ -223,7 +223,7 @@ class HybridStrategy(FullyShardedStrategy):
             if self.pipe is not None:
                 self.pipe.relink()
 
-    def _cut_stages(self) -> None:
+    def _split_into_stages(self) -> None:
         assert self.module is not None
         check_automatic_optimization(self.module)
         size = self.sizes["pipeline"]
