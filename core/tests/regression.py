@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from torchhal.strategies import StepResult
+
 
 def close(found, expected, tolerance=1e-6):
     torch.testing.assert_close(found.cpu(), expected, rtol=tolerance, atol=tolerance)
@@ -92,7 +94,7 @@ def train(strategy, model, make_optimizer, global_batches, *, accumulate=1, clip
         if last:
             if clip is not None:
                 strategy.clip_gradients(optimizer, clip)
-            assert strategy.optimizer_step(optimizer) is True
+            assert strategy.optimizer_step(optimizer) == StepResult.UPDATED
             optimizer.zero_grad()
     return losses
 

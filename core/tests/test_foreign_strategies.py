@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from torchhal import Module, Trainer
-from torchhal.strategies import SingleDeviceStrategy
+from torchhal.strategies import SingleDeviceStrategy, StepResult
 from torchhal.trainer.loops._fit_loop import DataPositionChanged
 
 pytestmark = pytest.mark.usefixtures("accelerator")
@@ -132,7 +132,9 @@ def test_an_engines_schedulers_step_once():
 class Swarm(SingleDeviceStrategy):
     """As a peer among others: a step is due when all together have done enough, and who was late takes over theirs."""
 
-    answers = (None, 5, None, True, False, None)
+    def __init__(self, answers):
+        super().__init__()
+        self.answers = answers
 
     def optimizer_step(self, optimizer, closure=None):
         answer = self.answers[self.asked % 6]
@@ -140,8 +142,18 @@ class Swarm(SingleDeviceStrategy):
         return answer
 
 
-def test_a_step_may_be_none_or_many():
-    strategy = Swarm()
+NOT_DUE, UPDATED, SKIPPED = StepResult.NOT_DUE, StepResult.UPDATED, StepResult.SKIPPED
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        (None, 5, None, True, False, None),  # as strategies answered before there was StepResult
+        (NOT_DUE, StepResult(5, updated=True), NOT_DUE, UPDATED, SKIPPED, NOT_DUE),
+    ],
+)
+def test_a_step_may_be_none_or_many(answers):
+    strategy = Swarm(answers)
     strategy.asked = 0
     trainer, _ = fit(strategy, scheduler=True)
     assert trainer.global_step == 14  # 5 at once, one, one that was skipped, twice

@@ -3,6 +3,7 @@
 from torchhal._overrides import overrides
 from torchhal.strategies._forward_through import forward_through
 from torchhal.strategies._replica_consistency import check_frequencies, check_lookups, find_difference
+from torchhal.strategies._step_result import StepResult
 from torchhal.strategies.base import Strategy
 from torchhal.strategies.ddp import DDPStrategy
 from torchhal.strategies.parallel import ParallelStrategy
@@ -12,6 +13,7 @@ __all__ = [
     "DDPStrategy",
     "ParallelStrategy",
     "SingleDeviceStrategy",
+    "StepResult",
     "Strategy",
     "check_frequencies",
     "check_lookups",

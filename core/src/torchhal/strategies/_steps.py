@@ -15,6 +15,7 @@ from torchhal.precision import Precision
 from torchhal.precision.base import dense_gradient
 from torchhal.strategies._communication import StrategyCommunication
 from torchhal.strategies._forward_through import forward_through
+from torchhal.strategies._step_result import StepResult
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 """Names of the step methods of a module."""
@@ -231,7 +232,7 @@ class StrategySteps(StrategyCommunication):
         parameters = [parameter for parameter in self.precision.main_params(optimizer) if parameter.grad is not None]
         return nn.utils.get_total_norm([dense_gradient(parameter) for parameter in parameters])
 
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> int | None:
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
         """Update the parameters with ``optimizer``.
 
         Called on every rank.
@@ -241,13 +242,12 @@ class StrategySteps(StrategyCommunication):
             closure: runs inside the step: forward, backward and clipping included.
 
         Returns:
-            True if parameters were updated, False if the step was skipped (an overflow: schedulers wait), None if none
-            was due yet (it doesn't count), a number above 1 if the model is now so many steps further: the state of
-            other processes, which were ahead, was taken over.
+            How many steps the model got further, and whether parameters changed; an override may also return a bool, as
+            :meth:`.StepResult.of` takes it.
 
         Checks: STR-16.
         """
         stepped = self.precision.optimizer_step(optimizer, closure)
         if self.mark_step is not None:
             self.mark_step()
-        return stepped
+        return StepResult.of(stepped)

@@ -6,6 +6,8 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from torchhal.strategies import StepResult
+
 if TYPE_CHECKING:
     from torchhal.trainer.data._training_data import TrainingData
 
@@ -102,14 +104,11 @@ class FitProgress:
         self.data_position = position
         self.generators = generators
 
-    def count_step(self, updated: int = True) -> None:
-        """Count an optimizer step.
-
-        Args:
-            updated: False when the precision skipped the update; 2 or more when the model got so many steps further.
-        """
-        self.global_step += max(1, int(updated))
-        self.stepped = bool(updated)
+    def count_step(self, result: StepResult) -> None:
+        """Count the steps of an :meth:`.Strategy.optimizer_step`; nothing where none was due."""
+        if result.steps:
+            self.global_step += result.steps
+            self.stepped = result.updated
 
     def next_epoch(self) -> None:
         """Count the running epoch as finished."""

@@ -18,6 +18,7 @@ from torchhal.distributed import collectives
 from torchhal.errors import CheckpointError, ConfigurationError
 from torchhal.memory_estimate import MemoryEstimate, ModelMemory
 from torchhal.precision import cast_tensors
+from torchhal.strategies import StepResult
 from torchhal_deepspeed import _compatibility as compatibility
 from torchhal_deepspeed import _config as settings
 from torchhal_deepspeed import _sdk as sdk
@@ -195,9 +196,9 @@ class DeepSpeedStrategy(DeepSpeedEngineBase):
     def zero_grad(self, optimizer: Optimizer) -> None:
         """Do nothing: the engine has cleared the gradients with its step."""
 
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool | None:
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
         self.engine.step()
-        return bool(self.engine.was_step_applied())
+        return StepResult.UPDATED if self.engine.was_step_applied() else StepResult.SKIPPED
 
     def sync_gradients(self) -> None:
         """Average the gradients, as the engine does in the last backward of an accumulation, without one."""

@@ -22,7 +22,7 @@ from torchhal.cluster import ClusterEnvironment
 from torchhal.distributed.process import describe_exit, leave, write_stderr
 from torchhal.errors import ConfigurationError, DistributedError, ModelError, UnsupportedCombinationError
 from torchhal.precision import Precision
-from torchhal.strategies import SingleDeviceStrategy, Strategy
+from torchhal.strategies import SingleDeviceStrategy, StepResult, Strategy
 from torchhal.trainer.logging import batch_size_of
 from torchhal_hivemind import _config as settings
 from torchhal_hivemind import _sdk as sdk
@@ -254,8 +254,8 @@ class HivemindStrategy(SingleDeviceStrategy):
         super().backward(loss, *args, **kwargs)
         self._samples += self._batch
 
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> int | None:
-        """Give the gradients to the collaboration; return by how many epochs it is further, None for none.
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
+        """Give the gradients to the collaboration; return how many epochs it got further.
 
         With ``averaging="state"`` each call is a step of this peer's own.
         """
@@ -263,7 +263,7 @@ class HivemindStrategy(SingleDeviceStrategy):
         assert peer is not None and schedule is not None and closure is None
         samples, self._samples = self._samples, 0
         if not samples:
-            return None
+            return StepResult.NOT_DUE
         if self._lost:
             raise DistributedError(self._lost)
         taken = peer.taken
@@ -278,8 +278,8 @@ class HivemindStrategy(SingleDeviceStrategy):
         if peer.behind_since is not None:
             self._check_not_lost(peer)
         if self.settings.averaging == "state":
-            return None if replaced else True
-        return epoch - before if epoch > before else None
+            return StepResult.NOT_DUE if replaced else StepResult.UPDATED
+        return StepResult(epoch - before, updated=True) if epoch > before else StepResult.NOT_DUE
 
     def _step_together(self) -> None:
         """Step with the averaged gradients, which are in place, in a thread of hivemind's."""

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from torchhal.distributed.process import launched_by
 from torchhal.errors import CheckpointMismatchError, ConfigurationError, ModelError, UnsupportedCombinationError
-from torchhal.strategies import SingleDeviceStrategy, Strategy
+from torchhal.strategies import SingleDeviceStrategy, StepResult, Strategy
 from torchhal_ipu import _compatibility as compatibility
 from torchhal_ipu import _config as options
 from torchhal_ipu import _dataloader as dataloader
@@ -319,7 +319,7 @@ class IPUStrategy(SingleDeviceStrategy):
     def grad_norm(self, optimizer: Optimizer) -> torch.Tensor:
         raise ConfigurationError("on IPUs gradients live within the compiled step, and no norm of them can be read")
 
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> int | None:
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
         """Return how many steps the call has taken, and move schedulers that follow steps along."""
         if closure is not None:
             raise ModelError("on IPUs the update is part of the compiled step, and can't call a closure")
@@ -328,7 +328,7 @@ class IPUStrategy(SingleDeviceStrategy):
             if config.interval == "step":
                 for _ in range(count - 1):  # the loop takes the last one
                     config.scheduler.step()
-        return count
+        return StepResult(count, updated=True)
 
     # -- data ------------------------------------------------------------------------------------------------
 

@@ -50,7 +50,7 @@ def without_the_trainer():
         for _ in range(2):
             for index, batch in enumerate(batches):
                 strategy.backward(step(strategy.batch_to_device(batch), index))
-                assert strategy.optimizer_step(strategy.optimizers[0]) == 1
+                assert strategy.optimizer_step(strategy.optimizers[0]).steps == 1
         state = strategy.module_state_dict()
         strategy.restore_module()
     finally:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torchhal.distributed import collectives
 from torchhal.errors import TorchhalError
 from torchhal.memory_estimate import ModelMemory, ParameterMemory
+from torchhal.strategies import StepResult
 from torchhal_parallel._device_mesh import release_groups
 from torchhal_parallel._fsdp_units import (
     called_submodules,
@@ -357,7 +358,7 @@ class FullyShardedStrategy(ShardedStrategy):
         self._average_once()
         super().unscale_gradients(optimizer)
 
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> int | None:
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
         if not self.reshard_after_forward or (self._inner_backward is not None and self._inner_backward.held):
             self._reshard()  # a forward without a backward may have come since
         if closure is not None:

@@ -17,7 +17,7 @@ from torchhal.errors import (
 )
 from torchhal.memory_estimate import MemoryEstimate, ModelMemory
 from torchhal.precision import Precision
-from torchhal.strategies import Strategy, check_frequencies
+from torchhal.strategies import StepResult, Strategy, check_frequencies
 from torchhal_parallel._device_mesh import ParallelDims, build_mesh, check_size, make_batch_group, release_groups
 from torchhal_parallel._divided_regions import DividedRegions
 from torchhal_parallel._double_backward import refuse_double_backward
@@ -366,7 +366,7 @@ class HybridStrategy(FullyShardedStrategy):
             raise connected_model_error(self.precision, model, self.alias or "hybrid")
         super()._take_connected(model)
 
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> int | None:
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
         if self.pipe is None:
             return super().optimizer_step(optimizer, closure)
         watched = self._trials.before_step(optimizer)

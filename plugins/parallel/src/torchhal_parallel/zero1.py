@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torchhal.distributed import collectives
 from torchhal.errors import CheckpointMismatchError, DistributedError
 from torchhal.memory_estimate import MemoryEstimate, ModelMemory
-from torchhal.strategies import DDPStrategy, find_difference
+from torchhal.strategies import DDPStrategy, StepResult, find_difference
 from torchhal_parallel._gathering import on_first_rank
 from torchhal_parallel._optimizer_checks import OptimizerTrials, check_divisible, with_parameters
 from torchhal_parallel._same_settings import find_differing_settings
@@ -82,7 +82,7 @@ class ZeRO1Strategy(DDPStrategy):
         own = [[each for each in group["params"] if owner[each] == rank] for group in optimizer.param_groups]
         return with_parameters(optimizer, own)
 
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> int | None:
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
         if self.world_size == 1:
             return super().optimizer_step(optimizer, closure)
         self.unscale_gradients(optimizer)  # over all parameters: every rank must come to the same decision
@@ -91,11 +91,11 @@ class ZeRO1Strategy(DDPStrategy):
             self._check_alike_before_step(optimizer, step)
         watched = self._trials.before_step(optimizer, with_closure=closure is not None)
         with self.only_mine(optimizer), watched:
-            stepped = super().optimizer_step(optimizer, closure)
-        if stepped:
+            result = super().optimizer_step(optimizer, closure)
+        if result.updated:
             with self.guard("sending of the updated parameters"):
                 self._share(optimizer)
-        return stepped
+        return result
 
     def _check_alike_before_step(self, optimizer: Optimizer, step: int) -> None:
         """Raise DistributedError, on every rank alike, where replicas of a parameter or its gradient differ.

@@ -17,7 +17,7 @@ from torchhal.cluster import ClusterEnvironment
 from torchhal.errors import DistributedError, ModelError
 from torchhal.memory_estimate import MemoryEstimate, ModelMemory
 from torchhal.precision import Precision
-from torchhal.strategies import SingleDeviceStrategy, Strategy
+from torchhal.strategies import SingleDeviceStrategy, StepResult, Strategy
 from torchhal.trainer.data import distribute
 from torchhal.trainer.loops import DataPositionChanged, StopOnSignal
 from torchhal_torchft import _config as config
@@ -207,15 +207,15 @@ class TorchFTStrategy(SingleDeviceStrategy):
     def clip_gradients(self, optimizer: Optimizer, clip_val: float, algorithm: str = "norm") -> torch.Tensor | None:
         return super().clip_gradients(optimizer, clip_val, algorithm) if self._may_step(optimizer) else None
 
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> int | None:
-        """Step with the mean gradient; return None where the groups could not agree, which is no step."""
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
+        """Step with the mean gradient; return NOT_DUE where the groups could not agree, which is no step."""
         if self._group is None:
             return super().optimizer_step(optimizer, closure)
         if closure is not None:  # as of an optimizer that evaluates once; others are refused
             with torch.enable_grad():
                 closure()
         try:
-            return super().optimizer_step(optimizer) if self._may_step(optimizer) else None
+            return super().optimizer_step(optimizer) if self._may_step(optimizer) else StepResult.NOT_DUE
         finally:
             self._forget_step()
 

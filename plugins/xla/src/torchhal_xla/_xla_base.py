@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from torchhal.errors import ConfigurationError
 from torchhal.precision import MixedPrecision
-from torchhal.strategies import Strategy
+from torchhal.strategies import StepResult, Strategy
 
 
 class LazyStrategy(Strategy):
@@ -81,7 +81,7 @@ class LazyStrategy(Strategy):
         assert self.mark_step is not None
         return _CutAfter(self.mark_step)
 
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> int | None:
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
         cut = self.mark_step
         assert cut is not None
         if closure is None and isinstance(self.precision, MixedPrecision) and self.precision.scaler is not None:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from torchhal.distributed import collectives
 from torchhal.errors import ConfigurationError, UnsupportedCombinationError
-from torchhal.strategies import ParallelStrategy
+from torchhal.strategies import ParallelStrategy, StepResult
 from torchhal_xla._xla_base import LazyStrategy
 from torchhal_xla.accelerator import XLAAccelerator
 from torchhal_xla.environment import XLAEnvironment
@@ -134,7 +134,7 @@ class XLAStrategy(LazyStrategy, ParallelStrategy):
         self.sync_gradients()
         super().unscale_gradients(optimizer)
 
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> int | None:
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
         if closure is None:
             self.sync_gradients()
             return super().optimizer_step(optimizer)

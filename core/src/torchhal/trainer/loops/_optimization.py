@@ -13,7 +13,7 @@ from torchhal._overrides import overrides
 from torchhal.errors import ConfigurationError, LaunchError, ModelError, NonFiniteLossError
 from torchhal.precision import Precision
 from torchhal.precision.base import needs_closure
-from torchhal.strategies import Strategy
+from torchhal.strategies import StepResult, Strategy
 from torchhal.trainer._call_signatures import adapt_step
 from torchhal.trainer._hooks import module_hook
 from torchhal.trainer._run_part import RunPart
@@ -189,7 +189,7 @@ class Optimization(RunPart[Run]):
             return self.run_step(batch, batch_idx, 0)
         if self.owns_step or not self.optimizers:
             output = self.run_step(batch, batch_idx, 0)
-            self.progress.count_step()
+            self.progress.count_step(StepResult.UPDATED)
             return output
         if self.no_sync is not None:
             self.averages = update
@@ -224,15 +224,11 @@ class Optimization(RunPart[Run]):
             self.before_update(optimizer)
         if self.plain_step:
             optimizer.step()
-            stepped: int | None = True
+            result = StepResult.UPDATED
         else:
-            stepped = self.strategy.optimizer_step(optimizer)
+            result = StepResult.of(self.strategy.optimizer_step(optimizer))
         self.progress.has_gradients = False
-        self._count(stepped)
-
-    def _count(self, stepped: int | None) -> None:
-        if stepped is not None:
-            self.progress.count_step(stepped)
+        self.progress.count_step(result)
 
     def forward_backward(self, batch: Any, batch_idx: int, first: bool) -> Any:
         if self.owns_backward:
@@ -406,14 +402,14 @@ class Optimization(RunPart[Run]):
             return result
 
         if self.closures.get(id(optimizer)) or (closure is not None and "owns_closure" in self.strategy.features):
-            stepped = self.strategy.optimizer_step(optimizer, run_closure)
+            stepped = StepResult.of(self.strategy.optimizer_step(optimizer, run_closure))
         else:
             run_closure()
             if self.automatic and not self.progress.has_gradients:
                 return result  # training_step returned None: there is nothing to step with
-            stepped = self.strategy.optimizer_step(optimizer)
+            stepped = StepResult.of(self.strategy.optimizer_step(optimizer))
         self.progress.has_gradients = False
-        self._count(stepped)
+        self.progress.count_step(stepped)
         return result
 
     def _check_averaged(self, optimizer: Optimizer) -> None:

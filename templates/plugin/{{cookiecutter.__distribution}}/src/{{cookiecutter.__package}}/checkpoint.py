@@ -12,8 +12,8 @@ from torchhal.checkpoint import TorchCheckpointIO
 class {{ cookiecutter.__class }}CheckpointIO(TorchCheckpointIO):
     """Checkpoint IO that writes torch's file, in one step and with a checksum.
 
-    Copy tensors to host memory here that only the vendor's packages can read: whoever loads the file need not have them. For
-    another format derive from :class:`torchhal.checkpoint.CheckpointIO`.
+    Copy tensors to host memory here that only the vendor's packages can read: whoever loads the file need not have
+    them. For another format derive from :class:`torchhal.checkpoint.CheckpointIO`.
     """
 
     def save_checkpoint(

@@ -1,0 +1,50 @@
+"""Define the result of an optimizer step of a strategy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Result of :meth:`.Strategy.optimizer_step`: how far the step has taken the model.
+
+    Attributes:
+        steps: optimizer steps to count: 1; 0 where none was due yet; more where the state of other processes, which
+            were ahead, was taken over.
+        updated: whether parameters changed. False where the precision skipped the update, as after an overflow:
+            schedulers wait then.
+
+    .. versionadded:: 0.2
+    """
+
+    steps: int
+    updated: bool
+
+    UPDATED: ClassVar[StepResult]
+    """One step, which changed parameters."""
+    SKIPPED: ClassVar[StepResult]
+    """One step, whose update the precision skipped."""
+    NOT_DUE: ClassVar[StepResult]
+    """No step yet."""
+
+    @classmethod
+    def of(cls, value: object) -> StepResult:
+        """Return ``value`` as a StepResult.
+
+        Args:
+            value: one, or what strategies returned before there was this class: True for an update, False for a skipped
+                one, None where no step was due, a number for so many steps.
+        """
+        if isinstance(value, cls):
+            return value
+        if value is None:
+            return cls.NOT_DUE
+        steps = int(value)  # type: ignore[call-overload]
+        return cls(max(1, steps), bool(steps))
+
+
+StepResult.UPDATED = StepResult(1, True)
+StepResult.SKIPPED = StepResult(1, False)
+StepResult.NOT_DUE = StepResult(0, False)
