@@ -151,7 +151,7 @@ class RunOwnership:
             now.write(b"now")
             now_ns, then_ns = now.modified_ns(), owner.modified_ns()
         finally:
-            with suppress(Exception):  # as after a kill: the next process that asks or takes over removes it
+            with suppress(Exception):  # as after a kill: the next process that reads the time or takes over removes it
                 now.remove()
         return (now_ns - then_ns) / 1e9 if now_ns and then_ns else 0.0
 

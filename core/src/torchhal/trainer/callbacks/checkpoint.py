@@ -48,8 +48,8 @@ class ModelCheckpoint(Callback):
         dirpath: the folder, or an fsspec URL; ``<log folder of the first logger>/checkpoints`` by default.
         filename: a pattern; ``{epoch}``, ``{step}`` and every logged name may stand in it. Default
             ``"{epoch}-{step}"``, which becomes ``epoch=0-step=64.ckpt``.
-        monitor: the logged value that says which is best; None keeps the newest.
-        verbose: say what was saved.
+        monitor: the logged value by which checkpoints are ranked; None keeps the newest.
+        verbose: print what was saved.
         save_last: also keep ``last.ckpt``, the newest state, updated with every save and at the end of each epoch.
             It is a second name of what was just saved, where the file system has links, not a second save.
         save_top_k: how many to keep: -1 all, 0 none.
@@ -64,6 +64,13 @@ class ModelCheckpoint(Callback):
             ``monitor`` at the end of epochs as well.
         enable_version_counter: False overwrites checkpoints of other runs; what is no checkpoint stays.
 
+    Attributes:
+        best_model_path: the best checkpoint so far, or without ``monitor`` the newest; "" for none.
+        best_model_score: its score; None without ``monitor``.
+        best_k_models: the scores of the checkpoints that are kept, by path.
+        current_score: the latest score.
+        last_model_path: the ``last.ckpt``, or "".
+
     Raises:
         ConfigurationError, TypeError, ValueError: arguments outside their domain, or that exclude each other.
     """
@@ -75,8 +82,8 @@ class ModelCheckpoint(Callback):
     STARTING_VERSION = 1
 
     runs_after_module = True
-    """What the model's own hook does to weights, buffers or optimizers is in the file, or a resumed run would lack it;
-    at the end of an epoch all values are in."""
+    """Changes that the model's own hook makes to weights, buffers or optimizers are in the file; at the end of an epoch
+    all values are logged."""
 
     best_model_path = Forwarded[str]("_kept")
     best_model_score = Forwarded["torch.Tensor | None"]("_kept")
@@ -161,7 +168,7 @@ class ModelCheckpoint(Callback):
     # -- hooks -------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, module: Any, stage: str) -> None:
-        """Choose the folder, together with the other ranks; nothing is created yet."""
+        """Choose the folder, and check on rank 0 that it can be written to; nothing is created yet."""
         self.dirpath = self._given_dirpath or self._default_folder(trainer)
         self._validated = False
         storage_options = trainer.strategy.checkpoint_io.storage_options
@@ -171,7 +178,7 @@ class ModelCheckpoint(Callback):
             decide_on_rank_zero(trainer, lambda: check_writable(folder, storage_options))
 
     def on_load_checkpoint(self, trainer: Trainer, module: Any, checkpoint: dict[str, Any]) -> None:
-        """Find out, before a fit, whether the run that wrote this checkpoint wrote into the same folder."""
+        """Remember, before a fit, the run that wrote this checkpoint, if it lies in the same folder."""
         path = normal_folder(trainer.ckpt_path or "")
         if trainer.state.fn == "fit" and os.path.dirname(path) == self.dirpath and trainer.is_global_zero:
             self._writer.files.continues(path)
@@ -182,8 +189,8 @@ class ModelCheckpoint(Callback):
             # Not before: a run whose checkpoint is refused is not taken over.
             take_over_run(trainer, [(callback._writer.files, callback.dirpath or "") for callback in callbacks])
         self._step_seen = trainer.global_step
-        # A checkpoint that knows nothing of this callback may lead back to where it has been: what is trained from
-        # there on is saved again.
+        # A checkpoint without a state of this callback may set training back: what is then trained again is saved
+        # again.
         position = _position(trainer)
         if self._kept.seen_at != position:
             self._kept.seen_at = None
@@ -243,12 +250,12 @@ class ModelCheckpoint(Callback):
         return self._kept.interrupted or (self.last_model_path if self.save_last else self._writer.durable_path)
 
     def save_interrupted(self, trainer: Trainer) -> None:
-        """Save a state to resume from, since a signal ends the run here. Called on every rank."""
+        """Save a state to resume from, when a signal ends the run. Every rank must call."""
         if not self._saves(trainer) or trainer.sanity_checking:
             return
         others = [callback for callback in trainer.checkpoint_callbacks if callback.dirpath == self.dirpath]
         if others and others[0] is not self:
-            return  # one is enough for a folder
+            return  # one file in a folder is enough
         self._settle(trainer)
         kept, writer = self._kept, self._writer
         if kept.written_at == _position(trainer) and not self.save_weights_only:
@@ -268,7 +275,7 @@ class ModelCheckpoint(Callback):
     # -- saving ------------------------------------------------------------------------------------------------------
 
     def _save(self, trainer: Trainer, *, top_k: bool) -> None:
-        """Look at the state of now once; every rank comes here at the same steps."""
+        """Save what is due at this position of training, once. Every rank must call at the same steps."""
         if trainer.fast_dev_run or trainer.sanity_checking or trainer.state.fn != "fit":
             return
         kept, writer, position = self._kept, self._writer, _position(trainer)
@@ -298,7 +305,7 @@ class ModelCheckpoint(Callback):
             self._settle(trainer)
 
     def _decide(self, trainer: Trainer, top_k: bool) -> tuple[str | None, float | None, str | None, str | None]:
-        """On rank 0: (new file, its score, the file it replaces, the new ``last``); None for what isn't."""
+        """Return, on rank 0, the new file, its score, the file it replaces and the new ``last``, each or None."""
         metrics = self._values(trainer)
         score = None
         save, evicted = top_k and self.save_top_k != 0, None
@@ -324,7 +331,7 @@ class ModelCheckpoint(Callback):
 
     @property
     def kth_best_model_path(self) -> str:
-        """The worst of the checkpoints that are kept for their scores, which is the next to be deleted."""
+        """The worst of the checkpoints that are kept for their scores, the next to be deleted."""
         return self._kept.worst(self.mode)
 
     def _keep(self, path: str, evicted: str | None) -> None:
@@ -356,7 +363,13 @@ class ModelCheckpoint(Callback):
     def format_checkpoint_name(
         self, metrics: Mapping[str, Any], filename: str | None = None, ver: int | None = None
     ) -> str:
-        """The path a checkpoint with these values has, as its ``ver``-th version."""
+        """Return the path of a checkpoint.
+
+        Args:
+            metrics: the values that the pattern names.
+            filename: the pattern; None for that of this callback.
+            ver: the number appended to the name; None for no number.
+        """
         name = fill_pattern(
             filename or self._pattern(),
             metrics,
@@ -367,7 +380,7 @@ class ModelCheckpoint(Callback):
         return join(self.dirpath or "", f"{name}{version}{self.FILE_EXTENSION}")
 
     def _free_path(self, trainer: Trainer, pattern: str, replaced: set[str | None]) -> str:
-        """A path nobody has: not another run, and not what this one keeps beside what is ``replaced``. On rank 0."""
+        """Return a path that no other run has and this one keeps no file at, except ``replaced``. On rank 0."""
         values = self._values(trainer)
         path = self.format_checkpoint_name(values, pattern)
         if not self._writer.files.hold(path):
@@ -402,7 +415,7 @@ class ModelCheckpoint(Callback):
         return join(normal_folder(trainer.log_dir or root), "checkpoints")
 
     def candidate_folders(self, trainer: Trainer) -> list[str]:
-        """Where checkpoints of this run, and of earlier ones, may lie; the most likely first. Every rank."""
+        """Return the folders in which checkpoints of this run, and of earlier ones, may lie; the most likely first."""
         if self._given_dirpath is not None:
             return [self._given_dirpath]
         folder = self._default_folder(trainer)
@@ -432,5 +445,5 @@ class ModelCheckpoint(Callback):
 
 
 def _position(trainer: Any) -> tuple[int, int]:
-    """Where training stands: optimizer steps and batches, as one step may be made of several batches."""
+    """Return the optimizer steps and batches so far, both since one step may be made of several batches."""
     return trainer.global_step, trainer.fit_loop.total_batches
