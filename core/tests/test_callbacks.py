@@ -177,11 +177,11 @@ class TestPlaces:
     @staticmethod
     def keep(callback, scores):
         for index, score in enumerate(scores):
-            save, evicted = callback._place(score)
+            save, evicted = callback._kept.place(score, callback.mode, callback.save_top_k)
             if save:
                 callback.current_score = torch.tensor(score)
                 callback._keep(f"{index}", evicted)
-        return sorted(callback.best_k_models), callback.best_model_path, callback._doomed
+        return sorted(callback.best_k_models), callback.best_model_path, callback._kept.superseded
 
     def test_min_and_max(self):
         scores = [3.0, 1.0, 2.0, 5.0, 0.0]

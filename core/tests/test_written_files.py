@@ -22,8 +22,10 @@ from torchhal.checkpoint import TorchCheckpointIO
 from torchhal.checkpoint._local_file import LocalPlace
 from torchhal.errors import CheckpointError, ConfigurationError
 from torchhal.strategies import DDPStrategy
-from torchhal.trainer.callbacks import _written_files as written_files
-from torchhal.trainer.callbacks._written_files import WrittenFiles, new_run_id, take_over
+from torchhal.trainer.callbacks import _run_ownership as run_ownership
+from torchhal.trainer.callbacks._checkpoint_records import new_run_id, runs_beside
+from torchhal.trainer.callbacks._run_takeover import take_over
+from torchhal.trainer.callbacks._written_files import WrittenFiles
 
 HERE = f"{Path(__file__).parent}:{Path(limits.__file__).parent}"
 
@@ -325,7 +327,8 @@ sys.stdin.read()
 def test_finished_run_adopted_once(tmp_path):
     """Two jobs that resume from one folder would delete each other's files."""
     (tmp_path / "process0").touch()
-    wrote = "import sys; from torchhal.trainer.callbacks._written_files import WrittenFiles, new_run_id\n"
+    wrote = "import sys; from torchhal.trainer.callbacks._checkpoint_records import new_run_id\n"
+    wrote += "from torchhal.trainer.callbacks._written_files import WrittenFiles\n"
     wrote += "for n in range(20):\n path = f'{sys.argv[1]}/{n}.ckpt'; files = WrittenFiles(new_run_id(), 'w')\n"
     wrote += " assert files.claim(path); open(path, 'w').close(); files.wrote(path)"
     subprocess.run([sys.executable, "-c", wrote, tmp_path], check=True, timeout=60)
@@ -352,8 +355,8 @@ ON_ANOTHER_HOST = """
 import socket, sys
 sys.path += sys.argv[1].split(":")
 socket.gethostname = lambda: "another"
-from torchhal.trainer.callbacks import _written_files as written_files
-written_files.RENEWED_S = 0.1
+from torchhal.trainer.callbacks import _run_ownership
+_run_ownership.RENEWED_S = 0.1
 from test_written_files import fit, saves_in
 from torchhal import Callback
 
@@ -389,14 +392,14 @@ def test_run_on_other_host_adopted_when_over(tmp_path, on_another_host, monkeypa
     """While it lives nothing of its own is deleted or replaced; killed, its files are those of the run that resumes."""
     there = on_another_host(tmp_path)
     before = names(tmp_path)
-    monkeypatch.setattr(written_files, "EXPIRES_S", limits.scaled(30.0))  # waited for only if it said nothing
+    monkeypatch.setattr(run_ownership, "EXPIRES_S", limits.scaled(30.0))  # waited for only if it said nothing
     fit(tmp_path, 4, ckpt_path="last", save_last=True)
     assert names(tmp_path) == sorted([*before, "last-v1.ckpt", "step=4.ckpt"])
     (tmp_path / "step=4.ckpt").unlink()
     (tmp_path / "last-v1.ckpt").unlink()
     there.kill()
     there.wait()
-    monkeypatch.setattr(written_files, "EXPIRES_S", 0.5)
+    monkeypatch.setattr(run_ownership, "EXPIRES_S", 0.5)
     fit(tmp_path, 6, ckpt_path="last", save_last=True)
     assert names(tmp_path) == ["last.ckpt", "step=6.ckpt"]
 
@@ -412,7 +415,7 @@ def test_adoption_precedes_training(tmp_path, on_another_host, monkeypatch):
     there = on_another_host(*folders)
     there.kill()
     there.wait()
-    monkeypatch.setattr(written_files, "EXPIRES_S", 2.5)
+    monkeypatch.setattr(run_ownership, "EXPIRES_S", 2.5)
     monkeypatch.setattr(Trainer, "announce", lambda self, line: said.append(line))
     for folder in folders:  # both as if said just now
         for owner in (folder / ".torchhal").glob("*.owner-*"):
@@ -437,8 +440,8 @@ def wrote(path):
 
 def elsewhere(files, number=0, content='{"machine": "00000000", "process": 1}', folder=None):
     """Let a process of another host be the one of that run, instead of whoever is."""
-    written_files._stop_renewing(files)
-    folder = folder or Path(next(iter(files._held))) / ".torchhal"
+    run_ownership.stop_renewing(files.ownership)
+    folder = folder or Path(next(iter(files.ownership.held))) / ".torchhal"
     for owner in folder.glob("*.owner-*"):
         owner.unlink()
     (owner := folder / f"{files.run}.owner-{number}").write_text(content)
@@ -467,7 +470,7 @@ def test_run_lost_during_renewal(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(LocalPlace, "write", late)
-        stood_still.renew()
+        stood_still.ownership.renew()
     assert not own.exists() and not stood_still.hold(str(tmp_path / "last.ckpt"))
 
 
@@ -477,7 +480,7 @@ def test_lost_run_warns_in_fit(tmp_path):
     class StandsStill(Callback):
         def on_train_batch_start(self, trainer, *args):
             if trainer.global_step == 2:
-                elsewhere(trainer.checkpoint_callback._files, 1)
+                elsewhere(trainer.checkpoint_callback._writer.files, 1)
 
     with pytest.warns(UserWarning, match=r"as a run of its own from here on.*another process has gone on") as said:
         fit(None, 4, callbacks=[StandsStill(), *saves_in([tmp_path])])
@@ -508,7 +511,7 @@ def test_adoption_of_own_run_renews_file(tmp_path):
     """A process that continues its own run renews the owner file at once."""
     path = tmp_path / "last.ckpt"
     one = wrote(path)
-    written_files._stop_renewing(one)
+    run_ownership.stop_renewing(one.ownership)
     [name], [before] = owners(tmp_path).keys(), owners(tmp_path).values()
     assert adopt(path).run == one.run
     assert owners(tmp_path).keys() == {name} and owners(tmp_path)[name] != before
@@ -518,11 +521,11 @@ def test_adoption_of_own_run_renews_file(tmp_path):
 def test_unreadable_owner_file_expires(tmp_path, monkeypatch, content):
     """It is what a host leaves that crashes while it renews it."""
     path = tmp_path / "last.ckpt"
-    monkeypatch.setattr(written_files, "EXPIRES_S", 0.5)
+    monkeypatch.setattr(run_ownership, "EXPIRES_S", 0.5)
     owner = elsewhere(crashed := wrote(path), content=content)
     start = time.monotonic()
     assert adopt(path).run == crashed.run and time.monotonic() - start > 0.4
-    monkeypatch.setattr(written_files, "EXPIRES_S", 3600.0)
+    monkeypatch.setattr(run_ownership, "EXPIRES_S", 3600.0)
     owner = elsewhere(crashed, content=content)
     os.utime(owner, (1, 1))
     assert adopt(path).run == crashed.run
@@ -530,7 +533,7 @@ def test_unreadable_owner_file_expires(tmp_path, monkeypatch, content):
 
 def test_renewal_survives_file_system_errors(tmp_path, monkeypatch, caplog):
     """Those of fsspec raise what they like."""
-    monkeypatch.setattr(written_files, "RENEWED_S", 0.01)
+    monkeypatch.setattr(run_ownership, "RENEWED_S", 0.01)
     tried, failing = [], threading.Event()
     write = LocalPlace.write
 
@@ -578,7 +581,7 @@ def test_hold_lists_no_folder(tmp_path, monkeypatch):
 def test_killed_adoption_leaves_no_files(tmp_path, monkeypatch):
     """A process that is killed while it asks for the time leaves nothing for good."""
     path = tmp_path / "last.ckpt"
-    monkeypatch.setattr(written_files, "EXPIRES_S", 0.2)
+    monkeypatch.setattr(run_ownership, "EXPIRES_S", 0.2)
     elsewhere(files := wrote(path))
     with monkeypatch.context() as patch:
         patch.setattr(LocalPlace, "remove", lambda place: None)
@@ -609,7 +612,7 @@ class WaitsLonger(Callback):
     """For another host, in a worker, than the ranks do for each other."""
 
     def setup(self, trainer, module, stage):
-        written_files.EXPIRES_S = 2 * trainer.strategy.timeout.total_seconds()
+        run_ownership.EXPIRES_S = 2 * trainer.strategy.timeout.total_seconds()
         for owner in Path(trainer.checkpoint_callback.dirpath).glob(".torchhal/*.owner-*"):
             os.utime(owner)  # as long as ever
 
@@ -618,7 +621,7 @@ class WaitsLonger(Callback):
 def test_adoption_may_exceed_rank_timeout(tmp_path):
     """The wait for another host may be longer than the ranks' timeout for each other."""
     earlier = fit(None, 2, callbacks=saves_in([tmp_path]))
-    elsewhere(earlier.checkpoint_callback._files, folder=tmp_path / ".torchhal")
+    elsewhere(earlier.checkpoint_callback._writer.files, folder=tmp_path / ".torchhal")
     trainer = Trainer(
         accelerator="cpu", devices=2, logger=False, enable_progress_bar=False, enable_model_summary=False, max_steps=4,
         strategy=DDPStrategy(start_method="spawn", timeout=timedelta(seconds=limits.scaled(5.0))),
@@ -815,9 +818,9 @@ def test_continued_run_keeps_ancestors(tmp_path):
     io = TorchCheckpointIO()
     save_as(before, tmp_path / "b.ckpt")
     newest = save_as(after, tmp_path / "c.ckpt")
-    assert written_files.runs_beside(newest, io.list_checkpoints(tmp_path), io.saved_ns, None) == []
+    assert runs_beside(newest, io.list_checkpoints(tmp_path), io.saved_ns, None) == []
     newest = save_as(before, tmp_path / "d.ckpt")
-    assert written_files.runs_beside(newest, io.list_checkpoints(tmp_path), io.saved_ns, None) == []
+    assert runs_beside(newest, io.list_checkpoints(tmp_path), io.saved_ns, None) == []
     other = save_as(stranger, tmp_path / "e.ckpt")
     newest = save_as(after, tmp_path / "f.ckpt")
-    assert written_files.runs_beside(newest, io.list_checkpoints(tmp_path), io.saved_ns, None) == [other]
+    assert runs_beside(newest, io.list_checkpoints(tmp_path), io.saved_ns, None) == [other]

@@ -235,7 +235,7 @@ def _check_results(results: Field) -> None:
 
 
 def _check_payload(payload: Field) -> None:
-    """Check an accumulation that the end of the epoch reads; see ``_metric_accumulators.pack``."""
+    """Check an accumulation that the end of the epoch reads; see ``_metric_payloads.pack``."""
     for name in ("name", "suffix"):
         payload.at(name).text()
     for name in ("both", "logger", "prog_bar", "wide", "sync"):

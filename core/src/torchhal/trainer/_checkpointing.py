@@ -28,7 +28,7 @@ from torchhal.trainer._callback_states import callback_states, load_callback_sta
 from torchhal.trainer._checkpoint_fields import check_format, check_training_state, check_weights
 from torchhal.trainer._frozen_parameters import KEY as FROZEN
 from torchhal.trainer._trained_by import check_same
-from torchhal.trainer.callbacks._written_files import runs_beside
+from torchhal.trainer.callbacks._checkpoint_records import runs_beside
 
 if TYPE_CHECKING:
     from torchhal.trainer.run import Run

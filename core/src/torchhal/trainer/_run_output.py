@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchhal.distributed.process import write_stderr
-from torchhal.trainer.logging._metric_accumulators import to_host
+from torchhal.trainer.logging._metric_payloads import to_host
 from torchhal.trainer.logging._standard_streams import lossy_streams
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from torchhal.trainer._run_output import RunOutput
 from torchhal.trainer._settings import RunSettings
 from torchhal.trainer._state import TrainerState
 from torchhal.trainer.callbacks import EarlyStopping, ModelCheckpoint, ProgressBar
-from torchhal.trainer.callbacks._written_files import new_run_id
+from torchhal.trainer.callbacks._checkpoint_records import new_run_id
 from torchhal.trainer.data._sources import DataSources
 from torchhal.trainer.logging._logged_metrics import Results
 

@@ -1,4 +1,4 @@
-"""Callbacks: what runs beside the model at fixed points of a run, and the ready-made ones."""
+"""Run code beside the model at fixed points of a run, by callbacks of the user or the ready-made ones."""
 
 from torchhal.trainer.callbacks.base import Callback
 from torchhal.trainer.callbacks.checkpoint import ModelCheckpoint

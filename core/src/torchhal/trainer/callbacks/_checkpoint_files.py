@@ -1,4 +1,4 @@
-"""Paths of checkpoints."""
+"""Make and check the folders and paths of checkpoints."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from torchhal.errors import CheckpointError
 
 
 def normal_folder(path: str | os.PathLike[str]) -> str:
-    """An absolute local folder, or a URL without its last slash."""
+    """Return ``path`` as an absolute local folder, or as a URL without its last slash."""
     text = os.fspath(path)
     return text.rstrip("/") if is_url(text) else os.path.abspath(os.path.expanduser(text))
 
 
 def join(folder: str, name: str) -> str:
+    """Return the path of ``name`` in a local folder or at a URL."""
     return f"{folder}/{name}" if is_url(folder) else os.path.join(folder, name)
 
 
 def check_writable(folder: str, storage_options: Mapping[str, Any]) -> None:
     """Raise CheckpointError if this process may not write to ``folder``, which need not exist yet.
 
-    Of one at a URL, only whether there is a file system for it, and none is asked.
+    For a URL this only checks that there is a file system for it, without a request to it.
     """
     if is_url(folder):
         location_of(join(folder, "x"), storage_options)
@@ -42,7 +43,7 @@ def check_writable(folder: str, storage_options: Mapping[str, Any]) -> None:
 
 
 def earlier_runs(folder: str) -> list[str]:
-    """For ``.../version_7/checkpoints`` those of the versions before 7, the newest first; else nothing."""
+    """Return, for ``.../version_7/checkpoints``, those of the versions before 7, newest first; else nothing."""
     run, leaf = os.path.split(folder)
     parent, name = os.path.split(run)
     head, _, number = name.rpartition("_")

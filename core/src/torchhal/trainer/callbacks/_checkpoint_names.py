@@ -1,4 +1,4 @@
-"""File names of checkpoints, from patterns like ``"{epoch}-{val_loss:.2f}"``."""
+"""Fill patterns like ``"{epoch}-{val_loss:.2f}"`` in to file names of checkpoints."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FIELD = re.compile(r"\{([^{}:]*)(:[^{}]*)?\}")
 
 
 def check_pattern(name: str, pattern: str) -> str:
-    """Raise unless ``pattern``, the argument called ``name``, can become a file name."""
+    """Return ``pattern``, the argument called ``name``; raise unless it can become a file name."""
     if not isinstance(pattern, str) or not pattern:
         raise TypeError(f"'{name}' must be a non-empty str or None (got {pattern!r})")
     literal = _FIELD.sub("", pattern)
@@ -26,7 +26,13 @@ def check_pattern(name: str, pattern: str) -> str:
 
 
 def fill_pattern(pattern: str, values: Mapping[str, Any], *, insert_names: bool, equals: str = "=") -> str:
-    """``pattern`` with each ``{key}`` or ``{key:format}`` replaced: by ``key=value``, or by the value alone.
+    """Return ``pattern`` with each ``{key}`` or ``{key:format}`` replaced by ``key=value`` or by the value alone.
+
+    Args:
+        pattern: a pattern that :func:`check_pattern` accepts.
+        values: the values by key.
+        insert_names: True for ``key=value``.
+        equals: stands between key and value.
 
     Raises:
         ConfigurationError: an unknown key, with the known ones; or a format that doesn't fit.

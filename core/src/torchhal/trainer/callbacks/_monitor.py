@@ -1,4 +1,4 @@
-"""What callbacks that watch a metric share: its direction, and the error when nobody logged it."""
+"""Check, compare and look up the metric that a callback monitors."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ from torchhal.errors import ConfigurationError
 
 
 def check_mode(mode: Any) -> str:
+    """Return ``mode``; raise ValueError unless it is ``"min"`` or ``"max"``."""
     if mode not in ("min", "max"):
         raise ValueError(f"'mode' must be 'min' or 'max' (got {mode!r})")
     return str(mode)
 
 
 def check_monitor(monitor: Any, *, optional: bool) -> Any:
+    """Return ``monitor``; raise TypeError unless it is the name of a metric or, if ``optional``, None."""
     if (monitor is None and optional) or (isinstance(monitor, str) and monitor):
         return monitor
     raise TypeError(f"'monitor' must be a non-empty str{' or None' if optional else ''} (got {monitor!r})")
 
 
 def check_number(name: str, value: Any, *, optional: bool = False) -> Any:
+    """Return ``value``; raise unless it is a number other than nan or, if ``optional``, None."""
     if value is None and optional:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -33,14 +36,14 @@ def check_number(name: str, value: Any, *, optional: bool = False) -> Any:
 
 
 def check_score(name: str, value: Any) -> Any:
-    """A number, as a tensor or not, of a state."""
+    """Return ``value``; raise unless it is a number or a real tensor with one element, as states hold scores."""
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
         return value
     return check_number(name, value)
 
 
 def is_better(mode: str, candidate: float, reference: float) -> bool:
-    """Strictly better; nan is worse than everything."""
+    """Return whether ``candidate`` is strictly better than ``reference``; nan is worse than everything."""
     if candidate != candidate:
         return False
     if reference != reference:
@@ -49,6 +52,7 @@ def is_better(mode: str, candidate: float, reference: float) -> bool:
 
 
 def missing_metric(owner: Any, monitor: str, metrics: Mapping[str, Any]) -> ConfigurationError:
+    """Return the error that ``owner`` monitors a metric that was not logged, with the names of ``metrics``."""
     known = ", ".join(map(repr, sorted(metrics))) or "none"
     return ConfigurationError(
         f"{type(owner).__name__} monitors {monitor!r}, which was not logged; callback_metrics has {known}. Log it with "
@@ -57,7 +61,7 @@ def missing_metric(owner: Any, monitor: str, metrics: Mapping[str, Any]) -> Conf
 
 
 def validates_once_per_epoch(trainer: Any) -> bool:
-    """Whether each epoch ends with its only validation, or there is none: then the epoch's end is the time to look."""
+    """Return whether each epoch ends with its only validation, or has none, so that its end is the time to check."""
     if not trainer.has_validation:
         return True
     return bool(

@@ -1,4 +1,4 @@
-"""A time interval that several ranks notice at the same step."""
+"""Measure a time interval whose end all ranks notice at the same step."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from typing import Any
 
 
 class SharedClock:
-    """Rank 0's clock, asked rarely: it also says at which step all ranks ask again.
+    """Timer by rank 0's clock, which also decides at which step all ranks check it again.
 
-    Asking is a collective, so one per step would be a tax. Rank 0 knows how long a step takes and lets the others
-    ask again half of the remaining time later, which comes to a handful of questions per interval.
+    Each check is a collective, which is too expensive at every step. Rank 0 measures how long a step takes and sets the
+    next check half of the remaining time later, which makes a handful of checks per interval.
+
+    Args:
+        seconds: the interval.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -18,16 +21,16 @@ class SharedClock:
         self._first_step = 0
         self._began = 0.0
         self.next_look = 0
-        """The step from which on :meth:`is_due` is to be asked."""
+        """The step from which on :meth:`is_due` is to be called."""
 
     def start(self, step: int) -> None:
-        """The interval begins now, after ``step``."""
+        """Start the interval now, after ``step``."""
         self._began = time.monotonic()
         self._first_step = step
         self.next_look = step + 1
 
     def is_due(self, step: int, strategy: Any) -> bool:
-        """Whether the interval is over; the same on every rank, which must all ask at this step."""
+        """Return whether the interval is over, the same on every rank. Every rank must call at the same step."""
         elapsed = time.monotonic() - self._began
         due, skip = elapsed >= self._seconds, 1
         if strategy.world_size > 1:

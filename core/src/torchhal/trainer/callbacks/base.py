@@ -1,4 +1,4 @@
-"""The callback contract: code that runs beside the model at fixed points of a run."""
+"""Define the contract of callbacks, which run code beside the model at fixed points of a run."""
 
 from __future__ import annotations
 
@@ -18,24 +18,25 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Base class of callbacks; override what you need, nothing else is called.
+    """Base class of callbacks, of which only the overridden hooks are called.
 
-    The Trainer looks once per run which hooks a callback overrides, on its class or on the instance, and calls
+    The Trainer determines once per run which hooks a callback overrides, on its class or on the instance, and calls
     only those: on every rank, in the order of ``trainer.callbacks``, with checkpoint callbacks last. For each hook
     that the model has too the callbacks come first, except those with :attr:`runs_after_module`, such as
     ``ModelCheckpoint``, and at the end of an epoch ``EarlyStopping``, so that it sees what the model logged.
 
-    ``module`` is the user's model. A hook of an evaluation's batch that doesn't take ``dataloader_idx`` isn't given it.
-    What a hook communicates it must communicate on every rank.
+    Each hook gets the Trainer that runs and, as ``module``, the user's model. A hook of an evaluation's batch that
+    doesn't take ``dataloader_idx`` isn't given it. A hook that calls a collective must call it on every rank.
     """
 
     runs_after_module: bool = False
-    """Whether its hooks are called after the model's of the same name (but for ``setup``, ``teardown``,
-    ``on_save_checkpoint`` and ``on_load_checkpoint``). A callback that saves the run wants True: what the model's own
-    hook does is part of the state then."""
+    """True to call its hooks after the model's of the same name.
+
+    ``setup``, ``teardown``, ``on_save_checkpoint`` and ``on_load_checkpoint`` are called before the model's even so. A
+    callback that saves the run needs True: then the changes that the model's own hook makes are part of the state."""
 
     _made_with: str = ""
-    """The arguments of ``__init__``, in words or as a digest, which tell callbacks of one ``state_key`` apart."""
+    """The arguments of ``__init__``, as text or as a digest, which tell callbacks of one ``state_key`` apart."""
 
     _trainer_id: str = ""
     """The Trainer that this object last fitted with."""
@@ -48,135 +49,231 @@ class Callback:
     # -- a run ---------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, module: Any, stage: str) -> None:
-        """Before everything of ``fit``, ``validate``, ``test`` or ``predict`` (``stage``), on every rank."""
+        """Prepare for ``fit``, ``validate``, ``test`` or ``predict``, before anything else of it, on every rank.
+
+        Args:
+            trainer: the Trainer that runs.
+            module: the user's model.
+            stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
+        """
 
     def teardown(self, trainer: Trainer, module: Any, stage: str) -> None:
-        """After everything, also after an error."""
+        """Clean up after everything of the call, also after an error, on every rank.
+
+        Args:
+            trainer: the Trainer that runs.
+            module: the user's model.
+            stage: as in :meth:`setup`.
+        """
 
     def on_fit_start(self, trainer: Trainer, module: Any) -> None:
-        """When fit begins: ranks can communicate, and what the run continues from is loaded."""
+        """Called when fit begins, on every rank.
+
+        Ranks can communicate from here on, and the checkpoint that the run continues from is loaded.
+        """
 
     def on_fit_end(self, trainer: Trainer, module: Any) -> None:
-        """When fit has ended without an error."""
+        """Called when fit has ended without an error, on every rank."""
 
     def on_sanity_check_start(self, trainer: Trainer, module: Any) -> None:
-        """Before the few validation batches that run ahead of training."""
+        """Called before the few validation batches that run ahead of training, on every rank."""
 
     def on_sanity_check_end(self, trainer: Trainer, module: Any) -> None:
-        """After them; what they logged is about to be forgotten."""
+        """Called after the sanity check, on every rank; the values that it logged are dropped afterwards."""
 
     def on_exception(self, trainer: Trainer, module: Any, exception: BaseException) -> None:
-        """On a rank where the run ends by ``exception``; other ranks may be gone, so don't communicate."""
+        """Called on each rank where the run ends by ``exception``; other ranks may be gone, so don't communicate."""
 
     # -- training --------------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Trainer, module: Any) -> None:
-        """Before the first epoch, after a checkpoint was loaded."""
+        """Called before the first epoch, after a checkpoint was loaded, on every rank."""
 
     def on_train_end(self, trainer: Trainer, module: Any) -> None:
-        """After the last epoch."""
+        """Called after the last epoch, on every rank."""
 
     def on_train_epoch_start(self, trainer: Trainer, module: Any) -> None:
-        """Before each epoch."""
+        """Called before each training epoch, on every rank."""
 
     def on_train_epoch_end(self, trainer: Trainer, module: Any) -> None:
-        """After each epoch and its validation, with the epoch's values in ``trainer.callback_metrics``."""
+        """Called after each training epoch and its validation, on every rank.
+
+        The values of the epoch are in ``trainer.callback_metrics``.
+        """
 
     def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
-        """Before each training batch."""
+        """Called before each training batch, on every rank.
+
+        Args:
+            trainer: the Trainer that runs.
+            module: the user's model.
+            batch: the batch of this rank, on its device.
+            batch_idx: the number of the batch in the epoch, from 0.
+        """
 
     def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """After each training batch; ``outputs`` is what ``training_step`` returned, without the graph."""
+        """Called after each training batch, on every rank.
+
+        Args:
+            trainer: the Trainer that runs.
+            module: the user's model.
+            outputs: what ``training_step`` returned, without the graph.
+            batch: the batch of this rank, on its device.
+            batch_idx: the number of the batch in the epoch, from 0.
+        """
 
     # -- evaluation --------------------------------------------------------------------------------------------------
 
     def on_validation_start(self, trainer: Trainer, module: Any) -> None:
-        """Before each validation, the sanity check's too (``trainer.sanity_checking``)."""
+        """Called before each validation, on every rank; in a sanity check too, when ``trainer.sanity_checking``."""
 
     def on_validation_end(self, trainer: Trainer, module: Any) -> None:
-        """After each validation, with its values in ``trainer.callback_metrics``."""
+        """Called after each validation, on every rank, with its values in ``trainer.callback_metrics``."""
 
     def on_validation_epoch_start(self, trainer: Trainer, module: Any) -> None:
-        """Before the first batch of a validation."""
+        """Called before the first batch of a validation, on every rank."""
 
     def on_validation_epoch_end(self, trainer: Trainer, module: Any) -> None:
-        """After the last batch of a validation; values logged here still count."""
+        """Called after the last batch of a validation, on every rank; values logged here still count."""
 
     def on_validation_batch_start(
         self, trainer: Trainer, module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Before each validation batch."""
+        """Called before each validation batch, on every rank.
+
+        Args:
+            trainer: the Trainer that runs.
+            module: the user's model.
+            batch: the batch of this rank, on its device.
+            batch_idx: the number of the batch in its dataloader, from 0.
+            dataloader_idx: the number of the dataloader, from 0.
+        """
 
     def on_validation_batch_end(
         self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """After each validation batch; ``outputs`` is what ``validation_step`` returned."""
+        """Called after each validation batch, on every rank.
+
+        Args:
+            trainer: the Trainer that runs.
+            module: the user's model.
+            outputs: what ``validation_step`` returned.
+            batch: the batch of this rank, on its device.
+            batch_idx: the number of the batch in its dataloader, from 0.
+            dataloader_idx: the number of the dataloader, from 0.
+        """
 
     def on_test_start(self, trainer: Trainer, module: Any) -> None:
-        """Before a test."""
+        """Called before a test, on every rank."""
 
     def on_test_end(self, trainer: Trainer, module: Any) -> None:
-        """After a test, with its values in ``trainer.callback_metrics``."""
+        """Called after a test, on every rank, with its values in ``trainer.callback_metrics``."""
 
     def on_test_epoch_start(self, trainer: Trainer, module: Any) -> None:
-        """Before the first batch of a test."""
+        """Called before the first batch of a test, on every rank."""
 
     def on_test_epoch_end(self, trainer: Trainer, module: Any) -> None:
-        """After the last batch of a test; values logged here still count."""
+        """Called after the last batch of a test, on every rank; values logged here still count."""
 
     def on_test_batch_start(
         self, trainer: Trainer, module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Before each test batch."""
+        """Called before each test batch, on every rank.
+
+        Args:
+            trainer: the Trainer that runs.
+            module: the user's model.
+            batch: the batch of this rank, on its device.
+            batch_idx: the number of the batch in its dataloader, from 0.
+            dataloader_idx: the number of the dataloader, from 0.
+        """
 
     def on_test_batch_end(
         self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """After each test batch; ``outputs`` is what ``test_step`` returned."""
+        """Called after each test batch, on every rank.
+
+        Args:
+            trainer: the Trainer that runs.
+            module: the user's model.
+            outputs: what ``test_step`` returned.
+            batch: the batch of this rank, on its device.
+            batch_idx: the number of the batch in its dataloader, from 0.
+            dataloader_idx: the number of the dataloader, from 0.
+        """
 
     def on_predict_start(self, trainer: Trainer, module: Any) -> None:
-        """Before a prediction."""
+        """Called before a prediction, on every rank."""
 
     def on_predict_end(self, trainer: Trainer, module: Any) -> None:
-        """After a prediction."""
+        """Called after a prediction, on every rank."""
 
     def on_predict_epoch_start(self, trainer: Trainer, module: Any) -> None:
-        """Before the first batch of a prediction."""
+        """Called before the first batch of a prediction, on every rank."""
 
     def on_predict_epoch_end(self, trainer: Trainer, module: Any) -> None:
-        """After the last batch of a prediction."""
+        """Called after the last batch of a prediction, on every rank."""
 
     def on_predict_batch_start(
         self, trainer: Trainer, module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Before each batch to predict."""
+        """Called before each batch to predict, on every rank.
+
+        Args:
+            trainer: the Trainer that runs.
+            module: the user's model.
+            batch: the batch of this rank, on its device.
+            batch_idx: the number of the batch in its dataloader, from 0.
+            dataloader_idx: the number of the dataloader, from 0.
+        """
 
     def on_predict_batch_end(
         self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """After each batch; ``outputs`` is what ``predict_step`` returned."""
+        """Called after each batch to predict, on every rank.
+
+        Args:
+            trainer: the Trainer that runs.
+            module: the user's model.
+            outputs: what ``predict_step`` returned.
+            batch: the batch of this rank, on its device.
+            batch_idx: the number of the batch in its dataloader, from 0.
+            dataloader_idx: the number of the dataloader, from 0.
+        """
 
     # -- inside a training step --------------------------------------------------------------------------------------
 
     def on_before_backward(self, trainer: Trainer, module: Any, loss: torch.Tensor) -> None:
-        """Before each ``loss.backward()``."""
+        """Called before each ``loss.backward()``, on every rank."""
 
     def on_after_backward(self, trainer: Trainer, module: Any) -> None:
-        """After each backward, with the gradients accumulated so far, not yet clipped."""
+        """Called after each backward, on every rank, with the gradients accumulated so far, not yet clipped."""
 
     def on_before_optimizer_step(self, trainer: Trainer, module: Any, optimizer: Optimizer) -> None:
-        """Before each optimizer step, after unscaling and before clipping."""
+        """Called before each optimizer step, on every rank, after unscaling and before clipping."""
 
     def on_before_zero_grad(self, trainer: Trainer, module: Any, optimizer: Optimizer) -> None:
-        """Before gradients are set to None."""
+        """Called before the gradients of ``optimizer`` are set to None, on every rank."""
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, trainer: Trainer, module: Any, checkpoint: dict[str, Any]) -> None:
-        """While a checkpoint is put together, on every rank; ``checkpoint`` may be added to."""
+        """Called while a checkpoint is put together, on every rank.
+
+        Args:
+            trainer: the Trainer that runs.
+            module: the user's model.
+            checkpoint: the checkpoint, to which plain data may be added.
+        """
 
     def on_load_checkpoint(self, trainer: Trainer, module: Any, checkpoint: dict[str, Any]) -> None:
-        """After a checkpoint was read for resuming, before anything of it is restored."""
+        """Called after a checkpoint was read for resuming, before anything of it is restored, on every rank.
+
+        Args:
+            trainer: the Trainer that runs.
+            module: the user's model.
+            checkpoint: the checkpoint.
+        """
 
     @property
     def state_key(self) -> str:
@@ -190,28 +287,29 @@ class Callback:
         return type(self).__qualname__
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs, as plain data; called on every rank, rank 0's is saved."""
+        """Return what a resumed run needs, as plain data. Called on every rank; the state of rank 0 is saved."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`; called on every rank before training starts."""
+        """Continue from :meth:`state_dict`. Called on every rank before training starts."""
 
     def _reset_state(self) -> None:
-        """Forget what belongs to one run; called before a fit, where the last one was another Trainer's."""
+        """Reset what belongs to one run. Called before a fit, if the previous one was another Trainer's."""
 
     def _generate_state_key(self, **settings: Any) -> str:
-        """A state key that tells callbacks of one class with different ``settings`` apart."""
+        """Return a state key that tells callbacks of one class with different ``settings`` apart."""
         return f"{type(self).__qualname__}{settings!r}"
 
 
 _MAX_WORDS = 80
-"""Characters of arguments that a key in a checkpoint spells out; of longer ones it has a digest."""
+"""Characters of arguments that a key in a checkpoint spells out; longer ones are replaced by a digest."""
 
 _MAX_PIECES = 10_000
-"""Values and brackets of the arguments that count: of a list of millions its beginning."""
+"""Values and brackets of the arguments that count, so that only the beginning of a list of millions does."""
 
 
 def _records_arguments(init: Callable[..., None]) -> Callable[..., None]:
+    """Wrap ``init`` so that it stores its arguments as text in ``_made_with``."""
     signature = inspect.signature(init)
 
     @functools.wraps(init)
@@ -224,9 +322,10 @@ def _records_arguments(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def _in_words(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Return the arguments that are not their defaults as text, or as a digest where that is long."""
     try:
         bound = signature.bind(*args, **kwargs).arguments
-    except TypeError:  # the constructor says it better
+    except TypeError:  # the constructor raises it too, with a better message
         return ""
     named = sorted(list(bound.items())[1:])  # without self
     named = [(name, value) for name, value in named if not _same_words(value, signature.parameters[name].default)]
@@ -236,7 +335,7 @@ def _in_words(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[
 
 
 def _same_words(one: Any, other: Any) -> bool:
-    """Whether two values have one text; an argument that has its default's tells no callback from another."""
+    """Return whether two values have the same text, as an argument that is left at its default."""
     if other is inspect.Parameter.empty:
         return False
     pairs = islice(zip_longest(_pieces(one), _pieces(other)), _MAX_PIECES)
@@ -244,7 +343,7 @@ def _same_words(one: Any, other: Any) -> bool:
 
 
 def _pieces(value: Any, before: str = "") -> Iterator[str]:
-    """The text of a value that is the same in every process, bit by bit; of an object the name of its class."""
+    """Yield the text of a value in pieces, the same in every process; of an object only the name of its class."""
     if value is None or isinstance(value, bool | int | float | str):
         yield before + repr(value)
     elif isinstance(value, list | tuple):

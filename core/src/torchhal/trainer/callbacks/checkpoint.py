@@ -1,15 +1,9 @@
-"""ModelCheckpoint: which states of a run are kept, and under which names."""
+"""Save checkpoints while training, and keep the best or the newest of them, with ModelCheckpoint."""
 
 from __future__ import annotations
 
-import copy
-import math
 import os
-import time
-import warnings
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -18,33 +12,33 @@ import torch
 from torchhal._arguments import check_bool, check_count, check_optional_count
 from torchhal.checkpoint._location import is_url
 from torchhal.errors import CheckpointError, ConfigurationError
+from torchhal.trainer._forwarded import Forwarded
 from torchhal.trainer._unknown_arguments import explain_unknown_arguments
 from torchhal.trainer.callbacks._checkpoint_files import check_writable, earlier_runs, join, normal_folder
 from torchhal.trainer.callbacks._checkpoint_names import check_pattern, fill_pattern
+from torchhal.trainer.callbacks._checkpoint_writer import CheckpointWriter, PendingSave
+from torchhal.trainer.callbacks._kept_checkpoints import KeptCheckpoints, check_kept_state
 from torchhal.trainer.callbacks._monitor import (
     check_mode,
     check_monitor,
-    check_score,
-    is_better,
     missing_metric,
     validates_once_per_epoch,
 )
+from torchhal.trainer.callbacks._rank_agreement import decide_on_rank_zero
+from torchhal.trainer.callbacks._run_ownership import EXPIRES_S
+from torchhal.trainer.callbacks._run_takeover import take_over_run
 from torchhal.trainer.callbacks._synced_timer import SharedClock
-from torchhal.trainer.callbacks._written_files import EXPIRES_S, Waiting, WrittenFiles, take_over
+from torchhal.trainer.callbacks._written_files import WrittenFiles
 from torchhal.trainer.callbacks.base import Callback
 
 if TYPE_CHECKING:
     from torchhal import Trainer
 
-# What a resumed run must know, by attribute: in any folder, and only in the folder it was written in.
-_STATE = ("best_model_path", "best_model_score", "current_score", "_seen_at", "_written_at")
-_STATE_OF_FOLDER = ("best_k_models", "last_model_path", "_newest", "_interrupted", "_doomed", "_inherited")
-
 
 class ModelCheckpoint(Callback):
-    """Saves checkpoints while training, and keeps the best or the newest of them.
+    """Callback that saves checkpoints while training, and keeps the best or the newest of them.
 
-    Rank 0 decides what is saved and what goes, and tells the others. A file is deleted or replaced only when its
+    Rank 0 decides what is saved and deleted, for all ranks. A file is deleted or replaced only when its
     successor is durable, and only if this run, or the one it resumes in the same folder, wrote it, which a record in
     the folder's ``.torchhal`` has to show; anything else of the same name is left alone and the new file gets ``-v1``,
     ``-v2``, ... Nothing is saved in a sanity check or under ``fast_dev_run``. When a signal ends the run between two
@@ -54,8 +48,8 @@ class ModelCheckpoint(Callback):
         dirpath: the folder, or an fsspec URL; ``<log folder of the first logger>/checkpoints`` by default.
         filename: a pattern; ``{epoch}``, ``{step}`` and every logged name may stand in it. Default
             ``"{epoch}-{step}"``, which becomes ``epoch=0-step=64.ckpt``.
-        monitor: the logged value that says which is best; None keeps the newest.
-        verbose: say what was saved.
+        monitor: the logged value by which checkpoints are ranked; None keeps the newest.
+        verbose: print what was saved.
         save_last: also keep ``last.ckpt``, the newest state, updated with every save and at the end of each epoch.
             It is a second name of what was just saved, where the file system has links, not a second save.
         save_top_k: how many to keep: -1 all, 0 none.
@@ -70,6 +64,13 @@ class ModelCheckpoint(Callback):
             ``monitor`` at the end of epochs as well.
         enable_version_counter: False overwrites checkpoints of other runs; what is no checkpoint stays.
 
+    Attributes:
+        best_model_path: the best checkpoint so far, or without ``monitor`` the newest; "" for none.
+        best_model_score: its score; None without ``monitor``.
+        best_k_models: the scores of the checkpoints that are kept, by path.
+        current_score: the latest score.
+        last_model_path: the ``last.ckpt``, or "".
+
     Raises:
         ConfigurationError, TypeError, ValueError: arguments outside their domain, or that exclude each other.
     """
@@ -81,8 +82,14 @@ class ModelCheckpoint(Callback):
     STARTING_VERSION = 1
 
     runs_after_module = True
-    """What the model's own hook does to weights, buffers or optimizers is in the file, or a resumed run would lack it;
-    at the end of an epoch all values are in."""
+    """Changes that the model's own hook makes to weights, buffers or optimizers are in the file; at the end of an epoch
+    all values are logged."""
+
+    best_model_path = Forwarded[str]("_kept")
+    best_model_score = Forwarded["torch.Tensor | None"]("_kept")
+    best_k_models = Forwarded["dict[str, torch.Tensor]"]("_kept")
+    current_score = Forwarded["torch.Tensor | None"]("_kept")
+    last_model_path = Forwarded[str]("_kept")
 
     @explain_unknown_arguments
     def __init__(
@@ -128,22 +135,10 @@ class ModelCheckpoint(Callback):
         self._reset_state()
 
     def _reset_state(self) -> None:
-        self.best_model_path = ""
-        self.best_model_score: torch.Tensor | None = None
-        self.best_k_models: dict[str, torch.Tensor] = {}
-        self.current_score: torch.Tensor | None = None
-        self.last_model_path = ""
-        self._inherited: tuple[str, torch.Tensor] | None = None  # the best of the run this one resumes elsewhere
-        self._newest = ""  # what is kept without a monitor
-        self._interrupted = ""  # a file of save_interrupted, to go when the next one is durable
-        self._doomed: list[str] = []  # own files that have a successor
-        self._seen_at: tuple[int, int] | None = None
-        self._written_at: tuple[int, int] | None = None
-        self._files = WrittenFiles("", "")
-        self._durable_path = ""  # of the latest save
+        self._kept = KeptCheckpoints()
+        self._writer = CheckpointWriter()
         self._step_seen = 0
         self._validated = False
-        self._unsettled: _Unsettled | None = None
 
     def _set_triggers(self, steps: Any, interval: Any, epochs: Any) -> None:
         self.every_n_train_steps = check_optional_count("every_n_train_steps", steps, minimum=0) or 0
@@ -173,61 +168,36 @@ class ModelCheckpoint(Callback):
     # -- hooks -------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, module: Any, stage: str) -> None:
-        """Choose the folder, together with the other ranks; nothing is created yet."""
+        """Choose the folder, and check on rank 0 that it can be written to; nothing is created yet."""
         self.dirpath = self._given_dirpath or self._default_folder(trainer)
         self._validated = False
         storage_options = trainer.strategy.checkpoint_io.storage_options
-        self._files = WrittenFiles(trainer.run_id, self.state_key, storage_options)
+        self._writer.files = WrittenFiles(trainer.run_id, self.state_key, storage_options)
         if stage == "fit" and self._saves(trainer):
             folder = self.dirpath
-            self._agree(trainer, lambda: check_writable(folder, storage_options))
+            decide_on_rank_zero(trainer, lambda: check_writable(folder, storage_options))
 
     def on_load_checkpoint(self, trainer: Trainer, module: Any, checkpoint: dict[str, Any]) -> None:
-        """Find out, before a fit, whether the run that wrote this checkpoint wrote into the same folder."""
+        """Remember, before a fit, the run that wrote this checkpoint, if it lies in the same folder."""
         path = normal_folder(trainer.ckpt_path or "")
         if trainer.state.fn == "fit" and os.path.dirname(path) == self.dirpath and trainer.is_global_zero:
-            self._files.continues(path)
+            self._writer.files.continues(path)
 
     def on_train_start(self, trainer: Trainer, module: Any) -> None:
         if trainer.checkpoint_callback is self:
-            self._take_over(trainer)  # not before: a checkpoint that is refused is continued by nobody
+            callbacks = [callback for callback in trainer.checkpoint_callbacks if callback._saves(trainer)]
+            # Not before: a run whose checkpoint is refused is not taken over.
+            take_over_run(trainer, [(callback._writer.files, callback.dirpath or "") for callback in callbacks])
         self._step_seen = trainer.global_step
-        # A checkpoint that knows nothing of this callback may lead back to where it has been: what is trained from
-        # there on is saved again.
+        # A checkpoint without a state of this callback may set training back: what is then trained again is saved
+        # again.
         position = _position(trainer)
-        if self._seen_at != position:
-            self._seen_at = None
-        if self._written_at != position:
-            self._written_at = None
+        if self._kept.seen_at != position:
+            self._kept.seen_at = None
+        if self._kept.written_at != position:
+            self._kept.written_at = None
         if self.train_time_interval is not None:
             self._clock.start(trainer.global_step)
-
-    def _take_over(self, trainer: Trainer) -> None:
-        """Decide, for all that save in this fit, as which run they do. On every rank, before the first step.
-
-        Rank 0 may have to wait for a minute, longer perhaps than the others are to wait in a collective: so each second
-        it tells them that it still does.
-        """
-        callbacks = [callback for callback in trainer.checkpoint_callbacks if callback._saves(trainer)]
-        if not callbacks:
-            return
-        callbacks.sort(key=lambda callback: callback._files.continued is None)
-        writers = [(callback._files, callback.dirpath or "") for callback in callbacks]
-        first = writers[0][0]
-        run = first.run if first.continued is None else first.continued["run"]
-        if trainer.ckpt_path is not None:
-            pauses = _pauses(trainer, take_over(writers, wait=True))
-            while self._agree(trainer, lambda: next(pauses, False)):
-                pass
-        elif trainer.is_global_zero:  # nobody is waited for, so the ranks need not meet
-            for _ in take_over(writers, wait=False):
-                pass
-        trainer.run_id = first.run
-        if any(files.run != run for files, _ in writers):
-            trainer.announce(
-                f"run {run} may still live, or another process continues it: this fit saves as a run of its own, and "
-                "replaces and deletes nothing of that one"
-            )
 
     def _saves(self, trainer: Trainer) -> bool:
         return (self.save_top_k != 0 or self.save_last) and not trainer.fast_dev_run
@@ -272,80 +242,70 @@ class ModelCheckpoint(Callback):
         self._settle(trainer)
 
     def teardown(self, trainer: Trainer, module: Any, stage: str) -> None:
-        self._files.let_go()
+        self._writer.files.let_go()
 
     @property
     def interrupted_path(self) -> str:
         """The file from which a run that a signal has ended goes on; empty without one."""
-        return self._interrupted or (self.last_model_path if self.save_last else self._durable_path)
+        return self._kept.interrupted or (self.last_model_path if self.save_last else self._writer.durable_path)
 
     def save_interrupted(self, trainer: Trainer) -> None:
-        """Save a state to resume from, since a signal ends the run here. Called on every rank."""
+        """Save a state to resume from, when a signal ends the run. Every rank must call."""
         if not self._saves(trainer) or trainer.sanity_checking:
             return
         others = [callback for callback in trainer.checkpoint_callbacks if callback.dirpath == self.dirpath]
         if others and others[0] is not self:
-            return  # one is enough for a folder
+            return  # one file in a folder is enough
         self._settle(trainer)
-        if self._written_at == _position(trainer) and not self.save_weights_only:
+        kept, writer = self._kept, self._writer
+        if kept.written_at == _position(trainer) and not self.save_weights_only:
             return
-        names = self.CHECKPOINT_NAME_LAST if self.save_last else "interrupted-{epoch}-{step}"
-        path = self._agree(trainer, lambda: self._free_path(trainer, names, {self.last_model_path, self._interrupted}))
-        before = self._snapshot()
-        self._replace("last_model_path" if self.save_last else "_interrupted", path)
-        self._written_at = _position(trainer)
-        try:
+        pattern = self.CHECKPOINT_NAME_LAST if self.save_last else "interrupted-{epoch}-{step}"
+        path = decide_on_rank_zero(
+            trainer, lambda: self._free_path(trainer, pattern, {kept.last_model_path, kept.interrupted})
+        )
+        before = kept.copy()
+        kept.replace("last_model_path" if self.save_last else "interrupted", path)
+        kept.written_at = _position(trainer)
+        with writer.undone_on_failure(trainer, kept, before, (path,)):
             trainer.save_checkpoint(path)
-        except BaseException:
-            self._give_up(trainer, before, (path,))
-            raise
-        self._unsettled = _Unsettled(before, (path,))
+        writer.pending = PendingSave(before, (path,))
         self._settle(trainer)
 
     # -- saving ------------------------------------------------------------------------------------------------------
 
     def _save(self, trainer: Trainer, *, top_k: bool) -> None:
-        """Look at the state of now once; every rank comes here at the same steps."""
+        """Save what is due at this position of training, once. Every rank must call at the same steps."""
         if trainer.fast_dev_run or trainer.sanity_checking or trainer.state.fn != "fit":
             return
-        position = _position(trainer)
-        if position == self._seen_at:
+        kept, writer, position = self._kept, self._writer, _position(trainer)
+        if position == kept.seen_at:
             return
         self._settle(trainer)
         trainer.results.share_steps()
-        path, score, evicted, last = self._agree(trainer, lambda: self._decide(trainer, top_k))
+        path, score, evicted, last = decide_on_rank_zero(trainer, lambda: self._decide(trainer, top_k))
         paths = tuple(each for each in (path, last) if each is not None)
-        before, link = self._snapshot(), None
-        self._seen_at = position
+        before = kept.copy()
+        kept.seen_at = position
         if score is not None:
-            self.current_score = torch.tensor(score, dtype=torch.float64)
-        try:
-            if paths:
-                self._written_at = position
-                self._replace("_interrupted", "")
-                if last is not None:
-                    self._replace("last_model_path", last)
-                if path is not None:
-                    self._keep(path, evicted)
-                # The state is that of after the save, so that a run resumed from this very file knows its own.
-                trainer.save_checkpoint(paths[0], self.save_weights_only)
-                if path is not None and last is not None:
-                    can_link = self._can_link(trainer, path)
-                    if can_link and "async" in trainer.strategy.checkpoint_io.features:
-                        link = (path, last)  # once it is durable: a second save would wait for the first
-                    elif not can_link or not self._link(trainer, path, last):
-                        trainer.save_checkpoint(last, self.save_weights_only)
-        except BaseException:
-            self._give_up(trainer, before, paths)
-            raise
-        if paths:
-            text = f"saved {path or last}" + (f" ({self.monitor}={score:.6g})" if score is not None else "")
-            self._unsettled = _Unsettled(before, paths, text if self.verbose else "", link)
-            if "async" not in trainer.strategy.checkpoint_io.features:
-                self._settle(trainer)
+            kept.current_score = torch.tensor(score, dtype=torch.float64)
+        if not paths:
+            return
+        with writer.undone_on_failure(trainer, kept, before, paths):
+            kept.written_at = position
+            kept.replace("interrupted", "")
+            if last is not None:
+                kept.replace("last_model_path", last)
+            if path is not None:
+                self._keep(path, evicted)
+            link = writer.save(trainer, path, last, self.save_weights_only)
+        text = f"saved {path or last}" + (f" ({self.monitor}={score:.6g})" if score is not None else "")
+        writer.pending = PendingSave(before, paths, text if self.verbose else "", link)
+        if "async" not in trainer.strategy.checkpoint_io.features:
+            self._settle(trainer)
 
     def _decide(self, trainer: Trainer, top_k: bool) -> tuple[str | None, float | None, str | None, str | None]:
-        """On rank 0: (new file, its score, the file it replaces, the new ``last``); None for what isn't."""
+        """Return, on rank 0, the new file, its score, the file it replaces and the new ``last``, each or None."""
         metrics = self._values(trainer)
         score = None
         save, evicted = top_k and self.save_top_k != 0, None
@@ -360,139 +320,37 @@ class ModelCheckpoint(Callback):
                 save = False
             else:
                 score = float(metrics[self.monitor])
-                save, evicted = self._place(score)
+                save, evicted = self._kept.place(score, self.mode, self.save_top_k)
         elif save and self.save_top_k == 1:
-            evicted = self._newest or None
+            evicted = self._kept.newest or None
         path = None
         if save:
             path = self._free_path(trainer, self._pattern(), {evicted})
         last = self._free_path(trainer, self.CHECKPOINT_NAME_LAST, {self.last_model_path}) if self.save_last else None
         return path, score, evicted, last
 
-    def _place(self, score: float) -> tuple[bool, str | None]:
-        """Whether a checkpoint of this score is among the best, and which of them it drives out."""
-        if self.save_top_k == -1 or len(self.best_k_models) < self.save_top_k:
-            return True, None
-        worst = self.kth_best_model_path
-        return is_better(self.mode, score, float(self.best_k_models[worst])), worst
-
     @property
     def kth_best_model_path(self) -> str:
-        """The worst of those that are kept; the next to go."""
-        worst = ""
-        for path, score in self.best_k_models.items():
-            if not worst or is_better(self.mode, float(self.best_k_models[worst]), float(score)):
-                worst = path
-        return worst
+        """The worst of the checkpoints that are kept for their scores, the next to be deleted."""
+        return self._kept.worst(self.mode)
 
     def _keep(self, path: str, evicted: str | None) -> None:
-        if evicted:
-            self.best_k_models.pop(evicted, None)
-            if evicted != path:
-                self._doomed.append(evicted)
         if self.monitor is None:
-            self.best_model_path = path
-            self._newest = path if self.save_top_k == 1 else ""
-            return
-        assert self.current_score is not None
-        self.best_k_models[path] = self.current_score
-        if math.isnan(float(self.current_score)):
-            warnings.warn(f"ModelCheckpoint: {self.monitor!r} is NaN, and a checkpoint of NaN is never the best")
-        candidates = [*([self._inherited] if self._inherited else []), *self.best_k_models.items()]
-        self.best_model_path, self.best_model_score = "", None
-        best = float("nan")
-        for candidate, score in candidates:
-            if is_better(self.mode, float(score), best):
-                best = float(score)
-                self.best_model_path, self.best_model_score = candidate, score
-
-    def _replace(self, attribute: str, path: str) -> None:
-        """Set an own path; the file it named has a successor."""
-        old = getattr(self, attribute)
-        if old and old != path:
-            self._doomed.append(old)
-        setattr(self, attribute, path)
+            self._kept.keep_newest(path, evicted, all_kept=self.save_top_k != 1)
+        else:
+            self._kept.keep_scored(path, evicted, monitor=self.monitor, mode=self.mode)
 
     def _settle(self, trainer: Trainer) -> None:
-        """What was saved is durable from here on, what it replaces is deleted, and who asked hears of it. Every rank.
-
-        If the save has failed, what is known of files is as it was before it.
-        """
-        unsettled, self._unsettled = self._unsettled, None
-        if unsettled is not None:
-            try:
-                trainer.strategy.wait_for_checkpoints()
-                if unsettled.link is not None:
-                    source, target = unsettled.link
-                    if not self._link(trainer, source, target):
-                        raise CheckpointError(f"{source!r} is not there to get the second name {target!r}")
-            except Exception:
-                self._give_up(trainer, unsettled.before, unsettled.paths)
-                raise
-            self._durable_path = unsettled.paths[0]
-            if trainer.is_global_zero:
-                for path in unsettled.paths:
-                    self._files.wrote(path)
-        self._delete_doomed(trainer)
-        if unsettled is None:
+        """Wait until the latest save is durable, delete what it supersedes, and tell the loggers. Every rank."""
+        saved = self._writer.settle(trainer, self._kept)
+        if saved is None:
             return
         if trainer.is_global_zero:
             for logger in trainer.loggers:
                 if hasattr(logger, "after_save_checkpoint"):
                     logger.after_save_checkpoint(self)
-        if unsettled.text:
-            trainer.print(unsettled.text)
-
-    def _give_up(self, trainer: Trainer, before: Mapping[str, Any], paths: tuple[str, ...]) -> None:
-        """A save has failed: what is known of files is as it was before it."""
-        self._restore(before)
-        if trainer.is_global_zero:
-            for path in paths:
-                self._files.release(path)
-
-    def _delete_doomed(self, trainer: Trainer) -> None:
-        kept = self._own()
-        doomed, self._doomed = [path for path in self._doomed if path not in kept], []
-        if not doomed:
-            return
-        for path, own in zip(doomed, self._agree(trainer, lambda: [*map(self._files.owns, doomed)]), strict=True):
-            if not own:
-                continue
-            try:
-                trainer.strategy.remove_checkpoint(path)
-                if trainer.is_global_zero:
-                    self._files.release(path)
-            except (CheckpointError, OSError) as error:
-                self._doomed.append(path)
-                trainer.warn_once(f"an old checkpoint can't be removed, which will be tried again: {error}")
-
-    def _can_link(self, trainer: Trainer, path: str) -> bool:
-        """Whether ``last`` can be a second name of what is saved at ``path``, rather than a second save."""
-        features = trainer.strategy.checkpoint_io.features
-        return not is_url(path) and ("sharded" not in features or "links" in features)
-
-    def _link(self, trainer: Trainer, path: str, last: str) -> bool:
-        """Make ``last`` a second name of what is at ``path`` and durable; False when a second save must do."""
-        return bool(self._agree(trainer, lambda: trainer.strategy.checkpoint_io.link_checkpoint(path, last)))
-
-    def _agree(self, trainer: Trainer, decide: Any) -> Any:
-        """Rank 0's decision on every rank; an error of it too."""
-        strategy = trainer.strategy
-        if strategy.world_size == 1:
-            return decide()
-        error: Exception | None = None
-        decision = None
-        if trainer.is_global_zero:
-            try:
-                decision = decide()
-            except Exception as raised:
-                error = raised
-        decision, failure = strategy.broadcast((decision, None if error is None else str(error)))
-        if error is not None:
-            raise error
-        if failure is not None:
-            raise ConfigurationError(failure)
-        return decision
+        if saved.text:
+            trainer.print(saved.text)
 
     # -- names -------------------------------------------------------------------------------------------------------
 
@@ -505,7 +363,13 @@ class ModelCheckpoint(Callback):
     def format_checkpoint_name(
         self, metrics: Mapping[str, Any], filename: str | None = None, ver: int | None = None
     ) -> str:
-        """The path a checkpoint with these values has, as its ``ver``-th version."""
+        """Return the path of a checkpoint.
+
+        Args:
+            metrics: the values that the pattern names.
+            filename: the pattern; None for that of this callback.
+            ver: the number appended to the name; None for no number.
+        """
         name = fill_pattern(
             filename or self._pattern(),
             metrics,
@@ -516,10 +380,10 @@ class ModelCheckpoint(Callback):
         return join(self.dirpath or "", f"{name}{version}{self.FILE_EXTENSION}")
 
     def _free_path(self, trainer: Trainer, pattern: str, replaced: set[str | None]) -> str:
-        """A path nobody has: not another run, and not what this one keeps beside what is ``replaced``. On rank 0."""
+        """Return a path that no other run has and this one keeps no file at, except ``replaced``. On rank 0."""
         values = self._values(trainer)
         path = self.format_checkpoint_name(values, pattern)
-        if not self._files.hold(path):
+        if not self._writer.files.hold(path):
             trainer.warn_once(
                 f"ModelCheckpoint saves in {os.path.dirname(path)!r} as a run of its own from here on, and no longer "
                 "deletes what it has saved there: another process has gone on as the run of this one, which had not "
@@ -527,25 +391,21 @@ class ModelCheckpoint(Callback):
             )
         if not self.enable_version_counter:
             self._check_replaceable(trainer, path)
-            self._files.claim(path, force=True)
+            self._writer.files.claim(path, force=True)
             return path
         version = self.STARTING_VERSION
-        kept = self._own() - replaced
-        while path in kept or not self._files.claim(path):
+        kept = self._kept.paths - replaced
+        while path in kept or not self._writer.files.claim(path):
             path = self.format_checkpoint_name(values, pattern, version)
             version += 1
         return path
 
     def _check_replaceable(self, trainer: Trainer, path: str) -> None:
-        if self._files.is_taken(path) and not trainer.strategy.checkpoint_io.exists(path):
+        if self._writer.files.is_taken(path) and not trainer.strategy.checkpoint_io.exists(path):
             raise CheckpointError(
                 f"{path!r} is there and is no checkpoint, so it is not overwritten: move it away, choose another "
                 "'filename', or leave out enable_version_counter=False, with which the new file gets another name"
             )
-
-    def _own(self) -> set[str | None]:
-        """The files of this run that are to stay."""
-        return {path for path in (*self.best_k_models, self._newest, self.last_model_path, self._interrupted) if path}
 
     def _default_folder(self, trainer: Trainer) -> str:
         root = normal_folder(trainer.default_root_dir)
@@ -555,7 +415,7 @@ class ModelCheckpoint(Callback):
         return join(normal_folder(trainer.log_dir or root), "checkpoints")
 
     def candidate_folders(self, trainer: Trainer) -> list[str]:
-        """Where checkpoints of this run, and of earlier ones, may lie; the most likely first. Every rank."""
+        """Return the folders in which checkpoints of this run, and of earlier ones, may lie; the most likely first."""
         if self._given_dirpath is not None:
             return [self._given_dirpath]
         folder = self._default_folder(trainer)
@@ -575,76 +435,15 @@ class ModelCheckpoint(Callback):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        return {"dirpath": self.dirpath, **self._snapshot()}
+        return {"dirpath": self.dirpath, **self._kept.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue; in another folder than before only the best so far is remembered, and nothing there is deleted."""
-        state = _check_state(state_dict)
-        if state.pop("dirpath") == self.dirpath:
-            self._restore(state)
-            return
-        self._restore({name: state[name] for name in _STATE})
-        if self.best_model_score is not None:
-            self._inherited = (self.best_model_path, self.best_model_score)
-
-    def _snapshot(self) -> dict[str, Any]:
-        return {name: copy.copy(getattr(self, name)) for name in (*_STATE, *_STATE_OF_FOLDER)}
-
-    def _restore(self, state: Mapping[str, Any]) -> None:
-        for name, value in state.items():
-            setattr(self, name, copy.copy(value))
-
-
-def _check_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy; TypeError or KeyError, which names it, for a value that no ModelCheckpoint has."""
-    for name in ("dirpath", "best_model_path", "last_model_path", "_newest", "_interrupted"):
-        if not isinstance(state[name], str) and not (name == "dirpath" and state[name] is None):
-            raise TypeError(f"{name!r} must be a str (got {state[name]!r})")
-    for name in ("best_model_score", "current_score"):
-        if state[name] is not None:
-            check_score(name, state[name])
-    best = state["best_k_models"]
-    if not isinstance(best, Mapping) or not all(isinstance(path, str) for path in best):
-        raise TypeError(f"'best_k_models' must be a dict from paths to scores (got {best!r})")
-    for score in best.values():
-        check_score("best_k_models", score)
-    if not isinstance(state["_doomed"], list) or not all(isinstance(path, str) for path in state["_doomed"]):
-        raise TypeError(f"'_doomed' must be a list of paths (got {state['_doomed']!r})")
-    for name, kinds in (("_seen_at", (int, int)), ("_written_at", (int, int)), ("_inherited", (str, object))):
-        pair = state[name]
-        pairs = isinstance(pair, tuple | list) and len(pair) == 2 and all(map(isinstance, pair, kinds))
-        if pair is not None and not pairs:
-            raise TypeError(f"{name!r} must be a pair or None (got {pair!r})")
-    if state["_inherited"] is not None:
-        check_score("_inherited", state["_inherited"][1])
-    return dict(state)
-
-
-@dataclass(frozen=True)
-class _Unsettled:
-    """A save that may not be durable yet: what was known before it, its files, what to say and which link to make."""
-
-    before: dict[str, Any]
-    paths: tuple[str, ...]
-    text: str = ""
-    link: tuple[str, str] | None = None
-
-
-def _pauses(trainer: Trainer, waiting: Iterable[Waiting]) -> Iterator[bool]:
-    """True after each pause that is made while another run is waited for. On rank 0, which says so after the first."""
-    longest_s = min(1.0, trainer.strategy.timeout.total_seconds() / 4)
-    looks = Counter[str]()
-    for run, folder, left in waiting:
-        looks[folder] += 1
-        if looks[folder] == 2:
-            trainer.announce(
-                f"fit waits for {math.ceil(left)} s at most to see whether run {run} in {folder!r} still lives, whose "
-                "process was on another host and has not said that it ended"
-            )
-        time.sleep(min(left, longest_s))
-        yield True
+        check_kept_state(state_dict)
+        # A new object, since the Trainer undoes a load by giving the callback its attributes back.
+        self._kept = self._kept.resumed(state_dict, same_folder=state_dict["dirpath"] == self.dirpath)
 
 
 def _position(trainer: Any) -> tuple[int, int]:
-    """Where training stands: optimizer steps and batches, as one step may be made of several batches."""
+    """Return the optimizer steps and batches so far, both since one step may be made of several batches."""
     return trainer.global_step, trainer.fit_loop.total_batches

@@ -1,4 +1,4 @@
-"""EarlyStopping: end training when a logged value stops getting better."""
+"""End training when a logged value stops improving, with EarlyStopping."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class EarlyStopping(Callback):
-    """Asks the Trainer to stop when ``monitor`` has not improved for ``patience`` checks in a row.
+    """Callback that stops the fit when ``monitor`` has not improved for ``patience`` checks in a row.
 
     Rank 0's value counts on every rank, so that all stop together. ``stopped_epoch`` is the epoch it stopped in
     (0 if it didn't), ``best_score`` the best value so far, ``wait_count`` the checks since then.
@@ -34,7 +34,7 @@ class EarlyStopping(Callback):
         monitor: the logged value.
         min_delta: what counts as better must be better by more than this.
         patience: checks without improvement that are tolerated; a check is an epoch or a validation.
-        verbose: say when the value improved, and why training stops.
+        verbose: print when the value improved, and why training stops.
         mode: ``"min"`` or ``"max"`` is better.
         strict: whether a value that was not logged is an error; False skips the check.
         check_finite: stop at once when the value is nan or infinite.
@@ -49,7 +49,7 @@ class EarlyStopping(Callback):
     """
 
     monitors = True
-    """Called at the end of an epoch after the model, with all values in."""
+    """Its hooks at the end of an epoch run after the model's, when all values are logged."""
 
     @explain_unknown_arguments
     def __init__(
@@ -92,7 +92,7 @@ class EarlyStopping(Callback):
         self.stopped_epoch = 0
         self.best_score = torch.tensor(math.inf if self.mode == "min" else -math.inf)
         self.stop_reason = ""
-        """Why it has stopped the latest fit; "" if it hasn't."""
+        """The reason for which it has stopped the latest fit, or ""."""
 
     def setup(self, trainer: Trainer, module: Any, stage: str) -> None:
         if stage == "fit":
@@ -130,7 +130,7 @@ class EarlyStopping(Callback):
             trainer.print(f"{self.monitor}: {reason or f'improved to {number:.6g}'}")
 
     def _judge(self, value: float) -> str | None:
-        """Why to stop; "" when the value improved, None when it did not and there is patience left."""
+        """Return the reason to stop; "" if the value improved, None if it did not and there is patience left."""
         if self.check_finite and not math.isfinite(value):
             return f"stopping, as it is {value}; the best was {self.best_score:.6g}"
         if self.stopping_threshold is not None and is_better(self.mode, value, self.stopping_threshold):

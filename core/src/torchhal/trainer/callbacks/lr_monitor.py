@@ -1,4 +1,4 @@
-"""LearningRateMonitor: the learning rates of a run, for its loggers."""
+"""Log the learning rates of a run, with LearningRateMonitor."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class LearningRateMonitor(Callback):
-    """Sends the learning rates to the loggers, as ``lr-<optimizer class>`` or the scheduler's own name.
+    """Callback that sends the learning rates to the loggers, as ``lr-<optimizer class>`` or the scheduler's own name.
 
     Several optimizers of one class are numbered from the second on (``lr-SGD-1``); several parameter groups get
     ``/pg1``, ``/pg2``, ... The rates are also in ``trainer.callback_metrics``.
@@ -45,7 +45,7 @@ class LearningRateMonitor(Callback):
             self.on_train_batch_start = self._log_step  # type: ignore[method-assign]
 
     def on_train_start(self, trainer: Trainer, module: Any) -> None:
-        """Refuse to watch without anybody to tell."""
+        """Raise ConfigurationError for a Trainer without loggers."""
         self._logged_step = -1
         if not trainer.loggers:
             raise ConfigurationError(
@@ -64,7 +64,7 @@ class LearningRateMonitor(Callback):
             self._log(trainer, None if self.logging_interval == "epoch" else "epoch")
 
     def _log(self, trainer: Trainer, interval: str | None) -> None:
-        """Send what moves once per ``interval``; None: everything."""
+        """Send the rates that their schedulers change once per ``interval``; None for all."""
         rates = dict(self._rates(trainer, interval))
         if not rates:
             return

@@ -1,4 +1,4 @@
-"""ProgressBar: where a run is, drawn by tqdm, seldom enough to cost nothing."""
+"""Draw the progress of a run with tqdm, seldom enough to cost nothing, with ProgressBar."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _INTERVAL_IN_FILE_S = 5.0  # each refresh is a line there
 
 
 class ProgressBar(Callback):
-    """A bar for training with the values logged with ``prog_bar=True``, and one for each evaluation. Rank 0 only.
+    """Callback that draws a bar for training, with the values of ``prog_bar=True``, and for each evaluation.
 
-    A batch costs one look at the clock: the bar is drawn, and values are fetched from the device, at most ten times
-    a second on a terminal and every five seconds into a file, and when an epoch ends.
+    It draws on rank 0 only. A batch costs one read of the clock: the bar is drawn, and values are fetched from the
+    device, at most ten times a second on a terminal and every five seconds into a file, and when an epoch ends.
 
     Args:
         refresh_rate: draw at most every so many batches; 0 draws nothing.
@@ -53,22 +53,23 @@ class ProgressBar(Callback):
 
     @property
     def is_enabled(self) -> bool:
+        """True if bars are drawn."""
         return self._enabled and self.refresh_rate > 0
 
     @property
     def is_drawn(self) -> bool:
-        """Whether a bar stands on the last line."""
+        """True while a bar stands on the last line."""
         return self._train is not None or self._evaluation is not None
 
     def print(self, *values: Any, sep: str = " ", end: str = "\n", file: Any = None) -> None:
-        """``print``, above the bars."""
+        """Print ``values`` above the bars, with the arguments of the builtin ``print``."""
         if not self.is_drawn or (file or sys.stdout) is None:
             print(*values, sep=sep, end=end, file=file)
         else:
             _tqdm().write(sep.join(map(str, values)), end=end, file=file or sys.stdout)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Bars are open files: a copy in another process begins without."""
+        """Return the state of a copy, which has no bars: they are open files of this process."""
         return {**self.__dict__, "_train": None, "_evaluation": None}
 
     # -- training ----------------------------------------------------------------------------------------------------
@@ -83,7 +84,7 @@ class ProgressBar(Callback):
         else:
             self._train.set_description_str(title, refresh=False)
             self._train.reset(total)
-        if self._train is not None:  # an epoch that is continued starts in the middle, and its speed from there
+        if self._train is not None:  # a resumed epoch starts in the middle; its speed is measured from there
             self._train.initial = self._train.n = self._train.last_print_n = trainer.fit_loop.batches_done
 
     def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -110,7 +111,7 @@ class ProgressBar(Callback):
 
     def _start(self, trainer: Trainer, title: str, batches: Any) -> None:
         self._close_evaluation()
-        if self._train is not None:  # it stands still for a while: at the right place
+        if self._train is not None:  # draw the batch it stands at, as it is not drawn until the evaluation ends
             self._draw_training(trainer, trainer.fit_loop.batches_done)
         self._evaluation = self._open(trainer, title, leave=trainer.state.fn != "fit", total=_total(batches))
         self._evaluated = 0
@@ -206,19 +207,19 @@ class ProgressBar(Callback):
 
 
 def _total(batches: Any) -> int | None:
-    """The number of batches of all loaders; None when one doesn't know."""
+    """Return the number of batches of all loaders; None where one has no length."""
     total = sum(batches) if isinstance(batches, list | tuple) else batches
     return None if math.isinf(total) or not total else int(total)
 
 
 def _is_live(kind: Any) -> bool:
-    """Whether a refresh draws over the last one."""
+    """Return whether a refresh draws over the previous one, as in a terminal or a notebook."""
     return "notebook" in kind.__mro__[1].__module__ or bool(getattr(sys.stderr, "isatty", lambda: False)())
 
 
 @lru_cache(maxsize=1)
 def _tqdm() -> Any:
-    """tqdm's bar for a terminal or a notebook, without its helper thread and its lock between processes.
+    """Return the bar class of tqdm for a terminal or a notebook, without its helper thread and its process lock.
 
     Neither is needed for bars of one thread, and both are in the way of a process that forks.
     """

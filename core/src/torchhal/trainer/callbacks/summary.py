@@ -1,4 +1,4 @@
-"""ModelSummary: what the model is made of, in one small table."""
+"""Print the submodules and parameter counts of the model, with ModelSummary."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class ModelSummary(Callback):
-    """Prints the model's parts and their parameter counts once, on rank 0, when fit begins.
+    """Callback that prints the model's submodules and their parameter counts on rank 0 when fit begins.
 
     Args:
         max_depth: how deep to list: 1 for the model's children, 2 for theirs too, -1 for all, 0 for no table.
@@ -33,7 +33,7 @@ class ModelSummary(Callback):
 
 
 def summarize(module: nn.Module, max_depth: int = 1) -> str:
-    """The table: name, class and parameters of each part, then what is trained and what is frozen."""
+    """Return a table of name, class and parameter count of each submodule, then the trainable and frozen totals."""
     rows = [("name", "type", "parameters")]
     for path, child in module.named_modules():
         if path and (max_depth == -1 or path.count(".") < max_depth):

@@ -1,4 +1,4 @@
-"""Loggers: where the metrics of a run are kept."""
+"""Record the metrics of a run, with the loggers for CSV files and TensorBoard or those of the user."""
 
 from torchhal.trainer.loggers.base import Logger
 from torchhal.trainer.loggers.csv import CSVLogger

@@ -1,4 +1,4 @@
-"""The logger contract, and the base of loggers that write into a folder per run."""
+"""Define the contract of loggers, and the base of those that write into a folder per run."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def is_rank_zero() -> bool:
 
 
 class Logger:
-    """Takes the metrics and hyperparameters of a run to where they are looked at.
+    """Base class of loggers, which record the metrics and hyperparameters of a run.
 
-    The Trainer calls the methods on rank 0 only, and reads the properties on every rank. What a logger can't write
-    it must raise: a run whose record is lost should not look like one that is kept.
+    The Trainer calls the methods on rank 0 only, and reads the properties on every rank. A logger that can't write must
+    raise an error: a run whose record is lost should not look like one that is kept.
     """
 
     @property
@@ -56,29 +56,48 @@ class Logger:
 
     @property
     def experiment(self) -> Any:
-        """What the user may write to directly."""
+        """The object of the logging library, which the user may write to directly."""
         return self
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Record numbers of one step, or of an epoch that ended at this step."""
+        """Record the numbers of one step, or of an epoch that ended at this step. Called on rank 0.
+
+        Args:
+            metrics: numbers by name.
+            step: the optimizer steps done so far; None for metrics that belong to no step.
+        """
         raise NotImplementedError(f"{type(self).__name__} must define log_metrics(metrics, step)")
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        """Record the hyperparameters, a dict or a namespace; called before the first metrics."""
+        """Record the hyperparameters. Called on rank 0, before the first metrics.
+
+        Args:
+            params: a dict or a namespace.
+            *args: further arguments of a logging library; the Trainer passes none.
+            **kwargs: the same.
+        """
 
     def save(self) -> None:
-        """Write what is buffered."""
+        """Write what is buffered. Called on rank 0."""
 
     def finalize(self, status: str) -> None:
-        """One call of the Trainer has ended, by ``"success"``, ``"failed"`` or ``"interrupted"``; more may follow."""
+        """Finish one call of the Trainer, which more may follow. Called on rank 0 when it has ended.
+
+        Args:
+            status: ``"success"``, ``"failed"`` or ``"interrupted"``.
+        """
         self.save()
 
     def after_save_checkpoint(self, checkpoint_callback: ModelCheckpoint) -> None:
-        """A ModelCheckpoint has written something, and it is durable."""
+        """Take note of a durable checkpoint. Called on rank 0 after each save.
+
+        Args:
+            checkpoint_callback: the ModelCheckpoint that saved it.
+        """
 
 
 def as_dict(params: Any) -> dict[str, Any]:
-    """Hyperparameters given as a dict or as a namespace."""
+    """Return hyperparameters, given as a dict or as a namespace, as a dict."""
     if isinstance(params, Mapping):
         return dict(params)
     if hasattr(params, "__dict__"):
@@ -87,12 +106,12 @@ def as_dict(params: Any) -> dict[str, Any]:
 
 
 class FolderLogger(Logger):
-    """A logger that writes to ``save_dir/name/version_N``; nothing is created before there is something to write.
+    """Base class of loggers that write to ``save_dir/name/version_N``, which is created with the first write.
 
     Args:
         save_dir: the folder of all experiments.
         name: the experiment; "" for none.
-        version: the run: a number, which becomes ``version_N``, or a name. None: one more than the highest there.
+        version: the run: a number, which becomes ``version_N``, or a name; None for one more than the highest there.
     """
 
     def __init__(
@@ -139,7 +158,7 @@ class FolderLogger(Logger):
         return os.path.join(self.root_dir, f"version_{version}" if isinstance(version, int) else version)
 
     def reserve(self) -> None:
-        """Make this run's folder now, so that a job started at the same moment takes the next one.
+        """Create this run's folder, so that a job started at the same moment takes the next one.
 
         A version that the user named is the user's: its folder may exist.
         """
@@ -151,7 +170,7 @@ class FolderLogger(Logger):
             except FileExistsError:
                 if chosen:
                     raise
-                self._version = None  # somebody was faster
+                self._version = None  # another process took this version
             else:
                 return
 
@@ -164,6 +183,6 @@ class FolderLogger(Logger):
         return max(used, default=-1) + 1
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies in other processes write to the same run."""
+        """Return the state of a copy, which writes to the same run in another process."""
         _ = self.version
         return dict(self.__dict__)

@@ -1,4 +1,4 @@
-"""CSVLogger: metrics as a table in a file."""
+"""Write metrics as a table in a CSV file, with CSVLogger."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchhal.trainer.loggers.base import FolderLogger, as_dict, is_rank_zero
 
 
 class CSVLogger(FolderLogger):
-    """Writes ``metrics.csv`` and ``hparams.json`` to ``save_dir/name/version_N``.
+    """Logger that writes ``metrics.csv`` and ``hparams.json`` to ``save_dir/name/version_N``.
 
     A row for each call, a column for each name; when a new name appears the table is written anew with one column
     more. Rows are kept in memory until there are ``flush_logs_every_n_steps`` of them, :meth:`save` is called or the
@@ -45,7 +45,7 @@ class CSVLogger(FolderLogger):
         super().__init__(save_dir, name, version)
         self._flush_every = check_count("flush_logs_every_n_steps", flush_logs_every_n_steps, minimum=1)
         self._rows: list[dict[str, Any]] = []
-        self._columns: list[str] | None = None  # of the file; None before it was looked at
+        self._columns: list[str] | None = None  # of the file; None before it was read
         self._hparams: dict[str, Any] = {}
 
     @property
@@ -81,19 +81,19 @@ class CSVLogger(FolderLogger):
             return
         os.makedirs(self.log_dir, exist_ok=True)
         if self._columns is None:
-            self._columns = self._look()
+            self._columns = self._read_columns()
         new = list(dict.fromkeys(name for row in self._rows for name in row if name not in self._columns))
         if new:
             columns = self._columns + new
-            table = _table(columns, self._read(), header=True) + _table(columns, self._rows)
+            table = _table(columns, self._read_rows(), header=True) + _table(columns, self._rows)
             self._replace(self.metrics_path, table)
             self._columns = columns
         else:
             self._append(_table(self._columns, self._rows))
         self._rows.clear()
 
-    def _look(self) -> list[str]:
-        """The columns of a file that an earlier run left, without what it was writing when it was killed."""
+    def _read_columns(self) -> list[str]:
+        """Return the columns of a file that an earlier run left, and cut off a row that it was killed while writing."""
         try:
             with open(self.metrics_path, "rb+") as file:
                 content = file.read()
@@ -104,7 +104,7 @@ class CSVLogger(FolderLogger):
             return []
         return next(csv.reader(io.StringIO(content[:whole].decode())), [])
 
-    def _read(self) -> list[dict[str, Any]]:
+    def _read_rows(self) -> list[dict[str, Any]]:
         try:
             with open(self.metrics_path, newline="", encoding="utf-8") as file:
                 return list(csv.DictReader(file))
@@ -124,7 +124,7 @@ class CSVLogger(FolderLogger):
                 raise OSError(error.errno, f"metrics can't be written: {error.strerror}", self.metrics_path) from error
 
     def _replace(self, path: str, content: bytes) -> None:
-        """Write a whole file in one step: readers and a kill see the old one or the new one."""
+        """Write a whole file in one step, so that readers find the old or the new one, also after a kill."""
         temporary = os.path.join(os.path.dirname(path), new_temporary_name())
         try:
             with open(temporary, "wb") as file:

@@ -1,4 +1,4 @@
-"""TensorBoardLogger: metrics as event files for TensorBoard."""
+"""Write metrics as event files for TensorBoard, with TensorBoardLogger."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _OWN = ("save_dir", "name", "version", "prefix")
 
 
 class TensorBoardLogger(FolderLogger):
-    """Writes an event file to ``save_dir/name/version_N``; needs the package ``tensorboard``.
+    """Logger that writes an event file to ``save_dir/name/version_N``; needs the package ``tensorboard``.
 
     The calls of a Trainer, ``fit``, then ``test``, write to one file, which is closed with the logger or the program.
 
@@ -45,7 +45,7 @@ class TensorBoardLogger(FolderLogger):
         self._writer: Any = None
         self._process = 0
         self._hparams: dict[str, Any] = {}
-        writer = self._writer_class()  # a missing package shows here, not after the first epoch
+        writer = self._writer_class()  # raises for a missing package here, not after the first epoch
         options = [name for name in inspect.signature(writer).parameters if name != "log_dir"]
         refuse_unknown("TensorBoardLogger()", writer_options, [*_OWN, *options])
 
@@ -65,11 +65,10 @@ class TensorBoardLogger(FolderLogger):
 
     @property
     def experiment(self) -> Any:
-        """The ``SummaryWriter``, made when first asked for; on other ranks than 0 one that takes everything and
-        writes nothing."""
+        """The ``SummaryWriter``, made at the first use; on ranks other than 0 an object that ignores every call."""
         if not is_rank_zero():
-            return _Silent()
-        if self._writer is None or self._process != os.getpid():  # a fork has no thread that would write
+            return _NullWriter()
+        if self._writer is None or self._process != os.getpid():  # a forked process has no writer thread
             self._writer, self._process = self._writer_class()(log_dir=self.log_dir, **self._options), os.getpid()
             weakref.finalize(self, _close, self._writer, self._process)
         return self._writer
@@ -98,7 +97,7 @@ class TensorBoardLogger(FolderLogger):
             file_writer.add_summary(summary)
 
     def save(self) -> None:
-        """Hand everything to the file.
+        """Flush everything to the file.
 
         Raises:
             OSError: it could not be written, at once or by the writer's thread before.
@@ -107,18 +106,18 @@ class TensorBoardLogger(FolderLogger):
             self._writer.flush()
 
     def __getstate__(self) -> dict[str, Any]:
-        """A writer is an open file and a thread: a copy in another process makes its own."""
+        """Return the state of a copy, which makes a writer of its own: one is an open file and a thread."""
         return {**super().__getstate__(), "_writer": None}
 
 
 def _close(writer: Any, pid: int) -> None:
-    """Close it in the process that opened it."""
+    """Close ``writer`` if this process opened it."""
     if os.getpid() == pid:
         writer.close()
 
 
-class _Silent:
-    """Whatever is asked of it, it does nothing."""
+class _NullWriter:
+    """A writer whose attributes and calls all do nothing."""
 
     def __getattr__(self, name: str) -> Any:
         return self

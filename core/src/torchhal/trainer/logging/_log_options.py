@@ -1,4 +1,4 @@
-"""What ``self.log`` may be asked for: hooks, reductions, and the checks made at the first call of a key."""
+"""Check the options of ``self.log`` at the first call of a key, and decide their defaults by the hook."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ _EPOCH_HOOKS = (
 
 
 class Hook(NamedTuple):
-    """What a hook means for the values logged in it."""
+    """Stage and defaults of the values logged in one hook."""
 
     stage: str
     on_step: bool
-    """By default."""
+    """The default."""
     on_epoch: bool
-    """By default."""
+    """The default."""
     step_allowed: bool
 
 
@@ -120,12 +120,18 @@ class LogOptions:
 
 
 def is_metric(value: Any) -> bool:
-    """Whether ``value`` is an object that accumulates by itself: it has ``compute`` and ``reset``."""
+    """Return whether ``value`` is an object that accumulates by itself, with ``compute`` and ``reset``."""
     return not isinstance(value, torch.Tensor) and callable(getattr(value, "compute", None)) and hasattr(value, "reset")
 
 
 def decide(name: str, hook: str | None, asked: tuple[Any, ...]) -> LogOptions:
-    """Check everything ``asked`` (see :data:`ASKED`) of a key, and fill in the defaults of the hook."""
+    """Return the options of a key with the defaults of its hook filled in; raise if they are invalid.
+
+    Args:
+        name: the name of the metric.
+        hook: the hook that is running; None outside the hooks.
+        asked: the options as they were given, in the order of :data:`ASKED`.
+    """
     prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, add_dataloader_idx, rank_zero_only = asked
     if not isinstance(name, str) or not name:
         raise TypeError(f"'name' must be a non-empty str (got {name!r})")
@@ -181,7 +187,7 @@ def decide(name: str, hook: str | None, asked: tuple[Any, ...]) -> LogOptions:
 
 
 def changed(name: str, hook: str, before: tuple[Any, ...], now: tuple[Any, ...]) -> ConfigurationError:
-    """The error for a key whose options are not those of its first call."""
+    """Return the error for a key whose options are not those of its first call."""
     differing = [
         f"{option}={first!r}, then {option}={second!r}"
         for option, first, second in zip(ASKED, before, now, strict=True)
@@ -203,7 +209,7 @@ def check_value(name: str, value: Any) -> None:
                 f"shape {tuple(value.shape)}); reduce it first, e.g. with .mean()"
             )
         if value.is_meta:
-            with contextlib.suppress(RuntimeError):  # one that stands for another rank's raises what it knows
+            with contextlib.suppress(RuntimeError):  # a placeholder for another rank's tensor raises its own
                 value.item()
             raise ValueError(
                 f"'value' of self.log({name!r}, ...) must have a value on this rank (got {value!r}, on the meta device)"
@@ -222,6 +228,7 @@ def check_value(name: str, value: Any) -> None:
 
 
 def check_batch_size(name: str, batch_size: Any) -> None:
+    """Raise unless ``batch_size`` is None, a tensor or a finite number from 0."""
     if batch_size is None or isinstance(batch_size, torch.Tensor):
         return
     if isinstance(batch_size, bool) or not isinstance(batch_size, numbers.Real):
@@ -231,10 +238,10 @@ def check_batch_size(name: str, batch_size: Any) -> None:
 
 
 def batch_size_of(batch: Any) -> int | None:
-    """The first dimension of the first tensor in ``batch``, depth first; None when it has no tensor.
+    """Return the first dimension of the first tensor in ``batch``, depth first; None when it has no tensor.
 
-    A graph batch (an object with an int ``num_graphs``) or any object with an int ``batch_size`` tells its own; a
-    number, and a tensor without dimensions, is one sample.
+    For a graph batch (an object with an int ``num_graphs``) or any object with an int ``batch_size`` it is that number;
+    a number, and a tensor without dimensions, is one sample.
     """
     if isinstance(batch, torch.Tensor):
         return batch.size(0) if batch.dim() else 1

@@ -1,7 +1,7 @@
-"""stdout and stderr that drop what they can't write while a Trainer runs, for lost output must end no training.
+"""Drop what stdout and stderr can't write while a Trainer runs, since lost output must not end training.
 
 A disk that is full (ENOSPC), a reader that is gone (EPIPE) or doesn't read (EAGAIN) is an OSError in whatever prints: a
-progress bar, a warning, a hook of the user's. What is lost is lost; that it is, stderr says once for stdout.
+progress bar, a warning, a hook of the user's. That output of stdout is lost is reported once on stderr.
 """
 
 from __future__ import annotations
@@ -18,19 +18,25 @@ from typing import Any, cast
 from torchhal.distributed.process import write_stderr
 
 PATIENCE = 5.0
-"""Seconds for which a reader that doesn't read a descriptor which doesn't block is waited for, once."""
+"""Seconds to wait, once, for a reader that doesn't read from a non-blocking descriptor."""
 
 
 class LossyStream:
-    """A text stream whose ``write`` and ``flush`` raise no OSError; all else is the stream's own."""
+    """Text stream whose ``write`` and ``flush`` raise no OSError; all other attributes are those of ``stream``.
+
+    Args:
+        stream: the stream to write to.
+        name: ``"stdout"`` or ``"stderr"``.
+    """
 
     def __init__(self, stream: Any, name: str) -> None:
         self._stream = stream
         self._name = name
-        self._said = False
+        self._reported = False
         self._stalled = False
 
     def write(self, text: str) -> int:
+        """Write ``text``, or drop it; return the number of characters."""
         try:
             written: int = self._stream.write(text)
         except BlockingIOError:  # part of it may be in the stream's buffer
@@ -46,6 +52,7 @@ class LossyStream:
         return len(text)
 
     def flush(self) -> None:
+        """Flush the stream, and drop what it can't write within :data:`PATIENCE`."""
         deadline = time.monotonic() + (0.0 if self._stalled else PATIENCE)
         while True:
             try:
@@ -78,17 +85,17 @@ class LossyStream:
         if isinstance(self._stream, io.TextIOWrapper) and not self._is_closed:
             with suppress(OSError, ValueError):  # one in memory, say, has no descriptor
                 _discard(self._stream)
-        if not self._said and self._name == "stdout":
-            self._said = True
+        if not self._reported and self._name == "stdout":
+            self._reported = True
             why = getattr(error, "strerror", None) or error
             write_stderr(f"torchhal: stdout can't be written ({why}): what is printed there is lost\n")
 
 
 def _discard(stream: io.TextIOWrapper) -> None:
-    """Empty the buffers of a stream that can't be written, which would be tried again by every write.
+    """Empty the buffers of a stream that can't be written, which every write would try again.
 
-    At the interpreter's end, too, whose status they would turn into 120. Python has no call for it: for a moment the
-    descriptor is the null device's.
+    The interpreter would try it at its end, too, and exit with status 120. Python has no function for this, so the
+    descriptor is that of the null device for a moment.
     """
     descriptor = stream.fileno()
     kept, null = os.dup(descriptor), os.open(os.devnull, os.O_WRONLY)
@@ -103,7 +110,7 @@ def _discard(stream: io.TextIOWrapper) -> None:
 
 @contextmanager
 def lossy_streams() -> Iterator[None]:
-    """Make ``sys.stdout`` and ``sys.stderr`` lossy inside it; entered again, it does nothing."""
+    """Replace ``sys.stdout`` and ``sys.stderr`` by a :class:`LossyStream` inside; a nested call does nothing."""
     replaced: dict[str, tuple[Any, LossyStream]] = {}
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -115,5 +122,5 @@ def lossy_streams() -> Iterator[None]:
     finally:
         for name, (stream, lossy) in replaced.items():
             lossy.flush()
-            if cast(Any, getattr(sys, name)) is lossy:  # somebody who has redirected it since keeps that
+            if cast(Any, getattr(sys, name)) is lossy:  # a stream that was redirected since stays so
                 setattr(sys, name, stream)

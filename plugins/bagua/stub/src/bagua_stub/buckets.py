@@ -84,7 +84,7 @@ class Backend:
 
 
 def split(entries: Sequence[Entry], size: int) -> list[list[Entry]]:
-    """Lists of entries of about ``size`` bytes, in their order."""
+    """Return lists of entries of about ``size`` bytes, in their order."""
     lists: list[list[Entry]] = [[]]
     filled = 0
     for entry in entries:
@@ -97,7 +97,7 @@ def split(entries: Sequence[Entry], size: int) -> list[list[Entry]]:
 
 
 def gradient(name: str, parameter: nn.Parameter) -> Entry:
-    """A parameter's gradient, zero where there is none yet."""
+    """Return a parameter's gradient, zero where there is none yet."""
     if parameter.grad is None:
         parameter.grad = parameter.detach().new_zeros(parameter.shape)
 
@@ -111,7 +111,7 @@ def gradient(name: str, parameter: nn.Parameter) -> Entry:
 
 
 def weight(name: str, parameter: nn.Parameter) -> Entry:
-    """A parameter itself."""
+    """Return a parameter itself."""
 
     def write(tensor: Any) -> None:
         parameter.data = tensor

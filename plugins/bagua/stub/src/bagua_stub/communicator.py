@@ -21,7 +21,8 @@ _made: list[Communicator] = []
 
 
 class Communicator:
-    """
+    """The connections of a rank to the others.
+
     Attributes:
         sent: bytes that this rank has given to collectives, as an algorithm's own measure.
     """
@@ -99,7 +100,7 @@ class Communicator:
 
 @atexit.register
 def _forget() -> None:
-    """gloo's threads must be gone before the interpreter is."""
+    """Gloo's threads must be gone before the interpreter is."""
     for communicator in _made:
         communicator._group = None
     _made.clear()

@@ -21,7 +21,7 @@ def compress(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def decompress(bounds: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
-    """The values again, in float32. A chunk with a value that is not finite comes back as NaN throughout."""
+    """Return the values again, in float32. A chunk with a value that is not finite comes back as NaN throughout."""
     scale, upper = _scale(bounds)
     return (levels.float() + (upper - LEVELS)) / scale
 

@@ -13,7 +13,7 @@ from torchhal_simulator._build import TORCH_MINORS
 
 
 def flag(name: str) -> bool:
-    """A switch of the bridge: on for 1, true, yes and the like."""
+    """Return a switch of the bridge: on for 1, true, yes and the like."""
     return os.environ.get(name, "").strip().lower() in ("1", "true", "yes", "on", "y")
 
 

@@ -143,7 +143,7 @@ class PoplarExecutor:
             self._send_state()
 
     def _fetch_state(self) -> dict[str, Any]:
-        """What an optimizer of poptorch's keeps on the host: the device's, where there is one."""
+        """Return what an optimizer of poptorch keeps on the host: the device's state, where there is one."""
         kept: dict[str, Any] = self._optimizer._kept
         return self._updates.state() if self._is_attached else kept
 
@@ -308,7 +308,7 @@ class PoplarExecutor:
         return structure.rebuild(graph.outputs, iter(outputs))
 
     def _take_newer_weights(self) -> None:
-        """The module is in training elsewhere: go on with what it has learned there."""
+        """Go on with what the module has learned in training elsewhere."""
         trained = self._user_model.executor()  # type: ignore[operator]
         trained.copyWeightsToHostIfNeeded()
         if self._host_weights_version != trained._host_weights_version:

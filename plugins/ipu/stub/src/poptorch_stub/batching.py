@@ -21,7 +21,7 @@ class Sizes:
         return self.iterations * self.accumulation * (self.replicas // self.group)
 
     def micro(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The first micro-batch.
+        """Return the first micro-batch.
 
         Raises:
             AssertionError: the first dimension can't be dealt out.

@@ -7,7 +7,7 @@ _count = 0
 
 
 def begin(ipu_id: int | None) -> None:
-    """A block begins; without a number it takes the next IPU."""
+    """Begin a block; without a number it takes the next IPU."""
     global _count
     if _ids is not None:
         _ids.append(_count if ipu_id is None else ipu_id)

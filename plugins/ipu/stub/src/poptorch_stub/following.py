@@ -23,7 +23,7 @@ class OnDevice:
 
 
 def _watched(*names: str) -> Any:
-    """A ``__getattribute__`` that catches up when one of ``names`` is read; without names, whatever is read."""
+    """Return a ``__getattribute__`` that catches up when one of ``names`` is read; without names, whatever is read."""
 
     def read(self: Any, name: str) -> Any:
         if not names or name in names:

@@ -20,7 +20,8 @@ Tensors = dict[str, torch.Tensor]
 
 
 class Graph:
-    """
+    """A recorded forward, to be run with the device's weights.
+
     Args:
         model: whose ``forward`` is recorded, with the weights of ``weights`` and ``buffers``.
         weights: by name; those with a gradient in ``trained``.

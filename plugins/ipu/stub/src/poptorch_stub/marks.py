@@ -54,7 +54,7 @@ class Marks(TorchFunctionMode):
         return result
 
     def final_loss(self) -> torch.Tensor:
-        """The loss that all others lead to.
+        """Return the loss that all others lead to.
 
         Raises:
             Error: there is none, there are several, or it isn't one number.
@@ -82,7 +82,7 @@ def _as_halves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any
 
 
 def _behind(loss: torch.Tensor) -> list[Any]:
-    """The nodes of autograd's graph that ``loss`` is computed from, its own left out."""
+    """Return the nodes of autograd's graph that ``loss`` is computed from, its own left out."""
     found: list[Any] = []
     waiting = [loss.grad_fn]
     seen = set()
@@ -117,5 +117,5 @@ class recording:
 
 
 def current() -> Marks | None:
-    """What is being recorded; None outside."""
+    """Return what is being recorded; None outside."""
     return _current[-1] if _current else None

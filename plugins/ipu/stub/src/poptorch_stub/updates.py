@@ -18,7 +18,7 @@ _CLIPPED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
 
 def kind(optimizer: Optimizer) -> type[Optimizer]:
-    """The class whose update it is.
+    """Return the class whose update an optimizer makes.
 
     Raises:
         AssertionError: an optimizer that the device doesn't know.
@@ -31,7 +31,7 @@ def kind(optimizer: Optimizer) -> type[Optimizer]:
 
 
 def settings(optimizer: Optimizer) -> dict[str, Any]:
-    """What the device is told of it.
+    """Return what the device is told of an optimizer.
 
     Raises:
         ValueError: ``amsgrad``.
@@ -49,7 +49,8 @@ def settings(optimizer: Optimizer) -> dict[str, Any]:
 
 
 class Updates:
-    """
+    """The updates that the device makes of its weights.
+
     Args:
         optimizer: over parameters of the host.
         names: of these, by ``id``.

@@ -29,7 +29,7 @@ class AlgorithmImpl:
         return False
 
     def init_tensors(self, bagua_ddp: Any) -> list[Entry]:
-        """The gradients, from the last parameter to the first."""
+        """Return the gradients, from the last parameter to the first."""
         parameters = bagua_ddp.bagua_build_params()
         self._communicated = {name for name, _ in parameters}
         return [gradient(name, parameter) for name, parameter in reversed(parameters)]

@@ -68,7 +68,7 @@ def _default_device() -> None:
 
 
 def _printing() -> None:
-    """torch formats the numbers in float64. On Gaudi that is float32 under another name; the stub has neither."""
+    """Torch formats the numbers in float64. On Gaudi that is float32 under another name; the stub has neither."""
     of_tensor = torch._tensor_str._tensor_str
 
     @wraps(of_tensor)

@@ -9,5 +9,5 @@ __all__ = ["Event"]
 
 
 def Event(enable_timing: bool = False) -> torch.Event:
-    """A function here, as torch.Event can't be subclassed."""
+    """Make an event; a function here, as torch.Event can't be subclassed."""
     return DEVICE.Event(enable_timing)  # type: ignore[no-any-return]

@@ -30,8 +30,11 @@ def _index(device: Any) -> int:
 
 
 def memory_stats(device: Any = None) -> dict[str, Any]:
-    """Bytes and counts. The simulator has no pool, so what the system gave is what tensors have; the largest
-    allocation is not known to it and stays 0."""
+    """Return bytes and counts.
+
+    The simulator has no pool, so what the system gave is what tensors have; the largest allocation is not known to it
+    and stays 0.
+    """
     current, peak, _, _, allocations, frees, _ = DEVICE._ops.memory_stats(_index(device))
     return {
         "Limit": int(DEVICE._ops.memory_limit(0)),

@@ -19,7 +19,7 @@ class FusedClipNorm:
         self.max_norm_t = (torch.ones(1) * max_norm).to(self.dtype).to(torch.device("hpu"))
 
     def clip_norm(self, parameters: Iterable[torch.nn.Parameter] | torch.Tensor) -> torch.Tensor:
-        """The norm before; shape (1,), or () where nothing has a gradient."""
+        """Return the norm before; shape (1,), or () where nothing has a gradient."""
         _mark_step_if_lazy()
         tensors = [parameters] if isinstance(parameters, torch.Tensor) else parameters
         gradients = [tensor.grad for tensor in tensors if tensor.grad is not None]

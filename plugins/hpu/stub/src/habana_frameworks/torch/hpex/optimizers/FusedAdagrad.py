@@ -12,8 +12,10 @@ from ._gradients import with_gradients
 
 
 class FusedAdagrad(Optimizer):
-    """Adagrad with the count of steps in the group, and beside it the learning rate that it was made with: the group's
-    own ``lr`` has no effect."""
+    """Adagrad with the count of steps in the group.
+
+    Beside it is the learning rate that it was made with: the group's own ``lr`` has no effect.
+    """
 
     def __init__(
         self,

@@ -8,7 +8,7 @@ import torch
 
 
 def with_gradients(group: dict[str, Any], name: str) -> list[torch.nn.Parameter]:
-    """The parameters of ``group`` that have a gradient; RuntimeError for a sparse one."""
+    """Return the parameters of ``group`` that have a gradient; RuntimeError for a sparse one."""
     parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
     if any(parameter.grad.is_sparse for parameter in parameters):
         raise RuntimeError(f"{name} does not support sparse gradients")
