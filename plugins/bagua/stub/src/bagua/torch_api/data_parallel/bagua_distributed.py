@@ -61,7 +61,7 @@ class BaguaDistributedDataParallel:
         self._init_algorithm()
 
     def bagua_build_params(self) -> list[tuple[str, nn.Parameter]]:
-        """Return what is communicated, under its module's name and its own with a point between, also after an empty one."""
+        """Return what is communicated, under its module's name and its own with a point between, an empty one too."""
         found: dict[nn.Parameter, str] = {}
         for module_name, module in self.module.named_modules():
             for name, parameter in module.named_parameters(recurse=False):
