@@ -5,12 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from torchhal.cluster._job import current_job
 from torchhal.errors import ConfigurationError
 
 
+@runtime_checkable
 class SupportsLaunch(Protocol):
     """A launcher as an environment returns it; ``torchhal.launchers.Launcher`` is the contract."""
 
