@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torchhal import _arguments as arguments
+from torchhal._text_table import format_table
 from torchhal.distributed.rendezvous import expect
 from torchhal.errors import ModelError
 from torchhal.registry._hints import ATTRIBUTES
@@ -371,8 +372,8 @@ class Trainer(TrainerProperties):
         """Print the metrics of a validation or test, one table per loader."""
         for index, metrics in enumerate(results):
             head = fn if len(results) == 1 else f"{fn} (loader {index})"
-            width = max(map(len, metrics), default=0)
-            self.print("\n".join([head, *(f"  {name:<{width}}  {value:.6g}" for name, value in metrics.items())]))
+            rows = format_table([(name, f"{value:.6g}") for name, value in metrics.items()])
+            self.print("\n".join([head, *(f"  {row}" for row in rows)]))
 
     # -- checkpoints -----------------------------------------------------------------------------------------
 
