@@ -173,7 +173,7 @@ def test_a_failed_resume_leaves_nothing_behind(tmp_path):
     state = torch.get_rng_state()
     again.fit(Net(), batches(4))  # without it, so nothing of it is restored
     assert torch.equal(torch.get_rng_state(), state) is False or again.global_step == 4
-    assert again.run.progress.generators is None
+    assert again._run.progress.generators is None
 
 
 def test_optimizers_saved_with_own_model(tmp_path):

@@ -116,7 +116,7 @@ def test_a_loop_by_hand_steps_the_same_way(results):
         model.training_step(batch, 0).backward()
         optimizer.step()
     assert_equal(state, model.state_dict())
-    assert taken == [True] * 12
+    assert [(each.steps, each.updated) for each in taken] == [(1, True)] * 12
 
 
 def test_the_mean_is_over_those_who_contribute(results):

@@ -121,7 +121,7 @@ def _stand_in(request: Request) -> Trainer:
         )
     trainer.state.fn = "fit"
     counted: Any = _Batches(range(BATCHES), BATCHES, BATCHES)
-    trainer.run.progress.data = counted
+    trainer._run.progress.data = counted
     return trainer
 
 

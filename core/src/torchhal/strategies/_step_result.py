@@ -22,6 +22,10 @@ class StepResult:
     steps: int
     updated: bool
 
+    def __bool__(self) -> bool:
+        """Return :attr:`updated`."""
+        return self.updated
+
     UPDATED: ClassVar[StepResult]
     """One step, which changed parameters."""
     SKIPPED: ClassVar[StepResult]
@@ -35,14 +39,21 @@ class StepResult:
 
         Args:
             value: one, or what strategies returned before there was this class: True for an update, False for a skipped
-                one, None where no step was due, a number for so many steps.
+                one, None where no step was due, an int for so many steps.
+
+        Raises:
+            TypeError: anything else, such as the loss that a closure returned.
         """
         if isinstance(value, cls):
             return value
         if value is None:
             return cls.NOT_DUE
-        steps = int(value)  # type: ignore[call-overload]
-        return cls(max(1, steps), bool(steps))
+        if not isinstance(value, int) or value < 0:
+            raise TypeError(
+                "optimizer_step of a strategy must return a StepResult, a bool, None, or how many steps it took (got "
+                f"{value!r})"
+            )
+        return cls(max(1, value), bool(value))
 
 
 StepResult.UPDATED = StepResult(1, True)

@@ -27,7 +27,7 @@ def record_batch_setup(run: Run, checkpoint: Mapping[str, Any] | None) -> None:
     """Record what optimizer steps took in the run that is continued, before the strategy prepares a fit."""
     fit = run.progress
     fit.asked_accumulate = fit.accumulate = run.accumulate_grad_batches
-    fit.before = {} if checkpoint is None else checkpoint.get("loops", {}).get("fit", {})
+    fit.counters_before = {} if checkpoint is None else checkpoint.get("loops", {}).get("fit", {})
 
 
 def choose_accumulation(run: Run, data: TrainingData) -> None:
@@ -41,8 +41,8 @@ def choose_accumulation(run: Run, data: TrainingData) -> None:
     fit.batch_size = data.items_per_batch
     one = data_parallel_rank(run)[0] * fit.batch_size
     fit.step_size = asked * one
-    if (fit.before.get("asked_accumulate"), fit.before.get("batch_size")) == (asked, fit.batch_size):
-        fit.step_size = fit.before["step_size"]
+    if (fit.counters_before.get("asked_accumulate"), fit.counters_before.get("batch_size")) == (asked, fit.batch_size):
+        fit.step_size = fit.counters_before["step_size"]
         owned = {"owns_accumulation", "owns_step"} & set(run.strategy.features)
         if getattr(run.module, "automatic_optimization", True) and not owned:
             batches = max(1, int(fit.step_size / one + 0.5))
@@ -74,7 +74,7 @@ def _settle_accumulation(run: Run) -> str:
     fit = run.progress
     if any(map(needs_closure, run.strategy.optimizers)):  # these evaluate a batch several times within one step
         _accumulate(run, fit.asked_accumulate)
-    now, before = fit.accumulate * data_parallel_rank(run)[0] * fit.batch_size, fit.before.get("step_size")
+    now, before = fit.accumulate * data_parallel_rank(run)[0] * fit.batch_size, fit.counters_before.get("step_size")
     if before is not None and now != before:
         return (
             f"An optimizer step takes {now} {_items(fit)}, not {before} as before "
@@ -130,14 +130,14 @@ def restore_rank(run: Run, checkpoint: Mapping[str, Any], path: str) -> None:
 def _has_same_batches(run: Run, checkpoint: Mapping[str, Any]) -> bool:
     """Return whether this rank has the share of a former one, and batches of the same size within an epoch."""
     fit = run.progress
-    resized = fit.batches_done > 0 and fit.before.get("batch_size", fit.batch_size) != fit.batch_size
+    resized = fit.batches_done > 0 and fit.counters_before.get("batch_size", fit.batch_size) != fit.batch_size
     return data_parallel_rank(run) in _shares(checkpoint["ranks"]) and not resized
 
 
 def _other_data(run: Run, entry: Mapping[str, Any]) -> str:
     """Return what is not as it was when the rank of ``entry`` saved, in sentences; "" for nothing."""
     fit, position = run.progress, entry["data"] or {}
-    before = fit.before.get("batch_size", fit.batch_size)
+    before = fit.counters_before.get("batch_size", fit.batch_size)
     said = "" if before == fit.batch_size else f"A batch has {fit.batch_size} sample(s), not {before} as before. "
     if fit.data is None:
         return said

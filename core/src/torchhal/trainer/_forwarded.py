@@ -28,3 +28,6 @@ class Forwarded(Generic[T]):
 
     def __set__(self, instance: Any, value: Any) -> None:
         setattr(getattr(instance, self.holder), self.name, value)
+
+    def __delete__(self, instance: Any) -> None:
+        delattr(getattr(instance, self.holder), self.name)

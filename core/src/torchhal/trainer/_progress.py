@@ -47,7 +47,7 @@ class FitProgress:
         self.batch_size = self.step_size = 1
         """Samples of a batch of one replica, and those that an optimizer step takes over all replicas, or would, if the
         replicas of now divided them; each batch counts as one where the loader doesn't say."""
-        self.before: Mapping[str, Any] = {}
+        self.counters_before: Mapping[str, Any] = {}
         """The counters of the run that this one continues."""
         self.has_gradients = False
         """Whether a backward has run since the last optimizer step."""

@@ -51,7 +51,7 @@ def _check_attribute(trainer: Any, name: str) -> None:
         advice = f"did you mean {near!r}?"
     else:
         return
-    trainer.run.warn_once(f"{owner} has no setting {name!r}, and nothing reads this attribute; {advice}")
+    trainer._run.warn_once(f"{owner} has no setting {name!r}, and nothing reads this attribute; {advice}")
 
 
 class TrainerProperties:
@@ -63,12 +63,12 @@ class TrainerProperties:
     decided is refused.
     """
 
-    run: Run
+    _run: Run
     fit_loop: FitLoop
     evaluation_loop: EvaluationLoop
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if "run" in vars(self) and self.run.settled:
+        if self._run.settled:
             is_known = name in vars(self) or hasattr(type(self), name)
             if name in _DECIDED or not is_known:
                 _check_attribute(self, name)
@@ -76,59 +76,56 @@ class TrainerProperties:
 
     # -- settings --------------------------------------------------------------------------------------------
 
-    fast_dev_run = Forwarded[int]("run")
-    max_epochs = Forwarded[int | None]("run")
-    min_epochs = Forwarded[int | None]("run")
-    max_steps = Forwarded[int]("run")
-    min_steps = Forwarded[int | None]("run")
-    max_time = Forwarded[timedelta | None]("run")
-    limit_train_batches = Forwarded[int | float]("run")
-    limit_val_batches = Forwarded[int | float]("run")
-    limit_test_batches = Forwarded[int | float]("run")
-    limit_predict_batches = Forwarded[int | float]("run")
-    overfit_batches = Forwarded[int | float]("run")
-    val_check_interval = Forwarded[int | float]("run")
-    check_val_every_n_epoch = Forwarded[int | None]("run")
-    num_sanity_val_steps = Forwarded[int]("run")
-    accumulate_grad_batches = Forwarded[int]("run")
-    gradient_clip_val = Forwarded[float | None]("run")
-    gradient_clip_algorithm = Forwarded[str]("run")
-    log_every_n_steps = Forwarded[int]("run")
-    reload_dataloaders_every_n_epochs = Forwarded[int]("run")
-    use_distributed_sampler = Forwarded[bool]("run")
-    sync_batchnorm = Forwarded[bool]("run")
-    inference_mode = Forwarded[bool]("run")
-    detect_anomaly = Forwarded[bool]("run")
-    deterministic = Forwarded[bool | str]("run")
-    benchmark = Forwarded[bool | None]("run")
-    default_root_dir = Forwarded[str]("run")
+    fast_dev_run = Forwarded[int]("_run")
+    max_epochs = Forwarded[int | None]("_run")
+    min_epochs = Forwarded[int | None]("_run")
+    max_steps = Forwarded[int]("_run")
+    min_steps = Forwarded[int | None]("_run")
+    max_time = Forwarded[timedelta | None]("_run")
+    limit_train_batches = Forwarded[int | float]("_run")
+    limit_val_batches = Forwarded[int | float]("_run")
+    limit_test_batches = Forwarded[int | float]("_run")
+    limit_predict_batches = Forwarded[int | float]("_run")
+    overfit_batches = Forwarded[int | float]("_run")
+    val_check_interval = Forwarded[int | float]("_run")
+    check_val_every_n_epoch = Forwarded[int | None]("_run")
+    num_sanity_val_steps = Forwarded[int]("_run")
+    accumulate_grad_batches = Forwarded[int]("_run")
+    gradient_clip_val = Forwarded[float | None]("_run")
+    gradient_clip_algorithm = Forwarded[str]("_run")
+    log_every_n_steps = Forwarded[int]("_run")
+    reload_dataloaders_every_n_epochs = Forwarded[int]("_run")
+    use_distributed_sampler = Forwarded[bool]("_run")
+    sync_batchnorm = Forwarded[bool]("_run")
+    inference_mode = Forwarded[bool]("_run")
+    detect_anomaly = Forwarded[bool]("_run")
+    deterministic = Forwarded[bool | str]("_run")
+    benchmark = Forwarded[bool | None]("_run")
+    default_root_dir = Forwarded[str]("_run")
 
     # -- the run ---------------------------------------------------------------------------------------------
 
-    plan = Forwarded[Plan]("run")
-    strategy = Forwarded[Strategy]("run")
-    num_nodes = Forwarded[int | None]("run")
-    state = Forwarded[TrainerState]("run")
-    module = Forwarded[Any]("run")
-    datamodule = Forwarded[Any]("run")
-    results = Forwarded[Results]("run")
-    hooks = Forwarded[Hooks]("run")
-    loggers = Forwarded[list[Any]]("run")
-    callbacks = Forwarded[list[Any]]("run")
-    should_stop = Forwarded[bool]("run")
-    current_hook = Forwarded[str | None]("run")
-    ckpt_path = Forwarded[str | None]("run")
-    log_dir = Forwarded[str | None]("run")
-    run_id = Forwarded[str]("run")
-    said = Forwarded[set[str]]("run")
-    trained_elsewhere = Forwarded[bool]("run")
-    enable_checkpointing = Forwarded[bool | None]("run")
+    plan = Forwarded[Plan]("_run")
+    strategy = Forwarded[Strategy]("_run")
+    num_nodes = Forwarded[int | None]("_run")
+    state = Forwarded[TrainerState]("_run")
+    module = Forwarded[Any]("_run")
+    datamodule = Forwarded[Any]("_run")
+    results = Forwarded[Results]("_run")
+    hooks = Forwarded[Hooks]("_run")
+    loggers = Forwarded[list[Any]]("_run")
+    callbacks = Forwarded[list[Any]]("_run")
+    should_stop = Forwarded[bool]("_run")
+    current_hook = Forwarded[str | None]("_run")
+    ckpt_path = Forwarded[str | None]("_run")
+    log_dir = Forwarded[str | None]("_run")
+    run_id = Forwarded[str]("_run")
 
     # -- processes -------------------------------------------------------------------------------------------
 
     @property
     def is_global_zero(self) -> bool:
-        return self.run.is_global_zero
+        return self._run.is_global_zero
 
     @property
     def global_rank(self) -> int:
@@ -145,7 +142,7 @@ class TrainerProperties:
     @property
     def world_size(self) -> int:
         """Processes of the job; outside of a run those that the plan will have."""
-        return self.run.world_size
+        return self._run.world_size
 
     @property
     def num_devices(self) -> int:
@@ -180,12 +177,12 @@ class TrainerProperties:
     @property
     def global_step(self) -> int:
         """Optimizer steps taken."""
-        return self.run.global_step
+        return self._run.global_step
 
     @property
     def current_epoch(self) -> int:
         """Epochs finished, which is the index of the running one."""
-        return self.run.current_epoch
+        return self._run.current_epoch
 
     @property
     def sanity_checking(self) -> bool:
@@ -213,8 +210,8 @@ class TrainerProperties:
 
     @property
     def is_last_batch(self) -> bool:
-        data = self.run.progress.data
-        return data is not None and data.length is not None and self.run.progress.batch_idx + 1 >= data.length
+        data = self._run.progress.data
+        return data is not None and data.length is not None and self._run.progress.batch_idx + 1 >= data.length
 
     # -- model, optimizers -----------------------------------------------------------------------------------
 
@@ -235,7 +232,7 @@ class TrainerProperties:
     @optimizers.setter
     def optimizers(self, optimizers: list[torch.optim.Optimizer]) -> None:
         if not optimizers:
-            self.run.warn_once("trainer.optimizers was set to an empty list: nothing is optimized")
+            self._run.warn_once("trainer.optimizers was set to an empty list: nothing is optimized")
         self.strategy.optimizers[:] = optimizers
         if self.fit_loop.optimization is not None:
             self.fit_loop.optimization.wrap_optimizers()
@@ -254,7 +251,7 @@ class TrainerProperties:
     @property
     def train_dataloader(self) -> Any:
         """The training loader; None before it is loaded."""
-        data = self.run.progress.data
+        data = self._run.progress.data
         return None if data is None else data.loader
 
     @property
@@ -270,28 +267,28 @@ class TrainerProperties:
         return self._given("predict")
 
     def _given(self, stage: str) -> Any:
-        given = getattr(self.run.sources, stage)
+        given = getattr(self._run.sources, stage)
         return given if given is not None else find_loaders(stage, None, self.module, self.datamodule)
 
     @property
     def num_training_batches(self) -> int | float:
         """Batches of an epoch; inf when the loader doesn't know. In ``configure_optimizers`` it loads the data."""
-        data = self.run.progress.data
-        if data is None and self.state.fn == "fit" and self.run.sources.ready:
-            data = load_training_data(self.run)
+        data = self._run.progress.data
+        if data is None and self.state.fn == "fit" and self._run.sources.ready:
+            data = load_training_data(self._run)
         if data is None:
             return 0
         return math.inf if data.length is None else data.length
 
     @property
     def num_val_batches(self) -> list[int | float]:
-        data = self.run.sources.evaluation_data if self.state.fn == "validate" else self.run.sources.validation_data
+        data = self._run.sources.evaluation_data if self.state.fn == "validate" else self._run.sources.validation_data
         return [math.inf if length is None else length for length in data.lengths]
 
     @property
     def has_validation(self) -> bool:
         """Whether this fit validates; the same on every rank, even where one of them has no batch of its own."""
-        return bool(self.run.sources.validation_data)
+        return bool(self._run.sources.validation_data)
 
     @property
     def num_sanity_val_batches(self) -> list[int | float]:
@@ -307,14 +304,14 @@ class TrainerProperties:
         return self._num_evaluation_batches()
 
     def _num_evaluation_batches(self) -> list[int | float]:
-        return [math.inf if length is None else length for length in self.run.sources.evaluation_data.lengths]
+        return [math.inf if length is None else length for length in self._run.sources.evaluation_data.lengths]
 
     @property
     def estimated_stepping_batches(self) -> int | float:
         """Optimizer steps of the whole fit; readable in ``configure_optimizers``, where it loads the training data."""
-        data = self.run.progress.data
+        data = self._run.progress.data
         if data is None:
-            data = load_training_data(self.run)
+            data = load_training_data(self._run)
         length = data.whole_length
         if length is None:
             return self.max_steps if self.max_steps != -1 else math.inf
@@ -350,7 +347,7 @@ class TrainerProperties:
 
     @property
     def checkpoint_callbacks(self) -> list[ModelCheckpoint]:
-        return self.run.checkpoint_callbacks
+        return self._run.checkpoint_callbacks
 
     @property
     def checkpoint_callback(self) -> ModelCheckpoint | None:
@@ -358,7 +355,7 @@ class TrainerProperties:
 
     @property
     def early_stopping_callbacks(self) -> list[EarlyStopping]:
-        return self.run.early_stopping_callbacks
+        return self._run.early_stopping_callbacks
 
     @property
     def early_stopping_callback(self) -> EarlyStopping | None:
@@ -366,4 +363,4 @@ class TrainerProperties:
 
     @property
     def progress_bar_callback(self) -> ProgressBar | None:
-        return self.run.progress_bar_callback
+        return self._run.progress_bar_callback

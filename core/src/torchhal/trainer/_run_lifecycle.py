@@ -89,7 +89,7 @@ def execute(
                 with at_once():
                     run.strategy.setup_environment()
                     set_hang_folder(run, run.default_root_dir)
-                    bind_trainer(run, loop, fn)
+                    begin_call(run, loop, fn)
                     status_lines.announce_start(run, fn)
                     set_up(run, loop, fn, ckpt_path, on_refusal)
                     on_refusal.pop_all()
@@ -123,7 +123,7 @@ def execute(
         failed = False
     except BaseException as error:
         run.state.status = "interrupted"
-        raised = report_failure(run, error)
+        raised: BaseException | None = report_failure(run, error)
         if hooks_left:
             tear_down_hooks(run, fn, failed=True)
         on_refusal.close()
@@ -132,8 +132,10 @@ def execute(
             raise exit_for_signal(raised.stop_signal, agreed=False) from None
         if raised is error:
             raise
+        assert raised is not None
         raise raised from error
     finally:
+        raised = None  # its traceback holds this frame, and with both the model would stay until a garbage collection
         restore_flags()
         run.accumulate_grad_batches = asked_accumulation
         run.state.stage = None
@@ -186,7 +188,7 @@ def run_stage(run: Run, loop: FitLoop, fn: str) -> Any:
     return None
 
 
-def bind_trainer(run: Run, loop: FitLoop, fn: str) -> None:
+def begin_call(run: Run, loop: FitLoop, fn: str) -> None:
     module, datamodule = run.module, run.datamodule
     if hasattr(type(module), "trainer"):
         module.trainer = run.trainer
@@ -244,8 +246,8 @@ def set_up(run: Run, loop: FitLoop, fn: str, ckpt_path: Any, on_refusal: ExitSta
     strategy.gradient_clip_val = run.gradient_clip_val
     strategy.gradient_clip_algorithm = run.gradient_clip_algorithm
     strategy.sync_batchnorm = run.sync_batchnorm
-    if fn == "fit":
-        reset_counters(run)
+    if fn == "fit" and run.ckpt_path is None:
+        run.progress.begin_at_epoch()  # a fit with a checkpoint starts from the checkpoint's counters
     strategy.connect(module)
     run.sources.ready = True
     strategy.prepare(run.trainer)
@@ -269,7 +271,7 @@ def add_model_callbacks(run: Run) -> None:
     configure = getattr(run.module, "configure_callbacks", None)
     if configure is None:
         return
-    if run.sources.asked_for_callbacks is run.module:
+    if run.sources.callbacks_asked_of is run.module:
         return  # those of its last call, which know the best checkpoint
     own = configure() or []
     own = list(own) if isinstance(own, Sequence) else [own]
@@ -283,13 +285,7 @@ def add_model_callbacks(run: Run) -> None:
     replaced = {type(callback) for callback in own}
     kept = [callback for callback in run.callbacks if type(callback) not in replaced]
     run.callbacks = make_callbacks([*kept, *own])
-    run.sources.asked_for_callbacks = run.module
-
-
-def reset_counters(run: Run) -> None:
-    """Start from where this Trainer is; a fit with a checkpoint starts from the checkpoint's counters."""
-    if run.ckpt_path is None:
-        run.progress.begin_at_epoch()
+    run.sources.callbacks_asked_of = run.module
 
 
 def log_hyperparams(run: Run) -> None:

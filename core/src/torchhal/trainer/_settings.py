@@ -116,7 +116,7 @@ def _interval_fits(run: RunSettings, name: str, value: Any) -> None:
 
 
 def _may_accumulate(run: RunSettings, name: str, value: int) -> None:
-    """Return whether the optimizer steps of the fit that runs can take so many batches from now on."""
+    """Raise ConfigurationError where the optimizer steps of the fit that runs can't take so many batches."""
     strategy = run.strategy
     if run.state.fn != "fit":
         return

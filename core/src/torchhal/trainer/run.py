@@ -24,7 +24,7 @@ __all__ = ["Run"]
 
 
 class Run(RunSettings, RunOutput):
-    """State of the fits and evaluations of one Trainer, in one process.
+    """State of the calls of one Trainer in one process: what is set up, what is running, and how far it is.
 
     The Trainer makes it; the loops, the data, logging and checkpointing work on it. Only callbacks, the user's module
     and loggers are handed the Trainer itself, as :attr:`trainer`. The settings of :class:`RunSettings` (``max_epochs``,
@@ -91,7 +91,7 @@ class Run(RunSettings, RunOutput):
         self.strategy = plan.build()
         self.num_nodes = plan.num_nodes
         self.results = Results(self.strategy)
-        self.progress = FitProgress(self.accumulate_grad_batches)
+        self.progress.accumulate = self.progress.asked_accumulate = self.accumulate_grad_batches
         self.settled = True
 
     @property

@@ -21,6 +21,7 @@ from torchhal.trainer._connectors import check_model, make_callbacks, make_logge
 from torchhal.trainer._hook_names import check_hook_names
 from torchhal.trainer._launch import launch
 from torchhal.trainer._properties import TrainerProperties
+from torchhal.trainer._settings import RunSettings, Setting
 from torchhal.trainer._unknown_arguments import explain_unknown_arguments
 from torchhal.trainer.data._loaders import as_loaders, check_loader, check_training_loader
 from torchhal.trainer.data._sources import DataSources, check_datamodule, check_no_second, find_source
@@ -83,6 +84,21 @@ class Trainer(TrainerProperties):
         UnknownArgumentError: an argument that other trainers have; the message says what it is called here.
     """
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Refuse a setting as an attribute of the class, which the constructor's arguments would never reach."""
+        super().__init_subclass__(**kwargs)
+        for name in vars(cls):
+            if isinstance(vars(RunSettings).get(name), Setting):
+                raise TypeError(
+                    f"{cls.__name__} can't have the setting {name!r} as an attribute of the class: give it to "
+                    f"super().__init__({name}=...)"
+                )
+
+    def __copy__(self) -> NoReturn:
+        raise TypeError(
+            "a copy of a Trainer would share its run: make a new Trainer, or copy.deepcopy one before its fit"
+        )
+
     @explain_unknown_arguments
     def __init__(
         self,
@@ -125,8 +141,6 @@ class Trainer(TrainerProperties):
         benchmark: bool | None = None,
         detect_anomaly: bool = False,
     ) -> None:
-        self.run = Run()
-        self.run.trainer = self
         self.fast_dev_run = fast_dev_run
         self._set_limits(max_epochs, min_epochs, max_steps, min_steps, max_time)
         self.limit_train_batches = limit_train_batches
@@ -153,7 +167,7 @@ class Trainer(TrainerProperties):
         enable_checkpointing = arguments.check_bool_or_default("enable_checkpointing", enable_checkpointing, True)
         enable_progress_bar = arguments.check_bool_or_default("enable_progress_bar", enable_progress_bar, True)
         enable_model_summary = arguments.check_bool_or_default("enable_model_summary", enable_model_summary, True)
-        self.run.enable_checkpointing = enable_checkpointing
+        self._run.enable_checkpointing = enable_checkpointing
         if self.fast_dev_run:
             self._shorten()
             logger = False
@@ -162,12 +176,12 @@ class Trainer(TrainerProperties):
             Request(accelerator, strategy, devices, num_nodes, precision, () if plugins is None else plugins),
             on_environment_chosen=expect,
         )
-        self.run.compose(plan)
+        self._run.compose(plan)
         if self.sync_batchnorm:
             self.strategy.check_sync_batchnorm(plan.world_size)
 
-        self.evaluation_loop = EvaluationLoop(self.run)
-        self.fit_loop = FitLoop(self.run, self.evaluation_loop)
+        self.evaluation_loop = EvaluationLoop(self._run)
+        self.fit_loop = FitLoop(self._run, self.evaluation_loop)
         self.loggers = make_loggers(logger, self.default_root_dir)
         self.callbacks = make_callbacks(
             callbacks,
@@ -186,6 +200,10 @@ class Trainer(TrainerProperties):
         parse_argparser = _RemovedMethod()
 
         def __getattr__(self, name: str) -> Any:
+            if name == "_run":  # made at the first use: a subclass may set attributes before super().__init__()
+                run = vars(self)["_run"] = Run()
+                run.trainer = self
+                return run
             if hasattr(type(self), name):  # a property raised AttributeError, and Python has dropped it
                 return object.__getattribute__(self, name)
             advice = f": {ATTRIBUTES[name]}" if name in ATTRIBUTES else ""
@@ -238,7 +256,7 @@ class Trainer(TrainerProperties):
             ModelError: the model or its data lack something.
             RankFailedError: a process failed; the message starts with its traceback.
         """
-        check_can_fit(self.run, check_model(model))
+        check_can_fit(self._run, check_model(model))
         if hasattr(train_dataloaders, "train_dataloader"):
             check_no_second(datamodule, "train_dataloaders", train_dataloaders)
             train_dataloaders, datamodule = None, train_dataloaders
@@ -334,11 +352,11 @@ class Trainer(TrainerProperties):
 
     def _launch(self, fn: str, model: Any, sources: DataSources, datamodule: Any, ckpt_path: Any) -> Any:
         path = arguments.check_ckpt_path(ckpt_path)
-        run = self.run
+        run = self._run
         for sentence in check_hook_names(model, datamodule, run.callbacks):
             run.warn_once(sentence)
-        if run.sources.asked_for_callbacks is model:
-            sources.asked_for_callbacks = model
+        if run.sources.callbacks_asked_of is model:
+            sources.callbacks_asked_of = model
         run.module, run.datamodule, run.sources = model, datamodule, sources
         return launch(run, self.fit_loop, fn, path)
 
@@ -346,7 +364,7 @@ class Trainer(TrainerProperties):
 
     def configure_optimizers(self) -> tuple[list[Any], list[SchedulerConfig]]:
         """Return the model's optimizers and schedulers; called by the strategy when its parameters are in place."""
-        run = self.run
+        run = self._run
         run.follow_module()
         optimizers, configs = configure_optimizers(run.module)
         if not optimizers:
@@ -358,15 +376,15 @@ class Trainer(TrainerProperties):
 
     def print(self, *values: Any, **kwargs: Any) -> None:
         """``print`` on rank 0, above the progress bar."""
-        self.run.print(*values, **kwargs)
+        self._run.print(*values, **kwargs)
 
     def announce(self, line: str) -> None:
         """Show a line about the run, on rank 0; see :meth:`.RunOutput.announce`."""
-        self.run.announce(line)
+        self._run.announce(line)
 
     def warn_once(self, message: str) -> None:
         """Warn on rank 0, the first time that ``message`` is given."""
-        self.run.warn_once(message)
+        self._run.warn_once(message)
 
     def print_results(self, fn: str, results: list[dict[str, float]]) -> None:
         """Print the metrics of a validation or test, one table per loader."""
@@ -395,7 +413,7 @@ class Trainer(TrainerProperties):
         storage_options = arguments.check_storage_options(storage_options)
         if self.module is None or self.strategy.module is None:
             raise ModelError("save_checkpoint needs a model: fit, validate, test or predict first")
-        if self.trained_elsewhere and not weights_only and not self.strategy.is_set_up:
+        if self._run.trained_elsewhere and not weights_only and not self.strategy.is_set_up:
             raise ModelError(
                 "this process did not train, its workers did, and their optimizers are gone: save with a "
                 "ModelCheckpoint during the fit, or with weights_only=True"
@@ -405,7 +423,7 @@ class Trainer(TrainerProperties):
         if after_the_run:  # the ranks have parted: they meet once more, to gather what is saved
             strategy.setup_environment()
         try:
-            checkpoint = checkpointing.dump_checkpoint(self.run, weights_only=weights_only)
+            checkpoint = checkpointing.dump_checkpoint(self._run, weights_only=weights_only)
             strategy.save_checkpoint(checkpoint, path, storage_options=storage_options)
         finally:
             if after_the_run:

@@ -19,7 +19,7 @@ class DataSources:
     test: Any = None
     predict: Any = None
     keep_predictions: bool = True
-    asked_for_callbacks: Any = None
+    callbacks_asked_of: Any = None
     """The model whose ``configure_callbacks`` are among the Trainer's callbacks."""
     ready: bool = False
     """Whether all ``setup`` hooks have run, so that loaders may be asked for."""

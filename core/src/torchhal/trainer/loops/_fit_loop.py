@@ -41,7 +41,6 @@ class FitLoop(RunPart[Run]):
     batch_idx = Forwarded[int]("progress")
     global_step = Forwarded[int]("progress")
     total_batches = Forwarded[int]("progress")
-    scheduler_steps = Forwarded[int]("progress")
     max_epochs = Forwarded[int | None]("run")
 
     def __init__(self, run: Run, evaluation: EvaluationLoop) -> None:
@@ -49,10 +48,13 @@ class FitLoop(RunPart[Run]):
         self.progress: FitProgress = run.progress
         self.evaluation = evaluation
         self.stop = StopConditions(run)
-        self.step_schedulers = False
+        self.has_step_schedulers = False
         self.lr_scheduler_step: Callable[..., Any] | None = None
         self.optimization: Optimization | None = None
         self._got_batch = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "optimization": None}  # what the last fit stepped by is of that fit alone
 
     def state_dict(self) -> dict[str, Any]:
         """See :meth:`.FitProgress.state_dict`."""
@@ -195,7 +197,7 @@ class FitLoop(RunPart[Run]):
         batch_start = hooks.has("on_train_batch_start")
         batch_end = hooks.has("on_train_batch_end")
         log_loss = not callable(getattr(run.module, "log", None))  # a plain module has no way to
-        schedulers = self.step_schedulers = self._has_step_schedulers()
+        schedulers = self.has_step_schedulers = self._has_step_schedulers()
         self.lr_scheduler_step = module_hook(run.module, "lr_scheduler_step")
         accumulate, max_steps, log_every, validate_every, crossing, deadline = self._settings(length)
         whole = length is not None and length == data.loader_length
@@ -313,7 +315,7 @@ class FitLoop(RunPart[Run]):
 
     def _after_update(self) -> None:
         """Schedulers that follow optimizer steps."""
-        if self.step_schedulers and self.progress.stepped:
+        if self.has_step_schedulers and self.progress.stepped:
             self.progress.scheduler_steps += 1
             step_schedulers(self.run, "step", self.progress.scheduler_steps, self.lr_scheduler_step)
 

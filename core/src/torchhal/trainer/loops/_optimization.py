@@ -51,6 +51,8 @@ class WrappedOptimizer:
         self.optimizer.zero_grad(set_to_none)
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # as copy and pickle ask for before there is an optimizer
+            raise AttributeError(name)
         return getattr(self.__dict__["optimizer"], name)
 
     def __repr__(self) -> str:

@@ -240,6 +240,7 @@ def complete_teardown(context: CheckContext) -> None:
     Why: the next run in the process, with another precision, gets a mixture.
     Fix: restore in teardown() what setup() changed; it may be called twice.
     """
+    torch.optim.SGD([nn.Parameter(torch.zeros(1))])  # the first of a process wraps its class's step
     before = torch_state()
     watched = [torch.Tensor, nn.Module, nn.functional, Optimizer, torch.optim.SGD, nn.utils]
     names = [(owner, dict(vars(owner))) for owner in watched]
