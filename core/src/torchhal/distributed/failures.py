@@ -1,4 +1,7 @@
-"""Failures of ranks as data: what travels between processes, and what the user sees of it. Imports no torch."""
+"""Report failures of ranks between processes and to the user, and end a process with the code of a signal.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small process that outlives the launching rank by a moment, and says on stderr which rank died, and of what.
+"""Name, on stderr, the launching rank that died, and of what, from a small process that outlives it by a moment.
 
 The ranks that a script has started end with it at once (``_process.die_with_parent``), so none of
 them is left to say it. Imports no torch.

@@ -23,7 +23,7 @@ from torchhal.errors import (
 from torchhal.resolve._checkpoint_ios import usable_ios
 from torchhal.strategies._optimizer_state import parameters_without_state
 from torchhal.trainer import _checkpoint_digests as checkpoint_digests
-from torchhal.trainer import _elastic_resume as elastic_resume
+from torchhal.trainer import _resume as resume
 from torchhal.trainer._callback_states import callback_states, load_callback_states, unchanged_by_errors
 from torchhal.trainer._checkpoint_fields import check_format, check_training_state, check_weights
 from torchhal.trainer._frozen_parameters import KEY as FROZEN
@@ -72,8 +72,8 @@ def dump_checkpoint(run: Run, *, weights_only: bool = False) -> dict[str, Any]:
             {
                 "rng": rng.collect(strategy.accelerator, strategy.root_device),
                 "data": fit.data.position() if fit.data is not None else None,
-                "share": list(elastic_resume.data_parallel_rank(run)),
-                "batch_size": elastic_resume.batch_size(fit),
+                "share": list(resume.data_parallel_rank(run)),
+                "batch_size": resume.batch_size(fit),
             }
         )
         if fit.has_gradients:
@@ -234,11 +234,11 @@ def restore_training(run: Run, checkpoint: dict[str, Any], path: str) -> None:
     fit.load_state_dict(loops["fit"])
     with _naming(path, "loops/results"):
         run.results.load_state_dict(loops["results"])
-    if checkpoint.get("gradients") is not None and elastic_resume.carries_accumulated_grads(run, checkpoint):
+    if checkpoint.get("gradients") is not None and resume.carries_accumulated_grads(run, checkpoint):
         with _naming(path, "gradients"):
             strategy.load_accumulated_gradients(checkpoint["gradients"])
         fit.has_gradients = True
-    elastic_resume.restore_rank(run, checkpoint, path)
+    resume.restore_rank(run, checkpoint, path)
 
 
 @contextmanager

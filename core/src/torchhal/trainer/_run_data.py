@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from torchhal.errors import ModelError
-from torchhal.trainer import _elastic_resume as elastic_resume
+from torchhal.trainer import _resume as resume
 from torchhal.trainer.data._evaluation_data import EvaluationData
 from torchhal.trainer.data._loaders import as_loaders, find_loaders
 from torchhal.trainer.data._training_data import TrainingData
@@ -33,7 +33,7 @@ def load_training_data(run: Run, *, again: bool = False) -> TrainingData:
         data, is_first = TrainingData(loader, run), progress.data is None
         progress.data = data
         if is_first:
-            elastic_resume.choose_accumulation(run, data)
+            resume.choose_accumulation(run, data)
     return progress.data
 
 

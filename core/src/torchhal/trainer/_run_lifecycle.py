@@ -15,8 +15,8 @@ from torchhal.distributed.failures import exit_for_signal
 from torchhal.distributed.signals import DEFAULT_SIGNALS, StopRequested, StopSignals, at_once
 from torchhal.errors import ModelError, RankFailedError
 from torchhal.trainer import _checkpointing as checkpointing
-from torchhal.trainer import _elastic_resume as elastic_resume
 from torchhal.trainer import _rank_consistency as rank_consistency
+from torchhal.trainer import _resume as resume
 from torchhal.trainer import _status_lines as status_lines
 from torchhal.trainer._callback_states import begin_anew
 from torchhal.trainer._connectors import make_callbacks
@@ -241,7 +241,7 @@ def set_up(run: Run, loop: FitLoop, fn: str, ckpt_path: Any, on_refusal: ExitSta
         checkpoint = checkpointing.read_checkpoint(run, run.ckpt_path)
         checkpointing.restore_datamodule(run, checkpoint, run.ckpt_path)
     if fn == "fit":
-        elastic_resume.record_batch_setup(run, checkpoint)
+        resume.record_batch_setup(run, checkpoint)
     strategy.accumulate_grad_batches = run.accumulate_grad_batches
     strategy.gradient_clip_val = run.gradient_clip_val
     strategy.gradient_clip_algorithm = run.gradient_clip_algorithm

@@ -25,7 +25,8 @@ class FSDPStrategy(FullyShardedStrategy):
 
     Between steps each rank holds 1/N of every parameter, gradient and optimizer state. A unit's parameters are
     gathered before it computes and, with ``reshard_after_forward``, freed right after (ZeRO stage 3); without, they
-    stay until its backward is done (stage 2, which sends less and needs more memory).
+    stay until its backward is done (stage 2, which sends less and needs more memory). States, checkpoints and the
+    clipping of gradients are those of all sharded strategies, in ``_sharded_base``.
 
     Every rank must use the same parameters in every step: a branch that some ranks don't take hangs or aborts. The same
     holds for ``self(...)`` in a hook or a callback: every rank calls it, or none. Each backward of an accumulation adds

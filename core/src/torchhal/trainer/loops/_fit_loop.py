@@ -12,8 +12,8 @@ from torchhal import rng
 from torchhal.distributed.signals import at_once
 from torchhal.errors import ConfigurationError, ModelError
 from torchhal.pytree import map_tensors
-from torchhal.trainer import _elastic_resume as elastic_resume
 from torchhal.trainer import _rank_consistency as rank_consistency
+from torchhal.trainer import _resume as resume
 from torchhal.trainer._forwarded import Forwarded
 from torchhal.trainer._hook_names import near_miss
 from torchhal.trainer._hooks import module_hook
@@ -282,7 +282,7 @@ class FitLoop(RunPart[Run]):
             if self.progress.has_gradients:
                 self.progress.settings_changed = True  # until the accumulation that has begun is at its end
             else:
-                elastic_resume.change_accumulation(run)
+                resume.change_accumulation(run)
                 optimization.accumulate_over(self.progress.accumulate)
         # rank 0 may have loggers that others have not, so they don't decide whether ranks meet
         log_every = run.log_every_n_steps if run.loggers or run.results.leader else 0

@@ -1,4 +1,4 @@
-"""Continue a run with another number of replicas: batches per step, generators, the rest of the epoch."""
+"""Continue a run exactly: its generators, its position in the data, and both with another number of replicas."""
 
 from __future__ import annotations
 
