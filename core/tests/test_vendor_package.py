@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -74,6 +75,16 @@ def test_a_version_outside_the_range_is_not_imported(installed: Callable[..., No
             f"this torchhal-acme works with acme_sdk <3,>=2.1 (found acme-sdk-stub {version}): {INSTALL}"
         )
     assert "acme_sdk" not in sys.modules
+
+
+def test_package_installed_after_failed_load(installed: Callable[..., None]) -> None:
+    """As in a notebook, which goes on after ``pip install``: a missing package leaves no failure behind."""
+    package = acme()
+    with pytest.raises(ConfigurationError, match="not installed"):
+        package.load()
+    installed("2.2.0")
+    importlib.invalidate_caches()
+    assert package.load().__name__ == "acme_sdk"
 
 
 def test_any_version_will_do_where_no_range_is_given(installed: Callable[..., None]) -> None:

@@ -120,8 +120,8 @@ class VendorPackage:
     def load(self) -> ModuleType:
         """Import the package with its submodules, after a look at the version where it has metadata; return the module.
 
-        An import that fails is not tried again: one that was half done would end in another error. The message is the
-        same each time. SystemExit and KeyboardInterrupt pass through.
+        An import that fails midway is not tried again: the next one would end in another error. The message is the same
+        each time. A package that is missing may be installed meanwhile. SystemExit and KeyboardInterrupt pass through.
         """
         with self._lock:
             if self._import_failure:
@@ -135,7 +135,8 @@ class VendorPackage:
                     for name in self.submodules:
                         importlib.import_module(f"{self.module}.{name}")
             except Exception as error:
-                self._import_failure = str(error)
+                if not self._is_missing(error.__cause__):
+                    self._import_failure = str(error)
                 raise
             return module
 
@@ -149,12 +150,17 @@ class VendorPackage:
 
     def explain(self, error: Exception) -> str:
         """Return the message for an ``error`` that the package's import raised."""
-        if isinstance(error, ModuleNotFoundError) and error.name and f"{self.module}.".startswith(f"{error.name}."):
+        if self._is_missing(error):
             return self._message(self.not_installed)
         return (
             f"{self.module} can't be imported with torch {_torch_version()} "
             f"({type(error).__name__}: {message_of(error)}): {self.install}"
         )
+
+    def _is_missing(self, error: BaseException | None) -> bool:
+        """Return whether ``error`` says that the package itself isn't there, rather than something that it imports."""
+        named = error.name if isinstance(error, ModuleNotFoundError) else None
+        return bool(named) and f"{self.module}.".startswith(f"{named}.")
 
     def _version_problem(self, distribution: str, text: str) -> str:
         try:
