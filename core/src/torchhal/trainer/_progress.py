@@ -57,7 +57,7 @@ class FitProgress:
         self.generators: dict[str, Any] | None = None
         """The states of the random-number generators that are restored there."""
         self.settings_changed = False
-        """Whether a hook has set an argument of the run that the loop has not looked at yet."""
+        """Whether a hook has set an argument of the run that the loop has not read yet."""
         self.settings_differ = False
         """Whether it has set one that the ranks have not compared yet."""
         self.out_of_time = False
@@ -88,7 +88,7 @@ class FitProgress:
             self.next_epoch()
 
     def begin(self) -> None:
-        """Begin a new fit: forget the data, and what an earlier fit, which may have failed, was about to resume."""
+        """Begin a new fit: drop the data, and the pending resume of an earlier fit that may have failed."""
         self.data = None
         self.data_position = self.generators = None
         self.has_gradients = False

@@ -1,4 +1,4 @@
-"""The lines about a run on the terminal: what it runs on, what it continues, why it ended and where it is."""
+"""The lines about a run on the terminal: its hardware, the checkpoint it continues, why it ended and its folder."""
 
 from __future__ import annotations
 
