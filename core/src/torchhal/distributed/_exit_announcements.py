@@ -75,7 +75,7 @@ def announce_exit() -> None:
     job.left = True
     try:
         _announce_end(job.store, job.key[3])
-    except RuntimeError:  # nobody there to tell
+    except RuntimeError:  # no store to post to
         pass
 
 
@@ -139,7 +139,7 @@ def announce_stop(signum: int) -> None:
     failure = state.failure = Failure.from_signal(state.job.key[3], signum)
     try:
         state.job.store.set(stopped_key(state.call), failure.to_json().decode())
-    except RuntimeError:  # nobody there to tell
+    except RuntimeError:  # no store to post to
         pass
 
 

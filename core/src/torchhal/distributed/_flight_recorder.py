@@ -115,7 +115,7 @@ def _no_compiler() -> Iterator[None]:
         return
     cache = SimpleNamespace(PyCodeCache=SimpleNamespace(stack_frames_for_code=lambda path, line: None))
     stand_in = SimpleNamespace(codecache=cache)
-    vars(torch)["_inductor"] = stand_in  # which torch itself imports when it is asked for
+    vars(torch)["_inductor"] = stand_in  # which torch itself imports on access
     try:
         yield
     finally:

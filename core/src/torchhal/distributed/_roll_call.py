@@ -93,7 +93,7 @@ def give_up(store: Store, failure: Failure) -> None:
     """Announce to ranks in this meeting, and to later ones, that it is cancelled. Never raises."""
     try:
         store.compare_set(_GIVEN_UP, "", failure.to_json().decode())
-    except RuntimeError:  # nobody there to tell
+    except RuntimeError:  # no store to post to
         pass
 
 

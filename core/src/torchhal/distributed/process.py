@@ -43,7 +43,7 @@ PARENT_IS_MAIN = "TORCHHAL_PARENT_IS_MAIN"
 """``"1"`` when the parent's main thread started this process."""
 
 REPORT_FD = "TORCHHAL_REPORT_FD"
-"""File descriptor on which a child tells its parent why it failed."""
+"""File descriptor to which a child writes why it failed, for its parent."""
 
 _EXTERNAL = ("TORCHELASTIC_", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME")
 """Variables of an outer torchrun: in a process that torchhal starts they would be wrong."""

@@ -141,7 +141,7 @@ class StopSignals:
 
         For the time before training: the ranks have no common step yet at which they could stop, and there is nothing
         to save. If the main thread is in C, or swallows the exception, and is still in this context ``grace`` seconds
-        later, or twice as many if the exception was raised, the process exits with 128 and the signal's number. Other
+        later, or twice as many if the handler has run, the process exits with 128 and the signal's number. Other
         signals, by which a scheduler warns, still call ``request``.
         """
         self._at_once = True

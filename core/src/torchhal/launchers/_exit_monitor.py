@@ -35,7 +35,7 @@ echo "torchhal: rank $1 (process $2) $how; the ranks that it had started have en
 class ExitMonitor:
     """A report of how this process, which is rank ``rank``, died, unless :meth:`stop` is called before.
 
-    The monitor reads from a pipe that ends with this process, whatever ends it. Signals to the process group leave it
+    The monitor reads from a pipe that closes when this process ends in any way. Signals to the process group leave it
     alone. Without ``/bin/sh`` there is no report.
     """
 

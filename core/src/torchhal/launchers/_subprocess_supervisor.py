@@ -75,7 +75,7 @@ class ChildProcesses:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Return a context in which a failed child makes the main thread's waits raise."""
+        """Return a context that the main thread has to leave when a child fails, else the process is ended."""
         self._calls += 1
         self._inside += 1
         try:

@@ -251,7 +251,7 @@ class _WorkerGroup:
         return any(worker.ready for worker in self._workers if worker.rank == 0)
 
     def end(self) -> None:
-        """End all workers, whatever ended the supervision."""
+        """End all workers, for any end of the supervision."""
         for worker in self._workers:
             if worker.process.is_alive():
                 worker.process.kill()

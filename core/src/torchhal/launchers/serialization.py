@@ -28,7 +28,7 @@ __all__ = [
 
 
 class AnonymousFile:
-    """A temporary file without a name; pickles to a started process, whatever the start method."""
+    """A temporary file without a name; pickles to a started process, with any start method."""
 
     def __init__(self, descriptor: int | None = None) -> None:
         if descriptor is None:
@@ -80,7 +80,7 @@ def _rebuild(handle: Any) -> AnonymousFile:
 
 
 class _Positioned(io.RawIOBase):
-    """A reader of a descriptor at a position of its own: duplicates in several processes share the kernel's."""
+    """A reader of a descriptor with its own position: duplicates in several processes share the kernel's."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor

@@ -171,10 +171,10 @@ class StrategyCommunication(StrategyAttributes, ABC):
         Called on every rank.
 
         Args:
-            name: what the error message calls the barrier.
+            name: name of the barrier in the error message.
 
         Raises:
-            CollectiveTimeoutError: ranks are missing when the timeout is over; names them.
+            CollectiveTimeoutError: ranks are missing when the timeout expires; names them.
 
         Checks: STR-08.
         """

@@ -43,10 +43,10 @@ class FitProgress:
         self.epoch_done = False
         self.stepped = False
         self.accumulate = self.asked_accumulate = accumulate_grad_batches
-        """Batches of one optimizer step: those taken now, and those that the script asked for."""
+        """Batches of one optimizer step: the present number, and the script's."""
         self.batch_size = self.step_size = 1
         """Samples of a batch of one replica, and those that an optimizer step takes over all replicas, or would, if the
-        replicas of now divided them; each batch counts as one where the loader doesn't say."""
+        present replicas divided them; each batch counts as one if the loader doesn't provide its size."""
         self.counters_before: Mapping[str, Any] = {}
         """The counters of the run that this one continues."""
         self.has_gradients = False

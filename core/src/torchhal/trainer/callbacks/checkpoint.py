@@ -40,7 +40,7 @@ class ModelCheckpoint(Callback):
 
     Rank 0 decides what is saved and deleted, for all ranks. A file is deleted or replaced only when its
     successor is durable, and only if this run, or the one it resumes in the same folder, wrote it, which a record in
-    the folder's ``.torchhal`` has to show; anything else of the same name is left alone and the new file gets ``-v1``,
+    the folder's ``.torchhal`` has to prove; any other file of that name is kept and the new file gets ``-v1``,
     ``-v2``, ... Nothing is saved in a sanity check or under ``fast_dev_run``. When a signal ends the run between two
     steps, one more checkpoint to resume from is written.
 
@@ -178,7 +178,7 @@ class ModelCheckpoint(Callback):
             decide_on_rank_zero(trainer, lambda: check_writable(folder, storage_options))
 
     def on_load_checkpoint(self, trainer: Trainer, module: Any, checkpoint: dict[str, Any]) -> None:
-        """Remember, before a fit, the run that wrote this checkpoint, if it lies in the same folder."""
+        """Store, before a fit, the run that wrote this checkpoint, if it is in the same folder."""
         path = normal_folder(trainer.ckpt_path or "")
         if trainer.state.fn == "fit" and os.path.dirname(path) == self.dirpath and trainer.is_global_zero:
             self._writer.files.continues(path)
@@ -341,7 +341,7 @@ class ModelCheckpoint(Callback):
             self._kept.keep_scored(path, evicted, monitor=self.monitor, mode=self.mode)
 
     def _settle(self, trainer: Trainer) -> None:
-        """Wait until the latest save is durable, delete what it supersedes, and tell the loggers. Every rank."""
+        """Wait until the latest save is durable, delete what it supersedes, and notify the loggers. Every rank."""
         saved = self._writer.settle(trainer, self._kept)
         if saved is None:
             return
