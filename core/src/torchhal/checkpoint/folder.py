@@ -65,7 +65,7 @@ class FolderCheckpointIO(CheckpointIO):
         What is still in it afterwards, because of an error or as the checkpoint that was replaced, is deleted.
 
         Raises:
-            CheckpointError: on every rank alike, if there is something else at ``target``, or no room beside it.
+            CheckpointError: on every rank, if there is something else at ``target``, or no room beside it.
         """
         failure: str | None = None
         temporary: Path | None = None
@@ -100,7 +100,7 @@ class FolderCheckpointIO(CheckpointIO):
             folders: folders inside ``temporary`` whose entries must be made durable, too.
 
         Raises:
-            CheckpointError: on every rank alike, if rank 0 could not do it.
+            CheckpointError: on every rank, if rank 0 could not do it.
 
         .. versionadded:: 0.2
         """
@@ -235,7 +235,7 @@ class FolderCheckpointIO(CheckpointIO):
             target: the path of the checkpoint.
 
         Raises:
-            CheckpointError: on every rank alike, if any has failed.
+            CheckpointError: on every rank, if any has failed.
 
         .. versionadded:: 0.2
         """

@@ -242,8 +242,8 @@ class ClusterEnvironment(ABC):
     def stop_signals(self) -> tuple[int, ...]:
         """Signals, beside SIGTERM and SIGINT, by which the scheduler announces the end of the job.
 
-        A fit that receives one saves and ends with the exit status 128 plus its number. By default those of the
-        job, for any launcher of its processes; an environment may set its own. A signal for which the program has
+        A fit that receives one saves and ends with the exit status 128 plus its number. The default is those of
+        the job, for any launcher of its processes; an environment may set its own. A signal for which the program has
         installed a handler keeps that handler.
         """
         own: tuple[int, ...] | None = self.__dict__.get("_stop_signals")

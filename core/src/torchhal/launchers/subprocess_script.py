@@ -30,7 +30,7 @@ NAME = "subprocess_script"
 
 @dataclass
 class _Launched:
-    """The processes that this process has started, at most once in its life."""
+    """The processes that this process has started, which it does at most once."""
 
     children: ChildProcesses
     num_processes: int

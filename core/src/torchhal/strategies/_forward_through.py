@@ -20,7 +20,7 @@ def forward_through(strategy: Any, module: Any, step: Callable[..., Any]) -> Cal
     """
     attributes = module.__dict__
     own: dict[str, Any] = {}
-    """What stands in for attributes of the module; a forward only if one was set on the instance."""
+    """Replacements for attributes of the module; a forward only if one was set on the instance."""
 
     def restore() -> None:
         if "forward" not in own:

@@ -216,7 +216,7 @@ class StrategyState(StrategyCommunication):
     ) -> None:
         """Write a checkpoint through the checkpoint IO.
 
-        Called on every rank; returns, or raises, on all of them alike. An IO without the feature ``sharded`` runs on
+        Called on every rank; returns, or raises, on all of them. An IO without the feature ``sharded`` runs on
         rank 0 only.
 
         Args:
@@ -280,7 +280,7 @@ class StrategyState(StrategyCommunication):
     def remove_checkpoint(self, path: str) -> None:
         """Remove what :meth:`save_checkpoint` wrote.
 
-        Called on every rank; returns, or raises, on all of them alike. Rank 0 acts unless the IO is sharded.
+        Called on every rank; returns, or raises, on all of them. Rank 0 acts unless the IO is sharded.
 
         Args:
             path: that of the save.

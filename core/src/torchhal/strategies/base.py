@@ -175,7 +175,7 @@ class Strategy(StrategySteps, StrategyState):
     def setup_environment(self) -> None:
         """Select the device and set up communication.
 
-        Called on every rank; idempotent within one life.
+        Called on every rank; idempotent until :meth:`teardown`.
 
         Raises:
             AcceleratorUnavailableError: the hardware can't be used here.

@@ -79,7 +79,7 @@ class ParallelStrategy(Strategy):
         self.process_group_backend = process_group_backend
         self.timeout = timeout
         self.gradients_synced = False
-        """True if :meth:`manual_backward` has run in this life: without it, ranks with manual optimization diverge."""
+        """True if :meth:`manual_backward` has run since set-up: without it, ranks with manual optimization diverge."""
         self._owns_process_group = False
         self._generation: int | None = None
         """The number of the current set-up, equal on all ranks."""

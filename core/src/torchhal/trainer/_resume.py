@@ -184,7 +184,7 @@ def _rest(run: Run, entry: dict[str, Any], used: int) -> dict[str, Any]:
     fit = run.progress
     data = fit.data
     assert data is not None
-    # Steps end at multiples of the accumulation, so the count of batches goes on at one: where a step takes what it
+    # Steps end at multiples of the accumulation, so the count of batches continues at one: where a step takes what it
     # took before, that is exact.
     step = data_parallel_rank(run)[0] * data.items_per_batch * fit.accumulate
     fit.batches_done = -(-used // step) * fit.accumulate

@@ -62,7 +62,7 @@ class ModelCheckpoint(Callback):
         save_on_train_epoch_end: True: at the end of training epochs; False: after validations. By default at the
             end of epochs that have one validation, at their end, or none, else after each validation; without
             ``monitor`` at the end of epochs as well.
-        enable_version_counter: False overwrites checkpoints of other runs; what is no checkpoint stays.
+        enable_version_counter: False overwrites checkpoints of other runs; other files are kept.
 
     Attributes:
         best_model_path: the best checkpoint so far, or without ``monitor`` the newest; "" for none.
@@ -246,7 +246,7 @@ class ModelCheckpoint(Callback):
 
     @property
     def interrupted_path(self) -> str:
-        """The file from which a run that a signal has ended goes on; empty without one."""
+        """The file from which a run ended by a signal continues; empty without one."""
         return self._kept.interrupted or (self.last_model_path if self.save_last else self._writer.durable_path)
 
     def save_interrupted(self, trainer: Trainer) -> None:

@@ -27,7 +27,7 @@ class TrainingData(RunPart[DataContext]):
     have advanced with every sample) by reading the batches again, and for a loader with ``state_dict`` and
     ``load_state_dict`` through these.
 
-    A run may go on with another number of replicas during an epoch. ``order`` describes how the epoch's items
+    A run may continue with another number of replicas during an epoch. ``order`` describes how the epoch's items
     were drawn, for all replicas, so that the remaining ones can be shared out anew. Items are samples, or
     batches where the user's own batch sampler, or no sampler at all, makes these.
     """
@@ -103,7 +103,7 @@ class TrainingData(RunPart[DataContext]):
         return size if isinstance(size, int) and not isinstance(size, bool) and size > 0 else 1
 
     def restore_order(self, entry: dict[str, Any]) -> None:
-        """Let the running epoch go on in the order that it had in the run that saved ``entry``, a :meth:`position`."""
+        """Continue the running epoch in the order that it had in the run that saved ``entry``, a :meth:`position`."""
         order = entry.get("order")
         if order is None or self.order is None:
             return

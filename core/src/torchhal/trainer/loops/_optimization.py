@@ -216,7 +216,7 @@ class Optimization(RunPart[Run]):
         """Step with an accumulation that the end of the data cut short; whether there was one."""
         if not (self.automatic and self.progress.has_gradients and self.accumulate > 1):
             return False
-        self.strategy.sync_gradients()  # its last backward ran as if more were to come
+        self.strategy.sync_gradients()  # its last backward ran without averaging
         self._update()
         return True
 
