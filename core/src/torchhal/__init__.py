@@ -1,6 +1,6 @@
 """The hardware layer for PyTorch training: write a model once, train it on any accelerator, by plugin.
 
-``import torchhal`` imports neither torch nor a plugin: a public name is imported when it is first asked for.
+``import torchhal`` imports neither torch nor a plugin: a public name is imported when it is first accessed.
 Type checkers and completion read ``__init__.pyi``.
 """
 

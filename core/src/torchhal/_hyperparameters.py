@@ -138,7 +138,7 @@ def from_plain(value: Any) -> Any:
     is filled without its constructor.
 
     Raises:
-        ValueError: a value can't be made again; the message says of which type it was.
+        ValueError: a value can't be recreated; the message names its type.
     """
     if type(value) in (list, tuple, set):
         return type(value)(map(from_plain, value))

@@ -80,7 +80,7 @@ class ModuleHooks:
         return batch
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Move a batch of a type that only the model knows."""
+        """Move a batch of a type that only the model supports."""
         from torchhal.pytree import move_to_device
 
         return move_to_device(batch, device)

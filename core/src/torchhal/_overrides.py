@@ -8,7 +8,7 @@ from typing import Any
 def overrides(instance: Any, base: type, name: str) -> bool:
     """Return whether ``instance`` has a body of its own for ``name`` rather than the one of ``base``.
 
-    Works for subclasses, for duck-typed objects that never heard of ``base`` (they override whatever they
+    Works for subclasses, for duck-typed objects not derived from ``base`` (they override all that they
     define) and for a method set on the instance itself.
     """
     if name in getattr(instance, "__dict__", {}):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _NEVER_OF_A_FILE = TorchhalError, ImportError, MemoryError, torch.OutOfMemoryError
-"""Errors of user code that say themselves what is wrong, whatever a checkpoint holds."""
+"""Errors of user code that are raised unchanged, independent of the checkpoint."""
 
 
 @contextmanager
@@ -207,7 +207,7 @@ class HasHyperparameters:
 
 
 def _holds(frame: Any, owner: Any) -> bool:
-    # ``in`` would ask arrays whether they are equal
+    # ``in`` would compare arrays elementwise
     return any(value is owner for value in frame.f_locals.values())
 
 

@@ -4,16 +4,16 @@
 
     TorchhalError
     ├── PluginError                      something about a plugin or one of its components
-    │   ├── UnknownAliasError            (LookupError) nobody provides this alias
+    │   ├── UnknownAliasError            (LookupError) nothing provides this alias
     │   ├── AmbiguousAliasError          (LookupError) several plugins provide it
     │   ├── BrokenPluginError            a manifest that can't be imported or gives nothing (strict mode, direct use)
-    │   ├── IncompatiblePluginError      a plugin that asks for another torchhal (strict mode)
+    │   ├── IncompatiblePluginError      a plugin that requires another torchhal (strict mode)
     │   └── ComponentError               one component can't be used: bad record, missing target, wrong class
     ├── ConfigurationError               (ValueError) an argument, or a combination of arguments, that can't work
     │   ├── UnknownArgumentError         (TypeError) a call has no argument of that name
     │   └── UnsupportedCombinationError  two parts that don't fit each other, both named
     ├── ModelError                       (TypeError) the user's module or data lacks something, or returned nonsense
-    ├── AcceleratorUnavailableError      (RuntimeError) the hardware was asked for by name and isn't there
+    ├── AcceleratorUnavailableError      (RuntimeError) the hardware was requested by name and isn't there
     ├── LaunchError                      (RuntimeError) the processes could not be started
     ├── DistributedError                 (RuntimeError) processes that should act together don't
     │   ├── RankFailedError              another rank failed first; carries its rank and traceback
@@ -21,7 +21,7 @@
     ├── CheckpointError                  (RuntimeError) a checkpoint can't be written or read
     │   ├── CheckpointCorruptError       damaged: cut off, flipped bits, not a checkpoint
     │   └── CheckpointMismatchError      a sound checkpoint of something else: other keys, other shapes
-    └── NonFiniteLossError               (ArithmeticError) NaN or inf where the user asked to stop at one
+    └── NonFiniteLossError               (ArithmeticError) NaN or inf where the user requested a stop at one
 
 A wrong argument of one value is a plain ``TypeError`` or ``ValueError`` with the message
 ``'name' must be ... (got ...)``; what stands above is for what a caller may want to catch by kind. The
@@ -63,7 +63,7 @@ __all__ = [
 class TorchhalError(Exception):
     """Base of every error that torchhal raises on purpose.
 
-    They travel between processes: pickle keeps their class, message and attributes, whatever their ``__init__`` takes.
+    They travel between processes: pickle keeps their class, message and attributes, for any signature of ``__init__``.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -102,7 +102,7 @@ class BrokenPluginError(PluginError):
 
 
 class IncompatiblePluginError(PluginError):
-    """A plugin that asks for another version of torchhal."""
+    """A plugin that requires another version of torchhal."""
 
 
 class ComponentError(PluginError):
@@ -114,7 +114,7 @@ class ConfigurationError(TorchhalError, ValueError):
 
 
 class UnknownArgumentError(ConfigurationError, TypeError):
-    """A call has no argument of one of ``names``; the message says what to write instead."""
+    """A call has no argument of one of ``names``; the message names the replacement."""
 
     def __init__(self, message: str, *, names: Sequence[str]) -> None:
         super().__init__(message)
@@ -130,7 +130,7 @@ class ModelError(TorchhalError, TypeError):
 
 
 class AcceleratorUnavailableError(TorchhalError, RuntimeError):
-    """The accelerator was asked for by name and can't be used here; ``reason`` says why."""
+    """The accelerator was requested by name and can't be used here, for ``reason``."""
 
     def __init__(self, message: str, *, alias: str, reason: str) -> None:
         super().__init__(message)
@@ -161,7 +161,7 @@ class RankFailedError(DistributedError):
 
 
 class CollectiveTimeoutError(DistributedError):
-    """A barrier or collective timed out. ``missing`` are the ranks that did not come."""
+    """A barrier or collective timed out. ``missing`` are the ranks that did not arrive."""
 
     def __init__(self, message: str, *, name: str, missing: Iterable[int] = ()) -> None:
         super().__init__(message)
@@ -182,7 +182,7 @@ class CheckpointMismatchError(CheckpointError):
 
 
 class NonFiniteLossError(TorchhalError, ArithmeticError):
-    """A loss or gradient is NaN or infinite and the user asked to stop at one."""
+    """A loss or gradient is NaN or infinite and the user requested a stop at one."""
 
 
 def message_of(error: BaseException) -> str:

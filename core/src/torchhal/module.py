@@ -27,7 +27,7 @@ __all__ = ["DataModule", "Module", "ModuleHooks"]
 
 
 class Module(HasHyperparameters, ModuleHooks, nn.Module):
-    """An ``nn.Module`` that knows its Trainer.
+    """An ``nn.Module`` with a reference to its Trainer.
 
     A subclass defines ``training_step(batch, batch_idx)``, which returns the loss (a 0-d tensor), a dict with
     the key ``loss``, or None to skip the batch; ``configure_optimizers()``, which returns an optimizer, a pair of
@@ -314,7 +314,7 @@ class DataModule(HasHyperparameters):
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Read it back: after ``setup``, before the first loader is made, in whatever begins with a checkpoint."""
+        """Restore it: after ``setup``, before the first loader is made, in every call that starts from a checkpoint."""
 
     def _restore(self, checkpoint: dict[str, Any], path: str, *, strict: bool) -> None:
         name = type(self).__qualname__

@@ -86,7 +86,7 @@ def _rebuild_sequence(old: list[Any] | tuple[Any, ...], values: list[Any]) -> An
 def move_to_device(batch: Any, device: torch.device, *, non_blocking: bool = False) -> Any:
     """Return ``batch`` with every tensor, and every object that has a method ``to``, on ``device``.
 
-    An object with such a method moves itself, container or not: it may know that some part stays behind.
+    An object with such a method moves itself, container or not: it may keep some part where it is.
     """
 
     def move(leaf: Any) -> Any:
@@ -132,7 +132,7 @@ def move_module(module: nn.Module, device: torch.device) -> None:
         moved: Any = owners[0][0]._parameters[owners[0][1]]
         if moved is None or moved is parameter:
             continue
-        if isinstance(parameter, UninitializedParameter):  # torch forgot that its shape is still to come
+        if isinstance(parameter, UninitializedParameter):  # torch has dropped the pending shape
             make: Any = type(parameter)
             moved = make(requires_grad=parameter.requires_grad, device=device, dtype=parameter.dtype)
         kind, attributes = type(parameter), parameter.__dict__

@@ -28,7 +28,7 @@ _MAX_SEED = 2**32 - 1  # NumPy takes no more
 
 
 def seed_everything(seed: int | None = None, *, workers: bool = False) -> int:
-    """Seed Python's, NumPy's and torch's generators, on every device torch knows of.
+    """Seed Python's, NumPy's and torch's generators, on every device registered with torch.
 
     Args:
         seed: 0 to 4294967295. None takes the environment variable TORCHHAL_SEED, or 0.

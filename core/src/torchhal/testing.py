@@ -33,7 +33,7 @@ def isolated_registry(
 ) -> Iterator[Registry]:
     """Put a fresh registry in the place of the process's own, and the old one back at the end.
 
-    It knows core's parts, the plugins of ``distributions`` (none unless given; for instance
+    It has core's parts, the plugins of ``distributions`` (none unless given; for instance
     ``importlib_metadata.distributions(path=[folder])``) and what is registered inside the block. TORCHHAL_*
     variables are taken from ``environ``, which is empty unless given.
     """

@@ -1,6 +1,6 @@
 """Check the version of a vendor's package, import it once, and report exactly why it can't be used.
 
-A plugin describes the package in one place and asks it before the package is needed::
+A plugin describes the package in one place and checks it before the package is needed::
 
     from torchhal.vendor_package import VendorPackage
 
@@ -105,7 +105,7 @@ class VendorPackage:
         return None
 
     def problem(self) -> str:
-        """Return why the package can't be used, by its metadata alone; an empty string if nothing speaks against it.
+        """Return why the package can't be used, by its metadata alone; an empty string if it can be used.
 
         A version that is none by PEP 440 is not compared.
         """

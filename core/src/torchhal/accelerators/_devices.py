@@ -27,7 +27,7 @@ _FORMS = "'auto', a count such as 2 or '2', -1 for all, or indices such as [0, 1
 
 
 def parse_devices(accelerator: Accelerator, devices: int | str | Sequence[int]) -> tuple[int, ...]:
-    """See :meth:`torchhal.accelerators.Accelerator.parse_devices`. Pure: looks, starts nothing."""
+    """See :meth:`torchhal.accelerators.Accelerator.parse_devices`. Pure: reads only, starts nothing."""
     request: object = devices
     if isinstance(request, str):
         request = _parse_text(accelerator, request)

@@ -104,9 +104,9 @@ class Accelerator:
     """
 
     visible_devices: ClassVar[str] = ""
-    """Environment variable by which the vendor's runtime hides devices from a process.
+    """Environment variable with which the vendor's runtime hides devices from a process.
 
-    Empty: there is none that this class answers for.
+    Empty: this class supports none.
 
     Checks: ACC-07.
     """
@@ -124,25 +124,25 @@ class Accelerator:
 
     @classmethod
     def load(cls) -> None:
-        """Import whatever registers the device with torch.
+        """Import the library that registers the device with torch.
 
-        Idempotent; called before any probe. torch answers some questions about a device once per process, so a library
-        that is loaded after the first question is never seen.
+        Idempotent; called before any probe. torch caches some results about a device for the process, so a library that
+        is loaded after the first query is never detected.
 
         A seed that was set earlier reaches a PrivateUse1 device that this method registers: its module's
         ``manual_seed_all`` is called right afterwards, which starts no device, as ``torch.manual_seed`` calls it at any
         time. A device that ``torch.manual_seed`` doesn't reach has to be seeded here, with ``torch.initial_seed()``.
 
         Raises:
-            ImportError: the vendor's library is missing. Whatever else the library raises is allowed too;
-                :meth:`availability` turns the error into a reason.
+            ImportError: the vendor's library is missing. Any other error of the library is allowed too;
+                :meth:`availability` turns it into a reason.
         """
 
     @classmethod
     def _register(cls) -> None:
         """Call :meth:`load`, then seed a device that it registered as ``torch.manual_seed`` would have.
 
-        The seed is set here and never later: whatever is seeded or drawn once the device exists is the user's.
+        The seed is set here and never later: once the device exists, its generator is left to the user.
         """
         known = hasattr(torch, cls.device_type)
         cls.load()
@@ -245,7 +245,7 @@ class Accelerator:
         Checks: ACC-05.
         """
         if indices:
-            self._register()  # or torch may not know the type
+            self._register()  # torch may not support the type before
         if not self.indexed:
             return [torch.device(self.device_type)] * len(indices)
         return [torch.device(self.device_type, index) for index in indices]
@@ -316,7 +316,7 @@ class Accelerator:
             return
         try:
             self.empty_cache()
-        except RuntimeError as error:  # a device that failed says so again here; the first error is the one to see
+        except RuntimeError as error:  # a failed device raises again here; the first error is the one to report
             _log.warning("the cache of accelerator %r could not be emptied: %s", self.name, error)
 
     def batch_to_device(self, batch: Any, device: torch.device, *, non_blocking: bool = False) -> Any:

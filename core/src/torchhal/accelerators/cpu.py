@@ -15,7 +15,7 @@ __all__ = [
 
 
 class CPUAccelerator(Accelerator):
-    """The CPU. ``devices=n`` means n processes; more than there are cores is allowed, if rarely wise."""
+    """The CPU. ``devices=n`` means n processes; more than there are cores is allowed, but rarely useful."""
 
     name: ClassVar[str] = "cpu"
     device_type: ClassVar[str] = "cpu"

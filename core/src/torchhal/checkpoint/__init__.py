@@ -1,4 +1,4 @@
-"""Checkpoints: how a dictionary of state becomes a file, or many, and comes back."""
+"""Checkpoints: save a dictionary of state as one file or several, and load it."""
 
 from torchhal.checkpoint._local_file import sync_folder
 from torchhal.checkpoint._locate import location_of

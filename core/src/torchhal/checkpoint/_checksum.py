@@ -1,9 +1,9 @@
-"""The checksum of a checkpoint file, and how a file is known to be whole.
+"""The checksum of a checkpoint file, and the verification of a file.
 
 torch.save writes a zip. Its reader ignores the zip's own checksums and everything outside the records, so that
-damage passes for weights. A zip ends with a comment of free text that every reader skips: the seal. It holds a
+damaged data loads as weights. A zip ends with a comment of free text that every reader skips: the seal. It holds a
 CRC-32 of every byte before it. A CRC-32 finds every error of up to 32 adjacent bits, every odd number of flipped
-bits, and all but one in four billion of any others; it is no protection from somebody who means harm, and it
+bits, and all but one in four billion of any others; it is no protection against deliberate changes, and it
 costs a save nothing, see :mod:`torchhal.checkpoint._crc`.
 """
 
@@ -29,9 +29,9 @@ _PIECE = 16 << 20
 
 
 class ChecksumWriter:
-    """A file for torch.save that passes everything on to ``file`` and computes the checksum on the way.
+    """A file for torch.save that forwards every write to ``file`` and computes the checksum.
 
-    The first error is kept in ``error``: torch turns it into "enforce fail", and goes on writing.
+    The first error is kept in ``error``: torch turns it into "enforce fail", and continues writing.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -118,7 +118,7 @@ def verify(file: BinaryIO, shown: str) -> ChecksumFooter:
 
 
 def verify_description(file: BinaryIO, shown: str) -> ChecksumFooter:
-    """Verify as :func:`verify` does, but only what lists the tensors: their data may still be damaged."""
+    """Verify as :func:`verify` does, but only the records that list the tensors: their data may still be damaged."""
     ending, _, _ = _ending_of(file, shown)
     _verify_records(file, shown, data=False)
     file.seek(0)
@@ -160,7 +160,7 @@ def _sum_up(file: BinaryIO, count: int) -> int:
 def _verify_records(file: BinaryIO, shown: str, *, data: bool = True) -> None:
     try:
         with zipfile.ZipFile(file) as archive:
-            # Torch never compresses; a small file that unpacks to terabytes is somebody's trap.
+            # Torch never compresses; a compressed record may be a zip bomb.
             if any(record.compress_type != zipfile.ZIP_STORED for record in archive.infolist()):
                 raise CheckpointCorruptError(f"{shown!r} is no checkpoint: a zip with compressed records")
             described = [name for name in archive.namelist() if name.endswith("/data.pkl")]
@@ -173,7 +173,7 @@ def _verify_records(file: BinaryIO, shown: str, *, data: bool = True) -> None:
             bad = archive.testzip()
     except CheckpointCorruptError:
         raise
-    except Exception as error:  # zipfile lets many through: struct, unicode, offsets outside the file
+    except Exception as error:  # zipfile raises many kinds: struct, unicode, offsets outside the file
         if isinstance(error, OSError) and error.errno == errno.EIO:
             raise
         raise CheckpointCorruptError(f"{shown!r} is damaged: {error}") from error

@@ -19,7 +19,7 @@ TRAINING: Final = (
     "optimizer_states", "lr_schedulers", "trained_by", "frozen", "precision", "strategy", "callbacks", "loops",
     "ranks", "gradients", "digests",
 )  # fmt: skip
-"""Fields that only a run that continues needs."""
+"""Fields that are only needed to continue a run."""
 
 
 def consolidate(
@@ -28,13 +28,13 @@ def consolidate(
     """Write the checkpoint of ``io`` at ``source`` as the one file ``target``. Holds its tensors once, and no more.
 
     ``target`` is in the format of the IO ``torch``, which a Trainer loads under any strategy. If it ends in
-    ``.safetensors`` it gets the weights alone, in the format of that name.
+    ``.safetensors`` only the weights are written, in the format of that name.
 
     Args:
         io: the checkpoint IO that recognises ``source``.
         source: a path or URL of a completed checkpoint.
         target: the new file.
-        weights_only: leave out what only a run that continues needs, such as the optimizer's state.
+        weights_only: leave out what is only needed to continue a run, such as the optimizer's state.
         force: replace a ``target`` that exists.
 
     Returns:
@@ -102,7 +102,7 @@ def _save_weights(content: dict[str, Any], source: str, target: str) -> dict[str
             tensor = tensor.clone()
         storages.add(start)
         tensors[name] = tensor
-    # as safetensors.torch.save_model writes it, so that its load_model ties them again
+    # as safetensors.torch.save_model writes it, so that its load_model ties them
     metadata = {"format": "pt", **tied}
     for key in ("torchhal_version", "epoch", "global_step"):
         if key in content:

@@ -83,7 +83,7 @@ def _described_crc(view: memoryview, length: int) -> int:
 def torch_describes_records() -> bool:
     """Return whether this torch, as configured, writes each record in one piece and its CRC-32 behind it.
 
-    This is tried out.
+    Determined by a trial save.
     """
     pieces: list[bytes] = []
 

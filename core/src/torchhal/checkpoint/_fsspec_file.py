@@ -28,7 +28,7 @@ _VERSIONS = (
     "last_modified",
     "created",
 )
-"""Under these names fsspec's file systems say which version of a file they have."""
+"""Keys under which fsspec's file systems report the version of a file."""
 _COMMON_OPTIONS = frozenset(
     {
         "asynchronous",
@@ -60,7 +60,7 @@ def remote_place(url: str, options: Mapping[str, Any], call_options: Mapping[str
         _refuse(call_options or {}, frozenset(), url)
         return LocalPlace(path, url)
     known = _known_options(type(fs))
-    if known is not None and "::" not in url:  # in a chain each option belongs to one link
+    if known is not None and "::" not in url:  # in a chained URL each option belongs to one protocol
         _refuse(call_options or {}, known, url)
     return RemotePlace(fs, path, url)
 
@@ -74,8 +74,8 @@ def _refuse(given: Mapping[str, Any], known: frozenset[str], url: str) -> None:
 def _known_options(filesystem: type) -> frozenset[str] | None:
     """Return the options a file system takes; None if it passes any others on to a library.
 
-    fsspec's base class accepts and forgets every name, so that a misspelled option would be lost without a word.
-    By fsspec's custom ``**kwargs`` go to that base, and what is used has a name of its own: ``**ssh_kwargs``,
+    fsspec's base class accepts and ignores every name, so that a misspelled option would be dropped silently. By
+    convention ``**kwargs`` go to that base, and options that are used have another name: ``**ssh_kwargs``,
     ``**storage_options``.
     """
     from fsspec import AbstractFileSystem
@@ -100,7 +100,7 @@ class RemotePlace(CheckpointLocation):
 
     @contextmanager
     def reading(self) -> Iterator[BinaryIO]:
-        # A checkpoint is read twice, checksum first: from a local copy, which nobody can change in between.
+        # A checkpoint is read twice, checksum first: from a local copy, which can't change in between.
         with tempfile.TemporaryFile() as copy:
             try:
                 if self._info().get("type") == "directory":

@@ -1,4 +1,4 @@
-"""List what is in a checkpoint, whichever component wrote it, without loading it."""
+"""List the contents of a checkpoint, written by any component, without loading it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints in local files: a new one takes the old one's place in one step, and only once it is on the disk."""
+"""Checkpoints in local files: a new one replaces the old one atomically, once it is on the disk."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ class LocalPlace(CheckpointLocation):
         try:
             yield cast(BinaryIO, file)
             file.finish()
-            os.replace(temporary, self.path)  # the lock still held: no sweep takes the file before
+            os.replace(temporary, self.path)  # with the lock held, so that no sweep deletes the file before
         except BaseException:
             with suppress(OSError):
                 os.unlink(temporary)
-            with suppress(OSError):  # it tries once more to write what is buffered
+            with suppress(OSError):  # closing tries once more to write the buffer
                 file.close()
             raise
         file.close()
@@ -106,7 +106,7 @@ class LocalPlace(CheckpointLocation):
         return [about.st_ino, about.st_mtime_ns, about.st_size if stat.S_ISREG(about.st_mode) else None]
 
     def create(self, content: bytes) -> bool:
-        os.makedirs(os.path.dirname(self.path) or ".", exist_ok=True)  # a folder that can't be made is said as that
+        os.makedirs(os.path.dirname(self.path) or ".", exist_ok=True)  # raises its own error
         try:
             with self._beside(content) as temporary:
                 os.link(temporary, self.path)
@@ -145,7 +145,7 @@ class LocalPlace(CheckpointLocation):
 
 
 class _FlowingFile:
-    """A file whose bytes start for the disk while more are written, so that less is left to wait for at the end."""
+    """A file whose bytes are written back to disk while more are written, which shortens the final sync."""
 
     def __init__(self, fd: int) -> None:
         self._file = open(fd, "wb", buffering=_BUFFER)  # noqa: SIM115
@@ -156,9 +156,9 @@ class _FlowingFile:
         count = self._file.write(data)
         self._written += count
         if self._written - self._sent >= _SEND_EVERY and hasattr(os, "posix_fadvise"):
-            # Not a sync in a thread, which commits the file system's journal each time. Linux takes this advice to
-            # start writing what isn't on the disk, and to let go of what is: nothing else is pushed out of memory
-            # for a checkpoint, which is seldom read again soon.
+            # Not a sync in a thread, which commits the file system's journal each time. Linux uses this advice to
+            # start writing dirty pages, and to drop clean ones: no other page is evicted from memory
+            # for a checkpoint, which is seldom read soon.
             with suppress(OSError):
                 os.posix_fadvise(self._file.fileno(), self._sent, self._written - self._sent, os.POSIX_FADV_DONTNEED)
             self._sent = self._written
@@ -174,7 +174,7 @@ class _FlowingFile:
 
 
 def _make_folders(folder: str) -> None:
-    """Make ``folder`` and what it stands in, durably: a file is lost with a folder that is."""
+    """Make ``folder`` and its parents durably: a file would be lost with its folder."""
     missing = []
     above = folder
     while above and not os.path.isdir(above):
@@ -189,17 +189,17 @@ def _create(folder: str) -> tuple[int, str]:
     """Return a new, locked temporary file: beside the target, as a rename is atomic only within one file system."""
     while True:
         path = os.path.join(folder, new_temporary_name())
-        # Not tempfile.mkstemp, whose files only their owner may read: here the umask decides.
+        # Not tempfile.mkstemp, whose files only their owner may read: here the umask applies.
         flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
         fd = os.open(path, flags, 0o666)
-        # Between the two calls a sweep of another process may have taken it for abandoned.
+        # Between the two calls another process's sweep may have deleted it as abandoned.
         if lock(fd) is not False and (os.name != "posix" or os.fstat(fd).st_nlink):
             return fd, path
         os.close(fd)
 
 
 def _sweep(folder: str) -> None:
-    """Delete the temporary files of saves that were killed. Never a reason for a save to fail."""
+    """Delete the temporary files of saves that were killed. Never fails a save."""
     if os.name != "posix":
         return  # no locks there
     try:

@@ -45,7 +45,7 @@ class CheckpointLocation(ABC):
 
     @abstractmethod
     def version(self) -> list[Any] | None:
-        """Return plain data that tells this file or folder from earlier and later ones here; None for nothing."""
+        """Return plain data that distinguishes this file or folder from earlier and later ones here; None if absent."""
 
     @abstractmethod
     def create(self, content: bytes) -> bool:
@@ -64,5 +64,5 @@ class CheckpointLocation(ABC):
 
 
 def is_url(path: str) -> bool:
-    """Return whether fsspec serves it, and not the local file system."""
+    """Return whether it is accessed through fsspec, and not the local file system."""
     return "://" in path

@@ -1,4 +1,4 @@
-"""Move the tensors of a checkpoint, which are read to the CPU, where the caller's ``map_location`` puts them."""
+"""Move the tensors of a checkpoint from the CPU, to which they are read, according to ``map_location``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def check_map_location(map_location: Any) -> None:
 
 
 def apply_map_location(nest: Any, map_location: Any) -> Any:
-    """Return ``nest`` with its tensors, which are on the CPU, moved as torch's ``map_location`` says.
+    """Return ``nest`` with its tensors, which are on the CPU, moved according to torch's ``map_location``.
 
     Tensors that share memory still do.
     """

@@ -1,8 +1,8 @@
 """The order of saves: a time that is later than that of every checkpoint this process has saved or loaded.
 
-The clock of a host may be set back, and a run may go on on another host. What decides which of its checkpoints is the
-last is that one was loaded before the other was saved. After L. Lamport, "Time, Clocks, and the Ordering of Events in a
-Distributed System", Communications of the ACM 21(7), 1978.
+The clock of a host may be set back, and a run may continue on another host. So a checkpoint counts as
+later than another if that one was loaded before it was saved. After L. Lamport, "Time, Clocks, and the Ordering of
+Events in a Distributed System", Communications of the ACM 21(7), 1978.
 """
 
 from __future__ import annotations

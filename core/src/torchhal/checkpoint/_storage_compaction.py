@@ -1,9 +1,9 @@
-"""Small views of large memory: saved as the part they show, still shared with whatever else shows it.
+"""Small views of large memory: saved as the part they use, still shared with the other views of it.
 
-torch.save writes the whole storage under a tensor. The first row of a matrix then costs the matrix. Here each
-stretch of a storage that some tensor of the checkpoint reaches becomes a storage of its own, without a copy, and
-tensors that overlap stay in one: a write through one is still seen through the other after a load. Only where a
-single tensor reaches less than half of its stretch (a column) is it copied.
+torch.save writes the whole storage under a tensor. So the first row of a matrix costs the matrix. Here each
+stretch of a storage that some tensor of the checkpoint covers becomes a separate storage, without a copy, and
+tensors that overlap stay in one: after a load a write through one still changes the other. Only a single tensor
+that covers less than half of its stretch (a column) is copied.
 
 A storage is left as it is when less than a tenth of it, or less than a page, would be saved.
 """
@@ -21,7 +21,7 @@ _ALIGNMENT = 16  # bytes: a stretch starts where a number of any dtype may
 
 
 class StorageCompactor:
-    """The tensors of one checkpoint, by the memory they show."""
+    """The tensors of one checkpoint, by the memory they view."""
 
     def __init__(self) -> None:
         self._tensors: dict[tuple[torch.device, int], list[torch.Tensor]] = {}
@@ -44,7 +44,7 @@ class StorageCompactor:
             self._tensors.setdefault(key, []).append(tensor)
 
     def keep(self, storage: torch.UntypedStorage) -> None:
-        """Leave ``storage`` as it is: something holds it that can't be replaced."""
+        """Leave ``storage`` as it is: it is referenced by an object that can't be replaced."""
         try:
             self._whole.add((storage.device, storage.data_ptr()))
         except (RuntimeError, NotImplementedError):

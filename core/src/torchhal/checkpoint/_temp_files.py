@@ -1,4 +1,4 @@
-"""The names of temporary files, and which of them nobody is writing any more."""
+"""The names of temporary files, and the detection of abandoned ones."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from pathlib import Path
 
 PREFIX = ".torchhal-tmp-"
 ASIDE, NOTE = "-old", "-name"
-"""Endings for a checkpoint while another takes its place, and for the file that says what it was called."""
+"""Suffixes of a checkpoint while another replaces it, and of the file that records its name."""
 _NAME = re.compile(rf"{re.escape(PREFIX)}([0-9a-f]{{8}})-([0-9]+)-[0-9a-f]{{8}}({ASIDE}|{NOTE})?")
 UNTOUCHED_S = 24 * 3600
-"""A live save writes all the time: what was not written to for this long, on whatever machine, is abandoned."""
+"""A live save writes all the time: a file not written to for this long, on any machine, is abandoned."""
 
 
 def new_temporary_name() -> str:
@@ -68,10 +68,10 @@ def is_untouched(modified_s: float) -> bool:
 
 
 def lock(fd: int) -> bool | None:
-    """Take the file for this descriptor until it is closed: True, False if another has it, None without locks.
+    """Lock the file for this descriptor until it is closed: True, False if another has it, None without locks.
 
     The kernel drops the lock with the process that held it, however it died, so a temporary file without one has
-    no writer. A process number can't say that: containers reuse them.
+    no writer. A process number doesn't prove that: containers reuse them.
     """
     try:
         import fcntl

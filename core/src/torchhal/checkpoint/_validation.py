@@ -1,8 +1,8 @@
 """Inspect a checkpoint before a byte is written, in one walk without copies.
 
-Two questions are answered on the way. Would a ``weights_only`` load refuse a value? Then the save must, while the
-run that could write something else is still alive. And which tensors are small views of large memory? torch.save
-would write all of that memory.
+The walk checks two properties. A value that a ``weights_only`` load would refuse fails the save, while the run can
+still save something else. Tensors that are small views of large memory are found, as torch.save would write all of
+that memory.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torch import serialization
 from torchhal.checkpoint._storage_compaction import StorageCompactor
 from torchhal.errors import CheckpointError
 
-# A load with weights_only takes values of exactly these types whatever they hold, in every torch since 2.6.
+# A load with weights_only accepts all values of exactly these types, in every torch since 2.6.
 _PLAIN = frozenset({type(None), bool, float, str, torch.Size, torch.dtype, torch.device})
 _MAPPINGS = frozenset({dict, OrderedDict, Counter})
 _CONTAINERS = _MAPPINGS | {list, tuple, set}
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
-_INT_END = 1 << (8 * 255 - 1)  # the first integer too long for the pickle opcode that such a load knows
+_INT_END = 1 << (8 * 255 - 1)  # the first integer too long for the pickle opcode that such a load supports
 
 _Where = tuple[Any, str, Any]  # (where its container is, kind of step, key): made into text only for an error
 
@@ -118,7 +118,7 @@ def _why_refused(values: list[Any], views: StorageCompactor) -> str | None:
     pickled = io.BytesIO()
     pickler = _Pickler(pickled, views)
     pickler.dump(values)
-    archive = io.BytesIO()  # the least that torch takes for a checkpoint: the pickle without its tensors' data
+    archive = io.BytesIO()  # the minimum that torch accepts as a checkpoint: the pickle without its tensors' data
     with zipfile.ZipFile(archive, "w") as records:
         records.writestr("contents/data.pkl", pickled.getvalue())
         records.writestr("contents/version", "3\n")
@@ -131,7 +131,7 @@ def _why_refused(values: list[Any], views: StorageCompactor) -> str | None:
         return f"it needs {', '.join(sorted(names))}"
     if not pickler.found_storage:
         archive.seek(0)
-        try:  # Allowed names aren't all: such a load fills no dict or list of another class, for one.
+        try:  # Allowed names aren't enough: such a load doesn't fill a dict or list of another class, for example.
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 serialization.load(archive, weights_only=True)

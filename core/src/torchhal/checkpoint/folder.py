@@ -1,4 +1,4 @@
-"""Checkpoints that are folders: written beside the target, then put in its place in one step."""
+"""Checkpoints that are folders: written beside the target, then moved there in one step."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class FolderCheckpointIO(CheckpointIO):
 
     @staticmethod
     def check_arguments(checkpoint: object, storage_options: Mapping[str, Any] | None) -> None:
-        """Raise TypeError for what no folder can be saved from, before anything is sent or written.
+        """Raise TypeError for a value that can't be saved as a folder, before anything is sent or written.
 
         Checks: CIO-15.
         """
@@ -65,7 +65,7 @@ class FolderCheckpointIO(CheckpointIO):
         What is still in it afterwards, because of an error or as the checkpoint that was replaced, is deleted.
 
         Raises:
-            CheckpointError: on every rank alike, if there is something else at ``target``, or no room beside it.
+            CheckpointError: on every rank, if there is something else at ``target``, or no room beside it.
         """
         failure: str | None = None
         temporary: Path | None = None
@@ -96,11 +96,11 @@ class FolderCheckpointIO(CheckpointIO):
         Args:
             temporary: the folder of :meth:`new_folder`.
             target: the path of the checkpoint.
-            content: makes what the marker holds, on rank 0; an error in it is one of the save.
+            content: returns the marker's content, on rank 0; an error in it fails the save.
             folders: folders inside ``temporary`` whose entries must be made durable, too.
 
         Raises:
-            CheckpointError: on every rank alike, if rank 0 could not do it.
+            CheckpointError: on every rank, if rank 0 could not do it.
 
         .. versionadded:: 0.2
         """
@@ -207,7 +207,7 @@ class FolderCheckpointIO(CheckpointIO):
             raise CheckpointError(f"{str(path)!r} is no {self.described}: not removed")
         try:
             hidden = target.parent / new_temporary_name()
-            target.rename(hidden)  # nobody takes half of it for a checkpoint
+            target.rename(hidden)  # a partly deleted folder must not look like a checkpoint
             shutil.rmtree(hidden)
         except OSError as error:
             raise CheckpointError(f"{str(path)!r} can't be removed: {error}") from error
@@ -231,11 +231,11 @@ class FolderCheckpointIO(CheckpointIO):
 
         Args:
             result: of this rank; any value where it has failed.
-            failure: what this rank met, as :meth:`describe_failure` words it, or None.
+            failure: this rank's error, as :meth:`describe_failure` returns it, or None.
             target: the path of the checkpoint.
 
         Raises:
-            CheckpointError: on every rank alike, if any has failed.
+            CheckpointError: on every rank, if any has failed.
 
         .. versionadded:: 0.2
         """
@@ -244,20 +244,20 @@ class FolderCheckpointIO(CheckpointIO):
         return [value for _, value in gathered]
 
     def describe_failure(self, error: BaseException) -> str:
-        """Return what the other ranks report of an error that this one met. Subclasses may look for its cause.
+        """Return the description of this rank's error for the other ranks. Subclasses may add its cause.
 
         .. versionadded:: 0.2
         """
         return f"{type(error).__name__}: {error}"
 
     def raise_failures(self, failures: list[str | None], target: Path) -> None:
-        """Raise CheckpointError with what each rank met, if any has: gathered before, it is the same on every rank."""
+        """Raise CheckpointError with each rank's failure, if any; gathered before, so it is the same on every rank."""
         if failed := [f"rank {rank}: {why}" for rank, why in enumerate(failures) if why is not None]:
             raise CheckpointError(f"{str(target)!r} could not be saved ({'; '.join(failed)})")
 
 
 EXCHANGE_S = 5.0
-"""Seconds that an exchange, three renames, gets from whoever looks at its target meanwhile."""
+"""Seconds that other processes wait for another's exchange, which is three renames."""
 
 
 def _identity(path: str | os.PathLike[str]) -> tuple[int, int] | None:
@@ -294,10 +294,10 @@ def _modified(path: Path) -> float:
 
 
 def swap_directories(source: Path, target: Path) -> None:
-    """Put ``source`` at ``target``. What stood there is at ``source`` afterwards, for the caller to remove.
+    """Put ``source`` at ``target``. The previous folder is at ``source`` afterwards, for the caller to remove.
 
     In one step, where the system can (Linux); elsewhere there is a moment in which nothing is at ``target``. A process
-    that is killed then leaves a note of it, and whoever next saves here, or looks, puts back what stood there.
+    that is killed then leaves a note, and the next save or listing here restores the previous folder.
     """
     if not target.exists():
         source.rename(target)
@@ -308,17 +308,17 @@ def swap_directories(source: Path, target: Path) -> None:
         try:
             target.rename(aside)
             source.rename(target)
-            with suppress(FileNotFoundError):  # who took this process for dead has done it
+            with suppress(FileNotFoundError):  # a process that took this one for dead has done it
                 aside.rename(source)
         finally:
             _undo(note)
 
 
 def undo_broken_exchanges(folder: Path, name: str | None = None) -> None:
-    """Put back what an interrupted :func:`swap_directories` has left aside in ``folder``: with ``name``, that alone.
+    """Restore what an interrupted :func:`swap_directories` has moved aside in ``folder``; with ``name``, only that.
 
-    That of a process that may live, on another machine say, gets :data:`EXCHANGE_S` to be done. If it only stood still,
-    its save fails then, as another folder is at its target.
+    If its process may be alive, such as on another machine, it gets :data:`EXCHANGE_S` to finish. If that process was
+    only suspended, its save fails afterwards, as another folder is at its target.
     """
     with suppress(OSError):
         for note in folder.glob(f"{PREFIX}*{NOTE}"):
@@ -338,10 +338,10 @@ def _stays(note: Path) -> bool:
 
 
 def _undo(note: Path) -> None:
-    """Finish with what is noted, if the exchange got no further than its first step or its second."""
+    """Complete the noted exchange, if it was interrupted after its first or second step."""
     source = note.with_name(note.name.removesuffix(NOTE))
     aside = source.with_name(f"{source.name}{ASIDE}")
-    with suppress(OSError, ValueError):  # what is no name, nobody wrote
+    with suppress(OSError, ValueError):  # a note with an invalid name was not written here
         target = note.with_name(Path(note.read_text()).name)
         if aside.exists():
             aside.rename(source if target.exists() else target)

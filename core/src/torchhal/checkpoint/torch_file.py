@@ -9,8 +9,8 @@ from typing import IO, Any, ClassVar, cast
 
 import torch
 
-# What torch.save and torch.load are. Vendors' libraries put functions of their own in the place of those two, which
-# copy each tensor by itself, so that tied ones come apart, or read with other defaults.
+# What torch.save and torch.load are. Vendors' libraries replace these two with functions that copy each tensor
+# separately, so that tied ones are untied, or that read with other defaults.
 from torch import serialization
 
 from torchhal.checkpoint import _save_time as save_time
@@ -29,7 +29,7 @@ class TorchCheckpointIO(CheckpointIO):
     """One zip file per checkpoint, which plain ``torch.load(path, weights_only=True)`` reads too.
 
     A save writes a temporary file in the target's folder, brings it to the disk, and renames it: the path holds
-    the old checkpoint or the new one, whatever happens. A checksum over the whole file is verified before anything
+    the old checkpoint or the new one in any case. A checksum over the whole file is verified before anything
     in it is used. Files that plain torch.save wrote load as well, by the zip's own checksums.
 
     Args:
@@ -65,12 +65,12 @@ class TorchCheckpointIO(CheckpointIO):
             with place.replacing() as file:
                 sealing = ChecksumWriter(file)
                 try:
-                    # Not a name: torch refuses some that start with a dot. It needs no more of a file than this.
+                    # Not a name: torch refuses some that start with a dot. It needs no other methods of a file.
                     serialization.save(checkpoint, cast(IO[bytes], sealing), pickle_module=pickler)
                 except BaseException:
                     if sealing.error is None:
                         raise
-                if sealing.error is not None:  # the cause, not what torch made of it
+                if sealing.error is not None:  # the cause, not torch's error for it
                     raise sealing.error
                 sealing.seal(save_time.next_ns())
         except CheckpointError:
@@ -83,7 +83,7 @@ class TorchCheckpointIO(CheckpointIO):
     ) -> dict[str, Any]:
         """Read the checkpoint at ``path``; see :meth:`CheckpointIO.load_checkpoint`.
 
-        ``weights_only=False`` lets the file run any code, wherever it came from: for files of your own only.
+        ``weights_only=False`` lets the file run any code, so use it only for files that you trust.
         """
         if not isinstance(weights_only, bool):
             raise TypeError(f"'weights_only' must be a bool (got {weights_only!r})")
@@ -102,7 +102,7 @@ class TorchCheckpointIO(CheckpointIO):
     def open_checkpoint(self, path: str | os.PathLike[str]) -> dict[str, Any]:
         """Return the checkpoint with tensors whose memory is the file: read where used, and not verified before.
 
-        What isn't a tensor is. A file behind a URL is loaded.
+        Other values are verified. A file behind a URL is loaded.
         """
         place = location_of(path, self.storage_options)
         if not isinstance(place, LocalPlace):
@@ -131,7 +131,7 @@ class TorchCheckpointIO(CheckpointIO):
         """Return the completed checkpoints in ``folder``, ordered by when they were saved, then by name.
 
         The time is recorded in the file, so that a copied folder keeps its order, and is later than those of what the
-        run had loaded and saved before, whatever the clock says; for one that plain torch.save wrote it is the file's
+        run had loaded and saved before, regardless of the clock; for one that plain torch.save wrote it is the file's
         modification time.
 
         Checks: CIO-16.

@@ -78,7 +78,7 @@ def _find_io(path: str) -> tuple[str, CheckpointIO]:
     """Return alias and instance of the component, built in or of a plugin, that recognises what is at ``path``.
 
     Raises:
-        CheckpointError: nothing is there, or nothing that an installed part knows; with what to do.
+        CheckpointError: nothing is there, or no installed part recognises it; the message gives a remedy.
     """
     from torchhal.checkpoint._location import is_url
     from torchhal.resolve._checkpoint_ios import usable_ios
@@ -93,7 +93,7 @@ def _find_io(path: str) -> tuple[str, CheckpointIO]:
     if not os.path.exists(path):
         raise CheckpointError(f"nothing is at {shown}")
     if not os.path.isdir(path):
-        ios[0][1].open_checkpoint(path)  # says what is wrong with a file
+        ios[0][1].open_checkpoint(path)  # raises a file's specific error
         raise CheckpointError(f"{shown} is no checkpoint")
     names = os.listdir(path)
     for pattern, distribution in CHECKPOINT_FILES.items():
@@ -104,7 +104,7 @@ def _find_io(path: str) -> tuple[str, CheckpointIO]:
             for io in readers:
                 if "sharded" in io.features:
                     with contextlib.suppress(OSError):
-                        io.open_checkpoint(path)  # says what is missing or damaged
+                        io.open_checkpoint(path)  # raises for what is missing or damaged
             raise CheckpointCorruptError(
                 f"{shown} looks like a checkpoint of {distribution}, which does not recognise it: it is incomplete, "
                 "or another program has written it"

@@ -45,7 +45,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 LOCAL: Final = "torchhal/local"
-"""The cluster environment of a process that nobody has started for a job."""
+"""The cluster environment of a process that wasn't started for a job."""
 
 
 def _examination(found: Mapping[str, Any]) -> Iterator[str]:
@@ -80,7 +80,7 @@ def examine(environ: Mapping[str, str]) -> dict[str, Any]:
 
     from torchhal.registry._plugin_loader import STRICT
 
-    # Who runs a doctor wants to see all that is wrong, so nothing is raised for the first of it.
+    # All problems are to be listed, so the first one doesn't raise.
     registry = Registry(environ={**environ, STRICT: "0"})
     return {
         "schema": 1,
@@ -144,7 +144,7 @@ def _advice(entry: RegistryEntry) -> list[str]:
 
 
 def _guarded(ask: Callable[[], _T], otherwise: Callable[[str], _T]) -> _T:
-    """Return ``ask()``, or what ``otherwise`` makes of the reason when that fails: a doctor must not die."""
+    """Return ``ask()``, or ``otherwise(reason)`` when that fails: the command must not fail."""
     from torchhal.registry._discovery import describe
 
     try:

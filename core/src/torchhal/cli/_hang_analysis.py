@@ -2,8 +2,8 @@
 
 Imports no torch.
 
-Collectives are numbered in each group and backend, on all ranks alike. So the first number at which two ranks did
-different things is where they parted, and a rank whose last number is lower than another's is waited for.
+Collectives are numbered in each group and backend, equally on all ranks. So two ranks diverged at the first number
+with different collectives, and a rank whose last number is lower than another's is waited for.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 _LIKE_SIZED: Final = {"all_reduce", "broadcast", "all_gather", "reduce", "reduce_scatter", "_all_gather_base"}
-"""Collectives into which all ranks put the same sizes and types. In others they differ by right."""
+"""Collectives into which all ranks put the same sizes and types. In others they may differ."""
 
 
 @dataclass
 class Finding:
     """One sentence of the verdict.
 
-    ``kind`` is ``"different"`` (collectives of one number), ``"missing"`` (some ranks have not come), ``"barrier"``,
-    ``"even"`` (nobody is missing) or ``"unknown"``; ``missing`` are the ranks that are waited for, and ``places`` says
-    for each rank concerned where it is.
+    ``kind`` is ``"different"`` (collectives of one number), ``"missing"`` (some ranks have not arrived), ``"barrier"``,
+    ``"even"`` (no rank is missing) or ``"unknown"``; ``missing`` are the ranks that are waited for, and ``places`` has
+    the position of each rank concerned.
     """
 
     kind: str
@@ -98,7 +98,7 @@ def _compare(
         number = max(last.values())
         text = f"{title}: all ranks have entered the same {number} collectives, the last: {_latest(by_rank, number)}"
         return Finding("even", text, group, number)
-    # the first that not all have entered; of ranks that wrote nothing it isn't known how far they came
+    # the first that not all have entered; the progress of ranks that wrote nothing is unknown
     number = min(last[rank] for rank in behind) + 1 if behind else max(last.values())
     waiting = [rank for rank in last if last[rank] >= number]
     places = {rank: _call(by_rank[rank][number]) for rank in waiting if number in by_rank.get(rank, {})}

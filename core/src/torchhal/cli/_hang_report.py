@@ -1,4 +1,4 @@
-"""``torchhal doctor RUN_DIR``: what the ranks wrote when they waited in vain, side by side, and who waits for whom."""
+"""``torchhal doctor RUN_DIR``: the dumps of ranks that hung, side by side, and which ranks wait for which."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHOWN: Final = 8
 """Lines of a stack that are printed, the innermost; the file has all."""
 
 SCHEMA: Final = 1
-"""The newest format of the files that is known here."""
+"""The newest file format that is supported here."""
 
 _CALL: Final[dict[str, type]] = {
     "group": str, "backend": str, "number": int, "between_two": bool, "name": str, "sizes": list, "dtypes": list,
@@ -62,7 +62,7 @@ def report(run_dir: str, *, as_json: bool) -> int:
     print(f"{folder}: {size} ranks")
     for finding in findings:
         print("\n".join(finding.lines()))
-    # of many ranks those that are waited for; the others are alike as a rule
+    # of many ranks only those that are waited for; the others are mostly alike
     waited_for = sorted({rank for finding in findings for rank in finding.missing})
     ranks = list(range(size)) if size <= RANKS else (waited_for or list(range(size)))[:RANKS]
     for rank in ranks:
@@ -114,7 +114,7 @@ def load(folder: str) -> tuple[dict[int, dict[str, Any]], dict[int, str]]:
 
 
 def _checked(dump: Any, rank: int) -> dict[str, Any]:
-    """Return ``dump``, if it is what this version writes; else ValueError names what it is instead."""
+    """Return ``dump``, if it has this version's format; else raise ValueError that names its format."""
     if not isinstance(dump, dict) or not isinstance(dump.get("schema"), int):
         raise ValueError("it isn't what a rank writes")
     if dump["schema"] > SCHEMA:
@@ -142,7 +142,7 @@ def _check(what: str, value: Any, kinds: dict[str, type]) -> None:
 
 
 def _lines(dump: dict[str, Any]) -> list[str]:
-    """Yield the lines of one rank: where its main thread is, and how it came to write."""
+    """Yield the lines of one rank: its main thread's position, and why it wrote."""
     rank = dump["rank"]
     if "silent" in dump:
         return [f"rank {rank}: it wrote nothing: {dump['silent']}", *_running(dump["stacks_from_outside"])]

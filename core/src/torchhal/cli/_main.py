@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("error:", between.join(lines), file=sys.stderr)
         return 2
     except BrokenPipeError:
-        # The reader has seen enough. Python flushes once more at exit; let that go nowhere.
+        # The reader has closed the pipe. Python flushes once more at exit: discard that.
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -72,7 +72,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _all_commands() -> list[registry.RegistryEntry]:
-    """Return the commands that can be called by their name alone."""
+    """Return the commands that can be called by their unqualified name."""
     with output_to_stderr():
         names = [name for name in registry.aliases("command") if "/" not in name]
         return [registry.find("command", name) for name in names]

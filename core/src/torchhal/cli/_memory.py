@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 EPOCHS: Final = 10
 BATCHES: Final = 1000
-"""Of an epoch: what a model reads from ``self.trainer``, for a schedule say, which has no part in its memory."""
+"""Batches of an epoch, read by a model from ``self.trainer``, e.g. for a schedule; without effect on its memory."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -176,7 +176,7 @@ def _every(memory: ModelMemory, plan: Plan) -> Iterator[dict[str, Any]]:
         alias = entry.component.alias
         try:
             strategy = entry.create()
-        except Exception as error:  # one of many in a listing, so whatever it raises is its own row
+        except Exception as error:  # one of many in a listing, so its error is shown in its row
             reason = str(error) if isinstance(error, TorchhalError) else describe(error)
             impossible.append({"strategy": alias, "reason": " ".join(reason.split())})
             continue

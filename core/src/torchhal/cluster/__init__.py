@@ -1,4 +1,4 @@
-"""Cluster environments: who started the processes and where they meet."""
+"""Cluster environments: what started the processes, and their rendezvous address."""
 
 from torchhal.cluster._env_vars import read_address, read_int, read_port
 from torchhal.cluster._external import ExternalEnvironment

@@ -14,9 +14,9 @@ from torchhal.errors import ConfigurationError
 class ExternalEnvironment(ClusterEnvironment):
     """An environment in which every process exists when the script starts.
 
-    MASTER_ADDR and MASTER_PORT, where they are set, say where the ranks meet; otherwise the subclass does. Where a
-    launcher says nothing of nodes, NODE_RANK and NNODES are read if they are set; else the ranks ask each other, once,
-    when a run begins.
+    The ranks meet at MASTER_ADDR and MASTER_PORT where these are set, otherwise at the subclass's address. If a
+    launcher provides no nodes, NODE_RANK and NNODES are read if they are set; else the ranks exchange their hosts,
+    once, when a run begins.
     """
 
     launcher: ClassVar[str]
@@ -38,11 +38,11 @@ class ExternalEnvironment(ClusterEnvironment):
         return read_port("MASTER_PORT") if given("MASTER_PORT") else self._port()
 
     def _address(self) -> str:
-        """Return where rank 0 runs, if MASTER_ADDR doesn't say so."""
+        """Return the host of rank 0, if MASTER_ADDR isn't set."""
         return read_address("MASTER_ADDR", hint=self._no_address())
 
     def _port(self) -> int:
-        """Return a port that all ranks agree on, if MASTER_PORT isn't set."""
+        """Return a port that is the same on all ranks, if MASTER_PORT isn't set."""
         return read_port("MASTER_PORT", hint=self._no_address())
 
     def _no_address(self) -> str:
@@ -63,7 +63,7 @@ class ExternalEnvironment(ClusterEnvironment):
             self._place = gather_topology(self, timeout)
 
     def _says_place(self) -> bool:
-        """Return whether variables say which node this is, of how many, and how many processes it has."""
+        """Return whether variables provide this node's rank, the number of nodes, and the node's processes."""
         try:
             self.num_nodes(), self.node_rank(), self.local_world_size()
         except RanksNotMetError:
@@ -81,7 +81,7 @@ class ExternalEnvironment(ClusterEnvironment):
         return self._place
 
     def validate_settings(self, *, num_devices: int, num_nodes: int) -> None:
-        # What variables say comes first: the rest may not be known before the ranks have met.
+        # Variables are checked first: the rest may not be known before the ranks have met.
         world, rank, local_rank = self.world_size(), self.global_rank(), self.local_rank()
         if rank >= world or local_rank >= world:
             raise ConfigurationError(
@@ -103,7 +103,7 @@ class ExternalEnvironment(ClusterEnvironment):
                 f"{self.launcher} started {local} process(es) on this node, but {num_devices} device(s) are asked "
                 "for: make both the same, or say devices='auto'"
             )
-        # Even nodes need no question to the other ranks.
+        # Nodes of equal size need no communication with the other ranks.
         nodes = num_nodes if world == local * num_nodes else self.num_nodes()
         if nodes != num_nodes:
             raise ConfigurationError(
@@ -112,4 +112,4 @@ class ExternalEnvironment(ClusterEnvironment):
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_place": None}  # where a copy stands is its own process's affair
+        return {**self.__dict__, "_place": None}  # a copy in another process determines its own place

@@ -14,14 +14,14 @@ _GROUP = re.compile(r"\[([0-9,\-]+)\]([^\[\],\s]*)")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 _MOST = 1_000_000
-"""More hosts than any list means: a mistyped range must not fill the memory."""
+"""More hosts than any real list has: a mistyped range must not fill the memory."""
 
 
 def hosts(text: str) -> list[str]:
     """Return the hosts of a list, in its order.
 
     Raises:
-        ValueError: what isn't such a list, saying where.
+        ValueError: it isn't such a list; the message gives the position.
     """
     found: list[str] = []
     position = 0

@@ -1,6 +1,6 @@
 """The scheduler's job that this process belongs to: the signals that announce its end, and how it is requeued.
 
-Whoever starts the ranks - srun, torchhal itself, torchrun, mpirun - the job is the same.
+The job is the same for every launcher of the ranks: srun, torchhal itself, torchrun, mpirun.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ _END_TIMEOUT = 60.0
 """Seconds to wait for the SIGTERM of a job that was put back: Slurm sends it within one."""
 
 _ASK = 'trap "" HUP INT TERM USR1 USR2; exec scontrol requeue "$1"'
-"""Slurm ends scontrol, a process of the job, as it ends the others, and often before scontrol has said how it went."""
+"""Slurm ends scontrol, a process of the job, like the others, and often before scontrol has reported its result."""
 
 
 class Job:
-    """A job of no scheduler that is known here: nothing announces its end but SIGTERM and SIGINT."""
+    """A job of no supported scheduler: only SIGTERM and SIGINT announce its end."""
 
     stop_signals: tuple[int, ...] = ()
     """Signals, beside SIGTERM and SIGINT, by which the scheduler announces the end: a fit that gets one saves and ends
     with 128 and its number."""
 
     def check(self) -> str:
-        """Raise ConfigurationError for a switch that means nothing; return what the user should know of it, or ""."""
+        """Raise ConfigurationError for a switch that has no effect; return a note for the user, or ""."""
         if not _switch():
             return ""
         return (
@@ -40,7 +40,7 @@ class Job:
         )
 
     def run_again(self, signum: int, *, continues: bool) -> str:
-        """Ask the scheduler for another life of this job: see :meth:`ClusterEnvironment.run_again`."""
+        """Request another start of this job from the scheduler: see :meth:`ClusterEnvironment.run_again`."""
         return ""
 
 
@@ -49,8 +49,8 @@ class SlurmJob(Job):
 
     Args:
         requeue: put the job back into the queue when ``requeue_signal`` has stopped a fit that can go on.
-            TORCHHAL_REQUEUE=1 or 0 in the environment has the last word.
-        requeue_signal: a number or name; what ``sbatch --signal`` says. It stops a fit as SIGTERM does, requeued or
+            TORCHHAL_REQUEUE=1 or 0 in the environment takes precedence.
+        requeue_signal: a number or name, that of ``sbatch --signal``. It stops a fit as SIGTERM does, requeued or
             not.
 
     Raises:
@@ -69,7 +69,7 @@ class SlurmJob(Job):
 
     def run_again(self, signum: int, *, continues: bool) -> str:
         switch = _switch()
-        # Who sends SIGTERM, scancel or a preemption, has decided about the job already.
+        # The sender of SIGTERM, scancel or a preemption, determines whether the job is requeued.
         if signum not in self.stop_signals or not (self.requeue if switch is None else switch):
             return ""
         if not continues:
@@ -86,12 +86,12 @@ def current_job() -> Job:
 
 
 def requeue() -> str:
-    """Put this job of Slurm's into the queue again, and say how that went, when Slurm begins to end its processes.
+    """Requeue this job of Slurm's, and return the result when Slurm begins to end its processes.
 
-    Until then none may leave by itself: a batch script whose step has ended while the job is put back ends the job, in
-    every second case, which then has failed and has no other life (Slurm 22.05).
+    Until then no process may exit by itself: if the step ends while the job is being requeued, the batch script ends
+    the job in every second case, which then has failed and is not started again (Slurm 22.05).
 
-    An element of an array goes by its own name: the job number that one of the elements has is the whole array's.
+    An element of an array is identified by its own name: the job number of one element is that of the whole array.
     """
     array, task = given("SLURM_ARRAY_JOB_ID"), given("SLURM_ARRAY_TASK_ID")
     job = f"{array}_{task}" if array and task else given("SLURM_JOB_ID")

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from torchhal.cluster.base import ClusterEnvironment
 
 _FIRST, _COUNT = 12_000, 20_000
-"""Below 32768, where Linux begins to give out ports by itself."""
+"""Below 32768, where Linux's ephemeral ports begin."""
 
 
 def port_from_job_id(*job: str) -> int:
-    """Return a port that all processes of a job compute alone, and another job or step hardly (1 in 20,000).
+    """Return a port computed from the job's name: equal in a job, and in another job or step only 1 time in 20,000.
 
     The whole name counts: the last digits of two jobs' numbers are often the same.
     """
@@ -45,7 +45,7 @@ def topology_of(rank: int, hosts: Sequence[str]) -> RankTopology:
 
 
 def gather_topology(environment: ClusterEnvironment, timeout: timedelta | None = None) -> RankTopology:
-    """Ask all ranks of the job for their host, over the store where they meet. Every rank has to call it.
+    """Exchange the hosts of all ranks of the job, over the job's store. Every rank has to call it.
 
     Raises:
         what :func:`torchhal.distributed.rendezvous.generation_store` raises.
@@ -76,5 +76,5 @@ def _host() -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether other hosts can't mean this one by it."""
+    """Return whether other hosts can't reach this one by it."""
     return address in ("localhost", "::1") or address.startswith("127.")

@@ -1,4 +1,4 @@
-"""Define the cluster-environment contract: who started the processes, their ranks, and the address where they meet."""
+"""Define the cluster-environment contract: what started the processes, their ranks, and the rendezvous address."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class ClusterEnvironment(ABC):
     features: ClassVar[frozenset[str]] = frozenset()
     """Capabilities that the strategy leaves to the environment.
 
-    ``"owns_launch"``: the processes are started only by the launcher of :meth:`make_launcher`, and not as the
-    strategy's ``start_method`` says; the calling process has no rank. In the workers
+    ``"owns_launch"``: the processes are started only by the launcher of :meth:`make_launcher`, and not by the
+    strategy's ``start_method``; the calling process has no rank. In the workers
     :attr:`creates_processes_externally` is True.
     """
 
@@ -242,9 +242,9 @@ class ClusterEnvironment(ABC):
     def stop_signals(self) -> tuple[int, ...]:
         """Signals, beside SIGTERM and SIGINT, by which the scheduler announces the end of the job.
 
-        A fit that receives one saves and ends with the exit status 128 plus its number. The default are those of the
-        job, whoever has started the processes in it; an environment may set its own. A signal for which the program has
-        installed a handler stays the program's.
+        A fit that receives one saves and ends with the exit status 128 plus its number. The default is those of
+        the job, for any launcher of its processes; an environment may set its own. A signal for which the program has
+        installed a handler keeps that handler.
         """
         own: tuple[int, ...] | None = self.__dict__.get("_stop_signals")
         return current_job().stop_signals if own is None else own

@@ -1,4 +1,4 @@
-"""torch's own contract, ``env://``: five variables that somebody has set for every process."""
+"""torch's own contract, ``env://``: five variables that are set for every process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class EnvVarEnvironment(ExternalEnvironment):
 
     Examples are Azure ML, a launcher of your own, a shell loop. RANK and a WORLD_SIZE above one are taken for this
     contract, whose other variables then have to be there: LOCAL_RANK, too, which torch's ``init_process_group`` doesn't
-    need. MASTER_ADDR and MASTER_PORT alone prove nothing (other tools set them for a single process), nor does a world
+    need. MASTER_ADDR and MASTER_PORT alone are not enough (other tools set them for a single process), nor is a world
     of one. LOCAL_WORLD_SIZE is read where it is set; else the ranks determine it by communicating.
     """
 

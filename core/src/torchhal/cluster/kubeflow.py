@@ -18,7 +18,7 @@ class KubeflowEnvironment(ExternalEnvironment):
     The training operator (v1) sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and no LOCAL_RANK.
 
     With several processes a pod, and under Kubeflow Trainer (v2), which sets PET_* only, the operator leaves the
-    ranks to torchrun: an error says so.
+    ranks to torchrun: an error is raised.
     """
 
     name: ClassVar[str] = "kubeflow"

@@ -17,15 +17,15 @@ _SOMEBODY_ELSES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")
 class LocalEnvironment(ClusterEnvironment):
     """Processes that torchhal starts.
 
-    Three places where it stands, told apart when a value is asked for:
+    Its state, determined whenever a value is read, is one of three:
 
-    * in a process that a torchhal launcher started: the launcher's variables, known by TORCHHAL_LAUNCH_ID;
-    * in the process that launches and is local rank 0 itself: what :meth:`configure` said, from
+    * in a process that a torchhal launcher started: the launcher's variables, detected by TORCHHAL_LAUNCH_ID;
+    * in the process that launches and is local rank 0 itself: the values of :meth:`configure`, from
       :meth:`set_rendezvous` on;
     * before a launch: rank 0 of 1.
 
-    Several nodes by hand: start the script on each with NODE_RANK, MASTER_ADDR and MASTER_PORT set, and say
-    ``num_nodes``. Other variables (RANK, WORLD_SIZE) that lie around in a shell mean nothing here.
+    Several nodes by hand: start the script on each with NODE_RANK, MASTER_ADDR and MASTER_PORT set, and pass
+    ``num_nodes``. Other variables left over in a shell (RANK, WORLD_SIZE) are ignored.
     """
 
     name: ClassVar[str] = "local"
@@ -40,7 +40,7 @@ class LocalEnvironment(ClusterEnvironment):
     def detect(cls) -> bool:
         if launched_by() is not None:
             return True
-        # With RANK or WORLD_SIZE beside them they are somebody else's complete set (env://, a cloud's).
+        # With RANK or WORLD_SIZE set too they are the complete set of another launcher (env://, a cloud's).
         return all(os.environ.get(name) for name in _BY_HAND) and not any(os.environ.get(n) for n in _SOMEBODY_ELSES)
 
     @property
@@ -48,7 +48,7 @@ class LocalEnvironment(ClusterEnvironment):
         return False
 
     def configure(self, num_nodes: int, local_world_size: int) -> None:
-        """Receive what the strategy was configured for, before the launch. The same on every node.
+        """Receive the numbers that the strategy was configured for, before the launch. The same on every node.
 
         Raises:
             ConfigurationError: in a process that was launched with other numbers, showing both; or for several
@@ -71,7 +71,7 @@ class LocalEnvironment(ClusterEnvironment):
     def world_size(self) -> int:
         if self._launched():
             return read_int("WORLD_SIZE", 1)
-        # On several nodes the other processes exist, launched here or not; on one node there is nobody else yet.
+        # On several nodes the other processes exist, launched here or not; on one node there are none yet.
         if self._rendezvous is not None or self._num_nodes > 1:
             return self._num_nodes * self._local_world_size
         return 1
@@ -121,7 +121,7 @@ class LocalEnvironment(ClusterEnvironment):
         if self._rendezvous is None and self._num_nodes > 1:
             return self._meeting_place()[1]
         if self._rendezvous is None:
-            # Nobody has to find this process yet; a port nobody listens on would only look like an answer.
+            # No process has to connect yet, and a port without a listener would be misleading.
             raise ConfigurationError("'main_port' is known after the launch: the system chooses a free one")
         return self._rendezvous[1]
 
@@ -143,10 +143,10 @@ class LocalEnvironment(ClusterEnvironment):
             )
 
     def teardown(self) -> None:
-        """Forget nothing: the processes outlive a run, and the next one, or a save after it, meets them again."""
+        """Keep everything: the processes outlive a run, and the next one, or a save after it, uses them again."""
 
     def __getstate__(self) -> dict[str, Any]:
-        # Where this object stands is this process's affair: a copy elsewhere reads its own variables.
+        # This object's state belongs to this process: a copy in another one reads its own variables.
         return {**self.__dict__, "_rendezvous": None}
 
     def _launched(self) -> bool:

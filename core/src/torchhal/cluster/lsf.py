@@ -51,7 +51,7 @@ class LSFEnvironment(ExternalEnvironment):
             ) from error
         if not hosts:
             raise ConfigurationError(f"LSB_DJOB_RANKFILE is empty ({path}): set MASTER_ADDR to rank 0's host")
-        return hosts[1] if len(hosts) > 1 else hosts[0]  # the first is where the script runs, not a rank
+        return hosts[1] if len(hosts) > 1 else hosts[0]  # the first is the launch node, not a rank
 
     def job_id(self) -> str:
         return f"LSF's job {given('LSB_JOBID')}" if given("LSB_JOBID") else ""

@@ -24,14 +24,14 @@ _PLACE_SIZE = 512
 
 
 _HEAD_START = 5.0
-"""Seconds that the others wait longer for those that rank 0 knows to be missing: it says who, and that ends the job."""
+"""Seconds that the others wait longer than rank 0, whose error names the missing ranks and ends the job."""
 
 
 class _MPIEnvironment(ExternalEnvironment):
     """A process that a launcher of MPI has started.
 
-    These launchers provide each process's rank and how many share its host, but neither the host's number nor where
-    rank 0 runs: the latter is read from MASTER_ADDR and MASTER_PORT, or from mpi4py where it is installed; the ranks
+    These launchers provide each process's rank and how many share its host, but neither the host's number nor rank 0's
+    host: the latter is read from MASTER_ADDR and MASTER_PORT, or from mpi4py where it is installed; the ranks
     determine the former by communicating. A job of one process is not detected: torchhal may start more.
     """
 
@@ -107,7 +107,7 @@ class _MPIEnvironment(ExternalEnvironment):
 
     def validate_settings(self, *, num_devices: int, num_nodes: int) -> None:
         with suppress(RanksNotMetError):
-            _ = self.main_address, self.main_port  # what is missing is said now, and not when a run begins
+            _ = self.main_address, self.main_port  # raises now for a missing variable, not when a run begins
         super().validate_settings(num_devices=num_devices, num_nodes=num_nodes)
 
     def _from_azure(self) -> tuple[str, int] | None:
@@ -132,7 +132,7 @@ class _MPIEnvironment(ExternalEnvironment):
         missing = _missing()
         try:
             MPI = _wait_for_all_ranks_in_mpi_init(timeout)
-        except ImportError as error:  # its wheels look for a library when they are imported
+        except ImportError as error:  # importing its wheels searches for a library
             raise ConfigurationError(
                 f"mpi4py is installed, but finds no MPI library ({error}): set {' and '.join(missing)} instead, or "
                 "LD_LIBRARY_PATH to where the library of the MPI is that started this process"
@@ -148,7 +148,7 @@ class _MPIEnvironment(ExternalEnvironment):
         try:
             return _place_of_rank_0(world, MPI.BYTE, timeout, f"meeting of {self.launcher}'s ranks over MPI")
         except BaseException:
-            # This process would wait in MPI_Finalize for the ranks that never came, with its error said.
+            # This process, having printed its error, would wait in MPI_Finalize for the missing ranks.
             atexit.register(_abort, world)
             raise
 
@@ -156,8 +156,8 @@ class _MPIEnvironment(ExternalEnvironment):
 def _wait_for_all_ranks_in_mpi_init(timeout: timedelta) -> Any:
     """Return mpi4py's module, which initialises MPI when it is imported.
 
-    That waits in C for all ranks, with the GIL, so that no thread of Python's could say anything: after ``timeout``
-    faulthandler prints where this rank is, which is here, and ends the process.
+    The import waits in C for all ranks, holding the GIL, so that no Python thread can report: after ``timeout``
+    faulthandler prints this rank's stack and ends the process.
     """
     faulthandler.dump_traceback_later(timeout.total_seconds(), exit=True, file=2)
     try:
@@ -170,10 +170,10 @@ def _wait_for_all_ranks_in_mpi_init(timeout: timedelta) -> Any:
 def _place_of_rank_0(world: Any, kind: Any, timeout: timedelta, name: str) -> tuple[str, int]:
     """Return rank 0's host and a free port there, on every rank of ``world``.
 
-    Each rank calls rank 0, which answers it: so rank 0 knows who has not come. Nothing waits in C.
+    Each rank sends a request to rank 0, which replies: so rank 0 can name the missing ranks. Nothing waits in C.
 
     Raises:
-        CollectiveTimeoutError: some have not come within ``timeout``.
+        CollectiveTimeoutError: some have not arrived within ``timeout``.
     """
     from torchhal.distributed._roll_call import wait_until  # imports torch
 
@@ -201,7 +201,7 @@ def _place_of_rank_0(world: Any, kind: Any, timeout: timedelta, name: str) -> tu
 
     wait_until(all_here, timeout, name=name, absent=lambda: sorted(silent))
     # MPICH 4.0 over UCX: without a barrier every other job hung in MPI_Finalize, one rank in UCX and the rest in the
-    # barrier; why isn't known. With it, 3 of 500 that end at once hang, and 0 of 250 later ones.
+    # barrier; the cause is unknown. With it, 3 of 500 that end at once hang, and 0 of 250 later ones.
     left = timedelta(seconds=max(0.0, deadline - time.monotonic()) + _HEAD_START * (world.Get_rank() != 0))
     wait_until(world.Ibarrier().Test, left, name=name, absent=list)
     address, port = place.rstrip(b"\0").decode().split()

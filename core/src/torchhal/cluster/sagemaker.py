@@ -28,7 +28,7 @@ class SageMakerEnvironment(LocalEnvironment):
         try:
             return len(_hosts()) > 1
         except ConfigurationError:
-            return bool(given("SM_CURRENT_HOST"))  # garbled: said when the numbers are asked for
+            return bool(given("SM_CURRENT_HOST"))  # garbled: raises when the numbers are read
 
     def validate_settings(self, *, num_devices: int, num_nodes: int) -> None:
         hosts = _hosts()

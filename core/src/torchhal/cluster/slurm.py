@@ -119,11 +119,11 @@ class SlurmEnvironment(ExternalEnvironment):
                 f"Slurm's variables contradict each other: SLURM_STEP_NUM_TASKS={world}, but "
                 f"SLURM_STEP_TASKS_PER_NODE={given('SLURM_STEP_TASKS_PER_NODE')} makes {sum(counts)}"
             )
-        self._job.check()  # now, and not when the signal has come
+        self._job.check()  # now, not when the signal arrives
         super().validate_settings(num_devices=num_devices, num_nodes=num_nodes)
         here = given("SLURMD_NODENAME")
         if self.global_rank() == 0 and here and not given("MASTER_ADDR") and here != self._address():
-            # With an order of hosts that isn't the list's, everybody would wait where nobody serves.
+            # If the order of hosts isn't the list's, all ranks would connect to a host that doesn't serve.
             raise ConfigurationError(
                 f"rank 0 runs on {here}, but the step's hosts begin with {self._address()} "
                 f"(SLURM_DISTRIBUTION={given('SLURM_DISTRIBUTION') or 'not set'}): set MASTER_ADDR={here} for all tasks"
@@ -144,7 +144,7 @@ def _mpi_is_inside() -> bool:
     """
     try:
         here = str(hostlist.tasks_per_node(given("SLURM_STEP_TASKS_PER_NODE"))[_position()])
-    except (ValueError, IndexError):  # said when the numbers are asked for
+    except (ValueError, IndexError):  # raises when the numbers are read
         here = ""
     for size, local_size, rank in _MPI:
         if not given(size):
@@ -157,10 +157,10 @@ def _mpi_is_inside() -> bool:
 
 
 def _in_a_batch_script() -> bool:
-    """Return whether this is no task but a batch script.
+    """Return whether this is a batch script and not a task.
 
-    One that was submitted from inside a step has that step's variables, which may equal those of its own job to the
-    last number.
+    One that was submitted from inside a step has that step's variables, which may equal those of its own job
+    exactly.
     """
     try:
         with open(f"/proc/{int(given('SLURM_TASK_PID'))}/comm") as file:

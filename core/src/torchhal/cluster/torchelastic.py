@@ -1,4 +1,4 @@
-"""torchrun (torch's elastic launcher): the processes exist, and their variables say everything."""
+"""torchrun (torch's elastic launcher): the processes exist, and their variables provide every number."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchhal.cluster.base import ClusterEnvironment
 from torchhal.errors import ConfigurationError
 
 OWN_STORES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-"""``1`` in torchrun's environment: each round of its rendezvous tells the workers' address anew."""
+"""``1`` in torchrun's environment: each round of its rendezvous publishes a new address for the workers."""
 
 
 class TorchElasticEnvironment(ClusterEnvironment):
@@ -29,11 +29,11 @@ class TorchElasticEnvironment(ClusterEnvironment):
 
     @classmethod
     def recommendations(cls) -> list[str]:
-        """Return the advice to give each of torchrun's agents a store of its own, where nodes may join.
+        """Return the advice to give each of torchrun's agents its own store, where nodes may join.
 
         With a store that rounds share, the agent of rank 0's node publishes its address in its own first round only: a
-        node that joins later waits for it until the old one ends with a DistStoreError. No worker runs then that could
-        help.
+        node that joins later waits for it until the old one ends with a DistStoreError. No worker runs at that
+        time that could report it.
         """
         if given(OWN_STORES) == "1" or (cls.detect() and not _nodes_may_change()):
             return []

@@ -1,4 +1,4 @@
-"""Barriers with names, over the store: the error says who is missing and where it is instead."""
+"""Barriers with names, over the store; the error names the missing ranks and their positions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class NamedBarriers:
 
     Args:
         prefix: put before all keys.
-        gone: the key under which a rank says that it has ended its work.
+        gone: the key that a rank sets when it has ended its work.
         check: called while waiting; raises what ends the wait.
     """
 
@@ -38,7 +38,7 @@ class NamedBarriers:
     def meet(self, name: str, timeout: timedelta, last_word: Callable[[], str] | None = None) -> str:
         """Return when all ranks are here: two requests to arrive, one to count, however many ranks there are.
 
-        ``last_word`` is asked by the rank that arrives last; all return its answer.
+        The rank that arrives last calls ``last_word``; every rank returns its result.
         """
         store, start = self._store, time.monotonic()
         self._number += 1
@@ -47,9 +47,9 @@ class NamedBarriers:
         store.set(f"{self._prefix}/at/{self._rank}", json.dumps([self._number, name]))
         if store.add(f"{key}/count", 1) == self._world_size:
             word = "" if last_word is None else last_word()
-            store.set(f"{key}/open", f"={word}")  # an empty value is no value to some stores
+            store.set(f"{key}/open", f"={word}")  # some stores treat an empty value as missing
             if self._previous:
-                # All ranks are here, so all have left the one before: its keys would only pile up.
+                # All ranks have arrived, so all have left the previous barrier: delete its keys.
                 store.delete_key(f"{self._previous}/count")
                 store.delete_key(f"{self._previous}/open")
         else:
@@ -77,7 +77,7 @@ class NamedBarriers:
         return places
 
     def _somebody_is_wrong(self, name: str) -> bool:
-        """Return whether a rank is in this barrier's place at one of another name, or ended: waiting is useless."""
+        """Return whether a rank has ended, or is at a barrier of another name instead: this one can't complete."""
         places = self._places()
         if any(number == self._number and other != name for number, other in places.values()):
             return True

@@ -14,18 +14,18 @@ from torchhal.distributed.signals import born_blocked
 
 
 def ignore_sigterm_unless_from_parent(worker_id: int) -> None:
-    """Keep a worker of ``torch.utils.data.DataLoader`` alive as long as the parent wants; a ``worker_init_fn``.
+    """Keep a worker of ``torch.utils.data.DataLoader`` alive until the parent ends it; a ``worker_init_fn``.
 
-    Schedulers and terminals signal the whole process group; a worker that dies of it takes the step down before
+    Schedulers and terminals signal the whole process group; a worker that the signal ends fails the step before
     the ranks reach the boundary at which they save. The parent itself ends its workers with the same SIGTERM
-    (``DataLoader`` at shutdown, ``multiprocessing`` at exit), and only the kernel knows who sent one: SIGTERM is
-    blocked, and a thread takes it together with its sender. SIGINT is ignored: the parent decides what it means.
+    (``DataLoader`` at shutdown, ``multiprocessing`` at exit), and only the kernel records the sender: SIGTERM is
+    blocked, and a thread takes it together with its sender. SIGINT is ignored: the parent handles it.
 
     A process that the worker starts inherits the blocked signal, as POSIX has it.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     wait = getattr(signal, "sigtimedwait", None)
-    if wait is None:  # macOS and Windows can't tell who sent a signal: keep torch's behaviour
+    if wait is None:  # macOS and Windows don't report the sender of a signal: keep torch's behaviour
         return
     parent = os.getppid()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
@@ -43,10 +43,10 @@ def ignore_sigterm_unless_from_parent(worker_id: int) -> None:
 
 @contextmanager
 def signals_blocked(loader: Any) -> Iterator[None]:
-    """Make the iterator of ``loader`` inside it: its workers are born with SIGTERM and SIGINT blocked.
+    """Make the iterator of ``loader`` inside it: its workers start with SIGTERM and SIGINT blocked.
 
-    A spawned worker takes seconds until its ``worker_init_fn`` runs, and would die of a signal until then. Only for
-    loaders whose workers run :class:`WorkerInit`: nobody else takes the signal again.
+    A spawned worker takes seconds until its ``worker_init_fn`` runs, and a signal would end it until then. Only for
+    loaders whose workers run :class:`WorkerInit`: nothing else unblocks the signals.
     """
     if not hasattr(signal, "sigtimedwait"):
         yield
@@ -57,7 +57,7 @@ def signals_blocked(loader: Any) -> Iterator[None]:
 
 
 class WorkerInit:
-    """The above and then the user's ``worker_init_fn``; pickles when that does (spawned workers)."""
+    """Run :class:`WorkerInit` and then the user's ``worker_init_fn``; pickles when that does (spawned workers)."""
 
     def __init__(self, function: Callable[[int], object] | None = None) -> None:
         self.function = function

@@ -22,13 +22,13 @@ from torchhal.distributed.stores import Store, join_address
 from torchhal.errors import DistributedError, TorchhalError
 
 ANNOUNCE_TIMEOUT = timedelta(seconds=10)
-"""The longest time for which a process that has failed tries to announce it to those that wait for it."""
+"""Longest time, in seconds, for which a failed process tries to announce its failure to waiting ranks."""
 
 
 def expect(environment: ProcessEnvironment) -> None:
-    """Record that others may wait for this process at the address of ``environment``.
+    """Record that other ranks may wait for this process at the address of ``environment``.
 
-    If the process ends without having come there, it announces that to them. Under torchrun the agent does.
+    If the process ends without having joined, it announces its end to them; under torchrun the agent does.
     """
     if environment.creates_processes_externally and not under_agent():
         process_state().expected = environment
@@ -37,9 +37,9 @@ def expect(environment: ProcessEnvironment) -> None:
 
 
 def note_failure(error: BaseException) -> None:
-    """Record the error on which this process is about to end, to announce it to ranks that wait for it.
+    """Record the error that is about to end this process, to announce it to waiting ranks.
 
-    The first counts. Never raises.
+    Only the first error is kept. Never raises.
     """
     state = process_state()
     state.failure = state.failure or Failure.from_exception(-1, error)
@@ -63,19 +63,19 @@ def _at_exit(pid: int) -> None:
         _say_absent()
         announce_exit()
         serve_until_all_exit(process_state().patience)
-        if launched_by() is None:  # a process that a launcher owns doesn't finalize
+        if launched_by() is None:  # a process started by a launcher doesn't finalize
             settle_threads()
 
 
 def announce_exit() -> None:
-    """Announce to ranks that wait for this one that it won't come: its process ends. Later calls do nothing."""
+    """Announce to waiting ranks that this process ends without joining. Later calls do nothing."""
     job = process_state().job
     if job is None or job.left:
         return
     job.left = True
     try:
         _announce_end(job.store, job.key[3])
-    except RuntimeError:  # nobody there to tell
+    except RuntimeError:  # no store to post to
         pass
 
 
@@ -86,7 +86,7 @@ def _announce_end(store: Store, rank: int) -> None:
 
 
 def _say_absent() -> None:
-    """Announce, to those that wait for it, that this process ends without having met them. Never raises."""
+    """Announce to waiting ranks that this process ends without having joined them. Never raises."""
     state = process_state()
     environment, state.expected = state.expected, None
     if environment is None or state.job is not None:
@@ -115,15 +115,15 @@ def _say_absent() -> None:
         elif failure is not None:
             here = f"a process of this job on {socket.gethostname()} (process {os.getpid()}), which knows no rank,"
             store.set("left/unknown", f"{here} {failure.message}")
-        if serves:  # until the others know
+        if serves:  # until the others have read it
             while store.add("left", 0) < world_size - (rank is None) and time.monotonic() < deadline:
                 time.sleep(0.05)
-    except Exception:  # nobody serves there, or nobody knows where that is
+    except Exception:  # no store is served there, or the address can't be resolved
         pass
 
 
 def _rank_of(environment: ProcessEnvironment) -> int | None:
-    """Return this process's rank; None where it has none, which may be the reason of its failure."""
+    """Return this process's rank; None if it has none, which may be the cause of its failure."""
     try:
         return environment.global_rank()
     except TorchhalError:
@@ -131,22 +131,22 @@ def _rank_of(environment: ProcessEnvironment) -> int | None:
 
 
 def announce_stop(signum: int) -> None:
-    """Announce to ranks that wait to meet this one that it leaves this call on a signal: they leave on it, too."""
+    """Announce to waiting ranks that this one leaves the call on a signal, so that they leave on it too."""
     state = process_state()
-    state.patience = 3.0  # who has a signal to answer waits no longer for anybody
+    state.patience = 3.0  # a process that handles a signal must not wait longer for others
     if state.job is None:
         return
     failure = state.failure = Failure.from_signal(state.job.key[3], signum)
     try:
         state.job.store.set(stopped_key(state.call), failure.to_json().decode())
-    except RuntimeError:  # nobody there to tell
+    except RuntimeError:  # no store to post to
         pass
 
 
 def serve_until_all_exit(timeout: float) -> None:
-    """Serve the store until all ranks have said goodbye: slower ones would lose it otherwise.
+    """Serve the store until all ranks have signed off: slower ones would lose it otherwise.
 
-    A process that started all others waits for them anyway, and nobody waits after a failure.
+    A process that started all others waits for them anyway; after a failure there is no wait.
     """
     state = process_state()
     job = state.job

@@ -1,4 +1,4 @@
-"""Report the failures of ranks to each other, and explain the errors that they cause elsewhere."""
+"""Report failures between ranks, and attribute the errors that they cause on other ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchhal.errors import CollectiveTimeoutError, DistributedError, RankFailed
 
 
 class FailureReports(StopAgreements):
-    """The failures that ranks report to each other, and the errors that they explain."""
+    """The failures posted by ranks, and the errors attributed to them."""
 
     def report_failure(self, error: BaseException) -> None:
         """Post this rank's failure; call it as soon as ``error`` is caught, before any tear-down. Never raises.
@@ -29,11 +29,11 @@ class FailureReports(StopAgreements):
         if self._own is not None or self._store is None:
             return
         if isinstance(error, RankFailedError):
-            self._discover()  # of a rank that is gone without a word nobody else will say it
+            self._discover()  # no other process reports a rank that ended without posting
             return
         if isinstance(error, (SystemExit, KeyboardInterrupt)) and self.stop_signal is not None:
             return
-        if isinstance(error, StopRequested):  # in the midst of a set-up
+        if isinstance(error, StopRequested):  # during set-up
             self.report_stop(error.signum)
             return
         announce = self._announce and not failures.was_printed(error)
@@ -52,8 +52,8 @@ class FailureReports(StopAgreements):
     def report_stop(self, signum: int) -> None:
         """Post that this rank leaves on ``signum`` before training, where the ranks have no step to agree on.
 
-        The others get RankFailedError with that ``stop_signal``, and their threads end who doesn't come back. Never
-        raises.
+        The others get RankFailedError with that ``stop_signal``; a rank whose main thread doesn't return is ended by
+        its thread. Never raises.
         """
         self._back = True
         if self._own is not None or self._store is None:
@@ -67,7 +67,7 @@ class FailureReports(StopAgreements):
                 pass  # no store, no listeners
 
     def report_for(self, failure: Failure) -> None:
-        """Report another rank's failure: for the launcher that saw its process die. Any thread may call it."""
+        """Report another rank's failure, for a launcher whose child process has ended. Any thread may call it."""
         if failure.rank == self.rank or self._failure is not None:
             return
         self._outbox.append({"kind": "failure", "failure": failure.to_json().decode()})
@@ -87,14 +87,14 @@ class FailureReports(StopAgreements):
         """Return the error to raise for ``error``: itself, or the failure of another rank that caused it.
 
         A "connection closed" or time-out of the process group is a consequence. For one of these, wait for another
-        rank's report: RankFailedError with its traceback. After a time-out that no report explains:
-        CollectiveTimeoutError with the ranks that did not run into one themselves - those hang. A rank that answers
-        nothing any more is named as gone.
+        rank's report: RankFailedError with its traceback. After a time-out without a report:
+        CollectiveTimeoutError with the ranks that did not time out themselves - those hang. A rank that no longer
+        responds is named as gone.
 
         Args:
             error: what this rank's collective raised.
             timeout: seconds to wait for a report.
-            name: what the rank was doing; torch's last collective is named without it.
+            name: the operation that raised; without it torch's last collective is named.
 
         Returns:
             ``error``, or another one whose ``__cause__`` is ``error``.
@@ -106,7 +106,7 @@ class FailureReports(StopAgreements):
         name = name or flight_recorder.last() or "collective"
         timed_out = failures.is_timeout(error)
         token = f"{self.rank}/{time.monotonic_ns()}"
-        if self._thread is not None:  # that thread may hang in a silent store, this one must not
+        if self._thread is not None:  # that thread may hang in an unresponsive store, this one must not
             self._outbox.append({"kind": "waited", "rank": self.rank, "timed_out": timed_out})
             self._outbox.append({"kind": "ping", "token": token})
             self._wake.set()
@@ -136,7 +136,7 @@ class FailureReports(StopAgreements):
         if silent:
             return self._silent_ranks_error(silent)
         others = set(range(self.world_size)) - {self.rank}
-        # who waited in vain, too, and had done with it sooner, has not ended because it had done its work
+        # a rank that timed out too, only earlier, has not ended because its work was done
         ended = [rank for rank in sorted(others - set(self._waited)) if self._has_left(rank)]
         for rank in ended:
             if (left_on := self._left_on(rank)) is not None:
@@ -165,7 +165,7 @@ class FailureReports(StopAgreements):
         )
 
     def _silent_ranks_error(self, silent: list[int]) -> RankFailedError:
-        """Name ranks that answer nothing, and say of what only as much as can be seen from here."""
+        """Name ranks that don't respond, with only as much of the cause as is visible from this process."""
         assert self._store is not None
         seen = self.hang.look_at(self._store, silent)
         try:
@@ -187,7 +187,7 @@ class FailureReports(StopAgreements):
         return RankFailedError(f"{text}.{self.hang.hint(seen)}", rank=silent[0])
 
     def _left_on(self, rank: int) -> Failure | None:
-        """Return the error on which a rank that has left its loop did so."""
+        """Return the error with which a rank has left its loop."""
         assert self._store is not None
         try:
             data = self._store.get(self._key(f"bye/{rank}"))
@@ -196,7 +196,7 @@ class FailureReports(StopAgreements):
         return Failure.from_json(data) if data else None
 
     def _silent(self, token: str) -> list[int]:
-        """Return ranks whose thread did not answer the ping and did not say goodbye."""
+        """Return ranks whose thread neither answered the ping nor signed off."""
         assert self._store is not None
         try:
             others = [rank for rank in range(self.world_size) if rank != self.rank]

@@ -34,7 +34,7 @@ CALLERS = 4
 
 VARIABLE = "TORCH_FR_BUFFER_SIZE"
 
-_ENTRANCES = ("distributed_c10d.py", "c10d_logger.py")  # what every collective of Python's goes through
+_ENTRANCES = ("distributed_c10d.py", "c10d_logger.py")  # the files every collective called from Python passes through
 _VARIABLE = re.compile(r"TORCH_(FR|[A-Z]+_TRACE)_BUFFER_SIZE")  # of some backend, as older versions call it
 _DUMP = re.compile(r"_dump_\w+_trace")  # one recorder for each kind of device's events
 
@@ -44,12 +44,12 @@ _since = 0
 
 @contextlib.contextmanager
 def recording() -> Iterator[None]:
-    """Let torch record collectives inside the context, unless the user has decided.
+    """Let torch record collectives inside the context, unless the user has set the variable.
 
     torch reads a variable when the first process group is made.
 
-    Entered before each: torch goes on recording in one ring, and the collectives of an earlier group count no more.
-    Afterwards the variable is gone again: what this process starts then is none of ours.
+    Entered before each: torch keeps recording in one ring, and the collectives of earlier groups no longer count.
+    The variable is removed again afterwards: processes started later must not inherit it.
     """
     global _since
     _since = time.time_ns()
@@ -69,7 +69,7 @@ def collectives() -> list[dict[str, Any]]:
     ``number`` counts those of one group and backend, alike on every rank that takes part in all of them.
     """
     kept: dict[Any, list[dict[str, Any]]] = {}
-    lives: dict[Any, int] = {}  # a group that was made again has its name and numbers again, but another id
+    lives: dict[Any, int] = {}  # a group made again reuses its name and numbers, but has another id
     for entry in sorted(_entries(), key=lambda entry: int(entry.get("pg_id", 0))):
         if int(entry.get("time_created_ns", 0)) < _since:
             continue
@@ -82,7 +82,7 @@ def collectives() -> list[dict[str, Any]]:
 
 
 def last() -> str:
-    """Return the collective that this process has entered last, for a message; empty if none is known."""
+    """Return the last collective that this process entered, for a message; empty if none is recorded."""
     recorded = collectives()
     return f"{recorded[-1]['name']} number {recorded[-1]['number']}" if recorded else ""
 
@@ -101,7 +101,7 @@ def _entries() -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for name in functions:
         if _DUMP.fullmatch(name):
-            # a private function that has changed must not hide the error that we are called for
+            # a private function that has changed must not hide the original error
             with contextlib.suppress(Exception), _no_compiler():
                 found += pickle.loads(functions[name]()).get("entries", [])
     return found
@@ -109,13 +109,13 @@ def _entries() -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def _no_compiler() -> Iterator[None]:
-    """Keep torch from importing its compiler, to name frames of code that it never made: seconds, with 800 modules."""
+    """Keep torch from importing its compiler (800 modules, seconds) to name frames that can't be compiled code."""
     if "_inductor" in vars(torch):
         yield
         return
     cache = SimpleNamespace(PyCodeCache=SimpleNamespace(stack_frames_for_code=lambda path, line: None))
     stand_in = SimpleNamespace(codecache=cache)
-    vars(torch)["_inductor"] = stand_in  # which torch itself imports when it is asked for
+    vars(torch)["_inductor"] = stand_in  # which torch itself imports on access
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Write down, on each rank, where its threads are when ranks wait in vain.
+"""Dump the stacks of each rank's threads when ranks hang.
 
 ``torchhal doctor`` compares the files.
 """
@@ -31,13 +31,13 @@ from torchhal.distributed._process_inspection import Sighting
 from torchhal.distributed.stores import Store
 
 SCHEMA = 1
-"""Of the files; a reader refuses a higher one."""
+"""Version of the file format; a reader rejects a higher one."""
 
 FOLDER = "hang-"
-"""Prefix of the names of the folders."""
+"""Prefix of the folder names."""
 
 NAMED = 8
-"""Missing ranks whose places an error says: each costs a look into the store."""
+"""Number of missing ranks whose positions an error lists: each costs a read of the store."""
 
 WRITING = 4.0
 """Seconds that writing to one disk may take."""
@@ -46,9 +46,9 @@ WRITING = 4.0
 class HangDump:
     """One file per rank, ``hang-TIME-ID/rank-R.json`` below the run's folder, written at most once in a run.
 
-    Every rank writes, however it hears of the hang: by its own error, or from another rank through the store, in the
-    thread of its watch while its main thread is stuck. For a rank that is silent, another one of its machine writes
-    what can be seen of it from outside.
+    Every rank writes, whether its own collective raised or another rank posted the hang in the store; the monitor's
+    thread writes while the main thread is stuck. For an unresponsive rank, another one on its machine writes what
+    can be inspected from outside.
 
     Args:
         key: makes a key of the store from a name.
@@ -57,13 +57,13 @@ class HangDump:
     def __init__(self, rank: int, world_size: int, key: Callable[[str], str]) -> None:
         self.rank, self.world_size = rank, world_size
         self.run_folder = ""
-        """Folder of the run's files; without one, the dumps go to the folder of temporary files."""
+        """Folder of the run's files; if empty, the dumps go to the folder for temporary files."""
         self.doing = ""
-        """The name of the collective or barrier of ours in which the main thread is."""
+        """Name of the torchhal collective or barrier that the main thread is in."""
         self.caught: tuple[int, TracebackType] | None = None
-        """The thread that an error brought back from a collective, with the error's traceback."""
+        """The thread whose collective raised, with the error's traceback."""
         self.folder = ""
-        """Folder to which this rank has written; empty until then, or if it can't write anywhere."""
+        """Folder this rank has written to; empty until then, or if no folder is writable."""
         self._key = key
         self._name = ""
         self._rank_0: dict[str, Any] | None = None
@@ -74,28 +74,28 @@ class HangDump:
         self._problem = ""
 
     def introduce(self, store: Store) -> None:
-        """Post where this process is; rank 0 also the name of this run's dumps."""
+        """Post this process's record; rank 0 also posts the name of this run's dumps."""
         here = process_inspection.process_record()
         if self.rank == 0:
             self._name = f"{FOLDER}{_now()}-{uuid.uuid4().hex[:6]}"
         store.set(self._key(f"where/{self.rank}"), json.dumps({**here, "name": self._name}))
 
     def learn(self, store: Store) -> None:
-        """Read what rank 0 has posted; called again until it has."""
+        """Read the name that rank 0 posts; called repeatedly until it is there."""
         if not self._name and (there := self._whereabouts(store, 0)) is not None:
             self._name, self._rank_0 = there["name"], there
 
     @property
     def written(self) -> bool:
-        """True if this rank has written, or could not."""
+        """True if this rank has written or failed to."""
         return self._written
 
     def answer(self, store: Store) -> None:
-        """Post that this rank has written, and where it is."""
+        """Post that this rank has written, and its position."""
         store.set(self._key(f"dumped/{self.rank}"), json.dumps({"at": self._place, "folder": self.folder}))
 
     def write(self, why: str, position: int) -> None:
-        """Write this rank's file, the first time. Never raises: what is wrong already must stay the first error."""
+        """Write this rank's file, the first time. Never raises, so that the original error is kept."""
         with self._lock:
             if self._written:
                 return
@@ -106,7 +106,7 @@ class HangDump:
                 self._problem = f"{type(error).__name__}: {error}"
 
     def write_for(self, rank: int, seen: str, stack: Sequence[str] = ()) -> None:
-        """Write for a rank that won't what is known of it, unless it has. Never raises."""
+        """Write what is known of a rank that can't write itself, unless it has written. Never raises."""
         try:
             if self.folder and os.path.exists(os.path.join(self.folder, _file(rank))):
                 return
@@ -115,7 +115,7 @@ class HangDump:
             pass
 
     def places(self, store: Store, ranks: Collection[int], timeout: float) -> dict[int, str]:
-        """Return where the first of ``ranks`` are, waiting up to ``timeout`` seconds for them to have written."""
+        """Return the positions of the first of ``ranks``, waiting up to ``timeout`` seconds for their files."""
         deadline = time.monotonic() + timeout
         missing, found = set(sorted(ranks)[:NAMED]), {}
         while missing:
@@ -129,7 +129,7 @@ class HangDump:
         return dict(sorted(found.items()))
 
     def look_at(self, store: Store | None, ranks: Collection[int]) -> dict[int, Sighting]:
-        """Return, and write, what is visible here of the first silent ``ranks``; without a store of rank 0 alone."""
+        """Write and return the visible state of the first unresponsive ``ranks``; without a store, of rank 0 only."""
         ranks = sorted(ranks)[:NAMED]
         for rank in ranks:
             if rank in self._seen:
@@ -141,11 +141,11 @@ class HangDump:
         return {rank: self._seen[rank] for rank in ranks if rank in self._seen}
 
     def is_introduced(self, store: Store, rank: int) -> bool:
-        """Return whether ``rank`` has come as far as :meth:`introduce`."""
+        """Return whether ``rank`` has called :meth:`introduce`."""
         return bool(store.check([self._key(f"where/{rank}")]))
 
     def hint(self, places: Mapping[int, str | Sighting]) -> str:
-        """Return the end of an error's message: where the missing ranks are, and where to read more, on own lines."""
+        """Return the end of an error's message: the missing ranks' positions and the dump's path, on separate lines."""
         said = {rank: place if isinstance(place, str) else place.text for rank, place in places.items()}
         lines = ["", *(f"rank {rank}: {text}" for rank, text in said.items() if text)]
         if self.folder:
@@ -179,10 +179,10 @@ class HangDump:
     def _save(self, rank: int, content: dict[str, Any]) -> None:
         """Write below the run's folder, or below that of temporary files: the run's disk may be full, or read-only.
 
-        Or it may be what hangs, for ever: a thread of its own writes, and nobody waits longer than WRITING for it.
+        Or the disk itself may hang: a separate thread writes, and the caller waits at most WRITING seconds for it.
         """
         text = json.dumps(content, indent=1, default=str)
-        name = self._name or f"{FOLDER}{_now()}-of-rank-{self.rank}"  # before anything was heard of rank 0
+        name = self._name or f"{FOLDER}{_now()}-of-rank-{self.rank}"  # before rank 0's name was read
         for parent in dict.fromkeys(filter(None, (self.run_folder, tempfile.gettempdir()))):
             folder = os.path.join(os.path.abspath(parent), name)
             outcome = [f"writing to {folder} took longer than {WRITING:g} s"]
@@ -212,7 +212,7 @@ def _now() -> str:
 
 
 def _within(seconds: float, look: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Return the result of ``look``, or nothing: a recorder waits for locks of a backend, which may be what hangs."""
+    """Return the result of ``look``, or nothing: a recorder takes locks of a backend that may be hanging."""
     found: list[dict[str, Any]] = []
     thread = threading.Thread(target=lambda: found.extend(look()), name="torchhal-recorder", daemon=True)
     thread.start()
@@ -235,7 +235,7 @@ def _write(path: str, part: str, text: str, outcome: list[str]) -> None:
 
 
 def _place(doing: str, threads: list[dict[str, Any]], recorded: list[dict[str, Any]]) -> str:
-    """Return where the main thread is, on one line."""
+    """Return the main thread's position on one line."""
     main = next((thread for thread in threads if thread["main"]), None)
     at = "" if main is None else main["at"] or next(iter(main["stack"]), "")
     last = f"last collective {recorded[-1]['name']} number {recorded[-1]['number']}" if recorded else ""

@@ -21,7 +21,7 @@ from torchhal.errors import CollectiveTimeoutError, DistributedError, TorchhalEr
 
 
 class StopAgreement:
-    """One signal on which the ranks agree where to stop."""
+    """One signal and the ranks' agreement on the step to stop after."""
 
     def __init__(self, signum: int) -> None:
         self.signum = signum
@@ -66,22 +66,22 @@ class MonitorBase:
         self._ended = threading.Event()
         self._looks = 0  # finished
         self._looking = False
-        self._meet_until: float | None = None  # the main thread waits in the store, at most until then
+        self._meet_until: float | None = None  # deadline of the main thread's wait in the store
         self._stopping = False
         self._lock = threading.Lock()
         self._outbox: list[dict[str, Any]] = []
-        self._seen = 0  # events read
-        self._failure: Failure | None = None  # the earliest of another rank
+        self._seen = 0  # number of events read
+        self._failure: Failure | None = None  # earliest failure of another rank
         self._own: Failure | None = None
-        self._lost: str | None = None  # why the store is gone
+        self._lost: str | None = None  # why the store was lost
         self._discovered: float | None = None
-        self._back = False  # the main thread knows of the failure
+        self._back = False  # the main thread has received the failure
         self._wishes: list[int] = []  # appended to by signal handlers
         self._posted: set[int] = set()
         self._posting = threading.Lock()
         self._agreements: list[StopAgreement] = []
         self._waited: dict[int, bool] = {}
-        """Ranks whose collective ended without the others, and whether their time was over."""
+        """Ranks whose collective ended without the others, and whether it had timed out."""
         self.hang = HangDump(rank, world_size, self._key)
         self._events = EventLog(f"{prefix}/event")
         self._barriers: NamedBarriers | None = None
@@ -96,10 +96,10 @@ class MonitorBase:
             )
 
     def barrier(self, name: str, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
-        """Return when all ranks have come to their barrier of this name, each counting its own calls.
+        """Return when all ranks have reached their barrier of this name, each counting its own calls.
 
         Raises:
-            CollectiveTimeoutError: ``missing`` did not come; the message says in which barrier they are instead.
+            CollectiveTimeoutError: ``missing`` did not arrive; the message names the barriers they are in instead.
             RankFailedError: another rank failed meanwhile.
         """
         if self._store is not None:
@@ -126,16 +126,16 @@ class MonitorBase:
             self.hang.doing = before
 
     def _all_dump(self, why: str) -> None:
-        """Let every rank write down where it is, this one now."""
+        """Request a dump from every rank; this one writes now."""
         if self._thread is None:
             return
-        if not self.hang.written:  # else another rank has asked, or this one
+        if not self.hang.written:  # else this rank or another has requested it already
             self._outbox.append({"kind": "hang", "rank": self.rank, "why": why})
             self._wake.set()
-        self.hang.write(why, self.steps_done)  # returns when the watch's thread has written, if it is about to
+        self.hang.write(why, self.steps_done)  # if the monitor's thread is about to write, returns when it has
 
     def _hint(self, ranks: list[int], timeout: float = 2.0) -> str:
-        """Return the end of an error's message: where ``ranks`` are, and what to read."""
+        """Return the end of an error's message: the positions of ``ranks``, and the dump to read."""
         try:
             places = {} if self._store is None else self.hang.places(self._store, ranks, timeout)
         except RuntimeError:

@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class ProcessEnvironment(Protocol):
-    """The ranks of this process and the address where the ranks meet.
+    """The ranks of this process and the address of the rendezvous.
 
     ``torchhal.cluster.ClusterEnvironment`` is the contract with these members.
     """
@@ -33,4 +33,4 @@ class ProcessEnvironment(Protocol):
         """Return the node of any rank, or None where this process can't determine it alone."""
 
     def job_id(self) -> str:
-        """Return what distinguishes this job from another one at the same address."""
+        """Return an id that distinguishes this job from another one at the same address."""

@@ -1,7 +1,7 @@
 """Inspect a process of this machine that no longer answers. Imports no torch.
 
-A stopped process runs nothing. One that hangs in code which holds Python's lock runs no Python, but takes signals: its
-handler, in C, writes the stacks of its threads into memory that others may read as long as the process lives.
+A stopped process runs nothing. One that hangs in code holding the GIL runs no Python, but takes signals: its handler,
+in C, writes the stacks of its threads into memory that others may read until the process ends.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ _own: tuple[int, int] | None = None
 
 
 def process_record() -> dict[str, Any]:
-    """Return where this process is and how to read its stacks, for :func:`inspect_process` in another one."""
+    """Return this process's location and how to read its stacks, for :func:`inspect_process` in another one."""
     pid = os.getpid()
     return {"host": _host(), "pid": pid, "started": _stat(pid)[1], "stacks": _offer_stacks()}
 
 
 class Presence(Enum):
-    """The presence of a process: there, gone, or on another machine."""
+    """The presence of a process: running, ended, or on another machine."""
 
     THERE = "there"
     GONE = "gone"
     ELSEWHERE = "elsewhere"
-    """It runs on another machine, where nobody has looked."""
+    """It runs on another machine and was not inspected."""
 
 
 class Sighting(NamedTuple):
@@ -52,16 +52,16 @@ class Sighting(NamedTuple):
     text: str
     """The process's activity, in words."""
     stacks: Sequence[str] = ()
-    """The lines of its stacks, if it still writes some."""
+    """The lines of its stacks, if its signal handler still wrote them."""
 
 
 def inspect_process(process_record: dict[str, Any]) -> Sighting:
-    """Return what the process with these :func:`process_record` is doing."""
+    """Return the state of the process with this :func:`process_record`."""
     pid, host = int(process_record["pid"]), str(process_record["host"])
     if host != _host():
         return Sighting(Presence.ELSEWHERE, f"its process {pid} on {host.partition(' ')[0]} answers nothing")
     state, started = _stat(pid)
-    if state == "D":  # for a moment everybody is
+    if state == "D":  # any process is, briefly
         time.sleep(0.3)
         state, started = _stat(pid)
     if not state or started != process_record["started"]:
@@ -74,13 +74,13 @@ def inspect_process(process_record: dict[str, Any]) -> Sighting:
 
 
 def _signal() -> int | None:
-    """Return a real-time signal, which no scheduler sends; None where there are none."""
+    """Return a real-time signal, which no scheduler sends; None where the platform has none."""
     lowest = getattr(signal, "SIGRTMIN", None)
     return None if sys.platform != "linux" or lowest is None else int(lowest) + 11
 
 
 def _offer_stacks() -> int | None:
-    """Return the descriptor into which this process writes its stacks on :func:`_signal`; None where it can't."""
+    """Return the descriptor into which this process writes its stacks on :func:`_signal`; None if unsupported."""
     global _own
     if _own is not None and _own[0] == os.getpid():
         return _own[1]
@@ -109,7 +109,7 @@ def _ask_for_stacks(pid: int, descriptor: int | None) -> list[str]:
             time.sleep(0.05)
             with open(f"/proc/{pid}/fd/{descriptor}", errors="replace") as memory:
                 text = memory.read()
-            if text and len(text) == before:  # nothing was added in a while
+            if text and len(text) == before:  # the handler has stopped writing
                 return text.splitlines()
             before = len(text)
     except OSError:
@@ -118,7 +118,7 @@ def _ask_for_stacks(pid: int, descriptor: int | None) -> list[str]:
 
 
 def _stat(pid: int) -> tuple[str, str]:
-    """Return the state's letter and the start time, which tells a process from a later one of the same number."""
+    """Return the state's letter and the start time, which distinguishes it from a later process of the same number."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             fields = file.read().rsplit(")", 1)[1].split()

@@ -1,6 +1,6 @@
-"""Verify that the processes that meet belong to the same job, before each waits for the others.
+"""Verify that the processes at a rendezvous belong to the same job, before they wait for each other.
 
-A rank that two processes have, or numbers of processes that differ, would else look like ranks that never came.
+Otherwise a duplicate rank, or differing numbers of processes, would look like missing ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torchhal.errors import DistributedError
 
 
 class Identity:
-    """The identity of this process among those that meet in ``store``."""
+    """The identity of this process among those that share ``store``."""
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
         self._store = store
@@ -23,7 +23,7 @@ class Identity:
         self._mine = json.dumps([world_size, torchhal.__version__, f"{socket.gethostname()}, process {os.getpid()}"])
 
     def announce(self) -> None:
-        """Take this rank.
+        """Claim this rank.
 
         Raises:
             DistributedError: another process has it.
@@ -36,10 +36,10 @@ class Identity:
             )
 
     def check(self) -> None:
-        """Look whether rank 0 means the same job, and whether anybody has found that it doesn't.
+        """Verify that rank 0 belongs to the same job, and that no rank has posted that it doesn't.
 
         Raises:
-            DistributedError: saying what differs.
+            DistributedError: the jobs differ; the message lists how.
         """
         if self._store.check(["refused"]):
             raise DistributedError(self._store.get("refused").decode())

@@ -1,4 +1,4 @@
-"""Run one thread per rank that reads what the others post: failures, requests to stop, missing ranks."""
+"""Run one thread per rank that reads the other ranks' posts: failures, requests to stop, missing ranks."""
 
 from __future__ import annotations
 
@@ -24,50 +24,50 @@ _active: weakref.WeakSet[RankMonitor] = weakref.WeakSet()
 
 
 def active_watches() -> list[RankMonitor]:
-    """Return the monitors of this process that are started; a launcher reports to them processes that died."""
+    """Return the started monitors of this process; a launcher reports ended processes to them."""
     return [watch for watch in _active if watch.pid == os.getpid()]
 
 
 def _report_uncaught(error: BaseException) -> None:
-    """Report to the other ranks an error that ends this process in the midst of a run without a Trainer."""
+    """Report an error that ends this process during a run without a Trainer to the other ranks."""
     for watch in active_watches():
         watch.report_failure(error)
 
 
 def _stop_at_exit() -> None:
-    """Stop the monitors of a process that ends without a tear-down: it has ended all the same, and was not killed."""
+    """Stop the monitors of a process that ends without a tear-down, so that it doesn't count as killed."""
     for watch in active_watches():
         watch.stop()
 
 
 failures.uncaught.append(_report_uncaught)
 _exit_registered_in = 0
-"""Process in which :func:`_stop_at_exit` is registered; a worker has none of its parent's exit handlers."""
+"""Process in which :func:`_stop_at_exit` is registered; a worker doesn't inherit its parent's exit handlers."""
 
 
 class RankMonitor(FailureReports):
     """The messages that ranks exchange beside their collectives, and the thread that reads them.
 
     Started after the process group is set up, stopped before it is destroyed. The thread has its own connection to
-    the store and looks every ``interval`` seconds at one counter: a round trip per look, whatever the world's size.
-    In a world of one there is no thread and no store, and everything still works.
+    the store and reads one counter every ``interval`` seconds: one round trip, independent of the world's size.
+    In a world of one there is neither thread nor store; all methods still work.
 
-    **Failure.** :meth:`report_failure` posts a rank's traceback before it tears anything down; :meth:`explain` turns
+    **Failure.** :meth:`report_failure` posts a rank's traceback before any tear-down; :meth:`explain` turns
     the "connection closed" that the others get into RankFailedError with that traceback. A rank whose main thread
-    doesn't come back within ``grace`` seconds of a failure elsewhere - it hangs in a collective, in a sleep, in C -
-    is ended by its thread. None outlives ``limit`` seconds.
+    doesn't return within ``grace`` seconds of a failure elsewhere - it hangs in a collective, in a sleep, in C -
+    is ended by its thread, in any case after ``limit`` seconds.
 
-    **Stop.** :meth:`request_stop` asks all ranks to stop after the same step, see :class:`StopAgreements`.
+    **Stop.** :meth:`request_stop` requests that all ranks stop after the same step, see :class:`StopAgreements`.
 
-    **Barrier.** :meth:`barrier` names who is missing and where it is instead.
+    **Barrier.** :meth:`barrier` raises an error that names the missing ranks and their positions.
 
-    **Hang.** Where ranks wait in vain - a barrier or collective times out, a connection closes or a process aborts
-    and nobody says why - every rank writes down where it is, see :class:`HangDump`, and the error says where to read.
+    **Hang.** When a barrier or collective times out, or a connection closes or a process aborts and no failure was
+    posted, every rank dumps its stacks, see :class:`HangDump`, and the error names the dump.
 
     Args:
         store: the process group's store, as ``next_generation`` gave it.
-        prefix: put before all keys, so that a store may carry something else too.
-        silence: seconds without an answer of the store after which a rank whose wait is over gives up on it.
+        prefix: put before all keys, so that the store can be shared.
+        silence: seconds without a response after which a rank that is past its deadline gives up on the store.
         announce: print this rank's own failure to stderr when it is reported; None: unless a supervisor prints it.
     """
 
@@ -94,11 +94,11 @@ class RankMonitor(FailureReports):
             atexit.register(_stop_at_exit)
 
     def stop(self, error: BaseException | None = None) -> None:
-        """End the thread and say goodbye: from now on nobody expects this rank. Idempotent, never raises.
+        """End the thread and sign off: from now on no rank waits for this one. Idempotent, never raises.
 
         Args:
-            error: on which this rank leaves. No failure of the job by itself, for its caller may have expected it; a
-                rank that misses this one hears of it.
+            error: the error with which this rank leaves. Not a failure of the job by itself, as the caller may expect
+                it; it is reported to a rank that waits for this one.
         """
         _active.discard(self)
         thread, self._thread = self._thread, None
@@ -110,12 +110,12 @@ class RankMonitor(FailureReports):
         if self._guardian is not None and self._guardian is not threading.current_thread():
             self._guardian.join(timeout=1.0)
         if thread is not threading.current_thread():
-            thread.join(timeout=5.0 if self._lost is None else 0.1)  # it may be stuck in a store that is silent
+            thread.join(timeout=5.0 if self._lost is None else 0.1)  # it may be stuck in an unresponsive store
         if self._lost is None:
             try:
                 said = "" if error is None else Failure.from_exception(self.rank, error).to_json().decode()
                 self._store.set(self._key(f"bye/{self.rank}"), said)
-            except RuntimeError:  # the host is gone: nobody left to tell
+            except RuntimeError:  # the host has ended: no rank is left to notify
                 pass
 
     def __enter__(self) -> RankMonitor:
@@ -140,10 +140,10 @@ class RankMonitor(FailureReports):
             self._wake.clear()
 
     def _guard(self) -> None:
-        """Give up on a store whose host is stopped: it keeps the connection and answers nothing, without a time-out.
+        """Give up on a store whose host is stopped: the connection stays open and requests never time out.
 
-        Only once the main thread has waited as long as it should: until then the host may come back. Silence is
-        counted in this thread's own steps, so that a process that was itself stopped blames nobody.
+        Only after the main thread's deadline: until then the host may be continued. Silence is counted in this
+        thread's own steps, so that the time for which this process was itself stopped doesn't count.
         """
         silent, step, looks = 0.0, 0.25, -1
         while not self._stopping:
@@ -191,7 +191,7 @@ class RankMonitor(FailureReports):
             self._take_stop(store, int(event["signum"]))
 
     def _dump_and_answer(self, store: Store, why: str) -> None:
-        self._looking = False  # a slow disk is no silent store
+        self._looking = False  # a slow disk must not count as an unresponsive store
         self.hang.write(why, self.steps_done)
         self._looking = True
         self.hang.answer(store)
@@ -217,7 +217,7 @@ class RankMonitor(FailureReports):
         elif self._own is not None:
             why = "it failed itself"
         else:
-            why = self._store_lost()  # no disk and no other process is asked here: the time is over
+            why = self._store_lost()  # no disk or other process is accessed here: the deadline has passed
         here = f"{failures.STILL_HERE} {passed:.0f} s after {why}, and leaves"
         failures.send_report(Failure(self.rank, here, stack, secondary=cause is not None))
         if not failures.supervised:

@@ -1,4 +1,4 @@
-"""Verify that the address at which the ranks are to meet leads to this host. Imports no torch."""
+"""Verify that the rendezvous address leads to this host. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torchhal.distributed.stores import join_address
 from torchhal.errors import LaunchError
 
 _UNKNOWN_NAME = 30.0
-"""Seconds that a name server may take to learn the name of a pod or host that has just started."""
+"""Seconds that a name server may need until it resolves a pod or host that has just started."""
 
 _ELSEWHERE = 5.0
-"""Seconds to try whether an address that is none of this host's is translated to it, as a cluster's services are."""
+"""Seconds to test whether an address not of this host is translated to it, as a cluster's services are."""
 
 
 def check_leads_here(address: str, port: int, serves_here: Callable[[float], bool]) -> None:
-    """Return when others reach this process at ``address``, where it serves ``port``.
+    """Return when other hosts can reach this process at ``address``, where it serves ``port``.
 
     Args:
         address: the host name or address that the ranks were given.
@@ -26,7 +26,7 @@ def check_leads_here(address: str, port: int, serves_here: Callable[[float], boo
             store.
 
     Raises:
-        LaunchError: the address is another host's, or nobody's, so that the other ranks would wait in vain.
+        LaunchError: the address is another host's, or unused, so that the other ranks would time out.
     """
     start = time.monotonic()
     while True:

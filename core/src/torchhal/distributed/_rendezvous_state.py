@@ -1,4 +1,4 @@
-"""Keep what this process knows of its job's store: who serves it, who waits, and whether the job has failed."""
+"""Keep the state of this process's job store: the serving process, pending waits, and the job's failure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchhal.distributed.stores import Store
 RANK_0 = "rank 0, which hosts the store"
 
 PATIENCE = 30.0
-"""Seconds that the host of the store waits at its end for goodbyes, where no signal has stopped the job."""
+"""Seconds that the store's host waits at exit for ranks to sign off, if no signal has stopped the job."""
 
 
 @dataclass
@@ -37,13 +37,13 @@ class RendezvousState:
     call: int = 0
     """Calls of a Trainer that this process has begun."""
     patience: float = PATIENCE
-    """Seconds that the host of the store waits at its end for goodbyes."""
+    """Seconds that the store's host waits at exit for ranks to sign off."""
     absent: int = 0
-    """Ranks that never came, and so won't say goodbye."""
+    """Ranks that never joined, and so won't sign off."""
     expected: ProcessEnvironment | None = None
-    """Address where others may wait for this process, which has not come yet."""
+    """Address where others may wait for this process, which has not joined yet."""
     failure: Failure | None = None
-    """Failure of this process, for those that wait for it."""
+    """Failure of this process, for the ranks that wait for it."""
     pid: int = field(default_factory=os.getpid)
 
 
@@ -51,7 +51,7 @@ _process = RendezvousState()
 
 
 def process_state() -> RendezvousState:
-    """Return the state of this process; a forked child gets its own and sends nothing on its parent's connections."""
+    """Return the state of this process; a forked child gets a new one and doesn't use its parent's connections."""
     global _process
     if _process.pid != os.getpid():
         _abandoned.append(_process)
@@ -68,31 +68,31 @@ def under_agent() -> bool:
 
 
 def store_host() -> str:
-    """Return who serves the job's store, for messages."""
+    """Return a description of the process that serves the job's store, for messages."""
     job = process_state().job
     return "this process" if job is None else job.host
 
 
 def is_hosted_by_rank_0() -> bool:
-    """Return whether it is a rank that serves the job's store, and no launcher's process."""
+    """Return whether a rank serves the job's store, and not a launcher's process."""
     job = process_state().job
     return job is not None and job.host.startswith(RANK_0)
 
 
 def host_name() -> str:
-    """Return who serves, where it is no agent: rank 0, unless a process that is no rank launched them all."""
-    # the kinds of MultiprocessingLauncher, whose caller is no rank and serves
+    """Return the server where no agent serves: rank 0, unless a process that is not a rank launched all ranks."""
+    # the kinds of MultiprocessingLauncher, whose caller is not a rank and serves
     by_caller = launched_by() in ("spawn", "fork", "forkserver")
     return "the launching process" if by_caller else RANK_0
 
 
 def no_linger() -> None:
-    """Record that the job has failed: some ranks will never say goodbye."""
+    """Record that the job has failed: some ranks will never sign off."""
     process_state().lingers = False
 
 
 def drop_store() -> None:
-    """Record that the job's store no longer answers: nothing may wait for it, not even to say goodbye."""
+    """Record that the job's store no longer responds: nothing may wait for it, not even to sign off."""
     state = process_state()
     state.lingers = False
     if state.job is not None:
@@ -100,7 +100,7 @@ def drop_store() -> None:
 
 
 def begin_call() -> None:
-    """Count the calls of a job, on every rank alike: one that a signal has stopped is over when the next one begins."""
+    """Count the calls of a job, equally on every rank: a stop by a signal applies to one call only."""
     state = process_state()
     state.call += 1
     state.patience = PATIENCE

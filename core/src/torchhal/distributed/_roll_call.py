@@ -1,4 +1,4 @@
-"""Wait until every rank has come to one place in the job's store, and name those that don't."""
+"""Wait until every rank has arrived at one point, through the job's store, and name those that don't."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchhal.distributed.stores import Store, first_line, pause, ranks_text
 from torchhal.errors import CollectiveTimeoutError, DistributedError
 
 _GIVEN_UP = "given_up"
-"""Key of a meeting under which a rank that won't come, or can't wait any longer, says why."""
+"""Key of a meeting under which a rank that won't arrive, or can't wait any longer, posts the reason."""
 
 
 def stopped_key(call: int) -> str:
@@ -21,7 +21,7 @@ def stopped_key(call: int) -> str:
 
 
 health_checks: list[Callable[[], None]] = []
-"""Called again and again while this process waits for others; a launcher's raises when a process it started died."""
+"""Called repeatedly while this process waits for others; a launcher's raises when one of its processes has died."""
 
 
 def wait_for_all_ranks(
@@ -47,11 +47,11 @@ def wait_for_all_ranks(
         job: the store of the job, where ranks that end announce it.
         call: number of the job's call, see ``rendezvous.begin_call``: a stop of another call is ignored.
         node_of: returns the node of a rank, for messages.
-        host: who serves the store, for messages.
+        host: the process that serves the store, for messages.
 
     Raises:
-        CollectiveTimeoutError: some never came within ``timeout``, or have ended.
-        RankFailedError: one has given up, or has ended of an error, or on a signal, its ``stop_signal``.
+        CollectiveTimeoutError: some did not arrive within ``timeout``, or have ended.
+        RankFailedError: one has given up, or has ended with an error or on a signal, its ``stop_signal``.
         DistributedError: two processes have one rank, or they belong to jobs of different sizes.
     """
     try:
@@ -90,10 +90,10 @@ def wait_for_all_ranks(
 
 
 def give_up(store: Store, failure: Failure) -> None:
-    """Announce to those in this meeting, and those that come later, that it won't take place. Never raises."""
+    """Announce to ranks in this meeting, and to later ones, that it is cancelled. Never raises."""
     try:
         store.compare_set(_GIVEN_UP, "", failure.to_json().decode())
-    except RuntimeError:  # nobody there to tell
+    except RuntimeError:  # no store to post to
         pass
 
 
@@ -119,7 +119,7 @@ def wait_until(
         now = time.monotonic()
         if now - start > timeout.total_seconds():
             missing = absent()
-            if not missing and done():  # the last has come just now
+            if not missing and done():  # the last has just arrived
                 return
             who = ranks_text(missing) + _nodes_text(missing, node_of) if missing else "a rank"
             raise CollectiveTimeoutError(

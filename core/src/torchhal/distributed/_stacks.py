@@ -28,7 +28,7 @@ _WRITERS = {
         "_failure_reports",
     )
 }
-"""A thread that writes down where it is, is where it was called from."""
+"""The position of the thread that writes the dump is its caller's frame."""
 
 _INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
 

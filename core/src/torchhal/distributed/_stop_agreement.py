@@ -14,7 +14,7 @@ _stop_is_agreed = False
 
 
 def stop_is_agreed() -> bool:
-    """Return whether the ranks of this process's last monitor have begun to agree on where to stop on a signal."""
+    """Return whether the ranks of this process's last monitor have begun a stop agreement on a signal."""
     return _stop_is_agreed
 
 
@@ -24,7 +24,7 @@ def _set_stop_is_agreed(agreed: bool) -> None:
 
 
 def _first_choice(signums: list[int]) -> int | None:
-    """Return the first signal, else the first request of the program's own: a signal won't be sent again."""
+    """Return the first signal, else the program's first request: a signal won't be sent again."""
     return next((signum for signum in signums if signum > 0), next(iter(signums), None))
 
 
@@ -33,7 +33,7 @@ class StopAgreements(MonitorBase):
 
     A signal reaches one rank or some, at different points of a step; all must stop after the same step, and none may
     run a collective to find out. :meth:`request_stop` sets an attribute. The thread posts it, and every rank's
-    thread, when it reads of it, sets :attr:`stop_requested` and *then* posts :attr:`steps_done`. When all positions
+    thread, when it reads the post, sets :attr:`stop_requested` and *then* posts :attr:`steps_done`. When all positions
     are posted, all ranks stop at their highest plus one. The training loop does at each step boundary::
 
         watch.steps_done += 1
@@ -43,18 +43,18 @@ class StopAgreements(MonitorBase):
     Why no rank passes the stop: suppose a thread posted p. If the main thread counted up after that, it reads the
     flag, set earlier, at boundary p + 1 and waits there for the agreement. If it counted up to p just before, it may
     have read the flag too early, runs one more step and waits at boundary p + 1. The agreed step is at least p + 1,
-    so no rank is beyond it. Why no rank waits for ever: positions are posted by the threads, whatever the main
-    threads do. A rank that waits at its boundary while another is in a collective that needs it is released as soon
+    so no rank is beyond it. Why no rank waits for ever: positions are posted by the threads, independently of the
+    main threads. A rank that waits at its boundary while another is in a collective that needs it is released as soon
     as all threads have posted, and runs on to the agreed step; so does the other. Ranks take as many steps as each
     other, or set their positions to the largest where they did not, so all get there, or all reach the end of
     training first, where :meth:`agree_on_stop_at_end` returns the signal.
     """
 
     def request_stop(self, signum: int) -> None:
-        """Ask all ranks to stop together at a step boundary. Safe in a signal handler: appends and sets attributes.
+        """Request that all ranks stop at one step boundary. Safe in a signal handler: only sets attributes and appends.
 
-        Each signal is agreed on once in a watch's life. Negative numbers are wishes of the program's own; where both
-        have come, the signal counts.
+        Each signal is agreed on once per monitor. Negative numbers are requests by the program; if both are pending,
+        the signal takes precedence.
         """
         if signum not in self._wishes:
             self._wishes.append(signum)
@@ -63,7 +63,7 @@ class StopAgreements(MonitorBase):
 
     @property
     def stop_signal(self) -> int | None:
-        """The signal on which all ranks have agreed to stop, perhaps at a boundary still to come."""
+        """The signal on which all ranks have agreed to stop, perhaps at a later boundary."""
         if self._store is None:
             return _first_choice(self._wishes)
         return _first_choice([a.signum for a in self._agreements if a.stop_at is not None])
@@ -71,14 +71,14 @@ class StopAgreements(MonitorBase):
     def agree_on_stop_step(self, timeout: float = 60.0) -> int | None:
         """Return the signal to stop on at this :attr:`steps_done`, or None to go on.
 
-        Waits while an agreement is being made.
+        Waits while an agreement is pending.
 
         Args:
             timeout: seconds to wait for the agreement.
 
         Raises:
             RankFailedError: another rank has failed.
-            CollectiveTimeoutError: the agreement is not made within ``timeout`` seconds; names the silent ranks.
+            CollectiveTimeoutError: there is no agreement within ``timeout`` seconds; names the unresponsive ranks.
         """
         if self._store is None:
             return _first_choice(self._wishes)
@@ -89,7 +89,7 @@ class StopAgreements(MonitorBase):
                 pending = next((a for a in self._agreements if a.stop_at is None), None)
                 agreed = [a for a in self._agreements if a.stop_at is not None and a.stop_at >= 0]
                 if pending is None and not agreed:
-                    self.stop_requested = False  # a stop that came too late on some rank
+                    self.stop_requested = False  # a stop that reached some rank too late
                     return None
             if pending is None:
                 return _first_choice([a.signum for a in agreed if self.steps_done >= (a.stop_at or 0)])
@@ -107,14 +107,14 @@ class StopAgreements(MonitorBase):
             time.sleep(0.002)
 
     def agree_on_stop_at_end(self, timeout: timedelta = DEFAULT_TIMEOUT) -> int | None:
-        """Return the signal on which the job shall end though training ended first; the same answer on all ranks.
+        """Return the signal that ends the job although training ended first; the same on all ranks.
 
         Every rank calls it once after its last boundary, while signals still call :meth:`request_stop`. A barrier.
         """
         if self._store is None:
             return _first_choice(self._wishes)
         self._post_wishes(self._store)
-        # Events are numbered for all ranks alike, and the last rank to arrive says up to which one counts.
+        # Events are numbered for all ranks alike, and the last rank to arrive posts the last one that counts.
         store = self._store
         count = int(self._meet("end of training", timeout, last_word=lambda: str(self._events.count(store))))
         events = [self._events.read(store, index) for index in range(1, count + 1)]
@@ -124,7 +124,7 @@ class StopAgreements(MonitorBase):
         return signum
 
     def _post_wishes(self, store: Store) -> None:
-        """Post the requested signals that were not posted yet; on return they are, whichever thread posted them."""
+        """Post the requested signals that were not posted yet; on return all are posted, by this thread or another."""
         with self._posting:
             for signum in list(self._wishes):
                 if signum not in self._posted:
@@ -141,7 +141,7 @@ class StopAgreements(MonitorBase):
         now = time.monotonic()
         if now - agreement.looked > 0.5:
             agreement.looked = now
-            # A rank posts before it says goodbye or never: all others draw the same conclusion.
+            # A rank posts before it signs off or never: all others reach the same result.
             ended = [rank for rank in range(self.world_size) if store.check([self._key(f"bye/{rank}")])]
             if any(not store.check([f"{base}/{rank}"]) for rank in ended):
                 agreement.stop_at = -1

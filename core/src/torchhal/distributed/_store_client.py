@@ -1,4 +1,4 @@
-"""Find the store of this process's job at an address, where other programs may listen, or none yet."""
+"""Find the store of this process's job at an address, where another program may listen, or none yet."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torchhal.distributed.stores import LONG, Store, TCPStore, join_address, pau
 from torchhal.errors import DistributedError
 
 JOB = "torchhal/job"
-"""Key under which the store says whose it is."""
+"""Key that holds the identity of the store's job."""
 
 _ANSWER = 30.0
-"""Seconds that the process which serves has to say whose store it is; it says so before it does anything else."""
+"""Seconds that the serving process has to post the store's job; it does so before anything else."""
 
 
 def find_store(address: str, port: int, rank: int, deadline: float) -> TCPStore:
@@ -25,7 +25,7 @@ def find_store(address: str, port: int, rank: int, deadline: float) -> TCPStore:
     where = join_address(address, port)
     start = time.monotonic()
     problem: OSError | None = None
-    # A plain socket finds out when somebody listens: torch's own retries wait in C++ and print their stack traces.
+    # Poll with a plain socket: torch's own retries wait in C++ and print their stack traces.
     while True:
         for check in list(health_checks):
             check()
@@ -39,7 +39,7 @@ def find_store(address: str, port: int, rank: int, deadline: float) -> TCPStore:
         try:
             socket.create_connection((address, port), timeout=min(left, 2.0)).close()
             break
-        except OSError as error:  # refused, unreachable, or a name that appears late
+        except OSError as error:  # refused, unreachable, or a name that can't be resolved yet
             problem = error
             time.sleep(min(0.05, max(left, 0.0)))
     try:
@@ -56,7 +56,7 @@ def find_store(address: str, port: int, rank: int, deadline: float) -> TCPStore:
 def check_job(store: Store, job: str, rank: int, where: str, deadline: float) -> None:
     """Raise DistributedError unless the store at ``where`` is that of ``job``.
 
-    Writing to the store of another job would disturb that one.
+    Writing to another job's store would corrupt that job.
     """
     start = time.monotonic()
     deadline = min(deadline, start + _ANSWER)
@@ -79,15 +79,15 @@ def check_job(store: Store, job: str, rank: int, where: str, deadline: float) ->
 
 
 _LATE = 3.0
-"""Seconds by which torch's own timeout may be late, as it tries once more after a second's delay."""
+"""Seconds by which torch's own timeout may be late, as it retries once after a second."""
 
 
 def connect_within(seconds: float, address: str, port: int) -> TCPStore:
     """Return a client of the store there; raise RuntimeError if it isn't ready in time.
 
-    torch's own timeout ends with the connection: whoever accepts it and says nothing is waited for without end. So
-    this is done in a thread, which may be left behind; not where torch's timeout is about to end it, as a process that
-    ends while it is inside of torch is aborted.
+    torch's own timeout covers connecting only: a server that accepts and sends nothing blocks it for ever. So this runs
+    in a thread that may be left behind; but not if torch's timeout is about to expire, as a process that exits while
+    the thread is inside torch is aborted.
     """
     made: Future[TCPStore] = Future()
 

@@ -19,7 +19,7 @@ def start_store(address: str, port: int = 0, job: str = "") -> int:
     """Serve the job's store in this process, before any other process of the job is started, and return its port.
 
     Port 0 takes a free one, without the race of choosing first and binding later. On a loopback address the server
-    listens there only: the store trusts whoever connects.
+    listens there only: the store has no authentication.
 
     Args:
         address: host name or address at which the other processes reach this one.
@@ -48,7 +48,7 @@ def is_loopback(address: str) -> bool:
 
 
 def serve(address: str, port: int, job: str) -> tuple[int, Store, str]:
-    """Bind the port and return it, the store, and what distinguishes this store from every other."""
+    """Bind the port and return it, the store, and an id unique to this store."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     loopback = is_loopback(address)
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -81,7 +81,7 @@ def serve(address: str, port: int, job: str) -> tuple[int, Store, str]:
 
 
 def stop_store(address: str, port: int, *, ranks: int = 0, timeout: float = 0.0) -> None:
-    """Stop serving when ``ranks`` have said goodbye or after ``timeout`` seconds: the job of that store is over."""
+    """Stop serving when ``ranks`` have signed off or after ``timeout`` seconds: the store's job has ended."""
     store = process_state().hosted.pop((address, port), None)
     deadline = time.monotonic() + timeout
     while store is not None and store.add("left", 0) < ranks and time.monotonic() < deadline:

@@ -1,9 +1,9 @@
-"""Collectives that are right where the backends are silently wrong.
+"""Collectives that are correct where the backends are silently wrong.
 
 gloo's all_reduce and broadcast of a strided view work on other elements than the view's, ranks with different
 dtypes or shapes get garbage without an error, and narrow dtypes overflow in a sum. So every tensor here is made
-dense first, sums run in a wider dtype, and before anything is sent the ranks compare what they are about to do:
-what would be a wrong number or a hang is the same error on all of them.
+dense first, sums run in a wider dtype, and before anything is sent the ranks compare their calls: a mismatch
+raises the same error on all ranks instead of a wrong number or a hang.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def check_op(op: str) -> None:
 
 
 def agree(what: str, description: Any, group: Any = None) -> None:
-    """Raise DistributedError on every rank alike unless all came for the same, with the same ``description``."""
+    """Raise DistributedError on every rank unless all entered the same call, with the same ``description``."""
     everybody = all_gather_object(description, group, name=what)
     if any(other != everybody[0] for other in everybody[1:]):
         listing = "; ".join(f"rank {rank}: {_shorten(brought)}" for rank, brought in enumerate(everybody))
@@ -102,11 +102,11 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def host(device: torch.device, group: Any = None) -> torch.device:
-    """Return the device on which ranks agree on what their hosts have.
+    """Return the device for collectives on values of the hosts.
 
     This is the CPU, unless ``group`` carries only ``device``'s tensors.
 
-    There nobody waits until the device has done what it was asked to do.
+    On the CPU, the collective doesn't wait for work queued on the device.
     """
     try:
         everyone: Any = group or dist.group.WORLD
@@ -125,10 +125,10 @@ def reduce(
     alone: bool = False,
     all_reduce: Callable[..., Any] = dist.all_reduce,
 ) -> Any:
-    """See ``Strategy.reduce``. ``alone``: a world of one without a process group; the same types come back.
+    """See ``Strategy.reduce``. ``alone``: a world of one without a process group; the result has the same types.
 
-    ``all_reduce(tensor, op, group=group)`` is what combines tensors in place, for a device whose tensors no process
-    group carries; numbers take torch's way in any case.
+    ``all_reduce(tensor, op, group=group)`` combines tensors in place, for a device whose tensors no process group
+    carries; numbers always go through torch.
     """
     check_op(op)
     leaves = list(_leaves(value))
@@ -184,7 +184,7 @@ def reduce_tensor(
         work = work.to(torch.int64)
     elif work.is_floating_point() and work.element_size() < 4:
         work = work.to(torch.float32)
-    # a private dense copy: the input is never written, and strides mean nothing to the backend
+    # a private dense copy: the input is never written, and the backend ignores strides
     buffer = _dense(work)
     if not alone:
         all_reduce(buffer, _OPS[op], group=group)
@@ -199,9 +199,9 @@ def reduce_tensor(
 def all_gather_object(value: Any, group: Any = None, *, name: str = "all_gather_object") -> list[Any]:
     """Return every rank's picklable ``value`` in rank order.
 
-    What can't be pickled is an error on every rank alike.
+    A value that can't be pickled is an error on every rank.
 
-    ``name`` travels with it: ranks that are in different calls hear so, instead of taking each other's data for theirs.
+    ``name`` is sent along: ranks in different calls raise an error instead of mixing up each other's data.
     """
     data, problem = _pickled((name, value))
     gathered: list[Any] = [None] * dist.get_world_size(group)
@@ -266,7 +266,7 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return all of a tensor, flat and as bytes: a backend supports some dtypes, but any of them is bytes."""
+    """Return all of a tensor, flat and as bytes: a backend supports some dtypes, but all transfer bytes."""
     flat = tensor.detach().reshape(-1)
     if flat.stride(0) != 1 or flat.is_conj() or flat.is_neg():
         flat = _dense(flat)
@@ -295,7 +295,7 @@ def broadcast_object(
 ) -> Any:
     """Return rank ``src``'s value; tensors from its device arrive on ``device``, those from its CPU on the CPU.
 
-    ``send(box, src)`` puts rank ``src``'s one object into every rank's ``box``, for a strategy with a way of its own.
+    ``send(box, src)`` puts rank ``src``'s one object into every rank's ``box``, for a strategy with its own transport.
     """
     check_src(src, dist.get_world_size())
     agree("broadcast", f"src={src}")
@@ -318,11 +318,11 @@ def broadcast_object(
 
 
 class _Shipped:
-    """A tensor on its way through pickle: dense, on the CPU, remembering whether it came from a device."""
+    """A tensor on its way through pickle: dense, on the CPU, with a flag for whether it was on a device."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         on_cpu = tensor.detach().to("cpu")
-        # a view would take its whole storage along
+        # a view would be pickled with its whole storage
         self.tensor = _dense(on_cpu) if on_cpu.layout is torch.strided else on_cpu
         self.on_device = tensor.device.type != "cpu"
 
@@ -353,7 +353,7 @@ def _broadcast_bucket(bucket: list[torch.Tensor], src: int, group: Any) -> None:
         if dist.get_rank() == src:
             return
         for tensor, part in zip(bucket, _split(payload, [tensor.nbytes for tensor in bucket]), strict=True):
-            # cloned: the part may begin where its dtype must not
+            # cloned: the part may start at an offset not aligned to its dtype
             tensor.detach().copy_(part.clone().view(tensor.dtype).view(tensor.shape))
 
 
@@ -362,7 +362,7 @@ def broadcast_copies(
 ) -> dict[str, torch.Tensor]:
     """Return rank ``src``'s values of ``tensors``, in copies.
 
-    What has another shape on some rank stays each rank's own.
+    A tensor whose shape differs on some rank is left unchanged on all.
     """
     everybody = all_gather_object({name: _describe(tensor) for name, tensor in tensors.items()}, group)
     shared = [
@@ -381,7 +381,7 @@ def broadcast_copies(
 def average_gradients(parameters: Sequence[nn.Parameter], group: Any = None, *, frozen: bool = False) -> None:
     """Replace each ``.grad`` by its mean over the ranks; one that exists on some rank only counts as zero elsewhere.
 
-    What is equal on all ranks already stays so, up to the last bit, so this may follow every backward of an
+    Gradients that are already equal on all ranks stay bitwise equal, so this may follow every backward of an
     accumulation. Sparse gradients stay sparse unless another rank has a dense one for the same parameter. Those of
     frozen parameters are left alone without ``frozen``.
     """

@@ -34,12 +34,12 @@ _TORCHHAL = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _LAUNCHING = tuple(os.path.join(_TORCHHAL, package, "") for package in ("distributed", "launchers"))
 
 MAX_TEXT = 7_000
-"""Longest traceback that travels: as JSON it must fit a pipe's 64 KiB, and nobody reads more."""
+"""Longest traceback that travels: as JSON it must fit a pipe's 64 KiB."""
 
 STILL_HERE = "is still here"
 """Beginning of the message of a rank that hung after another had failed."""
 
-# What process groups, stores and sockets say when a peer is gone. Kept generic: every backend words it its way.
+# Messages of process groups, stores and sockets when a peer is gone. Kept generic: the wording differs by backend.
 _CLOSED = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|closed by peer|broken pipe|enforce(notmet| fail)|connectfullmesh"
     r"|remote process exited|communicator (was )?(aborted|failed)|failed to (recv|send)|recvvalue failed"
@@ -55,7 +55,7 @@ _TIMEOUT = re.compile(
 
 @dataclass(frozen=True)
 class Failure:
-    """The failure of one rank. ``secondary``: it only stopped because another had failed before."""
+    """The failure of one rank. ``secondary``: it stopped only because another rank had failed before."""
 
     rank: int
     message: str
@@ -67,12 +67,12 @@ class Failure:
     signal: int = 0
     """The signal that ended the process."""
     transport: bool = False
-    """A peer was gone or silent: a consequence."""
+    """A peer was gone or unresponsive: a consequence."""
     root: tuple[int, str] | None = None
-    """Of a secondary failure, the rank that failed first and what was known of it."""
+    """Of a secondary failure, the rank that failed first and its failure as far as known."""
     stop_signal: int = 0
-    """The signal on which it left at once, before training or by KeyboardInterrupt: no failure, and the others leave on
-    it, too."""
+    """The signal on which it left at once, before training or by KeyboardInterrupt: not a failure, and the others leave
+    on it too."""
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self), ensure_ascii=False).encode(errors="replace")
@@ -85,7 +85,7 @@ class Failure:
 
     @classmethod
     def from_signal(cls, rank: int, signum: int) -> Failure:
-        """Return the failure of a rank that left on a signal, without the others."""
+        """Return the failure of a rank that left on a signal before the others."""
         name = signal.Signals(signum).name
         return cls(rank, f"left on {name}", exit_code=128 + signum, stop_signal=signum)
 
@@ -130,7 +130,7 @@ class Failure:
 
     def error(self) -> RankFailedError:
         """Return the error for the other ranks and for the launching process."""
-        if self.root is not None:  # it failed on another node, out of this launcher's sight
+        if self.root is not None:  # it failed on another node, which this launcher doesn't supervise
             return RankFailedError(self.root[1], rank=self.root[0])
         error = RankFailedError(self.text(), rank=self.rank, traceback=self.traceback, stop_signal=self.stop_signal)
         if self.printed:
@@ -166,10 +166,10 @@ def _exit_code(error: BaseException) -> int | None:
 
 
 def _stop_signal(error: BaseException) -> int:
-    """Return the signal on which a rank that ends by ``error`` leaves without the others, or 0."""
+    """Return the signal on which a rank that ends with ``error`` leaves without the others, or 0."""
     if isinstance(error, StopRequested):
         return error.signum
-    if isinstance(error, KeyboardInterrupt):  # before a Trainer answers signals, or the second one
+    if isinstance(error, KeyboardInterrupt):  # before a Trainer handles signals, or the second one
         return 0 if is_agreed(error) else int(signal.SIGINT)
     return (_exit_code(error) or 128) - 128 if is_agreed(error) is False else 0
 
@@ -180,7 +180,7 @@ def is_timeout(error: BaseException) -> bool:
 
 
 def is_transport_error(error: BaseException) -> bool:
-    """Return whether ``error`` reports a peer as gone or silent: a consequence of a cause on another rank."""
+    """Return whether ``error`` reports a peer as gone or unresponsive: the cause is on another rank."""
     return _is_runtime(error) and (_CLOSED.search(message_of(error)) is not None or is_timeout(error))
 
 
@@ -193,7 +193,7 @@ def _is_runtime(error: BaseException) -> bool:
 
 
 def mark_printed(error: BaseException) -> None:
-    """Note that the user has seen the traceback of ``error``."""
+    """Mark the traceback of ``error`` as printed."""
     try:
         error._torchhal_printed = True  # type: ignore[attr-defined]
     except AttributeError:  # slots
@@ -211,14 +211,14 @@ def print_failure(failure: Failure) -> None:
 
 
 uncaught: list[Callable[[BaseException], None]] = []
-"""Called with an error that ends this process, before it is printed: the other ranks should hear of it."""
+"""Called with an error that ends this process, before it is printed, to report it to the other ranks."""
 
 
 def install_excepthook() -> None:
     """Install a hook that prints each rank's failure once, not on every rank, nor below the peer errors it caused.
 
-    Of a stop on Ctrl-C nothing more is printed. Idempotent, and the only hook of torchhal's: two would be put around
-    each other again and again.
+    Nothing more is printed for a stop on Ctrl-C. Idempotent, and torchhal's only hook: two would wrap each other
+    repeatedly.
     """
     previous = sys.excepthook
     if getattr(previous, "_torchhal", None) is not None:
@@ -242,11 +242,11 @@ def install_excepthook() -> None:
 
 
 def exit_for_signal(signum: int, *, agreed: bool | None = None) -> BaseException:
-    """Return the exception that ends a program on ``signum`` as its sender expects.
+    """Return the exception that ends a program with the status expected for ``signum``.
 
-    A KeyboardInterrupt of here that nobody catches ends it with SIGINT's code and without a traceback.
+    An uncaught KeyboardInterrupt made here ends it with SIGINT's code and without a traceback.
 
-    ``agreed`` tells the launcher, by ``signals.is_agreed``, whether all ranks stop at one place and may still be
+    ``agreed`` records for the launcher, in ``signals.is_agreed``, whether all ranks stop at one place and may still be
     writing.
     """
     error: BaseException
@@ -261,7 +261,7 @@ def exit_for_signal(signum: int, *, agreed: bool | None = None) -> BaseException
 
 
 def _shown_in_a_notebook(name: str) -> list[str]:
-    """Return what IPython prints of an error; the line above has the reason."""
+    """Return the text for IPython to print for an error; the line above has the reason."""
     return [f"{name}: stopped in order"]
 
 
@@ -274,7 +274,7 @@ def one_rank_prefix() -> Iterator[None]:
     """Keep the traceback hook single around ``init_process_group``.
 
     torch puts ``[rankN]:`` before every line of a traceback, by a hook around the one that exists, and
-    ``destroy_process_group`` leaves it: a script with ten fits would print ten of them.
+    ``destroy_process_group`` doesn't remove it: a script with ten fits would print ten of them.
     """
     global _torchs
     hook, had_own = sys.excepthook, False
@@ -295,21 +295,21 @@ def one_rank_prefix() -> Iterator[None]:
 
 
 supervised = False
-"""Set in workers whose launching process is no rank: it tells the user what failed, and they are quiet."""
+"""Set in workers whose launching process is not a rank: it prints the failure, and they print nothing."""
 
 sender: Callable[[Failure], None] | None = None
-"""Function by which this process reports a failure to its launching process, where that has no pipe's descriptor."""
+"""Function that reports a failure to the launching process, where there is no pipe to it."""
 
 _reported = False
 
 _ENTERED, _LEFT = b"+", b"-"
 
 amid_call = False
-"""True if this process, which a launcher started, is in a launched call, or came out of it by an exit."""
+"""True if this process, which a launcher started, is in a launched call, or left it by an exit."""
 
 
 def send_report(failure: Failure) -> None:
-    """Send the launching process the reason of this one's end, on the first call; nothing where none listens."""
+    """Send the launching process the reason for this one's end, on the first call; do nothing if none reads it."""
     global _reported
     if _reported:
         return
@@ -325,9 +325,9 @@ def send_report(failure: Failure) -> None:
 
 
 def mark_call(*, entered: bool) -> None:
-    """Report to the launching process that this one is inside a launched call, or has come out of it.
+    """Report to the launching process that this one is inside a launched call, or has left it.
 
-    An exit with status 0 says nothing of that.
+    An exit with status 0 doesn't indicate that.
     """
     global amid_call
     amid_call = entered
@@ -340,18 +340,18 @@ def mark_call(*, entered: bool) -> None:
 
 
 class ReportReader:
-    """A reader of what a child wrote by :func:`mark_call` and :func:`send_report`. Never waits."""
+    """A reader of what a child wrote with :func:`mark_call` and :func:`send_report`. Never waits."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._data = b""
         self.inside = False
-        """True if the child is in the midst of a call, or ended there."""
+        """True if the child is inside a call, or ended in one."""
         self.calls = 0
-        """Calls that the child has come out of."""
+        """Number of calls that the child has left."""
 
     def drain(self) -> None:
-        """Read what there is: the pipe holds only so much."""
+        """Read what is available, as the pipe's capacity is limited."""
         try:
             os.set_blocking(self._descriptor, False)
             while chunk := os.read(self._descriptor, 65536):

@@ -1,7 +1,7 @@
 """Provide what launchers need of processes: their variables, signals and final exit. Imports no torch.
 
-A child's entry point imports this before the user's script runs, and a script may still want to set variables
-that torch reads when it is imported.
+A child's entry point imports this before the user's script runs, and a script may still set variables that
+torch reads when it is imported.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ PARENT_IS_MAIN = "TORCHHAL_PARENT_IS_MAIN"
 """``"1"`` when the parent's main thread started this process."""
 
 REPORT_FD = "TORCHHAL_REPORT_FD"
-"""File descriptor on which a child tells its parent why it failed."""
+"""File descriptor to which a child writes why it failed, for its parent."""
 
 _EXTERNAL = ("TORCHELASTIC_", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME")
-"""An outer torchrun's own variables: in a process that *we* start they would say something wrong."""
+"""Variables of an outer torchrun: in a process that torchhal starts they would be wrong."""
 
 _exit_hooks: list[Callable[[], None]] = []
 
@@ -82,7 +82,7 @@ def rank_variables(
 
 
 def without_external(environ: MutableMapping[str, str]) -> None:
-    """Drop what an outer launcher said about the process that starts ours."""
+    """Remove an outer launcher's variables, which describe the process that starts this one."""
     for name in [name for name in environ if name.startswith(_EXTERNAL)]:
         del environ[name]
 
@@ -95,7 +95,7 @@ def launched_by(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def threads_per_process(num_processes: int) -> int | None:
-    """Return the CPU threads each of ``num_processes`` should use; None when the user decided (OMP_NUM_THREADS)."""
+    """Return the CPU threads each of ``num_processes`` should use; None if the user has set OMP_NUM_THREADS."""
     if os.environ.get("OMP_NUM_THREADS"):
         return None
     try:
@@ -140,16 +140,16 @@ def is_signal_status(status: int) -> bool:
 
 def stop_signal(returncode: int) -> int | None:
     """Return the signal that requested the end of a process with this ``returncode`` of ``subprocess``, if one did."""
-    if -returncode in (signal.SIGINT, signal.SIGTERM):  # before it could handle them
+    if -returncode in (signal.SIGINT, signal.SIGTERM):  # before its handlers were installed
         return -returncode
     return returncode - 128 if is_signal_status(returncode) else None
 
 
 def die_with_parent(parent_pid: int, *, by_kernel: bool = True) -> None:
-    """Ask the kernel (Linux) to kill this process when its parent dies, whatever this process is doing then.
+    """Ask the kernel (Linux) to kill this process when its parent dies, in any state of this process.
 
-    The kernel means the parent's *thread* that started us, so callers only ask when that was the main thread; in
-    other cases :func:`watch_parent` looks. A parent that died before is noticed here.
+    The kernel observes the parent's *thread* that started this process, so this is called only if that was the main
+    thread; otherwise :func:`watch_parent` polls. A parent that died earlier is detected here.
     """
     if by_kernel and sys.platform == "linux":
         try:
@@ -161,7 +161,7 @@ def die_with_parent(parent_pid: int, *, by_kernel: bool = True) -> None:
 
 
 def watch_parent(parent_pid: int, what: str, interval: float = 0.5) -> None:
-    """Leave when the parent is gone: the way that needs no kernel support. Starts a daemon thread."""
+    """Exit when the parent has ended, without kernel support. Starts a daemon thread."""
 
     def poll() -> None:
         never = threading.Event()
@@ -174,7 +174,7 @@ def watch_parent(parent_pid: int, what: str, interval: float = 0.5) -> None:
 
 
 def write_stderr(text: str) -> None:
-    """Write to stderr whatever state ``sys.stderr`` is in, in one piece."""
+    """Write to stderr in one piece, in any state of ``sys.stderr``."""
     try:
         sys.stderr.flush()
         stream = sys.__stderr__ if sys.stderr is None else sys.stderr
@@ -186,7 +186,7 @@ def write_stderr(text: str) -> None:
 
 
 def write_descriptor_2(data: bytes) -> None:
-    """Write to stderr's descriptor, if this process was started with one: else the number is some file's."""
+    """Write to stderr's descriptor, if this process was started with one: else the number belongs to another file."""
     if sys.__stderr__ is not None:
         try:
             os.write(2, data)
@@ -204,16 +204,16 @@ def open_standard_descriptors() -> None:
         try:
             os.fstat(descriptor)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # takes the lowest free number: this one
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # takes the lowest free number, which is this one
 
 
 def flush() -> None:
-    """Flush what would be lost by ``os._exit``."""
+    """Flush the buffers that ``os._exit`` would discard."""
     for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
         try:
             if stream is not None:
                 stream.flush()
-        except Exception:  # a closed pipe must not keep the process alive
+        except Exception:  # a closed pipe must not prevent the exit
             pass
 
 
@@ -235,7 +235,7 @@ def leave(code: int) -> None:
 
 
 def settle_threads(at_least: float = 0.05, at_most: float = 1.0) -> None:
-    """Let other threads finish what they are at, before the interpreter finalizes.
+    """Let other threads finish their current work before the interpreter finalizes.
 
     A gloo thread that was interrupted between completing its last work and dropping the tensors does the latter
     while Python finalizes, and aborts the process (``terminate called without an active exception``): 2 of some 25
@@ -263,7 +263,7 @@ def _others_run() -> bool:
 
 
 def finish(code: int) -> None:
-    """End a process that a launcher owns, after its work: everything the interpreter does, but finalization.
+    """End a process started by a launcher, after its work: all that the interpreter does at exit, except finalization.
 
     A worker thread of gloo may drop the last reference to a tensor while Python finalizes, and aborts the process
     then (``terminate called without an active exception``) although its work is done. Threads are joined, exit

@@ -41,7 +41,7 @@ DEFAULT_TIMEOUT = timedelta(minutes=10)
 """The longest wait for other ranks, where the strategy sets no other."""
 
 HOSTS = "hosts-"
-"""Kind of the meetings in which ranks find out who shares a host."""
+"""Kind of the meetings in which ranks determine which of them share a host."""
 
 
 def connect(environment: ProcessEnvironment, timeout: timedelta = DEFAULT_TIMEOUT) -> Store:
@@ -51,8 +51,8 @@ def connect(environment: ProcessEnvironment, timeout: timedelta = DEFAULT_TIMEOU
     or the process that launched it, serves.
 
     Raises:
-        DistributedError: nobody answers at the main address within ``timeout``, or something that is no store.
-        CollectiveTimeoutError: (torchrun) ranks never came; names them.
+        DistributedError: nothing responds at the main address within ``timeout``, or something that is not a store.
+        CollectiveTimeoutError: (torchrun) ranks did not arrive; names them.
         LaunchError: rank 0 can't serve at the port.
     """
     world_size, rank = environment.world_size(), environment.global_rank()
@@ -85,10 +85,10 @@ def connect(environment: ProcessEnvironment, timeout: timedelta = DEFAULT_TIMEOU
 
 
 def next_generation(kind: str = "") -> int:
-    """Count this process's meetings: once for each, on every rank alike, before anything of it can fail.
+    """Count this process's meetings: once for each, equally on every rank, before any part of it can fail.
 
-    A group that uses ``PrefixStore(f"torchhal/{n}", store)`` never reads what an earlier one left. A meeting that one
-    rank gives up fails on all, whenever they come to it, so they are at the same number afterwards.
+    A group that uses ``PrefixStore(f"torchhal/{n}", store)`` never reads keys of an earlier one. A meeting that one
+    rank cancels fails on all ranks, whenever they enter it, so they are at the same number afterwards.
     """
     meetings = process_state().meetings
     meetings[kind] = meetings.get(kind, 0) + 1
@@ -106,8 +106,8 @@ def generation_store(
 ) -> Store:
     """Return a fresh store for the next process group, after all ranks have requested theirs.
 
-    So a second Trainer in one script can set up again, and a rank that never comes is named here and not hidden in a
-    backend's time-out.
+    So a second Trainer in one script can set up again, and a missing rank is named here instead of causing a backend's
+    time-out.
 
     Args:
         environment: the ranks and the address where they meet.
@@ -115,11 +115,11 @@ def generation_store(
         number: of the meeting, as :func:`next_generation` returned it; None: the next one.
         kind: meetings of different kinds are counted apart.
         name: of the meeting, for messages.
-        say: what the others may read under ``say/RANK``.
+        say: a value for the others to read under ``say/RANK``.
 
     Raises:
-        CollectiveTimeoutError: ``missing`` never came within ``timeout``.
-        RankFailedError: another rank has given this meeting up.
+        CollectiveTimeoutError: ``missing`` did not arrive within ``timeout``.
+        RankFailedError: another rank has cancelled this meeting.
         what :func:`connect` raises.
     """
     number = next_generation(kind) if number is None else number
@@ -150,36 +150,36 @@ def generation_store(
             state.absent = len(error.missing)
         give_up(fresh, Failure.from_exception(rank, error))
         raise
-    state.failure = None  # what an earlier set-up failed of, this process has outlived
+    state.failure = None  # an earlier set-up's failure did not end this process
     return fresh
 
 
 def withdraw(environment: ProcessEnvironment, number: int, error: BaseException) -> None:
-    """Announce to ranks that come to meeting ``number`` that this one won't: its own set-up has failed.
+    """Announce to ranks in meeting ``number`` that this one won't arrive: its own set-up has failed.
 
     Never raises.
     """
     note_failure(error)
     if isinstance(error, (DistributedError, LaunchError)):
-        return  # it came there, and has told the others, or can't reach them
-    ends = not isinstance(error, Exception)  # of a signal, of which torchrun's agent hears or has heard
+        return  # it arrived, and has notified the others, or can't reach them
+    ends = not isinstance(error, Exception)  # on a signal, which torchrun's agent receives too
     if ends and under_agent() and process_state().job is None:
         return
     try:
         if environment.world_size() > 1:
             store, rank = connect(environment, ANNOUNCE_TIMEOUT), environment.global_rank()
             give_up(PrefixedStore(f"torchhal/{number}", store), Failure.from_exception(rank, error))
-    except Exception:  # whoever waits hears of it when this process ends
+    except Exception:  # waiting ranks are notified when this process ends
         pass
 
 
 def _attempt_store(store: Store, rank: int, world_size: int, timeout: timedelta, where: str) -> Store:
     """Return the agent's store under a prefix of this attempt.
 
-    torchrun's attempts share one store, so a restarted worker would read addresses that dead ones left. No variable
+    torchrun's attempts share one store, so a restarted worker would read addresses of ended ones. No variable
     numbers the attempts alike on all nodes (TORCHELASTIC_RESTART_COUNT is each agent's own), so rank 0 draws a name
-    and answers everybody who asks, until all have acknowledged. An answer goes to one question's own key: what an
-    earlier attempt left is never taken for it.
+    and answers every request, until all have acknowledged. An answer goes to a key unique to the request: values of
+    an earlier attempt are never taken for it.
     """
     name = f"meeting of torchrun's workers at {where}"
     base = PrefixedStore("torchhal", store)

@@ -1,4 +1,4 @@
-"""Signals that ask a job to stop: while it trains a handler sets a flag, and before that it ends the run."""
+"""Signals that request a job's stop: during training a handler sets a flag, and before that it ends the run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class StopRequested(BaseException):
 
 
 def is_agreed(error: BaseException) -> bool | None:
-    """Return the ``agreed`` of ``failures.exit_for_signal``; None for an error that it did not make."""
+    """Return the ``agreed`` of ``failures.exit_for_signal``; None for an error from elsewhere."""
     agreed: bool | None = error.__dict__.get(AGREED)
     return agreed
 
@@ -57,18 +57,18 @@ class StopSignals:
     no lock (``RankMonitor.request_stop`` is made for it). A second SIGINT raises KeyboardInterrupt at once. Leaving
     restores the previous handlers; those are not called in between. Outside the main thread, where Python has no
     signal handlers, it does nothing. A SIGINT that this process was started to ignore (``nohup``, a shell's ``&``)
-    stays ignored. Of ``signals`` other than those two, one for which the program has installed a handler stays the
-    program's, and asks for nothing: see :attr:`kept`.
+    stays ignored. Of ``signals`` other than those two, one for which the program has installed a handler keeps its
+    handler and requests nothing: see :attr:`kept`.
 
     Python calls a handler between two of its instructions: never while the main thread waits in C for a collective
-    that no other rank comes to. So the same signal once more ends the process, with 128 and its number, if the main
-    thread is not back in Python ``grace`` seconds later. What comes within ``REPEAT`` seconds of the first is that
-    one sent by somebody else, too: a scheduler signals the group and the launcher in it, which passes it on.
+    that no other rank enters. So the same signal once more ends the process, with 128 and its number, if the main
+    thread is not back in Python ``grace`` seconds later. A signal within ``REPEAT`` seconds of the first is a
+    duplicate of it: a scheduler signals the group and the launcher in it, which passes it on.
 
     Args:
         request: called with the signal's number.
-        signals: which signals ask for a stop; pass ``signal.SIGUSR1`` too where a scheduler warns with it.
-        notice: gives what is written to stderr at the first SIGINT, e.g. what a second one does; called inside the
+        signals: which signals request a stop; pass ``signal.SIGUSR1`` too where a scheduler warns with it.
+        notice: returns the text for stderr at the first SIGINT, e.g. the effect of a second one; called inside the
             handler. None on ranks other than 0.
         grace: see above, in seconds.
     """
@@ -76,9 +76,9 @@ class StopSignals:
     REPEAT = 2.0
 
     active: ClassVar[StopSignals | None] = None
-    """The innermost one that this process has entered."""
+    """The innermost context that this process has entered."""
     interrupted_pid: ClassVar[int | None] = None
-    """The process to which a SIGINT came while one was entered: this one, or one that it was forked from."""
+    """The process that received a SIGINT inside such a context: this one, or one that it was forked from."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class StopSignals:
         self.request = request
         self.signals = tuple(signals)
         self.received: int | None = None
-        """The first signal that came to this process."""
+        """The first signal that this process received."""
         self.kept: list[int] = []
         """Those of ``signals`` that the program handles itself."""
         self._notice = notice
@@ -131,7 +131,7 @@ class StopSignals:
             self._arrivals.close()
             self._arrivals = None
         for signum, handler in previous.items():
-            # Somebody who installed a handler in between keeps it.
+            # A handler that other code has installed in between is kept.
             if signal.getsignal(signum) == self._handle:
                 signal.signal(signum, handler)
 
@@ -139,10 +139,10 @@ class StopSignals:
     def at_once(self) -> Iterator[None]:
         """Let SIGTERM and SIGINT raise :class:`StopRequested` in the main thread, once, and request nothing.
 
-        For what comes before training: the ranks have no step in common yet at which they could stop, and there is
-        nothing to save. A main thread that is in C, or swallows the exception, and is still in here ``grace`` seconds
-        later, or twice as many if it was told, can't end in an orderly way: the process leaves with 128 and the
-        signal's number. Other signals, by which a scheduler warns, ask as ever.
+        For the time before training: the ranks have no common step yet at which they could stop, and there is nothing
+        to save. If the main thread is in C, or swallows the exception, and is still in this context ``grace`` seconds
+        later, or twice as many if the handler has run, the process exits with 128 and the signal's number. Other
+        signals, by which a scheduler warns, still call ``request``.
         """
         self._at_once = True
         try:
@@ -151,12 +151,12 @@ class StopSignals:
             self._at_once = False
 
     def takes_at_once(self, signum: int) -> bool:
-        """Return whether the main thread is inside :meth:`at_once`, handles ``signum`` and has got none."""
+        """Return whether the main thread is inside :meth:`at_once`, handles ``signum`` and has not received one."""
         handled = signum in self._previous and hasattr(signal, "pthread_kill")
         return self._at_once and self.received is None and handled
 
     def awaits_interrupt(self) -> bool:
-        """Return whether SIGINT is handled here and has not come yet: a second one would mean more."""
+        """Return whether SIGINT is handled here and was not received yet: a second one would end the run at once."""
         return signal.SIGINT in self._previous and not self._interrupted
 
     def _arrived(self, signum: int, first: float, now: float) -> None:
@@ -180,7 +180,7 @@ class StopSignals:
         _leave_from(signum, f"came again {now - first:.0f} s after the first, and has not reached Python since")
 
     def _await_end(self, signum: int, came: float, grace: float) -> None:
-        """End the process if the main thread doesn't come out of :meth:`at_once`."""
+        """End the process if the main thread doesn't leave :meth:`at_once`."""
         while self._at_once:
             waited = time.monotonic() - came
             if waited > (2 * grace if self._handled >= came else grace):
@@ -197,7 +197,7 @@ class StopSignals:
                 raise KeyboardInterrupt
             self._interrupted, StopSignals.interrupted_pid = True, os.getpid()
             if self._notice is not None and not at_once:
-                # sys.stderr may be locked by what the signal interrupted
+                # sys.stderr may be locked by the code that the signal interrupted
                 write_descriptor_2(f"{self._notice()}\n".encode())
         if not at_once:
             self.request(signum)
@@ -208,7 +208,7 @@ class StopSignals:
 
 @contextmanager
 def at_once() -> Iterator[None]:
-    """Enter :meth:`StopSignals.at_once` of those that are active in this thread, if any are."""
+    """Enter :meth:`StopSignals.at_once` of the instance active in this thread, if there is one."""
     signals = StopSignals.active
     if signals is None or threading.current_thread() is not threading.main_thread():
         yield
@@ -226,14 +226,12 @@ def follow(signum: int) -> None:
 
 
 def interrupt() -> None:
-    """Send the main thread the SIGINT that the launching process got.
+    """Send the main thread the SIGINT that the launching process received.
 
-    It is not sent if it came here too, as a terminal's Ctrl-C does. May be called in any thread. Where no handler of
-    torchhal's is installed, the process ends without a message; one that was in a fit when its own came has stopped
-    already, and ends by itself.
+    It is not sent if this process received it too, as with a terminal's Ctrl-C.
 
     May be called in any thread. Where no handler of torchhal's is installed, the process ends without a message; one
-    that was in a fit when its own came has stopped already, and ends by itself.
+    that received its own during a fit has stopped already, and ends by itself.
     """
     signals = StopSignals.active
     main = threading.main_thread().ident
@@ -245,9 +243,9 @@ def interrupt() -> None:
 
 
 class SignalRecorder:
-    """A record of SIGINT, SIGTERM and ``also`` while it is entered, for a supervisor to pass on.
+    """A record of SIGINT, SIGTERM and ``also`` while it is entered, for a supervisor to forward.
 
-    Only in the main thread, where they arrive. Of ``also``, one that the program handles itself stays the program's.
+    Only in the main thread, which receives them. A signal of ``also`` with a handler of the program keeps that handler.
     """
 
     def __init__(self, also: Iterable[int] = ()) -> None:
@@ -278,9 +276,9 @@ class SignalRecorder:
 
 
 def _is_the_programs(signum: int, handler: Any) -> bool:
-    """Return whether the program uses ``signum`` itself: of SIGTERM and SIGINT it has no use here that counts.
+    """Return whether the program handles ``signum`` itself; its handlers of SIGTERM and SIGINT don't count here.
 
-    An outer fit's handler is not the program's, nor that of a supervisor, which a forked worker inherits.
+    Neither an outer fit's handler nor a supervisor's, which a forked worker inherits, is the program's.
     """
     ours = isinstance(getattr(handler, "__self__", None), StopSignals | SignalRecorder)
     return signum not in DEFAULT_SIGNALS and callable(handler) and not ours
@@ -306,7 +304,7 @@ def born_blocked(start_method: str = "fork") -> Iterator[None]:
 
 
 def is_pending(pid: int, signum: int) -> bool:
-    """Return whether the process has that signal blocked and pending; False where /proc doesn't tell."""
+    """Return whether the process has that signal blocked and pending; False where /proc doesn't report it."""
     try:
         with open(f"/proc/{pid}/status") as status:
             masks = [line.split()[1] for line in status if line.startswith("ShdPnd:")]
@@ -316,13 +314,13 @@ def is_pending(pid: int, signum: int) -> bool:
 
 
 def unblock() -> None:
-    """Take the signals that :func:`born_blocked` has held back, now."""
+    """Unblock the signals that :func:`born_blocked` has blocked."""
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, DEFAULT_SIGNALS)
 
 
 def _leave_from(signum: int, what: str) -> None:
-    """End the process, from any thread, and say where its main thread was."""
+    """End the process, from any thread, and print its main thread's position."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     stack = "".join(traceback.format_stack(frame)[-4:]) if frame is not None else ""
     write_stderr(f"torchhal: {signal.Signals(signum).name} {what}: process {os.getpid()} leaves. It was at:\n{stack}")
@@ -330,19 +328,19 @@ def _leave_from(signum: int, what: str) -> None:
 
 
 def _main_position() -> tuple[int, int]:
-    """Return where the main thread is in Python: another value means that it runs."""
+    """Return the main thread's position in Python; a changed value means that it is running."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     return (0, 0) if frame is None else (id(frame), frame.f_lasti)
 
 
 class _Arrivals:
-    """A thread that is told of a signal when it arrives: C code writes its number to a pipe, whatever Python does."""
+    """A thread that is notified when a signal arrives: C code writes its number to a pipe, whatever Python runs."""
 
     def __init__(self, arrived: Callable[[int, float, float], object]) -> None:
         self._arrived = arrived
         self._thread: threading.Thread | None = None
         self._reading, self._writing = os.pipe()
-        os.set_blocking(self._writing, False)  # as set_wakeup_fd asks for
+        os.set_blocking(self._writing, False)  # as set_wakeup_fd requires
 
     @classmethod
     def listen(cls, arrived: Callable[[int, float, float], object]) -> _Arrivals | None:
@@ -361,12 +359,12 @@ class _Arrivals:
         return arrivals
 
     def close(self) -> None:
-        """End the thread; it is gone on return. In the main thread only."""
+        """End the thread; it has ended on return. In the main thread only."""
         global _listening
         _listening = False
         now = signal.set_wakeup_fd(-1)
         if now not in (-1, self._writing):
-            signal.set_wakeup_fd(now)  # somebody else has begun to listen since
+            signal.set_wakeup_fd(now)  # other code has begun to listen since
         with suppress(BlockingIOError):
             os.write(self._writing, _END)  # a forked child may have the pipe, too, and keep it open
         os.close(self._writing)
@@ -391,7 +389,7 @@ _listening = False
 
 
 def _stop_listening() -> None:
-    """Stop listening in a forked child, such as a data-loading worker: its signals are none of this process's."""
+    """Stop listening in a forked child, such as a data-loading worker: its signals are not this process's."""
     global _listening
     if _listening:
         _listening = False

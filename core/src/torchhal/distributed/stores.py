@@ -1,7 +1,7 @@
 """torch's key-value stores, used without waiting inside torch.
 
-A store's own wait holds up Python's signal handlers and writes C++ warnings when it expires. Whoever waits here looks
-at a key, sleeps, and looks again.
+A store's own wait holds up Python's signal handlers and writes C++ warnings when it expires. A wait here polls
+the key and sleeps in between.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ else:
 __all__ = ["EventLog", "HashStore", "PrefixStore", "PrefixedStore", "Store", "TCPStore", "own_connection", "pause"]
 
 LONG = timedelta(days=1)
-"""Time-out of connections: they never expire by themselves, who waits brings the time-out."""
+"""Time-out of connections: they never expire by themselves; each wait has its own time-out."""
 
 
 class PrefixedStore(PrefixStore):
-    """A PrefixStore that can be connected anew: before torch 2.8 one doesn't tell its prefix."""
+    """A PrefixStore that can be connected anew: before torch 2.8 it doesn't expose its prefix."""
 
     def __init__(self, prefix: str, store: Store) -> None:
         super().__init__(prefix, store)
@@ -71,7 +71,7 @@ def first_line(error: BaseException) -> str:
 
 
 class EventLog:
-    """Events that every rank reads in one order: numbered by a counter in the store, which is all a look costs."""
+    """Events that every rank reads in one order: numbered by a counter in the store, so that one read detects news."""
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
@@ -86,10 +86,10 @@ class EventLog:
         return int(store.add(f"{self._prefix}/posted", 0))
 
     def read(self, store: Store, index: int) -> dict[str, Any]:
-        """Return event number ``index``, from 1; empty when the rank that took the number died before it wrote."""
+        """Return event number ``index``, from 1; empty if the rank that took the number ended before it wrote."""
         key, deadline = f"{self._prefix}/{index}", time.monotonic() + 2.0
         while not store.check([key]):
-            if time.monotonic() > deadline:  # two ranks post at once and one was faster to count: a moment away
+            if time.monotonic() > deadline:  # two ranks post at once: the number is taken and the value follows shortly
                 return {}
             time.sleep(0.001)
         event: dict[str, Any] = json.loads(store.get(key))

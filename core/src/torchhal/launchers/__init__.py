@@ -1,4 +1,4 @@
-"""Launchers: how the processes of a strategy come to be.
+"""Launchers: how the processes of a strategy are started.
 
 The names are imported on first use: a child's entry point lives in this package, and torch must not be imported
 there before the user's script is.

@@ -1,7 +1,7 @@
-"""Name, on stderr, the launching rank that died, and of what, from a small process that outlives it by a moment.
+"""Report the death of the launching rank and its cause on stderr, from a small process that briefly outlives it.
 
-The ranks that a script has started end with it at once (``_process.die_with_parent``), so none of
-them is left to say it. Imports no torch.
+The ranks that a script has started end at once when it dies (``_process.die_with_parent``), so none of
+them can report it. Imports no torch.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ echo "torchhal: rank $1 (process $2) $how; the ranks that it had started have en
 class ExitMonitor:
     """A report of how this process, which is rank ``rank``, died, unless :meth:`stop` is called before.
 
-    The monitor reads from a pipe that ends with this process, whatever ends it. Signals to the process group leave it
-    alone. Where there is no ``/bin/sh``, nothing is said.
+    The monitor reads from a pipe that closes when this process ends in any way. Signals to the process group leave it
+    alone. Without ``/bin/sh`` there is no report.
     """
 
     def __init__(self, rank: int) -> None:
@@ -56,13 +56,13 @@ class ExitMonitor:
             os.register_at_fork(after_in_child=self.close_pipe)
 
     def stop(self) -> None:
-        """End the monitor: how this process ends it says itself, or nobody needs to hear. Idempotent."""
+        """End the monitor: this process reports its end itself, or no report is needed. Idempotent."""
         with self._lock:
             if self._writer < 0:
                 return
             try:
                 os.write(self._writer, b"\n")
-            except OSError:  # somebody has killed the monitor
+            except OSError:  # the monitor was killed
                 pass
             self.close_pipe()
         try:
@@ -71,7 +71,7 @@ class ExitMonitor:
             self._process.kill()
 
     def close_pipe(self) -> None:
-        """Close this process's end, without a word to the monitor."""
+        """Close this process's end of the pipe without notifying the monitor."""
         if self._writer >= 0:
             descriptor, self._writer = self._writer, -1
             os.close(descriptor)

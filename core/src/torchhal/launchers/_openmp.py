@@ -3,7 +3,7 @@
 The OpenMP runtime keeps its threads between parallel regions. A fork has the runtime's record of them and not the
 threads: the first parallel region in it waits for ever. Measured with torch 2.13: after any matmul, sort, convolution
 or optimizer step on two threads in the parent, every fork that computed on more than one thread hung; with one
-thread none did, and none after the runtime was told to put its threads away before the fork.
+thread none did, and none after the runtime had released its threads before the fork.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import ctypes
 
 
 def pause_openmp_threads() -> bool:
-    """End this thread's idle OpenMP threads; they come back when needed. False: no way to, or no sign of success.
+    """End this thread's idle OpenMP threads; they are started again when needed. False: not possible or not confirmed.
 
     After False a fork must compute on one thread.
     """

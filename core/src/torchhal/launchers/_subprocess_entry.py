@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__" and sys.path and not getattr(sys.flags, "safe_path", False):
-    _here = sys.path.pop(0)  # this folder, whose module names must not hide anybody's
+    _here = sys.path.pop(0)  # this folder, whose module names must not shadow others
 
 import faulthandler
 import importlib.util
@@ -93,7 +93,7 @@ def _show(rank: int, error: BaseException) -> None:
     if failures.was_printed(error):
         return
     if isinstance(error, RankFailedError):
-        # The process that launched this one says what there is to say, once for all ranks.
+        # The process that launched this one prints the failure, once for all ranks.
         process.write_stderr(f"torchhal: rank {rank} stopped because rank {error.rank} failed.\n")
     else:
         process.write_stderr(f"torchhal: rank {rank}:\n")

@@ -1,4 +1,4 @@
-"""The processes that a rank has started, and the thread that watches over them."""
+"""The processes that a rank has started, and the thread that supervises them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchhal.distributed.failures import Failure, exit_for_signal
 from torchhal.launchers._exit_monitor import ExitMonitor
 
 GRACE = 5.0
-"""Seconds that the others get to come back from a collective by themselves after one has failed."""
+"""Seconds that the others get to return from a collective by themselves after one has failed."""
 
 KILL_AFTER = 3.0
 """Seconds between SIGTERM and SIGKILL."""
@@ -30,15 +30,15 @@ EXIT_WAIT = 60.0
 class ChildProcesses:
     """Started processes by rank. Made once per launching process.
 
-    The thread looks at them several times a second. When one fails, it tells this process's rank watches, ends the
-    others after a grace, and ends this process too when its main thread doesn't come back from what it waits for. One
-    that left on a signal has not failed: if the ranks have agreed where to stop it was faster than this one, else this
-    process ends on the signal, too.
+    The thread polls them several times a second. When one fails, it notifies this process's rank monitors, ends the
+    others after a grace period, and ends this process too if its main thread doesn't return from a wait. One that left
+    on a signal has not failed: if the ranks have agreed where to stop it was merely faster than this one, else this
+    process ends on the signal too.
 
     Args:
         processes: those that were started, by rank.
         reports: the descriptor from which to read why each failed.
-        monitor: of this process's own death, as long as there are others to end with it.
+        monitor: reports this process's own death, as long as there are others that would end with it.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class ChildProcesses:
         self._failed_at = 0.0
         self._terminated_at = 0.0
         self._secondary: tuple[float, Failure] | None = None
-        self._stopped: tuple[float, Failure] | None = None  # with the signal as its stop_signal
+        self._stopped: tuple[float, Failure] | None = None  # its stop_signal is the signal
         self._inside = 0
         self._calls = 0
         self._ending = False
@@ -75,7 +75,7 @@ class ChildProcesses:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Return a context in which a failed child makes the main thread come back from here."""
+        """Return a context that the main thread has to leave when a child fails, else the process is ended."""
         self._calls += 1
         self._inside += 1
         try:
@@ -84,7 +84,7 @@ class ChildProcesses:
             self._inside -= 1
 
     def check(self) -> None:
-        """Raise RankFailedError when a child has failed, and what ends a program on a signal when one left on it."""
+        """Raise RankFailedError when a child has failed, and the exception for a signal when one left on it."""
         if not self.is_mine:
             return
         if self.failure is not None:
@@ -111,7 +111,7 @@ class ChildProcesses:
         return self.failure
 
     def end(self, grace: float) -> None:
-        """Return when all are gone: by themselves within ``grace`` seconds, else by SIGTERM, else by SIGKILL."""
+        """Return when all have ended: by themselves within ``grace`` seconds, else by SIGTERM, else by SIGKILL."""
         self._ending = True
         if not self._wait(grace):
             self._signal(signal.SIGTERM)
@@ -125,7 +125,7 @@ class ChildProcesses:
             self._signal(getattr(signal, "SIGKILL", signal.SIGTERM))
 
     def at_exit(self) -> None:
-        """End the children when the launching process's interpreter exits: none stays behind, no failure is lost."""
+        """End the children when the launching process's interpreter exits: none is left over, no failure is lost."""
         if not self.is_mine:
             return
         try:
@@ -150,7 +150,7 @@ class ChildProcesses:
         if not failure.printed:
             failures.print_failure(failure)
         process.write_stderr(f"torchhal: rank {failure.rank} failed after rank 0 was done: exit code 1.\n")
-        process.leave(1)  # a handler can't change the interpreter's status in any other way
+        process.leave(1)  # a handler can change the interpreter's status only this way
 
     def _stop_monitor(self) -> None:
         if self._monitor is not None and self.is_mine:
@@ -165,10 +165,10 @@ class ChildProcesses:
             if len(self._codes) == len(self.processes):
                 self._done.set()
             self._done.wait(0.1)
-        if self.failure is None:  # nobody is left who would end with this process
+        if self.failure is None:  # no process is left that would end with this one
             self._stop_monitor()
         while self.failure is not None and self._inside and self.is_mine:
-            self._act()  # all are gone, but the main thread still waits for them
+            self._act()  # all have ended, but the main thread still waits for them
             time.sleep(0.1)
 
     def _look(self) -> None:
@@ -182,7 +182,7 @@ class ChildProcesses:
                     continue
                 report = reader.finish()
                 self._codes[rank] = code
-                # A rank that is done with the call in which this one still is may well have ended its script.
+                # A rank that has finished the call that this one is still in may have ended its script.
                 amid = reader.inside or (self._inside > 0 and reader.calls < self._calls)
                 if self._ending or (code == 0 and not amid):
                     continue
@@ -198,14 +198,14 @@ class ChildProcesses:
         if self._stopped is not None:
             return
         self._stopped = (time.monotonic(), failure)
-        if self.stop_signal is not None:  # who waits for that rank waits in vain
+        if self.stop_signal is not None:  # that rank won't arrive
             for watch in active_watches():
                 watch.report_for(failure)
 
     def _fail(self, failure: Failure) -> None:
         if self.failure is not None:
             return
-        if failure.secondary:  # it only followed another; that one, or this process itself, will be heard of
+        if failure.secondary:  # it followed another failure, which that rank or this process reports
             self._secondary = self._secondary or (time.monotonic(), failure)
             return
         self.failure = failure

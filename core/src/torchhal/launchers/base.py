@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 class Launcher(ABC):
     """A way to start the processes of one node and to run a function in each of them.
 
-    A launcher knows ranks and processes, nothing of models or trainers. In every process it starts, it sets
+    A launcher handles ranks and processes and doesn't depend on models or trainers. In every process it starts, it sets
     RANK, LOCAL_RANK, NODE_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
     """
 

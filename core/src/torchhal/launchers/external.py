@@ -1,4 +1,4 @@
-"""The processes exist already: torchrun, a scheduler, or a single process."""
+"""Use processes that exist already: torchrun's, a scheduler's, or a single process."""
 
 from __future__ import annotations
 

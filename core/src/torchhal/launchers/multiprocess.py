@@ -31,31 +31,31 @@ START_METHODS = ("spawn", "fork", "forkserver")
 GRACE = 5.0
 KILL_AFTER = 3.0
 PENDING = 0.3
-"""Seconds after which a signal that waits for a worker was sent to that one alone: one to all has come here by then."""
+"""Seconds after which a worker's pending signal was sent to it only: one to all has been received here by then."""
 
 INSTEAD = "or use strategy='ddp' (runs the script again) or 'ddp_fork' (workers inherit everything)"
 
 
 class MultiprocessingLauncher(Launcher):
-    """A launcher of worker processes that run the function as ranks; the caller waits for them and is no rank.
+    """A launcher of worker processes that run the function as ranks; the caller waits for them and is not a rank.
 
     Rank 0's result comes back as a copy; what the workers changed in their copies of the arguments does not. With
     ``"spawn"`` and ``"forkserver"`` the function and its arguments travel by pickle, and so do this process's random
     states, default dtype, determinism, matmul precision and thread count. With ``"fork"`` the workers inherit
-    everything; the caller sees to it that no device is initialised.
+    everything; the caller ensures that no device is initialised.
 
     SIGINT, SIGTERM and the environment's stop signals to this process are passed on to the workers, SIGINT to those
-    that have not got it from the terminal; the workers get ``stop_timeout`` seconds to save. Then KeyboardInterrupt or
-    ``SystemExit(128 + signal)`` is raised here.
+    that did not receive it from the terminal; the workers get ``stop_timeout`` seconds to save. Then
+    KeyboardInterrupt or ``SystemExit(128 + signal)`` is raised here.
 
     Args:
-        environment: tells the node's rank and, on several nodes, where to meet.
+        environment: provides the node's rank and, on several nodes, the rendezvous address.
         num_processes: workers on this node.
         num_nodes: nodes, each with ``num_processes``.
         start_method: ``"spawn"``, ``"fork"`` or ``"forkserver"``.
         stop_timeout: seconds between a signal and the workers' forced end.
         prepare: called in a started worker before the function and its arguments are unpickled there, to register
-            the device that they speak of.
+            the device that they refer to.
     """
 
     interactive: ClassVar[bool] = True
@@ -153,7 +153,7 @@ class _WorkerGroup:
         self._workers: list[_Worker] = []
         self._served: tuple[str, int] | None = None
         self.verdict = WorkerOutcomes(launcher.num_processes, instead=INSTEAD)
-        self._end_at: float | None = None  # when who is left gets SIGTERM
+        self._end_at: float | None = None  # when the remaining workers get SIGTERM
         self._terminated_at: float | None = None
 
     def start(self) -> None:
@@ -207,7 +207,7 @@ class _WorkerGroup:
             self._workers.append(_Worker(rank, worker, mine))
         for _, theirs in pipes:
             theirs.close()
-        # Served only now: a fork must not inherit the server's thread in whatever state it is.
+        # Served only now: a fork must not inherit the server's thread in an arbitrary state.
         port = launcher.environment.main_port if nodes > 1 else 0
         if node_rank == 0:
             port = rendezvous.start_store(address, port, launcher.environment.job_id())
@@ -215,7 +215,7 @@ class _WorkerGroup:
         for one in self._workers:
             try:
                 one.connection.send(port)
-            except OSError:  # it has ended already, which supervise() notices
+            except OSError:  # it has ended already, which supervise() detects
                 pass
 
     def supervise(self) -> None:
@@ -231,7 +231,7 @@ class _WorkerGroup:
             self._take_pending()
             now = time.monotonic()
             if len(signals.received) > passed_on:
-                # A terminal's Ctrl-C has reached the workers too, and a second one means "at once" to them.
+                # A terminal's Ctrl-C has reached the workers too, and they handle a second one as "at once".
                 first = passed_on == 0
                 self._kill_unready()
                 pass_on_at = now + (1.0 if signals.received[-1] == signal.SIGINT and first else 0.0)
@@ -251,7 +251,7 @@ class _WorkerGroup:
         return any(worker.ready for worker in self._workers if worker.rank == 0)
 
     def end(self) -> None:
-        """End all workers, whatever ended the supervision."""
+        """End all workers, for any end of the supervision."""
         for worker in self._workers:
             if worker.process.is_alive():
                 worker.process.kill()
@@ -259,7 +259,7 @@ class _WorkerGroup:
             worker.connection.close()
             worker.process.close()
         if self._served is not None:
-            # Workers of other nodes may be slower; after a failure they still have to read of it.
+            # Workers of other nodes may be slower; after a failure they still have to read the report.
             others = self._launcher.num_nodes > 1
             timeout = 0.0 if not others else 2.0 if self.verdict.failures or self.verdict.problem else 30.0
             rendezvous.stop_store(
@@ -269,7 +269,7 @@ class _WorkerGroup:
     def _read(self, worker: _Worker) -> None:
         if worker.ended:
             return
-        alive = worker.process.is_alive()  # asked first: what it wrote before it ended is in the pipe then
+        alive = worker.process.is_alive()  # read first: then all that it wrote before it ended is in the pipe
         try:
             while worker.connection.poll():
                 self._take(worker, worker.connection.recv())
@@ -282,7 +282,7 @@ class _WorkerGroup:
         if worker.done or worker.failure is not None or self.verdict.problem is not None:
             return
         if (signum := process.stop_signal(code)) is not None and self._terminated_at is None:
-            self._follow(signum)  # before it could tell, and it was meant for all
+            self._follow(signum)  # before it could report it, and the signal was meant for all
         elif self._signals.received and not worker.ready:
             pass  # killed here: it had not begun
         elif not worker.ready and self._terminated_at is None:
@@ -312,9 +312,9 @@ class _WorkerGroup:
     def _failed(self, worker: _Worker, failure: Failure) -> None:
         worker.failure = failure
         if failure.stop_signal:
-            self._follow(failure.stop_signal)  # it leaves without the others: so do they
+            self._follow(failure.stop_signal)  # it leaves without waiting for the others: so do they
         if not (failure.stopped or failure.secondary):
-            # The others' watches would find out by the rank's silence, later and with less to say.
+            # Else the others' monitors would detect the rank's silence only, later and without the cause.
             for other in self._workers:
                 if other.ready and not other.ended and other is not worker:
                     try:
@@ -325,7 +325,7 @@ class _WorkerGroup:
         self._end_soon(self._launcher.stop_timeout if failure.stopped else GRACE)
 
     def _follow(self, signum: int) -> None:
-        """Take a worker's stop signal for the launch's own, unless it is that already: a second one means "at once"."""
+        """Handle a worker's stop signal as the launch's own, unless it already is: a second one means "at once"."""
         if not self._signals.received:
             self._signals.received.append(signum)
 
@@ -364,7 +364,7 @@ class _WorkerGroup:
         for worker in self._workers:
             if not worker.ended:
                 try:
-                    worker.connection.send(INTERRUPT)  # it knows whether it has got that already
+                    worker.connection.send(INTERRUPT)  # the worker ignores it if it has received one already
                 except OSError:
                     pass
 
@@ -373,5 +373,5 @@ class _WorkerGroup:
             if not worker.ended and worker.process.pid is not None and worker.process.is_alive():
                 try:
                     os.kill(worker.process.pid, signum)
-                except ProcessLookupError:  # a fork server's child, of whose end is heard later
+                except ProcessLookupError:  # a fork server's child, whose end is reported later
                     pass

@@ -28,7 +28,7 @@ __all__ = [
 
 
 class AnonymousFile:
-    """A temporary file without a name; pickles to a started process, whatever the start method."""
+    """A temporary file without a name; pickles to a started process, with any start method."""
 
     def __init__(self, descriptor: int | None = None) -> None:
         if descriptor is None:
@@ -44,7 +44,7 @@ class AnonymousFile:
         self._file.flush()
 
     def read(self, **options: Any) -> Any:
-        """Return what :meth:`write` wrote, in whichever process."""
+        """Return what :meth:`write` wrote, in any process."""
         return read(io.BufferedReader(_Positioned(self.descriptor)), **options)
 
     def content(self) -> bytes:
@@ -69,7 +69,7 @@ def write(value: Any, file: IO[bytes], pickle_module: Any = pickle) -> None:
 
 
 def read(file: IO[bytes], **options: Any) -> Any:
-    """Return what :func:`write` wrote, in whichever process of the same job, which is trusted."""
+    """Return what :func:`write` wrote, in any process of the same job, which is trusted."""
     from torch import serialization
 
     return serialization.load(file, weights_only=False, **options)
@@ -80,7 +80,7 @@ def _rebuild(handle: Any) -> AnonymousFile:
 
 
 class _Positioned(io.RawIOBase):
-    """A reader of a descriptor at a position of its own: duplicates in several processes share the kernel's."""
+    """A reader of a descriptor with its own position: duplicates in several processes share the kernel's."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -129,9 +129,9 @@ def pack_function(
 ) -> AnonymousFile:
     """Return ``(None, function, args, kwargs)`` as a file for the workers.
 
-    LaunchError names what can't be sent, and ``instead`` what else the user can do.
+    LaunchError names what can't be sent, and ``instead`` the alternative for the user.
 
-    Whoever reads it calls ``prepare`` before the rest is unpickled.
+    The reader calls ``prepare`` before the rest is unpickled.
     """
     file = AnonymousFile()
     try:

@@ -30,7 +30,7 @@ NAME = "subprocess_script"
 
 @dataclass
 class _Launched:
-    """The processes that this process has started, at most once in its life."""
+    """The processes that this process has started, which it does at most once."""
 
     children: ChildProcesses
     num_processes: int
@@ -46,11 +46,11 @@ class SubprocessScriptLauncher(Launcher):
     """A launcher that runs the user's command again for each further process of the node.
 
     The calling process is local rank 0. The others are started by the first :meth:`launch` of the process, run the
-    script from its beginning, and join at their own ``launch``; a later one finds them running. Everything the script
+    script from its beginning, and join at their own ``launch``; later launches reuse them. Everything the script
     does before and after runs in every process.
 
     Args:
-        environment: tells the node's rank and, on several nodes, where to meet.
+        environment: provides the node's rank and, on several nodes, the rendezvous address.
         num_processes: processes on this node, the caller included.
         num_nodes: nodes, each with ``num_processes``.
     """
@@ -69,7 +69,7 @@ class SubprocessScriptLauncher(Launcher):
             try:
                 result = function(*args, **kwargs)
             except Exception:
-                failures.mark_call(entered=False)  # its report says the rest; an exit amid a call stays marked
+                failures.mark_call(entered=False)  # its report has the details; an exit inside a call stays marked
                 raise
             failures.mark_call(entered=False)
             return result
@@ -94,9 +94,9 @@ class SubprocessScriptLauncher(Launcher):
             children.raised = True
             children.end(self._grace(error))
             if self.num_nodes == 1:
-                no_linger()  # nobody is left to say goodbye
+                no_linger()  # no rank is left to sign off
             if cause is None and stop_signal is not None:
-                raise exit_for_signal(stop_signal, agreed=False) from None  # on which left who was waited for
+                raise exit_for_signal(stop_signal, agreed=False) from None  # the signal on which the awaited rank left
             rank = self.environment.global_rank()
             if cause is None or isinstance(error, RankFailedError) or cause.rank == rank:
                 if self._leaves_alone(error):
@@ -110,11 +110,11 @@ class SubprocessScriptLauncher(Launcher):
         """Return how long the others may take to end by themselves after ``error``."""
         if is_agreed(error) is False or (isinstance(error, KeyboardInterrupt) and not is_agreed(error)):
             return 0.0  # a signal before training, or the second Ctrl-C
-        # An exit that all agreed on may still have something to write; a failure's others are hung or leaving.
+        # After an agreed exit the others may still be writing; after a failure they hang or are leaving.
         return GRACE if isinstance(error, Exception) or self._leaves_alone(error) else 2 * GRACE
 
     def _leaves_alone(self, error: BaseException) -> bool:
-        """Return whether this is an exit in the midst of a call that others are in: a failure, whatever its code.
+        """Return whether this is an exit inside a call that others are in: a failure, with any exit code.
 
         With a signal's status all ranks stop, as they have agreed.
         """
@@ -193,7 +193,7 @@ def _start_child(command: list[str], variables: dict[str, str]) -> tuple[int, su
     environ[process.PARENT_IS_MAIN] = str(int(threading.current_thread() is threading.main_thread()))
     environ[process.REPORT_FD] = str(writer)
     try:
-        # No stdin: one keyboard can't serve several processes. The same process group: a terminal's or a
+        # No stdin: several processes can't share a terminal's input. The same process group: a terminal's or a
         # scheduler's signal reaches every rank.
         with born_blocked():
             child = subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, pass_fds=(writer,))

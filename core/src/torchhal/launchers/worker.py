@@ -35,10 +35,10 @@ Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 DONE = ("done",)
 
 INTERRUPT = ("interrupt",)
-"""Message of the supervisor when it was sent SIGINT."""
+"""Message that the supervisor sends when it receives SIGINT."""
 
 MAX_ERROR = 1 << 20
-"""Largest pickled exception that travels beside its text."""
+"""Largest pickled exception that is sent with its text."""
 
 
 @dataclass
@@ -86,7 +86,7 @@ def _prepare(assignment: Assignment, connection: Connection) -> None:
         faulthandler.enable()
     for other in assignment.others:
         other.close()
-    # The supervisor's handlers are not a worker's: after a fork they would answer for it.
+    # The supervisor's handlers are not a worker's: after a fork they would run in it.
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
@@ -109,9 +109,9 @@ def _prepare(assignment: Assignment, connection: Connection) -> None:
 
 
 def _watch_supervisor(connection: Connection) -> None:
-    """Pass on what the supervisor reports of other ranks, and its Ctrl-C.
+    """Forward the supervisor's reports of other ranks, and its Ctrl-C.
 
-    Leave when its end of the pipe closes: the supervisor is gone.
+    Exit when its end of the pipe closes: the supervisor has ended.
     """
     try:
         while True:
@@ -153,7 +153,7 @@ def perform(
 ) -> tuple[Any, ...]:
     """Run the call that ``read`` gives, and give its result to ``write``: what ``WorkerOutcomes`` takes.
 
-    Whatever the call itself raises is raised; :func:`failed` makes a message of it.
+    Exceptions of the call itself propagate; :func:`failed` turns them into a message.
     """
     import torch
 
@@ -181,7 +181,7 @@ def failed(rank: int, error: BaseException, dumps: Callable[[BaseException], byt
     data: bytes | None
     try:
         data = dumps(error)
-        pickle.loads(data)  # not every exception comes back
+        pickle.loads(data)  # not every exception can be unpickled
         data = data if len(data) <= MAX_ERROR else None
     except Exception:
         data = None

@@ -45,19 +45,19 @@ class WorkerOutcomes:
         return None
 
     def raise_outcome(self, received: Sequence[int] = ()) -> None:
-        """Raise what the caller has to know; return when the function has run on all ranks.
+        """Raise the error for the caller, if any; return when the function has run on all ranks.
 
         ``received``: the signals that this process was sent meanwhile.
         """
         if self.problem is not None:
             raise self.problem
         if received and self._is_the_signals():
-            raise exit_for_signal(received[0], agreed=True)  # they have said where they stopped
+            raise exit_for_signal(received[0], agreed=True)  # they have reported where they stopped
         if not self.failures:
             return
         codes = {failure.exit_code for failure, _ in self.failures}
         if len(codes) == 1 and len(self.failures) == self._num_workers and None not in codes:
-            raise SystemExit(codes.pop())  # every rank has called sys.exit with it: it speaks for the job
+            raise SystemExit(codes.pop())  # every rank has called sys.exit with it: it is the job's status
         failure, data = min(self.failures, key=lambda pair: pair[0].weight)
         failures.install_excepthook()
         error = failure.error()
@@ -70,7 +70,7 @@ class WorkerOutcomes:
     def _is_the_signals(self) -> bool:
         """Return whether nothing but a signal has ended the workers.
 
-        A worker that receives it before training just leaves, and the others fail because it is missing.
+        A worker that receives it before training exits, and the others fail because it is missing.
         """
         ended = [failure for failure, _ in self.failures]
         causes = [failure for failure in ended if not (failure.secondary or failure.transport)]

@@ -18,5 +18,5 @@ __all__ = [
     "needs_closure",
 ]
 
-if not TYPE_CHECKING:  # any name would do, to a type checker
+if not TYPE_CHECKING:  # a type checker would accept any name
     __getattr__, __dir__ = lazy_names(__name__, {}, renamed={"FullPrecision": "TruePrecision"})

@@ -91,7 +91,7 @@ def _cast_each(module: nn.Module, wanted: Callable[[torch.Tensor], torch.dtype |
             done[id(tensor)] = (tensor, tensor.to(dtype))
         return done[id(tensor)][1]
 
-    # The one way through which torch itself changes a module in place; recurrent layers and wrappers extend it.
+    # torch's only way to change a module in place; recurrent layers and wrappers extend it.
     result: nn.Module = module._apply(cast)  # type: ignore[no-untyped-call]
     return result
 

@@ -45,7 +45,7 @@ class Precision:
     """
 
     accelerators: ClassVar[frozenset[str] | None] = None
-    """Names of the accelerators it works on, whatever those list themselves; None: those that list its alias.
+    """Names of the accelerators it works on, overriding their own lists; None: those that list its alias.
 
     A precision that is published under no alias, such as a user's own class, is not refused by any accelerator.
 
@@ -53,7 +53,7 @@ class Precision:
     """
 
     features: frozenset[str] = frozenset()
-    """Capabilities that a strategy has to know of.
+    """Capabilities that a strategy has to take into account.
 
     ``"scales_loss"``: :meth:`backward` scales the loss, and :meth:`unscale_gradients` undoes it and may skip a step. A
     strategy whose ranks have different gradients, and would decide differently, refuses such a precision.
@@ -72,7 +72,7 @@ class Precision:
     def connect(
         self, model: Any = None, optimizers: Sequence[Any] = (), lr_schedulers: Sequence[Any] = ()
     ) -> tuple[Any, Sequence[Any], Sequence[Any]]:
-        """Return the model, optimizers and schedulers to train with, for vendors whose library wants all three at once.
+        """Return the model, optimizers and schedulers to train with, for vendors whose library needs all three at once.
 
         Called before training, with the model that the strategy has wrapped. The identity by default.
 
@@ -85,7 +85,7 @@ class Precision:
             What is used from then on: as many optimizers, and schedulers of the same kind, in their places; and the
                 model,
             or one in its place that has its steps, or a module around it, through whose forward each ``training_step``
-            then runs. A model in another's place should share its parameters: the user's own object is trained no more.
+            then runs. A replacement model should share its parameters: the user's own object is no longer trained.
         """
         return model, optimizers, lr_schedulers
 
@@ -317,8 +317,8 @@ def connected(
 
 
 def needs_closure(optimizer: Any) -> bool:
-    """Return whether ``optimizer.step`` requires a closure, which it then evaluates as often as it likes (LBFGS)."""
-    # The class's: what a scheduler puts on the instance shows ``self`` as an argument.
+    """Return whether ``optimizer.step`` requires a closure, which it then evaluates any number of times (LBFGS)."""
+    # The class's: a scheduler's replacement on the instance shows ``self`` as an argument.
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is closure.empty
 

@@ -23,7 +23,7 @@ _STATE_KEYS: Final = frozenset(GradScaler("cpu").state_dict())
 
 # torch's autocast keeps each weight's cast for the rest of the context, which spares recurrent layers a cast per
 # time step. Older versions keep one made under no_grad as well: a later forward with gradients in the same step
-# then leaves the weight without one, silently. Known to be right in 2.13; without the cache before that.
+# then leaves the weight without one, silently. Correct in 2.13; earlier versions run without the cache.
 _CACHE_WEIGHTS: Final = torch.__version__ >= "2.13"  # compares as versions do
 
 
@@ -59,7 +59,7 @@ class MixedPrecision(Precision):
         self._own_scaler = scaler is None
         self._device_type: str | None = None
         self._restored: dict[str, Any] = {}  # a state that was loaded before there was a scaler
-        # Of the current step, by id: whose gradients are at true size, and who has stepped.
+        # Of the current step, by id: the optimizers whose gradients are unscaled, and those that have stepped.
         self._unscaled: dict[int, Optimizer] = {}
         self._stepped: set[int] = set()
         self._scaled = False  # whether gradients were made under the current scale
@@ -89,7 +89,7 @@ class MixedPrecision(Precision):
         self._device_type = kind
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Refuse, for float16, optimizers that evaluate a closure or unscale by a protocol torch has given up."""
+        """Refuse, for float16, optimizers that evaluate a closure or unscale by a protocol removed from torch."""
         if self.compute_dtype is not torch.float16:
             return
         name, instead = type(optimizer).__name__, "use 'bf16-mixed' or '32-true', or another optimizer"
@@ -115,7 +115,7 @@ class MixedPrecision(Precision):
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Convert trainable parameters of half width to float32: an update is too small for them.
 
-        Frozen ones stay as they are, for autocast reads them in any width and a large backbone in float32 would
+        Frozen ones stay as they are, as autocast reads them in any width and a large backbone in float32 would
         take twice the memory. Buffers and float64 stay too.
 
         Checks: PRE-20.
@@ -193,7 +193,7 @@ class MixedPrecision(Precision):
         """
         if self._device_type is None or not torch.is_autocast_enabled(self._device_type):
             return self._step(optimizer, closure)
-        # Inside a training step that optimizes by hand. The closure belongs to the step, the update doesn't.
+        # Inside a training step with manual optimization. The closure belongs to the step, the update doesn't.
         if closure is not None:
             evaluate = closure
 
@@ -226,14 +226,14 @@ class MixedPrecision(Precision):
         return stepped
 
     def _outside_autocast(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call it as it would be called outside the step: gradients and updates are not for autocast."""
+        """Call it as outside of the step: gradients and updates must not run under autocast."""
         if self._device_type is None or not torch.is_autocast_enabled(self._device_type):
             return function(*args, **kwargs)
         with torch.autocast(self._device_type, enabled=False):
             return function(*args, **kwargs)
 
     def _end_step(self) -> None:
-        """Let the scale follow what the steps found."""
+        """Update the scale from the results of the steps."""
         assert self.scaler is not None
         self.scaler.update()
         self._unscaled.clear()
@@ -250,14 +250,14 @@ class MixedPrecision(Precision):
         if self.scaler is None:
             return dict(self._restored)
         if self._stepped and self._stepped == self._unscaled.keys():
-            self._end_step()  # what the last step found belongs to the state
+            self._end_step()  # the last step's result is part of the state
         return self.scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict`'s value. An empty one, of a run that scaled nothing, changes nothing.
 
         Raises:
-            CheckpointMismatchError: the state is of something else than a gradient scaler.
+            CheckpointMismatchError: the state is not that of a gradient scaler.
         """
         if self.compute_dtype is not torch.float16 or not state:
             return
@@ -274,7 +274,7 @@ class MixedPrecision(Precision):
         self.scaler.load_state_dict(state)
 
     def teardown(self) -> None:
-        """Forget a step that was not finished; the scale stays for another run.
+        """Discard an unfinished step; the scale is kept for another run.
 
         Checks: PRE-24.
         """
@@ -284,7 +284,7 @@ class MixedPrecision(Precision):
 
 
 class _Autocast:
-    """``torch.autocast``, but one object may be entered again while it is entered: torch's loses what to restore."""
+    """``torch.autocast``, but one object may be entered while it is entered: torch's loses the state to restore."""
 
     def __init__(self, device_type: str, dtype: torch.dtype) -> None:
         self._arguments = (device_type, dtype)
@@ -319,10 +319,10 @@ def _gradient_versions(optimizer: Optimizer) -> list[tuple[int, int]]:
 def _scaler_step(scaler: GradScaler, optimizer: Optimizer) -> bool:
     """Call ``scaler.step(optimizer)`` and return its result, and whether the optimizer took the step.
 
-    The scaler doesn't say, and asking it costs a second wait for the device. It calls ``optimizer.step`` only if
-    all gradients were finite, so for the time of this call a recorder stands there. Optimizers that skip inside
-    their own kernel are called in any case, with the finding in ``found_inf``: reading it is the one wait that the
-    scaler spared, and they are then left out like the others.
+    The scaler doesn't return that, and reading it from the scaler costs a second wait for the device. It calls
+    ``optimizer.step`` only if all gradients were finite, so that is replaced by a recorder during this call. Optimizers
+    that skip inside their own kernel are always called, with the result in ``found_inf``: reading it is the one wait
+    that the scaler has saved, and they then count as skipped like the others.
     """
     stepped = False
     step = optimizer.step

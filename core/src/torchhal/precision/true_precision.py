@@ -16,10 +16,10 @@ _ALIASES: Final = {torch.float64: "64-true", torch.bfloat16: "bf16-true", torch.
 
 
 class SinglePrecision(Precision):
-    """``32-true``: torch's own default, and what runs when no precision is named.
+    """``32-true``: torch's own default, used when no precision is named.
 
     It changes nothing at all: a model that its author made float64, or loaded in bfloat16, stays so, as in plain
-    torch. Every method is the contract's identity, so a loop that asks which ones are overridden calls none.
+    torch. Every method is the contract's identity, so a loop that looks up the overridden ones calls none.
     """
 
 
@@ -75,7 +75,7 @@ class TruePrecision(Precision):
         """Return a context in which tensors that a step creates by itself get the model's dtype.
 
         ``torch.zeros(n)`` in a step is float32 otherwise, a sum with it is promoted to float32 (or, under 64-true,
-        keeps float32's digits), and the next layer refuses it: 'mat1 and mat2 must have the same dtype'. The default
+        keeps float32's digits), and the next layer raises: 'mat1 and mat2 must have the same dtype'. The default
         dtype belongs to the process, not to the thread: other threads see it for as long as a step runs.
         """
         return self._default_dtype

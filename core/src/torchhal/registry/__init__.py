@@ -1,6 +1,6 @@
 """Find the components of all kinds by their aliases: one registry for the process, and the class to make another.
 
-Built-in components are found without looking further. The first alias that isn't built in reads the metadata of all
+Built-in components are found without a scan. The first alias that isn't built in reads the metadata of all
 installed distributions and imports the manifests of plugins among them, once; what failed then is kept with its reason
 until :func:`refresh`. Nothing here imports torch or the module of a component.
 """

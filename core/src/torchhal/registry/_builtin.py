@@ -1,4 +1,4 @@
-"""Core's own manifest: the built-in parts come through the same hooks as everybody's."""
+"""Core's own manifest: the built-in parts use the same hooks as those of plugins."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Find the plugins installed beside torchhal and read what their manifests contribute.
 
 Everything about a plugin comes from its metadata until the environment's lists and its requirement on torchhal have
-had their say; only then is its manifest imported and handed to :func:`collect_components`.
+been checked; only then is its manifest imported and handed to :func:`collect_components`.
 ``importlib_metadata`` and ``packaging`` are imported inside the functions that need them: a built-in alias is
 looked up without them.
 """
@@ -44,7 +44,7 @@ def canonical(name: str) -> str:
 
 @dataclass(frozen=True)
 class DiscoveredPlugin:
-    """A plugin as its distribution's metadata tell of it. ``problem`` says why they can't be used, or is empty."""
+    """A plugin as described by its distribution's metadata. ``problem``: why they can't be used, or empty."""
 
     name: str
     distribution: str
@@ -55,7 +55,7 @@ class DiscoveredPlugin:
     problem: str = ""
 
     def answers_to(self, names: Iterable[str]) -> bool:
-        """Return whether one of ``names`` (canonical, or ``*``) means this plugin or its distribution."""
+        """Return whether one of ``names`` (canonical, or ``*``) matches this plugin or its distribution."""
         return not {"*", canonical(self.name), canonical(self.distribution)}.isdisjoint(names)
 
 
@@ -63,8 +63,8 @@ def find_plugins(distributions: Iterable[Distribution] | None = None) -> list[Di
     """Return every plugin among ``distributions`` (default: all installed), sorted by distribution and name.
 
     ``importlib_metadata.entry_points()`` raises for the whole environment on one unreadable file, so this goes
-    distribution by distribution, and what can't be read costs only itself. Of several distributions with one
-    name the first that has metadata counts: it is the one that gets imported.
+    distribution by distribution, and an unreadable file affects only its own distribution. Of several distributions
+    with one name the first that has metadata counts: it is the one that gets imported.
     """
     if distributions is None:
         import importlib_metadata
@@ -80,7 +80,7 @@ def find_plugins(distributions: Iterable[Distribution] | None = None) -> list[Di
 
 
 def _name(distribution: Distribution) -> str:
-    # The name importlib itself tells distributions apart by; it comes from the folder's name, where it can.
+    # The name by which importlib itself distinguishes distributions; it comes from the folder's name, where it can.
     try:
         return canonical(getattr(distribution, "_normalized_name", None) or distribution.name)
     except Exception:
@@ -107,7 +107,7 @@ def _read(name: str, distribution: Distribution) -> Iterator[DiscoveredPlugin]:
             {point for point in distribution.entry_points if point.group == PROJECT}, key=lambda p: (p.name, p.value)
         )
     except Exception as error:
-        # The bytes that can't be decoded still tell whether this is a plugin or none of our business.
+        # The undecodable bytes still show whether this is a plugin.
         if not isinstance(error, UnicodeDecodeError) or f"[{PROJECT}]".encode() in error.object:
             yield DiscoveredPlugin(name, name, None, problem=f"its entry_points.txt can't be read: {describe(error)}")
         return
@@ -116,7 +116,7 @@ def _read(name: str, distribution: Distribution) -> Iterator[DiscoveredPlugin]:
         label, version = metadata["Name"], metadata["Version"]
         if not label or not version:
             raise ValueError("no Name or no Version")
-        # An egg-info keeps its requirements in a file of their own, which only `requires` knows to read.
+        # An egg-info keeps its requirements in a separate file, which only `requires` reads.
         requires = tuple(metadata.get_all("Requires-Dist") or distribution.requires or ())
     except Exception as error:
         for point in entry_points:
@@ -163,14 +163,14 @@ def unmet_requirement(requires: Iterable[str], version: str) -> str:
         requirement = Requirement(text)
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
-        # Without prereleases=True a development core would satisfy nobody.
+        # Without prereleases=True a development core would satisfy no requirement.
         if not requirement.specifier.contains(version, prereleases=True):
             return f"it requires torchhal{requirement.specifier}, this is torchhal {version}"
     return ""
 
 
 def metadata_fingerprint() -> frozenset[tuple[str, int]]:
-    """Return the metadata folders on sys.path with their times: another value means that something was installed."""
+    """Return the metadata folders on sys.path with their times: a changed value means that something was installed."""
     seen = set()
     for folder in sys.path:
         try:
@@ -191,7 +191,7 @@ DENY: Final = "TORCHHAL_DISABLE_PLUGINS"
 
 @dataclass(frozen=True)
 class PluginFilter:
-    """The plugins that the environment lets in; ``allow`` is None when every one may come."""
+    """The plugins that the environment allows; ``allow`` is None when all are."""
 
     allow: frozenset[str] | None
     deny: frozenset[str]
@@ -202,7 +202,7 @@ class PluginFilter:
         return cls(None if allow is None else _names(allow), _names(environ.get(DENY, "")))
 
     def refusal(self, plugin: DiscoveredPlugin) -> str:
-        """Return why ``plugin`` stays out, or an empty string."""
+        """Return why ``plugin`` is excluded, or an empty string."""
         if plugin.answers_to(self.deny):
             return f"{DENY} names it"
         if self.allow is not None and not plugin.answers_to(self.allow):
@@ -210,7 +210,7 @@ class PluginFilter:
         return ""
 
     def unmatched(self, plugins: Iterable[DiscoveredPlugin]) -> list[str]:
-        """Return one line for each name in a list that means no installed plugin."""
+        """Return one line for each name in a list that matches no installed plugin."""
         plugins = list(plugins)
         return [
             f"{variable} names {name!r}, which is no installed plugin or distribution of one"
@@ -230,12 +230,12 @@ def _names(value: str) -> frozenset[str]:
 def collect_components(manifest: object) -> list[tuple[str, Component]]:
     """Return the ``(kind, component)`` pairs that the hooks of ``manifest`` return.
 
-    Each manifest has a plugin manager of its own: what one registers, or raises, can't reach another.
+    Each manifest has its own plugin manager: registrations and errors of one don't affect another.
 
     Raises:
         BrokenPluginError: for a hook that torchhal doesn't have or that isn't marked, arguments it doesn't pass,
             wrappers and orderings, a result that is no list of :class:`Component`, and for nothing at all.
-        BaseException: whatever a hook raises.
+        BaseException: any error of a hook.
     """
     manager = pluggy.PluginManager(PROJECT)
     manager.add_hookspecs(Hookspecs)
@@ -261,7 +261,7 @@ def _check_hooks(manager: pluggy.PluginManager, manifest: object) -> None:
             continue
         for option in ("hookwrapper", "wrapper", "tryfirst", "trylast"):
             if options.get(option):
-                # A wrapper could swallow what others contribute, and the order of plugins means nothing.
+                # A wrapper could drop the results of others, and the order of plugins has no meaning.
                 raise BrokenPluginError(f"{_where(value, name)} asks for {option!r}: a manifest only contributes")
         hook = options.get("specname") or name
         if hook not in HOOKS.values():
@@ -328,7 +328,7 @@ def describe(error: BaseException) -> str:
         frame, line, traceback = traceback.tb_frame, traceback.tb_lineno, traceback.tb_next
         package = str(frame.f_globals.get("__name__")).partition(".")[0]
         name = frame.f_code.co_filename
-        # The machinery of importing and calling is no place to look at.
+        # Skip the frames of importing and calling.
         if package in ("importlib", "importlib_metadata", "pluggy", "functools", "packaging") or name.startswith("<"):
             continue
         if os.path.dirname(name) not in _OWN_FOLDERS:

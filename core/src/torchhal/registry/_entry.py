@@ -28,7 +28,7 @@ BASES: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True, eq=False)
 class RegistryEntry:
-    """A component and who provides it.
+    """A component and its provider.
 
     Attributes:
         kind: one of :data:`torchhal.plugin.HOOKS`.
@@ -47,7 +47,7 @@ class RegistryEntry:
 
     @property
     def qualified_name(self) -> str:
-        """``distribution/alias``: finds this entry whoever else provides the alias."""
+        """``distribution/alias``: finds this entry even if others provide the alias."""
         return f"{self.distribution}/{self.component.alias}"
 
     @property
@@ -73,7 +73,7 @@ class RegistryEntry:
             except KeyboardInterrupt:
                 raise
             except BaseException as error:
-                # SystemExit too: a vendor's import that ends the process is a vendor's import that failed.
+                # SystemExit too: an import that tries to end the process counts as failed.
                 missing = self.availability().reason
                 hint = f" ({missing})" if missing else ""
                 raise ComponentError(
@@ -110,7 +110,7 @@ class RegistryEntry:
     def availability(self) -> Availability:
         """Return whether the vendor modules it requires are installed. Imports none of them.
 
-        What the hardware says is the class's own business; this is what can be known without loading it.
+        Whether the hardware works is checked by the class; this is the part known without loading it.
         """
         if self.problem:
             return Availability(False, self.problem)
@@ -145,7 +145,7 @@ class RegistryEntry:
 def resolve_target(target: str) -> Any:
     """Return the object that ``"package.module:Name.inner"`` names.
 
-    Raises whatever importing it raises, and AttributeError.
+    Raises any error of the import, and AttributeError.
     """
     module, _, path = target.partition(":")
     found: Any = importlib.import_module(module)

@@ -1,7 +1,7 @@
 """Map the words of vendors and of other trainers to the distributions and names of this project.
 
-The tables are the one place in core that knows the names of vendors and of other trainers' arguments. They are data for
-a message; nothing is decided by them.
+The tables are the only place in core with names of vendors and of other trainers' arguments. They are data for
+messages only and change no behaviour.
 """
 
 from __future__ import annotations
@@ -265,7 +265,7 @@ ATTRIBUTES: Final[Mapping[str, str]] = {
     "num_gpus": "read trainer.num_devices",
     "gpus": "read trainer.num_devices",
 }
-"""Attribute that other trainers have -> what to use of this one."""
+"""Attribute of other trainers -> its equivalent of this one."""
 
 NAMES: Final[Mapping[str, str]] = {
     "LightningModule": "torchhal.Module",
@@ -283,7 +283,7 @@ NAMES: Final[Mapping[str, str]] = {
     "ModelSummary": "torchhal.trainer.callbacks.ModelSummary",
     "DDPStrategy": "torchhal.strategies.DDPStrategy",
 }
-"""Name that other libraries have at their top -> where its like is here."""
+"""Top-level name of other libraries -> its equivalent here."""
 
 
 def meant_by(kind: str, name: str) -> tuple[str, ...]:

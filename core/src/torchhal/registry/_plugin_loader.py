@@ -1,6 +1,6 @@
 """Turn the plugins that were found into records and into a table of the names they provide.
 
-Isolation is total: whatever one plugin does while it is read, short of Ctrl-C, ends up in its own record.
+Plugins are isolated: any error of one while it is read, except Ctrl-C, is stored in its own record.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class PluginRecord:
         distribution: that it came with.
         version: of the distribution; None when its metadata can't be read.
         status: ``"loaded"``; ``"disabled"`` by the environment; ``"incompatible"`` with this torchhal; ``"broken"``.
-            :meth:`Registry.installed`, which imports nothing, says ``"found"`` where it can't know more.
+            :meth:`Registry.installed`, which imports nothing, returns ``"found"`` where metadata determine no more.
         reason: why it isn't loaded, or an empty string.
         file: of the manifest, where known.
         load_ms: time its import and hooks took; None when it wasn't imported.
@@ -79,7 +79,7 @@ def is_strict(environ: Mapping[str, str]) -> bool:
 def read_plugins(
     found: Iterable[DiscoveredPlugin], selection: PluginFilter, *, reserved: Container[tuple[str, str]], strict: bool
 ) -> ScanResult:
-    """Read every plugin that nothing speaks against. ``reserved`` are the (kind, name) pairs of core."""
+    """Read every plugin that isn't excluded. ``reserved`` are the (kind, name) pairs of core."""
     records: list[PluginRecord] = []
     by_name: Names = {}
     failure: PluginError | None = None
@@ -113,7 +113,7 @@ def plugin_status(plugin: DiscoveredPlugin, selection: PluginFilter) -> PluginRe
 def _load(
     plugin: DiscoveredPlugin, record: PluginRecord, by_name: Names, reserved: Container[tuple[str, str]]
 ) -> tuple[PluginRecord, BaseException | None]:
-    """Import the manifest and enter what it gives into ``by_name``."""
+    """Import the manifest and add its components to ``by_name``."""
     assert plugin.entry_point is not None
     pairs: list[tuple[str, Component]] = []
     file, reason, cause = plugin.file, "", None

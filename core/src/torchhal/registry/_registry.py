@@ -1,8 +1,8 @@
 """Look up components by kind and alias: built in, from plugins, registered by user code.
 
-Built-in components are found without looking further. The first alias that isn't built in reads the metadata of all
-installed distributions and imports the manifests of plugins among them, once; what failed then is remembered with
-its reason until :func:`refresh`. Nothing here imports torch or the module of a part.
+Built-in components are found without a scan. The first alias that isn't built in reads the metadata of all
+installed distributions and imports the manifests of plugins among them, once; failures are stored with
+their reason until :func:`refresh`. Nothing here imports torch or the module of a part.
 """
 
 from __future__ import annotations
@@ -111,10 +111,10 @@ class Registry:
         """Return the component of ``kind`` called ``alias``, without case; ``distribution/alias`` names its owner too.
 
         Raises:
-            UnknownAliasError: nobody provides it. The message says what exists and what to install.
+            UnknownAliasError: nothing provides it. The message lists what exists and what to install.
             AmbiguousAliasError: several plugins do.
             ComponentError: it is provided, but only by a record that can't be used.
-            PluginError: asked by a manifest while it is imported.
+            PluginError: called by a manifest while it is imported.
         """
         self._not_from_a_manifest(f"find({kind!r}, {alias!r})")
         _check_kind(kind)
@@ -151,7 +151,7 @@ class Registry:
     def _unknown(self, kind: str, alias: str) -> str:
         known, scan = self.aliases(kind), self._scanned()
         label, name = kind.replace("_", " "), alias.lower()
-        # an alias with a suffix of its own family says nothing that the shorter one doesn't
+        # an alias with a suffix of its own family adds nothing to the shorter one
         shown = [one for one in known if not any(one.startswith(f"{other}_find_unused") for other in known)]
         lines = [f"no {label} is called {alias!r}; there are {', '.join(map(repr, shown)) or 'none'}"]
         if alias == "auto":
@@ -235,7 +235,7 @@ class Registry:
         component = Component(
             alias, f"{cls.__module__}:{cls.__qualname__}", summary, {} if defaults is None else defaults
         )
-        # A class made in a function has no target that could be imported, but nobody is going to import it.
+        # A class made in a function has no target that could be imported, but it is never imported.
         if problem := replace(component, target="user:Class").problem(kind):
             raise ValueError(problem)
         key = (kind, alias)
@@ -249,10 +249,10 @@ class Registry:
         return cls
 
     def refresh(self) -> None:
-        """Forget what was found: the next look-up that needs plugins scans again.
+        """Clear the scan's results: the next look-up that needs plugins scans again.
 
         Finds what was installed into this process's environment since. A module that Python has imported already
-        stays as it is, so an upgraded plugin needs a new process. What user code registered stays, too.
+        stays as it is, so an upgraded plugin needs a new process. What user code registered is kept too.
         """
         self._not_from_a_manifest("refresh()")
         with self._lock:

@@ -1,6 +1,6 @@
 """Resolve the user's arguments to a Plan: a pure function over names, objects, environment and availabilities.
 
-Nothing is started, no device is touched, nothing is written: the same request in the same place gives the same Plan.
+Nothing is started, initialised or written: the same request in the same environment gives the same Plan.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def resolve(
 
     Args:
         request: the Trainer's hardware arguments.
-        on_environment_chosen: called with the cluster environment, whatever is refused after that.
+        on_environment_chosen: called with the cluster environment, before any later check can raise.
 
     Raises:
         ConfigurationError: an argument outside its domain, of a wrong type too, or a conflict between two.
@@ -111,7 +111,7 @@ def resolve(
     local = chosen.num_local_processes(len(indices))
     world_size = started if external or num_workers else local * num_nodes
     chosen.check_fit(precision=precision.value, world_size=world_size)
-    # A process of an earlier Trainer's launch may make another one that it never runs: that one's launch is held to it.
+    # A process of an earlier Trainer's launch may create one that it never runs: only the launched one is checked.
     if launched_by() is None and (chosen.multi_device or not external):
         with suppress(RanksNotMetError):  # the rest is compared when a run begins
             environment.value.validate_settings(num_devices=local, num_nodes=num_nodes)
@@ -164,7 +164,7 @@ def _devices_of_processes(
 ) -> tuple[tuple[int, ...], str]:
     """Return ``devices="auto"`` where an external launcher has started the processes.
 
-    One for each process, if that is how the strategy works.
+    One for each process, if the strategy works that way.
     """
     local = environment.value.local_world_size()
     reason = f"devices='auto': {environment.alias} started {local} process(es) on this node"

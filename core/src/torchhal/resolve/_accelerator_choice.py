@@ -21,7 +21,7 @@ from torchhal.strategies import Strategy
 
 
 def choose_accelerator(request: Request, strategy: Strategy | None, notes: list[str]) -> ResolvedComponent:
-    """Return the accelerator; what "auto" had to leave out becomes a note."""
+    """Return the accelerator; those that "auto" skipped are reported in a note."""
     asked = request.accelerator
     is_auto = isinstance(asked, str) and asked.lower() == "auto"
     inside = None if strategy is None else strategy.given["accelerator"]
@@ -61,7 +61,7 @@ class _Candidate:
     name: str
     entry: RegistryEntry
     priority: int | None
-    """None: it could not even be asked."""
+    """None: the query itself failed."""
     reason: str
     """Why it can't be used; empty where it can."""
 
@@ -108,7 +108,7 @@ def _best(strategy: Any, notes: list[str]) -> ResolvedComponent:
 def undriven_device(entries: Iterable[RegistryEntry], plugins: Iterable[PluginRecord]) -> str:
     """Return a device that torch itself detects here and none of ``entries`` drives, and what to install; or "".
 
-    An extension's device (PrivateUse1) is not meant: whoever imported it knows. Nor is one whose plugin among
+    An extension's device (PrivateUse1) is not included, as the user has imported it. Nor is one whose plugin among
     ``plugins`` the user has disabled.
     """
     device = torch.accelerator.current_accelerator()
@@ -133,7 +133,7 @@ def _device_type(entry: RegistryEntry) -> str:
 def _missed(unusable: list[_Candidate], usable: list[_Candidate], best: int) -> list[_Candidate]:
     """Return the candidates that might have been taken.
 
-    Of a distribution's own, the first in line: a package for several kinds of hardware is there for one of them.
+    Only the first of each distribution: a package for several kinds of hardware is installed for one of them.
     """
     served = {candidate.entry.distribution for candidate in usable} - {USER}
     missed: list[_Candidate] = []
@@ -177,7 +177,7 @@ def _suits(candidate: _Candidate, wanted: type[Strategy] | None, strategy: Any) 
     cls = candidate.entry.load()
     if wanted.accelerators & {candidate.entry.component.alias, cls.name}:
         return True
-    # the name may mean another strategy on this hardware
+    # the name may select another strategy on this hardware
     return isinstance(strategy, str) and strategy.lower() in cls.substitutes.get("strategy", {})
 
 

@@ -15,7 +15,7 @@ def usable_ios() -> Iterator[tuple[RegistryEntry, CheckpointIO]]:
         if entry.availability():
             try:
                 io = entry.create()
-            except Exception:  # needs arguments, or is broken, in whatever way: nobody has asked for this one
+            except Exception:  # needs arguments, or is broken: this one was not requested
                 continue
             if "async" not in io.features:
                 yield entry, io

@@ -97,7 +97,7 @@ def _check_precision(accelerator: ResolvedComponent, strategy: ResolvedComponent
     value: Precision = precision.value
     names = {precision.alias, value.alias}
     if value.accelerators is not None:
-        # it knows better than the accelerator's list, which can't know of precisions that others write
+        # takes precedence over the accelerator's list, which can't include other packages' precisions
         if not value.accelerators & {accelerator.alias, hardware.name}:
             raise UnsupportedCombinationError(
                 f"precision {precision.alias!r} works on accelerator {_listed(value.accelerators)} "

@@ -62,9 +62,6 @@ def interactive_alias(alias: str, environment: ResolvedComponent, accelerator: A
     A session is interactive where no script can be run again. The replacement has workers that inherit everything,
     since what a cell has defined can't be imported; where they can't be forked, those of spawn, which names what it
     can't send.
-
-    Workers that inherit everything, for what a cell has defined can't be imported; where they can't be forked, those
-    of spawn, which says what it can't send.
     """
     if alias != "ddp" or launched_by() is not None or not why_no_script():
         return alias, ""
@@ -84,7 +81,7 @@ def launcher(
 ) -> tuple[str, str]:
     """Return the name of the launcher of a node's processes, and the reason.
 
-    Raises an error where the device doesn't survive it, or where it can't start any process.
+    Raises an error if the device doesn't work in its processes, or if it can't start any process.
     """
     if environment.value.creates_processes_externally:
         return "none", f"{environment.alias} has started the processes"

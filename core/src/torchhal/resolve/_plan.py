@@ -49,12 +49,12 @@ class Plan:
     devices: tuple[torch.device, ...]
     devices_reason: str
     num_nodes: int | None
-    """None: "auto", and known when the ranks have met."""
+    """None: "auto", determined when the ranks have met."""
     world_size: int
     launcher: str
     launcher_reason: str
     left_to_launcher: frozenset[str] = field(default=frozenset())
-    """``devices`` or ``num_nodes``, where they are "auto" and known when the ranks have met."""
+    """``devices`` or ``num_nodes``, where they are "auto" and determined when the ranks have met."""
     notes: tuple[str, ...] = field(default=())
     """Messages to show the user once, such as an "auto" that fell back."""
 

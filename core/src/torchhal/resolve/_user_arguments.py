@@ -1,6 +1,6 @@
 """Parts as users give them: aliases, classes and objects, in arguments of their own or in ``plugins=[...]``.
 
-Whatever is wrong with one, its type too, is a ConfigurationError: the Trainer's arguments have one kind of error.
+Any error in one, including its type, is a ConfigurationError: the Trainer's arguments have one kind of error.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def _kinds_of_name(name: str) -> list[str]:
             registry.find(kind, name)
         except UnknownAliasError:
             continue
-        except PluginError:  # two plugins have it, or its record is wrong: said when it turns out to be this one
+        except PluginError:  # two plugins have it, or its record is wrong: raised later if it is the selected one
             pass
         kinds.append(kind)
     return kinds

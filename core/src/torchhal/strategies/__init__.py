@@ -1,4 +1,4 @@
-"""Strategies: how a model, its optimizers and its processes act together."""
+"""Strategies: run a model and its optimizers on one or several processes."""
 
 from torchhal._overrides import overrides
 from torchhal.strategies._forward_through import forward_through

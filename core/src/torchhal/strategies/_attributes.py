@@ -34,14 +34,14 @@ class StrategyAttributes:
         checkpoint_io: CheckpointIO | None = None,
         cluster_environment: ClusterEnvironment | None = None,
     ) -> None:
-        """Take the components that the user chose.
+        """Store the components that the user chose.
 
         Args:
             accelerator: None, as for all: ``resolve`` chooses it.
             precision: how the model computes.
             precision_plugin: another name of ``precision``.
             checkpoint_io: how checkpoints are written.
-            cluster_environment: who starts the processes.
+            cluster_environment: what starts the processes.
 
         Raises:
             ConfigurationError: ``precision`` and ``precision_plugin`` are both given and differ.
@@ -71,7 +71,7 @@ class StrategyAttributes:
         self.devices: list[torch.device] = []
         self.num_nodes = 1
         self.left_to_launcher: frozenset[str] = frozenset()
-        """``devices`` or ``num_nodes``, where they are "auto" and known only when the ranks have met."""
+        """``devices`` or ``num_nodes``, where they are "auto" and determined when the ranks have met."""
         self._reset()
 
     def _reset(self) -> None:
@@ -105,7 +105,7 @@ class StrategyAttributes:
         devices: Sequence[torch.device],
         num_nodes: int,
     ) -> None:
-        """Take the components that ``resolve`` chose.
+        """Store the components that ``resolve`` chose.
 
         Starts nothing; called once in each process, before :meth:`make_launcher`.
 
@@ -113,7 +113,7 @@ class StrategyAttributes:
             accelerator: the kind of hardware.
             precision: how the model computes.
             checkpoint_io: how checkpoints are written.
-            cluster_environment: who starts the processes; None for a strategy of one process.
+            cluster_environment: what starts the processes; None for a strategy of one process.
             devices: the devices of this node, in the order of local ranks.
             num_nodes: number of nodes of the job.
         """

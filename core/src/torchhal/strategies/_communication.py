@@ -112,7 +112,7 @@ class StrategyCommunication(StrategyAttributes, ABC):
 
         Raises:
             ValueError: ``op`` is none of these.
-            DistributedError: on every rank alike, when their structures, types, dtypes or shapes differ.
+            DistributedError: on every rank, when their structures, types, dtypes or shapes differ.
 
         Checks: STR-01 to STR-04, STR-45, STR-46.
         """
@@ -149,7 +149,7 @@ class StrategyCommunication(StrategyAttributes, ABC):
             A new tensor of shape (world_size, ...) on :attr:`root_device`, for one rank too.
 
         Raises:
-            DistributedError: on every rank alike, when shapes or dtypes differ.
+            DistributedError: on every rank, when shapes or dtypes differ.
 
         Checks: STR-04, STR-09 to STR-11.
         """
@@ -171,10 +171,10 @@ class StrategyCommunication(StrategyAttributes, ABC):
         Called on every rank.
 
         Args:
-            name: what the error message calls the barrier.
+            name: name of the barrier in the error message.
 
         Raises:
-            CollectiveTimeoutError: ranks are missing when the timeout is over; names them.
+            CollectiveTimeoutError: ranks are missing when the timeout expires; names them.
 
         Checks: STR-08.
         """

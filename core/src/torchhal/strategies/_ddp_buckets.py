@@ -1,12 +1,12 @@
 """The order in which DistributedDataParallel's buckets hold gradients: read from a wrapper, put into another.
 
-A ring adds the parts of a buffer up from different ranks on, so with three ranks or more the place of a gradient
-decides how its sum is rounded. The wrapper chooses the places twice: for its first iteration by the order of the
+A ring sums each part of a buffer starting at a different rank, so with three ranks or more the place of a gradient
+determines how its sum is rounded. The wrapper chooses the places twice: for its first iteration by the order of the
 parameters, and from the second on by that in which the gradients of the first came (``Reducer::rebuild_buckets``). A
 run that is resumed has a first iteration that the unbroken one doesn't have.
 
 All names by which this can be done are torch's private ones. Where one is missing, the order is neither saved nor set,
-and rank 0 says so once.
+and rank 0 logs that once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def read_bucket_order(wrapper: DistributedDataParallel) -> list[str] | None:
     """
     if not _has_names(wrapper):
         return None
-    with torch.inference_mode(False):  # a save inside a validation must not make buffers that no training may write to
+    with torch.inference_mode(False):  # a save in a validation must not create inference tensors
         wrapper.reducer._rebuild_buckets()  # which the next forward would do, if it is due
     wrapper.logger.set_runtime_stats_and_log()  # type: ignore[union-attr]
     told = wrapper._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices")  # type: ignore[no-untyped-call]
@@ -56,7 +56,7 @@ def set_bucket_order(wrapper: DistributedDataParallel, order: Sequence[str]) -> 
     parameters, sparse = wrapper._build_params_for_reducer()  # type: ignore[no-untyped-call]
     places = [names.index(name) for name in order]
     ordered = [parameters[place] for place in places]
-    # As unpickling a wrapper does it. The reducer that was there goes, and its hooks on the parameters with it.
+    # As unpickling a wrapper does it. The previous reducer is freed, together with its hooks on the parameters.
     wrapper._ddp_init_helper(  # type: ignore[no-untyped-call]
         ordered,
         [sparse[place] for place in places],
@@ -71,7 +71,7 @@ def set_bucket_order(wrapper: DistributedDataParallel, order: Sequence[str]) -> 
 
 
 def _has_names(wrapper: DistributedDataParallel) -> bool:
-    """Return whether this torch has all that the order is read and set by; the same on every rank."""
+    """Return whether this torch has all names needed to read and set the order; the same on every rank."""
     for name in _NAMES:
         try:
             functools.reduce(getattr, name.split("."), wrapper)
@@ -100,7 +100,7 @@ def _names(wrapper: DistributedDataParallel) -> list[str]:
 
 
 def _rebuilds(wrapper: DistributedDataParallel) -> bool:
-    """Return whether it rebuilds its buckets after its first iteration, and has nothing a new reducer would lose."""
+    """Return whether it rebuilds its buckets after its first iteration, and a new reducer would lose no state."""
     return not (
         wrapper.find_unused_parameters
         or wrapper.static_graph  # whose first iteration records the graph in buckets of its own

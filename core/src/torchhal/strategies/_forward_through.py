@@ -1,4 +1,4 @@
-"""A step of a module run as the forward of what wraps the module."""
+"""Run a step of a module as the forward of its wrapper."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ def forward_through(strategy: Any, module: Any, step: Callable[..., Any]) -> Cal
     """Return ``step`` as the forward of ``strategy.model``, which wraps ``module`` and hooks only forward.
 
     While the wrapper calls the module, the module's forward is the step; inside the step it is its own again, so
-    that the user's ``self(x)`` means what it says. So are its hooks: those that the user has registered belong to
-    ``self(x)`` and would see the step's batch and loss otherwise, while those of the wrapper belong to its call. The
-    wrapper is looked up each time: whoever keeps the step does not keep the wrapper, and what it holds of the process
-    group, beyond the strategy's life.
+    that the user's ``self(x)`` calls it. The same holds for its hooks: those that the user has registered belong to
+    ``self(x)`` and would get the step's batch and loss otherwise, while those of the wrapper belong to its call. The
+    wrapper is looked up each time: a reference to the step doesn't keep the wrapper, and its references to the process
+    group, alive after the strategy's teardown.
     """
     attributes = module.__dict__
     own: dict[str, Any] = {}
-    """What stands in for attributes of the module; a forward only if one was set on the instance."""
+    """Replacements for attributes of the module; a forward only if one was set on the instance."""
 
     def restore() -> None:
         if "forward" not in own:
@@ -31,7 +31,7 @@ def forward_through(strategy: Any, module: Any, step: Callable[..., Any]) -> Cal
         hidden = {name: attributes[name] for name in own if name != "forward"}
         restore()
         output = step(*args, **kwargs)
-        if hidden:  # torch looks them up once more, if the wrapper has hooks or there are global ones
+        if hidden:  # torch reads them once more, if the wrapper has hooks or there are global ones
             own.update((name, attributes[name]) for name in hidden)
             attributes.update(hidden)
         return output
@@ -49,7 +49,7 @@ def forward_through(strategy: Any, module: Any, step: Callable[..., Any]) -> Cal
         try:
             return wrapper(*args)
         finally:
-            if attributes.get("forward") is redirected:  # the wrapper never reached the module
+            if attributes.get("forward") is redirected:  # the wrapper didn't call the module
                 restore()
             else:
                 attributes.update((name, own[name]) for name in own if name != "forward")

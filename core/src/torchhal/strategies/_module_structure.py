@@ -14,7 +14,7 @@ from torchhal.errors import DistributedError
 
 
 def check_same_tensors(tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Raise DistributedError, on every rank alike, when names, shapes, dtypes or order of ``tensors`` differ."""
+    """Raise DistributedError, on every rank, when names, shapes, dtypes or order of ``tensors`` differ."""
     described = [
         (name, "lazy" if is_lazy(tensor) else tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad)
         for name, tensor in tensors

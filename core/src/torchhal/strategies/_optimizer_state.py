@@ -64,7 +64,7 @@ def check_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> Non
 def check_scheduler_state(scheduler: Any, state: Mapping[str, Any]) -> None:
     """Raise CheckpointMismatchError where a value of ``state`` can't be this scheduler's.
 
-    What a class that isn't torch's keeps beside torch's own attributes may grow, and may become something from None.
+    Additional attributes of a class that isn't torch's may grow, and may change from None to a value.
     """
     counts = _counts(type(scheduler))
     for name, value in scheduler.state_dict().items():
@@ -123,7 +123,7 @@ def _after_hooks(optimizer: Optimizer, state: dict[str, Any]) -> Mapping[str, An
 def _completed(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
     """Return ``groups`` with what the optimizer's ``__setstate__`` adds to those of older releases.
 
-    Where that can't be tried, the groups are returned as they are, and nothing of them is lost.
+    Where that can't be tried, the groups are returned as they are, complete.
     """
     try:
         trial: Any = object.__new__(type(optimizer))
@@ -138,7 +138,7 @@ def _completed(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> Seq
 def _refusal(optimizer: Optimizer, group: Mapping[str, Any]) -> str:
     """Return the error of the constructor of one of torch's classes for the options in ``group``; "" for none.
 
-    The learning rate is left out: schedulers may lead it out of its domain.
+    The learning rate is left out: schedulers may move it out of its domain.
     """
     if not _is_torchs(optimizer):
         return ""
@@ -154,7 +154,7 @@ def _refusal(optimizer: Optimizer, group: Mapping[str, Any]) -> str:
 def parameters_without_state(optimizer: Optimizer, state: Mapping[str, Any]) -> list[int]:
     """Return the numbers of trained parameters that ``state``, in torch's form, lacks while it has others.
 
-    They got no gradient before the save, or their state was taken out.
+    They had no gradient before the save, or their state was removed.
     """
     if "param_groups" not in state or not state["state"]:
         return []
@@ -233,7 +233,7 @@ def _alike(saved: Any, own: Any, *, grows: bool = False) -> bool:
     Args:
         saved: the value from the state.
         own: the value that is there.
-        grows: whether it may be None, replace None whatever it is, and be a sequence of another length.
+        grows: whether it may be None, replace None with any type, and be a sequence of another length.
     """
     if grows and (own is None or saved is None):
         return True
@@ -242,7 +242,7 @@ def _alike(saved: Any, own: Any, *, grows: bool = False) -> bool:
     if own is None:
         return saved is None or isinstance(saved, bool | int | float | torch.Tensor)
     if isinstance(own, bool):
-        return saved is None or isinstance(saved, bool)  # torch's switches have three positions
+        return saved is None or isinstance(saved, bool)  # torch's switches are True, False or None
     if _is_number(own):
         return not isinstance(saved, bool) and _is_number(saved) and float(saved) == float(saved)
     if isinstance(own, tuple | list):

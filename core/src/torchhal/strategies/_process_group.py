@@ -1,4 +1,4 @@
-"""Check and adjust torch's default process group where its own set-up falls short."""
+"""Check and adjust torch's default process group where its own set-up is insufficient."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torchhal.errors import ConfigurationError
 def set_default_backend(group: Any, backend: str, device_type: str) -> None:
     """Make the device's backend the default one of a process group with several.
 
-    torch looks up hooks in the default backend, when the group ends at the latest; by itself it detects hardly more
-    than its own backends as the default, and warns on every rank that it has found none.
+    torch looks up hooks in the default backend, when the group ends at the latest; by itself it detects few backends
+    other than its own as the default, and warns on every rank that it has found none.
 
     Args:
         group: a process group.
@@ -22,7 +22,7 @@ def set_default_backend(group: Any, backend: str, device_type: str) -> None:
         device_type: torch's device type.
     """
     name = ""
-    if ":" in backend:  # of one alone torch knows it
+    if ":" in backend:  # with one backend torch detects it
         name = dict(part.split(":", 1) for part in backend.split(",")).get(device_type, "")
     kind = getattr(dist.Backend, "backend_type_map", {}).get(name.lower())
     if kind is not None and hasattr(group, "_set_default_backend"):
@@ -53,7 +53,7 @@ def reset_group_count() -> None:
     """Reset torch's count of process groups, which is a part of the default group's keys in the store.
 
     torch counts the groups of a process and begins again when a default group ends. One that failed in its set-up has
-    been counted and never ends: the rank on which it failed would wait under another number than the others.
+    been counted and never ends: its rank would then wait under another number than the others.
     """
     world: Any = getattr(dist.distributed_c10d, "_world", None)
     if hasattr(world, "group_count"):

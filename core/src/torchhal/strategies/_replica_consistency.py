@@ -1,4 +1,4 @@
-"""Refuse layers by which replicas of a model would come apart, and compare the replicas' weights after a fit."""
+"""Refuse layers that would let replicas of a model diverge, and compare the replicas' weights after a fit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchhal.distributed import collectives
 from torchhal.errors import ModelError
 
 _PIECE, _PROJECTIONS = 1 << 17, 8
-_PLAIN = (torch.Tensor, nn.Parameter)  # others can't be told apart by their bytes
+_PLAIN = (torch.Tensor, nn.Parameter)  # other classes can't be compared by their bytes
 
 NamedPart = tuple[str, Any, torch.Tensor]
 """A parameter's name, the part of it (any value with one ``repr`` on all ranks with the same one), and that part."""
@@ -28,7 +28,7 @@ def check_lookups(module: nn.Module, why: str) -> None:
 
     Args:
         module: the whole model.
-        why: what becomes of these writes, to end the sentence with.
+        why: the effect of these writes, to end the sentence with.
     """
     for name, layer in module.named_modules():
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.max_norm is not None:
@@ -47,7 +47,7 @@ def check_frequencies(module: nn.Module, who: str) -> None:
 
     Args:
         module: the whole model.
-        who: what counts in its own share of the batch alone, to go on with.
+        who: what counts only in its own share of the batch, to continue the sentence with.
     """
     for name, layer in module.named_modules():
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.scale_grad_by_freq:
@@ -65,7 +65,7 @@ def find_difference(parts: Iterable[NamedPart], when: str = "after the fit") -> 
 
     A difference within :func:`rounding` is a warning on rank 0 instead. Called on every rank of the process group. Each
     sends one digest; a checksum of each part where these differ, as those of ranks with different parts do; and names
-    only of what differs.
+    only of the parts that differ.
     """
     mine = {_digest(name, place): (name, part) for name, place, part in parts if type(part) in _PLAIN}
     sums = {key: _crc(part) for key, (_, part) in mine.items()}

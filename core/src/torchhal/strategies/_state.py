@@ -183,7 +183,7 @@ class StrategyState(StrategyCommunication):
         """
 
     def accumulated_gradients(self) -> dict[str, torch.Tensor]:
-        """Return the gradients of an accumulation that has not stepped yet, for a checkpoint in its midst.
+        """Return the gradients of an accumulation that has not stepped yet, for a checkpoint during it.
 
         Called on every rank; afterwards the gradients of all ranks are those that rank 0 saves.
 
@@ -216,7 +216,7 @@ class StrategyState(StrategyCommunication):
     ) -> None:
         """Write a checkpoint through the checkpoint IO.
 
-        Called on every rank; returns, or raises, on all of them alike. An IO without the feature ``sharded`` runs on
+        Called on every rank; returns, or raises, on all of them. An IO without the feature ``sharded`` runs on
         rank 0 only.
 
         Args:
@@ -231,7 +231,7 @@ class StrategyState(StrategyCommunication):
         """
         error: BaseException | None = None
         if self.world_size > 1 and "sharded" in self.checkpoint_io.features:
-            # shards that lie in several folders look like a checkpoint in each of them
+            # shards in several folders would look like a checkpoint in each of them
             paths = self.all_gather_object(path)
             if len(set(paths)) > 1:
                 raise CheckpointError(f"every rank must save to the same path (got {', '.join(map(repr, paths))})")
@@ -280,7 +280,7 @@ class StrategyState(StrategyCommunication):
     def remove_checkpoint(self, path: str) -> None:
         """Remove what :meth:`save_checkpoint` wrote.
 
-        Called on every rank; returns, or raises, on all of them alike. Rank 0 acts unless the IO is sharded.
+        Called on every rank; returns, or raises, on all of them. Rank 0 acts unless the IO is sharded.
 
         Args:
             path: that of the save.

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of :meth:`.Strategy.optimizer_step`: how far the step has taken the model.
+    """Result of :meth:`.Strategy.optimizer_step`: the steps to count, and whether parameters changed.
 
     Attributes:
         steps: optimizer steps to count: 1; 0 where none was due yet; more where the state of other processes, which

@@ -217,7 +217,7 @@ class StrategySteps(StrategyCommunication):
         return self.precision.clip_gradients(optimizer, clip_val, algorithm)
 
     def grad_norm(self, optimizer: Optimizer) -> torch.Tensor:
-        """Return the 2-norm over all gradients of ``optimizer``, on whichever ranks they are; nothing is changed.
+        """Return the 2-norm over all gradients of ``optimizer``, on any rank; nothing is changed.
 
         For hooks between the last backward and the step, on every rank. Where ranks have different parameters, or
         shards of them, as in a pipeline, ``torch.nn.utils.get_total_norm`` computes the norm of this rank's alone.
@@ -242,7 +242,7 @@ class StrategySteps(StrategyCommunication):
             closure: runs inside the step: forward, backward and clipping included.
 
         Returns:
-            How many steps the model got further, and whether parameters changed; an override may also return a bool, as
+            The number of steps to count, and whether parameters changed; an override may also return a bool, as
             :meth:`.StepResult.of` takes it.
 
         Checks: STR-16.

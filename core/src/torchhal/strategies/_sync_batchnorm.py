@@ -1,7 +1,7 @@
 """Batch norms over the batches of all ranks, as ``torch.nn.SyncBatchNorm``, which torch has for GPUs only.
 
-The layers stay what they are: for the length of a run they have another forward. References to them, their hooks and
-the names in checkpoints hold.
+The layers are kept, with another forward for the duration of a run. References to them, their hooks and the names in
+checkpoints remain valid.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def synchronize_batchnorms(module: nn.Module, group: Any) -> list[nn.Module]:
         The layers, for :func:`restore_batchnorms`.
 
     Raises:
-        ModelError: a batch norm has a forward of its own, which nobody can divide.
+        ModelError: a batch norm has its own forward, which can't be divided over ranks.
     """
     layers = []
     for name, layer in module.named_modules():
@@ -52,7 +52,7 @@ def _is_torch_forward(layer: nn.Module) -> bool:
 
 
 def restore_batchnorms(layers: list[nn.Module]) -> None:
-    """Let each compute over the batch of its own rank again."""
+    """Restore the layers' own forward, over the batch of one rank."""
     for layer in layers:
         layer.__dict__.pop("forward", None)
 
@@ -71,7 +71,7 @@ def _torch_layers(module: nn.Module) -> Iterator[str]:
 
 
 class _SynchronizedForward:
-    """The forward of one layer. A copy of the model is no part of the run: there the layer has its own."""
+    """The forward of one layer. In a copy of the model, which isn't part of the run, the layer uses its own."""
 
     def __init__(self, layer: _BatchNorm, group: Any) -> None:
         self.layer = layer
@@ -112,7 +112,7 @@ def _synchronized_batch_norm(input: torch.Tensor, layer: _BatchNorm, momentum: f
     count = values.new_full((1,), values.numel() / channels)
     total = _SumOverRanks.apply(torch.cat([values.sum(dims), count]), group)  # type: ignore[no-untyped-call]
     mean, count = total[:channels] / total[channels], total[channels]
-    # Not from the sum of squares: that loses the digits of a variance that is small beside the mean.
+    # Not from the sum of squares, which is inaccurate for a variance that is small relative to the mean.
     centered = values - mean.view(shape)
     variance = _SumOverRanks.apply(centered.square().sum(dims), group) / count  # type: ignore[no-untyped-call]
     if layer.track_running_stats and layer.running_mean is not None and layer.running_var is not None:
@@ -131,7 +131,7 @@ def _synchronized_batch_norm(input: torch.Tensor, layer: _BatchNorm, momentum: f
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """The sum over all ranks, which the loss of each depends on: backward sums what all losses say about it."""
+    """The sum over all ranks, which the loss of each depends on: backward sums the gradients of all losses."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: Any) -> torch.Tensor:

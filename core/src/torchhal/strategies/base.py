@@ -175,7 +175,7 @@ class Strategy(StrategySteps, StrategyState):
     def setup_environment(self) -> None:
         """Select the device and set up communication.
 
-        Called on every rank; idempotent within one life.
+        Called on every rank; idempotent until :meth:`teardown`.
 
         Raises:
             AcceleratorUnavailableError: the hardware can't be used here.
@@ -194,7 +194,7 @@ class Strategy(StrategySteps, StrategyState):
         self._environment_ready = True
 
     def _watch_ranks(self, store: Store) -> None:
-        """Start :attr:`watch`, once in a life: before a set-up in which the ranks wait for each other in C."""
+        """Start :attr:`watch`, once per set-up, before the ranks wait for each other in C."""
         if self._watch is None or self._watch.world_size == 1:
             self._watch = RankMonitor(store, self.global_rank, self.world_size).start()
 
@@ -258,7 +258,7 @@ class Strategy(StrategySteps, StrategyState):
 
     @contextmanager
     def _recorded(self, name: str, done: set[str]) -> Iterator[None]:
-        """Add ``name`` to ``done`` when a call of that method, whoever overrides it, finishes inside the context."""
+        """Add ``name`` to ``done`` when a call of that method, overridden or not, finishes inside the context."""
         method = getattr(self, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -279,7 +279,7 @@ class Strategy(StrategySteps, StrategyState):
     def setup(self, trainer: Any) -> None:
         """Set up the model and the optimizers, in this order.
 
-        Called on every rank. An override may do more, or only some of it.
+        Called on every rank. An override may do more, or only a part of it.
 
         Args:
             trainer: the Trainer of the run.
@@ -371,7 +371,7 @@ class Strategy(StrategySteps, StrategyState):
             self._take_connected(model)
 
     def _take_connected(self, model: Any) -> None:
-        """Continue with a model that the precision has returned in the place of :attr:`model`, or around it."""
+        """Continue with a model that the precision has returned as a replacement or wrapper of :attr:`model`."""
         if self.model is self.module and callable(getattr(model, "training_step", None)):
             self.module = self.model = model
         elif isinstance(model, nn.Module) and any(part is self.module for part in model.modules()):
@@ -392,7 +392,7 @@ class Strategy(StrategySteps, StrategyState):
         """
 
     def check_replicas(self) -> None:
-        """Raise an error, on every rank alike, where replicas of the model have come apart.
+        """Raise an error, on every rank, if replicas of the model have diverged.
 
         Called once, on every rank, when a fit has made its last step. Nothing by default: there is one model.
 
@@ -401,7 +401,7 @@ class Strategy(StrategySteps, StrategyState):
         """
 
     def restore_module(self) -> None:
-        """Make the user's module whole and unwrapped on every rank, for what the program does with it next.
+        """Make the user's module whole and unwrapped on every rank, for later use by the program.
 
         Called on every rank after a run that succeeded, while the ranks are still connected.
         """
@@ -426,7 +426,7 @@ class Strategy(StrategySteps, StrategyState):
             stack.callback(self._release_model)
 
     def _release_model(self) -> None:
-        """Unwrap the module, forget the run and move the module and the state of its optimizers to the CPU."""
+        """Unwrap the module, reset the run's attributes, move the module and its optimizers' state to the CPU."""
         restore_batchnorms(self._synchronized)
         self._synchronized = []
         self.model = self.module

@@ -27,15 +27,15 @@ _DDP_OPTIONS = set(inspect.signature(DistributedDataParallel.__init__).parameter
 class DDPStrategy(ParallelStrategy):
     """``torch.nn.parallel.DistributedDataParallel`` over one process per device.
 
-    Each rank sees its share of the data; gradients are averaged, so the loss of each rank must be a mean over a
-    batch of the same size for the result to equal one process on the joined batch. What else would change weights on
+    Each rank trains on its share of the data; gradients are averaged, so the loss of each rank must be a mean over a
+    batch of the same size for the result to equal one process on the joined batch. A layer that changes weights on
     each rank by its own batch, ``nn.Embedding(max_norm=...)``, is refused; when a fit ends, the ranks compare checksums
     of their weights.
 
     Args:
         find_unused_parameters: allow parameters that a step does not use (costs a walk over the graph per step). What
             is frozen stays in the wrapper, its gradients sent as zeros, to the end of the first epoch that doesn't
-            train it, so that freezing by turns wraps nothing anew.
+            train it, so that alternating freezing needs no new wrapper.
         static_graph: promise that every step uses the same parameters in the same order.
         comm_hook: a DDP communication hook, called with ``comm_state``. It may let replicas differ by design, as a
             local SGD does, so with one they are not compared after a fit.
@@ -80,9 +80,9 @@ class DDPStrategy(ParallelStrategy):
         self._trained_in_epoch: list[bool] = []
         """True for those that were trained at any time of this epoch."""
         self._same_values = False
-        """True if ranks are known to have the same weights when the model is wrapped."""
+        """True if the ranks have the same weights when the model is wrapped."""
         self._bucket_order: list[str] | None = None
-        """That of the present wrapper, where it was restored; else the wrapper knows."""
+        """That of the present wrapper, where it was restored; else the wrapper has it."""
         self._saved_order: list[str] | None = None
         """That of the run which is continued, until the first epoch begins."""
 
@@ -96,7 +96,7 @@ class DDPStrategy(ParallelStrategy):
         self._was_trained = list(map(_requires_grad, self._parameters))
         self._trained_in_epoch = list(self._was_trained)
         self._is_averaged = list(self._was_trained)
-        if self._may_leave_out:  # averaged too: they may be trained again, by turns with others
+        if self._may_leave_out:  # averaged too: they may be unfrozen again, alternating with others
             self._is_averaged = [
                 now or before.get(each, False) for each, now in zip(self._parameters, self._was_trained, strict=True)
             ]
@@ -147,7 +147,7 @@ class DDPStrategy(ParallelStrategy):
         """Wrap again without what no step of the last epoch has trained: its gradients are sent as zeros."""
         pairs = list(zip(self._is_averaged, self._trained_in_epoch, strict=True))
         self._trained_in_epoch = list(self._was_trained)
-        if self.model_is_connected:  # what the precision has put around the wrapper would keep it
+        if self.model_is_connected:  # the precision's wrapper around it would keep it
             return
         if self._may_leave_out and any(averaged and not trained for averaged, trained in pairs):
             self._is_averaged = [averaged and trained for averaged, trained in pairs]
@@ -159,7 +159,7 @@ class DDPStrategy(ParallelStrategy):
         return list(map(_requires_grad, self._parameters)) != self._was_trained
 
     def _follow_trained(self) -> None:
-        """Average what is trained now, by a new wrapper where the present one can't."""
+        """Average the parameters trained now, with a new wrapper if the present one can't."""
         now = list(map(_requires_grad, self._parameters))
         averaged = all(there for there, trained in zip(self._is_averaged, now, strict=True) if trained)
         if not (averaged and self._may_leave_out and isinstance(self.model, DistributedDataParallel)):
@@ -174,11 +174,11 @@ class DDPStrategy(ParallelStrategy):
         if self.world_size > 1:
             with self.guard(self._comparison()):
                 self.check_same_parameters(self.module)
-                # in the midst of an accumulation, the wrapper averages from here on the gradients of what is trained
+                # during an accumulation, the wrapper averages from here on the gradients of the trained parameters
                 collectives.average_gradients(self._frozen_since(), frozen=True)
 
     def _comparison(self) -> str:
-        """Name the comparison of ranks after parameters were frozen or unfrozen: others may have frozen nothing."""
+        """Name the comparison of ranks after parameters were frozen or unfrozen, maybe on some ranks only."""
         assert self.module is not None
         names = {parameter: name for name, parameter in self.module.named_parameters()}
         for parameter, before in zip(self._parameters, self._was_trained, strict=True):
@@ -198,7 +198,7 @@ class DDPStrategy(ParallelStrategy):
         paused = getattr(self.model, "require_backward_grad_sync", True) is False
         self._compare_trained()
         self.model = self.module
-        gc.collect()  # the old wrapper's hooks on the parameters go with it, and it is part of a cycle
+        gc.collect()  # frees the old wrapper, which is part of a cycle, with its hooks on the parameters
         self._same_values = self._has_same_parameters
         try:
             self.wrap_model(training=True)
@@ -233,7 +233,7 @@ class DDPStrategy(ParallelStrategy):
         through = forward_through(self, self.module, step)
 
         def call(*args: Any) -> Any:
-            if self._trained_others:  # a hook between two batches has frozen or unfrozen something
+            if self._trained_others:  # a hook between two batches has frozen or unfrozen parameters
                 self._follow_trained()
             return step(*args) if self.model is self.module else through(*args)
 
@@ -244,7 +244,7 @@ class DDPStrategy(ParallelStrategy):
         return bool(getattr(self.module, "automatic_optimization", True))
 
     def no_backward_sync(self) -> AbstractContextManager[Any] | None:
-        # static_graph asserts inside torch when its first backward is under no_sync: averaging each time is right too
+        # static_graph asserts inside torch when its first backward is under no_sync: averaging each time is correct too
         pauses = self.model is self.module or hasattr(self.model, "no_sync")  # what is bare now may be wrapped later
         return _Paused(self) if pauses and not self.static_graph else None
 
@@ -256,8 +256,8 @@ class DDPStrategy(ParallelStrategy):
         if late:
             with self.guard("averaging of the gradients"):
                 collectives.average_gradients(late)
-        # Here and not at the next forward, where torch looks: a parameter that this rank alone left out keeps the
-        # others in their averaging, and whatever collective this rank came to next would be taken for its part in it.
+        # Here and not at the next forward, where torch checks: a parameter left out on this rank only keeps the
+        # others waiting in the averaging, and this rank's next collective would be matched with it.
         if isinstance(self.model, DistributedDataParallel) and hasattr(self.model, "_check_reducer_finalized"):
             self.model._check_reducer_finalized()  # type: ignore[no-untyped-call]
 
@@ -305,7 +305,7 @@ class DDPStrategy(ParallelStrategy):
         self._restore_buckets()
 
     def accumulated_gradients(self) -> dict[str, torch.Tensor]:
-        """Return averaged copies: this rank goes on with its own, averaged with the rest of the accumulation."""
+        """Return averaged copies: this rank keeps its own, averaged with the rest of the accumulation."""
         assert self.module is not None
         parameters = list(self.module.parameters())
         own = [
@@ -339,14 +339,14 @@ class DDPStrategy(ParallelStrategy):
     def check_replicas(self) -> None:
         """Compare the replicas where DistributedDataParallel itself averages in each step.
 
-        A hook or another wrapper may average now and then only, as local SGD does.
+        A hook or another wrapper may average only occasionally, as local SGD does.
         """
         wrappers = [part for part in self.model.modules() if isinstance(part, DistributedDataParallel)]
         if wrappers and self.comm_hook is None and not getattr(wrappers[0], "_comm_hooks", ()):
             super().check_replicas()
 
     def parameters_to_ignore(self) -> Collection[str]:
-        """Return the names that ``DistributedDataParallel`` was given to leave alone."""
+        """Return the names that ``DistributedDataParallel`` was given to ignore."""
         names: Collection[str] = getattr(self.module, "_ddp_params_and_buffers_to_ignore", ())
         return names
 
@@ -357,7 +357,7 @@ class DDPStrategy(ParallelStrategy):
         return estimate.plus(estimate.gradients, "gradients are sent in buckets of their size: gradient_as_bucket_view")
 
     def explain(self, error: BaseException) -> BaseException:
-        """Return DDP's message for an unused parameter, with its name and what to do about it here."""
+        """Return DDP's message for an unused parameter, with its name and the remedy here."""
         said = message_of(error)
         if "Expected to have finished reduction in the prior iteration" in said:
             return DistributedError(
@@ -385,10 +385,10 @@ class DDPStrategy(ParallelStrategy):
 
 
 def _free_group_last(wrapper: DistributedDataParallel) -> None:
-    """Let the wrapper's reducer die before the process group does, however long the wrapper lives.
+    """Free the wrapper's reducer before the process group, even if the wrapper is kept.
 
     The reducer is freed under the GIL. Were it the last to hold the group, it would join the group's thread, which
-    may itself be waiting for the GIL to let go of a finished collective: the process would hang. The attributes of
+    may itself be waiting for the GIL to release a finished collective: the process would hang. The attributes of
     an object are released in the order in which they were set, and the group, as a Python object, frees itself
     without the GIL.
     """
@@ -396,7 +396,7 @@ def _free_group_last(wrapper: DistributedDataParallel) -> None:
 
 
 class _Paused:
-    """``no_sync()`` of the wrapper of the moment, which can be entered many times and costs two assignments."""
+    """``no_sync()`` of the current wrapper, which can be entered many times and costs two assignments."""
 
     def __init__(self, strategy: DDPStrategy) -> None:
         self.strategy = strategy

@@ -1,4 +1,4 @@
-"""Refuse models, optimizers and schedulers that a strategy can't train, before it does.
+"""Refuse models, optimizers and schedulers that a strategy can't train, before training.
 
 Each check is for one property that several engines can't work with. A strategy gives its cause as ``reason``, which
 begins the message and is continued with "and"::

@@ -36,11 +36,11 @@ class ParallelStrategy(Strategy):
     """One process per device, joined in a torch process group; the base class of strategies for several devices.
 
     Args:
-        start_method: how the processes of a node start when nobody outside has: ``"subprocess"`` runs the script
+        start_method: how the processes of a node start if no launcher outside does it: ``"subprocess"`` runs the script
             again for each, ``"spawn"``, ``"fork"`` and ``"forkserver"`` start workers that run only the Trainer's
             call.
         process_group_backend: None for the accelerator's.
-        timeout: how long whatever waits for other ranks does so: to meet them, in a barrier, in a collective.
+        timeout: the longest wait for other ranks: to meet them, in a barrier, in a collective.
         parts: see :class:`Strategy`.
     """
 
@@ -79,10 +79,10 @@ class ParallelStrategy(Strategy):
         self.process_group_backend = process_group_backend
         self.timeout = timeout
         self.gradients_synced = False
-        """True if :meth:`manual_backward` has run in this life: without it, ranks that optimize by hand drift apart."""
+        """True if :meth:`manual_backward` has run since set-up: without it, ranks with manual optimization diverge."""
         self._owns_process_group = False
         self._generation: int | None = None
-        """The number of the set-up that has begun, on all ranks alike."""
+        """The number of the current set-up, equal on all ranks."""
         self._group_store: Store | None = None
         """The new process group's, while it is set up."""
         self._shared_threads = ExitStack()
@@ -124,7 +124,7 @@ class ParallelStrategy(Strategy):
         )
 
     def _join(self, environment: ClusterEnvironment) -> None:
-        """Let the ranks find out what no variable says of their nodes, and compare it with what was asked for."""
+        """Determine the node data that no variable holds, and compare it with the request."""
         try:
             environment.join(self.timeout)
             if "num_nodes" in self.left_to_launcher:
@@ -134,12 +134,12 @@ class ParallelStrategy(Strategy):
             processes = self.num_local_processes(len(self.devices))
             environment.configure(num_nodes=self.num_nodes, local_world_size=processes)
             environment.validate_settings(num_devices=processes, num_nodes=self.num_nodes)
-        except BaseException as error:  # the others will meet in a set-up
+        except BaseException as error:  # the others wait for this rank in a set-up
             withdraw(environment, next_generation(), error)
             raise
 
     def _take_devices(self, local_world_size: int) -> None:
-        """Take one device for each process of this node, if that is how this strategy works."""
+        """Use one device for each process of this node, if the strategy works that way."""
         if self.num_local_processes(local_world_size) == local_world_size:
             self.devices = list(self.accelerator.get_parallel_devices(self.accelerator.parse_devices(local_world_size)))
 
@@ -184,7 +184,7 @@ class ParallelStrategy(Strategy):
         self._error_before = sys.exc_info()[1]
         self._generation = next_generation()
         try:
-            self.environment.join(self.timeout)  # a loop of one's own may come here without a launcher
+            self.environment.join(self.timeout)  # a custom loop may call this without a launcher
             self._share_cores()
             self.accelerator.setup_process(
                 global_rank=self.global_rank, local_rank=self.local_rank, world_size=self.world_size
@@ -197,11 +197,11 @@ class ParallelStrategy(Strategy):
             self._group_store = self._generation = None
 
     def _leave_set_up(self, error: BaseException, generation: int) -> None:
-        """Announce to the others that this rank's set-up has failed, and leave nothing of it to the next one."""
+        """Announce to the others that this rank's set-up has failed, and discard its state."""
         store = self._group_store
         if store is None:
             withdraw(self.environment, generation, error)
-        elif self.world_size > 1:  # they have met already, and some may have gone on
+        elif self.world_size > 1:  # they have met already, and some may have continued
             self.watch.report_failure(error)
             self.watch.stop(error)
             self._watch = None
@@ -233,13 +233,13 @@ class ParallelStrategy(Strategy):
                     f"{dist.get_rank()} in it, but the strategy was set up as rank {rank} of {world_size}"
                 )
             self._check_group(dist.group.WORLD)
-            # its store may hold what an earlier life of ours left: this life's name keeps them apart
+            # its store may hold keys of an earlier set-up: this one's prefix separates them
             name = collectives.all_gather_object(uuid.uuid4().hex)[0]
             store = PrefixedStore(f"torchhal/{name}", dist.distributed_c10d._get_default_store())
         else:
             store = HashStore() if world_size == 1 else generation_store(environment, self.timeout, self._generation)
             self._group_store = store
-            self._watch_ranks(store)  # who waits in init_process_group for a rank that fails there hears of it so only
+            self._watch_ranks(store)  # the only report of a failed rank to those that wait in init_process_group
             self._flight_recorder.enter_context(flight_recorder.recording())
             reset_group_count()
             with failures.one_rank_prefix():
@@ -247,7 +247,7 @@ class ParallelStrategy(Strategy):
                     self._backend(), store=store, rank=rank, world_size=world_size, timeout=self.timeout
                 )
             self._owns_process_group = True
-            # a rank that is through, and fails, would close connections that others are about to use
+            # a rank that has finished, and fails, would close connections that others are about to use
             self.barrier("connections of the process group")
             self._name_default_backend(dist.group.WORLD)
         return store
@@ -286,7 +286,7 @@ class ParallelStrategy(Strategy):
                 collectives.broadcast_tensors([*module.parameters(), *module.buffers()])
 
     def check_same_module(self, module: nn.Module) -> None:
-        """Raise on every rank alike when the ranks built different models."""
+        """Raise on every rank when the ranks have built different models."""
         tensors = [*module.named_parameters(), *module.named_buffers()]
         lazy = [name for name, tensor in tensors if is_lazy(tensor)]
         check_same_tensors(tensors)
@@ -297,7 +297,7 @@ class ParallelStrategy(Strategy):
             )
 
     def check_same_parameters(self, module: nn.Module) -> None:
-        """Raise on every rank alike when the ranks train different parameters by now."""
+        """Raise on every rank when the ranks train different parameters."""
         check_same_tensors(list(module.named_parameters()))
 
     def teardown(self) -> None:
@@ -311,12 +311,12 @@ class ParallelStrategy(Strategy):
     def _explain_what_ended_the_loop(self) -> Exception | None:
         """Print the cause of a process group's bare error that ends a loop without a Trainer; return any other error.
 
-        The Trainer's errors have been explained before, and are none of a process group's any more.
+        The Trainer's errors have been replaced before, and are no process group's errors any more.
         """
         error, before = sys.exc_info()[1], self._error_before
         self._error_before = None
         if not isinstance(error, Exception) or error is before:
-            return None  # a life that an error's handler has begun isn't ended by it
+            return None  # a set-up begun in the error's handler isn't ended by it
         if not failures.is_transport_error(error):
             return error
         explained = self.explain(error)
@@ -378,7 +378,7 @@ class ParallelStrategy(Strategy):
         self.gradients_synced = True
 
     def check_replicas(self) -> None:
-        """Raise DistributedError, on every rank alike, where :attr:`compares_replicas` and replicas have come apart.
+        """Raise DistributedError, on every rank, if :attr:`compares_replicas` and replicas have diverged.
 
         The user's module is an ordinary one again by then, as after a run that succeeded.
         """
@@ -411,7 +411,7 @@ class ParallelStrategy(Strategy):
 
     def module_state_dict(self) -> dict[str, Any]:
         # Buffers such as a batch norm's statistics follow each rank's own data: rank 0's are the model's. They go into
-        # copies, for saving must not change a run.
+        # copies, as saving must not change a run.
         assert self.module is not None
         state = super().module_state_dict()
         if self.world_size > 1:
@@ -425,7 +425,7 @@ class ParallelStrategy(Strategy):
         if name != "training_step" or self.model is self.module:
             return step
         if not getattr(self.module, "automatic_optimization", True):
-            return step  # each manual_backward averages by hand: its backward passes run inside the step
+            return step  # each manual_backward averages explicitly: its backward passes run inside the step
         return forward_through(self, self.module, step)
 
     def manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:

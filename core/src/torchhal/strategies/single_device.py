@@ -14,7 +14,7 @@ class SingleDeviceStrategy(Strategy):
     """Training on one device, and the base class of strategies for one."""
 
     def check_sync_batchnorm(self, world_size: int) -> None:
-        """Accept it: one process has the whole batch. A subclass for which that is a part of one raises."""
+        """Accept it: one process has the whole batch. A subclass whose processes have only parts of it raises."""
 
     def reduce(self, value: Any, op: str = "mean", *, group: Any = None) -> Any:
         return collectives.reduce(value, op, device=self.root_device, alone=True)

@@ -1,4 +1,4 @@
-"""Save and load the states of callbacks, each under a key that tells it from the others."""
+"""Save and load the states of callbacks, each under a unique key."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def callback_states(callbacks: Sequence[Any]) -> dict[str, Any]:
 
 
 def load_callback_states(callbacks: Sequence[Any], states: Mapping[str, Any], path: str | None = None) -> None:
-    """Give each callback the state of its key; one that was not there before begins anew.
+    """Load the state of its key into each callback; one without a saved state starts afresh.
 
     Args:
         callbacks: those of the Trainer.
         states: what :func:`callback_states` gave.
-        path: the checkpoint that ``states`` come from, for messages; None for what another process of this run says.
+        path: the checkpoint that ``states`` come from, for messages; None for states from another process of this run.
 
     Raises:
-        CheckpointMismatchError: a callback refuses its state, or several could have one and nothing says which.
+        CheckpointMismatchError: a callback rejects its state, or a state could belong to several.
     """
     keys = _keys(callbacks)
     unclaimed = [saved for saved in states if saved not in keys]
@@ -53,21 +53,21 @@ def load_callback_states(callbacks: Sequence[Any], states: Mapping[str, Any], pa
 def begin_anew(callbacks: Sequence[Any], trainer_id: str) -> Callable[[], None]:
     """Reset the callbacks that have served another Trainer, as in the folds of a cross-validation.
 
-    A second fit of the same Trainer goes on, and so do they.
+    In a second fit of the same Trainer they continue with it.
 
     Args:
         callbacks: those of the Trainer that begins a fit.
         trainer_id: identifies that Trainer.
 
     Returns:
-        What gives the callbacks back their state, for a fit that is refused; to be called after their ``teardown``.
+        A function that restores their state, for a fit that is refused; to be called after their ``teardown``.
     """
     others: list[tuple[Callback, dict[str, Any]]] = []
     for callback in callbacks:
         if not isinstance(callback, Callback) or callback._trainer_id == trainer_id:
             continue
         before = dict(vars(callback))
-        if callback._trainer_id:  # else what it knows was given to it by hand
+        if callback._trainer_id:  # else its state was set by the user
             callback._reset_state()
         forgotten = {name: value for name, value in before.items() if vars(callback).get(name) is not value}
         others.append((callback, {**forgotten, "_trainer_id": callback._trainer_id}))
@@ -95,10 +95,10 @@ def unchanged_by_errors(callbacks: Sequence[Any]) -> Iterator[None]:
 
 
 def _keys(callbacks: Sequence[Any]) -> list[str]:
-    """One for each: its ``state_key``, and where others have the same, the arguments it was made with, and a number.
+    """One key for each: its ``state_key``; where several share it, the constructor's arguments and a number are added.
 
-    So two averages of other decays find their own again, in whatever order they are given. A callback that is the only
-    one of its key has the plain one, as in releases that knew no other.
+    So two averages with different decays get their own states back, in any order. A callback that is the only one of
+    its key has the plain key, as in earlier releases.
     """
     bases = [str(_base(callback)) for callback in callbacks]
     several = Counter(bases)
@@ -115,7 +115,7 @@ def _base(callback: Any) -> Any:
 
 
 def _check_nobody_elses(callback: Any, key: str, unclaimed: Sequence[str], path: str | None) -> None:
-    """Raise where the checkpoint has states of such callbacks that no other of this Trainer's takes."""
+    """Raise if the checkpoint has states of such callbacks that none of this Trainer's takes."""
     base = str(_base(callback))
     if others := [saved for saved in unclaimed if saved == base or saved.startswith(f"{base}(")]:
         raise CheckpointMismatchError(

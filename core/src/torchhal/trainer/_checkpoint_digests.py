@@ -1,4 +1,4 @@
-"""Digests of the values a run continues from, by which a load notices that a checkpoint was edited."""
+"""Digests of the values a run continues from, by which a load detects that a checkpoint was edited."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def digests(checkpoint: Mapping[str, Any], *, sharded: bool) -> dict[str, str]:
 
     Args:
         checkpoint: what is saved.
-        sharded: whether every rank saves its own part of gradients and of the optimizers' state, so that none knows
-            what a load gives.
+        sharded: whether every rank saves its own part of gradients and of the optimizers' state, so that none can
+            digest what a load returns.
     """
     found = {}
     for name, part in _parts(checkpoint, sharded=sharded):
@@ -37,7 +37,7 @@ def digests(checkpoint: Mapping[str, Any], *, sharded: bool) -> dict[str, str]:
 
 
 def check_digests(checkpoint: Mapping[str, Any], path: str) -> None:
-    """Raise CheckpointCorruptError for the first part of ``checkpoint``, as it was read, that isn't what was saved."""
+    """Raise CheckpointCorruptError for the first part of ``checkpoint``, as read, that differs from the saved one."""
     saved = checkpoint.get(KEY)
     if saved is None:
         return
@@ -85,7 +85,7 @@ def _items(checkpoint: Mapping[str, Any], name: str) -> Iterator[tuple[str, Any]
 
 
 class _UnknownTensorError(Exception):
-    """A tensor of a class whose values only its own library reads, and which a load may give as another class."""
+    """A tensor of a class whose values only its library can read, and which a load may return as another class."""
 
 
 def _digest(value: Any, form: str | None = None) -> str | None:
@@ -93,8 +93,8 @@ def _digest(value: Any, form: str | None = None) -> str | None:
 
     Args:
         value: a field of the checkpoint.
-        form: that of the saved digest: "v", with the values of small tensors, or "s", with the shapes of all alone, as
-            where one was on a device, which would have been asked for each of them.
+        form: that of the saved digest: "v", with the values of small tensors, or "s", with all shapes only, as
+            when one was on a device, where reading each would need a transfer.
     """
     for chosen in ("v", "s") if form is None else (form,):
         try:

@@ -1,4 +1,4 @@
-"""The fields of a training checkpoint: their types, their ranges, and what they say of each other."""
+"""The fields of a training checkpoint: their types, their ranges, and their consistency."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from torchhal.trainer.logging._log_options import REDUCTIONS
 _STAGES = ("train", "validate", "test")
 
 _MOST = 2**53
-"""Of anything that is counted: more is no run's, and some loops would count so far."""
+"""Upper limit of all counts: no run reaches it, and some loops would iterate up to a larger value."""
 
 
 class Field:
-    """A value in a checkpoint with its place there (``"ranks/0/share"``), which every complaint names."""
+    """A value in a checkpoint with its place there (``"ranks/0/share"``), which every error names."""
 
     def __init__(self, value: Any, place: str, path: str) -> None:
         self.value = value
@@ -92,7 +92,7 @@ class Field:
             raise self.refuse("a finite number of seconds")
 
     def taken_by(self, take: Callable[[Any], object], expected: str) -> None:
-        """Accept what a library's own function, called to try, doesn't refuse."""
+        """Accept what a library's own function accepts in a trial call."""
         try:
             take(self.value)
         except Exception as error:
@@ -123,11 +123,11 @@ def check_weights(checkpoint: Mapping[str, Any], path: str) -> None:
 
 
 def check_training_state(checkpoint: Mapping[str, Any], path: str) -> None:
-    """Raise unless everything that a fit continues from is there, of the types it reads, and of one mind.
+    """Raise unless all that a fit continues from is present, of the expected types, and consistent.
 
     Raises:
         CheckpointMismatchError: the checkpoint holds weights only.
-        CheckpointCorruptError: a field is missing or can't be; the message names it.
+        CheckpointCorruptError: a field is missing or invalid; the message names it.
     """
     if "optimizer_states" not in checkpoint and "loops" not in checkpoint:
         raise CheckpointMismatchError(
@@ -280,7 +280,7 @@ def _check_ranks(ranks: Field) -> None:
 
 
 def _check_generators(state: Field) -> None:
-    """As :mod:`torchhal.rng` collects them; tried on generators that nobody uses."""
+    """As :mod:`torchhal.rng` collects them; tried on temporary generators."""
     python = state.dict().at("python")
     if len(list(python.items())) != 3:
         raise python.refuse("a state of Python's generator")
@@ -291,7 +291,7 @@ def _check_generators(state: Field) -> None:
     if (numpy_state := state.optional("numpy")) is not None:
         if (
             len(list(numpy_state.items())) != 5 or numpy_state.at(2).count() > 624
-        ):  # which NumPy takes, and reads beyond
+        ):  # which NumPy accepts, and then reads out of bounds
             raise numpy_state.refuse("a state of NumPy's generator")
         if (numpy := sys.modules.get("numpy")) is not None:
             numpy_state.taken_by(

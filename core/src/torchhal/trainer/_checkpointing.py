@@ -94,7 +94,7 @@ def dump_checkpoint(run: Run, *, weights_only: bool = False) -> dict[str, Any]:
 
 
 def _dump_hparams(run: Run, owner: Any, checkpoint: dict[str, Any]) -> None:
-    """Save the hyperparameters of which ``load_from_checkpoint`` makes ``owner`` again, and the names of the others."""
+    """Save the hyperparameters from which ``load_from_checkpoint`` recreates ``owner``, and the names of the others."""
     plain, objects = {}, {}
     for name, value in owner.hparams.items():
         try:
@@ -103,7 +103,7 @@ def _dump_hparams(run: Run, owner: Any, checkpoint: dict[str, Any]) -> None:
             objects[name] = error.described(value)
     prefix = "datamodule_" if owner is run.datamodule else ""
     checkpoint[f"{prefix}hyper_parameters"] = plain
-    if getattr(owner, "_hparams_name", None) is not None:  # all of them came in this one argument
+    if getattr(owner, "_hparams_name", None) is not None:  # all of them were passed in this one argument
         checkpoint[f"{prefix}hparams_name"] = owner._hparams_name
     if objects:
         checkpoint[f"{prefix}hparams_left_out"] = objects
@@ -115,12 +115,12 @@ def _dump_hparams(run: Run, owner: Any, checkpoint: dict[str, Any]) -> None:
 
 
 def read_checkpoint(run: Run, path: str) -> dict[str, Any]:
-    """Load the checkpoint at ``path``, check it, and show it to callbacks and module, which may change it.
+    """Load the checkpoint at ``path``, check it, and pass it to callbacks and module, which may change it.
 
-    Nothing is made of it yet: the module may still change its parameters.
+    Nothing is restored yet: the module may still change its parameters.
 
     Raises:
-        CheckpointCorruptError: a value is not what was saved, or can't be; the message names its field.
+        CheckpointCorruptError: a value differs from the saved one, or is invalid; the message names its field.
         CheckpointMismatchError: another library has written it, or it lacks what this run needs.
     """
     module, training = run.module, run.state.fn == "fit"
@@ -169,7 +169,7 @@ def check_fits(run: Run, checkpoint: Mapping[str, Any], path: str) -> None:
                         "one. If they had got gradients, continue from a checkpoint that was not edited"
                     )
         except CheckpointMismatchError:
-            if problem := _other_weights(run, checkpoint, path):  # of another model's checkpoint they say more
+            if problem := _other_weights(run, checkpoint, path):  # another model's: the weights explain more
                 raise CheckpointMismatchError(problem) from None
             raise
     for index, (config, state) in enumerate(
@@ -180,7 +180,7 @@ def check_fits(run: Run, checkpoint: Mapping[str, Any], path: str) -> None:
 
 
 def _other_weights(run: Run, checkpoint: Mapping[str, Any], path: str) -> str:
-    """Return how the weights, too, differ from the model's in shapes or names; "" where they don't."""
+    """Return how the weights differ from the model's in shapes or names; "" where they don't."""
     module, saved = run.strategy.module, checkpoint["state_dict"]
     own = {} if module is None else module.state_dict()
     differ = [
@@ -201,7 +201,7 @@ def _other_weights(run: Run, checkpoint: Mapping[str, Any], path: str) -> str:
 def restore_weights(run: Run, checkpoint: dict[str, Any], path: str) -> None:
     """Restore the module's weights through the strategy that has set it up.
 
-    For a fit, first restores whatever only its owner can refuse; on an error the callbacks are as before.
+    For a fit, first restores the parts that only their owners can validate; on an error the callbacks are unchanged.
     """
     strategy, strict = run.strategy, getattr(run.module, "strict_loading", True)
     with unchanged_by_errors(run.callbacks):
@@ -307,7 +307,7 @@ def resolve_path(run: Run, ckpt_path: Any) -> str | None:
     if ckpt_path == "last":
         if not run.checkpoint_callbacks:
             raise ConfigurationError("ckpt_path='last' needs a ModelCheckpoint callback, which knows the folder")
-        # one answer, even if the ranks' views of the folder differ
+        # rank 0's result for all, as the ranks' views of the folder may differ
         folders = _last_folders(run)
         path: str | None = run.strategy.broadcast(_newest(run, folders))
         if path is not None:
@@ -336,7 +336,7 @@ def _refuse_other(run: Run, path: str) -> None:
 
 
 def _refuse_others(run: Run, folders: list[list[str]]) -> None:
-    """Raise the same for the newest in the first of each callback's folders that has any."""
+    """Raise the same for the newest checkpoint in each callback's first folder that has one."""
     problem = None
     if run.is_global_zero:
         for alias, io in _others(run):
@@ -360,7 +360,7 @@ def _of_other(alias: str, path: str) -> str:
 def _refuse_several_runs(run: Run, newest: str, paths: list[str]) -> None:
     """Raise ConfigurationError, on every rank, where another run saved beside the one that saved ``newest``.
 
-    Which of them is to be continued can't be told.
+    Which of them to continue is ambiguous.
     """
     problem = None
     if run.is_global_zero:

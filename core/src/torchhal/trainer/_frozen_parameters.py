@@ -18,12 +18,12 @@ class FrozenParameters:
         self._saved: Mapping[str, list[str]] | None = None
 
     def forget(self) -> None:
-        """Forget what the previous call of the Trainer began with and was to restore."""
+        """Discard the previous call's initial state and what it was to restore."""
         self._at_start = self._saved = None
 
     def state(self, module: nn.Module) -> dict[str, list[str]] | None:
-        """Return what a checkpoint of ``module`` holds of it; None where nothing is or was frozen."""
-        if self._saved is not None:  # not taken over yet: whoever goes on from this checkpoint, does it then
+        """Return this state for a checkpoint of ``module``; None where nothing is or was frozen."""
+        if self._saved is not None:  # not restored yet: left to the run that continues from this checkpoint
             return {name: list(names) for name, names in self._saved.items()}
         now = _frozen(module)
         at_start = now if self._at_start is None else self._at_start
@@ -36,7 +36,7 @@ class FrozenParameters:
     def begin(self, module: nn.Module, path: str | None, warn: Callable[[str], None]) -> None:
         """Freeze and unfreeze what the saved run had since its start, if this one starts as that did.
 
-        Called on every rank, after the hooks that come before the first epoch, and as one of them would.
+        Called on every rank, after the hooks that precede the first epoch, and with the same effect as in one.
 
         Args:
             module: the user's module.

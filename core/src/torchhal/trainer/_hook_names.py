@@ -1,4 +1,4 @@
-"""Methods that look like hooks and that no Trainer calls: removed names are refused, near misses are said."""
+"""Methods that look like hooks and that no Trainer calls: removed names raise, near misses warn."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ REMOVED: Final[Mapping[str, str]] = {
     "tbptt_split_batch": "training_step, with self.automatic_optimization = False and a backward for each piece",
     "get_progress_bar_dict": "self.log(..., prog_bar=True)",
 }
-"""Hooks that trainers once called, and what takes their place."""
+"""Removed hooks of other trainers, and their replacements."""
 
 _STEPS: Final = ("training_step", "validation_step", "test_step", "predict_step")
 _WITHOUT_ARGUMENTS: Final = frozenset({"configure_optimizers", *LOADER_HOOKS.values()})
@@ -58,7 +58,7 @@ _DATA: Final = frozenset(
     | {"on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"}
 )
 _LIBRARIES: Final = ("torch", "torchhal", "lightning", "pytorch_lightning")
-"""Whose classes define hooks for others to override; their names are no user's mistake."""
+"""Packages whose classes define hooks to override; their names are not users' mistakes."""
 _ENDINGS: Final = ("_step", "_epoch_end", "_dataloader")
 _SAME_WORD: Final[Mapping[str, str]] = {
     "val": "validation",
@@ -69,14 +69,14 @@ _SAME_WORD: Final[Mapping[str, str]] = {
     "begin": "start",
     "step": "batch",
 }
-"""Words in the names of other libraries' hooks, and those that stand for them here."""
+"""Words in the names of other libraries' hooks, and their equivalents here."""
 
 
 def check_hook_names(module: Any, datamodule: Any, callbacks: list[Any]) -> list[str]:
-    """Raise ModelError for a removed hook, or one that can't be called; return warnings of names that nearly are hooks.
+    """Raise ModelError for a removed hook, or one that can't be called; return warnings about near misses.
 
-    Only methods that users have defined are looked at, and of those only the ones that are named like hooks:
-    ``on_...``, ``..._step``, ``..._epoch_end`` and ``..._dataloader``. Others are their own business.
+    Only methods defined by users are checked, and only those named like hooks:
+    ``on_...``, ``..._step``, ``..._epoch_end`` and ``..._dataloader``.
     """
     said = []
     owners = [(module, _MODULE, ModuleHooks), (datamodule, _DATA, ModuleHooks)]
@@ -96,7 +96,7 @@ def check_hook_names(module: Any, datamodule: Any, callbacks: list[Any]) -> list
 
 
 def near_miss(owner: Any, hook: str) -> str | None:
-    """Return a method that the user has probably meant to be ``hook``."""
+    """Return a method that was probably meant to be ``hook``."""
     return next((name for name in sorted(set(_own_methods(owner))) if _meant(name, frozenset({hook}), set())), None)
 
 
@@ -141,7 +141,7 @@ def _own_methods(owner: Any) -> Iterator[str]:
 
 
 def _meant(name: str, known: frozenset[str], own: set[str]) -> str | None:
-    """Return the hook that ``name`` was probably to be, unless the object has that one too."""
+    """Return the hook that ``name`` was probably meant to be, unless the object has that one too."""
     meant = None
     if name.startswith("on_"):
         usual = "_".join(_SAME_WORD.get(word, word) for word in name.split("_"))
@@ -164,7 +164,7 @@ def _without_case(name: str) -> str:
 
 
 def _with_that_ending(stem: str, ending: str, known: frozenset[str]) -> str | None:
-    """Return the known hook of that ending whose stem is ``stem`` cut short or drawn out, or nearly it."""
+    """Return the known hook of that ending whose stem is ``stem`` shortened, extended, or nearly equal."""
     stems = {hook.removesuffix(ending).removeprefix("on_"): hook for hook in known if hook.endswith(ending)}
     for other, hook in stems.items():
         short, long = sorted((stem, other), key=len)

@@ -32,7 +32,7 @@ class HookContext(Protocol):
 
 
 class Hooks(RunPart[HookContext]):
-    """The hooks that callbacks and model override, looked up once per stage: a loop calls nothing that is empty."""
+    """The hooks that callbacks and model override, looked up once per stage: a loop never calls an empty hook."""
 
     def __init__(self, run: HookContext) -> None:
         super().__init__(run)
@@ -40,18 +40,18 @@ class Hooks(RunPart[HookContext]):
         self._around: Callable[[str, Callable[..., Any]], Callable[..., Any]] | None = None
 
     def wrap(self, around: Callable[[str, Callable[..., Any]], Callable[..., Any]] | None) -> None:
-        """Call from now on what ``around`` makes of a hook's name and a body of it; None: the bodies themselves.
+        """Call ``around(name, body)`` instead of each body of a hook from now on; None: the bodies themselves.
 
-        For a strategy that has to know what hooks do. It may give a body back as it is.
+        For a strategy that has to observe what hooks do. ``around`` may return a body unchanged.
         """
         self._around = around
         self.refresh()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_bound": {}, "_around": None}  # a copy is of no run
+        return {**super().__getstate__(), "_bound": {}, "_around": None}  # a copy belongs to no run
 
     def refresh(self) -> None:
-        """Forget; callbacks may have been added."""
+        """Clear the cache; callbacks may have been added."""
         self._bound.clear()
 
     def of_callbacks(self, name: str) -> list[Callable[..., Any]]:
@@ -77,7 +77,7 @@ class Hooks(RunPart[HookContext]):
         return body if self._around is None else self._around(name, body)
 
     def call(self, name: str, *args: Any) -> None:
-        """Callbacks, the model, then the callbacks that want what the model's hook has done."""
+        """Callbacks, the model, then the callbacks that need the effect of the model's hook."""
         run = self.run
         trainer, module = run.trainer, run.module
         previous, run.current_hook = run.current_hook, name
@@ -94,7 +94,7 @@ class Hooks(RunPart[HookContext]):
             run.current_hook = previous
 
     def of_batch(self, name: str, arguments: int) -> Callable[..., None] | None:
-        """:meth:`call` for a hook of an evaluation's batch, decided once for all batches; None where nobody has it.
+        """:meth:`call` for a hook of an evaluation's batch, decided once for all batches; None if it isn't overridden.
 
         Args:
             name: the hook.

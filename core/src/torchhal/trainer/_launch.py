@@ -1,4 +1,4 @@
-"""Start the processes of a call of the Trainer, and bring what workers trained back to the calling process."""
+"""Start the processes of a call of the Trainer, and transfer what workers trained to the calling process."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def _execute(trainer: Any, run: Run, loop: FitLoop, fn: str, ckpt_path: Any) -> 
 def _launch(run: Run, loop: FitLoop, fn: str, ckpt_path: Any) -> Any:
     rendezvous.begin_call()
     launcher = run.strategy.make_launcher()
-    run.num_nodes = run.strategy.num_nodes  # "auto" is known by now
+    run.num_nodes = run.strategy.num_nodes  # "auto" is resolved by now
     if launcher.returns_to_caller:
         return launcher.launch(_execute, run.trainer, run, loop, fn, ckpt_path)
-    choose_log_folders(run, fn)  # workers inherit which folder is this run's, and this process knows it too
+    choose_log_folders(run, fn)  # the choice is shared by the workers and this process
     run.state = TrainerState(fn, None, "running")
     try:
         message = launcher.launch(run_in_worker, run.trainer, run, loop, fn, ckpt_path)
@@ -57,7 +57,7 @@ def _launch(run: Run, loop: FitLoop, fn: str, ckpt_path: Any) -> Any:
 
 
 def run_in_worker(trainer: Any, run: Run, loop: FitLoop, fn: str, ckpt_path: Any) -> dict[str, Any]:
-    """Execute the call in a process that was started for it; return what the calling process takes over.
+    """Execute the call in a process that was started for it; return the state for the calling process.
 
     ``trainer`` keeps the Trainer alive, to which run and loop refer weakly.
     """
@@ -68,8 +68,8 @@ def run_in_worker(trainer: Any, run: Run, loop: FitLoop, fn: str, ckpt_path: Any
 
 
 def pack_worker_result(run: Run, result: Any) -> dict[str, Any]:
-    """Return what a worker sends to the process that called fit, which takes over rank 0's."""
-    state = run.strategy.module_state_dict()  # every rank helps to gather it
+    """Return the message of a worker to the process that called fit, which uses rank 0's."""
+    state = run.strategy.module_state_dict()  # a collective on every rank
     return {
         "result": result,
         "state_dict": to_cpu(state) if run.is_global_zero else {},
@@ -94,9 +94,9 @@ def apply_worker_result(run: Run, answer: dict[str, Any]) -> Any:
     if run.state.fn == "fit":
         begin_anew(run.callbacks, run.trainer_id)
     for callback in run.checkpoint_callbacks:
-        callback.setup(run.trainer, run.module, run.state.fn or "fit")  # finds its folder, as in the worker
+        callback.setup(run.trainer, run.module, run.state.fn or "fit")  # sets its folder, as in the worker
     load_callback_states(run.callbacks, answer["callbacks"])
-    # after the callbacks know where the checkpoints are
+    # after the callbacks have set the folders of the checkpoints
     take_weights(run, answer["state_dict"], answer["buffer_dtypes"])
     run.results.callback_metrics.update(answer["callback_metrics"])
     run.state.status = answer["status"]
@@ -107,7 +107,7 @@ def take_weights(run: Run, state: dict[str, Any], buffer_dtypes: dict[str, torch
     """Load what the workers trained into the model of this process, which ran none of its hooks.
 
     It gets the dtypes of theirs, which their precision has cast; ``buffer_dtypes`` are those of buffers, of which a
-    state has the persistent ones alone.
+    state has only the persistent ones.
     """
     module = run.module
     configure = module_hook(module, "configure_model")

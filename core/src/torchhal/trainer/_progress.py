@@ -43,10 +43,10 @@ class FitProgress:
         self.epoch_done = False
         self.stepped = False
         self.accumulate = self.asked_accumulate = accumulate_grad_batches
-        """Batches of one optimizer step: those taken now, and those that the script asked for."""
+        """Batches of one optimizer step: the present number, and the script's."""
         self.batch_size = self.step_size = 1
         """Samples of a batch of one replica, and those that an optimizer step takes over all replicas, or would, if the
-        replicas of now divided them; each batch counts as one where the loader doesn't say."""
+        present replicas divided them; each batch counts as one if the loader doesn't provide its size."""
         self.counters_before: Mapping[str, Any] = {}
         """The counters of the run that this one continues."""
         self.has_gradients = False
@@ -57,7 +57,7 @@ class FitProgress:
         self.generators: dict[str, Any] | None = None
         """The states of the random-number generators that are restored there."""
         self.settings_changed = False
-        """Whether a hook has set an argument of the run that the loop has not looked at yet."""
+        """Whether a hook has set an argument of the run that the loop has not read yet."""
         self.settings_differ = False
         """Whether it has set one that the ranks have not compared yet."""
         self.out_of_time = False
@@ -88,7 +88,7 @@ class FitProgress:
             self.next_epoch()
 
     def begin(self) -> None:
-        """Begin a new fit: forget the data, and what an earlier fit, which may have failed, was about to resume."""
+        """Begin a new fit: drop the data, and the pending resume of an earlier fit that may have failed."""
         self.data = None
         self.data_position = self.generators = None
         self.has_gradients = False

@@ -1,4 +1,4 @@
-"""Show a run under the names by which models, callbacks and libraries know a Trainer's attributes."""
+"""Expose a run under the attribute names that models, callbacks and libraries expect of a Trainer."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def _made_with(name: str, value: Any, now: Any) -> ConfigurationError:
 
 
 _DECIDED = frozenset({"strategy", "num_nodes"})
-"""Attributes that the constructor has decided."""
+"""Attributes that the constructor sets once."""
 _ARGUMENTS_ONLY = frozenset({"devices", "plugins", "enable_progress_bar", "enable_model_summary"})
 """Its arguments that are no attributes; a class of the user's own may have attributes of these names."""
 
 
 def _check_attribute(trainer: Any, name: str) -> None:
-    """Raise ConfigurationError for what is decided once; warn of an argument that is none, or nearly a setting."""
+    """Raise ConfigurationError for what is set once; warn of an argument that is no attribute, or nearly a setting."""
     owner = type(trainer).__name__
     if name in _DECIDED:
         raise ConfigurationError(f"{name!r} of a {owner} is decided when it is made: pass it to a new one")
@@ -272,7 +272,7 @@ class TrainerProperties:
 
     @property
     def num_training_batches(self) -> int | float:
-        """Batches of an epoch; inf when the loader doesn't know. In ``configure_optimizers`` it loads the data."""
+        """Batches of an epoch; inf when the loader has no length. In ``configure_optimizers`` it loads the data."""
         data = self._run.progress.data
         if data is None and self.state.fn == "fit" and self._run.sources.ready:
             data = load_training_data(self._run)
@@ -287,7 +287,7 @@ class TrainerProperties:
 
     @property
     def has_validation(self) -> bool:
-        """Whether this fit validates; the same on every rank, even where one of them has no batch of its own."""
+        """Whether this fit validates; the same on every rank, even if one of them has no batch."""
         return bool(self._run.sources.validation_data)
 
     @property

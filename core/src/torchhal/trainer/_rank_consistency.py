@@ -1,4 +1,4 @@
-"""Check that all ranks train by the same numbers: gradients are shared, steps are not, and weights would diverge."""
+"""Check that all ranks train with the same settings: only gradients are shared, so different steps would diverge."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def check_settings(run: Run) -> None:
-    """Raise ConfigurationError on every rank alike where the Trainers or the optimizers of the ranks differ.
+    """Raise ConfigurationError on every rank if the Trainers or the optimizers of the ranks differ.
 
     Once, before the first step; every rank calls it.
     """

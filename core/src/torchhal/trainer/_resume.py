@@ -24,18 +24,18 @@ def data_parallel_rank(run: Run) -> tuple[int, int]:
 
 
 def record_batch_setup(run: Run, checkpoint: Mapping[str, Any] | None) -> None:
-    """Record what optimizer steps took in the run that is continued, before the strategy prepares a fit."""
+    """Record the samples per optimizer step of the continued run, before the strategy prepares a fit."""
     fit = run.progress
     fit.asked_accumulate = fit.accumulate = run.accumulate_grad_batches
     fit.counters_before = {} if checkpoint is None else checkpoint.get("loops", {}).get("fit", {})
 
 
 def choose_accumulation(run: Run, data: TrainingData) -> None:
-    """Take as much to an optimizer step, over all replicas, as the run began with, or nearly so.
+    """Keep the samples per optimizer step, over all replicas, that the run began with, or nearly so.
 
-    A learning rate goes with a global batch. So its size is kept, by ``accumulate_grad_batches``, where that is
-    possible; else the nearest is taken, the larger of two. It is the script's to say, though: where it asks for another
-    accumulation or batch size than the life before, as one that divides a global batch by itself, it gets that.
+    A learning rate belongs to a global batch size. So that is kept, by ``accumulate_grad_batches``, where possible;
+    else the nearest is taken, the larger of two. The script takes precedence: if it sets another accumulation or batch
+    size than the previous run, as one that divides a global batch itself, those are used.
     """
     fit, asked = run.progress, run.progress.asked_accumulate
     fit.batch_size = data.items_per_batch
@@ -56,7 +56,7 @@ def choose_accumulation(run: Run, data: TrainingData) -> None:
 def change_accumulation(run: Run) -> None:
     """Take the ``accumulate_grad_batches`` that a hook has set, between two optimizer steps.
 
-    What the script asked for stays known, so a run that continues from here takes as much to a step.
+    The script's own value stays recorded, so that a run continuing from here keeps the size of a step.
     """
     fit = run.progress
     _accumulate(run, run.accumulate_grad_batches)
@@ -66,13 +66,13 @@ def change_accumulation(run: Run) -> None:
 def _accumulate(run: Run, batches: int) -> None:
     run.progress.accumulate = batches
     run.strategy.accumulate_grad_batches = batches
-    vars(run)["accumulate_grad_batches"] = batches  # nobody has asked for another number, so nothing is refused
+    vars(run)["accumulate_grad_batches"] = batches  # set without the check for users' changes
 
 
 def _settle_accumulation(run: Run) -> str:
-    """Settle the accumulation with the optimizers known; return what changed, in words, "" for nothing."""
+    """Set the accumulation once the optimizers exist; return a description of the change, "" for none."""
     fit = run.progress
-    if any(map(needs_closure, run.strategy.optimizers)):  # these evaluate a batch several times within one step
+    if any(map(needs_closure, run.strategy.optimizers)):  # they evaluate a batch several times within one step
         _accumulate(run, fit.asked_accumulate)
     now, before = fit.accumulate * data_parallel_rank(run)[0] * fit.batch_size, fit.counters_before.get("step_size")
     if before is not None and now != before:
@@ -86,12 +86,12 @@ def _settle_accumulation(run: Run) -> str:
 
 
 def restore_rank(run: Run, checkpoint: Mapping[str, Any], path: str) -> None:
-    """Restore this rank's generators and data position, whatever number of replicas has written ``checkpoint``."""
+    """Restore this rank's generators and data position, for any number of replicas in ``checkpoint``."""
     strategy, fit, ranks = run.strategy, run.progress, checkpoint["ranks"]
     mine = data_parallel_rank(run)
     shares = _shares(ranks)
     changed = _settle_accumulation(run)
-    # whoever had this share of the data; this very rank, if it was one of them
+    # a rank that had this share of the data; this very rank, if it was one of them
     same = len(ranks) == strategy.world_size and shares[strategy.global_rank] == mine
     entry = ranks[strategy.global_rank if same else shares.index(mine) if mine in shares else 0]
     others = _other_data(run, entry)
@@ -135,14 +135,14 @@ def _has_same_batches(run: Run, checkpoint: Mapping[str, Any]) -> bool:
 
 
 def _other_data(run: Run, entry: Mapping[str, Any]) -> str:
-    """Return what is not as it was when the rank of ``entry`` saved, in sentences; "" for nothing."""
+    """Return the differences from when the rank of ``entry`` saved, in sentences; "" for none."""
     fit, position = run.progress, entry["data"] or {}
     before = fit.counters_before.get("batch_size", fit.batch_size)
     said = "" if before == fit.batch_size else f"A batch has {fit.batch_size} sample(s), not {before} as before. "
     if fit.data is None:
         return said
     counts = [("samples", position.get("samples"), fit.data.samples)]
-    if not said and data_parallel_rank(run) == tuple(entry.get("share", ())):  # else there are others anyhow
+    if not said and data_parallel_rank(run) == tuple(entry.get("share", ())):  # else the samples differ anyhow
         counts.append(("batches", position.get("length"), fit.data.whole_loader_length))
     for what, then, now in counts:
         if then is not None and now is not None and then != now:
@@ -155,9 +155,9 @@ def _items(fit: Any) -> str:
 
 
 def carries_accumulated_grads(run: Run, checkpoint: Mapping[str, Any]) -> bool:
-    """Return whether an accumulation that the checkpoint was written in goes on.
+    """Return whether an accumulation that was under way at the save is continued.
 
-    With other replicas, or batches of another size, it begins again.
+    With another number of replicas or another batch size it is restarted.
     """
     return _has_same_batches(run, checkpoint)
 
@@ -184,7 +184,7 @@ def _rest(run: Run, entry: dict[str, Any], used: int) -> dict[str, Any]:
     fit = run.progress
     data = fit.data
     assert data is not None
-    # Steps end at multiples of the accumulation, so the count of batches goes on at one: where a step takes what it
+    # Steps end at multiples of the accumulation, so the count of batches continues at one: where a step takes what it
     # took before, that is exact.
     step = data_parallel_rank(run)[0] * data.items_per_batch * fit.accumulate
     fit.batches_done = -(-used // step) * fit.accumulate
@@ -204,13 +204,13 @@ def _nearest_batch(run: Run, entry: dict[str, Any]) -> None:
 
 
 def batch_size(fit: Any) -> int | None:
-    """Return the samples per batch and replica, where the training loader tells; else None."""
+    """Return the samples per batch and replica, if the training loader provides it; else None."""
     size = getattr(fit.data.loader, "batch_size", None) if fit.data is not None else None
     return size if isinstance(size, int) and not isinstance(size, bool) and size > 0 else None
 
 
 def _generators(ranks: list[dict[str, Any]], rank: int) -> dict[str, Any]:
-    """Return the generator states of a rank: its own from before, or others made of a former rank's."""
+    """Return the generator states of a rank: its own saved ones, or new ones derived from a former rank's."""
     state: dict[str, Any] = ranks[rank % len(ranks)]["rng"]
     if rank < len(ranks):
         return state

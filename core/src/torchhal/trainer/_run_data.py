@@ -20,10 +20,10 @@ def load_training_data(run: Run, *, again: bool = False) -> TrainingData:
 
     Args:
         run: a run whose ``setup`` hooks are over.
-        again: ask the model, the data module or the arguments for the loader once more.
+        again: get the loader from the model, the data module or the arguments once more.
 
     Raises:
-        ModelError: nobody gives a training loader, or what is given is none.
+        ModelError: there is no training loader, or it is not a loader.
     """
     progress = run.progress
     if progress.data is None or again:
@@ -38,9 +38,9 @@ def load_training_data(run: Run, *, again: bool = False) -> TrainingData:
 
 
 def load_validation_data(run: Run) -> EvaluationData:
-    """Return what a fit validates on; nothing where the model has no ``validation_step`` or no batch is wanted.
+    """Return what a fit validates on; nothing where the model has no ``validation_step`` or the limit is no batch.
 
-    Under ``overfit_batches`` each validation loader gives its place to the training loader.
+    Under ``overfit_batches`` the training loader replaces each validation loader.
     """
     module, given = run.module, run.sources.validate
     if not callable(getattr(module, "validation_step", None)):

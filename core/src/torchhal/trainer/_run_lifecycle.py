@@ -55,7 +55,7 @@ def execute(
         loop: the fit loop, which has the evaluation loop.
         fn: fit, validate, test or predict.
         ckpt_path: a path, "last", "best" or None.
-        to_message: makes of the result what a worker sends to the calling process, while the ranks are still together.
+        to_message: turns the result into a worker's message to the calling process, before the ranks part.
 
     Returns:
         The call's result, or what ``to_message`` made of it.
@@ -76,7 +76,7 @@ def execute(
     failed = hooks_left = True
     on_refusal = ExitStack()
     try:
-        with signals:  # from here on they ask for an orderly stop
+        with signals:  # from here on they request an orderly stop
             for signum in signals.kept:
                 name = signal.Signals(signum).name
                 run.warn_once(
@@ -94,10 +94,10 @@ def execute(
                     set_up(run, loop, fn, ckpt_path, on_refusal)
                     on_refusal.pop_all()
                 if signals.received is not None:
-                    ask(signals.received)  # a scheduler's warning, perhaps before the ranks knew each other
+                    ask(signals.received)  # a scheduler's warning, perhaps before the rendezvous
                 result = run_stage(run, loop, fn)
             except StopRequested as stop:
-                # this rank alone may be here, and there is nothing to save
+                # the other ranks may be elsewhere, and there is nothing to save
                 rendezvous.announce_stop(stop.signum)
                 run.strategy.watch.report_stop(stop.signum)
                 log_stop(run, fn, stop.signum, begun=False)
@@ -135,27 +135,27 @@ def execute(
         assert raised is not None
         raise raised from error
     finally:
-        raised = None  # its traceback holds this frame, and with both the model would stay until a garbage collection
+        raised = None  # the cycle of traceback and frame would keep the model until a garbage collection
         restore_flags()
         run.accumulate_grad_batches = asked_accumulation
         run.state.stage = None
         run.hooks.refresh()
         run.current_hook = None
-        run.results.start_batch(None)  # or a failed run's last one would stay on the device with the trainer
+        run.results.start_batch(None)  # or the trainer would keep a failed run's last batch on the device
         close_loaders(run)
         try:
             run.strategy.teardown()
         except Exception:
             if not failed:
                 raise
-            _log.exception("the tear-down failed too")  # the first error is the one to hear of
-    if signals.received is not None:  # too late to stop anything here; whoever sent it wants more than this call ended
+            _log.exception("the tear-down failed too")  # the first error is raised
+    if signals.received is not None:  # too late to stop the run: the signal is meant for the whole program
         raise exit_for_signal(signals.received, agreed=True)
     return result
 
 
 def choose_log_folders(run: Run, fn: str) -> None:
-    """Take the next free folder before another job does; what only evaluates may have nothing to write."""
+    """Take the next free folder before another job does; an evaluation may have nothing to write."""
     for logger in run.loggers:
         if fn == "fit" and isinstance(logger, FolderLogger) and not run.fast_dev_run:
             logger.reserve()
@@ -164,7 +164,7 @@ def choose_log_folders(run: Run, fn: str) -> None:
 
 
 def close_loaders(run: Run) -> None:
-    """End the loaders' worker processes that outlive an epoch: they don't outlive the run."""
+    """End the loaders' persistent worker processes at the end of the run."""
     sources = run.sources
     loaders = [*sources.validation_data.loaders, *sources.evaluation_data.loaders]
     if run.progress.data is not None:
@@ -174,7 +174,7 @@ def close_loaders(run: Run) -> None:
 
 
 def has_begun(run: Run, loop: FitLoop) -> bool:
-    """Return whether this call came as far as its steps; a sanity check comes before those of fit."""
+    """Return whether this call reached its steps; a sanity check precedes those of fit."""
     if run.state.fn == "fit":
         return loop.optimization is not None
     return bool(run.results.stage == run.state.fn)
@@ -202,7 +202,7 @@ def begin_call(run: Run, loop: FitLoop, fn: str) -> None:
         run.progress.begin()
         run.trained_by = None
         run.frozen_parameters.forget()
-    if run.strategy.module is not module:  # what an earlier model was trained with is no state of this one
+    if run.strategy.module is not module:  # an earlier model's optimizers are not this one's
         run.strategy.optimizers, run.strategy.lr_scheduler_configs = [], []
     # the folder of a new run is the next free one: decided once, by rank 0
     if run.is_global_zero:
@@ -272,7 +272,7 @@ def add_model_callbacks(run: Run) -> None:
     if configure is None:
         return
     if run.sources.callbacks_asked_of is run.module:
-        return  # those of its last call, which know the best checkpoint
+        return  # those of its last call, which hold the best checkpoint
     own = configure() or []
     own = list(own) if isinstance(own, Sequence) else [own]
     for sentence in check_hook_names(None, None, own):
@@ -299,7 +299,7 @@ def log_hyperparams(run: Run) -> None:
 def load_fit_data(run: Run, loop: FitLoop) -> None:
     data = load_training_data(run)  # estimated_stepping_batches may have needed it already
     run.sources.validation_data = load_validation_data(run)
-    loop.validation_interval(data.length)  # raises now rather than in the first epoch that validates
+    loop.validation_interval(data.length)  # raises now, not in the first epoch that validates
 
 
 def fit(run: Run, loop: FitLoop) -> None:
@@ -319,7 +319,7 @@ def sanity_check(run: Run, loop: EvaluationLoop) -> None:
         return
     data = data.first(run.num_sanity_val_steps)
     for index, loader in enumerate(data.loaders):
-        if is_one_shot(loader):  # what it gives to the sanity check, no validation sees again
+        if is_one_shot(loader):  # batches of the sanity check would be missing in the validation
             data.skip(index)
     if all(map(is_one_shot, data.loaders)):
         return
@@ -382,7 +382,7 @@ def report_failure(run: Run, error: BaseException) -> BaseException:
             continue
         try:
             on_exception(run.trainer, run.module, raised)
-        except Exception:  # the first error is the one to hear of
+        except Exception:  # the first error is raised
             _log.exception("%s.on_exception failed", type(callback).__name__)
     try:
         run.finalize_loggers("failed")
@@ -392,7 +392,7 @@ def report_failure(run: Run, error: BaseException) -> BaseException:
 
 
 def tear_down_hooks(run: Run, fn: str, *, failed: bool = False) -> None:
-    """Call every ``teardown``; the first error is raised at the end, unless the run has ``failed`` of another."""
+    """Call every ``teardown``; the first error is raised at the end, unless the run has ``failed`` with another."""
     module = run.module
     calls: list[tuple[Any, tuple[Any, ...]]] = [
         *((callback, (run.trainer, module, fn)) for callback in run.callbacks),

@@ -20,7 +20,7 @@ _log = logging.getLogger("torchhal")
 
 
 def _callers_level() -> int:
-    """Return the ``stacklevel`` by which a warning of the caller shows the line where a user called torchhal."""
+    """Return the ``stacklevel`` with which a warning of the caller shows the user's line that called torchhal."""
     level, frame = 1, sys._getframe(1)
     while frame.f_globals.get("__name__", "").startswith("torchhal") and frame.f_back is not None:
         level, frame = level + 1, frame.f_back
@@ -28,7 +28,7 @@ def _callers_level() -> int:
 
 
 class RunOutput:
-    """Output of a run: on rank 0 alone, without communication but for what ``Results`` shares and reduces."""
+    """Output of a run: on rank 0 only, without communication except what ``Results`` shares and reduces."""
 
     results: Results
     loggers: list[Any]
@@ -61,7 +61,7 @@ class RunOutput:
         if metrics and self.is_global_zero:
             self._send(metrics)
             for logger in self.loggers:
-                logger.save()  # what an epoch has cost to learn survives a kill
+                logger.save()  # an epoch's values survive a kill
 
     def _send(self, metrics: dict[str, torch.Tensor]) -> None:
         numbers = {name: float(value) for name, value in zip(metrics, to_host(metrics.values()), strict=True)}
@@ -90,7 +90,7 @@ class RunOutput:
     def announce(self, line: str) -> None:
         """Show a line about the run, on rank 0.
 
-        It goes to the logger ``torchhal`` at INFO where the program has set logging up for it, else to stderr; nowhere
+        It goes to the logger ``torchhal`` at INFO if the program has configured logging for it, else to stderr; nowhere
         if the progress bar is off, or that logger's own level is above INFO.
         """
         if not self.is_global_zero:
@@ -102,7 +102,7 @@ class RunOutput:
             write_stderr(f"torchhal: {line}\n")
 
     def warn_once(self, message: str) -> None:
-        """Warn on rank 0, the first time that ``message`` is given."""
+        """Warn on rank 0, once per ``message``."""
         if message not in self.said and self.is_global_zero:
             self.said.add(message)
             with lossy_streams():

@@ -9,7 +9,7 @@ R = TypeVar("R")
 
 
 class RunPart(Generic[R]):
-    """Base of what a run owns, such as a loop, and what works on the run in turn.
+    """Base of parts that a run owns and that access the run, such as a loop.
 
     With a strong reference back, model and optimizer would stay in memory until a garbage collection.
     """
@@ -19,7 +19,7 @@ class RunPart(Generic[R]):
 
     @property
     def run(self) -> R:
-        """The run; ReferenceError once it is gone."""
+        """The run; ReferenceError once it is freed."""
         run = self._run()
         if run is None:
             raise ReferenceError(f"the run of this {type(self).__name__} is gone: keep its Trainer as long as this")

@@ -1,4 +1,4 @@
-"""Check the settings of a run whenever they are set, and take or refuse them while it runs."""
+"""Check the settings of a run whenever they are set, and accept or refuse them while it runs."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Setting(Generic[T]):
     """A setting of a run, which callbacks and scripts may set again.
 
     Args:
-        check: ``check(name, value)``, as in the constructor: the value in its one form, or a ConfigurationError.
+        check: ``check(name, value)``, as in the constructor: the normalised value, or a ConfigurationError.
         fits: raises ConfigurationError where the value contradicts another argument.
         running: ``running(run, name, value)`` raises ConfigurationError where the value can't be taken any more;
             called while a run is on, from the end of its ``setup`` hooks.
-        follow: what to do once it is taken; by default the training loop looks again.
+        follow: called once it is set; by default the training loop reads its settings again.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Setting(Generic[T]):
 
     def __set__(self, run: Any, value: Any) -> None:
         value = self.check(self.name, value)
-        if not run.settled:  # the constructor, which looks at all arguments together
+        if not run.settled:  # the constructor, which checks all arguments together
             vars(run)[self.name] = value
             return
         if self.fits is not None:
@@ -82,7 +82,7 @@ class Setting(Generic[T]):
 
 
 def _refuse_in(*functions: str) -> Callable[[RunSettings, str, Any], None]:
-    """Raise while one of ``functions`` runs, or any where none is named: they have used the value already."""
+    """Raise while one of ``functions`` (default: any) runs: they have used the value already."""
 
     def refuse(run: RunSettings, name: str, value: Any) -> None:
         fn = run.state.fn
@@ -147,7 +147,7 @@ def _refuse_owned(run: RunSettings, name: str, value: Any) -> None:
 
 
 def refuse_by_hand(module: Any, name: str, value: Any, default: Any) -> None:
-    """Raise where a model that optimizes by hand would have to do itself what ``name`` asks for."""
+    """Raise for a model with manual optimization, which has to implement the effect of ``name`` itself."""
     if value != default and not getattr(module, "automatic_optimization", True):
         raise ConfigurationError(
             f"'{name}' must be {default!r} for a model with manual optimization (got {value!r}): "
@@ -161,7 +161,7 @@ def _clip_from_now_on(run: RunSettings) -> None:
 
 
 class RunSettings:
-    """Those arguments of the Trainer that it has as attributes.
+    """The arguments of the Trainer that are attributes too.
 
     While a run is on, from the end of its ``setup`` hooks, a new value is taken with the next batch, or refused by a
     ConfigurationError where it would come too late. Every rank must set the same. An argument that no Trainer has as an

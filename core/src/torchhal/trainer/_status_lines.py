@@ -1,4 +1,4 @@
-"""The lines about a run on the terminal: what it runs on, what it continues, why it ended and where it is."""
+"""The lines about a run on the terminal: its hardware, the checkpoint it continues, why it ended and its folder."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def describe_parts(run: Run) -> str:
 
 
 def announce_checkpoint(run: Run, fn: str, checkpoint: Mapping[str, Any]) -> None:
-    """After it was loaded: the file, and how far the run that wrote it had come."""
+    """After it was loaded: the file, and the progress of the run that wrote it."""
     path, loop = run.ckpt_path, run.progress
     if fn == "fit":
         batch = f", batch {loop.batches_done}" if loop.batches_done else ""

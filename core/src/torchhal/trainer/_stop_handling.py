@@ -31,7 +31,7 @@ def job_of(run: Run) -> ClusterEnvironment | Job:
 
 
 def stopping_notice(run: Run) -> str:
-    """Return the answer to the first Ctrl-C, on a line of its own.
+    """Return the message for the first Ctrl-C, on a separate line.
 
     A progress bar has not ended its line, nor has the terminal that shows ``^C``.
     """
@@ -58,7 +58,7 @@ def save_interrupted(run: Run, signum: int) -> None:
 def log_stop(run: Run, fn: str, signum: int, *, begun: bool = True, left: int | None = None) -> None:
     """Log one line on where a signal stopped the job, in its steps or before it had ``begun`` them.
 
-    ``left``: the rank that went at once, with which nothing could be saved any more; None where all stopped together.
+    ``left``: the rank that left at once, so that nothing could be saved; None where all stopped together.
     """
     if not run.is_global_zero:
         return
@@ -72,19 +72,19 @@ def log_stop(run: Run, fn: str, signum: int, *, begun: bool = True, left: int | 
 
 
 def set_hang_folder(run: Run, folder: str) -> None:
-    """Set the folder in which ranks that hang write down where they are; a remote one would take too long then."""
+    """Set the folder for the dumps of hanging ranks; a remote folder would be too slow."""
     if not is_url(folder):
         run.strategy.watch.hang.run_folder = folder
 
 
 def requeue(run: Run, ckpt_path: Any, signum: int) -> None:
-    """Let the scheduler requeue the job, if its next life continues from here."""
+    """Let the scheduler requeue the job, if its next start continues from here."""
     job = job_of(run)
     if run.is_global_zero:
         continues = ckpt_path == "last" and checkpointing.last_checkpoint(run) is not None
         if said := job.run_again(signum, continues=continues):
             run.print(f"torchhal: {said}", file=sys.stderr)
-    # A rank that leaves may end the others, and with them what was asked for. The scheduler may take longer than a
-    # collective may; and what this process ends with is the signal's code, whoever comes.
+    # A rank that exits may end the others, and with them the request. The scheduler may take longer than a collective's
+    # time-out; and this process exits with the signal's code, whether the others arrive or not.
     with suppress(TorchhalError):
         run.strategy.watch.barrier("requeue", _REQUEUE_TIMEOUT)

@@ -10,7 +10,7 @@ from torchhal.trainer.run import Run
 
 
 def save_torch_flags() -> Callable[[], None]:
-    """Return what puts torch's global switches back as they are now."""
+    """Return a function that restores torch's global switches to their present values."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     anomaly, check_nan = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
@@ -25,7 +25,7 @@ def save_torch_flags() -> Callable[[], None]:
 
 
 def set_torch_flags(run: Run) -> None:
-    """Set torch's global switches as the run's settings say."""
+    """Set torch's global switches to the run's settings."""
     if run.deterministic:
         torch.use_deterministic_algorithms(True, warn_only=run.deterministic == "warn")
     if run.benchmark is not None:

@@ -14,8 +14,8 @@ from torchhal.errors import CheckpointMismatchError
 def describe(optimizers: Sequence[Any], configs: Sequence[Any], module: nn.Module) -> dict[str, Any]:
     """Return the classes of ``optimizers`` and schedulers, and the names in ``module`` of each group's parameters.
 
-    An optimizer that saves its state as another class would, a vendor's fused AdamW for instance, has that class as its
-    attribute ``state_of``.
+    An optimizer that saves its state in the form of another class, such as a vendor's fused AdamW, has that class as
+    its attribute ``state_of``.
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     return {
@@ -44,18 +44,18 @@ def _scheduler(scheduler: Any, optimizers: Sequence[Any] = ()) -> str:
 
 
 def _same_schedulers(before: Sequence[str], here: Sequence[str]) -> bool:
-    """Return whether the schedulers are the same; the first checkpoints had the outer class alone."""
+    """Return whether the schedulers are the same; the first checkpoints held only the outer class."""
     return len(before) == len(here) and all(
         old == new or old == re.split(r"\(| of optimizer ", new)[0] for old, new in zip(before, here, strict=True)
     )
 
 
 def check_same(saved: Mapping[str, Any] | None, now: Mapping[str, Any] | None, path: str) -> None:
-    """Raise CheckpointMismatchError where a state would go to another optimizer, group or scheduler than it came from.
+    """Raise CheckpointMismatchError where a state would be loaded into another optimizer, group or scheduler.
 
     Args:
-        saved: what :func:`describe` gave in the run that wrote ``path``; None if that didn't say.
-        now: what it gives here.
+        saved: what :func:`describe` gave in the run that wrote ``path``; None if the checkpoint lacks it.
+        now: its result in this run.
         path: the checkpoint, for the message.
     """
     if saved is None or now is None:

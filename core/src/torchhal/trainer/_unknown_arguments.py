@@ -1,4 +1,4 @@
-"""Explain an unknown argument of the Trainer, a callback or a logger: its name here, or where it belongs."""
+"""Explain an unknown argument of the Trainer, a callback or a logger: its name here, or its place."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CALLS: dict[str, tuple[str, ...]] = {}
 
 
 def explain_unknown_arguments(call: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Let ``call``, a method, raise an error that tells what to write instead of an argument that it doesn't take."""
+    """Let ``call``, a method, raise an error with the replacement for an argument that it doesn't take."""
     parameters = list(inspect.signature(call).parameters.values())[1:]
     names = tuple(parameter.name for parameter in parameters)
     positional = sum(parameter.kind is not parameter.KEYWORD_ONLY for parameter in parameters)
@@ -43,7 +43,7 @@ def explain_unknown_arguments(call: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def refuse_unknown(label: str, arguments: Mapping[str, Any], names: Collection[str]) -> None:
-    """Raise UnknownArgumentError, with what to write instead, for ``arguments`` of ``label`` that aren't ``names``."""
+    """Raise UnknownArgumentError, with the replacements, for ``arguments`` of ``label`` that aren't ``names``."""
     if unknown := [name for name in arguments if name not in names]:
         reasons = [_reason(label, name, arguments[name], names) for name in unknown]
         raise UnknownArgumentError("\n".join(reasons), names=tuple(unknown))

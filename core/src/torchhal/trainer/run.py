@@ -24,17 +24,17 @@ __all__ = ["Run"]
 
 
 class Run(RunSettings, RunOutput):
-    """State of the calls of one Trainer in one process: what is set up, what is running, and how far it is.
+    """State of the calls of one Trainer in one process: what is set up, what is running, and its progress.
 
     The Trainer makes it; the loops, the data, logging and checkpointing work on it. Only callbacks, the user's module
-    and loggers are handed the Trainer itself, as :attr:`trainer`. The settings of :class:`RunSettings` (``max_epochs``,
+    and loggers receive the Trainer itself, as :attr:`trainer`. The settings of :class:`RunSettings` (``max_epochs``,
     ``accumulate_grad_batches``, ...) are attributes as well.
 
     Its settings come first; :meth:`compose` then takes the components that the arguments were resolved to.
 
     Attributes:
         plan: the resolved components and devices.
-        strategy: what the plan was built to.
+        strategy: the strategy built from the plan.
         module: the user's module; the strategy's wrapper of it is ``strategy.model``.
         datamodule: the data module of the current call, or None.
         sources: the loaders given to the current call, and the evaluation data made of them.
@@ -43,16 +43,16 @@ class Run(RunSettings, RunOutput):
         hooks: the hooks that callbacks and module override.
         callbacks, loggers: in the order of their calls.
         state: the function, stage and status of the current call.
-        enable_checkpointing: False where the user wants no ModelCheckpoint.
-        should_stop: whether somebody asked to end the fit; ranks agree on it between two steps.
+        enable_checkpointing: False if the user has disabled ModelCheckpoint.
+        should_stop: whether the end of the fit was requested; ranks agree on it between two steps.
         current_hook: the hook that is running, which decides what ``self.log`` does by default.
         ckpt_path: the checkpoint that the current call has loaded, or None.
         log_dir: the folder of the first logger, the same on every rank; None without a logger, and before a run.
         num_nodes: machines that take part; None where the launcher decides.
-        trainer_id: identifies the Trainer and its copies in workers, whichever run it continues.
+        trainer_id: identifies the Trainer and its copies in workers, independent of the run.
         run_id: identifies this run and those that continue it in its folder; rank 0's counts.
-        trained_elsewhere: whether the last fit ran in workers that are gone, and their optimizers with them.
-        trained_by: the optimizers and schedulers as checkpoints name them; None before they are known.
+        trained_elsewhere: whether the last fit ran in workers that have ended, together with their optimizers.
+        trained_by: the optimizers and schedulers as checkpoints name them; None before they exist.
         frozen_parameters: the parameters that are frozen, for checkpoints.
 
     .. versionadded:: 0.2
@@ -96,7 +96,7 @@ class Run(RunSettings, RunOutput):
 
     @property
     def trainer(self) -> Any:
-        """The Trainer, which callbacks, module and loggers are handed; this run doesn't keep it alive."""
+        """The Trainer, which callbacks, module and loggers receive; this run doesn't keep it alive."""
         trainer = None if self._trainer is None else self._trainer()
         if trainer is None:
             raise ReferenceError("the Trainer of this run is gone: keep it as long as the run")
@@ -161,7 +161,7 @@ class Run(RunSettings, RunOutput):
     # -- module ----------------------------------------------------------------------------------------------
 
     def follow_module(self) -> None:
-        """Go on with the module that the strategy has: a precision may have put it in the place of the user's."""
+        """Continue with the strategy's module: a precision may have replaced the user's."""
         module: nn.Module | None = self.strategy.module
         if module is None or module is self.module:
             return

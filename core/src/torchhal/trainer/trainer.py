@@ -73,15 +73,15 @@ class Trainer(TrainerProperties):
         use_distributed_sampler: share the loaders out over the ranks. Training repeats some samples so that every
             rank has as many; evaluation sees each once.
         sync_batchnorm: let batch norms compute over the batches of all ranks when they train, on any device.
-        reload_dataloaders_every_n_epochs: ask for a new training loader so often; 0 is never.
+        reload_dataloaders_every_n_epochs: get a new training loader so often; 0 is never.
         inference_mode: evaluate under ``torch.inference_mode`` rather than ``no_grad``.
         deterministic: True: only deterministic algorithms; "warn": warn where there is none.
         benchmark: torch's search for the fastest kernels, where the device has one.
-        detect_anomaly: stop at a loss that is not finite and trace where gradients went wrong; slow.
+        detect_anomaly: stop at a loss that is not finite and trace the origin of bad gradients; slow.
 
     Raises:
         ConfigurationError: an argument outside its domain, or parts that don't fit, before any process starts.
-        UnknownArgumentError: an argument that other trainers have; the message says what it is called here.
+        UnknownArgumentError: an argument that other trainers have; the message gives its name here.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -194,7 +194,7 @@ class Trainer(TrainerProperties):
         for note in plan.notes:
             self.warn_once(note)
 
-    if not TYPE_CHECKING:  # a type checker would let every name pass
+    if not TYPE_CHECKING:  # a type checker would accept every name
         add_argparse_args = _RemovedMethod()
         from_argparse_args = _RemovedMethod()
         parse_argparser = _RemovedMethod()
@@ -360,7 +360,7 @@ class Trainer(TrainerProperties):
         run.module, run.datamodule, run.sources = model, datamodule, sources
         return launch(run, self.fit_loop, fn, path)
 
-    # -- what a strategy asks --------------------------------------------------------------------------------
+    # -- for the strategy ------------------------------------------------------------------------------------
 
     def configure_optimizers(self) -> tuple[list[Any], list[SchedulerConfig]]:
         """Return the model's optimizers and schedulers; called by the strategy when its parameters are in place."""
@@ -383,7 +383,7 @@ class Trainer(TrainerProperties):
         self._run.announce(line)
 
     def warn_once(self, message: str) -> None:
-        """Warn on rank 0, the first time that ``message`` is given."""
+        """Warn on rank 0, once per ``message``."""
         self._run.warn_once(message)
 
     def print_results(self, fn: str, results: list[dict[str, float]]) -> None:
@@ -420,7 +420,7 @@ class Trainer(TrainerProperties):
             )
         strategy = self.strategy
         after_the_run = not strategy.is_set_up
-        if after_the_run:  # the ranks have parted: they meet once more, to gather what is saved
+        if after_the_run:  # the process group is gone: set it up again, to gather the state
             strategy.setup_environment()
         try:
             checkpoint = checkpointing.dump_checkpoint(self._run, weights_only=weights_only)

@@ -46,7 +46,7 @@ class CheckpointRecords:
         record = parse_process_note(read_content(self.beside(path)))
         if record is None or not {"run", "writer", "version"} <= record.keys():
             return None
-        return record if _RUN_ID.fullmatch(str(record["run"])) else None  # the run becomes part of a file's name
+        return record if _RUN_ID.fullmatch(str(record["run"])) else None  # the run is used as part of a file's name
 
     def read_matching(self, path: str) -> dict[str, Any] | None:
         """Return the record of ``path`` if it is that of the file which is there now; else None."""

@@ -58,7 +58,7 @@ class CheckpointWriter:
         """
         first = path or last
         assert first is not None
-        # Saved after ``kept`` was updated, so that a run resumed from this very file knows the file as its own.
+        # Saved after ``kept`` was updated, so that a run resumed from this very file treats the file as its own.
         trainer.save_checkpoint(first, weights_only)
         if path is None or last is None:
             return None

@@ -156,7 +156,7 @@ class KeptCheckpoints:
 
         Args:
             state: a valid :meth:`state_dict`.
-            same_folder: False for a run that goes on in another folder: of the checkpoints in ``state`` it remembers
+            same_folder: False for a run that continues in another folder: of the checkpoints in ``state`` it stores
                 only the best, and deletes none.
         """
         kept = self.copy()

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def decide_on_rank_zero(trainer: Trainer, decide: Callable[[], T]) -> T:
-    """Return what ``decide`` returns on rank 0, where alone it is called. Every rank must call.
+    """Return what ``decide`` returns on rank 0, the only rank where it is called. Every rank must call.
 
     Raises:
         ConfigurationError: on the other ranks, if ``decide`` raises; rank 0 raises the error itself.

@@ -34,7 +34,7 @@ _NOW = ".now"
 RENEWED_S, EXPIRES_S = 10.0, 60.0
 """Seconds between renewals of an owner file, and the age from which another machine may take the run over."""
 Waiting = tuple[str, str, float]
-"""A run that may still be alive, the folder, and for how many seconds at most that has to be waited for."""
+"""A run that may still be alive, its folder, and the maximum wait in seconds to determine that."""
 
 
 class RunOwnership:
@@ -62,7 +62,7 @@ class RunOwnership:
         if self._owner(folder, run, number).is_taken() and not self._owner(folder, run, number + 1).is_taken():
             start_renewing(self)
             return False
-        self.held = {}  # this process did not run for so long that another continues the run
+        self.held = {}  # this process was suspended for so long that another continues the run
         return True
 
     def is_owned(self, folder: str, run: str) -> bool:
@@ -74,7 +74,7 @@ class RunOwnership:
     ) -> Generator[Waiting, None, bool]:
         """Make this process the owner of ``run`` in ``folder``; return whether it is.
 
-        Yields before each look while it has to be waited for whether the owner is alive. Of several processes that try
+        Yields before each check while waiting to determine whether the owner is alive. Of several processes that try
         at the same time one succeeds: each creates the file of the next number, which only one can.
 
         Args:
@@ -98,7 +98,7 @@ class RunOwnership:
         own = self._owner(folder, run, number)
         if not own.create(_owner_note()):
             return False
-        if max(self._owners(folder, run), default=number) > number:  # others came and went since ``before``
+        if max(self._owners(folder, run), default=number) > number:  # other owners came and left since ``before``
             own.remove()
             return False
         self._keep(folder, run, number)
@@ -125,7 +125,7 @@ class RunOwnership:
         """Return whether the process of an owner file is gone.
 
         One of another machine is gone when it has not renewed its file for :data:`EXPIRES_S`, which is waited for here.
-        So is that of a file that can't be read: its host crashed as it was written, or it is being written.
+        The same holds for a file that can't be read: its host crashed during the write, or it is being written.
 
         Ages are by the clock of the file system: two hosts' may differ by more than any limit.
         """
@@ -159,7 +159,7 @@ class RunOwnership:
         for folder, (run, number) in [*self.held.items()]:
             try:
                 self._write_owner(folder, run, number, over)
-            except Exception as error:  # whatever fsspec's file systems raise: the next attempt may succeed
+            except Exception as error:  # fsspec's file systems raise any class: the next attempt may succeed
                 if not self._has_warned:
                     _log.warning(
                         f"the owner file of run {run} in {join(folder, RECORD_FOLDER)!r} could not be renewed, which "
@@ -200,7 +200,7 @@ class RunOwnership:
 
 
 def _owner_note(over: bool = False) -> bytes:
-    # "at" is compared with nothing: it makes each text another, for processes that look whether it changes.
+    # "at" makes each text differ, for processes that check whether it changes.
     note = {"machine": machine(), "process": os.getpid(), "at": time.monotonic_ns()}
     return json.dumps({**note, "over": True} if over else note).encode()
 
@@ -227,7 +227,7 @@ _renewing: weakref.WeakKeyDictionary[RunOwnership, tuple[threading.Thread, threa
 
 def start_renewing(ownership: RunOwnership) -> None:
     """Renew the owner files of ``ownership`` in a thread, as long as it exists and holds them."""
-    if ownership in _renewing and _renewing[ownership][0].is_alive():  # a parent's thread is dead after a fork
+    if ownership in _renewing and _renewing[ownership][0].is_alive():  # the parent's thread doesn't exist after a fork
         return
     stop = threading.Event()
     thread = threading.Thread(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def take_over_run(trainer: Trainer, writers: Sequence[tuple[WrittenFiles, str]]) -> None:
-    """Decide as which run this fit saves, and announce on rank 0 if that is one of its own. Every rank must call.
+    """Decide which run this fit saves as, and announce a new one on rank 0. Every rank must call.
 
     Rank 0 may have to wait longer for another run than the other ranks wait in a collective, so it exchanges a message
     with them after each pause.
@@ -53,7 +53,7 @@ def take_over(writers: Sequence[tuple[WrittenFiles, str]], *, wait: bool) -> Ite
     """Make the writers of one fit the run that they continue, in all folders; on rank 0, before the first step.
 
     If that run is alive, or another process continues it, they become a run of their own. One of another machine is
-    alive until it has not renewed its owner file for ``EXPIRES_S``. While that is waited for, this yields, and looks
+    alive until it has not renewed its owner file for ``EXPIRES_S``. While waiting for that, this yields, and checks
     again when it is resumed.
 
     Args:
@@ -69,7 +69,7 @@ def take_over(writers: Sequence[tuple[WrittenFiles, str]], *, wait: bool) -> Ite
         with suppress(Exception):  # such as a folder that takes no file: the first save there raises it
             takeover = first.ownership.take_over(folder, record["run"], record)
             taken = (yield from takeover) if wait else finish_without_waiting(takeover)
-        for files, _ in writers:  # in other folders, too: it was one run that wrote them
+        for files, _ in writers:  # in other folders too: one run wrote them all
             files.ancestors = ancestors_of(record)
             own, files.run = files.run, record["run"]
             if not taken:

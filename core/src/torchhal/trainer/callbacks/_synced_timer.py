@@ -1,4 +1,4 @@
-"""Measure a time interval whose end all ranks notice at the same step."""
+"""Measure a time interval that ends at the same step on all ranks."""
 
 from __future__ import annotations
 

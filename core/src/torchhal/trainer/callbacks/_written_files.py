@@ -23,14 +23,14 @@ from torchhal.trainer.callbacks._run_ownership import RunOwnership, finish_witho
 class WrittenFiles:
     """Files that one writer, a callback in a run, may replace and delete.
 
-    A path in the state of a checkpoint proves nothing: the file can be a copy of another run's, or be forged. So each
+    A path in the state of a checkpoint is no proof: the file can be a copy of another run's, or be forged. So each
     name has a record, made before the file and by one writer only: its owner, and, once the file is durable, the
     identity of the file (inode, size and time of change; on object stores the version or the like). Used on rank 0
     only.
 
     Args:
         run: the name of the run, as :func:`new_run_id` returns it.
-        writer: tells the callbacks of a run apart.
+        writer: distinguishes the callbacks of a run.
         storage_options: options of the file systems behind URLs.
     """
 
@@ -47,7 +47,7 @@ class WrittenFiles:
         """The runs from which this one was branched off as a run of its own."""
 
     def continues(self, path: str) -> None:
-        """Remember which run wrote ``path``, from which this fit continues, for the takeover of that run."""
+        """Store the run that wrote ``path``, from which this fit continues, for the takeover of that run."""
         record = self.records.read_matching(path)
         if record is not None:
             self.continued = {**record, "run": str(record["run"])}
@@ -100,7 +100,7 @@ class WrittenFiles:
             taken = checkpoint.is_taken()
             if record is None and not taken and self.records.beside(path).create(self._record(None)):
                 return True
-            record = record or self.records.read(path)  # another run may have been faster
+            record = record or self.records.read(path)  # another run may have written it first
             if record is None:
                 free = not taken
             elif self._is_mine(record):
@@ -151,7 +151,7 @@ class WrittenFiles:
 
 @contextmanager
 def _failing_as_a_save(path: str) -> Iterator[None]:
-    """Raise CheckpointError, that ``path`` could not be saved, for whatever a file system raises inside."""
+    """Raise CheckpointError, that ``path`` could not be saved, for any error that a file system raises inside."""
     try:
         yield
     except TorchhalError:

@@ -23,7 +23,7 @@ class Callback:
     The Trainer determines once per run which hooks a callback overrides, on its class or on the instance, and calls
     only those: on every rank, in the order of ``trainer.callbacks``, with checkpoint callbacks last. For each hook
     that the model has too the callbacks come first, except those with :attr:`runs_after_module`, such as
-    ``ModelCheckpoint``, and at the end of an epoch ``EarlyStopping``, so that it sees what the model logged.
+    ``ModelCheckpoint``, and at the end of an epoch ``EarlyStopping``, so that it reads what the model logged.
 
     Each hook gets the Trainer that runs and, as ``module``, the user's model. A hook of an evaluation's batch that
     doesn't take ``dataloader_idx`` isn't given it. A hook that calls a collective must call it on every rank.
@@ -36,7 +36,7 @@ class Callback:
     callback that saves the run needs True: then the changes that the model's own hook makes are part of the state."""
 
     _made_with: str = ""
-    """The arguments of ``__init__``, as text or as a digest, which tell callbacks of one ``state_key`` apart."""
+    """The arguments of ``__init__``, as text or as a digest, which distinguish callbacks of one ``state_key``."""
 
     _trainer_id: str = ""
     """The Trainer that this object last fitted with."""
@@ -82,7 +82,7 @@ class Callback:
         """Called after the sanity check, on every rank; the values that it logged are dropped afterwards."""
 
     def on_exception(self, trainer: Trainer, module: Any, exception: BaseException) -> None:
-        """Called on each rank where the run ends by ``exception``; other ranks may be gone, so don't communicate."""
+        """Called on each rank where the run ends by ``exception``; other ranks may have ended, so don't communicate."""
 
     # -- training --------------------------------------------------------------------------------------------------
 
@@ -297,7 +297,7 @@ class Callback:
         """Reset what belongs to one run. Called before a fit, if the previous one was another Trainer's."""
 
     def _generate_state_key(self, **settings: Any) -> str:
-        """Return a state key that tells callbacks of one class with different ``settings`` apart."""
+        """Return a state key that distinguishes callbacks of one class with different ``settings``."""
         return f"{type(self).__qualname__}{settings!r}"
 
 

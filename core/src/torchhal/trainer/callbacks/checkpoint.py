@@ -40,7 +40,7 @@ class ModelCheckpoint(Callback):
 
     Rank 0 decides what is saved and deleted, for all ranks. A file is deleted or replaced only when its
     successor is durable, and only if this run, or the one it resumes in the same folder, wrote it, which a record in
-    the folder's ``.torchhal`` has to show; anything else of the same name is left alone and the new file gets ``-v1``,
+    the folder's ``.torchhal`` has to prove; any other file of that name is kept and the new file gets ``-v1``,
     ``-v2``, ... Nothing is saved in a sanity check or under ``fast_dev_run``. When a signal ends the run between two
     steps, one more checkpoint to resume from is written.
 
@@ -62,7 +62,7 @@ class ModelCheckpoint(Callback):
         save_on_train_epoch_end: True: at the end of training epochs; False: after validations. By default at the
             end of epochs that have one validation, at their end, or none, else after each validation; without
             ``monitor`` at the end of epochs as well.
-        enable_version_counter: False overwrites checkpoints of other runs; what is no checkpoint stays.
+        enable_version_counter: False overwrites checkpoints of other runs; other files are kept.
 
     Attributes:
         best_model_path: the best checkpoint so far, or without ``monitor`` the newest; "" for none.
@@ -178,7 +178,7 @@ class ModelCheckpoint(Callback):
             decide_on_rank_zero(trainer, lambda: check_writable(folder, storage_options))
 
     def on_load_checkpoint(self, trainer: Trainer, module: Any, checkpoint: dict[str, Any]) -> None:
-        """Remember, before a fit, the run that wrote this checkpoint, if it lies in the same folder."""
+        """Store, before a fit, the run that wrote this checkpoint, if it is in the same folder."""
         path = normal_folder(trainer.ckpt_path or "")
         if trainer.state.fn == "fit" and os.path.dirname(path) == self.dirpath and trainer.is_global_zero:
             self._writer.files.continues(path)
@@ -246,7 +246,7 @@ class ModelCheckpoint(Callback):
 
     @property
     def interrupted_path(self) -> str:
-        """The file from which a run that a signal has ended goes on; empty without one."""
+        """The file from which a run ended by a signal continues; empty without one."""
         return self._kept.interrupted or (self.last_model_path if self.save_last else self._writer.durable_path)
 
     def save_interrupted(self, trainer: Trainer) -> None:
@@ -341,7 +341,7 @@ class ModelCheckpoint(Callback):
             self._kept.keep_scored(path, evicted, monitor=self.monitor, mode=self.mode)
 
     def _settle(self, trainer: Trainer) -> None:
-        """Wait until the latest save is durable, delete what it supersedes, and tell the loggers. Every rank."""
+        """Wait until the latest save is durable, delete what it supersedes, and notify the loggers. Every rank."""
         saved = self._writer.settle(trainer, self._kept)
         if saved is None:
             return

@@ -1,4 +1,4 @@
-"""Declare what loaders need to know of the run that they feed."""
+"""Declare the attributes of a run that its loaders depend on."""
 
 from __future__ import annotations
 

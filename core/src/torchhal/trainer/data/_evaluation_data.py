@@ -17,13 +17,13 @@ class EvaluationData:
 
     loaders: list[Any] = field(default_factory=list)
     lengths: list[int | None] = field(default_factory=list)
-    """This rank's; None where only the loader's end will tell."""
+    """This rank's; None for a loader without a length."""
     common: list[int] = field(default_factory=list)
-    """Batches that every rank has: where all of them stand at the same place."""
+    """Number of batches that every rank has, for which all ranks are in step."""
     batches: list[list[int] | None] = field(default_factory=list)
-    """How many each rank has; None where not all of them can know, nothing where none is used."""
+    """How many each rank has; None if a length is unknown on any rank, empty where none is used."""
     anywhere: bool = False
-    """Whether any rank has a batch: the same on every rank, as whoever evaluates must meet the others."""
+    """Whether any rank has a batch: the same on every rank, as all must take part in its collectives."""
 
     @classmethod
     def build(

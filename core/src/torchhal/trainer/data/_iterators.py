@@ -9,7 +9,7 @@ from torchhal.distributed._dataloader_signals import WorkerInit, signals_blocked
 
 
 def start_iterator(loader: Any) -> Iterator[Any]:
-    """``iter(loader)``, with workers that no signal to the whole group can end before they know what to make of it."""
+    """``iter(loader)``, with workers that no signal to the whole group can end before they have set up its handling."""
     iterator: Iterator[Any]
     if isinstance(getattr(loader, "worker_init_fn", None), WorkerInit):
         with signals_blocked(loader):
@@ -22,8 +22,8 @@ def start_iterator(loader: Any) -> Iterator[Any]:
 def exhaust_sampler(iterator: Any) -> None:
     """Reach the end of the sampler of a DataLoader's iterator whose batches are used up, as a for loop does.
 
-    A sampler with a generator of its own draws once more there. The iterator itself isn't asked: a loader need not
-    give, or survive being asked for, more batches than its length.
+    A sampler with a generator of its own draws once more there. The iterator itself isn't advanced: a loader
+    need not support more batches than its length.
     """
     next(getattr(iterator, "_sampler_iter", iter(())), None)
 
@@ -39,7 +39,7 @@ def close_loader(loader: Any) -> None:
 def close_iterator(iterator: Any) -> None:
     """End the workers of an iterator that may not have reached its end.
 
-    Left to the garbage collector they end whenever it finds them, in the midst of another run or in a forked child.
+    The garbage collector would end them at any time, during another run or in a forked child.
     """
     if getattr(iterator, "_persistent_workers", False):
         return

@@ -18,7 +18,7 @@ LOADER_HOOKS = {
 
 
 def loader_length(loader: Any) -> int | None:
-    """Batches in ``loader``, or None when it doesn't know."""
+    """Return the number of batches in ``loader``, or None if it has no length."""
     try:
         return len(loader)
     except (TypeError, NotImplementedError):
@@ -26,7 +26,7 @@ def loader_length(loader: Any) -> int | None:
 
 
 def is_sized(loader: Any) -> bool:
-    """Return whether ``loader`` gives as many batches as its length says: an IterableDataset gives what it has."""
+    """Return whether ``loader`` gives exactly its length's number of batches, unlike one of an IterableDataset."""
     known = loader_length(loader) is not None
     return known and not isinstance(getattr(loader, "dataset", None), IterableDataset)
 
@@ -34,7 +34,7 @@ def is_sized(loader: Any) -> bool:
 def is_one_shot(loader: Any) -> bool:
     """Return whether ``loader`` gives its batches only once, as a generator does.
 
-    One that is its own iterator and knows its length begins again at each ``iter()``.
+    One that is its own iterator and has a length restarts at each ``iter()``.
     """
     return isinstance(loader, Iterator) and loader_length(loader) is None
 
@@ -73,7 +73,7 @@ def limit_length(length: int | None, limit: int | float, name: str, *, part: boo
 
 
 def share_of(length: int, share: float) -> int:
-    """Whole batches in this share of ``length``: 0.57 of 100 is 57, though the product is 56.99999999999999."""
+    """Round down this share of ``length``, but 0.57 of 100 is 57, though the product is 56.99999999999999."""
     return int(round(length * share, 6))
 
 

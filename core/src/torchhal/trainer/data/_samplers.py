@@ -1,4 +1,4 @@
-"""Choose the samples that a rank sees, and make loaders that read these."""
+"""Choose the samples that a rank sees, and make loaders that read them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CHUNK = 1024  # items a rank keeps when it reads ahead in a shared draw
 class EvaluationSampler(Sampler[int]):
     """A contiguous block of the dataset for each rank: every sample exactly once, in order over the ranks.
 
-    No sample is repeated to even the ranks out, so some ranks may have one sample more than others.
+    No sample is repeated to balance the ranks, so some ranks may have one sample more than others.
     """
 
     def __init__(self, length: int, num_replicas: int, rank: int) -> None:
@@ -92,7 +92,7 @@ class DistributedSamplerWrapper(Sampler[Any]):
             yield from padded[self.rank :: self.num_replicas]
 
     def _draw(self) -> Iterator[list[Any]]:
-        """All ranks' items, in pieces; between two pieces the generators are the caller's."""
+        """All ranks' items, in pieces; between two pieces the generators have the caller's state."""
         iterator: Iterator[Any] | None = None
         own: Any = None
         while True:
@@ -222,7 +222,7 @@ def with_sampler(loader: DataLoader[Any], sampler: Any) -> DataLoader[Any]:
         else:
             batch_sampler = copy.copy(batch_sampler)
             vars(batch_sampler)["sampler"] = sampler
-    # DataLoader refuses these assignments after construction; in a copy that nobody iterates yet they are safe
+    # DataLoader refuses these assignments after construction; in a copy that isn't iterated yet they are safe
     new.__dict__.update(sampler=sampler, batch_sampler=batch_sampler, _iterator=None)
     return new
 
@@ -249,8 +249,8 @@ def distribute(
     """Return a copy of a map-style ``loader`` that yields this rank's share.
 
     Training pads: the first samples are repeated until every rank has as many (torch's DistributedSampler).
-    Evaluation doesn't: each sample is seen once. A batch sampler of the user's own is asked for all batches, of which
-    each rank gets its share: what it does with a sampler inside is its own affair.
+    Evaluation doesn't: each sample is seen once. A batch sampler of the user's own yields all batches, of which each
+    rank gets its share, as its use of an inner sampler is unknown.
 
     With ``start``, in training, the first items of the epoch's order, whichever ranks have used them, are left out.
     Items are samples, or batches of a batch sampler of the user's own.
@@ -285,12 +285,12 @@ def _drawn_from(loader: DataLoader[Any]) -> Any:
     batch_sampler: Any = loader.batch_sampler
     if type(batch_sampler) is BatchSampler:
         return batch_sampler.sampler
-    # a loader that was given a batch sampler has a sampler too, of torch's making, that nobody draws from
+    # a loader that was given a batch sampler has a sampler too, of torch's making, that is never drawn from
     return loader.sampler if batch_sampler is None else batch_sampler
 
 
 def is_shared_by_user(loader: DataLoader[Any]) -> bool:
-    """Return whether the loader's sampler knows of ranks already."""
+    """Return whether the loader's sampler is distributed already."""
     batch_sampler = loader.batch_sampler
     return any(map(_is_distributed, (loader.sampler, batch_sampler, getattr(batch_sampler, "sampler", None))))
 
@@ -311,7 +311,7 @@ def sequential(loader: DataLoader[Any]) -> DataLoader[Any]:
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Tell every sampler of ``loader`` that wants to know which epoch this is."""
+    """Call ``set_epoch`` of every sampler of ``loader`` that has it."""
     for candidate in (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
         inner = getattr(candidate, "sampler", None)
         for sampler in (candidate, inner):

@@ -55,7 +55,7 @@ def _as_asked(loader: DataLoader[Any], run: DataContext) -> DataLoader[Any]:
 def replicas(run: DataContext) -> dict[str, int] | None:
     """Return ``num_replicas`` and ``rank`` by which loaders are shared out; None where they are not.
 
-    Ranks of one replica need one order too, whatever random numbers each has drawn.
+    Ranks of one replica need the same order too, independent of their random numbers.
     """
     if run.world_size == 1 or not run.use_distributed_sampler:
         return None

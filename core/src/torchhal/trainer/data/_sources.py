@@ -1,4 +1,4 @@
-"""Hold the loaders that one call was given, and find out who provides those of a stage."""
+"""Hold the loaders that one call was given, and determine the provider of a stage's loaders."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchhal.trainer.data._loaders import LOADER_HOOKS
 
 @dataclass
 class DataSources:
-    """The loaders as given to one call, and what became of them."""
+    """The loaders as given to one call, and those made of them."""
 
     train: Any = None
     validate: Any = None
@@ -22,13 +22,13 @@ class DataSources:
     callbacks_asked_of: Any = None
     """The model whose ``configure_callbacks`` are among the Trainer's callbacks."""
     ready: bool = False
-    """Whether all ``setup`` hooks have run, so that loaders may be asked for."""
+    """Whether all ``setup`` hooks have run, so that loaders may be created."""
     validation_data: EvaluationData = field(default_factory=EvaluationData)
     evaluation_data: EvaluationData = field(default_factory=EvaluationData)
 
 
 def check_datamodule(datamodule: Any) -> None:
-    """Raise ModelError for what gives no data: a class, a number, a loader in the wrong place."""
+    """Raise ModelError for a value that gives no data: a class, a number, a loader in the wrong place."""
     if isinstance(datamodule, type):
         raise ModelError(f"'datamodule' must be a DataModule (got {datamodule!r}): make an object, as Data(...)")
     hooks = LOADER_HOOKS.values()
@@ -47,7 +47,7 @@ def check_no_second(datamodule: Any, name: str, given: Any) -> None:
 
 
 def find_source(model: Any, datamodule: Any, stage: str, given: Any) -> Any:
-    """Whoever would give the loaders of ``stage``, without asking for them yet."""
+    """Return the provider of the loaders of ``stage``, without creating them yet."""
     if given is not None:
         return given
     for owner in (datamodule, model):

@@ -25,10 +25,10 @@ class TrainingData(RunPart[DataContext]):
     of batches used, and (in the checkpoint's ``rng``) the states at that point. Continuing makes the same
     iterator and goes to the next batch: without workers by skipping indices, with workers (whose own generators
     have advanced with every sample) by reading the batches again, and for a loader with ``state_dict`` and
-    ``load_state_dict`` by asking it.
+    ``load_state_dict`` through these.
 
-    A run may go on with another number of replicas in the midst of an epoch. ``order`` tells how the epoch's items
-    were drawn, those of all replicas, so that the ones that are left can be shared out anew. Items are samples, or
+    A run may continue with another number of replicas during an epoch. ``order`` describes how the epoch's items
+    were drawn, for all replicas, so that the remaining ones can be shared out anew. Items are samples, or
     batches where the user's own batch sampler, or no sampler at all, makes these.
     """
 
@@ -75,7 +75,7 @@ class TrainingData(RunPart[DataContext]):
         given = self.given
         if (
             not isinstance(given, DataLoader)
-            or type(self.loader) is not type(given)  # a strategy's own, of whose batches it alone knows what they hold
+            or type(self.loader) is not type(given)  # a strategy's own, whose batches may hold any number of items
             or isinstance(given.dataset, IterableDataset)
             or samplers.is_shared_by_user(given)
             or not self.run.use_distributed_sampler
@@ -103,7 +103,7 @@ class TrainingData(RunPart[DataContext]):
         return size if isinstance(size, int) and not isinstance(size, bool) and size > 0 else 1
 
     def restore_order(self, entry: dict[str, Any]) -> None:
-        """Let the running epoch go on in the order that it had in the run that saved ``entry``, a :meth:`position`."""
+        """Continue the running epoch in the order that it had in the run that saved ``entry``, a :meth:`position`."""
         order = entry.get("order")
         if order is None or self.order is None:
             return
@@ -139,7 +139,7 @@ class TrainingData(RunPart[DataContext]):
 
     @property
     def samples(self) -> int | None:
-        """Of an epoch over all ranks; None where the dataset doesn't say."""
+        """Of an epoch over all ranks; None if the dataset has no length."""
         dataset = getattr(self.given, "dataset", None)
         return None if isinstance(dataset, IterableDataset) else loader_length(dataset)
 
@@ -190,7 +190,7 @@ class TrainingData(RunPart[DataContext]):
         loader = self.loader
         skip -= 0 if self.order is None else self.order["batches"]
         self.epoch_rng = position["epoch_rng"]
-        if self.epoch_rng is None:  # a rest that begins here
+        if self.epoch_rng is None:  # the rest of an epoch that begins here
             then()
             self.epoch_rng = rng.collect(strategy.accelerator, strategy.root_device)
         self.generator_states = position["generators_at_start"]

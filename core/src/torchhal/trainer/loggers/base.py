@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def is_rank_zero() -> bool:
-    """Return whether this process is the one that writes: rank 0 of the running job, or the only process."""
+    """Return whether this process writes: rank 0 of the running job, or the only process."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank() == 0
     return os.environ.get("RANK", "0") == "0"
@@ -26,7 +26,7 @@ class Logger:
     """Base class of loggers, which record the metrics and hyperparameters of a run.
 
     The Trainer calls the methods on rank 0 only, and reads the properties on every rank. A logger that can't write must
-    raise an error: a run whose record is lost should not look like one that is kept.
+    raise an error: a run must not continue silently without its record.
     """
 
     @property
@@ -89,7 +89,7 @@ class Logger:
         self.save()
 
     def after_save_checkpoint(self, checkpoint_callback: ModelCheckpoint) -> None:
-        """Take note of a durable checkpoint. Called on rank 0 after each save.
+        """Record a durable checkpoint. Called on rank 0 after each save.
 
         Args:
             checkpoint_callback: the ModelCheckpoint that saved it.
@@ -160,7 +160,7 @@ class FolderLogger(Logger):
     def reserve(self) -> None:
         """Create this run's folder, so that a job started at the same moment takes the next one.
 
-        A version that the user named is the user's: its folder may exist.
+        The folder of a version that the user named may exist.
         """
         chosen = self._version is not None
         while True:

@@ -21,8 +21,8 @@ class CSVLogger(FolderLogger):
 
     A row for each call, a column for each name; when a new name appears the table is written anew with one column
     more. Rows are kept in memory until there are ``flush_logs_every_n_steps`` of them, :meth:`save` is called or the
-    Trainer is done. However a process dies, the file has a whole header and whole rows; the next run with the same
-    ``version`` goes on below.
+    Trainer is done. Even after a kill the file has a whole header and whole rows; the next run with the same
+    ``version`` appends to it.
 
     Args:
         save_dir: the folder of all experiments.

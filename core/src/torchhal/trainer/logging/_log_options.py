@@ -14,7 +14,7 @@ import torch
 
 from torchhal.errors import ConfigurationError
 
-# Once per batch: a value of the step makes sense and is the default.
+# Once per batch: a value of the step is possible and is the default.
 _TRAIN_STEP_HOOKS = (
     "training_step",
     "on_train_batch_start",
@@ -120,7 +120,7 @@ class LogOptions:
 
 
 def is_metric(value: Any) -> bool:
-    """Return whether ``value`` is an object that accumulates by itself, with ``compute`` and ``reset``."""
+    """Return whether ``value`` is an object that accumulates itself, with ``compute`` and ``reset``."""
     return not isinstance(value, torch.Tensor) and callable(getattr(value, "compute", None)) and hasattr(value, "reset")
 
 
@@ -267,5 +267,5 @@ def _first_size(items: Any) -> int | None:
         if size is not None:
             if isinstance(item, torch.Tensor) or not isinstance(item, numbers.Real):
                 return size
-            number_seen = size  # a flag or an index beside the data says nothing about its size
+            number_seen = size  # a flag or an index beside the data doesn't determine its size
     return number_seen

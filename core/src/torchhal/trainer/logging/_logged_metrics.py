@@ -1,6 +1,6 @@
 """Collect what ``self.log`` is given: the values of the step and the averages of the epoch.
 
-A value on the CPU is kept as a Python number: reading it waits for nothing and costs less than a tensor operation. A
+A value on the CPU is kept as a Python number: reading it needs no wait and costs less than a tensor operation. A
 value on any other device stays there, as a copy, and is added up there; it reaches the host when it is read, never in
 ``log``.
 """
@@ -53,7 +53,7 @@ class Results:
         stage = "train" | "validate" ... when a loop takes over, and again when it takes over back
           start_batch(batch, index)      before each batch; the index only with several dataloaders
             log(...)                     by self.log, any number of times
-          share_steps()                  before anybody on all ranks looks at values of the step
+          share_steps()                  before values of the step are read on any rank
           step_metrics()                 for the loggers, at their interval
           finalize_epoch()               before and again after the epoch-end hooks: the only other communication
           epoch_metrics()                for the loggers, once
@@ -83,7 +83,7 @@ class Results:
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything, including the values in the views and the options of the keys."""
+        """Drop everything, including the values in the views and the options of the keys."""
         for accumulator in self._accumulators.values():
             accumulator.reset()
         self._accumulators.clear()
@@ -98,7 +98,7 @@ class Results:
     def stage(self) -> str:
         """The loop that runs now, one of :data:`STAGES`.
 
-        What ``"sanity_check"`` logs is seen while it runs, and is gone with the next stage.
+        Values logged in ``"sanity_check"`` are visible while it runs, and dropped at the next stage.
         """
         return self._stage
 
@@ -149,7 +149,7 @@ class Results:
         """Keep ``value`` under ``name``. Everything is checked at a key's first call, later ones only store.
 
         Args:
-            name: what loggers and callbacks know it by. Logged both ways it appears as ``name_step``,
+            name: its name in loggers and callbacks. Logged both ways it appears as ``name_step``,
                 ``name_epoch`` and ``name``; with several dataloaders as ``name/dataloader_idx_0``.
             value: a number, a tensor with one element, or a metric object (``compute`` and ``reset``).
             hook: the hook that is running; it decides the stage, and the defaults of ``on_step`` and ``on_epoch``.
@@ -163,7 +163,7 @@ class Results:
                 of a step too, a collective at each call that every rank must make. False: neither.
             add_dataloader_idx: with several dataloaders, False puts all of them into one value.
             batch_size: the weight in a mean; None: the first dimension of the first tensor in the batch.
-            metric_attribute: where a metric object hangs in the module, for ranks that never log it.
+            metric_attribute: the attribute of the module that holds a metric object, for ranks that never log it.
             rank_zero_only: other ranks' calls do nothing, and the value is never synced.
 
         Raises:
@@ -182,7 +182,7 @@ class Results:
         kind = type(value)
         if kind is Tensor and value.is_cpu:
             try:
-                number = value.item()  # CPU memory: nothing to wait for
+                number = value.item()  # CPU memory: no wait
             except RuntimeError:
                 check_value(name, value)  # raises for its shape, with a better message
                 raise
@@ -220,7 +220,7 @@ class Results:
                 break
         else:
             accumulator = MetricAccumulator(name, hook, index, asked, options)
-            on_leaders = self.leader != 0 and hook in STEPS  # a collective there would wait for ranks that never come
+            on_leaders = self.leader != 0 and hook in STEPS  # a collective there would wait for ranks without the call
             accumulator.muted = options.rank_zero_only and self.strategy.global_rank != (
                 self.leader if on_leaders else 0
             )
@@ -249,7 +249,7 @@ class Results:
             kept: Any = value.detach()
             if hasattr(kept, "full_tensor"):  # sharded: its value is that of all shards
                 kept = kept.full_tensor()
-            # A copy: what was logged must not follow when the model changes its tensor in place.
+            # A copy: in-place changes of the model's tensor must not change the logged value.
             kept = kept.clone().reshape(())
             accumulator.dtype = kept.dtype
         else:
@@ -290,8 +290,8 @@ class Results:
     def finalize_epoch(self) -> None:
         """Turn everything accumulated in this stage into values of the epoch. Every rank must call.
 
-        With several processes exactly one collective runs, whatever each rank logged: a rank without a key, or
-        without any batch, contributes nothing to that key and sees its value. A metric object's own ``compute``
+        With several processes exactly one collective runs, independent of what each rank logged: a rank without a key,
+        or without any batch, contributes nothing to that key and gets its value. A metric object's own ``compute``
         follows, in the same order on every rank. Safe to call again: only what came since is computed.
         """
         stage = self._stage

@@ -84,7 +84,7 @@ class MetricAccumulator:
 
     @property
     def suffix(self) -> str:
-        """The end of the name that tells the dataloaders apart."""
+        """The end of the name that distinguishes the dataloaders."""
         return "" if self.dataloader_idx is None else f"/dataloader_idx_{self.dataloader_idx}"
 
     @property
@@ -108,7 +108,7 @@ class MetricAccumulator:
             if isinstance(weight, Tensor):
                 self._add_on_device(torch.as_tensor(value, dtype=torch.float32, device=weight.device), weight)
             else:
-                # an empty batch has no mean: its nan must not spoil the others'
+                # an empty batch has no mean: its nan must not enter the total
                 self.total = (self.total or 0) + (value * weight if weight else 0)
                 self.weight = self.weight + weight
         else:
@@ -148,7 +148,7 @@ class MetricAccumulator:
             total.copy_(smaller_or_larger(total, value.to(total.dtype)))
 
     def take_metric(self, metric: Any, attribute: str | None, module: Any) -> None:
-        """Keep a metric object, which accumulates by itself.
+        """Keep a metric object, which accumulates itself.
 
         Args:
             metric: the object, the same at every call.

@@ -156,7 +156,7 @@ def combine(
 ) -> tuple[list[Payload], list[Any]]:
     """Gather the payloads of all ranks and join them by key; unsynced keys stay this rank's own.
 
-    Totals travel as exact numbers together with the keys: one collective, in which a rank without a key simply
+    Totals are sent as exact numbers together with the keys: one collective, in which a rank without a key
     sends none. Of ranks that see the same samples, one sends them. An unsynced key of ``leader``, another rank than
     0, is shown by those that have no value of their own. Every rank must call.
 

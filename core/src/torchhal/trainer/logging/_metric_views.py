@@ -1,4 +1,4 @@
-"""Show callbacks, loggers and the progress bar the newest value of each metric."""
+"""Provide the newest value of each metric to callbacks, loggers and the progress bar."""
 
 from __future__ import annotations
 

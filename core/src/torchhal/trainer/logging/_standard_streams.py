@@ -1,7 +1,7 @@
-"""Drop what stdout and stderr can't write while a Trainer runs, since lost output must not end training.
+"""Drop output that stdout and stderr can't write while a Trainer runs, so that it doesn't end training.
 
-A disk that is full (ENOSPC), a reader that is gone (EPIPE) or doesn't read (EAGAIN) is an OSError in whatever prints: a
-progress bar, a warning, a hook of the user's. That output of stdout is lost is reported once on stderr.
+A disk that is full (ENOSPC), a reader that has closed (EPIPE) or doesn't read (EAGAIN) raises an OSError in any code
+that prints: a progress bar, a warning, a user's hook. Lost output of stdout is reported once on stderr.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class LossyStream:
 
     def _lose(self, error: Exception) -> None:
         if isinstance(self._stream, io.TextIOWrapper) and not self._is_closed:
-            with suppress(OSError, ValueError):  # one in memory, say, has no descriptor
+            with suppress(OSError, ValueError):  # one in memory, for example, has no descriptor
                 _discard(self._stream)
         if not self._reported and self._name == "stdout":
             self._reported = True

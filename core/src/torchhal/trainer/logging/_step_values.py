@@ -14,7 +14,7 @@ from torchhal.trainer.logging._metric_payloads import join_numbers, to_host
 from torchhal.trainer.logging._metric_views import ALL_READERS, RANKS
 
 Step = tuple[str, str, int | None, tuple[Any, ...], torch.dtype, float]
-"""The value of a step as plain data: name, hook, dataloader, the options asked for, dtype, number."""
+"""The value of a step as plain data: name, hook, dataloader, the options as given, dtype, number."""
 
 
 def pack_steps(accumulators: Iterable[MetricAccumulator], *, is_data_leader: bool) -> list[Step]:

@@ -1,4 +1,4 @@
-"""Define the exceptions by which a loop ends, or goes on elsewhere, outside of its own course."""
+"""Define the exceptions that end a loop, or move it to another position."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class StopOnSignal(Exception):
 
 
 class DataPositionChanged(Exception):
-    """A strategy has taken over the counters of others, who are elsewhere in the data: the loop goes on from there.
+    """A strategy has loaded the counters of other ranks at another position: the loop continues from there.
 
     Raised by the callable of ``Strategy.step_function("training_step")`` before it does anything with its batch, which
     is left out.

@@ -1,4 +1,4 @@
-"""Call the hooks at the end of an epoch, with its results finalized in their midst."""
+"""Call the hooks at the end of an epoch, with its results finalized in between."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from torchhal.trainer.run import Run
 
 
 def call_epoch_end(run: Run, name: str, before_monitors: Callable[[], None] | None = None) -> None:
-    """Call epoch-end hooks: callbacks, the model, then, with all values in, the callbacks that monitor or save them.
+    """Call epoch-end hooks: callbacks, the model, then, with all values final, the callbacks that monitor or save them.
 
     Args:
         run: whose hooks are called and whose results are finalized in between.
         name: the hook.
-        before_monitors: called after the values are in, before the callbacks that monitor them.
+        before_monitors: called after the values are finalized, before the callbacks that monitor them.
     """
     trainer, module = run.trainer, run.module
     run.current_hook = name

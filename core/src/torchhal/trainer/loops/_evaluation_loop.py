@@ -82,13 +82,13 @@ class EvaluationLoop(RunPart[Run]):
             results.start_batch(None)
             if run.world_size > 1:
                 cut = run.strategy.reduce_boolean_decision(cut, all=False)
-            if cut:  # half an evaluation is none: nobody monitors, logs or keeps it
+            if cut:  # a partial evaluation is discarded: not monitored, logged or kept
                 results.reset()
                 return outputs, True
             results.finalize_epoch()
             call_epoch_end(run, f"on_{word}_epoch_end")
             if stage == "validate" and run.state.fn == "fit":
-                # said before the next hook: a checkpoint that it writes doesn't validate again
+                # set before the next hook: a run resumed from a checkpoint it writes doesn't validate again
                 run.progress.validated_at = run.progress.total_batches
             hooks.call(f"on_{word}_end")
             if stage != "sanity_check":
@@ -118,7 +118,7 @@ class EvaluationLoop(RunPart[Run]):
             outputs.append(kept)
             batches = data.batches[index]
             lockstep = UnevenEvaluation(run.strategy, batches) if together and batches != [] else None
-            # only its end tells how far each rank gets: all count all their batches, and go on from the highest count
+            # unknown until the loader ends: each rank counts its batches, and all continue from the highest count
             ends_apart = batches is None and not (alone or together)
             if length == 0 and lockstep is None and not ends_apart:
                 continue
@@ -149,10 +149,10 @@ class EvaluationLoop(RunPart[Run]):
                         batch_end(output, batch, batch_idx, index)
                     if keep:
                         kept.append(move_to_device(output, torch.device("cpu")) if off_device else output)
-                    del output  # or the next step would run beside all that this one returned
-                    if batch_idx < common or alone or together or ends_apart:  # not of batches that others lack
+                    del output  # or this step's output would stay in memory during the next
+                    if batch_idx < common or alone or together or ends_apart:  # not for batches that other ranks lack
                         cut = self.stops_here()
-                if length == size and not cut:  # else it was a limit, and what is left of the sampler stays undrawn
+                if length == size and not cut:  # else a limit was reached, and the rest of the sampler stays undrawn
                     exhaust_sampler(iterator)
                 if lockstep is not None and not cut:
                     for _ in lockstep.rest():
@@ -176,6 +176,6 @@ class EvaluationLoop(RunPart[Run]):
         return watch.stop_requested and self._signalled()
 
     def _signalled(self) -> bool:
-        """Return whether a signal ends the run; any other wish to stop can wait for the end of this evaluation."""
+        """Return whether a signal ends the run; any other request to stop waits for the end of this evaluation."""
         signum = self.run.strategy.watch.agree_on_stop_step()
         return signum is not None and signum > 0

@@ -54,7 +54,7 @@ class FitLoop(RunPart[Run]):
         self._got_batch = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "optimization": None}  # what the last fit stepped by is of that fit alone
+        return {**super().__getstate__(), "optimization": None}  # the optimization belongs to one fit
 
     def state_dict(self) -> dict[str, Any]:
         """See :meth:`.FitProgress.state_dict`."""
@@ -71,10 +71,10 @@ class FitLoop(RunPart[Run]):
     # -- the loop --------------------------------------------------------------------------------------------
 
     def fit(self) -> None:
-        """Train until a limit is reached or somebody asks to stop."""
+        """Train until a limit is reached or a stop is requested."""
         try:
             self._run_epochs()
-        finally:  # also where there was nothing to do, or the clock would run on after the fit
+        finally:  # also where there was nothing to do, to stop the clock
             self.progress.stop_clock()
 
     def _run_epochs(self) -> None:
@@ -85,7 +85,7 @@ class FitLoop(RunPart[Run]):
         self.stop.set_deadline()
         if run.max_time is not None:
             late = int(self.progress.elapsed_before >= run.max_time.total_seconds())
-            if run.world_size > 1:  # the clock of any: after a fit each has its own
+            if run.world_size > 1:  # the latest clock: the ranks' clocks differ
                 late = int(run.strategy.reduce(late, "max"))
             if late:
                 run.should_stop = self.progress.out_of_time = True
@@ -93,7 +93,7 @@ class FitLoop(RunPart[Run]):
         if self.progress.data.length == 0:
             return
         if self.stop.is_done():
-            if self.progress.epoch or self.progress.total_batches:  # not what was asked for, as with max_epochs=0
+            if self.progress.epoch or self.progress.total_batches:  # not an intended no-op, as with max_epochs=0
                 run.warn_once(
                     f"fit has nothing to do: {self.stop.reason()}. To go on, raise trainer.fit_loop.max_epochs or "
                     "max_steps; another model wants a Trainer of its own"
@@ -121,7 +121,7 @@ class FitLoop(RunPart[Run]):
             rng.restore(generators, self.run.strategy.accelerator, self.run.strategy.root_device)
 
     def _reposition(self) -> None:
-        """Go on where the counters are now, in this process's own order of the data and with its random numbers."""
+        """Continue at the present counters, in this process's own order of the data and with its random numbers."""
         assert self.progress.data is not None
         run = self.run
         run.results.start_batch(None)
@@ -145,7 +145,7 @@ class FitLoop(RunPart[Run]):
         return self.progress.data.resume(self.progress.epoch, self.progress.batches_done, position, self._restore_rng)
 
     def _reloads_data(self) -> bool:
-        """Return whether this epoch begins by asking for its loaders again."""
+        """Return whether this epoch begins by getting its loaders again."""
         every = self.run.reload_dataloaders_every_n_epochs
         return bool(every) and self.progress.epoch % every == 0
 
@@ -191,7 +191,7 @@ class FitLoop(RunPart[Run]):
         data = progress.data
         assert optimization is not None and data is not None
         start_batch, hooks, watch = run.results.start_batch, run.hooks, run.strategy.watch
-        # everything below that can be known before the first batch is looked up here and nowhere else
+        # everything that doesn't change between batches is looked up here, once
         step = optimization.step
         transfer = batch_transfer(run.strategy, run.datamodule, run.module)
         batch_start = hooks.has("on_train_batch_start")
@@ -206,11 +206,11 @@ class FitLoop(RunPart[Run]):
         source = batches if data.loader_length is not None or alone else self._together(batches)
 
         while True:
-            try:  # a for loop would call iter() again, and a loader that is its own iterator would begin anew
+            try:  # a for loop would call iter() again, which restarts a loader that is its own iterator
                 batch = next(source)
             except StopIteration:
                 break
-            # nobody looks ahead for the last one of a loader without a length: that would draw random numbers early
+            # no look-ahead for a loader without a length: it would draw random numbers early
             last = length is not None and progress.batches_done + 1 >= length
             index = progress.batch_idx = progress.batches_done
             if transfer is not None:
@@ -239,7 +239,7 @@ class FitLoop(RunPart[Run]):
                 run.log_step()
             if batch_end:
                 hooks.call("on_train_batch_end", without_graph(output), batch, index)
-            del output  # or the next step would run beside all that this one returned
+            del output  # or this step's output would stay in memory during the next
             if validate_every and (
                 last
                 if validate_every == -1
@@ -249,7 +249,7 @@ class FitLoop(RunPart[Run]):
                 run.current_hook = "training_step"
             if progress.settings_changed:
                 accumulate, max_steps, log_every, validate_every, crossing, deadline = self._settings(length)
-            # counted after the validation: a signal that cuts it short finds every rank still before this boundary
+            # counted after the validation: if a signal cuts that short, every rank is still before this boundary
             watch.steps_done += 1
             if max_steps != -1 and progress.global_step >= max_steps:
                 if last and whole:
@@ -259,10 +259,10 @@ class FitLoop(RunPart[Run]):
             if (watch.stop_requested or run.should_stop or late) and self.stop.stops_at_boundary(alone):
                 return not last
             if last:
-                if whole:  # else it was a limit, and what is left of the sampler stays undrawn
+                if whole:  # else a limit was reached, and the rest of the sampler stays undrawn
                     exhaust_sampler(batches)
                 return False
-        # the end of a loader that didn't say it was near
+        # the end of a loader without a length
         self._finish_accumulation()
         if (
             validate_every
@@ -284,7 +284,7 @@ class FitLoop(RunPart[Run]):
             else:
                 resume.change_accumulation(run)
                 optimization.accumulate_over(self.progress.accumulate)
-        # rank 0 may have loggers that others have not, so they don't decide whether ranks meet
+        # loggers may exist on rank 0 only, so they must not decide whether a collective runs
         log_every = run.log_every_n_steps if run.loggers or run.results.leader else 0
         validate_every, crossing = self.validation_interval(length), run.check_val_every_n_epoch is None
         return optimization.accumulate, run.max_steps, log_every, validate_every, crossing, self.stop.deadline
@@ -293,8 +293,8 @@ class FitLoop(RunPart[Run]):
         """Log the loss of a plain module, by step and by epoch, as ``self.log`` of a ``torchhal.Module`` would."""
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if not isinstance(loss, torch.Tensor) or not loss.numel():
-            return  # skipped, or no affair of this rank's
-        if loss.numel() > 1:  # of a strategy that owns the step
+            return  # skipped, or not logged on this rank
+        if loss.numel() > 1:  # from a strategy that owns the step
             loss = loss.detach().mean()
         size = batch_size_of(batch)
         self.run.results.log(
@@ -302,7 +302,7 @@ class FitLoop(RunPart[Run]):
         )
 
     def _finish_accumulation(self) -> None:
-        """Step with what has accumulated when the epoch ends sooner than expected."""
+        """Step with the accumulated gradients when the epoch ends sooner than expected."""
         assert self.optimization is not None
         if self.optimization.finish():
             self._after_update()
@@ -343,7 +343,7 @@ class FitLoop(RunPart[Run]):
         """Return the batches between two validations in the running epoch.
 
         Args:
-            length: batches of the epoch; None where only the loader's end tells.
+            length: batches of the epoch; None for a loader without a length.
 
         Returns:
             A number of batches; 0 for no validation, -1 for one after the last batch.
@@ -420,7 +420,7 @@ class FitLoop(RunPart[Run]):
             mine = [int(run.should_stop), int(self.progress.out_of_time), int(self.progress.settings_differ)]
             stops, late, differ = run.strategy.reduce(mine, "max")
             run.should_stop, self.progress.out_of_time = bool(stops), bool(late)
-            if differ:  # on some rank at least: one that steps by other numbers than the rest would part from it
+            if differ:  # on at least one rank: different settings would let the ranks diverge
                 rank_consistency.check_settings(run)
         self.progress.settings_differ = False
         if complete:
@@ -435,7 +435,7 @@ class FitLoop(RunPart[Run]):
 
 
 def without_graph(output: Any) -> Any:
-    """Return what ``training_step`` returned without its graph: a callback that keeps it keeps no graph."""
+    """Return what ``training_step`` returned without its graph, so that a callback can keep it."""
     if type(output) is torch.Tensor:
         return output.detach()
     return map_tensors(

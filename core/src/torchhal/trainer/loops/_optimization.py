@@ -20,18 +20,18 @@ from torchhal.trainer._run_part import RunPart
 from torchhal.trainer._settings import refuse_by_hand
 from torchhal.trainer.run import Run
 
-# Of errors of torch's autograd engine, which have no class of their own.
+# Messages of errors of torch's autograd engine, which have no specific class.
 _FREED_GRAPH = "backward through the graph a second time"
 _AUTOGRAD_AFTER_FORK = "autograd's threading in combination with fork"
 
 _TOO_MANY = 100
-"""Batches without a loss from the beginning of a fit, after which it is said."""
+"""Batches without a loss from the beginning of a fit, after which a warning is given."""
 
 
 class WrappedOptimizer:
-    """An optimizer as user code sees it: ``step`` goes through precision, strategy, hooks and counters.
+    """An optimizer for user code: ``step`` goes through precision, strategy, hooks and counters.
 
-    It is good for one fit; the Trainer has others for the next one.
+    It is valid for one fit; the next one has new ones.
     """
 
     def __init__(self, optimizer: Optimizer, optimization: Optimization) -> None:
@@ -51,7 +51,7 @@ class WrappedOptimizer:
         self.optimizer.zero_grad(set_to_none)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # as copy and pickle ask for before there is an optimizer
+        if name.startswith("__"):  # which copy and pickle access before there is an optimizer
             raise AttributeError(name)
         return getattr(self.__dict__["optimizer"], name)
 
@@ -86,9 +86,9 @@ def extract_loss(output: Any, model: str) -> torch.Tensor | None:
 
 
 class Optimization(RunPart[Run]):
-    """One training step, decided once: which hooks run, who clips, whether gradients accumulate.
+    """One training step, set up once: which hooks run, what clips, whether gradients accumulate.
 
-    :meth:`step` is called for every batch. ``update`` says whether this batch ends an accumulation.
+    :meth:`step` is called for every batch. ``update``: whether this batch ends an accumulation.
     """
 
     def __init__(self, run: Run) -> None:
@@ -145,7 +145,7 @@ class Optimization(RunPart[Run]):
         refuse_by_hand(self.module, "accumulate_grad_batches", run.accumulate_grad_batches, 1)
 
     def accumulate_over(self, batches: int) -> None:
-        """Take so many batches to a step, from the beginning of one."""
+        """Set the number of batches per step; only at the beginning of one."""
         self.accumulate = batches
         self.averages = True
         self.no_sync = self.strategy.no_backward_sync() if batches > 1 else None
@@ -208,7 +208,7 @@ class Optimization(RunPart[Run]):
         return output
 
     def _sync_skipped(self) -> None:
-        """Average the accumulated gradients by hand where the backward that was to do so did not run."""
+        """Average the accumulated gradients explicitly if the backward that averages them did not run."""
         if self.skipped and self.no_sync is not None:
             self.strategy.sync_gradients()
 
@@ -216,13 +216,13 @@ class Optimization(RunPart[Run]):
         """Step with an accumulation that the end of the data cut short; whether there was one."""
         if not (self.automatic and self.progress.has_gradients and self.accumulate > 1):
             return False
-        self.strategy.sync_gradients()  # its last backward ran as if more were to come
+        self.strategy.sync_gradients()  # its last backward ran without averaging
         self._update()
         return True
 
     def _update(self) -> None:
         optimizer = self.optimizers[0]
-        if not self.owns_accumulation:  # its engine alone knows which of the batches ends a step
+        if not self.owns_accumulation:  # only its engine determines which batch ends a step
             self.before_update(optimizer)
         if self.plain_step:
             optimizer.step()
@@ -279,7 +279,7 @@ class Optimization(RunPart[Run]):
         return output
 
     def _explained(self, error: RuntimeError) -> RuntimeError | ModelError:
-        """Return the error to raise for one of torch's autograd engine, which names neither cause nor way out."""
+        """Return the error to raise for one of torch's autograd engine, which names neither cause nor solution."""
         text = str(error)
         if _FREED_GRAPH in text:
             return ModelError(
@@ -297,10 +297,10 @@ class Optimization(RunPart[Run]):
     def _skip(self) -> None:
         self.skipped = True
         self._without_loss += 1
-        if self._without_loss == _TOO_MANY and self._batches() == _TOO_MANY - 1:  # this one has yet to be counted
+        if self._without_loss == _TOO_MANY and self._batches() == _TOO_MANY - 1:  # this one is not counted yet
             self.run.warn_once(self._no_loss(_TOO_MANY))
         if self.averages and not self.alone:
-            # A rank that skips alone would average its next batch with this one of the others, and end a step early.
+            # A rank that skips a batch others don't would average its next one with this one of theirs, and step early.
             batch = self.progress.total_batches
             self.strategy.barrier(f"batch {batch}, for which training_step returned None")
 
@@ -309,9 +309,9 @@ class Optimization(RunPart[Run]):
         return self.progress.total_batches - self._began_at
 
     def check_losses(self) -> None:
-        """At the end of an epoch: warn, and from the second on raise ModelError, where no batch has given a loss.
+        """At the end of an epoch: warn, and from the second on raise ModelError, if no batch has returned a loss.
 
-        One that gives none is left out, which is right for some and pointless for all.
+        A batch without a loss is skipped, which is valid for some batches but not for all.
         """
         if not self._without_loss or self._without_loss < self._batches():
             return
@@ -360,7 +360,7 @@ class Optimization(RunPart[Run]):
         def closure() -> Any:
             nonlocal output, first
             output = self.forward_backward(batch, batch_idx, first)
-            first = True  # an optimizer that evaluates again starts from clean gradients
+            first = True  # an optimizer that evaluates again starts from zero gradients
             loss = extract_loss(output, self.model_name)
             if loss is None and needs_closure(self.optimizers[0]):
                 raise ModelError(
@@ -415,7 +415,7 @@ class Optimization(RunPart[Run]):
         return result
 
     def _check_averaged(self, optimizer: Optimizer) -> None:
-        """Ranks that call ``loss.backward()`` by hand, past the strategy, would drift apart without a word."""
+        """Raise if ranks call ``loss.backward()`` directly, bypassing the strategy: they would silently diverge."""
         if self.automatic or self.alone or getattr(self.strategy, "gradients_synced", True):
             return
         if any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]):

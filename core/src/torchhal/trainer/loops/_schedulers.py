@@ -19,7 +19,7 @@ def step_schedulers(run: Run, interval: str, count: int, lr_scheduler_step: Call
             if interval == "step":
                 run.results.share_steps()
             metric = run.results.callback_metrics.get(config.monitor)
-            if run.world_size > 1:  # ranks that judge by values of their own would part
+            if run.world_size > 1:  # schedulers that monitor per-rank values would diverge
                 metric = run.strategy.broadcast(metric)
             if metric is None:
                 if config.strict:

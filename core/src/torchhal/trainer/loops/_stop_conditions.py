@@ -1,4 +1,4 @@
-"""Decide when a fit ends: by its limits, a wish of the program, or a signal."""
+"""Decide when a fit ends: by its limits, a request of the program, or a signal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OUT_OF_TIME = -2
 
 
 class StopConditions(RunPart[Run]):
-    """Conditions on which a fit ends; ranks agree on those that only some of them can see."""
+    """Conditions on which a fit ends; ranks agree on those that may hold on only some of them."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
@@ -40,7 +40,7 @@ class StopConditions(RunPart[Run]):
         return self.deadline is not None and time.monotonic() > self.deadline
 
     def stop_if_late(self) -> None:
-        """Ask for a stop if the deadline has passed."""
+        """Request a stop if the deadline has passed."""
         if not self.run.should_stop and self._late():
             self.run.should_stop = self.progress.out_of_time = True
 
@@ -61,7 +61,7 @@ class StopConditions(RunPart[Run]):
         return run.should_stop and self._minimum_reached()
 
     def stops_at_boundary(self, alone: bool) -> bool:
-        """Return whether every rank stops at this step boundary, which some rank has asked for.
+        """Return whether every rank stops at this step boundary, at the request of some rank.
 
         Args:
             alone: whether the world has one rank.
@@ -76,10 +76,10 @@ class StopConditions(RunPart[Run]):
                 raise StopOnSignal(signum)
             self.stop_if_late()
             return run.should_stop and self._minimum_reached()
-        # one rank's clock or callback may be alone in this: agree as on a signal, without a collective per step
+        # only one rank's clock or callback may request it: agree as on a signal, without a collective per step
         wish = STOP_ASKED if run.should_stop else OUT_OF_TIME if self._late() else None
         if wish is not None and wish != self._wish and self._minimum_reached():
-            self._wish = wish  # once: a signal that comes later must not be forgotten over it
+            self._wish = wish  # only once, so that a later signal is not lost
             watch.request_stop(wish)
         if watch.stop_requested and (signum := watch.agree_on_stop_step()) is not None:
             if signum > 0:
@@ -90,7 +90,7 @@ class StopConditions(RunPart[Run]):
         return False
 
     def reason(self) -> str:
-        """Return what has ended the latest fit, or leaves nothing to do for the next one."""
+        """Return the reason that ended the latest fit, or that leaves nothing to do for the next one."""
         run = self.run
         if self.progress.data is not None and self.progress.data.length == 0:
             return "its limit allows no training batch"

@@ -14,8 +14,8 @@ class UnevenEvaluation:
 
     Args:
         strategy: one whose evaluation communicates.
-        batches: how many each rank has; None where only the end of a loader tells, and the ranks ask each other before
-            each step.
+        batches: how many each rank has; None for a loader without a length: then the ranks communicate before each
+            step.
     """
 
     def __init__(self, strategy: Strategy, batches: Sequence[int] | None) -> None:
