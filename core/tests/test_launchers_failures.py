@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -333,3 +334,46 @@ def test_success_never_turns_into_failure(tmp_path):
     with ThreadPoolExecutor(3) as pool:
         ended = list(pool.map(lambda call: plain(*call, tmp_path), [("ok", "script")] * 3 + [("20 times", "fork")] * 2))
     assert [(one.code, one.err) for one in ended] == [(0, "")] * 5
+
+
+INTERRUPTED = """
+import time
+
+import torch
+
+from torchhal import Module, Trainer
+from torchhal.launchers import subprocess_script
+
+
+class Net(Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def interrupted(rank):
+    time.sleep(4)  # the other rank waits in the store meanwhile
+    raise KeyboardInterrupt
+
+
+subprocess_script.ExitMonitor = interrupted
+trainer = Trainer(accelerator="cpu", devices=2, strategy="ddp", max_steps=1, logger=False, enable_checkpointing=False)
+trainer.fit(Net(), torch.utils.data.DataLoader(torch.ones(4, 1)))
+"""
+
+
+def test_interrupt_between_starts_ends_children_silently(tmp_path):
+    """A Ctrl-C while the launcher starts its processes: those that run report no loss of the store."""
+    script = tmp_path / "script.py"
+    script.write_text(INTERRUPTED)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=scaled(120), check=False)
+    assert done.returncode in (130, -signal.SIGINT), done.stderr
+    assert "KeyboardInterrupt" in done.stderr
+    assert "DistNetworkError" not in done.stderr
+    assert "failed" not in done.stderr, done.stderr

@@ -167,12 +167,16 @@ class SubprocessScriptLauncher(Launcher):
                     threads=process.threads_per_process(local),
                 )
                 reports[rank], started[rank] = _start_child(command, variables)
-        except OSError as error:
+            monitor = ExitMonitor(node_rank * local) if started else None
+        except BaseException as error:
+            # a Ctrl-C too: with this process goes the store, and the children would report its loss
             for child in started.values():
                 child.kill()
                 child.wait()
-            raise LaunchError(f"process {len(started) + 1} of {local} could not be started: {error}") from error
-        children = ChildProcesses(started, reports, ExitMonitor(node_rank * local) if started else None)
+            if isinstance(error, OSError):
+                raise LaunchError(f"process {len(started) + 1} of {local} could not be started: {error}") from error
+            raise
+        children = ChildProcesses(started, reports, monitor)
         rendezvous.health_checks.append(children.check)
         failures.install_excepthook()
         atexit.register(_at_exit, children)

@@ -23,6 +23,7 @@ from torchhal.trainer._run_part import RunPart
 from torchhal.trainer.data._batch_transfer import batch_transfer
 from torchhal.trainer.data._iterators import close_iterator, exhaust_sampler
 from torchhal.trainer.data._loaders import no_batch, share_of
+from torchhal.trainer.data._training_data import TrainingData
 from torchhal.trainer.logging._log_options import batch_size_of
 from torchhal.trainer.loops._control_flow import DataPositionChanged, StopOnSignal
 from torchhal.trainer.loops._epoch_end import call_epoch_end
@@ -36,11 +37,21 @@ from torchhal.trainer.run import Run
 class FitLoop(RunPart[Run]):
     """The loop over epochs and batches of a fit; what it counts is the run's :class:`.FitProgress`."""
 
+    # What callbacks read, and strategies that take over the counters of others set.
     epoch = Forwarded[int]("progress")
     batches_done = Forwarded[int]("progress")
     batch_idx = Forwarded[int]("progress")
     global_step = Forwarded[int]("progress")
     total_batches = Forwarded[int]("progress")
+    scheduler_steps = Forwarded[int]("progress")
+    validated_at = Forwarded[int]("progress")
+    epoch_done = Forwarded[bool]("progress")
+    stepped = Forwarded[bool]("progress")
+    accumulate = Forwarded[int]("progress")
+    batch_size = Forwarded[int]("progress")
+    step_size = Forwarded[int]("progress")
+    data = Forwarded[TrainingData | None]("progress")
+    elapsed_before = Forwarded[float]("progress")
     max_epochs = Forwarded[int | None]("run")
 
     def __init__(self, run: Run, evaluation: EvaluationLoop) -> None:
