@@ -28,7 +28,7 @@ def only_optimizer(module: nn.Module, optimizers: Sequence[Optimizer]) -> Optimi
 
 
 def check_trainable(module: nn.Module, optimizer: Optimizer | None, stage: int, dtype: torch.dtype) -> None:
-    """Raise ModelError for what would fail in the midst of training, or be left out without a word.
+    """Raise ModelError for what would fail in the midst of training, or be ignored without an error.
 
     Args:
         module: the whole model.
@@ -123,13 +123,13 @@ def check_still_trained(module: nn.Module, before: frozenset[str]) -> None:
 def check_used_alike(module: nn.Module, loss: torch.Tensor, gather: Callable[[Any], Sequence[Collection[str]]]) -> None:
     """Raise ModelError, on every rank alike, if ranks compute their losses with different parameters.
 
-    The engine adds up the gradients of all ranks in the order in which they come. Of different parameters it would make
-    one sum, without a word.
+    The engine adds up the gradients of all ranks in the order in which they come. It would add
+    gradients of different parameters, without an error.
 
     Args:
         module: the whole model.
         loss: this rank's, with its graph.
-        gather: gives every rank everybody's value.
+        gather: gives every rank the values of all.
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     everybody = gather(sorted(names[key] for key in _reached(loss) if key in names))

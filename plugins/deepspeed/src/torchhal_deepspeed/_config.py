@@ -33,8 +33,8 @@ KEYS: Final = frozenset(
         "weight_quantization", "managed_gradient_accumulation",
     }
 )  # fmt: skip
-"""Sections of a configuration. Others are passed on, unless one of these is close: DeepSpeed ignores what it doesn't
-know, so that a misspelt section would do nothing."""
+"""Sections of a configuration. Others are passed on, unless one of these is close: DeepSpeed ignores unknown
+sections, so that a misspelt one would do nothing."""
 
 NOT_HERE: Final[Mapping[str, str]] = {
     "amp": "use precision='bf16-mixed' or '16-mixed' of the Trainer",
@@ -53,7 +53,7 @@ NOT_HERE: Final[Mapping[str, str]] = {
     "nebula": "checkpoints are written by torchhal's IOs",
     "managed_gradient_accumulation": "the Trainer says where an accumulation ends",
 }
-"""Sections that the strategy can't keep the promises of, with what to do instead. One that asks for nothing, as it is
+"""Sections that the strategy can't support, with what to do instead. One that has no effect, as it is
 empty or not enabled, is left out."""
 
 NUMBERS: Final = {
@@ -113,7 +113,7 @@ def combine(
     """Combine a dict or file with the strategy's keywords, and check what can be checked without DeepSpeed.
 
     Raises:
-        ConfigurationError: one thing is said twice and differently, or a value is outside its domain.
+        ConfigurationError: one setting is given twice and differently, or a value is outside its domain.
     """
     combined = read_config(config)
     _check_sections(combined)
@@ -283,7 +283,7 @@ def _check_nvme() -> None:
 
 
 def check_precision(config: Mapping[str, Any], precision: str) -> None:
-    """Raise UnsupportedCombinationError when Trainer and configuration ask for different dtypes."""
+    """Raise UnsupportedCombinationError when Trainer and configuration set different dtypes."""
     section = MIXED.get(precision)
     for name, alias in (("bf16", "bf16-mixed"), ("fp16", "16-mixed")):
         if _enabled(config, name) and section != name:
@@ -354,12 +354,12 @@ def complete(
         precision: the alias of the Trainer's.
         accumulate: batches per optimizer step.
         clip_val: greatest global norm of the gradients, or None.
-        clip_algorithm: ``"norm"``, which is all that DeepSpeed knows.
+        clip_algorithm: ``"norm"``, which is all that DeepSpeed supports.
         world_size: number of ranks.
         device_type: of this rank's device.
 
     Raises:
-        ConfigurationError: the configuration says otherwise.
+        ConfigurationError: the configuration contradicts it.
     """
     done = copy.deepcopy(dict(config))
     if clip_val is not None and clip_algorithm != "norm":
@@ -370,8 +370,8 @@ def complete(
     _agree(done, "gradient_accumulation_steps", accumulate, f"Trainer(accumulate_grad_batches={accumulate})")
     if clip_val is not None:
         _agree(done, "gradient_clipping", float(clip_val), f"Trainer(gradient_clip_val={clip_val})")
-    done.setdefault("gradient_clipping", 0.0)  # by itself it clips at 1.0
-    # DeepSpeed wants to know how large a batch is, for its own count of samples alone
+    done.setdefault("gradient_clipping", 0.0)  # its default clips at 1.0
+    # DeepSpeed requires the size of a batch, for its own count of samples alone
     micro, whole = done.get("train_micro_batch_size_per_gpu"), done.get("train_batch_size")
     if micro is None and whole is None:
         done["train_micro_batch_size_per_gpu"] = 1

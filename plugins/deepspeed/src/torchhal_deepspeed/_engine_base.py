@@ -127,7 +127,7 @@ class DeepSpeedEngineBase(ParallelStrategy):
 
     def setup_model(self, *, training: bool = True) -> None:
         assert self.module is not None, "connect() comes first"
-        config = self.engine_config()  # what contradicts the Trainer is said before anything is moved
+        config = self.engine_config()  # raises what contradicts the Trainer before anything is moved
         if getattr(self.module, _DIVIDED, False):
             raise ModelError(
                 f"an earlier run that failed has left {type(self.module).__name__} in parts: build a new one, and "

@@ -33,7 +33,7 @@ class EngineFiles:
     def save(self, folder: Path) -> Written:
         """Let the engine save into ``folder``; every rank must call, and every rank returns.
 
-        An error in one rank's file must not keep it from the barriers in which the others wait: it is kept in the
+        An error in one rank's file must not keep it from the barriers that the others have entered: it is stored in the
         result instead.
         """
         engine, written = self.engine, Written()

@@ -122,5 +122,5 @@ def _strip(what: Any, names: Collection[str], kept: Collection[str] = ()) -> Non
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor on ``meta`` with this one's shape, dtype and order in memory (channels last, say)."""
+    """Return a tensor on ``meta`` with this one's shape, dtype and order in memory (such as channels last)."""
     return torch.empty_like(tensor, device="meta")

@@ -98,7 +98,7 @@ class Files:
         self.sums = sums
         self._open: dict[str, Any] = {}
         self.read: WeakValueDictionary[tuple[StoredPart, ...], torch.Tensor] = WeakValueDictionary()
-        """Tensors that somebody still holds, by their parts: of tied ones there is one."""
+        """Tensors that are still referenced, by their parts: of tied ones there is one."""
 
     def flat(self, part: StoredPart) -> torch.Tensor:
         """Return the tensor that ``part`` is a stretch of."""

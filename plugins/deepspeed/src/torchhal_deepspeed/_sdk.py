@@ -24,7 +24,7 @@ DEEPSPEED: Final = VendorPackage(
 )
 
 DEVICES: Final = frozenset({"cpu", "cuda", "xpu", "npu", "hpu", "mps", "mlu", "sdaa", "supa"})
-"""Device types that DeepSpeed knows."""
+"""Device types that DeepSpeed supports."""
 
 _SHARED_MEMORY: Final = "deepspeed_shm_comm"
 _UNCOMPILED: Final = ("Unable to JIT load", "Error building extension", "Ninja is required", "'c++'")
@@ -33,11 +33,11 @@ _UNCOMPILED: Final = ("Unable to JIT load", "Error building extension", "Ninja i
 def load(device_type: str) -> Any:
     """Import deepspeed for this type of device; return the module.
 
-    DeepSpeed has one device type per process. By itself it takes the first accelerator it finds, also where a run is
+    DeepSpeed has one device type per process. Its default is the first accelerator that it finds, also where a run is
     on the CPU beside it.
 
     Raises:
-        ConfigurationError: it knows no such device, works for another one already, or can't be imported.
+        ConfigurationError: it supports no such device, is in use for another one already, or can't be imported.
     """
     if device_type not in DEVICES:
         raise ConfigurationError(
@@ -75,7 +75,7 @@ def start(deepspeed: Any, *, broadcast: bool, model: nn.Module, **arguments: Any
         deepspeed: the module.
         model: for the engine.
         arguments: more of ``deepspeed.initialize``.
-        broadcast: let the engine give every rank rank 0's parameters, which only dense ones of a dimension bear.
+        broadcast: let the engine give every rank rank 0's parameters, which works for dense ones with a dimension only.
 
     Raises:
         ConfigurationError: it would compile an operator, and can't.
@@ -104,7 +104,7 @@ def start(deepspeed: Any, *, broadcast: bool, model: nn.Module, **arguments: Any
 
 
 def forget(engine: Any) -> None:
-    """End an engine, and what DeepSpeed's modules hold of it: at stage 3 its model, optimizer and buffers, for ever."""
+    """End an engine, and what DeepSpeed's modules would never free: at stage 3 its model, optimizer and buffers."""
     from deepspeed.runtime.zero import parameter_offload
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
@@ -121,7 +121,7 @@ def forget(engine: Any) -> None:
 
 @contextmanager
 def ranks_in_environment(rank: int, local_rank: int, world_size: int) -> Iterator[None]:
-    """Set the variables that DeepSpeed reads the ranks from, where whoever started the processes has not set them."""
+    """Set the variables that DeepSpeed reads the ranks from, where the launcher has not set them."""
     wanted = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": world_size}
     added = {name: str(value) for name, value in wanted.items() if name not in os.environ}
     with restored_environ(*added):

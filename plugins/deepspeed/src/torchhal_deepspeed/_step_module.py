@@ -10,8 +10,8 @@ from torch import nn
 class StepModule(nn.Module):
     """A module with the submodules, parameters and buffers of ``module``, whose forward is a whole step.
 
-    The engine hooks the forward of the module that it wraps. Applied to the twin, one step is one forward whatever it
-    calls: the user's module itself, once or several times, or only parts of it. The names in the engine's own files
+    The engine hooks the forward of the module that it wraps. Applied to the twin, one step is one forward, whether it
+    calls the user's module itself, once or several times, or only parts of it. The names in the engine's own files
     are the user's.
     """
 

@@ -31,7 +31,7 @@ def uneven_forward(ranks: Collection[int], engine: Any, broadcast: Callable[[Any
     if engine.global_rank in ranks:
         with _told(coordinator, module, lambda word: broadcast(word, leader)):
             yield
-        broadcast(None, leader)  # not after an error: whoever waits hears of that in another way
+        broadcast(None, leader)  # not after an error: the ranks that wait raise by other means
     else:
         parameters = {parameter.ds_id: parameter for parameter in module.parameters()}
         while (word := broadcast(None, leader)) is not None:

@@ -44,9 +44,9 @@ class DeepSpeedStrategy(DeepSpeedEngineBase):
 
     Args:
         stage: what ZeRO divides among the ranks. 1: optimizer state. 2: gradients too. 3: parameters too. 0: nothing.
-            None: what ``config`` says, else 2.
-        config: a DeepSpeed configuration, as a dict or the path of a JSON file. Entries that say "auto" are the
-            Trainer's to fill in.
+            None: that of ``config``, else 2.
+        config: a DeepSpeed configuration, as a dict or the path of a JSON file. Entries of "auto" are filled
+            in by the Trainer.
         offload_optimizer: "cpu" or "nvme", or DeepSpeed's section of that name as a dict: where the optimizer's state
             lives and steps.
         offload_parameters: the same for parameters that aren't in use (stage 3).
@@ -58,7 +58,7 @@ class DeepSpeedStrategy(DeepSpeedEngineBase):
             :class:`~torchhal.strategies.ParallelStrategy`; anything else goes into the ZeRO section
             (``reduce_bucket_size``, ``overlap_comm``, ...).
 
-    The Trainer says where an accumulation ends and how gradients are clipped; the engine does both. Schedulers that
+    The Trainer decides where an accumulation ends and how gradients are clipped; the engine does both. Schedulers that
     ``configure_optimizers`` returns are stepped by the Trainer, one in the configuration by the engine.
 
     Raises:
@@ -229,7 +229,7 @@ class DeepSpeedStrategy(DeepSpeedEngineBase):
                 )
             return super().module_state_dict()
         with self.guard("gathering of the model"):
-            # a worker that was started for the run sends its weights to whoever called fit
+            # a worker that was started for the run sends its weights to the process that called fit
             stand_ins = self.engine_saves and self.start_method == "subprocess"
             return self.state.weights(stand_ins=stand_ins, broadcast=collectives.broadcast_copies)
 

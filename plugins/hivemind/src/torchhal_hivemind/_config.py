@@ -103,7 +103,7 @@ def check(
         ("request_timeout", request, "matchmaking_time", matchmaking),
         ("matchmaking_time", matchmaking, "averaging_timeout", timeout),
     ):
-        if its >= whose:  # peers would give up on each other before they have met, and drift apart
+        if its >= whose:  # requests would time out before matchmaking ends, and the peers' weights diverge
             raise ConfigurationError(f"'{small}' must be less than '{large}' (got {its:g} s and {whose:g} s)")
     return Settings(
         target_batch_size=_target(target_batch_size, environ),

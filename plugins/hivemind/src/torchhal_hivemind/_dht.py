@@ -1,4 +1,4 @@
-"""Run this process's node in the network of peers, and compare what they must agree on before they train."""
+"""Run this process's node in the network of peers, and compare the settings that must be equal before they train."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Network:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         sdk.free_locks()
-        # hivemind puts its sockets into /tmp itself, and forgets those of the averagers; a longer path might not do
+        # hivemind puts its sockets into /tmp itself, and leaves those of the averagers; a longer path might not do
         self.sockets = tempfile.mkdtemp(prefix="torchhal-hivemind-", dir="/tmp")
         self._usual_sockets = P2P._UNIX_SOCKET_PREFIX
         P2P._UNIX_SOCKET_PREFIX = f"/unix{self.sockets}/"
@@ -54,7 +54,7 @@ class Network:
                 await_ready=False,
             )
         self.daemon = socket.socket(socket.AF_UNIX)
-        """A connection that ends with hivemind's daemon: a child of the node's process, which doesn't mind."""
+        """A connection that ends with hivemind's daemon: a child of the node's process, which tolerates it."""
         try:
             self._await()
             self.daemon.connect(self.dht.run_coroutine(self.dht._get_p2p_daemon_listen_maddr)["unix"])
@@ -65,7 +65,7 @@ class Network:
 
     def _await(self) -> None:
         started = time.monotonic()
-        deadline = started + self.settings.join_timeout + 5.0  # the daemon's own time-out says more
+        deadline = started + self.settings.join_timeout + 5.0  # the daemon's own time-out has a better message
         cause: Exception | None = None
         while cause is None:
             try:
@@ -137,9 +137,9 @@ class Network:
         }
 
     def hush(self) -> None:
-        """Silence the node before the averagers end, and wait up to 2 s for what they have requested from it.
+        """Mute the node before the averagers end, and wait up to 2 s for what they have requested from it.
 
-        It would find them gone, report each as an error, and sleep 3 s.
+        Otherwise it would log an error for each that has ended, and sleep 3 s.
         """
         if self.dht.is_alive():
             try:

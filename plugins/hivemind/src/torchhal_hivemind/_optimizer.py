@@ -1,6 +1,6 @@
 """Override ``hivemind.Optimizer`` where its own behaviour would train something else than requested.
 
-Each override says which. The names that they override are those of hivemind 1.1; ``_sdk.HIVEMIND`` pins it.
+Each override documents its reason. The names that they override are those of hivemind 1.1; ``_sdk.HIVEMIND`` pins it.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _log = logging.getLogger("torchhal")
 class Progress(ProgressTracker):  # type: ignore[misc]
     """The tracker of what all peers have done.
 
-    hivemind ends an epoch at the time at which it expects the samples to be there, so that peers meet. A peer that is
-    alone has nobody to meet: its epochs end with exactly the samples asked for, at any speed.
+    hivemind ends an epoch at the time at which it expects the samples to be there, so that peers meet. For one peer
+    alone, epochs end with exactly the requested samples, at any speed.
     """
 
     @property
@@ -42,7 +42,7 @@ class Progress(ProgressTracker):  # type: ignore[misc]
         return bool(self.global_epoch > mine.epoch or mine.samples_accumulated >= self.target_batch_size)
 
     def run(self) -> None:
-        """Close the reports that nobody has answered, which the garbage collector would complain about."""
+        """Close the reports that were not answered, of which the garbage collector would warn."""
         super().run()
         loop = asyncio.get_event_loop_policy().get_event_loop()  # this thread's, which super().run() has made
         left = asyncio.all_tasks(loop)
@@ -76,16 +76,16 @@ class Gradients(GradientAverager):  # type: ignore[misc]
         return super().step(*args, reset_accumulators=False, **options)
 
     def load_state_from_peers(self, wait: bool = True, timeout: float | None = None) -> None:
-        """Do nothing: gradients of others are nobody's state, and hivemind would download them for nothing."""
+        """Do nothing: gradients of others are not state, and hivemind would download them for nothing."""
 
 
 class StrategyOptimizer:
-    """An optimizer as hivemind knows it, whose step is whatever the strategy does for one."""
+    """An optimizer with hivemind's interface, whose step calls the strategy's."""
 
     def __init__(self, optimizer: Optimizer, step: Callable[[], Any]) -> None:
         self.optimizer = optimizer
         self.error: Exception | None = None
-        """What the step raised. hivemind logs it and goes on as if it had stepped."""
+        """What the step raised. hivemind logs it and continues as if it had stepped."""
         self._step = step
 
     def step(self) -> None:
@@ -122,7 +122,7 @@ class Collaboration(hivemind.Optimizer):  # type: ignore[misc]
         self.taken = 0
         """How often the state of another peer has been taken over."""
         self.behind_since: float | None = None
-        """When, by the monotonic clock, a state was first asked for in vain."""
+        """When, by the monotonic clock, a download of the state first failed."""
         self.download_error: Exception | None = None
         averager_options = {"request_timeout": settings.request_timeout}
         with guarded(network.sockets):
@@ -163,7 +163,7 @@ class Collaboration(hivemind.Optimizer):  # type: ignore[misc]
             )
         self.state_averager.optimizer = self._stepped = StrategyOptimizer(optimizer, step)
         self._download = self.state_averager.load_state_from_peers
-        # whoever calls it: hivemind tries for ever when it raises, also where it always will
+        # for all callers: hivemind retries without limit when it raises, also where it always will
         self.state_averager.load_state_from_peers = self.take_state
 
     @property
@@ -197,7 +197,7 @@ class Collaboration(hivemind.Optimizer):  # type: ignore[misc]
     def begin_at(self, epoch: int) -> None:
         """Set the collaboration's epoch that this peer's parameters belong to."""
         self.state_averager.local_epoch = epoch
-        # What the tracker has asked the network before goes by its own first epoch, 0: it would take this peer for one
+        # What the tracker has requested before is relative to its own first epoch, 0: it would take this peer for one
         # that is out of step, and drop its first batch.
         with self.tracker.pause_updates():
             self.tracker.update_epoch(epoch)

@@ -52,7 +52,7 @@ def guarded(scratch: str) -> Iterator[None]:
 def end(processes: Iterable[Any], timeout: float) -> None:
     """Wait for these ``multiprocessing`` processes; kill what is left after ``timeout`` seconds, with its group.
 
-    ``terminate`` would have no effect, and ``multiprocessing`` would wait for them for ever at exit.
+    ``terminate`` would have no effect, and ``multiprocessing`` would block on them at exit without a timeout.
     """
     deadline = time.monotonic() + timeout
     for process in processes:

@@ -32,7 +32,7 @@ def check_usable() -> None:
 def load(*, verbose: bool) -> str:
     """Import hivemind; return the sharing strategy of torch.multiprocessing from before, which that import replaces.
 
-    hivemind logs each round of averaging that is looked for; unless ``verbose``, or HIVEMIND_LOGLEVEL is set, only
+    hivemind logs each attempt at a round of averaging; unless ``verbose``, or HIVEMIND_LOGLEVEL is set, only
     its warnings are left.
     """
     before: str = torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]
@@ -51,9 +51,9 @@ def share_by(strategy: str) -> None:
 def free_locks(timeout: float = 2.0) -> None:
     """Replace the locks that all of hivemind's processes share, where one was killed while it held one.
 
-    This process and those that it starts would wait for it for ever. A node that reports its error is killed for it,
-    often before it has let go of the lock. Futures of hivemind's from before are broken then; who would have answered
-    them is gone.
+    This process and those that it starts would block on it without a timeout. A node that reports an error is killed
+    after it, often before it has released the lock. Futures of hivemind's from before never complete then, as the
+    process that would have set them has ended.
     """
     from hivemind.utils.mpfuture import MPFuture, SharedBytes
 

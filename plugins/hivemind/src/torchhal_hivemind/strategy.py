@@ -42,11 +42,11 @@ EPOCH = "collaboration_epoch"
 
 _GOODBYE = 10.0  # seconds for the averagers to leave the rounds that they are in
 _WHAT_TO_DO = "this peer can't go on: run it again, with ckpt_path='last' and an address of another peer"
-_LEAVING = 2.0  # seconds for the node after them, which nobody needs any more
+_LEAVING = 2.0  # seconds for the node after them, which is no longer used
 
 
 class HivemindStrategy(SingleDeviceStrategy):
-    """Peers over the internet train one model through ``hivemind.Optimizer``; they come and go at will.
+    """Peers over the internet train one model through ``hivemind.Optimizer``; they may join and leave at any time.
 
     Each peer is a run of its own: one process, one device, its own data, log and checkpoints. Together they collect
     ``target_batch_size`` samples for an *epoch of the collaboration*, which ends with the average of all gradients and
@@ -68,15 +68,15 @@ class HivemindStrategy(SingleDeviceStrategy):
             ``"quantile8bit"``.
         state_compression: of parameters and running statistics when they are averaged.
         host_addresses: multiaddresses to listen on; all of IPv4 by default.
-        announced_addresses: multiaddresses to tell others instead of those found, with explicit ports.
+        announced_addresses: multiaddresses to announce instead of those found, with explicit ports.
         client_mode: accept no connections, for a peer behind a firewall. Such a peer can't be joined.
         matchmaking_time: seconds to wait for other peers before a round of averaging begins.
-        averaging_timeout: seconds after which a round that hangs is given up; the peer goes on with its own gradients.
+        averaging_timeout: seconds after which a round that hangs is given up; the peer then uses its own gradients.
         request_timeout: seconds to wait for one peer's answer in matchmaking; None: half of ``matchmaking_time``, at
             most 3.
         join_timeout: seconds to wait for ``initial_peers``, and for one with the run's state.
-        refresh_period: least seconds between two looks at the others' progress.
-        peer_expiration: seconds after which a peer that died without a word no longer counts.
+        refresh_period: least seconds between two reads of the others' progress.
+        peer_expiration: seconds without a report after which a peer no longer counts.
         verbose: log what hivemind does.
 
     Raises:
@@ -162,7 +162,7 @@ class HivemindStrategy(SingleDeviceStrategy):
 
     @property
     def joining(self) -> dict[str, Any]:
-        """The arguments for the strategy of a peer that joins this one's run; empty while nobody can.
+        """The arguments for the strategy of a peer that joins this one's run; empty while none can.
 
         Checks: STR-43.
         """
@@ -196,7 +196,7 @@ class HivemindStrategy(SingleDeviceStrategy):
         from torchhal_hivemind._dht import Network
         from torchhal_hivemind._optimizer import Collaboration
 
-        atexit.register(self._leave)  # for who never tears down: multiprocessing would wait for ever
+        atexit.register(self._leave)  # for a strategy that is never torn down: multiprocessing would block at exit
         self._network = Network(self.settings)
         self.addresses = self._network.addresses
         self._network.agree({**self.settings.agreement, **self._agreement()})
@@ -363,14 +363,14 @@ class HivemindStrategy(SingleDeviceStrategy):
     def _process_lost(self, peer: Collaboration, process: Any) -> None:
         """End this process in a thread: one of hivemind's is gone, or, for None, its network daemon."""
         if peer is not self._collaboration:
-            return  # it was told to
-        if process is None:  # without it a peer goes on by itself, further from the others with each step
+            return  # it was stopped on request
+        if process is None:  # without it a peer trains alone, and its weights diverge from the others'
             self._lost = f"hivemind's network daemon, p2pd, has ended; {_WHAT_TO_DO}"
             return
         process.join()
         self._lost = f"hivemind's process {process.name!r} {describe_exit(process.exitcode)}; {_WHAT_TO_DO}"
-        time.sleep(self.settings.averaging_timeout)  # whoever waits for its answer waits for ever
-        if peer is self._collaboration:  # nobody has come to see
+        time.sleep(self.settings.averaging_timeout)  # calls that wait for its answer have no timeout
+        if peer is self._collaboration:  # not closed meanwhile
             write_stderr(f"torchhal: {self._lost}\n")
             leave(1)
 

@@ -18,12 +18,12 @@ class KindsOfCalls:
 
     The first is equal for calls of one module, whose attributes may change, the second for calls of modules that are
     alike, as the blocks of a transformer: of equal types, attributes, shapes and ``marks``. An object is equal to
-    itself only; a module's own index (``layer_idx``) and the sizes of batches count for nothing. Every rank finds the
-    same.
+    itself only; a module's own index (``layer_idx``) and the sizes of batches are ignored. The result is the same on
+    every rank.
 
     Args:
         model: what holds the modules.
-        marks: what else tells its submodules apart.
+        marks: what else distinguishes its submodules.
     """
 
     def __init__(self, model: nn.Module, marks: Mapping[nn.Module, str]) -> None:
@@ -65,7 +65,7 @@ def _form(value: Any, index: set[int], of_tensor: Callable[[torch.Tensor], Any])
     if isinstance(value, torch.Tensor):
         return type(value), of_tensor(value)
     if isinstance(value, int) and not isinstance(value, bool) and value in index:
-        return "index"  # layer_idx, say
+        return "index"  # such as layer_idx
     return type(value), value if isinstance(value, _PLAIN) else _Same(value)
 
 

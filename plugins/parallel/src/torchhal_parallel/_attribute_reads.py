@@ -1,8 +1,8 @@
-"""Record which attributes a forward reads as Python values while it is followed, and tell when one has changed.
+"""Record which attributes a forward reads as Python values while it is recorded, and detect changes of them.
 
-What a forward reads of a module as a number, a flag or a string becomes part of its graph, as does which branch it
-took for it. The graph is right as long as these are what they were. A forward that changes attributes itself would do
-so only when it is followed. The same holds for the submodules that it calls: by name, or as all of a container.
+What a forward reads of a module as a number, a flag or a string becomes part of its graph, as does the branch
+that it took for it. The graph is valid as long as these values are unchanged. A forward that changes attributes itself
+would do so only when it is recorded. The same holds for the submodules that it calls, by name or as a whole container.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class AttributeReads:
             def read(owner: Any, name: str, get: Any = original) -> Any:
                 try:
                     value = get(owner, name)
-                except AttributeError:  # where nn.Module goes on to look for a submodule
+                except AttributeError:  # nn.Module then looks for a submodule
                     self._note_child(owner, name, paused())
                     raise
                 self._note(owner, name, value, paused())

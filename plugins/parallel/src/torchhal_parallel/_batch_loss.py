@@ -1,9 +1,9 @@
 """The loss of a whole batch, of whose outputs a pipeline has one microbatch at a time.
 
-A schedule asks for the loss of each microbatch, and trains on their mean. That is the loss of the batch only if it is a
+A schedule computes the loss of each microbatch, and trains on their mean. That is the loss of the batch only if it is a
 mean over samples. Where all forwards come before the first backward (:class:`WholeBatch`), the step runs once for the
-batch, and any loss is right. Where they alternate, :func:`unlike_mean` compares the two for each two microbatches that
-follow each other: the outputs of a whole batch are what such a schedule has no memory for.
+batch, and any loss is correct. Where they alternate, :func:`unlike_mean` compares the two for each two microbatches
+that follow each other, as such a schedule has no memory for the outputs of a whole batch.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _DETACHES = (torch.Tensor.detach, torch.Tensor.data.__get__)  # type: ignore[att
 
 
 class Branches(TorchFunctionMode):
-    """Notes which way code goes where it asks for the truth of what is compared of differentiable values.
+    """Records the branches that code takes on the truth value of comparisons of differentiable values.
 
     Of ``loss > 1``, also of ``torch.isfinite(loss.detach()).all()``; not of the number ``loss.item()``, which any other
     code could be given, nor of indices such as an ``argmax``.
@@ -159,7 +159,7 @@ def other_mean(
 def without_traces(module: nn.Module, kept: Sequence[Any]) -> Iterator[None]:
     """Inside, what a step changes of the module's attributes and buffers are copies, which are gone afterwards.
 
-    What can't be copied is not; ``kept`` is what attributes may refer to and nobody would copy.
+    What can't be copied stays as it is; ``kept`` are objects that attributes may refer to and that are not copied.
     """
     memo = {id(item): item for item in (*module.modules(), *module.parameters(), *kept)}
     before: list[tuple[dict[str, Any], dict[str, Any]]] = []

@@ -61,7 +61,7 @@ def check_size(name: str, value: Any) -> None:
 def build_mesh(device_type: str, sizes: Mapping[str, int], timeout: timedelta) -> DeviceMesh:
     """Return the mesh of all ranks, with ``timeout`` for each of its process groups."""
     mesh = init_device_mesh(device_type, tuple(sizes[axis] for axis in AXES), mesh_dim_names=AXES)
-    for axis in AXES:  # torch would let them wait for half an hour
+    for axis in AXES:  # otherwise they would block for torch's timeout of half an hour
         _set_timeout(timeout, mesh.get_group(axis))
     return mesh
 

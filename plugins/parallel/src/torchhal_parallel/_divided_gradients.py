@@ -1,7 +1,8 @@
-"""Check that gradients come back right through what each rank computes with its part of a column-wise output.
+"""Check that gradients are correct through what each rank computes with its part of a column-wise output.
 
-What a row-wise layer is given may be made of its rank's parts and of what is not trained. A rank would know only its
-own part's share of any other gradient: that of a norm's weight within each head, or of keys that all ranks have whole.
+What a row-wise layer is given may be made of its rank's parts and of what is not trained. A rank would compute
+only its own part's share of any other gradient: that of a norm's weight within each head, or of keys that are whole on
+all ranks.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ class Nodes:
 
 
 def check_gradients(module: nn.Module, row: str, given: Any, nodes: Nodes, note: Callable[[str], None]) -> None:
-    """Look through the graph behind what a row-wise layer is called with, as far as the column-wise layers.
+    """Search the graph behind what a row-wise layer is called with, as far as the column-wise layers.
 
     Args:
         module: the model, for names.
         row: the layer's name.
         given: what it is called with.
         nodes: of the layers that were called.
-        note: is told of what can't be looked through.
+        note: called with what can't be traversed.
 
     Raises:
         ConfigurationError: it is made of something whole that is trained; the message names it.
@@ -61,7 +62,7 @@ def check_gradients(module: nn.Module, row: str, given: Any, nodes: Nodes, note:
 
 
 def check_sums(result: Any, what: str, nodes: Nodes, ranks: Callable[[], set[int]]) -> None:
-    """Look through the graph behind a result for sums of parts that every rank goes on with as a whole.
+    """Search the graph behind a result for sums of parts that every rank uses as a whole.
 
     Args:
         result: what a step or a stage gives.
@@ -116,7 +117,7 @@ def _behind(nodes: Iterable[Any], beyond: Set[Any], last: Callable[[Any], bool])
 
 
 def _is_function(node: Any) -> bool:
-    """Return whether only its author knows what the backward of ``node`` does."""
+    """Return whether the backward of ``node`` is user code, which can't be inspected."""
     home = _home(node)
     return bool(home) and not home.startswith("torch.distributed.fsdp")  # which notes that a unit's backward is over
 

@@ -2,7 +2,7 @@
 
 There each rank computes with its part of an output. Activations and attention over heads do with a part what they do
 with the whole; a softmax, mean or norm over what is divided, a chunk of joined projections and a reshape into a fixed
-number of heads don't, and no error tells. So a module in which parts are made and used up computes twice more in some
+number of heads don't, and raise no error. So a module in which parts are made and used up computes twice more in some
 steps, in the mode that it is in: once with layers that give all of their outputs, then with layers that give this
 rank's part of them. What reaches a row-wise layer must be the same part of what reaches it on one device. Nothing is
 sent, and the layers have random weights: those of a model may hide the difference, as a projection that begins at zero
@@ -53,7 +53,7 @@ class _Call:
 
 
 class DividedRegions:
-    """Watches the layers of a resolved plan while a function computes.
+    """Observes the layers of a resolved plan while a function computes.
 
     Args:
         module: the whole model.
@@ -94,9 +94,9 @@ class DividedRegions:
 
         Args:
             is_part: whether a tensor is made of one rank's part.
-            paused: makes a context in which nothing is noted of parts; what it gives says whether a collective was
+            paused: makes a context in which nothing is recorded of parts; its value is whether a collective was
                 called there.
-            also: modules to look at beside those that have a column-wise layer in them.
+            also: modules to compare beside those that have a column-wise layer in them.
 
         Yields:
             Names of row-wise layers that no module has closed a column-wise one with; filled meanwhile.
@@ -115,7 +115,7 @@ class DividedRegions:
             if self._compared.isdisjoint(call.kinds):
                 try:
                     call.given = _copies((args, kwargs))
-                except Exception as error:  # out of memory, say
+                except Exception as error:  # such as out of memory
                     call.given = error
             calls.append(call)
 
@@ -251,7 +251,7 @@ class DividedRegions:
         inside = set(call.module.modules())
         layers = {layer: name for name, layer in self.layers.items() if layer in inside}
         strategy = self.strategy
-        # what attributes may refer to, and no copy is wanted of
+        # what attributes may refer to, and must not be copied
         kept = (strategy, strategy.trainer, strategy.accelerator, *self.module.modules(), *self.module.parameters())
         generators = rng.collect(strategy.accelerator, strategy.root_device)
         try:

@@ -1,6 +1,6 @@
 """Refuse a gradient of a gradient through layers that tensor parallelism divides.
 
-torch's DTensor leaves out a part of such a second derivative, or all of it, and says nothing: which part depends on its
+torch's DTensor leaves out a part of such a second derivative, or all of it, without an error: which part depends on its
 version. A penalty on gradients (WGAN-GP), forces as the gradient of an energy and a Hessian's product need it.
 """
 

@@ -45,7 +45,7 @@ def to_local(tensor: torch.Tensor) -> torch.Tensor:
 def shard_like(value: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Return ``value``, whole on every rank, in the layout and on the device of ``target``, which has its shape.
 
-    Nothing is sent: each rank takes its part. The slice is right for every placement that ``fully_shard`` and
+    Nothing is sent: each rank takes its part. The slice is correct for every placement that ``fully_shard`` and
     ``parallelize_module`` make, the strided one of their composition included.
     """
     if not isinstance(target, DTensor):
@@ -96,9 +96,9 @@ def get_total_norm(
     """Return the 2-norm over all elements of all ``gradients``, the same on every rank: a 0-d tensor.
 
     ``torch.nn.utils.clip_grad_norm_`` refuses plain and sharded gradients together, and ``.item()`` on a norm of a
-    sharded tensor is this rank's, without a word. Here the squares of the parts are added up on each rank, and over
-    each mesh dimension that a layout is sharded on by one collective for each dtype. Sums are in float32 at least, in
-    float64 for gradients of it; of a complex gradient the absolute values count.
+    sharded tensor is this rank's alone, without an error. Here the squares of the parts are added up on each rank, and
+    over each mesh dimension that a layout is sharded on by one collective for each dtype. Sums are in float32 at least,
+    in float64 for gradients of it; of a complex gradient the absolute values count.
 
     Args:
         gradients: in the same order on every rank that shares a mesh.

@@ -22,7 +22,7 @@ class FakeModules:
 
     Args:
         module: the model.
-        around: names of the modules whose own forward is followed, ``""`` for the outermost; these are not copied.
+        around: names of the modules whose own forward is recorded, ``""`` for the outermost; these are not copied.
         device: of the fake tensors.
     """
 
@@ -86,7 +86,7 @@ class FakeModules:
 
 
 def modules_around(split_points: Sequence[str]) -> set[str]:
-    """Return the names of the modules in which ``split_points`` lie: those whose own forward must be followed."""
+    """Return the names of the modules in which ``split_points`` lie: those whose own forward must be recorded."""
     names = {""}
     for point in split_points:
         parts = point.split(".")

@@ -218,7 +218,7 @@ class FullyShardedStrategy(ShardedStrategy):
 
     def begin_epoch(self) -> None:
         self.check_writes()
-        self._reshard()  # what a hook has called may still be gathered, into parameters that nobody divided
+        self._reshard()  # what a hook has called may still be gathered, in parameters that are not sharded
         super().begin_epoch()
         assert self.module is not None
         for parameter in self.module.parameters():  # hooks that were registered since

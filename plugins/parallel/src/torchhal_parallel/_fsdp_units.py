@@ -13,7 +13,7 @@ from torchhal.precision import Precision
 
 
 def check_torch(alias: str) -> None:
-    """Raise UnsupportedCombinationError on a torch whose ``fully_shard`` lacks what its units are told here."""
+    """Raise UnsupportedCombinationError on a torch whose ``fully_shard`` lacks the methods that are called here."""
     needed = ("set_reshard_after_forward", "set_reshard_after_backward", "set_force_sum_reduction_for_comms")
     if missing := [name for name in needed if not hasattr(FSDPModule, name)]:
         raise UnsupportedCombinationError(
@@ -81,7 +81,7 @@ def kept_whole(module: nn.Module, units: Sequence[nn.Module], roots: Sequence[nn
 
 
 def check_scaled(whole: Mapping[str, str], precision: Precision, alias: str) -> None:
-    """Raise ModelError for parameters that stay whole beside sharded ones, where a scaler sees them together."""
+    """Raise ModelError for parameters that stay whole beside sharded ones, where a scaler handles them together."""
     if getattr(precision, "scaler", None) is None:
         return
     for name, reason in whole.items():

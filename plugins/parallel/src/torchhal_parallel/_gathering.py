@@ -29,9 +29,9 @@ def on_first_rank(mine: Any, device: torch.device, *, name: str = "gathering") -
     """Return the ranks' nests, in their order and on the CPU, on rank 0; None on the others. All must call.
 
     Args:
-        mine: dicts, lists and tuples; whatever in them is no dense tensor must be picklable, and travels together.
+        mine: dicts, lists and tuples; items that are not dense tensors must be picklable, and are sent together.
         device: of this rank.
-        name: what the ranks are doing, for those that are doing something else.
+        name: of the operation, for the error on ranks that are in another one.
     """
     outlines = collectives.all_gather_object(_outline(mine), name=name)
     where = collectives.host(device)

@@ -1,8 +1,8 @@
 """Refuse a recorded forward in which autograd would do other things than in the forward that was recorded.
 
-Operators reach a recorder below autograd. So what a forward tells autograd itself is in no graph: hooks on tensors and
-``.data = ...`` are refused when they come (:class:`AutogradCalls`), anything else is found by running the graph again
-and comparing how autograd follows both (:func:`check_gradients`).
+A recorder intercepts operators below autograd. So calls that configure autograd itself are in no graph: hooks on
+tensors and ``.data = ...`` are refused when they come (:class:`AutogradCalls`), anything else is found by running the
+graph again and comparing how autograd follows both (:func:`check_gradients`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _GIVEN: Final = object()
 
 
 class AutogradCalls(TorchFunctionMode):
-    """Raises ModelError for calls that tell autograd something, and that no graph has.
+    """Raises ModelError for calls that configure autograd, which no graph contains.
 
     Args:
         model: the name of the class whose forward runs inside.

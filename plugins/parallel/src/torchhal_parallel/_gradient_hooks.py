@@ -39,14 +39,14 @@ class CarriedHooks:
 
 
 class HooksOfBatch:
-    """The hooks of ``parameters``, which see the gradient of a batch and not those of the parts it is computed in."""
+    """The hooks of ``parameters``, which get the gradient of a batch and not those of the parts it is computed in."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self.parameters = [p for p in parameters if p._backward_hooks or p._post_accumulate_grad_hooks]
 
     @contextmanager
     def held_back(self) -> Iterator[None]:
-        """Let none of them run in this block, for all that backward knows."""
+        """Disable them in this block, so that backward runs none."""
         found = [
             hooks
             for parameter in self.parameters
@@ -98,9 +98,9 @@ class CarriedHandles:
 
 
 def give_back(now: torch.Tensor, parameter: torch.Tensor) -> None:
-    """Let ``parameter`` run what a user has registered on ``now``, which trained in its place.
+    """Move hooks that a user has registered on ``now``, which trained in its place, to ``parameter``.
 
-    The user's handles know the hooks of ``now``: removed there, they are gone here too.
+    The user's handles refer to the hooks of ``now``: one that is removed there is removed here too.
     """
     if now._backward_hooks:
         parameter.register_hook(CarriedHooks(now._backward_hooks))  # type: ignore[no-untyped-call]

@@ -3,8 +3,8 @@
 The forward runs as plain Python, on tensors without values on the run's device. So it may branch on shapes, flags and
 None, make tensors with or without ``device=``, and return any container. What is recorded are the operators that reach
 the dispatcher and the calls of modules, for these shapes and flags alone; and which attributes the forward has read, as
-it is another graph when one of them changes. Random numbers of Python and NumPy, changes of attributes, and what the
-forward tells autograd, would be made once instead of in each batch: they are refused. An ``autograd.Function`` is
+the graph differs when one of them changes. Random numbers of Python and NumPy, changes of attributes, and calls that
+configure autograd, would take effect once instead of in each batch: they are refused. An ``autograd.Function`` is
 recorded as one call.
 """
 
@@ -48,7 +48,7 @@ class CapturedGraph:
         values: the fake tensor that each node gave.
         constants: tensors that the graph reads by names of their own.
         reads: the attributes by whose values the forward is this one.
-        recomputes: whether it asks autograd not to keep activations, by ``torch.utils.checkpoint``, say.
+        recomputes: whether it discards activations for recomputation, as by ``torch.utils.checkpoint``.
     """
 
     graph: fx.Graph
@@ -66,9 +66,9 @@ class GraphCapture:
     Made while every rank has the whole model; its copies have no memory.
 
     Args:
-        around: names of the modules whose own forward is followed, ``""`` for the outermost.
+        around: names of the modules whose own forward is recorded, ``""`` for the outermost.
         device: where the run computes.
-        trainer: what the forward may ask for the epoch, say.
+        trainer: what the forward may read the epoch of, for example.
     """
 
     def __init__(self, module: nn.Module, around: set[str], device: torch.device, trainer: Any = None) -> None:

@@ -103,7 +103,7 @@ class GraphRecorder(TorchDispatchMode):
 
     @contextmanager
     def calls_recorded(self) -> Iterator[None]:
-        """Record calls of the model's modules as such, but for those whose forward is followed."""
+        """Record calls of the model's modules as such, except those whose forward is recorded."""
         original: Callable[..., Any] = nn.Module.__call__
         apply = vars(torch.autograd.Function)["apply"]
         names, around = self.modules.names, self.modules.around

@@ -1,4 +1,4 @@
-"""Backward passes inside a step, ``torch.autograd.grad(..., create_graph=True)`` say, under ``fully_shard``.
+"""Backward passes inside a step, such as ``torch.autograd.grad(..., create_graph=True)``, under ``fully_shard``.
 
 It frees a unit's parameters when a backward has passed it. The graph of a gradient refers to them, too, and so does the
 rest of a step that is not yet done: both would compute with freed memory.
@@ -54,7 +54,7 @@ class InnerBackward:
         for unit in self.units:
             state = unit._get_fsdp_state()
             if state._is_root:
-                context = state._state_ctx  # since torch 2.15 this notes who ends a backward, until that has ended
+                context = state._state_ctx  # since torch 2.15 this records, during a backward, which state ends it
                 if getattr(context, "manual_backward_finalization_active", False) is None:
                     context.manual_backward_finalization_active = context.manual_backward_finalization
                 state._root_post_backward_final_callback()

@@ -1,12 +1,12 @@
-"""Refuse writes of a training step to sharded parameters that would be lost, or part the ranks.
+"""Refuse writes of a training step to sharded parameters that would be lost, or make the ranks differ.
 
-What is written to a gathered parameter is lost when that is freed. What is written to the parts is right where each
+What is written to a gathered parameter is lost when that is freed. What is written to the parts is correct where each
 element is made of those in its place, as a momentum teacher's are (``teacher.mul_(m).add_(student, alpha=1 - m)``), and
 of numbers that the ranks have alike. A plain tensor is a rank's own.
 
-Costs: some 50 us a step for watching writes to parts, whose operands a function looks at. Gathered parameters are
+Costs: some 50 us a step for watching writes to parts, whose operands a function inspects. Gathered parameters are
 compared with the parts, bit by bit, in steps 1, 2, 4, 8, ...; every 64 steps, and when an epoch begins, a
-checkpoint is saved and the fit ends, it is asked whether they were written to, which takes 0.1 ms for 1000 of them. At
+checkpoint is saved and the fit ends, they are checked for writes, which takes 0.1 ms for 1000 of them. At
 those times, but not every 64 steps, the ranks compare the numbers that they wrote.
 
 Hooks between the steps may write as they like, but the same numbers on each rank, to gradients too: to watch one that
@@ -56,7 +56,7 @@ class LostWrites:
         self.numbers = 0
         """A checksum of those that this rank has written to its parts."""
         self._tensors: dict[torch.device, torch.Tensor] = {}
-        """The same of numbers that are tensors, by device: to read each would wait for it."""
+        """The same of numbers that are tensors, by device: reading each would synchronize with its device."""
         self._last: tuple[torch.Tensor, int] | None = None
         self._steps = 0
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
@@ -96,7 +96,7 @@ class LostWrites:
             self._memory = {_memory(parameter): parameter for parameter in self._sharded.values()}
 
     def around_hook(self, name: str, body: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``body`` of a hook, whose numbers are noted if it is the user's and may write between the steps."""
+        """Return ``body`` of a hook, whose numbers are recorded if it is the user's and may write between the steps."""
         of_torchhal = str(getattr(body, "__module__", "")).partition(".")[0] == "torchhal"
         if self.size == 1 or name not in _BETWEEN_STEPS or of_torchhal:
             return body
@@ -158,7 +158,7 @@ class LostWrites:
             for attribute, now in owner._parameters.items():
                 before = self._sharded.get((id(owner), attribute))
                 if before is None or now is None or isinstance(now, DTensor):
-                    continue  # nobody has gathered it
+                    continue  # not gathered
                 name = self._names.get(id(before), attribute)
                 part = to_local(shard_like(now.detach(), before.detach()))
                 if not _equal(part, to_local(before.detach()).to(part)):

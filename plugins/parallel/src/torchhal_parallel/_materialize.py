@@ -1,16 +1,16 @@
 """Memory and values for a model, or a unit of it, that lies on the meta device on some ranks or on all.
 
-``configure_model`` runs as it is written on rank 0, in host memory, and on the meta device elsewhere: rank 0's values
-are everybody's, whoever set them, and every other rank holds whole no more than one unit beside its shares. A model too
+``configure_model`` runs as it is written on rank 0, in host memory, and on the meta device elsewhere: all ranks
+get rank 0's values, and every other rank holds no more than one unit whole beside its shares. A model too
 large for rank 0's host as well is built ``with torch.device("meta")``, as for torchtitan: there nothing of what
 ``__init__`` does to values survives, and they come from
 
 1. ``reset_parameters()`` of each module that holds such parameters or buffers, as torch's own modules have it;
-2. ``_init_weights(module)`` of a module around it, which knows all it contains, as models of Hugging Face have it;
+2. ``_init_weights(module)`` of a module around it, which initializes what it contains, as models of Hugging Face do;
 3. ``init_weights()`` of the outermost modules that have it, as models of torchtitan, timm and mmengine do.
 
 What none of them sets is an error, by name. They are called for each unit, while everything that is not to be set now
-is on the meta device, where whatever they do is done to nobody.
+is on the meta device, where what they write has no effect.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def materialize(model: nn.Module, unit: nn.Module, unset: Collection[str], devic
         others have them where they had before.
 
     Raises:
-        ModelError: a tensor of ``unset`` that nobody has given values.
+        ModelError: a tensor of ``unset`` has been given no values.
     """
     made: dict[int, torch.Tensor] = {}
     places: set[tuple[int, str]] = set()
@@ -150,7 +150,7 @@ def _filled(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _is_empty(tensor: torch.Tensor) -> bool:
-    """Return whether ``tensor`` has an element of :func:`_filled`; an unsigned or boolean one doesn't tell."""
+    """Return whether ``tensor`` has an element of :func:`_filled`; always False for an unsigned or boolean one."""
     if tensor.is_floating_point() or tensor.is_complex():
         return bool(tensor.detach().isnan().any())
     if tensor.dtype == torch.bool or not torch.iinfo(tensor.dtype).min:

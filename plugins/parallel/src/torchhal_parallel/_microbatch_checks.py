@@ -1,4 +1,4 @@
-"""Check in some batches that microbatches train a model as a whole batch would, and that the ranks agree."""
+"""Check in some batches that microbatches train a model as a whole batch would, and that all ranks compute the same."""
 
 from __future__ import annotations
 

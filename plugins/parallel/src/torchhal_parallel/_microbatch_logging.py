@@ -63,7 +63,7 @@ class MicrobatchLog:
         metric_attribute: str | None = None,
         rank_zero_only: bool = False,
     ) -> None:
-        """See ``Results.log``, whose errors are raised here, where the user's line is still on the stack."""
+        """See ``Results.log``; its errors are raised here, while the user's line is still on the stack."""
         asked = (prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, add_dataloader_idx, rank_zero_only)
         call = self._calls.get((name, hook), 0)
         self._calls[name, hook] = call + 1
@@ -187,7 +187,7 @@ def _combine_on_device(
 def _on(device: torch.device, value: Any) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         return value.detach().to(device, non_blocking=device.type != "cpu")
-    return torch.full((), value, device=device)  # filled there: a copy from the host would wait
+    return torch.full((), value, device=device)  # filled there: a copy from the host would synchronize
 
 
 def _off_host(value: Any) -> bool:

@@ -11,13 +11,13 @@ from torchhal.trainer.data import limit_length
 
 
 def check_loader(loader: Any, microbatches: int, trainer: Any) -> None:
-    """Raise ModelError for batches of training that ``microbatches`` does not divide, where torch's own loader tells.
+    """Raise ModelError for batches of training that ``microbatches`` does not divide, where torch's loader has a size.
 
     The last batch counts if the ``trainer`` gets as far as that.
     """
     sampler = getattr(loader, "batch_sampler", None)
     if type(sampler) is not BatchSampler or loader.collate_fn is not default_collate:
-        return  # nobody knows how much is in a batch
+        return  # the size of its batches is unknown
     size = sampler.batch_size
     try:
         whole, left = divmod(len(sampler.sampler), size)  # type: ignore[arg-type]

@@ -56,7 +56,7 @@ class Recomputed(ForwardOverride):
 
 
 def recompute(module: nn.Module, policy: Any) -> None:
-    """Recompute the activations of the submodules that ``policy`` chooses, whatever they share with others.
+    """Recompute the activations of the submodules that ``policy`` chooses, including those that share modules.
 
     Names and parameters stay as they are.
     """
@@ -157,7 +157,7 @@ def _forget(module: nn.Module, key: Any) -> None:
 
 
 def _is_of_a_wrapper(hook: Any) -> bool:
-    """Return whether a hook is torch's for parallelism, or one of this package that waits for a first forward."""
+    """Return whether a hook is torch's for parallelism, or one of this package that runs at a first forward."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     hook = getattr(hook, "hook", hook)  # state dictionaries wrap theirs

@@ -19,7 +19,7 @@ from torchhal.errors import ConfigurationError, TorchhalError
 from torchhal.precision import needs_closure
 
 STEPS = 3
-"""How often an optimizer is tried at first: some look at all parameters from their second step on."""
+"""How many steps an optimizer is tried with at first: some depend on all parameters from their second step on."""
 
 _STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
@@ -28,7 +28,7 @@ MOST_STEPS = 256
 
 
 def check_divisible(optimizer: Optimizer, alias: str) -> None:
-    """Refuse an optimizer whose step takes a closure only, as one does that looks at all parameters together."""
+    """Refuse an optimizer whose step requires a closure, as one does that depends on all parameters together."""
     if needs_closure(optimizer):
         raise ConfigurationError(
             f"strategy {alias!r} divides the optimizer among the ranks, and {type(optimizer).__name__}, whose step "
@@ -65,8 +65,8 @@ def check_separable(
     """Refuse an optimizer whose step on one parameter depends on others, or that draws random numbers.
 
     It may depend on them by a global norm or by how many there are. A copy of it is tried on tensors of a few elements,
-    as nothing else tells. Those of torch are known: all but LBFGS treat each parameter by itself. Returned is what
-    tries later steps (:meth:`OptimizerTrial.before_step`).
+    as there is no other way to detect it. Those of torch need no trial: all but LBFGS treat each parameter by itself.
+    Returns the object that tries later steps (:meth:`OptimizerTrial.before_step`).
     """
     if type(optimizer).__module__.partition(".")[0] == "torch":
         return None
@@ -142,7 +142,7 @@ class OptimizerTrial:
     def watched(self, optimizer: Optimizer, step: int) -> Iterator[None]:
         """Refuse an optimizer that draws inside, in steps that are a power of two: it may begin to after all trials.
 
-        What a hook of its step draws isn't told from that, so that an optimizer with such hooks isn't asked.
+        What a hook of its step draws can't be distinguished from that, so an optimizer with such hooks isn't checked.
         """
         if step & (step - 1) or any(getattr(optimizer, name, None) for name in _STEP_HOOKS):
             with self.explained():
@@ -279,7 +279,7 @@ def _copy_of(optimizer: Optimizer, small: dict[torch.Tensor, torch.Tensor], memo
     """Return a copy with ``small`` ones for its parameters, and without hooks, which may change what isn't copied."""
     copied: Optimizer = object.__new__(type(optimizer))
     memo[id(optimizer)] = copied
-    for value in vars(optimizer).values():  # of one that wraps another: deepcopy would forget what torch's state lacks
+    for value in vars(optimizer).values():  # of one that wraps another: deepcopy would omit what torch's state lacks
         if isinstance(value, Optimizer) and id(value) not in memo:
             _copy_of(value, small, memo)
     for name, value in vars(optimizer).items():
@@ -345,7 +345,7 @@ def one_by_one(optimizers: Sequence[Optimizer], what: str) -> None:
     """Let the optimizers take their parameters one by one, as torch's fast ways can't mix sharded and whole ones.
 
     Raises:
-        ConfigurationError: an optimizer was told otherwise.
+        ConfigurationError: an optimizer was constructed with ``foreach`` or ``fused``.
     """
     for optimizer in optimizers:
         for group in optimizer.param_groups:

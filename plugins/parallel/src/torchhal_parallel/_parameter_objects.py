@@ -1,8 +1,8 @@
 """The parameter objects of a user's module, while other tensors train in their places and afterwards.
 
-What divides a model puts new parameters into its modules. Whoever remembers an old one, in a list say, would go on with
-a weight that nobody trains, and nothing would tell. So the old objects are emptied: all of their elements are NaN, in
-the memory of one. After the run they hold the trained weights, and are the module's parameters again.
+Dividing a model puts new parameters into its modules. Code that keeps a reference to an old one, in a list for example,
+would use a weight that is not trained, without an error. So the old objects are emptied: all of their elements are NaN,
+in the memory of one. After the run they hold the trained weights, and are the module's parameters again.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torchhal.errors import ModelError
 
 _MOST_OBJECTS = 200_000
-"""How many objects under one root :func:`find_references` looks at: what is beyond is data, not part of a model."""
+"""How many objects under one root :func:`find_references` visits: more are data, not part of a model."""
 
 _MOST_ITEMS = 10_000
-"""How many items of one container it looks at."""
+"""How many items of one container it visits."""
 
 _CONTAINERS: Final[tuple[Any, ...]] = (list, tuple, deque, set, frozenset)
 
@@ -180,7 +180,7 @@ class ParameterObjects:
         """Raise ModelError if a graph that is there refers to a parameter that another trains in the place of."""
         if self._first_used() is None:
             return
-        gc.collect()  # a graph may be garbage, which waits for long in a run that collects seldom
+        gc.collect()  # a graph may be garbage, which stays for long in a run that collects seldom
         if (name := self._first_used()) is not None:
             raise ModelError(
                 f"the training step of {type(self.module).__name__} computes with {name!r} by a reference from "
@@ -202,12 +202,12 @@ class ParameterObjects:
 def check_references(
     roots: Mapping[str, Any], objects: ParameterObjects, skip: Any, alias: str, *, through_optimizers: bool = False
 ) -> None:
-    """Raise ModelError if what takes part in training remembers a parameter that another has taken the place of.
+    """Raise ModelError if what takes part in training refers to a parameter that has been replaced by another.
 
     Args:
         roots: what takes part, by the names that a message gives it.
         objects: of a module that strategy ``alias`` has divided.
-        skip: objects to leave alone, whatever they refer to.
+        skip: objects that are not visited.
         alias: see above.
         through_optimizers: see :func:`find_references`.
     """
@@ -235,8 +235,8 @@ def find_references(
     """Yield where objects under ``roots`` refer to a parameter or its memory, or hold its ``id()`` or ``data_ptr()``.
 
     Goes through attributes, containers, closures and partial functions, nearest first, but not through the parameters
-    that a module holds as such. Containers are list, tuple, set, dict and deque: any other may make its items, or read
-    them from a disk, when it is asked for them.
+    that a module holds as such. Containers are list, tuple, set, dict and deque: any other may create its items, or
+    read them from a disk, on access.
 
     Args:
         roots: by the beginnings of paths.
@@ -292,7 +292,7 @@ def _number(thing: Any) -> int | None:
 
 
 def _held(path: str, thing: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(thing, dict):  # by the methods of dict and of the others, whatever a subclass does in their place
+    if isinstance(thing, dict):  # by the methods of dict and of the others, not by a subclass's overrides
         yield from ((f"a key of {path}", key) for key in islice(dict.keys(thing), _MOST_ITEMS))
         yield from (
             (f"{path}[{key if isinstance(key, int) else repr(key)[:40]}]", value)

@@ -24,7 +24,7 @@ from torchhal_parallel._scatter_gather import merge
 
 
 class NotComparedError(Exception):
-    """The loss of a whole batch can't be told from what was computed for its parts; says why."""
+    """The loss of a whole batch can't be computed from what was computed for its parts; the message has the reason."""
 
 
 _AGAIN = object()
@@ -76,7 +76,7 @@ class _Call:
 
 
 class PartLosses:
-    """Watches the parts of one batch.
+    """Records the parts of one batch.
 
     Args:
         strategy: whose module's step runs.
@@ -117,7 +117,7 @@ class PartLosses:
             sizes: samples of each part.
 
         Raises:
-            NotComparedError: that can't be told.
+            NotComparedError: the two can't be compared.
         """
         losses = [_loss_in(output) for output in outputs]
         if any(loss is None for loss in losses):

@@ -101,7 +101,7 @@ def check_schedule_name(schedule: str) -> None:
 
 
 def check_schedules_of_torch(schedule: str, alias: str) -> None:
-    """Raise UnsupportedCombinationError on a torch whose schedule can't be told to leave gradients as they are."""
+    """Raise UnsupportedCombinationError on a torch whose schedule has no option to leave gradients as they are."""
     if "scale_grads" not in inspect.signature(SCHEDULES[schedule]).parameters:
         raise UnsupportedCombinationError(
             f"strategy {alias!r} computes the loss of a batch itself, and {SCHEDULES[schedule].__name__} of torch "

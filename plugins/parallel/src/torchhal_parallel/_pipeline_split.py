@@ -1,10 +1,10 @@
 """Split a model into stages at named modules, for a pipeline.
 
-Only the outer forward is followed, down to the modules at which it is cut; what is inside them runs as it is, with its
+Only the outer forward is recorded, down to the modules at which it is cut; what is inside them runs as it is, with its
 own control flow, hooks and training mode. A stage calls the model's own submodules, so names, parameters and shared
 state are those of the model.
 
-:func:`split_into_stages` says which stage has which modules, before there is a batch. What the stages compute is cut
+:func:`split_into_stages` assigns modules to stages, before there is a batch. What the stages compute is cut
 from the forward of a batch by :func:`stages_of`.
 """
 
@@ -210,7 +210,7 @@ def _stages_by_registration(module: nn.Module, points: list[str], followed: set[
 
 
 def _direct(module: nn.Module, followed: set[str]) -> list[str]:
-    """Parameters and buffers of the modules whose own forward is followed."""
+    """Parameters and buffers of the modules whose own forward is recorded."""
     return [
         f"{path}.{name}" if path else name
         for path in sorted(followed)
@@ -243,7 +243,7 @@ def stages_of(graph: fx.Graph, points: Sequence[str], model: str, constants: Set
         raise ConfigurationError(
             f"cutting at {waiting[0]!r} cuts nothing: the forward of {model} does not call it as a module"
         )
-    for node in nodes:  # what reads a parameter belongs where it is used
+    for node in nodes:  # what reads a parameter goes to the stage that uses it
         if node.op == "get_attr" and node.users:
             number[node] = min(number.get(user, stage) for user in node.users)
     (output,) = (node for node in graph.nodes if node.op == "output")
@@ -338,7 +338,7 @@ def kept_tensors(module: nn.Module, stages: Sequence[Stage], mine: Sequence[int]
 def shared_or_unused_parameters(module: nn.Module, stages: Sequence[Stage]) -> dict[str, str]:
     """Return the names of parameters and buffers that several stages have, or none, and why they can't be trained."""
     owners: dict[int, set[int]] = {}
-    names: dict[int, list[str]] = {}  # tied ones have several, and a stage knows them by any
+    names: dict[int, list[str]] = {}  # tied ones have several, and a stage may use any of them
     for index, stage in enumerate(stages):
         for name, tensor in stage_parameters(module, stage).items():
             owners.setdefault(id(tensor), set()).add(index)

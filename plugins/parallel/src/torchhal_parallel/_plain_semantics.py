@@ -1,9 +1,9 @@
-"""Let divided tensors do what plain ones do, or say that they can't, where torch's DTensor is silently different.
+"""Let divided tensors do what plain ones do, or raise, where torch's DTensor gives other results without an error.
 
 ``.item()``, ``float()``, ``int()`` and ``bool()`` give the number that stands in this rank's memory: of a norm of a
 sharded gradient that of this rank's part. ``weight.data = value`` changes nothing. ``weight[0]``, a view of a plain
-tensor, is gathered where it is divided, so that what is written to it is lost. Operators between tensors are right or
-errors, and ``.tolist()`` and ``.numpy()`` are errors. Random numbers (``weight.normal_()``, ``randn_like(gradient)``)
+tensor, is gathered where it is divided, so that what is written to it is lost. Operators between tensors are correct or
+raise, and ``.tolist()`` and ``.numpy()`` raise. Random numbers (``weight.normal_()``, ``randn_like(gradient)``)
 are drawn for each part from generators that are alike, so that the parts are equal.
 """
 
@@ -50,11 +50,11 @@ _watching: list[Callable[[Any, Any, Any], None]] = []
 
 
 class PlainSemantics:
-    """While enabled, a number is gathered by all ranks that have a part of its tensor; they all must ask for it.
+    """While enabled, a number is gathered from all ranks that have a part of its tensor, which must all read it.
 
     ``.data`` can be assigned to, and a write to a view that would be lost raises ModelError. Random numbers are drawn
     for the whole tensor by each rank, which keeps those of its part: ranks that are seeded alike have together what one
-    process draws, and their generators go on alike. Values that they depend on (``bernoulli(weight)``) are gathered;
+    process draws, and their generators stay alike. Values that they depend on (``bernoulli(weight)``) are gathered;
     dropout draws a mask, and gathers nothing.
 
     Args:

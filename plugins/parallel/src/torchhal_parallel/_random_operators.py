@@ -1,4 +1,4 @@
-"""List the operators of torch that draw random numbers, and those that draw as many as shapes alone say.
+"""List the operators of torch that draw random numbers, and those of which shapes alone determine how many.
 
 Ranks that are seeded alike draw what one process draws only where each of them draws for whole tensors: also for those
 of which it has a part, or nothing.
@@ -18,7 +18,7 @@ _BY_SHAPE = (
 """Names, or names with an overload, of operators that need nothing of their tensors but shape, dtype and device."""
 
 _BY_VALUE = ("bernoulli", "bernoulli_", "normal", "native_dropout")
-"""Those that compute with the values, but draw a number for each element whatever it is."""
+"""Those that compute with the values, but draw one number for each element, independent of its value."""
 
 _BY_VALUE_ALONE = ("poisson", "binomial", "_standard_gamma", "multinomial", "rrelu_with_noise")
 """Those that may draw more for one value than for another."""
@@ -40,7 +40,7 @@ def is_by_shape(operator: Any) -> bool:
 
 @functools.cache
 def draws_for_each_element(operator: Any) -> bool:
-    """Return whether ``operator`` draws equally many numbers whatever the values are."""
+    """Return whether ``operator`` draws a number of values that depends on shapes alone."""
     return _is_of(operator, _BY_SHAPE + _BY_VALUE)
 
 

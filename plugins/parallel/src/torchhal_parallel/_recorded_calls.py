@@ -54,5 +54,5 @@ def is_mutable(node: fx.Node) -> bool:
     """Return whether a node changes a tensor in place."""
     target = node.target.function if isinstance(node.target, InContext) else node.target
     schema = getattr(target, "_schema", None)
-    # what a Function does is not known
+    # a Function can't be inspected
     return isinstance(target, FunctionCall) or (schema is not None and bool(schema.is_mutable))

@@ -1,8 +1,8 @@
 """Parameters, buffers and gradients of another stage of a pipeline: shapes without values, and what may be done so.
 
 Each rank has the whole model by name, with these in the places of what it lacks. Code that treats every parameter by
-itself runs as it is, as the rank that has the values computes the same with them. Code that looks at all parameters
-together would compute something else without a word: here it gets an error that says so.
+itself runs as it is, as the rank that has the values computes the same with them. Code that uses all parameters
+together would give another result without an error: here it raises.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ INSTEAD: Final = (
     "follows it (EMA), or another number made of all of them needs a strategy under which each rank has the model, "
     "such as 'ddp' or 'zero1'"
 )
-"""What to do where code would look at all parameters."""
+"""What to do where code would use all parameters."""
 
 
 class RemoteWriteError(TorchhalError, RuntimeError):

@@ -16,8 +16,8 @@ _OF_SHARDING = "torch.distributed"
 class ReplacedParameters:
     """From its making to :meth:`stop`, no parameter of ``module`` may be assigned to: ModelError, with its name.
 
-    ``fully_shard`` would put its own back in the next forward, and no optimizer would train another one. torch tells of
-    an assignment, so that steps cost nothing.
+    ``fully_shard`` would put its own back in the next forward, and no optimizer would train another one. torch calls a
+    hook at an assignment, so that steps cost nothing.
     """
 
     def __init__(self, module: nn.Module, alias: str) -> None:

@@ -99,7 +99,7 @@ def merge(values: Sequence[Any], sizes: Sequence[int], device: torch.device, nam
     container is merged item by item. Floats are averaged, and all else must be the same for every part.
 
     Raises:
-        ModelError: the parts gave different things; ``name`` says where.
+        ModelError: the parts gave different things; the message has ``name``.
     """
     first = values[0]
     if all(isinstance(value, torch.Tensor) for value in values):
@@ -150,7 +150,7 @@ def merge_training(outputs: Sequence[Any], sizes: Sequence[int], device: torch.d
 def _mean_loss(losses: Sequence[Any], sizes: Sequence[int], device: torch.device) -> Any:
     for loss in losses:
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            return loss  # no loss at all: the loop says so
+            return loss  # no loss at all: the loop handles it
     return weighted_mean([loss.to(device) for loss in losses], sizes)
 
 

@@ -52,8 +52,8 @@ class ShardedStrategy(ParallelStrategy):
     any other strategy's checkpoints load here.
 
     After a run the user's module is whole again on every rank, unless ``configure_model`` built it sharded. Its
-    parameters are the objects that they were before, so that whoever refers to one sees the trained weight; during the
-    run these are empty, and what takes part in training must not remember them.
+    parameters are the objects that they were before, so that references to one give the trained weight; during the
+    run these are empty, and what takes part in training must not refer to them.
     """
 
     inference_mode: ClassVar[bool] = False  # parameters that are gathered for a validation are used by training
@@ -122,7 +122,7 @@ class ShardedStrategy(ParallelStrategy):
             return
         try:
             self.restore_module()
-            self.barrier("the end of the gathering of a refused model")  # who leaves first closes connections
+            self.barrier("the end of the gathering of a refused model")  # a rank that returns first closes connections
         except TorchhalError as error:
             raise refusal from error
         raise refusal
@@ -319,7 +319,7 @@ class ShardedStrategy(ParallelStrategy):
         return self.is_global_zero
 
     def load_checkpoint(self, path: str, *, weights_only: bool = True) -> dict[str, Any]:
-        """Open a sharded checkpoint without reading it: each tensor is read where its part is known."""
+        """Open a sharded checkpoint without reading it: each tensor is read when its layout is known."""
         if "sharded" not in self.checkpoint_io.features:
             return super().load_checkpoint(path, weights_only=weights_only)
         checkpoint = self.checkpoint_io.open_checkpoint(path)
@@ -367,7 +367,7 @@ class ShardedStrategy(ParallelStrategy):
                 collectives.average_gradients(plain)
 
     def replicated_parameters(self) -> list[nn.Parameter]:
-        """Parameters whose gradients nobody averages but this strategy."""
+        """Parameters whose gradients only this strategy averages."""
         return []
 
     def clip_gradients(self, optimizer: Optimizer, clip_val: float, algorithm: str = "norm") -> torch.Tensor | None:

@@ -95,9 +95,9 @@ def _shapes_in(item: Any) -> Iterator[Any]:
 
 
 def _fits_beside(shape: Any, target: torch.Tensor) -> bool:
-    """Tell whether state of ``shape`` can stand beside the divided ``target``: in its layout, or whole on every rank.
+    """Return whether state of ``shape`` can stand beside the divided ``target``: in its layout, or whole on every rank.
 
-    A number of one element stays whole. One of several may have been divided, in a layout that nobody has written down.
+    A number of one element stays whole. One of several may have been divided, in a layout that is not recorded.
     """
     return tuple(shape) == tuple(target.shape) or math.prod(shape) == 1
 

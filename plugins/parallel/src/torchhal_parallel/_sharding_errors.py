@@ -23,7 +23,7 @@ _UNSUPPORTED = (
 """Words of torch's errors for what it can't do with a divided tensor."""
 
 _NO_COPY = ("FSDP does not support deepcopy", "copy_() on an invalid python storage")
-"""What torch says of a deepcopy of a module of ``fully_shard``, and of a gradient in parts."""
+"""torch's error messages for a deepcopy of a module of ``fully_shard``, and for a gradient in parts."""
 
 WRITE_WHOLE: Final = (
     "write a whole result back, by weight.data = weight.full_tensor() * mask say. full_tensor() gives all of a "

@@ -14,7 +14,7 @@ from torchhal.distributed import collectives
 
 
 class SharedRandomness:
-    """The random numbers of the ranks of one batch: augmentation and dropout agree on all of them.
+    """The random numbers of the ranks of one batch: augmentation and dropout are the same on all of them.
 
     Made on every rank, as it is exchanged: the first rank of each batch gives its state.
 

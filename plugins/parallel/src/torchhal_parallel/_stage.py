@@ -144,7 +144,7 @@ def _has(module: nn.Module, name: str) -> bool:
 
 
 def boundary_tensors(values: Sequence[torch.Tensor], trained: bool) -> tuple[torch.Tensor, ...]:
-    """Return the tensors on the meta device that tell a schedule of ``values`` between two stages."""
+    """Return the tensors on the meta device that describe ``values`` between two stages to a schedule."""
     return tuple(
         torch.empty(value.shape, dtype=value.dtype, device="meta").requires_grad_(trained and value.is_floating_point())
         for value in values

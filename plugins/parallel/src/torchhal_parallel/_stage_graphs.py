@@ -35,7 +35,7 @@ class StageGraphs:
         stages: which modules each stage has.
         roots: this rank's stages, by their indices.
         device: where the run computes.
-        trainer: what the forward may read the epoch of, say; None without one.
+        trainer: what the forward may read the epoch of, for example; None without one.
         warn: gives the warnings.
     """
 

@@ -19,7 +19,7 @@ class StageState:
 
     Args:
         device: of this rank.
-        guard: names the exchange to ranks that do something else.
+        guard: makes ranks that are in another operation raise, with the name of this one.
         sends: this rank gives its stage's state; the ranks of one stage have the same, so one of them does.
         shapes: of the entries of the whole model's state, by name, before it was divided; None for one without.
     """

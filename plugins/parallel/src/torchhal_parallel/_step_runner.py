@@ -14,11 +14,11 @@ class StepRunner(nn.Module):
     """The module that a sharded model is called through: it has the module's parameters, and its forward is a step.
 
     A wrapper hooks the forward of the module that it is applied to. Applied to this one, a step runs inside the hooks
-    whatever it calls, the module itself or only parts of it, and the module's own names stay as they were.
+    whether it calls the module itself or only parts of it, and the module's own names stay as they were.
 
     Outside of a step ``module(...)`` comes here by itself, as from a hook or a callback, or from the training_step of a
     module that optimizes by hand: that one runs its backward passes inside the step, where the outermost hooks would
-    not have seen an output yet.
+    not have received an output yet.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -3,12 +3,12 @@
 A plan is ``{"layers.*.attn.q_proj": "colwise", "layers.*.attn.o_proj": "rowwise", ...}``: names of modules, in which
 ``*`` stands for one part of a name, and styles:
 
-``colwise``: a Linear's outputs, or an Embedding's columns, are divided; each rank goes on with its part, which a
+``colwise``: a Linear's outputs, or an Embedding's columns, are divided; each rank computes with its part, which a
 ``rowwise`` layer near it has to close. ``colwise_rep``: the parts are joined again behind the layer, as for a head.
 ``rowwise``: a Linear's inputs are divided, as a ``colwise`` layer leaves them; the results are summed.
 ``rowwise_rep``: the same from whole inputs, and an Embedding's rows. ``sequence_parallel``: a norm takes a whole input
 of shape (batch, sequence, ...), computes a part of the sequence, and gives a whole output. Or any
-``torch.distributed.tensor.parallel.ParallelStyle``, which alone decides what it takes and gives, unless it does the
+``torch.distributed.tensor.parallel.ParallelStyle``, which alone determines what it takes and gives, unless it does the
 same as a name.
 """
 
@@ -82,7 +82,7 @@ def plan_of(module: nn.Module, given: Mapping[str, Any] | None) -> Mapping[str, 
 
 
 def check_plan_form(plan: Any) -> None:
-    """Raise ConfigurationError for what is no plan, whatever the model."""
+    """Raise ConfigurationError for what is no plan for any model."""
     if not isinstance(plan, Mapping) or not plan or not all(isinstance(key, str) for key in plan):
         raise ConfigurationError(f"a tensor parallel plan must map names of modules to styles (got {plan!r})")
     for style in plan.values():
@@ -94,8 +94,8 @@ def resolve_plan(module: nn.Module, plan: Mapping[str, Any], size: int) -> dict[
 
     Raises:
         ConfigurationError: a pattern that matches nothing, with the names near it; two patterns for one module; a
-            layer that can't be sharded so, or not over ``size`` ranks; a ``colwise`` layer that nobody closes, a
-            ``rowwise`` one that nobody opens; tied weights that would be sharded differently.
+            layer that can't be sharded so, or not over ``size`` ranks; a ``colwise`` layer without one that closes it,
+            a ``rowwise`` one without one that opens it; tied weights that would be sharded differently.
     """
     modules = {name: submodule for name, submodule in module.named_modules(remove_duplicate=False) if name}
     resolved: dict[str, Any] = {}
@@ -168,10 +168,10 @@ def _check_layer(name: str, layer: nn.Module, style: Any, size: int) -> None:
 
 
 def _check_closed(modules: Mapping[str, nn.Module], resolved: Mapping[str, Any]) -> None:
-    """Raise ConfigurationError for a column-wise layer that no other closes: its parts would go on, silently wrong.
+    """Raise ConfigurationError for a column-wise layer that no other closes: its parts would be used as if whole.
 
     What may close a layer stands beside it or beside its parent, and takes as much as it gives, or a multiple of that,
-    as for the grouped heads of an attention. Whether it does is seen when the model first computes:
+    as for the grouped heads of an attention. Whether it does is checked when the model first computes:
     :class:`~torchhal_parallel._tensor_parallel_check.PartialOutputCheck`.
     """
     rows = [name for name, style in resolved.items() if isinstance(style, RowwiseParallel) or style == "rowwise"]

@@ -1,8 +1,8 @@
 """Find, in some of a model's steps, what of their results is made of one rank's part of a layer.
 
-A ``colwise`` layer that no ``rowwise`` one closes fails nowhere: each rank goes on with its part, and the losses of
-the ranks differ. Names and sizes alone don't tell which layer takes the output of which, so here the parts are followed
-through the operators that they go into, by the memory that they lie in.
+A ``colwise`` layer that no ``rowwise`` one closes raises no error: each rank computes with its part, and the losses
+of the ranks differ. Names and sizes alone don't determine which layer takes the output of which, so here the parts are
+followed through the operators that they go into, by the memory that they lie in.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torchhal.errors import ConfigurationError
 from torchhal_parallel._divided_regions import DividedRegions
 
 _JOINING = ("c10d", "_c10d_functional", "_dtensor")
-"""Namespaces of the operators that communicate: who calls one by hand has closed the layer by hand."""
+"""Namespaces of the operators that communicate: code that calls one has closed the layer by itself."""
 
 _OVERWRITING = ("zero_", "fill_", "copy_")
 """Operators after which nothing is left of what their first argument was."""
@@ -30,7 +30,7 @@ _OVERWRITING = ("zero_", "fill_", "copy_")
 class PartialOutputCheck:
     """A check that no result of a step is made of parts, over the layers of a resolved plan and ``size`` ranks.
 
-    A style that is an object decides alone what its layer takes and gives, and is not looked at.
+    A style that is an object determines alone what its layer takes and gives, and is not checked.
     """
 
     def __init__(self, module: nn.Module, resolved: Mapping[str, Any], size: int, regions: DividedRegions) -> None:
@@ -51,10 +51,10 @@ class PartialOutputCheck:
     def watched(self, function: Callable[..., Any], what: str, regions: Sequence[nn.Module] = ()) -> Callable[..., Any]:
         """Return ``function``, of which some calls raise ConfigurationError if the result, ``what``, holds parts.
 
-        Or if something in it computes with parts what it would not with the whole; ``regions`` are modules to look at
-        for that beside the model's own. Of the calls of all functions that give ``what``, as each validation asks for
-        its step anew, these are the first, the second, the fourth, the eighth and so on, as a forward may change its
-        ways: those with gradients and those without, in training and in evaluation mode counted by themselves.
+        Or if something in it computes with parts what it would not with the whole; ``regions`` are modules to compare
+        beside the model's own. Of the calls of all functions that give ``what``, as each validation gets a new
+        function, these are the first, the second, the fourth, the eighth and so on, as a forward may take other
+        branches later: those with gradients and those without, in training and in evaluation mode counted separately.
         """
         if not self.columns and not self.rows:  # nothing makes or takes parts
             return function
@@ -137,7 +137,7 @@ class _Parts(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[Callable[[], bool]]:
-        """Note nothing; what it gives says whether an operator has communicated."""
+        """Record nothing; the value of the context is whether an operator has communicated."""
         self._paused, self._joined = True, False
         try:
             yield lambda: self._joined

@@ -44,10 +44,10 @@ def parameter_copies(module: nn.Module, device: torch.device) -> list[TensorSwap
 
 @contextmanager
 def swapped_tensors(copies: Sequence[TensorSwap]) -> Iterator[None]:
-    """While entered, the module has ``copies``; whatever they have become meanwhile is gone afterwards.
+    """While entered, the module has ``copies``; changes of them are discarded afterwards.
 
-    In the dicts themselves: a module refuses to register a tensor with a history as a parameter, and nothing that
-    refers to a submodule, such as a list or a hook, needs to know of it.
+    They are replaced in the dicts themselves: a module refuses to register a tensor with a history as a parameter, and
+    nothing that refers to a submodule, such as a list or a hook, has to be updated.
     """
     own = [members[name] for members, name, _ in copies]
     try:

@@ -23,8 +23,8 @@ def uneven_forward(
 ) -> Iterator[None]:
     """Surround a forward without gradients that only ``ranks`` run; the others of ``group`` do nothing inside.
 
-    The first of these ranks says which unit comes next, and the others gather it with them: no batch is made up, and
-    nothing of the user's runs twice. Whatever the forward calls is right, as nobody has to know it before.
+    The first of these ranks sends which unit comes next, and the others gather it with them: no batch is made up, and
+    no user code runs twice. The forward may call the units in any order, which need not be known before.
 
     Args:
         ranks: global ones, in ``group`` or not.
@@ -32,7 +32,7 @@ def uneven_forward(
         units: what ``fully_shard`` was applied to, in the same order on every rank.
         device: that the group's backend communicates from.
         keep: units stay whole from their forward to the end of the step.
-        guard: around what the ranks without a batch wait for.
+        guard: context around what the ranks without a batch block on.
     """
     members = dist.get_process_group_ranks(group)
     leaders = [rank for rank in members if rank in ranks]
@@ -50,7 +50,7 @@ def uneven_forward(
     if dist.get_rank() in leaders:
         with _told(units, tell):
             yield
-        tell(len(units))  # not after an error: whoever waits hears of that in another way
+        tell(len(units))  # not after an error: the guard raises on the ranks that wait
         return
     for unit in reversed(units):  # a first forward would begin with the outermost
         unit._get_fsdp_state()._lazy_init()

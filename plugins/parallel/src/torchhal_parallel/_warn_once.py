@@ -7,7 +7,7 @@ from typing import Any
 
 
 class WarnOnce:
-    """Warnings of which each topic has one at most; ``strategy`` knows which process is rank 0."""
+    """Warnings of which each topic has one at most; ``strategy`` has the process's rank."""
 
     def __init__(self, strategy: Any) -> None:
         self._strategy = strategy

@@ -47,7 +47,7 @@ def chosen_blocks(module: nn.Module, policy: Any) -> dict[str, nn.Module]:
 
 
 def check_form(policy: Any, option: str) -> None:
-    """Raise ConfigurationError if ``policy``, the value of ``option``, is of no form that :func:`find_blocks` knows."""
+    """Raise ConfigurationError if ``policy``, the value of ``option``, has no form that :func:`find_blocks` takes."""
     if isinstance(policy, str):
         known = policy in ("blocks", "none")
     elif isinstance(policy, Iterable) and not isinstance(policy, type):

@@ -46,7 +46,7 @@ class BatchSplitStrategy(Strategy):
     """The user's function that divides batches; None: tensors are divided along their first dimension."""
 
     _unmade = False
-    """Whether the first forward will make parameters or buffers whose shapes nobody knows yet."""
+    """Whether the first forward will make parameters or buffers whose shapes are not known yet."""
 
     _batches = 0
     """Batches of training that were divided."""
@@ -171,7 +171,7 @@ class BatchSplitStrategy(Strategy):
         assert module is not None
         devices = self.devices[: len(parts)]
         self._seed_other_devices(devices)
-        # all before the first part runs: each sees what the batch began with
+        # all before the first part runs: each gets the values from before the batch
         buffers = [buffer_copies(module, device) for device in devices[1:]]
         outputs = []
         watched = nullcontext if losses is None else losses.recorded
@@ -239,7 +239,7 @@ class BatchSplitStrategy(Strategy):
             yield
 
     def _seed_other_devices(self, devices: Sequence[torch.device]) -> None:
-        """Let the other devices' generators follow the first one's, which is the one that checkpoints know."""
+        """Let the other devices' generators follow the first one's, which is the one that checkpoints contain."""
         others = [device for device in devices if device != self.root_device]
         if not others:
             return
@@ -266,7 +266,7 @@ class DataParallelStrategy(BatchSplitStrategy, SingleDeviceStrategy):
     """One process that drives several devices: each batch is divided among them.
 
     The loader's batch is the global batch, and the result is that of one device, but for what depends on more than a
-    sample: a batch norm sees its part of the batch, dropout draws other numbers. The loss must be a mean over the
+    sample: a batch norm gets its part of the batch, dropout draws other numbers. The loss must be a mean over the
     samples: those of the parts are weighed by their sizes, and what is none is refused at the batches 1, 2, 4, 8, ...
     Each value that a step logs becomes one per batch.
 
@@ -305,7 +305,7 @@ class DataParallelStrategy(BatchSplitStrategy, SingleDeviceStrategy):
 class DDP2Strategy(BatchSplitStrategy, DDPStrategy):
     """One process per node, which divides its batches among the node's devices; gradients are averaged over nodes.
 
-    Each node sees its share of the data, in batches of the loader's size.
+    Each node gets its share of the data, in batches of the loader's size.
 
     Args:
         split: see :class:`DataParallelStrategy`.

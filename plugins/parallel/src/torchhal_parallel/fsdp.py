@@ -92,7 +92,7 @@ class FSDPStrategy(FullyShardedStrategy):
 
     def sync_module(self, module: nn.Module) -> None:
         if not self.built_on_meta:
-            super().sync_module(module)  # fully_shard takes each rank's own values, whatever they are
+            super().sync_module(module)  # fully_shard takes each rank's own values, equal or not
         elif self.world_size > 1:
             with self.guard("comparison of the models"):
                 self.check_same_module(module)

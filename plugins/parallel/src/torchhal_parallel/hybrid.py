@@ -159,7 +159,7 @@ class HybridStrategy(FullyShardedStrategy):
         """Return the size of each axis in a world of ``world_size``.
 
         Raises:
-            ConfigurationError: they don't multiply to it; the message says which they are. Or the schedule can't have
+            ConfigurationError: they don't multiply to it; the message lists them. Or the schedule can't have
                 so many stages over so many ranks.
         """
         sizes = self._dims.resolve(world_size)

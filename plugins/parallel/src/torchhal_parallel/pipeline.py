@@ -115,7 +115,7 @@ class Pipeline:
         return next(users, len(self.stages) - 1) in self.mine
 
     def watch(self, layers: PartialOutputCheck) -> None:
-        """Let ``layers`` look at what this rank's stages give when they first compute."""
+        """Let ``layers`` check what this rank's stages give when they first compute."""
         for index, root in self.roots.items():
             what = f"what stage {index} of the pipeline gives"
             root.compute = layers.watched(root.compute, what, root.graphs)

@@ -26,12 +26,12 @@ class ZeRO1Strategy(DDPStrategy):
     Each rank steps with whole parameters of about its share of the elements, then sends them to the others
     (Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", stage 1). The
     user's optimizer object stays the one that schedulers, callbacks and the loops hold: only while it steps does it
-    see this rank's parameters alone.
+    have this rank's parameters alone.
 
     The step of an optimizer must be a sum of steps over its parameters, as those of all of ``torch.optim`` but LBFGS
-    are. One that needs a closure, as LBFGS does, is refused, and so is one that looks at all parameters together, by
-    the norm of all gradients, say: it would see those of this rank alone. A small copy of it tells, which steps ahead
-    of it.
+    are. One that needs a closure, as LBFGS does, is refused, and so is one that depends on all parameters together, for
+    example by the norm of all gradients: it would have those of this rank alone. A small copy of it, which steps ahead
+    of it, detects that.
     """
 
     def setup_optimizers(self, optimizers: Sequence[Optimizer], lr_scheduler_configs: Sequence[Any] = ()) -> None:
@@ -123,7 +123,7 @@ class ZeRO1Strategy(DDPStrategy):
                 by_rank[owner].append(parameter)
             self._shares[optimizer] = len(owners), by_rank
         for rank, parameters in enumerate(self._shares[optimizer][1]):
-            # looked at in each step: a hook may unfreeze one at any, or freeze one that has a gradient for it
+            # checked in each step: a hook may unfreeze one at any, or freeze one that has a gradient for it
             if moved := [each for each in parameters if each.requires_grad or each.grad is not None]:
                 collectives.broadcast_tensors(moved, src=rank)
 

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def average(group: ReplicaGroup, optimizer: Optimizer, *, contributes: bool = True) -> None:
-    """Replace each gradient by its mean over the groups that contribute; ``group.errored()`` says if that failed.
+    """Replace each gradient by its mean over the groups that contribute; ``group.errored()`` is set if that failed.
 
     A parameter that some group's step did not use counts there as a gradient of zero, as in
-    DistributedDataParallel; one that nobody used keeps none. A group that is alone has the mean already.
+    DistributedDataParallel; one that no group used keeps none. A group that is alone has the mean already.
 
     Args:
         group: of this process, in a quorum.

@@ -18,7 +18,7 @@ from torchhal_torchft._config import START, Settings
 from torchhal_torchft._quorum_thread import Worker
 from torchhal_torchft._transport import StateTransport
 
-_LOOK = 0.25  # seconds between two looks, while waiting for a quorum, at whether somebody wants this run to stop
+_LOOK = 0.25  # seconds between two calls of ``look`` while waiting for a quorum
 _TRIES = 3  # failed downloads of the others' state in a row
 
 
@@ -31,11 +31,11 @@ class ReplicaGroup(Manager):  # type: ignore[misc]
     Args:
         state: what another group takes over; called in a thread while this one waits.
         load_state: takes that over.
-        look: called now and then while waiting; what it raises ends the wait.
+        look: called periodically while waiting; what it raises ends the wait.
 
     Raises:
         DistributedError: the lighthouse does not answer.
-        ConfigurationError: ``hostname`` is nobody's name.
+        ConfigurationError: ``hostname`` does not resolve.
     """
 
     _executor: Any
@@ -122,7 +122,7 @@ class ReplicaGroup(Manager):  # type: ignore[misc]
         try:
             self.start_quorum()
         except (TimeoutError, RuntimeError) as error:
-            if type(error) not in (TimeoutError, RuntimeError):  # one of ours, which says all
+            if type(error) not in (TimeoutError, RuntimeError):  # one of ours, whose message is complete
                 raise
             raise DistributedError(
                 f"replica group {self.name!r} found no quorum within quorum_timeout="
@@ -137,7 +137,7 @@ class ReplicaGroup(Manager):  # type: ignore[misc]
         return self.settings.replica_id or "(without replica_id)"
 
     def wait_quorum(self) -> None:
-        """Wait for the quorum in steps: TorchFT's own wait is deaf to signals until it is over."""
+        """Wait for the quorum in steps: TorchFT's own wait blocks signal handlers until it is over."""
         future = self._quorum_future
         assert future is not None
         while not concurrent.futures.wait([future], timeout=_LOOK).done:
@@ -166,7 +166,7 @@ class ReplicaGroup(Manager):  # type: ignore[misc]
         finally:
             timer_thread.release()
             self._pg.shutdown()
-            # TorchFT's objects refer to each other in cycles: what has threads must not wait for the collector.
+            # TorchFT's objects refer to each other in cycles: what has threads is not left to the garbage collector.
             self._manager = self._client = self._store = None
             del self._server_store
             self._load_state_dict_fns.clear()

@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Worker(concurrent.futures.Executor):
-    """One thread, and nobody waits for what it does: a request to the lighthouse can't be called off.
+    """One thread, which is not joined: a request to the lighthouse can't be cancelled.
 
     A ThreadPoolExecutor would keep the process from ending until the answer, or the timeout, has come.
     """

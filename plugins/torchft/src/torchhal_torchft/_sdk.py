@@ -24,7 +24,7 @@ _LOG: Final = "RUST_LOG"
 def load(*, verbose: bool) -> None:
     """Import TorchFT, with a level of logging at which it prints nothing, unless ``verbose`` or RUST_LOG is set.
 
-    By itself it logs several lines in each step. What a user has to know of them, the strategy prints itself.
+    By default it logs several lines in each step. The strategy prints those that matter to a user itself.
     """
     with restored_environ(_LOG):
         os.environ.setdefault(_LOG, "info" if verbose else "error")

@@ -16,7 +16,7 @@ _lock = threading.Lock()
 
 class _Timeouts(futures._TimeoutManager):  # type: ignore[misc]
     def _watchdog_loop(self) -> None:
-        """Do nothing, so that there is no second thread: nobody would hear it."""
+        """Do nothing, so that there is no second thread: its exit would have no effect."""
 
     def shutdown(self) -> None:
         loop = self._event_loop

@@ -29,7 +29,7 @@ class StateTransport(HTTPTransport[dict[str, Any]]):  # type: ignore[misc]
         return f"http://{self._hostname}:{self._server.socket.getsockname()[1]}/checkpoint/"
 
     def _serve(self) -> None:
-        self._server.serve_forever(poll_interval=0.05)  # a shutdown waits for it, half a second by default
+        self._server.serve_forever(poll_interval=0.05)  # a shutdown takes up to that long, half a second by default
 
     @classmethod
     def _load_from_address(cls, address: str, timeout: timedelta) -> object:

@@ -33,13 +33,13 @@ _SEED = 0  # of the order in which all groups alike shuffle the data that they s
 
 
 class TorchFTStrategy(SingleDeviceStrategy):
-    """Replica groups train one model through TorchFT; each may leave, die and come back while the others train on.
+    """Replica groups train one model through TorchFT; each may leave, fail and rejoin while the others train.
 
     Each run of the script is one group: one process, one device, its own log and checkpoints. Before a step the
-    groups that are there form a quorum, through the lighthouse. One that is behind takes over weights, optimizer,
+    groups that run form a quorum, through the lighthouse. One that is behind takes over weights, optimizer,
     schedulers, gradient scaler and counters of another, its place in the data included. Then each trains on a batch
-    of its own, and all step with the mean of their gradients. If that fails, because one has died, nobody steps: the
-    batch is dropped, and the next quorum does without it.
+    of its own, and all step with the mean of their gradients. If that fails, because one has died, none steps: the
+    batch is dropped, and the next quorum is formed without it.
 
     Arguments that TorchFT has, too, have its names and meanings, and its defaults but for ``quorum_timeout``, a minute
     there.
@@ -53,15 +53,15 @@ class TorchFTStrategy(SingleDeviceStrategy):
         replica_id: this group's name in messages. None: made of ``replica_rank``.
         min_replica_size: the fewest groups to step with; fewer wait. The lighthouse has its own, ``--min_replicas``.
         timeout: how long a collective, or a download of the others' state, may take.
-        quorum_timeout: how long to wait for a quorum. More than ``timeout``, and than groups may be apart, by a
-            validation, say.
+        quorum_timeout: how long to wait for a quorum. More than ``timeout``, and than groups may be apart, for
+            example by a validation.
         connect_timeout: how long to try to reach the lighthouse and another group.
-        heartbeat_interval: between two signs of life to the lighthouse, which counts a group as dead after its own
+        heartbeat_interval: between two heartbeats to the lighthouse, which counts a group as dead after its own
             ``--heartbeat_timeout_ms``.
-        quorum_retries: how often to ask the lighthouse again within ``quorum_timeout``, which a restarted one needs.
+        quorum_retries: requests to the lighthouse to repeat within ``quorum_timeout``, which a restarted one needs.
         max_retries: steps in a row that may be refused before this group gives up. None: any number.
         init_sync: at step 0 all groups take the weights of one. False where all begin with the same.
-        hostname: this host's name or address, as the other groups reach it. None: what the host calls itself.
+        hostname: this host's name or address, as the other groups reach it. None: the host's own name.
         port: where this group's manager listens. None: ``TORCHFT_MANAGER_PORT``, or any free one.
         verbose: log what TorchFT does.
 
@@ -127,7 +127,7 @@ class TorchFTStrategy(SingleDeviceStrategy):
 
     def _forget_step(self) -> None:
         self._met = False  # a quorum has been found for the step that is being made
-        self._agreed: bool | None = None  # whether that step may be made; None: not asked yet
+        self._agreed: bool | None = None  # whether that step may be made; None: not decided yet
 
     @property
     def _me(self) -> str:
@@ -168,7 +168,7 @@ class TorchFTStrategy(SingleDeviceStrategy):
         )
 
     def process_dataloader(self, loader: Any, *, training: bool) -> Any:
-        """Return the group's share of the training data; evaluation sees all of it."""
+        """Return the group's share of the training data; evaluation reads all of it."""
         share, trainer = self.settings.share, self.trainer
         if not training or share is None or not isinstance(loader, DataLoader) or not trainer.use_distributed_sampler:
             return loader
@@ -191,7 +191,7 @@ class TorchFTStrategy(SingleDeviceStrategy):
             if not self._met:
                 self._meet()
             result = function(*args)
-            if result is None:  # the others wait for this group's gradients, until their time is over
+            if result is None:  # the others wait for this group's gradients until they time out
                 raise ModelError(
                     "training_step returned None, and the other replica groups wait for this one's gradients: return a "
                     "loss, one of zero for a batch that isn't to count, such as 0.0 * loss"
@@ -208,7 +208,7 @@ class TorchFTStrategy(SingleDeviceStrategy):
         return super().clip_gradients(optimizer, clip_val, algorithm) if self._may_step(optimizer) else None
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
-        """Step with the mean gradient; return NOT_DUE where the groups could not agree, which is no step."""
+        """Step with the mean gradient; return NOT_DUE where the groups did not all commit, which is no step."""
         if self._group is None:
             return super().optimizer_step(optimizer, closure)
         if closure is not None:  # as of an optimizer that evaluates once; others are refused
@@ -223,7 +223,7 @@ class TorchFTStrategy(SingleDeviceStrategy):
         """Find a quorum for the next step; return True if the gradients will be of the weights that all groups have.
 
         Raises:
-            DataPositionChanged: this group goes on at another place in the data.
+            DataPositionChanged: this group continues at another place in the data.
         """
         group, trainer = self._group, self.trainer
         assert group is not None

@@ -1,1 +1,1 @@
-"""Save checkpoints that every rank writes its part of, and saves that a step does not wait for."""
+"""Save checkpoints that every rank writes its part of, and saves that do not block a step."""

@@ -2,7 +2,7 @@
 
 The containers that are entered are those that a load of torch's file rebuilds: dict, OrderedDict with its attributes
 (a state dictionary's ``_metadata``), list, tuple; exactly these, no subclass. What stands in another one, and tensors
-that aren't dense, go with the plain data, of which torch's file says by name what it can't hold.
+that aren't dense, go with the plain data; torch's writer rejects by name what it can't hold.
 
 While ranks compare what they have, a tensor is a :class:`Reference`. In the file that is ``{"__tensor__": name}``, and
 a mapping of the user's that has this one key is ``{"__tensor__": {"__tensor__": value}}``.

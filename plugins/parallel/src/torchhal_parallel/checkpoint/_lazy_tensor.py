@@ -1,4 +1,4 @@
-"""Stand in for a tensor in a sharded checkpoint: known by shape and dtype, read where the part is known."""
+"""Stand in for a tensor in a sharded checkpoint: it has shape and dtype, and is read once the part is known."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copy a checkpoint to host memory while a step waits; it is written when the step no longer does."""
+"""Copy a checkpoint to host memory, which blocks the step; the copy is written afterwards."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def _memory_of(plain: torch.Tensor) -> tuple[torch.device, int] | None:
 def _copied(shared: _Shared, host: HostMemory) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield each tensor of one memory with its copy on the CPU; those that overlap lie in one copy, as before."""
     if len(shared) == 1 and _reach(shared[0][1])[1] - _reach(shared[0][1])[0] > 2 * _bytes(shared[0][1]):
-        tensor, plain = shared[0]  # a column, say: not all that lies between its numbers
+        tensor, plain = shared[0]  # such as a column: not all that lies between its numbers
         yield tensor, plain.to("cpu", memory_format=torch.contiguous_format, copy=True)
         return
     storage = max((plain.untyped_storage() for _, plain in shared), key=lambda storage: int(storage.nbytes()))

@@ -1,4 +1,4 @@
-"""Save without a step waiting: it waits for a copy in host memory, which a thread then makes durable."""
+"""Save without blocking a step: it is blocked by a copy to host memory only, which a thread then writes."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ from torchhal_parallel.checkpoint._staging import HostMemory, snapshot
 
 
 class AsyncCheckpointIO(CheckpointIO):
-    """Another checkpoint IO, whose saves go on in a thread.
+    """Another checkpoint IO, whose saves run in a thread.
 
     A save copies every tensor to host memory, starts a thread that writes the copy through ``inner``, and returns.
     One save is in flight: the next one waits until it is done. The copy's memory is kept for the next one, until
-    :meth:`teardown`. What a save met is raised, as the CheckpointError it
+    :meth:`teardown`. An error of a save is raised, as the CheckpointError it
     is or with its cause chained, by the next :meth:`save_checkpoint`, :meth:`wait`, :meth:`load_checkpoint` or
-    :meth:`teardown`, and once. The process does not end before its last save has; an error that nobody was told by
-    then goes to stderr.
+    :meth:`teardown`, and once. The process does not end before its last save has; an error that was not raised by
+    then is written to stderr.
 
-    If ``inner`` is sharded, its ranks talk over a gloo process group of their own, made at the first save: collectives
-    of two threads on one group would wait for each other's. Every rank must call every method then, from one thread.
+    If ``inner`` is sharded, its ranks communicate over a gloo process group of their own, made at the first save:
+    collectives of two threads on one group would block each other. Every rank must call every method then, from one
+    thread.
 
     Args:
         inner: the IO that writes, or its alias.
@@ -89,7 +90,7 @@ class AsyncCheckpointIO(CheckpointIO):
         if self._sharded:
             self._join_group()
         self._flight = _Flight(self.inner, taken, path, storage_options)
-        # An error that nobody asks for is told when this object, or the process, ends.
+        # An error that was not raised is written to stderr when this object, or the process, ends.
         self._teller = weakref.finalize(self, self._flight.tell)
         self._flight.start()
 
@@ -204,7 +205,7 @@ class AsyncCheckpointIO(CheckpointIO):
 def _timeout_of(group: Any) -> timedelta | None:
     """Return the timeout of the group's collectives; None if its backend has no such option.
 
-    By itself a new group waits for half an hour.
+    The default of a new group is half an hour.
     """
     options = getattr(group._get_backend(group._device_types[0]), "options", None)
     return getattr(options, "_timeout", None)
@@ -226,7 +227,7 @@ class _Flight:
         self._options = storage_options
         self._error: BaseException | None = None
         self._lock = threading.Lock()
-        self._forgotten = False  # nobody is left to ask
+        self._forgotten = False  # no reference is left to raise it by
         self._thread = threading.Thread(target=self._run, name="torchhal-checkpoint", daemon=False)
 
     def start(self) -> None:
@@ -258,7 +259,7 @@ class _Flight:
         return wrapped
 
     def tell(self) -> None:
-        """Write an error that was never raised to stderr; a save that goes on does so itself when it has ended."""
+        """Write an error that was never raised to stderr; a save that still runs does so itself when it has ended."""
         with self._lock:
             self._forgotten = True
         error = self.take_error()

@@ -34,7 +34,7 @@ class DCPCheckpointIO(FolderCheckpointIO):
     has a checksum that is verified when it is read, and nothing in the folder is ever executed.
 
     A save writes into a folder beside the target and renames it when all ranks are done: the path holds the old
-    checkpoint or the new one. Local and shared file systems; all ranks must see one.
+    checkpoint or the new one. Local and shared file systems; all ranks must have access to it.
     """
 
     features: ClassVar[frozenset[str]] = frozenset({"atomic", "checksum", "sharded", "reshard", "links"})
@@ -58,7 +58,7 @@ class DCPCheckpointIO(FolderCheckpointIO):
         tensors: dict[str, Any] = {}
         try:
             plain, tensors = flatten(checkpoint)
-            inspect_contents(as_plain(plain))  # before the others are told: what can't be saved can't be sent either
+            inspect_contents(as_plain(plain))  # before it is sent: what can't be saved can't be sent either
         except Exception as error:
             failure, plain, tensors = f"{type(error).__name__}: {error}", {}, {}
         sharded = {name: isinstance(tensor, DTensor) for name, tensor in tensors.items()}
