@@ -152,6 +152,8 @@ class VendorPackage:
         """Return the message for an ``error`` that the package's import raised."""
         if self._is_missing(error):
             return self._message(self.not_installed)
+        if type(error) is ImportError and error.name is None:  # raised by the package's own code, in words of its own
+            return message_of(error)
         return (
             f"{self.module} can't be imported with torch {_torch_version()} "
             f"({type(error).__name__}: {message_of(error)}): {self.install}"
