@@ -151,7 +151,7 @@ def test_the_error_of_an_import_is_the_cause(installed: Callable[..., None]) -> 
 def test_packages_own_refusal_verbatim(installed: Callable[..., None]) -> None:
     """An ImportError that the package raises itself says what to do: nothing is put around it."""
     installed("2.2.0", "raise ImportError('acme_sdk wants ACME_DRIVER=1')")
-    with pytest.raises(ConfigurationError, match="^acme_sdk wants ACME_DRIVER=1$"):
+    with pytest.raises(ConfigurationError, match=r"^acme_sdk wants ACME_DRIVER=1$"):
         acme().load()
 
 

@@ -449,6 +449,18 @@ def test_at_end_gives_one_answer(crew):
     assert on_all(watches, lambda one: one.agree_on_stop_at_end(SECOND * 10)) == [signal.SIGTERM] * 3
 
 
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_exit_agreed_at_end_is_no_failure(crew, signum, capfd):
+    """Ranks that leave on a signal after the last step print no traceback, and post nothing to the others."""
+    watches = crew(2)
+    watches[1].request_stop(signum)
+    assert on_all(watches, lambda one: one.agree_on_stop_at_end(SECOND * 10)) == [signum] * 2
+    for one in watches:
+        one.report_failure(failures.exit_for_signal(signum, agreed=True))
+    assert [one.root_cause(timeout=0.5) for one in watches] == [None] * 2
+    assert capfd.readouterr().err == ""
+
+
 @pytest.mark.parametrize("wishes", [(signal.SIGTERM, -1), (-1, signal.SIGTERM)])
 def test_a_signal_is_not_lost_beside_a_wish(crew, wishes):
     watches = crew(2, interval=5.0)  # nobody looks between the two

@@ -11,7 +11,7 @@ from torchhal.distributed import failures
 from torchhal.distributed._process_inspection import Presence
 from torchhal.distributed._stop_agreement import StopAgreements
 from torchhal.distributed.failures import Failure
-from torchhal.distributed.signals import StopRequested
+from torchhal.distributed.signals import StopRequested, is_agreed
 from torchhal.distributed.stores import first_line, ranks_text
 from torchhal.errors import CollectiveTimeoutError, DistributedError, RankFailedError, TorchhalError
 
@@ -31,8 +31,8 @@ class FailureReports(StopAgreements):
         if isinstance(error, RankFailedError):
             self._discover()  # no other process reports a rank that ended without posting
             return
-        if isinstance(error, (SystemExit, KeyboardInterrupt)) and self.stop_signal is not None:
-            return
+        if isinstance(error, (SystemExit, KeyboardInterrupt)) and (self.stop_signal is not None or is_agreed(error)):
+            return  # agreed at a step boundary, or at the end of training
         if isinstance(error, StopRequested):  # during set-up
             self.report_stop(error.signum)
             return

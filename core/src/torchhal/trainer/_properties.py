@@ -105,6 +105,7 @@ class TrainerProperties:
 
     # -- the run ---------------------------------------------------------------------------------------------
 
+    enable_checkpointing = Forwarded[bool | None]("_run")
     plan = Forwarded[Plan]("_run")
     strategy = Forwarded[Strategy]("_run")
     num_nodes = Forwarded[int | None]("_run")

@@ -167,7 +167,7 @@ class Trainer(TrainerProperties):
         enable_checkpointing = arguments.check_bool_or_default("enable_checkpointing", enable_checkpointing, True)
         enable_progress_bar = arguments.check_bool_or_default("enable_progress_bar", enable_progress_bar, True)
         enable_model_summary = arguments.check_bool_or_default("enable_model_summary", enable_model_summary, True)
-        self._run.enable_checkpointing = enable_checkpointing
+        self.enable_checkpointing = enable_checkpointing
         if self.fast_dev_run:
             self._shorten()
             logger = False
