@@ -1,4 +1,4 @@
-"""From the Trainer's arguments to loggers, callbacks and data."""
+"""Make loggers and callbacks of the Trainer's arguments, and check the model."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from torch import nn
 from torchhal.checkpoint._location import is_url
 from torchhal.errors import ConfigurationError, ModelError
 from torchhal.registry._hints import NAMES
+from torchhal.trainer._hook_names import near_miss
 from torchhal.trainer.callbacks import Callback, ModelCheckpoint, ModelSummary, ProgressBar
 from torchhal.trainer.loggers import CSVLogger
+from torchhal.trainer.run import Run
 
 _OF_LOGGERS = ("log_metrics", "version", "log_dir", "finalize")
 
@@ -86,3 +88,20 @@ def check_model(model: Any) -> Any:
             "Compile it in place, model.compile(...), and pass the model"
         )
     return model
+
+
+def check_can_fit(run: Run, module: Any) -> None:
+    """Refuse what can't train, before a process starts."""
+    name = type(module).__name__
+    for method, what in (
+        ("training_step", "takes (batch, batch_idx) and returns the loss"),
+        ("configure_optimizers", "returns the optimizer"),
+    ):
+        if not callable(getattr(module, method, None)):
+            other = near_miss(module, method)
+            said = f" (its {other} is no hook, and never called)" if other else ""
+            raise ModelError(f"{name} can't be fitted: it has no {method}{said}. Define one that {what}")
+    if run.max_epochs == -1 and run.max_steps == -1 and run.max_time is None:
+        run.warn_once("max_epochs=-1 and no max_steps or max_time: training runs until somebody stops it")
+    if run.max_epochs is None and run.max_steps == -1 and run.max_time is None:
+        raise ConfigurationError("'max_epochs', 'max_steps' or 'max_time' must be given")

@@ -17,7 +17,7 @@ from torchhal.resolve import Request, resolve
 from torchhal.trainer import _checkpointing as checkpointing
 from torchhal.trainer import _trained_by as trained_by
 from torchhal.trainer._configure_optimizers import SchedulerConfig, configure_optimizers
-from torchhal.trainer._connectors import check_model, make_callbacks, make_loggers
+from torchhal.trainer._connectors import check_can_fit, check_model, make_callbacks, make_loggers
 from torchhal.trainer._hook_names import check_hook_names
 from torchhal.trainer._launch import launch
 from torchhal.trainer._properties import TrainerProperties
@@ -26,7 +26,7 @@ from torchhal.trainer._unknown_arguments import explain_unknown_arguments
 from torchhal.trainer.data._loaders import as_loaders, check_loader, check_training_loader
 from torchhal.trainer.data._sources import DataSources, check_datamodule, check_no_second, find_source
 from torchhal.trainer.loops._evaluation_loop import EvaluationLoop
-from torchhal.trainer.loops._fit_loop import FitLoop, check_can_fit
+from torchhal.trainer.loops._fit_loop import FitLoop
 from torchhal.trainer.run import Run
 
 _log = logging.getLogger("torchhal")

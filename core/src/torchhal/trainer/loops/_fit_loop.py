@@ -10,12 +10,11 @@ import torch
 
 from torchhal import rng
 from torchhal.distributed.signals import at_once
-from torchhal.errors import ConfigurationError, ModelError
+from torchhal.errors import ConfigurationError
 from torchhal.pytree import map_tensors
 from torchhal.trainer import _rank_consistency as rank_consistency
 from torchhal.trainer import _resume as resume
 from torchhal.trainer._forwarded import Forwarded
-from torchhal.trainer._hook_names import near_miss
 from torchhal.trainer._hooks import module_hook
 from torchhal.trainer._progress import FitProgress
 from torchhal.trainer._run_data import load_training_data, load_validation_data
@@ -452,20 +451,3 @@ def without_graph(output: Any) -> Any:
     return map_tensors(
         output, lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) and leaf.requires_grad else leaf
     )
-
-
-def check_can_fit(run: Run, module: Any) -> None:
-    """Refuse what can't train, before a process starts."""
-    name = type(module).__name__
-    for method, what in (
-        ("training_step", "takes (batch, batch_idx) and returns the loss"),
-        ("configure_optimizers", "returns the optimizer"),
-    ):
-        if not callable(getattr(module, method, None)):
-            other = near_miss(module, method)
-            said = f" (its {other} is no hook, and never called)" if other else ""
-            raise ModelError(f"{name} can't be fitted: it has no {method}{said}. Define one that {what}")
-    if run.max_epochs == -1 and run.max_steps == -1 and run.max_time is None:
-        run.warn_once("max_epochs=-1 and no max_steps or max_time: training runs until somebody stops it")
-    if run.max_epochs is None and run.max_steps == -1 and run.max_time is None:
-        raise ConfigurationError("'max_epochs', 'max_steps' or 'max_time' must be given")
