@@ -40,6 +40,7 @@ data = DataLoader(TensorDataset(x, 3 * x + 1), batch_size=4)
 trainer = torchhal.Trainer(
     accelerator="cpu", strategy="deepspeed_stage_3", devices=2, max_epochs=8, logger=False, enable_progress_bar=False
 )
+torch.manual_seed(0)  # of one start in fifty, 64 steps don't come near enough to 3
 line = Line(1, 1)
 trainer.fit(line, data)
 trainer.print(torchhal.__file__, torchhal_deepspeed.__file__, round(line.weight.item()), trainer.global_step)
