@@ -21,6 +21,7 @@ from torchhal.distributed.failures import Failure, exit_for_signal
 from torchhal.distributed.signals import StopRequested, StopSignals
 from torchhal.errors import RankFailedError
 from torchhal.launchers._subprocess_supervisor import ChildProcesses
+from torchhal.trainer import _run_lifecycle
 
 sys.path.insert(0, str(Path(__file__).parent / "scripts"))
 from limits import scaled
@@ -171,6 +172,25 @@ def test_signal_in_hook_before_training(name, signum, tmp_path, capfd):
     assert f"torchhal: fit stopped on {signal.Signals(signum).name} before it began\n" in capfd.readouterr().err
     assert not list(tmp_path.rglob("*.ckpt"))  # there is nothing to save
     assert {one: signal.getsignal(one) for one in handlers} == handlers
+
+
+@SIGNALS
+def test_signal_before_ranks_meet(signum, tmp_path, capfd, monkeypatch):
+    """A signal just before the set-up ends the run before it: another rank that it has ended never comes to that."""
+    trainer = torchhal.Trainer(accelerator="cpu", max_epochs=1, default_root_dir=tmp_path, enable_progress_bar=False)
+    met = []
+    monkeypatch.setattr(trainer.strategy, "setup_environment", lambda: met.append(True))
+    set_torch_flags = _run_lifecycle.set_torch_flags
+
+    def signalled(run):
+        signal.raise_signal(signum)
+        set_torch_flags(run)
+
+    monkeypatch.setattr(_run_lifecycle, "set_torch_flags", signalled)
+    with pytest.raises(KeyboardInterrupt if signum == signal.SIGINT else SystemExit):
+        trainer.fit(Signalled("", 0))
+    assert not met
+    assert f"torchhal: fit stopped on {signal.Signals(signum).name} before it began\n" in capfd.readouterr().err
 
 
 def test_signal_in_sanity_check(tmp_path, capfd):

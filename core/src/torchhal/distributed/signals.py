@@ -150,6 +150,16 @@ class StopSignals:
         finally:
             self._at_once = False
 
+    def raise_received(self) -> None:
+        """Raise :class:`StopRequested` for a SIGTERM or SIGINT that came since the start, outside :meth:`at_once`.
+
+        Called in :meth:`at_once` before the ranks meet: the flag that the signal has set would be read at the first
+        step, and another rank that the signal has ended would be waited for until then.
+        """
+        if self.received in DEFAULT_SIGNALS and not self._raised:
+            self._raised = True
+            raise StopRequested(self.received)
+
     def takes_at_once(self, signum: int) -> bool:
         """Return whether the main thread is inside :meth:`at_once`, handles ``signum`` and has not received one."""
         handled = signum in self._previous and hasattr(signal, "pthread_kill")

@@ -87,6 +87,7 @@ def execute(
             set_torch_flags(run)
             try:
                 with at_once():
+                    signals.raise_received()
                     run.strategy.setup_environment()
                     set_hang_folder(run, run.default_root_dir)
                     begin_call(run, loop, fn)
