@@ -10,53 +10,12 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-MODULES = {
-    "What every plugin needs": (
-        "torchhal.plugin",
-        "torchhal.errors",
-        "torchhal.suggestions",
-        "torchhal.lazy_names",
-        "torchhal.vendor_package",
-    ),
-    "The contracts": (
-        "torchhal.accelerators",
-        "torchhal.precision",
-        "torchhal.checkpoint",
-        "torchhal.cluster",
-        "torchhal.strategies",
-        "torchhal.strategies.model_checks",
-        "torchhal.launchers",
-        "torchhal.memory_estimate",
-    ),
-    "Tensors and random numbers": ("torchhal.pytree", "torchhal.rng"),
-    "Ranks and processes": (
-        "torchhal.distributed",
-        "torchhal.distributed.collectives",
-        "torchhal.distributed.stores",
-        "torchhal.distributed.process",
-        "torchhal.distributed.failures",
-        "torchhal.distributed.signals",
-        "torchhal.distributed.rendezvous",
-        "torchhal.launchers.serialization",
-        "torchhal.launchers.worker",
-        "torchhal.launchers.worker_outcome",
-    ),
-    "The Trainer": (
-        "torchhal",
-        "torchhal.trainer.callbacks",
-        "torchhal.trainer.loggers",
-        "torchhal.trainer.data",
-        "torchhal.trainer.logging",
-        "torchhal.trainer.loops",
-    ),
-    "Look-up and tools": ("torchhal.registry", "torchhal.resolve", "torchhal.testing", "torchhal.cli"),
-}
-"""Heading -> the modules whose ``__all__`` a plugin may import from."""
+from torchhal_conformance._extension_api import MODULES
 
 ABOUT = """\
 What a plugin may import from torchhal, by module. Nothing else of torchhal is stable: a module or name with an
 underscore may change in any release. The plugins in this repository import nothing else, which
-`tests/test_extension_api.py` shows.
+`tests/test_extension_api.py` shows, and GEN-15 holds a plugin to.
 """
 
 
@@ -71,17 +30,6 @@ def text(made: str) -> str:
             parts += [f"| `{public}` | {_summary(module, public)} |" for public in sorted(_public(module))]
             parts.append("")
     return "\n".join(parts).rstrip() + "\n"
-
-
-def public_names() -> dict[str, set[str]]:
-    """Return each module of the API with its names, and its public submodules among them."""
-    modules = [name for names in MODULES.values() for name in names]
-    found = {name: set(_public(import_module(name))) for name in modules}
-    for name in modules:
-        parent, _, leaf = name.rpartition(".")
-        if parent:
-            found.setdefault(parent, set()).add(leaf)
-    return found
 
 
 def _public(module: ModuleType) -> list[str]:

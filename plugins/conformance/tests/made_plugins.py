@@ -174,6 +174,8 @@ MUTANTS: list[tuple[str, str, Plugin]] = [
     ("GEN-13", "changes each time", replace(SOUND, top="import os", more="[Component(f'a{os.getpid()}', 'a:A')]")),
     ("GEN-14", "imported when Python starts", replace(SOUND, sitecustomize="import acme._plugin")),
     ("GEN-15", "a private module", replace(SOUND, part_top="from torchhal.trainer import _internal")),
+    ("GEN-15", "a name that is not listed", replace(SOUND, part_top="import torchhal.strategies.ddp")),
+    ("GEN-15", "another of a listed module", replace(SOUND, part_top="import torchhal.rng\nx = torchhal.rng.Any")),
     ("GEN-15", "a private name", replace(SOUND, part_top="from torchhal import registry\nx = registry._default")),
     ("GEN-16", "patches torch", replace(SOUND, part_top="import torch\ntorch.optim.Optimizer.step = None")),
     ("GEN-16", "patches torchhal", replace(SOUND, part_top="from torchhal import module\nmodule.Module = 1")),

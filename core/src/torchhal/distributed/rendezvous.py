@@ -6,8 +6,13 @@ import time
 import uuid
 from datetime import timedelta
 
-from torchhal.distributed._exit_announcements import ANNOUNCE_TIMEOUT, expect, note_failure, register_exit
-from torchhal.distributed._exit_announcements import announce_exit as announce_exit
+from torchhal.distributed._exit_announcements import (
+    ANNOUNCE_TIMEOUT,
+    announce_exit,
+    expect,
+    note_failure,
+    register_exit,
+)
 from torchhal.distributed._exit_announcements import announce_stop as announce_stop
 from torchhal.distributed._process_environment import ProcessEnvironment
 from torchhal.distributed._rendezvous_state import JobStore, host_name, process_state, store_host, under_agent
@@ -27,6 +32,7 @@ from torchhal.distributed.stores import HashStore, PrefixedStore, Store, join_ad
 from torchhal.errors import CollectiveTimeoutError, DistributedError, LaunchError
 
 __all__ = [
+    "announce_exit",
     "connect",
     "expect",
     "generation_store",

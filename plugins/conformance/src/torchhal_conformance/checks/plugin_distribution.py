@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import importlib.metadata
 import json
@@ -10,7 +9,6 @@ import os
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from torchhal.registry._entry import BASES, resolve_target
 from torchhal_conformance._assertions import require, same
 from torchhal_conformance._check import MissingRequirement, check
 from torchhal_conformance._context import CheckContext
+from torchhal_conformance._extension_api import foreign_uses
 from torchhal_conformance.checks._plugin_facts import discovery_facts, measure_discovery, plugin_record
 
 
@@ -53,45 +52,19 @@ def bounded_requirement(context: CheckContext) -> None:
 
 @check("GEN-15")
 def public_names(context: CheckContext) -> None:
-    """The package's source imports no underscored module or name of torchhal, and uses none through an import.
+    """The package's source imports from torchhal what docs/reference/extension-api.md lists, and nothing else.
 
-    Why: what is private changes in any release, and the plugin is then broken for everybody at once.
-    Fix: use the public name, or ask for one.
+    Why: anything else may change in a patch release, and the plugin is then broken for everybody at once.
+    Fix: use a name of the extension API, or ask for one.
     """
     plugin_record(context)
     root = Path(discovery_facts(context)["record"]["file"]).parent
-    problems = [f"{file.name}:{problem}" for file in sorted(root.rglob("*.py")) for problem in _private_uses(file)]
+    problems = [
+        f"{file.name}:{line} {use}"
+        for file in sorted(root.rglob("*.py"))
+        for line, use in foreign_uses(file.read_text(encoding="utf-8"))
+    ]
     require(not problems, "; ".join(problems[:10]))
-
-
-def _private_uses(file: Path) -> Iterator[str]:
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    ours: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for name in node.names:
-                if name.name.partition(".")[0] == "torchhal":
-                    ours.add(name.asname or "torchhal")
-                    if any(part.startswith("_") for part in name.name.split(".")):
-                        yield f"{node.lineno} imports {name.name}"
-        elif (
-            isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torchhal" and not node.level
-        ):
-            for name in node.names:
-                ours.add(name.asname or name.name)
-                if any(_is_private(part) for part in [*(node.module or "").split("."), name.name]):
-                    yield f"{node.lineno} imports {node.module}.{name.name}"
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and _is_private(node.attr):
-            inner = node.value
-            while isinstance(inner, ast.Attribute):
-                inner = inner.value
-            if isinstance(inner, ast.Name) and inner.id in ours:
-                yield f"{node.lineno} uses {ast.unparse(node)}"
-
-
-def _is_private(name: str) -> bool:
-    return name.startswith("_") and not name.endswith("__")
 
 
 @check("GEN-16", needs=["posix"])
