@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from pages import blocks_of
 
 from torchhal_conformance._extension_api import MODULES, foreign_uses, public_names
 
@@ -54,6 +55,15 @@ def test_a_plugin_imports_the_extension_api_only(path: Path) -> None:
 
 def test_the_plugins_are_looked_at() -> None:
     assert len(SOURCES) > 100
+
+
+PAGES = sorted((ROOT / "docs" / "how-to").glob("write-*.md"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def test_a_page_for_authors_imports_the_extension_api_only(page: Path) -> None:
+    blocks = [block for block in blocks_of(page) if block.language == "python"]
+    assert [use for block in blocks for use in foreign_uses("\n".join(block.text))] == []
 
 
 @pytest.mark.parametrize("module", [name for names in MODULES.values() for name in names])

@@ -22,9 +22,11 @@ __all__ = [
     "PARENT_PID",
     "REPORT_FD",
     "describe_exit",
+    "finish",
     "launched_by",
     "leave",
     "rank_variables",
+    "threads_per_process",
     "without_external",
     "write_stderr",
 ]
