@@ -270,8 +270,18 @@ class SynchronizesWithoutDevice(CPUAccelerator):
 
 
 @caught_by("ACC-16")
-class ListsAnUnknownPrecision(CPUAccelerator):
-    precisions = frozenset({"32-true", "8-true"})
+class DeclaresADtypeThatItHasNot(CPUAccelerator):
+    capabilities = CPUAccelerator.capabilities | {"compute:int8"}
+
+
+@caught_by("ACC-16", says="autocast")
+class DeclaresAnAutocastThatItHasNot(CPUAccelerator):
+    capabilities = CPUAccelerator.capabilities | {"autocast:float64"}
+
+
+@caught_by("ACC-16")
+class StoresRounded(CPUAccelerator):
+    capabilities = CPUAccelerator.capabilities | {"store:int32"}
 
 
 @caught_by("ACC-18")

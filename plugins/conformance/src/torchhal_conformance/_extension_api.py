@@ -11,6 +11,7 @@ from typing import Final
 MODULES: Final[Mapping[str, tuple[str, ...]]] = {
     "What every plugin needs": (
         "torchhal.plugin",
+        "torchhal.capabilities",
         "torchhal.errors",
         "torchhal.suggestions",
         "torchhal.lazy_names",
