@@ -7,6 +7,7 @@ from torchhal_conformance._check import sort_checks
 
 _MODULES: Final = (
     "plugin_discovery",
+    "plugin_declarations",
     "plugin_vendor_modules",
     "plugin_components",
     "plugin_distribution",
