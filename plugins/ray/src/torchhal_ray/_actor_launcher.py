@@ -43,8 +43,10 @@ _ON_SIGTERM = re.compile(r"receives a SIGTERM|exit code 143")
 """What Ray says of a worker that its own handler of SIGTERM, or that of ``worker``, has ended."""
 
 WORKER = "TORCHHAL_RAY_WORKER"
-"""Set in every worker. pyproject.toml declares it, so that a worker's Trainer asks this plugin who started it; Ray's own
-RAY_JOB_ID is declared as well, and is missing in a worker that Ray has started ahead of any job."""
+"""Set in every worker. pyproject.toml declares it, so that a worker's Trainer asks this plugin who started it.
+
+Ray's own RAY_JOB_ID is declared as well; a worker that Ray has started ahead of any job may lack it.
+"""
 _PRIVATE = (process.LAUNCH_ID, process.LAUNCH_KIND, process.PARENT_PID, process.PARENT_IS_MAIN, process.REPORT_FD)
 
 _JOB = ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID")
