@@ -20,6 +20,7 @@ _MODULES: Final = (
     "checkpoint_contents",
     "checkpoint_paths",
     "checkpoint_durability",
+    "checkpoint_recognition",
     "checkpoint_async",
     "checkpoint_ranks",
     "cluster_environment",
