@@ -55,6 +55,7 @@ class Plugin:
     sitecustomize: str = ""
     features: tuple[str, ...] = ()
     readme: str = ""
+    declares: str = ""
 
     def write(self, folder: Path) -> None:
         package = folder / "acme"
@@ -76,7 +77,7 @@ class Plugin:
         requires = f"Requires-Dist: {self.dependency}\n" if self.dependency else ""
         head = f"Metadata-Version: 2.1\nName: torchhal-acme\nVersion: 1.0\n{requires}"
         (info / "METADATA").write_text(f"{head}\n{self.readme}")
-        (info / "entry_points.txt").write_text("[torchhal]\nacme = acme._plugin\n")
+        (info / "entry_points.txt").write_text(f"[torchhal]\nacme = acme._plugin\n{self.declares}")
 
 
 SOUND = Plugin()
@@ -97,6 +98,25 @@ trainer = Trainer(accelerator="acme", devices=1, logger=False)
 ```
 """
 WITH_README = Plugin(features=("readme",), readme=README)
+WITH_ENVIRONMENT = Plugin(
+    tail="""
+    @hookimpl
+    def torchhal_cluster_environments():
+        return [Component("acme_run", "acme.part:AcmeRun")]
+    """,
+    part_top="""
+    import os
+    from torchhal.cluster import LocalEnvironment
+
+    class AcmeRun(LocalEnvironment):
+        name = "acme_run"
+
+        @classmethod
+        def detect(cls):
+            return "ACME_RANK" in os.environ
+    """,
+    declares="[torchhal.detect]\nACME_RANK = acme_run\n[torchhal.auto]\nacme = torch\n",
+)
 WITH_SDK = Plugin(requires='("acme_sdk",)', members=LAZY_VENDOR, sdk="")
 
 MUTANTS: list[tuple[str, str, Plugin]] = [
@@ -190,6 +210,22 @@ MUTANTS: list[tuple[str, str, Plugin]] = [
     ("GEN-21", "opens a file each time", replace(SOUND, top="files = []", hook="files.append(open(__file__))")),
     ("GEN-22", "prints", replace(SOUND, top="print('Welcome to ACME')")),
     ("GEN-22", "ends the process", replace(SOUND, top="raise SystemExit(1)")),
+    ("GEN-23", "announces nothing", replace(WITH_ENVIRONMENT, declares="")),
+    (
+        "GEN-23",
+        "announces what it doesn't have",
+        replace(WITH_ENVIRONMENT, declares="[torchhal.detect]\nACME_RANK = acme_run\nACME_JOB = other\n"),
+    ),
+    (
+        "GEN-23",
+        "an unusable name",
+        replace(WITH_ENVIRONMENT, declares="[torchhal.detect]\nACME_RANK = acme_run\nACME-JOB = acme_run\n"),
+    ),
+    (
+        "GEN-23",
+        "detects itself everywhere",
+        replace(WITH_ENVIRONMENT, part_top=WITH_ENVIRONMENT.part_top.replace('"ACME_RANK" in os.environ', "True")),
+    ),
     ("SYS-07", "another name in the README", replace(WITH_README, readme=README.replace('"acme"', '"akme"'))),
     ("SYS-07", "no README", replace(WITH_README, readme="")),
     ("SYS-07", "no Trainer", replace(WITH_README, readme="Install it and be happy.")),

@@ -381,3 +381,87 @@ class AsText(Over):
             return super().load_checkpoint(path)
         except CheckpointError:
             return json.loads("{}")
+
+
+@caught_by("CIO-30")
+class RecognizesAnyFile(TorchCheckpointIO):
+    """A file's existence is taken for its format."""
+
+    def recognizes(self, path):
+        return os.path.exists(path)
+
+
+@caught_by("CIO-30")
+class RecognizesItsEnding(TorchCheckpointIO):
+    def recognizes(self, path):
+        return os.path.isfile(path) and os.path.basename(path).startswith("own")
+
+
+@caught_by("CIO-30")
+class RecognizesNothing(TorchCheckpointIO):
+    """As an IO of an earlier release, which has the default."""
+
+    def recognizes(self, path):
+        return False
+
+
+@caught_by("CIO-30")
+class RecognizesWholeFiles(TorchCheckpointIO):
+    """A damaged file of its own is nobody's."""
+
+    def recognizes(self, path):
+        return self.exists(path)
+
+
+@caught_by("CIO-30")
+class RecognizesByLoading(TorchCheckpointIO):
+    def recognizes(self, path):
+        if not super().recognizes(path):
+            return False
+        with open(path, "rb") as file:
+            file.read()
+        return True
+
+
+@caught_by("CIO-30")
+class RecognizesOrRaises(TorchCheckpointIO):
+    def recognizes(self, path):
+        with open(path, "rb") as file:
+            file.read(1)
+        return super().recognizes(path)
+
+
+@caught_by("CIO-30")
+class RecognizesWithBytes(TorchCheckpointIO):
+    """The answer is no bool."""
+
+    def recognizes(self, path):
+        return b"PK" if super().recognizes(path) else b""
+
+
+@caught_by("CIO-30")
+class RecognizesAnyZip(TorchCheckpointIO):
+    def recognizes(self, path):
+        with contextlib.suppress(OSError), open(path, "rb") as file:
+            return file.read(2) == b"PK"
+        return False
+
+
+@caught_by("CIO-31")
+class ExtensionWithoutDot(TorchCheckpointIO):
+    extension = "ckpt"
+
+
+@caught_by("CIO-31")
+class ExtensionWithFolder(TorchCheckpointIO):
+    extension = ".d/x"
+
+
+@caught_by("CIO-31")
+class ExtensionNotListed(TorchCheckpointIO):
+    """Names end in it, and the listing shows others only."""
+
+    extension = ".acme"
+
+    def list_checkpoints(self, folder):
+        return [path for path in super().list_checkpoints(folder) if path.endswith(".ckpt")]

@@ -71,7 +71,11 @@ def test_readme_example_outcome(readme: str, outcome: str, tmp_path: Path) -> No
     assert found.outcome == outcome, found.reason
 
 
-@pytest.mark.parametrize("plugin", [made_plugins.SOUND, made_plugins.WITH_SDK], ids=["sound", "with an SDK"])
+@pytest.mark.parametrize(
+    "plugin",
+    [made_plugins.SOUND, made_plugins.WITH_SDK, made_plugins.WITH_ENVIRONMENT],
+    ids=["sound", "with an SDK", "with an environment"],
+)
 def test_sound_plugin_passes(plugin: Plugin, tmp_path: Path) -> None:
     found = run(plugin, tmp_path, *GENERIC)
     assert {id: result.reason for id, result in found.items() if result.outcome == "failed"} == {}
@@ -83,3 +87,13 @@ def test_every_generic_check_has_mutant() -> None:
     # GEN-17 builds wheels: its mutants are in tests/test_conformance.py
     here = {*GENERIC, "SYS-01", "SYS-07"}
     assert sorted(here - {id for id, _, _ in made_plugins.MUTANTS}) == ["GEN-17"]
+
+
+@pytest.mark.parametrize(("name", "outcome"), [("ACME_RANK", "passed"), ("ACME_JOB", "failed")])
+def test_table_holds_declared_variable(name: str, outcome: str, tmp_path: Path) -> None:
+    """GEN-23 fails where a rank of the launcher's table has none of the variables that are declared."""
+    with installed(made_plugins.WITH_ENVIRONMENT, tmp_path):
+        component = ComponentUnderTest("cluster_environment", "acme_run", tables=({"ACME_RANK": "0"}, {name: "1"}))
+        with Session(component) as session:
+            found = session.run(CHECKS["GEN-23"])
+    assert found.outcome == outcome and (outcome == "passed" or "rank 1" in found.reason), found.reason

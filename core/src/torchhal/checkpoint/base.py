@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 from torchhal.checkpoint._locate import location_of
+
+DEFAULT_EXTENSION: Final = ".ckpt"
 
 
 class CheckpointIO(ABC):
@@ -34,6 +36,16 @@ class CheckpointIO(ABC):
     ``"links"``, of a sharded one: :meth:`link_checkpoint` works.
 
     Checks: CIO-08, CIO-09, CIO-17 to CIO-19, CIO-21, CIO-22, CIO-24, CIO-27, CIO-29.
+    """
+
+    extension: ClassVar[str] = DEFAULT_EXTENSION
+    """End of the names that a Trainer gives to checkpoints of this IO, with its dot; "" for none, as for folders.
+
+    Names that users choose may end differently, and :meth:`recognizes` decides without the name.
+
+    Checks: CIO-31.
+
+    .. versionadded:: 0.2
     """
 
     group: Any = None
@@ -127,19 +139,46 @@ class CheckpointIO(ABC):
         location_of(path, self.storage_options).remove()
 
     def exists(self, path: str | os.PathLike[str]) -> bool:
-        """Return whether a completed checkpoint is at ``path``; by default, whether a file is.
+        """Return whether a completed checkpoint is at ``path``.
+
+        By default whether a file is that :meth:`recognizes` accepts; any file, where a class doesn't override that.
 
         Args:
             path: as of :meth:`save_checkpoint`.
 
         Checks: CIO-16.
         """
-        return location_of(path, self.storage_options).is_checkpoint_file()
+        if not location_of(path, self.storage_options).is_checkpoint_file():
+            return False
+        return not overrides_recognizes(self) or self.recognizes(path)
+
+    def recognizes(self, path: str | os.PathLike[str]) -> bool:
+        """Return whether the file or folder at ``path`` is in this IO's format, complete or damaged.
+
+        A Trainer asks every installed IO whose a checkpoint is that the run's own doesn't recognise, so that its error
+        names the IO to use; a damaged file is one that the run's own recognises and can't load. Decide by the first
+        bytes or by the names in a folder, never by the path's ending, and read no more than that.
+
+        By default False: an IO that doesn't say which files are its own is never named as the writer of one. Called on
+        global rank 0.
+
+        Args:
+            path: as of :meth:`save_checkpoint`; anything may be there, or nothing.
+
+        Returns:
+            False for a missing, empty, unreadable or foreign file. Never raises for what is at ``path``.
+
+        Checks: CIO-30.
+
+        .. versionadded:: 0.2
+        """
+        return False
 
     def list_checkpoints(self, folder: str | os.PathLike[str]) -> list[str]:
         """Return the completed checkpoints directly in ``folder``, the last saved one last.
 
-        By default the order is that of :meth:`saved_ns`, then of names.
+        By default the order is that of :meth:`saved_ns`, then of names. An IO that has an :attr:`extension` of its own
+        and no :meth:`recognizes` lists the files that end in it.
 
         Args:
             folder: a local path or a URL.
@@ -150,6 +189,8 @@ class CheckpointIO(ABC):
         Checks: CIO-16.
         """
         found = [child.shown for child in location_of(folder, self.storage_options, folder=True).children()]
+        if not overrides_recognizes(self) and self.extension not in ("", DEFAULT_EXTENSION):
+            found = [path for path in found if path.endswith(self.extension)]
         return sorted(filter(self.exists, found), key=lambda path: (self.saved_ns(path), path))
 
     def saved_ns(self, path: str | os.PathLike[str]) -> int:
@@ -213,3 +254,8 @@ class CheckpointIO(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
+
+
+def overrides_recognizes(io: CheckpointIO) -> bool:
+    """Return whether the class of ``io`` says which files are its own; those of releases before 0.2 don't."""
+    return type(io).recognizes is not CheckpointIO.recognizes

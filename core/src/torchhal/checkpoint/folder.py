@@ -156,6 +156,13 @@ class FolderCheckpointIO(CheckpointIO):
             undo_broken_exchanges(folder.parent, folder.name)
         return (folder / self.marker).is_file()
 
+    def recognizes(self, path: str | os.PathLike[str]) -> bool:
+        """Return whether a folder with :attr:`marker` in it is at ``path``. Override it where the name is a common one.
+
+        .. versionadded:: 0.2
+        """
+        return os.path.isfile(os.path.join(path, self.marker))
+
     def list_checkpoints(self, folder: str | os.PathLike[str]) -> list[str]:
         undo_broken_exchanges(Path(folder))
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 from collections.abc import Mapping
 from typing import IO, Any, ClassVar, cast
 
@@ -14,7 +15,16 @@ import torch
 from torch import serialization
 
 from torchhal.checkpoint import _save_time as save_time
-from torchhal.checkpoint._checksum import HEAD, TAIL, ChecksumWriter, read_ending, verify, verify_description
+from torchhal.checkpoint._checksum import (
+    HEAD,
+    SEAL_SIZE,
+    TAIL,
+    ChecksumWriter,
+    is_sealed,
+    read_ending,
+    verify,
+    verify_description,
+)
 from torchhal.checkpoint._local_file import LocalPlace
 from torchhal.checkpoint._locate import location_of
 from torchhal.checkpoint._location import CheckpointLocation
@@ -23,6 +33,12 @@ from torchhal.checkpoint._storage_compaction import pickle_module
 from torchhal.checkpoint._validation import inspect_contents
 from torchhal.checkpoint.base import CheckpointIO
 from torchhal.errors import CheckpointCorruptError, CheckpointError
+
+_NAME_WITHIN = 1024
+"""Bytes at the start of a file in which the name of a zip's first record is looked for."""
+
+_FIRST_RECORD = re.compile(rb"[^/]+/(?:data\.pkl|\.format_version|byteorder|version)")
+"""Names that torch.save gives to the first record: the archive's, which is the file's or "archive", and its own."""
 
 
 class TorchCheckpointIO(CheckpointIO):
@@ -127,6 +143,14 @@ class TorchCheckpointIO(CheckpointIO):
         place = location_of(path, self.storage_options)
         return read_ending(*place.ends(len(HEAD), TAIL)) is not None
 
+    def recognizes(self, path: str | os.PathLike[str]) -> bool:
+        """Return whether a file is at ``path`` that torch.save began, or that ends as a save here does.
+
+        Checks: CIO-30.
+        """
+        head, tail = location_of(path, self.storage_options).ends(_NAME_WITHIN, SEAL_SIZE)
+        return is_sealed(tail) or _FIRST_RECORD.fullmatch(_first_record(head)) is not None
+
     def list_checkpoints(self, folder: str | os.PathLike[str]) -> list[str]:
         """Return the completed checkpoints in ``folder``, ordered by when they were saved, then by name.
 
@@ -145,6 +169,13 @@ class TorchCheckpointIO(CheckpointIO):
 
     def saved_ns(self, path: str | os.PathLike[str]) -> int:
         return saved_at(location_of(path, self.storage_options)) or 0
+
+
+def _first_record(head: bytes) -> bytes:
+    """Return the name of a zip's first record from the file's first bytes; empty for another file."""
+    if head[:4] != HEAD or len(head) < 30:
+        return b""
+    return head[30 : 30 + int.from_bytes(head[26:28], "little")]
 
 
 def saved_at(place: CheckpointLocation) -> int | None:

@@ -81,19 +81,26 @@ def _find_io(path: str) -> tuple[str, CheckpointIO]:
         CheckpointError: nothing is there, or no installed part recognises it; the message gives a remedy.
     """
     from torchhal.checkpoint._location import is_url
+    from torchhal.checkpoint.base import DEFAULT_EXTENSION, overrides_recognizes
     from torchhal.resolve._checkpoint_ios import usable_ios
 
     ios = list(usable_ios())
     for entry, io in ios:
-        if io.exists(path):
+        if io.recognizes(path):
             return entry.component.alias, io
+    for entry, io in ios:  # those that recognise nothing, as before 0.2: theirs is what they can read
+        if not overrides_recognizes(io) and io.exists(path):
+            with contextlib.suppress(Exception):
+                io.open_checkpoint(path)
+                return entry.component.alias, io
     shown = repr(path)
     if is_url(path):
         raise CheckpointError(f"no checkpoint is at {shown}, or its storage can't be reached")
     if not os.path.exists(path):
         raise CheckpointError(f"nothing is at {shown}")
     if not os.path.isdir(path):
-        ios[0][1].open_checkpoint(path)  # raises a file's specific error
+        named = [io for _, io in ios if io.extension not in ("", DEFAULT_EXTENSION) and path.endswith(io.extension)]
+        (named or [ios[0][1]])[0].open_checkpoint(path)  # raises a file's specific error
         raise CheckpointError(f"{shown} is no checkpoint")
     names = os.listdir(path)
     for pattern, distribution in CHECKPOINT_FILES.items():

@@ -58,6 +58,7 @@ def _examination(found: Mapping[str, Any]) -> Iterator[str]:
     for plugin in found["plugins"]:
         reason = f": {plugin['reason']}" if plugin["reason"] else ""
         yield f"  {plugin['name']} ({plugin['distribution']} {plugin['version']}) {plugin['status']}{reason}"
+        yield from (f"    problem: {problem}" for problem in plugin.get("problems", ()))
     if not found["plugins"]:
         yield "  none"
     yield "accelerators:"
@@ -96,6 +97,7 @@ def examine(environ: Mapping[str, str]) -> dict[str, Any]:
         "recommendations": [
             *_guarded(lambda: _undriven(registry), lambda reason: []),
             *(text for entry in registry.entries("cluster_environment") for text in _advice(entry)),
+            *(_undeclared(entry) for entry in registry.entries("cluster_environment") if _is_undeclared(entry)),
         ],
         "environment": {
             name: "(hidden)" if _SECRET.search(name) else value
@@ -141,6 +143,24 @@ def _advice(entry: RegistryEntry) -> list[str]:
         return entry.load().recommendations() if entry.availability() else []
 
     return _guarded(ask, lambda reason: [])
+
+
+def _is_undeclared(entry: RegistryEntry) -> bool:
+    from torchhal.registry._discovery import CORE, USER
+
+    return not entry.variables and entry.distribution not in (CORE, USER)
+
+
+def _undeclared(entry: RegistryEntry) -> str:
+    from torchhal.registry._declarations import DETECT
+
+    alias = entry.component.alias
+    value = alias.replace("-", "_")  # build backends refuse a dash
+    return (
+        f"cluster environment {entry.qualified_name!r} is used when it is named only, as plugins={alias!r} or "
+        f"TORCHHAL_CLUSTER={alias}: {entry.distribution} declares no environment variable that announces it. To its "
+        f'pyproject.toml belongs [project.entry-points."{DETECT}"] with VARIABLE = "{value}"'
+    )
 
 
 def _guarded(ask: Callable[[], _T], otherwise: Callable[[str], _T]) -> _T:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
+from torchhal import registry
 from torchhal._terminal import echo
 from torchhal.cli import _memory as memory
 from torchhal.cli._output import output_to_stderr, print_json
 from torchhal.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from torchhal.resolve import Plan
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -29,6 +35,15 @@ def _nodes(text: str) -> int | str:
     return text if text == "auto" else int(text)
 
 
+def _with_broken_plugins(plan: Plan) -> Plan:
+    """Return ``plan`` with a note on each plugin that can't be loaded: resolution reads only those it may need."""
+    lines = [str(record) for record in registry.plugins() if record.status in ("broken", "incompatible")]
+    if not lines:
+        return plan
+    unnamed = [line for line in lines if not any(line in note for note in plan.notes)]
+    return replace(plan, notes=(*plan.notes, *unnamed))
+
+
 def _explain(arguments: argparse.Namespace) -> int:
     if arguments.model_args is not None and arguments.model is None:
         raise ConfigurationError("'--model-args' are the arguments of a '--model', which is missing")
@@ -43,7 +58,7 @@ def _explain(arguments: argparse.Namespace) -> int:
             precision=arguments.precision,
             plugins=tuple(arguments.plugin),
         )
-        plan = resolve(request)
+        plan = _with_broken_plugins(resolve(request)) if request.accelerator == "auto" else resolve(request)
         found = None if arguments.model is None else memory.estimate(arguments, request, plan)
     if arguments.json:
         print_json(plan.to_dict() | ({} if found is None else {"memory": found}))

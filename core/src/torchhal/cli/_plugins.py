@@ -36,6 +36,7 @@ NO_PLUGINS: Final = "no plugins are installed; core's own parts are always there
 def _listing(records: list[PluginRecord]) -> Iterator[str]:
     for record in records:
         yield str(record).removeprefix("plugin ")
+        yield from (f"  problem: {problem}" for problem in record.problems)
         for entry in record.components:
             part = entry.to_dict()
             other = f" ({', '.join(part['aliases'])})" if part["aliases"] else ""

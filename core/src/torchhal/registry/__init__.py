@@ -2,7 +2,8 @@
 
 Built-in components are found without a scan. The first alias that isn't built in reads the metadata of all
 installed distributions and imports the manifests of plugins among them, once; what failed then is kept with its reason
-until :func:`refresh`. Nothing here imports torch or the module of a component.
+until :func:`refresh`. Detection and ``accelerator="auto"`` import only the manifests that metadata announce. Nothing
+here imports torch or the module of a component.
 """
 
 from __future__ import annotations
@@ -10,17 +11,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, overload
 
+from torchhal.registry._announced import AutoAccelerators
 from torchhal.registry._entry import RegistryEntry
 from torchhal.registry._plugin_loader import PluginRecord
 from torchhal.registry._registry import Registry
 
 __all__ = [
+    "AutoAccelerators",
     "PluginRecord",
     "Registry",
     "RegistryEntry",
     "aliases",
+    "announced_environments",
+    "auto_accelerators",
     "entries",
     "find",
+    "find_known",
     "installed",
     "plugins",
     "refresh",
@@ -52,6 +58,21 @@ def entries(kind: str) -> list[RegistryEntry]:
 def aliases(kind: str) -> list[str]:
     """See :meth:`Registry.aliases`."""
     return _default.aliases(kind)
+
+
+def announced_environments() -> tuple[list[RegistryEntry], list[str]]:
+    """See :meth:`Registry.announced_environments`."""
+    return _default.announced_environments()
+
+
+def auto_accelerators() -> AutoAccelerators:
+    """See :meth:`Registry.auto_accelerators`."""
+    return _default.auto_accelerators()
+
+
+def find_known(kind: str, alias: str) -> RegistryEntry | None:
+    """See :meth:`Registry.find_known`."""
+    return _default.find_known(kind, alias)
 
 
 def find(kind: str, alias: str) -> RegistryEntry:

@@ -21,6 +21,17 @@ import pluggy
 from torchhal._terminal import printable
 from torchhal.errors import BrokenPluginError
 from torchhal.plugin import HOOKS, PROJECT, Component, Hookspecs
+from torchhal.registry._declarations import (
+    AUTO,
+    DETECT,
+    NO_DECLARATIONS,
+    Declarations,
+    has_group,
+    has_group_bytes,
+    only_declarations_malformed,
+    read_declarations,
+    read_group,
+)
 from torchhal.suggestions import did_you_mean
 
 if TYPE_CHECKING:
@@ -30,7 +41,6 @@ CORE: Final = "torchhal"
 USER: Final = "user"
 """Owners of the built-in parts and of what user code registers; no plugin's distribution may be called so."""
 
-_GROUP = re.compile(rf"^\s*\[{PROJECT}\]", re.MULTILINE)
 _REQUIREMENT_NAME = re.compile(r"\s*([A-Za-z0-9][A-Za-z0-9._-]*)")
 
 
@@ -44,7 +54,10 @@ def canonical(name: str) -> str:
 
 @dataclass(frozen=True)
 class DiscoveredPlugin:
-    """A plugin as described by its distribution's metadata. ``problem``: why they can't be used, or empty."""
+    """A plugin as described by its distribution's metadata. ``problem``: why they can't be used, or empty.
+
+    ``declared`` is the distribution's; of several plugins in one distribution the first has it.
+    """
 
     name: str
     distribution: str
@@ -53,6 +66,7 @@ class DiscoveredPlugin:
     entry_point: EntryPoint | None = None
     file: str | None = None
     problem: str = ""
+    declared: Declarations = NO_DECLARATIONS
 
     def answers_to(self, names: Iterable[str]) -> bool:
         """Return whether one of ``names`` (canonical, or ``*``) matches this plugin or its distribution."""
@@ -101,14 +115,13 @@ def _first_valid(same: list[Distribution]) -> Distribution:
 
 def _read(name: str, distribution: Distribution) -> Iterator[DiscoveredPlugin]:
     try:
-        if not _GROUP.search(distribution.read_text("entry_points.txt") or ""):
+        text = distribution.read_text("entry_points.txt") or ""
+        if not has_group(text):
             return
-        entry_points = sorted(
-            {point for point in distribution.entry_points if point.group == PROJECT}, key=lambda p: (p.name, p.value)
-        )
+        entry_points = sorted(_entry_points(distribution, text), key=lambda p: (p.name, p.value))
     except Exception as error:
         # The undecodable bytes still show whether this is a plugin.
-        if not isinstance(error, UnicodeDecodeError) or f"[{PROJECT}]".encode() in error.object:
+        if not isinstance(error, UnicodeDecodeError) or has_group_bytes(error.object):
             yield DiscoveredPlugin(name, name, None, problem=f"its entry_points.txt can't be read: {describe(error)}")
         return
     try:
@@ -119,9 +132,14 @@ def _read(name: str, distribution: Distribution) -> Iterator[DiscoveredPlugin]:
         # An egg-info keeps its requirements in a separate file, which only `requires` reads.
         requires = tuple(metadata.get_all("Requires-Dist") or distribution.requires or ())
     except Exception as error:
-        for point in entry_points:
-            yield DiscoveredPlugin(point.name, name, None, problem=f"its METADATA can't be read: {describe(error)}")
+        for plugin in [point.name for point in entry_points] or [name]:
+            yield DiscoveredPlugin(plugin, name, None, problem=f"its METADATA can't be read: {describe(error)}")
         return
+    declared = read_declarations(text)
+    if not entry_points:
+        groups = " and ".join(f"[{group}]" for group in (DETECT, AUTO) if f"[{group}]" in text)
+        problem = f"its entry_points.txt has {groups}, but no plugin in [{PROJECT}]"
+        yield DiscoveredPlugin(label, label, version, requires, problem=problem, declared=declared)
     previous = None
     for point in entry_points:
         problem = ""
@@ -129,10 +147,22 @@ def _read(name: str, distribution: Distribution) -> Iterator[DiscoveredPlugin]:
             problem = f"a distribution called {label!r} can't provide plugins: '{canonical(label)}/...' has a meaning"
         elif point.name == previous:
             problem = f"its entry_points.txt gives {point.name!r} twice, here as {point.value!r}"
-        yield DiscoveredPlugin(
-            point.name, label, version, requires, point, _manifest_file(distribution, point), problem
-        )
+        file = _manifest_file(distribution, point)
+        yield DiscoveredPlugin(point.name, label, version, requires, point, file, problem, declared)
+        declared = NO_DECLARATIONS
         previous = point.name
+
+
+def _entry_points(distribution: Distribution, text: str) -> set[EntryPoint]:
+    """Return the entry points of manifests; a malformed declaration for detection is no error of theirs."""
+    try:
+        return {point for point in distribution.entry_points if point.group == PROJECT}
+    except Exception:
+        if not only_declarations_malformed(text):
+            raise
+    from importlib_metadata import EntryPoint
+
+    return {EntryPoint(name=name, value=value, group=PROJECT) for name, value in read_group(text, PROJECT)}
 
 
 def _manifest_file(distribution: Distribution, point: EntryPoint) -> str | None:

@@ -36,6 +36,8 @@ class RegistryEntry:
         plugin: the plugin's name; ``"torchhal"`` for a built-in part, ``"user"`` for a registered class.
         distribution: the distribution the plugin comes from.
         problem: why the component can't be used at all, or an empty string.
+        variables: for a cluster environment of a plugin, the environment variables that its distribution declares in
+            ``torchhal.detect``; without one it is used only when it is named.
     """
 
     kind: str
@@ -43,6 +45,7 @@ class RegistryEntry:
     plugin: str
     distribution: str
     problem: str = ""
+    variables: tuple[str, ...] = ()
     _class: list[type[Any]] = field(default_factory=list, repr=False)  # at most one: the class once imported
 
     @property

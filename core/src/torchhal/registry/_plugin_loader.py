@@ -14,8 +14,15 @@ import torchhal
 from torchhal._terminal import printable
 from torchhal.errors import BrokenPluginError, ComponentError, IncompatiblePluginError, PluginError
 from torchhal.plugin import Component
+from torchhal.registry._declarations import AUTO, DETECT, Declarations, same_alias, unknown_alias_problem
 from torchhal.registry._discovery import DiscoveredPlugin, PluginFilter, collect_components, describe, unmet_requirement
 from torchhal.registry._entry import RegistryEntry
+
+Imported = tuple[tuple[tuple[str, Component], ...], "str | None", str, "BaseException | None", float]
+"""What importing a manifest gave: its components, file, why it failed, the error, and milliseconds."""
+
+Imports = dict[tuple[str, str, str], Imported]
+"""Distribution, name and value of an entry point -> what importing it gave: a manifest is imported once."""
 
 STRICT: Final = "TORCHHAL_STRICT_PLUGINS"
 
@@ -37,6 +44,7 @@ class PluginRecord:
         file: of the manifest, where known.
         load_ms: time its import and hooks took; None when it wasn't imported.
         components: what it provides, the unusable ones with their :attr:`.RegistryEntry.problem`.
+        problems: declarations in its distribution's metadata that are ignored, one line each; they cost nothing else.
     """
 
     name: str
@@ -47,6 +55,7 @@ class PluginRecord:
     file: str | None = None
     load_ms: float | None = None
     components: tuple[RegistryEntry, ...] = ()
+    problems: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the data that ``torchhal plugins --json`` prints."""
@@ -54,6 +63,7 @@ class PluginRecord:
         return {
             **{name: getattr(self, name) for name in fields},
             "components": [entry.to_dict() for entry in self.components],
+            **({"problems": list(self.problems)} if self.problems else {}),
         }
 
     def __str__(self) -> str:
@@ -77,21 +87,58 @@ def is_strict(environ: Mapping[str, str]) -> bool:
 
 
 def read_plugins(
-    found: Iterable[DiscoveredPlugin], selection: PluginFilter, *, reserved: Container[tuple[str, str]], strict: bool
+    found: Iterable[DiscoveredPlugin],
+    selection: PluginFilter,
+    *,
+    reserved: Container[tuple[str, str]],
+    strict: bool,
+    imports: Imports,
 ) -> ScanResult:
-    """Read every plugin that isn't excluded. ``reserved`` are the (kind, name) pairs of core."""
+    """Read every plugin that isn't excluded.
+
+    Args:
+        found: the plugins; all those of a distribution, or none.
+        selection: the environment's lists.
+        reserved: the (kind, name) pairs of core.
+        strict: the first plugin that can't be used is a failure.
+        imports: manifests that were imported before; those imported now are added.
+    """
     records: list[PluginRecord] = []
     by_name: Names = {}
     failure: PluginError | None = None
+    found = list(found)
+    declared = {plugin.distribution: plugin.declared for plugin in reversed(found)}
     for plugin in found:
         cause = None
         record = plugin_status(plugin, selection)
         if record.status == "found":
-            record, cause = _load(plugin, record, by_name, reserved)
+            record, cause = _load(plugin, record, by_name, reserved, imports, declared[plugin.distribution])
         records.append(record)
         if strict and failure is None and (failure := _failure(record)):
             failure.__cause__ = cause
+    problems = [_unknown_aliases(plugin, records) for plugin in found]
+    records = [
+        replace(r, problems=(*r.problems, *more)) if more else r for r, more in zip(records, problems, strict=True)
+    ]
     return ScanResult(tuple(records), by_name, failure)
+
+
+def _unknown_aliases(plugin: DiscoveredPlugin, records: Iterable[PluginRecord]) -> list[str]:
+    """Return the problems of declarations whose alias the plugin's distribution doesn't have."""
+    own = [record for record in records if record.distribution == plugin.distribution]
+    if not (plugin.declared.variables or plugin.declared.modules) or any(r.status != "loaded" for r in own):
+        return []
+    entries = [entry for record in own for entry in record.components if not entry.problem]
+    lines = []
+    for group, kind, pairs in (
+        (DETECT, "cluster_environment", plugin.declared.variables),
+        (AUTO, "accelerator", plugin.declared.modules),
+    ):
+        known = {name for entry in entries if entry.kind == kind for name in entry.names}
+        for name, value in pairs:
+            if not any(same_alias(value if group == DETECT else name, alias) for alias in known):
+                lines.append(unknown_alias_problem(group, name, value, kind, known))
+    return lines
 
 
 def plugin_status(plugin: DiscoveredPlugin, selection: PluginFilter) -> PluginRecord:
@@ -107,13 +154,39 @@ def plugin_status(plugin: DiscoveredPlugin, selection: PluginFilter) -> PluginRe
                 status, reason = "incompatible", unmet
         except Exception as error:
             status, reason = "broken", f"its requirement on torchhal can't be read: {describe(error)}"
-    return PluginRecord(plugin.name, plugin.distribution, plugin.version, status, reason, plugin.file)
+    problems = plugin.declared.problems
+    return PluginRecord(
+        plugin.name, plugin.distribution, plugin.version, status, reason, plugin.file, problems=problems
+    )
 
 
 def _load(
-    plugin: DiscoveredPlugin, record: PluginRecord, by_name: Names, reserved: Container[tuple[str, str]]
+    plugin: DiscoveredPlugin,
+    record: PluginRecord,
+    by_name: Names,
+    reserved: Container[tuple[str, str]],
+    imports: Imports,
+    declared: Declarations,
 ) -> tuple[PluginRecord, BaseException | None]:
-    """Import the manifest and add its components to ``by_name``."""
+    """Import the manifest, unless that was done before, and add its components to ``by_name``."""
+    assert plugin.entry_point is not None
+    key = (plugin.distribution, plugin.name, plugin.entry_point.value)
+    if key not in imports:
+        imports[key] = _import(plugin)
+    pairs, file, reason, cause, load_ms = imports[key]
+    entries = []
+    for kind, component in pairs:
+        entry = RegistryEntry(kind, component, plugin.name, plugin.distribution)
+        announcing = declared.announcing(entry.names) if kind == "cluster_environment" else ()
+        entry = replace(entry, problem=_problem(entry, by_name, reserved), variables=announcing)
+        entries.append(entry)
+        for name in entry.names:
+            by_name[kind, name] = (*by_name.get((kind, name), ()), entry)
+    status = "broken" if cause else "loaded"
+    return replace(record, status=status, reason=reason, file=file, load_ms=load_ms, components=tuple(entries)), cause
+
+
+def _import(plugin: DiscoveredPlugin) -> Imported:
     assert plugin.entry_point is not None
     pairs: list[tuple[str, Component]] = []
     file, reason, cause = plugin.file, "", None
@@ -126,16 +199,7 @@ def _load(
         raise
     except BaseException as error:  # SystemExit, CancelledError and RecursionError as well
         cause, reason = error, printable(str(error)) if type(error) is BrokenPluginError else describe(error)
-    load_ms = round((time.perf_counter() - start) * 1000, 3)
-    entries = []
-    for kind, component in pairs:
-        entry = RegistryEntry(kind, component, plugin.name, plugin.distribution)
-        entry = replace(entry, problem=_problem(entry, by_name, reserved))
-        entries.append(entry)
-        for name in entry.names:
-            by_name[kind, name] = (*by_name.get((kind, name), ()), entry)
-    status = "broken" if cause else "loaded"
-    return replace(record, status=status, reason=reason, file=file, load_ms=load_ms, components=tuple(entries)), cause
+    return tuple(pairs), file, reason, cause, round((time.perf_counter() - start) * 1000, 3)
 
 
 def _problem(entry: RegistryEntry, by_name: Names, reserved: Container[tuple[str, str]]) -> str:

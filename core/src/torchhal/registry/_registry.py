@@ -2,7 +2,8 @@
 
 Built-in components are found without a scan. The first alias that isn't built in reads the metadata of all
 installed distributions and imports the manifests of plugins among them, once; failures are stored with
-their reason until :func:`refresh`. Nothing here imports torch or the module of a part.
+their reason until :func:`refresh`. Detection and ``accelerator="auto"`` import only the manifests that metadata
+announce. Nothing here imports torch or the module of a part.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ import importlib
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, TypeVar, overload
 
 from torchhal.errors import AmbiguousAliasError, ComponentError, ConfigurationError, PluginError, UnknownAliasError
 from torchhal.plugin import HOOKS, KINDS, Component
+from torchhal.registry._announced import AutoAccelerators, announced, asked_environments, automatic
 from torchhal.registry._discovery import (
     CORE,
     USER,
@@ -29,7 +32,15 @@ from torchhal.registry._discovery import (
 )
 from torchhal.registry._entry import RegistryEntry, class_problem
 from torchhal.registry._hints import COMMANDS, DISTRIBUTIONS, meant_by
-from torchhal.registry._plugin_loader import PluginRecord, ScanResult, is_strict, plugin_status, read_plugins
+from torchhal.registry._metadata_index import IndexedDistribution, index_distributions, index_installed
+from torchhal.registry._plugin_loader import (
+    Imports,
+    PluginRecord,
+    ScanResult,
+    is_strict,
+    plugin_status,
+    read_plugins,
+)
 from torchhal.suggestions import nearest, one_of
 
 if TYPE_CHECKING:
@@ -60,6 +71,8 @@ class Registry:
         self._core: dict[tuple[str, str], RegistryEntry] = {}
         self._user: dict[tuple[str, str], RegistryEntry] = {}
         self._scan: ScanResult | None = None
+        self._imports: Imports = {}
+        self._index: list[IndexedDistribution] | None = None
         self._metadata: frozenset[tuple[str, int]] = frozenset()  # as it was when the scan began
         self._lock = threading.Lock()
         self._scanner: int | None = None  # the thread that is importing manifests
@@ -84,13 +97,61 @@ class Registry:
         """Return every usable part of ``kind``: the built-in ones, then the others by qualified name."""
         self._not_from_a_manifest(f"entries({kind!r})")
         _check_kind(kind)
+        return self._sorted(kind, self._scanned())
+
+    def _sorted(self, kind: str, scan: ScanResult | None) -> list[RegistryEntry]:
+        """Return the usable components of ``kind``: core's, then the user's and those of ``scan`` by qualified name."""
         # One entry stands in the tables once for each of its names.
         core = dict.fromkeys(entry for (of, _), entry in self._built_in().items() if of == kind)
         others = {entry: entry.qualified_name for (of, _), entry in self._user.items() if of == kind}
-        for (of, _), found in self._scanned().by_name.items():
+        for (of, _), found in () if scan is None else scan.by_name.items():
             if of == kind:
                 others |= {entry: entry.qualified_name for entry in found if not entry.problem}
         return [*core, *sorted(others, key=lambda entry: others[entry])]
+
+    # -- what metadata announce ------------------------------------------------------------------------------
+
+    def announced_environments(self) -> tuple[list[RegistryEntry], list[str]]:
+        """Return the cluster environments to ask whether they started this process, and notes about broken ones.
+
+        These are the built-in ones, registered classes, and those of plugins for which a variable is set that their
+        distribution declares in ``torchhal.detect``. The manifests of no other distributions are imported.
+
+        Raises:
+            PluginError: as :meth:`plugins`, for the plugins that are read.
+        """
+        self._not_from_a_manifest("announced_environments()")
+        entries: list[RegistryEntry] = []
+        notes: list[str] = []
+        if asked := announced(self._indexed(), os.environ):
+            scan = self._read([plugin for plugins, _ in asked for plugin in plugins])
+            entries, notes = asked_environments(asked, scan)
+        return [*self._sorted("cluster_environment", None), *entries], notes
+
+    def auto_accelerators(self) -> AutoAccelerators:
+        """Return the accelerators that ``accelerator="auto"`` asks.
+
+        These are the built-in ones, registered classes, and those of plugins whose distribution declares in
+        ``torchhal.auto`` a module that is there; or declares nothing, unless the source of its manifest shows that it
+        brings no accelerator. The manifests of no other distributions are imported.
+
+        Raises:
+            PluginError: as :meth:`plugins`, for the plugins that are read.
+        """
+        self._not_from_a_manifest("auto_accelerators()")
+        selection = PluginFilter.read(self._environ)
+        plugins, missing = automatic(self._indexed(), selection)
+        scan = self._read(plugins) if plugins else None
+        return AutoAccelerators(self._sorted("accelerator", scan), list(scan.records) if scan else [], missing)
+
+    def find_known(self, kind: str, alias: str) -> RegistryEntry | None:
+        """Return what :meth:`find` does for a built-in component or a registered class; None where it needs plugins."""
+        _check_kind(kind)
+        owner, slash, name = alias.rpartition("/")
+        key, of = (kind, name.lower()), canonical(owner) if slash else None
+        if of in (None, CORE) and (core := self._built_in().get(key)):
+            return core
+        return self._user.get(key) if of in (None, USER) else None
 
     def aliases(self, kind: str) -> list[str]:
         """Return every name that :meth:`find` resolves for ``kind``, sorted; a qualified one for a contested alias."""
@@ -257,7 +318,8 @@ class Registry:
         self._not_from_a_manifest("refresh()")
         with self._lock:
             importlib.invalidate_caches()
-            self._scan = None
+            self._scan = self._index = None
+            self._imports = {}
 
     # -- the scan --------------------------------------------------------------------------------------------
 
@@ -281,23 +343,48 @@ class Registry:
         with self._lock:
             scan = self._scan
             if scan is None:
-                self._scanner = threading.get_ident()
-                metadata = metadata_fingerprint()
-                try:
+                with self._scanning():
+                    metadata = metadata_fingerprint()
                     found, selection = self._find_plugins(), PluginFilter.read(self._environ)
-                    scan = read_plugins(found, selection, reserved=self._built_in(), strict=is_strict(self._environ))
+                    scan = self._read_manifests(found, selection)
                     unmatched = selection.unmatched(found)
-                finally:
-                    self._scanner = None
                 self._scan, self._metadata = scan, metadata
         for line in unmatched:  # only now: a filter may turn the warning into an error
             warnings.warn(line)
-        if scan.failure is not None:
-            raise scan.failure.with_traceback(None)
-        return scan
+        return _raised(scan)
+
+    def _read(self, found: list[DiscoveredPlugin]) -> ScanResult:
+        """Read some distributions' plugins; what was imported is not imported again by the scan of all."""
+        with self._lock, self._scanning():
+            return _raised(self._read_manifests(found, PluginFilter.read(self._environ)))
+
+    def _read_manifests(self, found: list[DiscoveredPlugin], selection: PluginFilter) -> ScanResult:
+        strict = is_strict(self._environ)
+        return read_plugins(found, selection, reserved=self._built_in(), strict=strict, imports=self._imports)
+
+    @contextmanager
+    def _scanning(self) -> Iterator[None]:
+        self._scanner = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._scanner = None
+
+    def _indexed(self) -> list[IndexedDistribution]:
+        with self._lock:
+            if self._index is None:
+                given = self._distributions
+                self._index = index_installed() if given is None else index_distributions(given())
+            return self._index
 
     def _find_plugins(self) -> list[DiscoveredPlugin]:
         return find_plugins(None if self._distributions is None else self._distributions())
+
+
+def _raised(scan: ScanResult) -> ScanResult:
+    if scan.failure is not None:
+        raise scan.failure.with_traceback(None)
+    return scan
 
 
 def _check_kind(kind: str) -> None:

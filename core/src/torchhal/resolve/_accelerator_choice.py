@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from torchhal import registry
+from torchhal.accelerators import Accelerator
 from torchhal.errors import AcceleratorUnavailableError, ComponentError, ConfigurationError
 from torchhal.plugin import Availability
+from torchhal.registry import AutoAccelerators, PluginRecord, RegistryEntry
 from torchhal.registry._discovery import USER
-from torchhal.registry._entry import RegistryEntry
 from torchhal.registry._hints import DISTRIBUTIONS
-from torchhal.registry._plugin_loader import PluginRecord
 from torchhal.resolve._plan import Request, ResolvedComponent
 from torchhal.resolve._user_arguments import component_from_instance, from_alias
 from torchhal.strategies import Strategy
@@ -59,21 +59,24 @@ def _class_of(strategy: Any) -> type[Strategy] | None:
 @dataclass
 class _Candidate:
     name: str
-    entry: RegistryEntry
+    distribution: str
+    entry: RegistryEntry | None
+    """None: what its distribution declares is missing, so its manifest was not imported."""
     priority: int | None
-    """None: the query itself failed."""
+    """None: the query itself failed. Of one without an entry: the default of the contract."""
     reason: str
     """Why it can't be used; empty where it can."""
 
 
 def _best(strategy: Any, notes: list[str]) -> ResolvedComponent:
     """Return the available accelerator with the highest priority that ``strategy``, an object or a name, works on."""
-    candidates = _candidates()
+    asked = registry.auto_accelerators()
+    candidates = _candidates(asked)
     usable = [candidate for candidate in candidates if not candidate.reason]
     unusable = [candidate for candidate in candidates if candidate.reason]
     wanted = _class_of(strategy)
     fitting = [candidate for candidate in usable if _suits(candidate, wanted, strategy)]
-    broken = _broken_plugins()
+    broken = _broken_plugins(asked.plugins)
     if not fitting:
         reasons = [f"{candidate.name}: {candidate.reason}" for candidate in unusable]
         if wanted is not None:
@@ -84,7 +87,7 @@ def _best(strategy: Any, notes: list[str]) -> ResolvedComponent:
         )
     best = max(candidate.priority or 0 for candidate in fitting)
     winners = [candidate for candidate in fitting if candidate.priority == best]
-    own = [winner for winner in winners if winner.entry.distribution == "torchhal"]
+    own = [winner for winner in winners if winner.distribution == "torchhal"]
     if len(winners) > 1 and own:
         others = ", ".join(repr(winner.name) for winner in winners if winner not in own)
         notes.append(
@@ -99,10 +102,11 @@ def _best(strategy: Any, notes: list[str]) -> ResolvedComponent:
         notes.append(
             f"accelerator='auto' takes {winners[0].name!r}; installed but unusable: {'; '.join([*missed, *broken])}"
         )
-    if own and (device := undriven_device(registry.entries("accelerator"), registry.plugins())):
+    if own and (device := undriven_device(asked.entries, asked.plugins)):
         notes.append(f"accelerator='auto' takes {winners[0].name!r}, but {device}, or say which you mean")
-    reason = "accelerator='auto': the best one available here"
-    return ResolvedComponent("accelerator", winners[0].name, winners[0].entry.create(), reason)
+    reason, entry = "accelerator='auto': the best one available here", winners[0].entry
+    assert entry is not None  # only those are unusable
+    return ResolvedComponent("accelerator", winners[0].name, entry.create(), reason)
 
 
 def undriven_device(entries: Iterable[RegistryEntry], plugins: Iterable[PluginRecord]) -> str:
@@ -135,10 +139,10 @@ def _missed(unusable: list[_Candidate], usable: list[_Candidate], best: int) -> 
 
     Only the first of each distribution: a package for several kinds of hardware is installed for one of them.
     """
-    served = {candidate.entry.distribution for candidate in usable} - {USER}
+    served = {candidate.distribution for candidate in usable} - {USER}
     missed: list[_Candidate] = []
     for candidate in sorted(unusable, key=lambda candidate: -(candidate.priority or 0)):
-        distribution = candidate.entry.distribution
+        distribution = candidate.distribution
         if candidate.priority is not None:  # else its class doesn't load
             if candidate.priority < best or distribution in served:
                 continue
@@ -147,18 +151,20 @@ def _missed(unusable: list[_Candidate], usable: list[_Candidate], best: int) -> 
     return missed
 
 
-def _candidates() -> list[_Candidate]:
-    entries = registry.entries("accelerator")
-    aliases = [entry.component.alias for entry in entries]
+def _candidates(asked: AutoAccelerators) -> list[_Candidate]:
+    aliases = [entry.component.alias for entry in asked.entries] + [alias for alias, _, _ in asked.missing]
     candidates = []
-    for entry in entries:
+    for alias, distribution, reason in asked.missing:
+        name = alias if aliases.count(alias) == 1 else f"{distribution}/{alias}"
+        candidates.append(_Candidate(name, distribution, None, Accelerator.auto_priority, reason))
+    for entry in asked.entries:
         alias = entry.component.alias
         name = alias if aliases.count(alias) == 1 else entry.qualified_name
         availability: Availability = entry.availability()
         try:
             cls = entry.load()
         except ComponentError as error:
-            candidates.append(_Candidate(name, entry, None, availability.reason or str(error)))
+            candidates.append(_Candidate(name, entry.distribution, entry, None, availability.reason or str(error)))
             continue
         if cls.auto_priority is None:
             continue
@@ -167,13 +173,15 @@ def _candidates() -> list[_Candidate]:
                 availability = cls.availability()
             except Exception as error:
                 availability = Availability(False, f"{type(error).__name__}: {error}")
-        candidates.append(_Candidate(name, entry, cls.auto_priority, "" if availability else availability.reason))
+        reason = "" if availability else availability.reason
+        candidates.append(_Candidate(name, entry.distribution, entry, cls.auto_priority, reason))
     return candidates
 
 
 def _suits(candidate: _Candidate, wanted: type[Strategy] | None, strategy: Any) -> bool:
     if wanted is None or wanted.accelerators is None:
         return True
+    assert candidate.entry is not None
     cls = candidate.entry.load()
     if wanted.accelerators & {candidate.entry.component.alias, cls.name}:
         return True
@@ -181,10 +189,10 @@ def _suits(candidate: _Candidate, wanted: type[Strategy] | None, strategy: Any) 
     return isinstance(strategy, str) and strategy.lower() in cls.substitutes.get("strategy", {})
 
 
-def _broken_plugins() -> list[str]:
+def _broken_plugins(plugins: Iterable[PluginRecord]) -> list[str]:
     """Return plugins that might have brought an accelerator, had they loaded."""
     lines = []
-    for record in registry.plugins():
+    for record in plugins:
         if record.status in ("broken", "incompatible"):
             lines.append(str(record))
         lines += [f"{e}: {e.problem}" for e in record.components if e.kind == "accelerator" and e.problem]

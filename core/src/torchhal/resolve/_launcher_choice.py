@@ -12,8 +12,9 @@ from torchhal.cluster._env_vars import given
 from torchhal.distributed.process import launched_by
 from torchhal.errors import ConfigurationError, UnsupportedCombinationError
 from torchhal.launchers._command import why_no_script
+from torchhal.registry import RegistryEntry
 from torchhal.resolve._plan import ResolvedComponent
-from torchhal.resolve._user_arguments import apply_accelerator_default, choose_component, from_alias
+from torchhal.resolve._user_arguments import apply_accelerator_default, choose_component, from_alias, from_entry
 from torchhal.strategies import Strategy
 
 KIND = "cluster_environment"
@@ -24,7 +25,8 @@ VARIABLE = "TORCHHAL_CLUSTER"
 def choose_environment(sources: Mapping[str, Any], accelerator: Accelerator, notes: list[str]) -> ResolvedComponent:
     """Return the environment that is given, or else TORCHHAL_CLUSTER's.
 
-    Without either, the one that detects that it started this process, else "local".
+    Without either, the one that detects that it started this process, else "local". Of plugins only those are asked
+    whose distribution declares a variable that is set.
     """
     local = apply_accelerator_default(KIND, "local", accelerator)
     if any(value is not None for value in sources.values()):
@@ -34,26 +36,28 @@ def choose_environment(sources: Mapping[str, Any], accelerator: Accelerator, not
         return from_alias(KIND, local, f"{VARIABLE}={named}: nothing is detected")
     if named:
         return choose_component(KIND, local, {f"{VARIABLE}=": named}, accelerator)
-    found: list[tuple[int, str]] = []
-    for entry in registry.entries(KIND):
+    found: list[tuple[int, RegistryEntry]] = []
+    entries, unread = registry.announced_environments()
+    notes.extend(unread)
+    for entry in entries:
         if not entry.availability():
             continue
         try:
             cls = entry.load()
             if cls.detect():
-                found.append((cls.priority, entry.qualified_name))
+                found.append((cls.priority, entry))
         except Exception as error:
             notes.append(f"{entry} could not say whether it started this process: {error}")
     if not found:
         return from_alias(KIND, local, "no cluster detected")
     best = max(priority for priority, _ in found)
-    winners = [name for priority, name in found if priority == best]
+    winners = [entry for priority, entry in found if priority == best]
     if len(winners) > 1:
+        names = ", ".join(repr(winner.qualified_name) for winner in winners)
         raise ConfigurationError(
-            f"several cluster environments say that they started this process ({', '.join(map(repr, winners))}): "
-            "choose one with plugins="
+            f"several cluster environments say that they started this process ({names}): choose one with plugins="
         )
-    return from_alias(KIND, winners[0], "detected from the environment")
+    return from_entry(winners[0], winners[0].qualified_name, "detected from the environment")
 
 
 def interactive_alias(alias: str, environment: ResolvedComponent, accelerator: Accelerator) -> tuple[str, str]:

@@ -79,7 +79,12 @@ def _own_alias(value: Any) -> str:
 
 def from_alias(kind: str, alias: str, reason: str) -> ResolvedComponent:
     """Return the component that is registered as ``alias``."""
-    entry = registry.find(kind, alias)
+    return from_entry(registry.find(kind, alias), alias, reason)
+
+
+def from_entry(entry: registry.RegistryEntry, alias: str, reason: str) -> ResolvedComponent:
+    """Return the component of ``entry``, which messages call ``alias``; raise an error if it can't be used here."""
+    kind = entry.kind
     availability = entry.availability()
     if not availability:
         message = f"{kind.replace('_', ' ')} {alias!r} can't be used here: {availability.reason}"
@@ -132,7 +137,9 @@ def _plugin_kind(plugin: Any) -> str:
 
 
 def _kinds_of_name(name: str) -> list[str]:
-    kinds = []
+    # A name of core's or of a registered class is looked for in no plugin: that would import every manifest.
+    if kinds := [kind for kind in BASES if registry.find_known(kind, name) is not None]:
+        return kinds
     for kind in BASES:
         try:
             registry.find(kind, name)

@@ -13,6 +13,7 @@ from torchhal._hyperparameters import NotPlainError, to_plain
 from torchhal.checkpoint import CheckpointIO
 from torchhal.checkpoint._inspection import is_tensor
 from torchhal.checkpoint._trainer_format import FORMAT, check_dtypes
+from torchhal.checkpoint.base import overrides_recognizes
 from torchhal.errors import (
     CheckpointError,
     CheckpointMismatchError,
@@ -28,6 +29,7 @@ from torchhal.trainer._callback_states import callback_states, load_callback_sta
 from torchhal.trainer._checkpoint_fields import check_format, check_training_state, check_weights
 from torchhal.trainer._frozen_parameters import KEY as FROZEN
 from torchhal.trainer._trained_by import check_same
+from torchhal.trainer.callbacks._checkpoint_files import is_filled
 from torchhal.trainer.callbacks._checkpoint_records import runs_beside
 
 if TYPE_CHECKING:
@@ -328,19 +330,28 @@ def resolve_path(run: Run, ckpt_path: Any) -> str | None:
 
 
 def _refuse_other(run: Run, path: str) -> None:
-    """Raise CheckpointError, on every rank, for a checkpoint that another IO than the run's has written."""
+    """Raise CheckpointError, on every rank, for a checkpoint that another IO than the run's has written.
+
+    One that the run's own IO recognises is left to its load, which says whether it is damaged.
+    """
     problem = None
-    if run.is_global_zero and not run.strategy.checkpoint_io.exists(path):
-        problem = next((_of_other(alias, path) for alias, io in _others(run) if io.exists(path)), None)
+    io = run.strategy.checkpoint_io
+    if run.is_global_zero and not (io.recognizes(path) if overrides_recognizes(io) else io.exists(path)):
+        problem = next((_of_other(alias, path) for alias, other in _others(run) if other.recognizes(path)), None)
     _raise_everywhere(run, problem)
 
 
 def _refuse_others(run: Run, folders: list[list[str]]) -> None:
     """Raise the same for the newest checkpoint in each callback's first folder that has one."""
     problem = None
-    if run.is_global_zero:
+    own = run.strategy.checkpoint_io
+    # Without anything there no IO is asked, as that would import every plugin at each first start.
+    filled = [folder for some in folders for folder in some if is_filled(folder, own.storage_options)]
+    if run.is_global_zero and filled:
         for alias, io in _others(run):
-            for path in (found[-1] for some in folders for folder in some if (found := io.list_checkpoints(folder))):
+            listed = [io.list_checkpoints(folder) for folder in filled]
+            paths = [[path for path in some if io.recognizes(path) and not own.recognizes(path)] for some in listed]
+            for path in (found[-1] for found in paths if found):
                 problem = problem or _of_other(alias, path)
     _raise_everywhere(run, problem)
 

@@ -42,6 +42,11 @@ INSTEAD = (
 _ON_SIGTERM = re.compile(r"receives a SIGTERM|exit code 143")
 """What Ray says of a worker that its own handler of SIGTERM, or that of ``worker``, has ended."""
 
+WORKER = "TORCHHAL_RAY_WORKER"
+"""Set in every worker. pyproject.toml declares it, so that a worker's Trainer asks this plugin who started it.
+
+Ray's own RAY_JOB_ID is declared as well; a worker that Ray has started ahead of any job may lack it.
+"""
 _PRIVATE = (process.LAUNCH_ID, process.LAUNCH_KIND, process.PARENT_PID, process.PARENT_IS_MAIN, process.REPORT_FD)
 
 _JOB = ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID")
@@ -192,7 +197,7 @@ class _WorkerGroup:
             port=0,
         )
         asked = self._settings.runtime_env.get("env_vars", {})
-        return {**{name: passed[name] for name in passed if name not in _PRIVATE}, **asked, **ranks}
+        return {**{name: passed[name] for name in passed if name not in _PRIVATE}, **asked, **ranks, WORKER: "1"}
 
     def _make(self, seat: RankSlot, variables: dict[str, str]) -> Any:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy

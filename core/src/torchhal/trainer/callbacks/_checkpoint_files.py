@@ -55,3 +55,14 @@ def earlier_runs(folder: str) -> list[str]:
         if prefix == head and digits.isdigit() and int(digits) < int(number):
             found.append((int(digits), os.path.join(parent, sibling, leaf)))
     return [path for _, path in sorted(found, reverse=True)]
+
+
+def is_filled(folder: str, storage_options: Mapping[str, Any]) -> bool:
+    """Return whether anything is in the folder, a path or a URL; False without the folder."""
+    if is_url(folder):
+        return bool(location_of(folder, storage_options, folder=True).children())
+    try:
+        with os.scandir(folder) as items:
+            return next(items, None) is not None
+    except OSError:
+        return False

@@ -11,6 +11,7 @@ import torch
 
 from torchhal._arguments import check_bool, check_count, check_optional_count
 from torchhal.checkpoint._location import is_url
+from torchhal.checkpoint.base import DEFAULT_EXTENSION
 from torchhal.errors import CheckpointError, ConfigurationError
 from torchhal.trainer._forwarded import Forwarded
 from torchhal.trainer._unknown_arguments import explain_unknown_arguments
@@ -18,12 +19,7 @@ from torchhal.trainer.callbacks._checkpoint_files import check_writable, earlier
 from torchhal.trainer.callbacks._checkpoint_names import check_pattern, fill_pattern
 from torchhal.trainer.callbacks._checkpoint_writer import CheckpointWriter, PendingSave
 from torchhal.trainer.callbacks._kept_checkpoints import KeptCheckpoints, check_kept_state
-from torchhal.trainer.callbacks._monitor import (
-    check_mode,
-    check_monitor,
-    missing_metric,
-    validates_once_per_epoch,
-)
+from torchhal.trainer.callbacks._monitor import check_mode, check_monitor, missing_metric, validates_once_per_epoch
 from torchhal.trainer.callbacks._rank_agreement import decide_on_rank_zero
 from torchhal.trainer.callbacks._run_ownership import EXPIRES_S
 from torchhal.trainer.callbacks._run_takeover import take_over_run
@@ -78,7 +74,9 @@ class ModelCheckpoint(Callback):
     CHECKPOINT_JOIN_CHAR = "-"
     CHECKPOINT_EQUALS_CHAR = "="
     CHECKPOINT_NAME_LAST = "last"
-    FILE_EXTENSION = ".ckpt"
+    FILE_EXTENSION = DEFAULT_EXTENSION
+    """If a subclass sets another one, names end in it; else in the ``extension`` of the run's checkpoint IO."""
+
     STARTING_VERSION = 1
 
     runs_after_module = True
@@ -139,6 +137,7 @@ class ModelCheckpoint(Callback):
         self._writer = CheckpointWriter()
         self._step_seen = 0
         self._validated = False
+        self._io_extension = DEFAULT_EXTENSION
 
     def _set_triggers(self, steps: Any, interval: Any, epochs: Any) -> None:
         self.every_n_train_steps = check_optional_count("every_n_train_steps", steps, minimum=0) or 0
@@ -171,6 +170,7 @@ class ModelCheckpoint(Callback):
         """Choose the folder, and check on rank 0 that it can be written to; nothing is created yet."""
         self.dirpath = self._given_dirpath or self._default_folder(trainer)
         self._validated = False
+        self._io_extension = trainer.strategy.checkpoint_io.extension
         storage_options = trainer.strategy.checkpoint_io.storage_options
         self._writer.files = WrittenFiles(trainer.run_id, self.state_key, storage_options)
         if stage == "fit" and self._saves(trainer):
@@ -377,7 +377,8 @@ class ModelCheckpoint(Callback):
             equals=self.CHECKPOINT_EQUALS_CHAR,
         )
         version = "" if ver is None else f"{self.CHECKPOINT_JOIN_CHAR}v{ver}"
-        return join(self.dirpath or "", f"{name}{version}{self.FILE_EXTENSION}")
+        extension = self._io_extension if self.FILE_EXTENSION == DEFAULT_EXTENSION else self.FILE_EXTENSION
+        return join(self.dirpath or "", f"{name}{version}{extension}")
 
     def _free_path(self, trainer: Trainer, pattern: str, replaced: set[str | None]) -> str:
         """Return a path that no other run has and this one keeps no file at, except ``replaced``. On rank 0."""

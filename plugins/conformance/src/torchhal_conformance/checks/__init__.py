@@ -7,6 +7,7 @@ from torchhal_conformance._check import sort_checks
 
 _MODULES: Final = (
     "plugin_discovery",
+    "plugin_declarations",
     "plugin_vendor_modules",
     "plugin_components",
     "plugin_distribution",
@@ -19,6 +20,7 @@ _MODULES: Final = (
     "checkpoint_contents",
     "checkpoint_paths",
     "checkpoint_durability",
+    "checkpoint_recognition",
     "checkpoint_async",
     "checkpoint_ranks",
     "cluster_environment",

@@ -60,6 +60,10 @@ class AsyncCheckpointIO(CheckpointIO):
     def features(self) -> frozenset[str]:  # type: ignore[override]
         return self.inner.features | {"async"}
 
+    @property
+    def extension(self) -> str:  # type: ignore[override]
+        return self.inner.extension
+
     # -- save ------------------------------------------------------------------------------------------------
 
     def save_checkpoint(
@@ -142,6 +146,9 @@ class AsyncCheckpointIO(CheckpointIO):
     def exists(self, path: str | os.PathLike[str]) -> bool:
         self._join()
         return self.inner.exists(path)
+
+    def recognizes(self, path: str | os.PathLike[str]) -> bool:
+        return self.inner.recognizes(path)
 
     def list_checkpoints(self, folder: str | os.PathLike[str]) -> list[str]:
         self._join()

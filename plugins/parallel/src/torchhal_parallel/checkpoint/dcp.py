@@ -161,3 +161,7 @@ class DCPCheckpointIO(FolderCheckpointIO):
     def exists(self, path: str | os.PathLike[str]) -> bool:
         folder = Path(path)
         return super().exists(folder) and (folder / METADATA).is_file() and TorchCheckpointIO().exists(folder / PLAIN)
+
+    def recognizes(self, path: str | os.PathLike[str]) -> bool:
+        """Return whether a folder of torch's distributed checkpoints is at ``path``, even if it was never finished."""
+        return any(os.path.isfile(os.path.join(path, name)) for name in (PLAIN, METADATA))

@@ -1,0 +1,125 @@
+"""Select the plugins whose manifests detection and ``accelerator="auto"`` have to import, from metadata alone."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from torchhal.plugin import HOOKS, PROJECT
+from torchhal.registry._declarations import (
+    AUTO,
+    DETECT,
+    NO_DECLARATIONS,
+    Declarations,
+    read_declarations,
+    read_group,
+    same_alias,
+    unknown_alias_problem,
+)
+from torchhal.registry._discovery import DiscoveredPlugin, PluginFilter, find_plugins
+from torchhal.registry._entry import RegistryEntry
+from torchhal.registry._manifest_source import may_implement
+from torchhal.registry._metadata_index import IndexedDistribution
+from torchhal.registry._plugin_loader import PluginRecord, ScanResult
+
+Announced = list[tuple[list[DiscoveredPlugin], list[tuple[str, str]]]]
+"""The plugins of each distribution that declares a variable which is set, and its (variable, alias) pairs."""
+
+
+@dataclass(frozen=True)
+class AutoAccelerators:
+    """The accelerators among which ``accelerator="auto"`` chooses.
+
+    Attributes:
+        entries: those to ask.
+        plugins: the status of each plugin that may bring one.
+        missing: (alias, distribution, reason) of each one whose distribution declares a module that isn't there; its
+            manifest was not imported.
+    """
+
+    entries: list[RegistryEntry]
+    plugins: list[PluginRecord]
+    missing: list[tuple[str, str, str]]
+
+
+def announced(index: Iterable[IndexedDistribution], environ: Mapping[str, str]) -> Announced:
+    """Return the distributions that declare a variable which is set in ``environ`` and not empty."""
+    found = []
+    for distribution in index:
+        if pairs := [pair for pair in _declarations(distribution).variables if environ.get(pair[0], "").strip()]:
+            found.append((find_plugins(distribution.load()), pairs))
+    return found
+
+
+def asked_environments(announced: Announced, scan: ScanResult) -> tuple[list[RegistryEntry], list[str]]:
+    """Return the declared environments among the components of ``scan``, and a note for each that isn't there."""
+    entries: dict[RegistryEntry, str] = {}
+    notes = []
+    for plugins, pairs in announced:
+        owners = {plugin.distribution for plugin in plugins}
+        records = [record for record in scan.records if record.distribution in owners]
+        usable = [
+            entry
+            for record in records
+            for entry in record.components
+            if entry.kind == "cluster_environment" and not entry.problem
+        ]
+        names = " and ".join(dict.fromkeys(variable for variable, _ in pairs))
+        unread = [record for record in records if record.status in ("broken", "incompatible")]
+        notes += [f"{names} is set, which is to announce a cluster environment, but {record}" for record in unread]
+        for variable, alias in pairs:
+            meant = [entry for entry in usable if any(same_alias(alias, name) for name in entry.names)]
+            entries |= {entry: entry.qualified_name for entry in meant}
+            if not meant and all(record.status == "loaded" for record in records):
+                known = {name for entry in usable for name in entry.names}
+                problem = unknown_alias_problem(DETECT, variable, alias, "cluster_environment", known)
+                notes.append(f"{', '.join(sorted(owners))}: {problem}")
+    return sorted(entries, key=lambda entry: entries[entry]), notes
+
+
+def automatic(
+    index: Iterable[IndexedDistribution], selection: PluginFilter
+) -> tuple[list[DiscoveredPlugin], list[tuple[str, str, str]]]:
+    """Return the plugins whose manifests "auto" has to import, and what the others lack.
+
+    Of the others (alias, distribution, reason) of each accelerator; not of a plugin that ``selection`` excludes.
+    """
+    wanted: list[DiscoveredPlugin] = []
+    missing: list[tuple[str, str, str]] = []
+    why_missing = functools.cache(_why_missing)  # looking for a module takes longer than all the rest
+    for distribution in index:
+        modules = _declarations(distribution).modules
+        reasons = [(alias, why_missing(module)) for alias, module in modules]
+        if modules and all(reason for _, reason in reasons):
+            named = read_group(distribution.text or "", PROJECT)
+            if any(not selection.refusal(DiscoveredPlugin(name, distribution.name, None)) for name, _ in named):
+                missing += [(alias, distribution.name, reason) for alias, reason in reasons]
+        elif modules or _may_bring_one(distribution):
+            wanted += find_plugins(distribution.load())
+    return sorted(wanted, key=lambda plugin: (plugin.distribution, plugin.name)), missing
+
+
+def _declarations(distribution: IndexedDistribution) -> Declarations:
+    text = distribution.text or ""
+    return read_declarations(text) if f"[{DETECT}]" in text or f"[{AUTO}]" in text else NO_DECLARATIONS
+
+
+def _why_missing(module: str) -> str:
+    try:
+        if importlib.util.find_spec(module) is not None:
+            return ""
+    except ValueError:  # already imported, by something that left no spec
+        return ""
+    except Exception as error:
+        return f"the Python module {module!r} can't be looked for: {error}"
+    return f"the Python module {module!r} is not installed"
+
+
+def _may_bring_one(distribution: IndexedDistribution) -> bool:
+    if distribution.text is None:
+        return True
+    targets = [value for _, value in read_group(distribution.text, PROJECT)]
+    hook = HOOKS["accelerator"]
+    return any(may_implement(hook, target.partition(":")[0].strip(), distribution.folder) for target in targets)

@@ -1,0 +1,126 @@
+"""Read what a distribution's entry_points.txt declares for detection, so that its manifest need not be imported.
+
+Two groups stand beside that of the manifests. In ``torchhal.detect`` an environment variable names the cluster
+environment that it announces; in ``torchhal.auto`` an accelerator names the module without which ``accelerator="auto"``
+can't take it. Both hold for the whole distribution.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from torchhal.plugin import PROJECT, alias_problem
+
+DETECT: Final = f"{PROJECT}.detect"
+AUTO: Final = f"{PROJECT}.auto"
+GROUPS: Final = (PROJECT, DETECT, AUTO)
+
+_HEADERS = tuple(f"[{group}]".encode() for group in GROUPS)
+_HAS_GROUP = re.compile(rf"^[ \t]*(?:{'|'.join(re.escape(f'[{group}]') for group in GROUPS)})", re.MULTILINE)
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+@dataclass(frozen=True)
+class Declarations:
+    """The declarations of one distribution.
+
+    Attributes:
+        variables: (environment variable, alias of a cluster environment) pairs, in the file's order.
+        modules: (alias of an accelerator, top-level module) pairs.
+        problems: one line for each declaration that can't be used.
+    """
+
+    variables: tuple[tuple[str, str], ...] = ()
+    modules: tuple[tuple[str, str], ...] = ()
+    problems: tuple[str, ...] = ()
+
+    def announcing(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Return the variables that announce the cluster environment of these names."""
+        names = tuple(names)
+        return tuple(variable for variable, alias in self.variables if any(same_alias(alias, name) for name in names))
+
+
+NO_DECLARATIONS: Final = Declarations()
+
+
+def has_group(text: str) -> bool:
+    """Return whether the text of an entry_points.txt has a group of torchhal's."""
+    return _HAS_GROUP.search(text) is not None
+
+
+def has_group_bytes(content: bytes) -> bool:
+    """Return whether the content of an entry_points.txt, which need not be decodable, may have such a group."""
+    return any(header in content for header in _HEADERS)
+
+
+def read_group(text: str, group: str) -> Iterator[tuple[str, str]]:
+    """Yield the (name, value) pairs of ``group``, as importlib.metadata reads them; a value may be empty."""
+    inside = False
+    for line in map(str.strip, text.splitlines()):
+        if not line or line.startswith("#"):
+            continue
+        if line.startswith("[") and line.endswith("]"):
+            inside = line[1:-1] == group
+        elif inside:
+            name, _, value = line.partition("=")
+            yield name.strip(), value.strip()
+
+
+def only_declarations_malformed(text: str) -> bool:
+    """Return whether every line without an "=" stands in a group of declarations, so that the others can be read."""
+    group = ""
+    for line in map(str.strip, text.splitlines()):
+        if line.startswith("[") and line.endswith("]"):
+            group = line[1:-1]
+        elif line and not line.startswith("#") and "=" not in line and group and group not in (DETECT, AUTO):
+            return False
+    return True
+
+
+def read_declarations(text: str) -> Declarations:
+    """Return the declarations in the text of an entry_points.txt; a wrong one costs only itself."""
+    variables: list[tuple[str, str]] = []
+    modules: list[tuple[str, str]] = []
+    problems: list[str] = []
+    for name, value in read_group(text, DETECT):
+        if not _VARIABLE.fullmatch(name):
+            problems.append(_problem(DETECT, name, value, f"{name!r} is no name of an environment variable"))
+        elif reason := alias_problem(value, "cluster_environment"):
+            problems.append(_problem(DETECT, name, value, f"the value must be an alias: {reason}"))
+        else:
+            variables.append((name, value))
+    for name, value in read_group(text, AUTO):
+        if reason := alias_problem(name, "accelerator"):
+            problems.append(_problem(AUTO, name, value, f"the name must be an alias: {reason}"))
+        elif not value.isidentifier():
+            problems.append(_problem(AUTO, name, value, "the value must be a top-level module"))
+        else:
+            modules.append((name, value))
+    return Declarations(tuple(variables), tuple(modules), tuple(problems))
+
+
+def unknown_alias_problem(group: str, name: str, value: str, kind: str, known: set[str]) -> str:
+    """Return the problem of a declaration whose alias is not among ``known``, those that the distribution has."""
+    has = ", ".join(map(repr, sorted(known))) or "none"
+    alias = value if group == DETECT else name
+    return _problem(
+        group,
+        name,
+        value,
+        f"the distribution has no {kind.replace('_', ' ')} {alias!r} that can be used (it has {has})",
+    )
+
+
+def _problem(group: str, name: str, value: str, reason: str) -> str:
+    return f"its entry_points.txt declares {name} = {value} in [{group}], which is ignored: {reason}"
+
+
+def same_alias(declared: str, alias: str) -> bool:
+    """Return whether a declared alias means ``alias``.
+
+    Build backends that check the syntax of entry points refuse a dash in a value, so an underscore matches one.
+    """
+    return declared.replace("-", "_") == alias.replace("-", "_")
