@@ -107,6 +107,7 @@ def execute(
                 if fn == "fit" and run.state.stage != "sanity_check" and not run.fast_dev_run:
                     save_interrupted(run, interruption.signum)
                 log_stop(run, fn, interruption.signum)
+                run.phases.end_all()
                 if fn == "fit":
                     requeue(run, ckpt_path, interruption.signum)
                 raise exit_for_signal(interruption.signum, agreed=True) from None
@@ -362,9 +363,9 @@ def evaluate(run: Run, loop: EvaluationLoop, fn: str) -> Any:
 
 
 def report_failure(run: Run, error: BaseException) -> BaseException:
-    """Post a failure to the other ranks, call ``on_exception`` of the callbacks, and return the error to raise.
+    """Post a failure to the other ranks, call ``on_exception`` of callbacks and strategy, return the error to raise.
 
-    Closes the loggers as failed too; an error in a callback or a logger is logged.
+    Calls the end hooks of the strategy that are left and closes the loggers as failed; an error in one is logged.
 
     Args:
         run: the run that failed.
@@ -384,6 +385,7 @@ def report_failure(run: Run, error: BaseException) -> BaseException:
             on_exception(run.trainer, run.module, raised)
         except Exception:  # the first error is raised
             _log.exception("%s.on_exception failed", type(callback).__name__)
+    run.phases.fail(raised)
     try:
         run.finalize_loggers("failed")
     except Exception:
