@@ -34,7 +34,6 @@ from torchhal.trainer._stop_handling import (
 from torchhal.trainer._torch_flags import save_torch_flags, set_torch_flags
 from torchhal.trainer.callbacks import ModelCheckpoint
 from torchhal.trainer.data._evaluation_data import EvaluationData
-from torchhal.trainer.data._iterators import close_loader
 from torchhal.trainer.data._loaders import as_loaders, find_loaders, is_one_shot
 from torchhal.trainer.loggers.base import FolderLogger
 from torchhal.trainer.loops._control_flow import StopOnSignal
@@ -165,13 +164,10 @@ def choose_log_folders(run: Run, fn: str) -> None:
 
 
 def close_loaders(run: Run) -> None:
-    """End the loaders' persistent worker processes at the end of the run."""
-    sources = run.sources
-    loaders = [*sources.validation_data.loaders, *sources.evaluation_data.loaders]
-    if run.progress.data is not None:
-        loaders.append(run.progress.data.loader)
-    for loader in loaders:
-        close_loader(loader)
+    """End what the loaders keep at the end of the run: worker processes, and what the accelerator added."""
+    for data in (run.sources.validation_data, run.sources.evaluation_data, run.progress.data):
+        if data is not None:
+            data.close()
 
 
 def has_begun(run: Run, loop: FitLoop) -> bool:

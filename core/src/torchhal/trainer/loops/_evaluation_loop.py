@@ -12,9 +12,10 @@ from torchhal.errors import ModelError
 from torchhal.pytree import move_to_device
 from torchhal.trainer._call_signatures import adapt_step
 from torchhal.trainer._run_part import RunPart
+from torchhal.trainer.data._accelerator_loader import start_accelerator_iterator
 from torchhal.trainer.data._batch_transfer import batch_transfer
 from torchhal.trainer.data._evaluation_data import EvaluationData
-from torchhal.trainer.data._iterators import close_iterator, exhaust_sampler, start_iterator
+from torchhal.trainer.data._iterators import close_iterator, exhaust_sampler
 from torchhal.trainer.data._loaders import last_batch, loader_length, no_batch
 from torchhal.trainer.loops._batch_hooks import evaluation_batch_hooks
 from torchhal.trainer.loops._epoch_end import call_epoch_end
@@ -128,7 +129,7 @@ class EvaluationLoop(RunPart[Run]):
             size = loader_length(loader)
             stop = last_batch(loader, length)
             common = data.common[index]
-            iterator = start_iterator(loader) if length != 0 else iter(())
+            iterator = start_accelerator_iterator(loader, data.iterated[index]) if length != 0 else iter(())
             batch_idx, cut = -1, False
             try:
                 while batch_idx + 1 != stop and not cut:

@@ -168,6 +168,7 @@ class FitLoop(RunPart[Run]):
         assert data is not None
         if self._reloads_data() and not data.is_new:
             data = load_training_data(run, again=True)
+            run.sources.validation_data.close()
             run.sources.validation_data = load_validation_data(run)
         resuming = self.progress.batches_done > 0
         if not resuming:
