@@ -25,14 +25,14 @@ class DeviceProfiling:
             The CPU's activity and, where this build of torch can record it, the one named after the device type;
             ``PrivateUse1`` for a device that is registered as that.
 
-        Checks: ACC-24.
+        Checks: ACC-27.
 
         .. versionadded:: 0.2
         """
         known = torch.profiler.ProfilerActivity.__members__
         is_private = self.device_type == torch._C._get_privateuse1_backend_name()
         own = known.get("PrivateUse1" if is_private else self.device_type.upper())
-        supported = torch.profiler.supported_activities()
+        supported: set[torch.profiler.ProfilerActivity] = torch.profiler.supported_activities()  # type: ignore[no-untyped-call]
         return {known["CPU"], *({own} & supported if own is not None else ())}
 
     def profile(self, **options: Any) -> AbstractContextManager[Any]:
@@ -48,7 +48,7 @@ class DeviceProfiling:
         Returns:
             A context manager; what it enters has ``step()``, to be called after each training step.
 
-        Checks: ACC-24.
+        Checks: ACC-27.
 
         .. versionadded:: 0.2
         """
@@ -64,7 +64,7 @@ class DeviceProfiling:
         Args:
             name: what a reader of the trace sees, such as ``"forward"``.
 
-        Checks: ACC-24.
+        Checks: ACC-27.
 
         .. versionadded:: 0.2
         """

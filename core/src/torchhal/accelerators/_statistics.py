@@ -79,7 +79,7 @@ class DeviceStatistics:
         Returns:
             Finite floats by name; empty where nothing can be read.
 
-        Checks: ACC-23.
+        Checks: ACC-26.
 
         .. versionadded:: 0.2
         """

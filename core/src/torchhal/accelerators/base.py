@@ -11,6 +11,7 @@ import torch
 from torchhal.accelerators._devices import call_on_device, parse_devices
 from torchhal.accelerators._profiling import DeviceProfiling
 from torchhal.accelerators._statistics import DeviceStatistics
+from torchhal.diagnostics import Diagnosable
 from torchhal.errors import AcceleratorUnavailableError
 from torchhal.plugin import Availability
 from torchhal.pytree import move_to_device
@@ -18,7 +19,7 @@ from torchhal.pytree import move_to_device
 _log = logging.getLogger(__name__)
 
 
-class Accelerator(DeviceStatistics, DeviceProfiling):
+class Accelerator(Diagnosable, DeviceStatistics, DeviceProfiling):
     """One kind of hardware.
 
     Hardware that torch already supports, in its tree or through PrivateUse1, is a subclass that sets :attr:`name`,
@@ -368,7 +369,7 @@ class Accelerator(DeviceStatistics, DeviceProfiling):
         Returns:
             An iterable of batches.
 
-        Checks: ACC-25.
+        Checks: ACC-28.
 
         .. versionadded:: 0.2
         """

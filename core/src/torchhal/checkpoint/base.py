@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from torchhal.checkpoint._locate import location_of
+from torchhal.diagnostics import Diagnosable
 
 
-class CheckpointIO(ABC):
+class CheckpointIO(Diagnosable, ABC):
     """A format and a place for checkpoints.
 
     A subclass has to define :meth:`save_checkpoint` and :meth:`load_checkpoint` alone. Callers rely on this:

@@ -12,10 +12,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchhal.accelerators import Accelerator
+from torchhal.diagnostics import Diagnosable
 from torchhal.errors import ConfigurationError
 
 
-class Precision:
+class Precision(Diagnosable):
     """One choice of dtypes for weights and arithmetic.
 
     Every method is an identity by default, so a subclass overrides only what it changes. A caller decides once, before

@@ -24,7 +24,7 @@ class StrategyHooks:
     * Resume: a fit that continues in the midst of an epoch calls :meth:`on_train_epoch_start` for the rest of it.
     * Random numbers drawn in a start hook don't change what a run that continues a checkpoint draws.
 
-    Checks: STR-49.
+    Checks: STR-55.
     """
 
     failure: BaseException | None = None
@@ -41,7 +41,7 @@ class StrategyHooks:
         Called on every rank once per fit, after the sanity check and the hooks ``on_train_start``, before the first
         epoch; not where a fit has nothing to do.
 
-        Checks: STR-49.
+        Checks: STR-55.
 
         .. versionadded:: 0.2
         """
@@ -52,7 +52,7 @@ class StrategyHooks:
         Called on every rank after the hooks ``on_train_end``, in which callbacks save, before ``on_fit_end``. Also
         after a stop by a signal, and after an error with :attr:`failure` set.
 
-        Checks: STR-49.
+        Checks: STR-55.
 
         .. versionadded:: 0.2
         """
@@ -63,7 +63,7 @@ class StrategyHooks:
         Called on every rank after the hooks ``on_train_epoch_start``. A strategy that read ``requires_grad`` when it
         wrapped the model receives here what hooks froze or unfroze.
 
-        Checks: STR-49.
+        Checks: STR-55.
 
         .. versionadded:: 0.2
             Named ``begin_epoch`` before.
@@ -75,7 +75,7 @@ class StrategyHooks:
         Called on every rank after the hooks ``on_train_epoch_end``, in which callbacks save. Also after a stop by a
         signal, and after an error with :attr:`failure` set.
 
-        Checks: STR-49.
+        Checks: STR-55.
 
         .. versionadded:: 0.2
         """
@@ -90,7 +90,7 @@ class StrategyHooks:
             batch: the batch on this rank's device, before the precision converts it.
             batch_idx: its index in the epoch, from 0; the first one of a continued epoch is larger.
 
-        Checks: STR-49.
+        Checks: STR-55.
 
         .. versionadded:: 0.2
         """
@@ -106,7 +106,7 @@ class StrategyHooks:
             batch: as in :meth:`on_train_batch_start`.
             batch_idx: its index in the epoch.
 
-        Checks: STR-49.
+        Checks: STR-55.
 
         .. versionadded:: 0.2
         """
@@ -120,7 +120,7 @@ class StrategyHooks:
         Args:
             stage: ``"sanity_check"``, ``"validate"``, ``"test"`` or ``"predict"``.
 
-        Checks: STR-49.
+        Checks: STR-55.
 
         .. versionadded:: 0.2
         """
@@ -135,7 +135,7 @@ class StrategyHooks:
         Args:
             stage: as in :meth:`on_evaluation_start`.
 
-        Checks: STR-49.
+        Checks: STR-55.
 
         .. versionadded:: 0.2
         """
@@ -152,7 +152,7 @@ class StrategyHooks:
             batch_idx: its index in its loader.
             dataloader_idx: index of the loader, 0 where there is one.
 
-        Checks: STR-49.
+        Checks: STR-55.
 
         .. versionadded:: 0.2
         """
@@ -172,7 +172,7 @@ class StrategyHooks:
             batch_idx: its index in its loader.
             dataloader_idx: index of the loader, 0 where there is one.
 
-        Checks: STR-49.
+        Checks: STR-55.
 
         .. versionadded:: 0.2
         """
@@ -188,7 +188,7 @@ class StrategyHooks:
         Args:
             error: what the run raised, or the failure of another rank that was its cause.
 
-        Checks: STR-49.
+        Checks: STR-55.
 
         .. versionadded:: 0.2
         """

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 
+from torchhal.diagnostics import Diagnosable
 from torchhal.distributed._rank_monitor import RankMonitor
 from torchhal.distributed.rendezvous import DEFAULT_TIMEOUT
 from torchhal.errors import ConfigurationError, ModelError, UnsupportedCombinationError
@@ -33,7 +34,7 @@ from torchhal.strategies._sync_batchnorm import (
 __all__ = ["STEPS", "Strategy"]
 
 
-class Strategy(StrategyHooks, StrategySteps, StrategyState):
+class Strategy(Diagnosable, StrategyHooks, StrategySteps, StrategyState):
     """One way to train a model on the devices it is given.
 
     A strategy owns the model, the optimizers and the schedulers, and is the only object that the loops call. The life
