@@ -427,5 +427,5 @@ def idle_when_connected():
         wrapper, strategy.model_is_connected = strategy.model, True
         strategy.module[0].requires_grad_(False)
         for _ in range(3):
-            strategy.begin_epoch()
+            strategy.on_train_epoch_start()
         assert strategy.model is wrapper

@@ -10,6 +10,8 @@ import torch
 
 from torchhal._name_lists import NameList, warn_where_set
 from torchhal.accelerators._devices import call_on_device, parse_devices
+from torchhal.accelerators._profiling import DeviceProfiling
+from torchhal.accelerators._statistics import DeviceStatistics
 from torchhal.capabilities import (
     COLLECTIVES,
     DETERMINISTIC_COLLECTIVES,
@@ -19,6 +21,7 @@ from torchhal.capabilities import (
     compute,
     store,
 )
+from torchhal.diagnostics import Diagnosable
 from torchhal.errors import AcceleratorUnavailableError
 from torchhal.plugin import Availability
 from torchhal.pytree import move_to_device
@@ -53,7 +56,7 @@ def _capabilities_of(precisions: Iterable[str]) -> frozenset[str]:
     return COLLECTIVES.union({STREAMS, DETERMINISTIC_COLLECTIVES}, *words)
 
 
-class Accelerator:
+class Accelerator(Diagnosable, DeviceStatistics, DeviceProfiling):
     """One kind of hardware.
 
     Hardware that torch already supports, in its tree or through PrivateUse1, is a subclass that sets :attr:`name`,
@@ -386,6 +389,41 @@ class Accelerator:
         """
         return move_to_device(batch, device, non_blocking=non_blocking)
 
+    def process_dataloader(self, loader: Any, device: torch.device) -> Iterable[Any]:
+        """Return what the loops iterate in place of ``loader``, whatever the strategy; the same loader by default.
+
+        For a loader of the hardware's own around the given one, such as one that moves batches to the device ahead of
+        time. Called on every rank for each loader of training, validation, test and prediction, after
+        :meth:`.Strategy.process_dataloader` has returned it, and again for the rest of an epoch that a run continues.
+        Loaders that can be read only once, such as generators, are not passed. The loops rely on this:
+
+        * It gives the batches of ``loader``, all of them in their order, with their tensors on any device, each time
+          it is iterated; several iterators may be open. ``len``, where it has one, is that of ``loader``.
+        * ``iter()`` of it makes the iterator of ``loader`` before it returns, in the calling thread: that draws random
+          numbers and starts worker processes. What ``loader`` raises, the iterator raises at that batch.
+        * An iterator that is left before its end has its ``close()`` called, if it has one, as a generator does: it
+          ends its threads and drops the loader's iterator. ``close()`` of the result, if it has one, is called at the
+          end of the run.
+        * The position in the data is counted in batches that a loop has taken. A run that continues in the midst of an
+          epoch passes a ``loader`` that begins there, or takes and discards the batches before. If the result has
+          ``state_dict`` and ``load_state_dict``, these are used instead: in the format of the loader's own, as of the
+          batch that was handed out last. So a result that reads ahead must not forward the loader's.
+        * A result that reads ahead of a loader without worker processes lets the dataset draw its random numbers in
+          this process early; a continued run is bit for bit the same if it draws none, or has workers.
+
+        Args:
+            loader: a DataLoader with this rank's share, or any iterable of batches.
+            device: the root device of this rank.
+
+        Returns:
+            An iterable of batches.
+
+        Checks: ACC-28.
+
+        .. versionadded:: 0.2
+        """
+        return loader  # type: ignore[no-any-return]
+
     def synchronize(self, device: torch.device | None = None) -> None:
         """Wait until all work submitted to the device is done.
 
@@ -446,40 +484,6 @@ class Accelerator:
         Args:
             enabled: True to time several kernels and keep the fastest.
         """
-
-    def memory_stats(self, device: torch.device) -> dict[str, int]:
-        """Return the memory counts of ``device`` in bytes.
-
-        Args:
-            device: the device whose memory is counted.
-
-        Returns:
-            Ints by the names ``allocated``, ``peak`` and, where known, ``reserved`` and ``limit``; empty where the
-            device keeps no such count.
-
-        Checks: ACC-18.
-        """
-        module, stats = self._module(), {}
-        for key, function in (
-            ("allocated", "memory_allocated"),
-            ("peak", "max_memory_allocated"),
-            ("reserved", "memory_reserved"),
-        ):
-            if (read := getattr(module, function, None)) is not None:
-                stats[key] = int(call_on_device(read, device))
-        return stats
-
-    def reset_peak_memory_stats(self, device: torch.device) -> None:
-        """Set the peak of :meth:`memory_stats` to the current allocation.
-
-        Args:
-            device: the device whose count is reset.
-
-        Checks: ACC-18.
-        """
-        reset = getattr(self._module(), "reset_peak_memory_stats", None)
-        if reset is not None:
-            call_on_device(reset, device)
 
     def _module(self) -> Any:
         return torch.get_device_module(self.device_type)

@@ -13,6 +13,7 @@ from torchhal._terminal import echo, printable
 from torchhal.cli import _hang_report as hang_report
 from torchhal.cli._output import output_to_stderr, print_json
 from torchhal.errors import TorchhalError
+from torchhal.plugin import KINDS
 from torchhal.registry import Registry, RegistryEntry
 
 _T = TypeVar("_T")
@@ -64,6 +65,10 @@ def _examination(found: Mapping[str, Any]) -> Iterator[str]:
     yield "accelerators:"
     for part in found["accelerators"]:
         yield f"  {part['name']} {'available' if part['available'] else 'not available: ' + part['reason']}"
+    yield "devices:"
+    yield from (f"  {device['name']} {_stats(device['stats'])}" for device in found["devices"])
+    if not found["devices"]:
+        yield "  none"
     yield "cluster environments:"
     somebody = any(part["detected"] for part in found["cluster_environments"])
     for part in found["cluster_environments"]:
@@ -73,6 +78,16 @@ def _examination(found: Mapping[str, Any]) -> Iterator[str]:
         yield f"  {part['name']} {state}{': ' + part['reason'] if part['reason'] else ''}"
     yield "recommendations:"
     yield from (f"  {sentence}" for sentence in found["recommendations"] or ["none"])
+    yield "diagnostics:"
+    for part in found["diagnostics"]:
+        problem = [f"failed: {part['problem']}"] if part["problem"] else []
+        yield from (f"  {part['kind']} {part['name']}: {sentence}" for sentence in (*part["sentences"], *problem))
+    if not found["diagnostics"]:
+        yield "  none"
+
+
+def _stats(stats: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:g}" for name, value in stats.items()) or "has no readings"
 
 
 def examine(environ: Mapping[str, str]) -> dict[str, Any]:
@@ -93,12 +108,14 @@ def examine(environ: Mapping[str, str]) -> dict[str, Any]:
         },
         "plugins": [record.to_dict() for record in registry.plugins()],
         "accelerators": [_accelerator(entry) for entry in registry.entries("accelerator")],
+        "devices": [device for entry in registry.entries("accelerator") for device in _devices(entry)],
         "cluster_environments": [_environment(entry) for entry in registry.entries("cluster_environment")],
         "recommendations": [
             *_guarded(lambda: _undriven(registry), lambda reason: []),
             *(text for entry in registry.entries("cluster_environment") for text in _advice(entry)),
             *(_undeclared(entry) for entry in registry.entries("cluster_environment") if _is_undeclared(entry)),
         ],
+        "diagnostics": diagnostics(registry),
         "environment": {
             name: "(hidden)" if _SECRET.search(name) else value
             for name, value in sorted(environ.items())
@@ -127,6 +144,48 @@ def _accelerator(entry: RegistryEntry) -> dict[str, Any]:
 
     available, reason = _guarded(ask, lambda reason: (False, reason))
     return {"name": entry.qualified_name, "available": available, "reason": reason}
+
+
+def _devices(entry: RegistryEntry) -> list[dict[str, Any]]:
+    """Return the readings of each device of an accelerator that is available."""
+
+    def ask() -> list[dict[str, Any]]:
+        if not (entry.availability() and entry.load().availability()):
+            return []
+        accelerator = entry.create()
+        devices = dict.fromkeys(accelerator.get_parallel_devices(range(accelerator.device_count())))
+        return [
+            {"name": f"{entry.qualified_name} {device}", "stats": accelerator.device_stats(device)}
+            for device in devices
+        ]
+
+    return _guarded(ask, lambda reason: [])
+
+
+def diagnostics(registry: Registry) -> list[dict[str, Any]]:
+    """Return what the installed components of all kinds report, without those that report nothing.
+
+    A component whose class can't be imported, or whose ``diagnostics()`` fails, is there with the reason as its
+    ``problem``.
+    """
+    if _guarded(_torch_version, lambda reason: "") == "":
+        return []  # no component can be imported without torch, which is reported once
+    return [part for kind in KINDS for entry in registry.entries(kind) for part in _diagnosis(entry)]
+
+
+def _diagnosis(entry: RegistryEntry) -> list[dict[str, Any]]:
+    def ask() -> tuple[list[str], str]:
+        if not entry.availability():
+            return [], ""
+        found = entry.load().diagnostics()
+        if isinstance(found, list) and all(isinstance(sentence, str) for sentence in found):
+            return found, ""
+        return [], f"diagnostics() must return a list of str (got {found!r})"
+
+    sentences, problem = _guarded(ask, lambda reason: ([], reason))
+    if not sentences and not problem:
+        return []
+    return [{"kind": entry.kind, "name": entry.qualified_name, "sentences": sentences, "problem": problem}]
 
 
 def _environment(entry: RegistryEntry) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from torchhal.cluster._job import current_job
+from torchhal.diagnostics import Diagnosable
 from torchhal.errors import ConfigurationError
 
 
@@ -26,7 +27,7 @@ class RanksNotMetError(ConfigurationError):
     """
 
 
-class ClusterEnvironment(ABC):
+class ClusterEnvironment(Diagnosable, ABC):
     """The place of this process among all processes of the job.
 
     Callers rely on this: every number is an int; reading starts no process, resolves no name and takes milliseconds;
@@ -66,7 +67,8 @@ class ClusterEnvironment(ABC):
     def recommendations(cls) -> list[str]:
         """Return settings to make outside of the processes, one sentence each.
 
-        For ``torchhal doctor``, and for the log of a job that needs them.
+        For ``torchhal doctor``, and for the log of a job that needs them. What is of no use to a running job belongs
+        into :meth:`diagnostics`.
         """
         return []
 

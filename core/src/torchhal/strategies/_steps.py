@@ -126,7 +126,8 @@ class StrategySteps(StrategyCommunication):
     def process_dataloader(self, loader: Any, *, training: bool) -> Any:
         """Return the loader that the loops iterate; the same loader by default.
 
-        Called on every rank for each loader, e.g. to put a vendor's own loader around the user's.
+        Called on every rank for each loader, e.g. to share it out in another way. What belongs to the hardware rather
+        than to the strategy goes into :meth:`.Accelerator.process_dataloader`, which is called with the result.
 
         Args:
             loader: the user's loader.

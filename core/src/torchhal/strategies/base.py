@@ -14,6 +14,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 
 from torchhal._name_lists import NameList, warn_where_set
+from torchhal.diagnostics import Diagnosable
 from torchhal.distributed._rank_monitor import RankMonitor
 from torchhal.distributed.rendezvous import DEFAULT_TIMEOUT
 from torchhal.errors import ConfigurationError, ModelError, UnsupportedCombinationError
@@ -22,6 +23,7 @@ from torchhal.memory_estimate import MemoryEstimate, ModelMemory
 from torchhal.precision import Precision
 from torchhal.precision.base import connected
 from torchhal.pytree import move_module
+from torchhal.strategies._hooks import StrategyHooks
 from torchhal.strategies._optimizer_state import move_optimizer_state
 from torchhal.strategies._state import StrategyState
 from torchhal.strategies._steps import STEPS, StrategySteps
@@ -34,7 +36,7 @@ from torchhal.strategies._sync_batchnorm import (
 __all__ = ["STEPS", "Strategy"]
 
 
-class Strategy(StrategySteps, StrategyState):
+class Strategy(Diagnosable, StrategyHooks, StrategySteps, StrategyState):
     """One way to train a model on the devices it is given.
 
     A strategy owns the model, the optimizers and the schedulers, and is the only object that the loops call. The life
@@ -44,6 +46,7 @@ class Strategy(StrategySteps, StrategyState):
           setup_environment                     device current, communication up, ranks known
           connect(module)
           setup(trainer) -> setup_model, setup_optimizers
+          on_train_start ... on_train_end       the hooks of the loops' phases, of which all bodies are empty
           step_function / backward / clip_gradients / optimizer_step ...
           save_checkpoint, load_checkpoint
         teardown                                always, after errors too; then the same object may start again
@@ -415,13 +418,6 @@ class Strategy(StrategySteps, StrategyState):
                 f"it (got {type(model).__name__})"
             )
 
-    def begin_epoch(self) -> None:
-        """Prepare for a training epoch, before its first batch and after the hooks.
-
-        Called on every rank; does nothing by default. A strategy that read ``requires_grad`` when it wrapped the model
-        receives here what hooks froze or unfroze.
-        """
-
     def check_replicas(self) -> None:
         """Raise an error, on every rank, if replicas of the model have diverged.
 
@@ -465,6 +461,7 @@ class Strategy(StrategySteps, StrategyState):
         self.trainer = None
         self._watch = None
         self._environment_ready = False
+        self.failure = None
         self.mark_step = None
         if self.module is not None and self.devices and self.root_device.type != "cpu":
             move_module(self.module, torch.device("cpu"))

@@ -122,12 +122,12 @@ class DDPStrategy(ParallelStrategy):
         """True if a wrapper needs no gradients of parameters that are frozen now."""
         return self.find_unused_parameters and not self.static_graph
 
-    def begin_epoch(self) -> None:
+    def on_train_epoch_start(self) -> None:
         """Wrap again where parameters were frozen or unfrozen, or were replaced.
 
         A wrapper averages what was trained when it was created.
         """
-        super().begin_epoch()
+        super().on_train_epoch_start()
         if self.model is not None:
             if not self._has_same_parameters:
                 self._wrap_again()

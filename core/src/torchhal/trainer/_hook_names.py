@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from torchhal.errors import ModelError
 from torchhal.module import ModuleHooks
+from torchhal.strategies._hooks import StrategyHooks
 from torchhal.suggestions import nearest
 from torchhal.trainer._call_signatures import binds
 from torchhal.trainer.callbacks import Callback
@@ -53,6 +55,7 @@ _MODULE: Final = frozenset(name for name in vars(ModuleHooks) if not name.starts
     *_WITHOUT_ARGUMENTS,
 }
 _CALLBACK: Final = frozenset(name for name in vars(Callback) if not name.startswith("_"))
+_STRATEGY: Final = frozenset(name for name in vars(StrategyHooks) if name.startswith("on_"))
 _DATA: Final = frozenset(
     {"prepare_data", "setup", "teardown", "state_dict", "load_state_dict", *LOADER_HOOKS.values()}
     | {"on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"}
@@ -92,6 +95,19 @@ def check_hook_names(module: Any, datamodule: Any, callbacks: list[Any]) -> list
                 said.append(f"{what} is a hook of {where}, and the Trainer never calls it there")
             elif meant := _meant(name, known, own):
                 said.append(f"{what} is no hook, and the Trainer never calls it; did you mean {meant}?")
+    return said
+
+
+def check_strategy_hooks(strategy: Any) -> list[str]:
+    """Return warnings about methods of a strategy that are named as hooks of callbacks and that no loop calls."""
+    said = []
+    for name in sorted(set(_own_methods(strategy)) & (_CALLBACK | _MODULE) - _STRATEGY):
+        if name.startswith("on_"):
+            instead = re.sub("(validation|test|predict)_(epoch_)?", "evaluation_", name)
+            use = f"define {instead}, which has the stage as its argument" if instead in _STRATEGY else "use a callback"
+            said.append(
+                f"{type(strategy).__name__}.{name} is no hook of strategies, and the Trainer never calls it: {use}"
+            )
     return said
 
 

@@ -31,6 +31,8 @@ def load_training_data(run: Run, *, again: bool = False) -> TrainingData:
         if loader is None:
             raise ModelError("fit needs training data: the model's or data module's train_dataloader returned None")
         data, is_first = TrainingData(loader, run), progress.data is None
+        if progress.data is not None:
+            progress.data.close()
         progress.data = data
         if is_first:
             resume.choose_accumulation(run, data)

@@ -34,7 +34,6 @@ from torchhal.trainer._stop_handling import (
 from torchhal.trainer._torch_flags import save_torch_flags, set_torch_flags
 from torchhal.trainer.callbacks import ModelCheckpoint
 from torchhal.trainer.data._evaluation_data import EvaluationData
-from torchhal.trainer.data._iterators import close_loader
 from torchhal.trainer.data._loaders import as_loaders, find_loaders, is_one_shot
 from torchhal.trainer.loggers.base import FolderLogger
 from torchhal.trainer.loops._control_flow import StopOnSignal
@@ -108,6 +107,7 @@ def execute(
                 if fn == "fit" and run.state.stage != "sanity_check" and not run.fast_dev_run:
                     save_interrupted(run, interruption.signum)
                 log_stop(run, fn, interruption.signum)
+                run.phases.end_all()
                 if fn == "fit":
                     requeue(run, ckpt_path, interruption.signum)
                 raise exit_for_signal(interruption.signum, agreed=True) from None
@@ -165,13 +165,10 @@ def choose_log_folders(run: Run, fn: str) -> None:
 
 
 def close_loaders(run: Run) -> None:
-    """End the loaders' persistent worker processes at the end of the run."""
-    sources = run.sources
-    loaders = [*sources.validation_data.loaders, *sources.evaluation_data.loaders]
-    if run.progress.data is not None:
-        loaders.append(run.progress.data.loader)
-    for loader in loaders:
-        close_loader(loader)
+    """End what the loaders keep at the end of the run: worker processes, and what the accelerator added."""
+    for data in (run.sources.validation_data, run.sources.evaluation_data, run.progress.data):
+        if data is not None:
+            data.close()
 
 
 def has_begun(run: Run, loop: FitLoop) -> bool:
@@ -363,9 +360,9 @@ def evaluate(run: Run, loop: EvaluationLoop, fn: str) -> Any:
 
 
 def report_failure(run: Run, error: BaseException) -> BaseException:
-    """Post a failure to the other ranks, call ``on_exception`` of the callbacks, and return the error to raise.
+    """Post a failure to the other ranks, call ``on_exception`` of callbacks and strategy, return the error to raise.
 
-    Closes the loggers as failed too; an error in a callback or a logger is logged.
+    Calls the end hooks of the strategy that are left and closes the loggers as failed; an error in one is logged.
 
     Args:
         run: the run that failed.
@@ -385,6 +382,7 @@ def report_failure(run: Run, error: BaseException) -> BaseException:
             on_exception(run.trainer, run.module, raised)
         except Exception:  # the first error is raised
             _log.exception("%s.on_exception failed", type(callback).__name__)
+    run.phases.fail(raised)
     try:
         run.finalize_loggers("failed")
     except Exception:

@@ -11,6 +11,7 @@ from torchhal.resolve import Plan
 from torchhal.strategies import Strategy
 from torchhal.trainer._frozen_parameters import FrozenParameters
 from torchhal.trainer._hooks import Hooks
+from torchhal.trainer._phases import Phases
 from torchhal.trainer._progress import FitProgress
 from torchhal.trainer._run_output import RunOutput
 from torchhal.trainer._settings import RunSettings
@@ -41,6 +42,7 @@ class Run(RunSettings, RunOutput):
         progress: the counters of the fit.
         results: everything logged.
         hooks: the hooks that callbacks and module override.
+        phases: the phases of the loops whose hooks the strategy is still to end.
         callbacks, loggers: in the order of their calls.
         state: the function, stage and status of the current call.
         enable_checkpointing: False if the user has disabled ModelCheckpoint.
@@ -72,6 +74,7 @@ class Run(RunSettings, RunOutput):
         self.loggers: list[Any] = []
         self.callbacks: list[Any] = []
         self.hooks = Hooks(self)
+        self.phases = Phases(self)
         self.enable_checkpointing: bool | None = True
         self.should_stop = False
         self.current_hook: str | None = None

@@ -18,7 +18,7 @@ from torchhal.trainer import _checkpointing as checkpointing
 from torchhal.trainer import _trained_by as trained_by
 from torchhal.trainer._configure_optimizers import SchedulerConfig, configure_optimizers
 from torchhal.trainer._connectors import check_can_fit, check_model, make_callbacks, make_loggers
-from torchhal.trainer._hook_names import check_hook_names
+from torchhal.trainer._hook_names import check_hook_names, check_strategy_hooks
 from torchhal.trainer._launch import launch
 from torchhal.trainer._properties import TrainerProperties
 from torchhal.trainer._settings import RunSettings, Setting
@@ -353,7 +353,7 @@ class Trainer(TrainerProperties):
     def _launch(self, fn: str, model: Any, sources: DataSources, datamodule: Any, ckpt_path: Any) -> Any:
         path = arguments.check_ckpt_path(ckpt_path)
         run = self._run
-        for sentence in check_hook_names(model, datamodule, run.callbacks):
+        for sentence in (*check_hook_names(model, datamodule, run.callbacks), *check_strategy_hooks(run.strategy)):
             run.warn_once(sentence)
         if run.sources.callbacks_asked_of is model:
             sources.callbacks_asked_of = model

@@ -102,7 +102,7 @@ class DeepSpeedStrategy(DeepSpeedEngineBase):
 
     # -- steps -----------------------------------------------------------------------------------------------
 
-    def begin_epoch(self) -> None:
+    def on_train_epoch_start(self) -> None:
         """Refuse parameters that were frozen or unfrozen since the engine began, which divided them then."""
         if self.engine is not None:
             assert self.module is not None

@@ -56,6 +56,13 @@ class GPUAccelerator(SideStreamAccelerator):
         used, limit = nvml.memory(device) or _memory(device)
         return {**stats, "limit": limit, "used": used}
 
+    def device_stats(self, device: torch.device) -> dict[str, float]:
+        """Return utilization, temperature, power and clock by NVML (``nvidia-ml-py``) or AMD SMI, where it is there."""
+        stats = super().device_stats(device)
+        if torch.version.hip is not None and "power_watts" in stats:
+            stats["power_watts"] *= 1000  # AMD SMI gives watts, which torch passes on; torch documents milliwatts
+        return stats
+
 
 def _memory(device: torch.device) -> tuple[int, int]:
     free, limit = torch.cuda.mem_get_info(device)

@@ -149,7 +149,6 @@ class HivemindStrategy(SingleDeviceStrategy):
         )
         self.epoch = 0
         """The collaboration's epoch that the parameters belong to."""
-        self._trainer: Any = None
         self._from_elsewhere = False  # the checkpoint being continued is of another strategy
         self.addresses: tuple[str, ...] = ()
         """This peer's addresses while it trains: what others give as ``initial_peers``."""
@@ -178,10 +177,6 @@ class HivemindStrategy(SingleDeviceStrategy):
         super().connect(module)
 
     # -- set-up ----------------------------------------------------------------------------------------------
-
-    def prepare(self, trainer: Any) -> None:
-        self._trainer = trainer  # whose counter is the epoch where a checkpoint of another strategy is continued
-        super().prepare(trainer)
 
     def setup_optimizers(self, optimizers: Sequence[Optimizer], lr_scheduler_configs: Sequence[Any] = ()) -> None:
         assert self.module is not None
@@ -232,11 +227,18 @@ class HivemindStrategy(SingleDeviceStrategy):
 
     # -- training --------------------------------------------------------------------------------------------
 
+    def on_train_start(self) -> None:
+        """Join the other peers: the weights and the optimizer are those of the checkpoint now, if there is one."""
+        super().on_train_start()
+        if self._collaboration is not None:
+            self._join()
+
     def step_function(self, name: str) -> Callable[..., Any]:
         function = super().step_function(name)
         if name != "training_step" or self._collaboration is None:  # without an optimizer there is nothing to share
             return function
-        self._join()  # only now are weights and optimizer those of the checkpoint, if there is one
+        if self.trainer is None:  # a loop by hand, which calls no hooks
+            self._join()
         fixed = self.settings.batch_size
 
         def step(batch: Any, *rest: Any) -> Any:
@@ -316,7 +318,7 @@ class HivemindStrategy(SingleDeviceStrategy):
         peer, network, schedule = self._collaboration, self._network, self._schedule
         assert peer is not None and network is not None and schedule is not None
         if self._from_elsewhere and self.settings.averaging == "gradients":
-            self.epoch = self._trainer.global_step
+            self.epoch = 0 if self.trainer is None else self.trainer.global_step
             schedule.restored(self.epoch)
         self._from_elsewhere = False
         make_state(self.optimizers[0])
@@ -380,7 +382,7 @@ class HivemindStrategy(SingleDeviceStrategy):
         peer, self._collaboration = self._collaboration, None
         network, self._network = self._network, None
         sharing, self._sharing = self._sharing, None
-        self._schedule, self._trainer, self.addresses, self._lost = None, None, (), ""
+        self._schedule, self.addresses, self._lost = None, (), ""
         try:
             if peer is not None:
                 assert network is not None

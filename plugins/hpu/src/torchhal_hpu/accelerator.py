@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -113,16 +113,25 @@ class HPUAccelerator(Accelerator):
 
     def memory_stats(self, device: torch.device) -> dict[str, int]:
         """Return ``allocated`` and ``peak`` by tensors, and the ``limit`` of the device."""
-        stats = self.device_stats(device)
+        stats = _bridge_stats(device)
         return {"allocated": stats["InUse"], "peak": stats["MaxInUse"], "limit": stats["Limit"]}
 
-    def device_stats(self, device: torch.device) -> dict[str, Any]:
-        """Return the bridge's statistics under its own keys.
+    def device_stats(self, device: torch.device) -> dict[str, float]:
+        """Return the bridge's statistics under its own keys beside ``utilization_percent``, where ``pyhlml`` is there.
 
         ``Limit``, ``InUse`` and ``MaxInUse`` in bytes, ``NumAllocs``, ``NumFrees``, ...
         (``habana_frameworks.torch.hpu.memory.memory_stats``).
         """
-        import habana_frameworks.torch.hpu as hpu
-
-        stats: dict[str, Any] = hpu.memory_stats(None if device.index is None else device)
+        stats = super().device_stats(device)
+        try:
+            stats.update((key, float(value)) for key, value in _bridge_stats(device).items())
+        except Exception:  # no card, or another process has it
+            return stats
         return stats
+
+
+def _bridge_stats(device: torch.device) -> dict[str, int]:
+    import habana_frameworks.torch.hpu as hpu
+
+    stats: dict[str, int] = hpu.memory_stats(None if device.index is None else device)
+    return stats

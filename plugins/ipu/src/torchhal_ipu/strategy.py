@@ -190,7 +190,7 @@ class IPUStrategy(SingleDeviceStrategy):
 
     # -- steps -----------------------------------------------------------------------------------------------
 
-    def begin_epoch(self) -> None:
+    def on_train_epoch_start(self) -> None:
         """Compile anew after parameters were frozen or unfrozen, or a mode changed, which needs another graph."""
         if self._training is not None and self._fixed() != self._frozen:
             _log.info("parameters were frozen or unfrozen, or layers changed their mode: the step is compiled anew")

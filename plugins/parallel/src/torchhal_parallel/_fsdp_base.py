@@ -216,10 +216,10 @@ class FullyShardedStrategy(ShardedStrategy):
 
     # -- steps -----------------------------------------------------------------------------------------------
 
-    def begin_epoch(self) -> None:
+    def on_train_epoch_start(self) -> None:
         self.check_writes()
         self._reshard()  # what a hook has called may still be gathered, in parameters that are not sharded
-        super().begin_epoch()
+        super().on_train_epoch_start()
         assert self.module is not None
         for parameter in self.module.parameters():  # hooks that were registered since
             hooks = parameter._backward_hooks

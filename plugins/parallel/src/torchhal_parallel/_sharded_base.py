@@ -186,8 +186,8 @@ class ShardedStrategy(ParallelStrategy):
             self._check_references(through_optimizers=True)  # a step of its own with an old one would train nothing
         super().setup_optimizers(optimizers, lr_scheduler_configs)
 
-    def begin_epoch(self) -> None:
-        super().begin_epoch()
+    def on_train_epoch_start(self) -> None:
+        super().on_train_epoch_start()
         if (error := self.find_new_parameter()) is not None:
             raise error
 

@@ -244,8 +244,8 @@ class HybridStrategy(FullyShardedStrategy):
         replace_with_remote(self.module, kept, torch.device("cpu") if self.cpu_offload else self.root_device)
         self._stage_state = StageState(self.root_device, self.guard, sends=self.keeps_gathered, shapes=self._names)
 
-    def begin_epoch(self) -> None:
-        super().begin_epoch()
+    def on_train_epoch_start(self) -> None:
+        super().on_train_epoch_start()
         if self.pipe is not None and self.module is not None:
             check_trained(self.module, self._untrainable)
 

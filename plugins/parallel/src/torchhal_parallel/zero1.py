@@ -55,9 +55,9 @@ class ZeRO1Strategy(DDPStrategy):
             owners |= {parameter: index % self.world_size for index, parameter in enumerate(order)}
         return owners
 
-    def begin_epoch(self) -> None:
+    def on_train_epoch_start(self) -> None:
         self._check_settings()
-        super().begin_epoch()
+        super().on_train_epoch_start()
 
     def check_replicas(self) -> None:
         self._check_settings()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import ClassVar
 
+import torch
+
 from torchhal.accelerators import Accelerator
+from torchhal_simulator._counters import counters
 
 
 class SimAccelerator(Accelerator):
@@ -24,3 +28,17 @@ class SimAccelerator(Accelerator):
         from torchhal_simulator._library import load
 
         load()
+
+    def device_stats(self, device: torch.device) -> dict[str, float]:
+        """Return ``memory_used_percent`` of the device's limit, and what :func:`.counters` counts of all devices.
+
+        Their names are ``operators_total``, ``h2d_total``, ``d2h_total``, ``d2d_total`` and ``synchronizations_total``.
+        """
+        try:
+            limit = self._module().get_device_properties(device).total_memory
+            used = self.memory_stats(device)["allocated"]
+            counts = asdict(counters("sim"))
+        except (ImportError, RuntimeError):  # the device can't be built here
+            return {}
+        share = {"memory_used_percent": 100.0 * used / limit} if limit else {}
+        return {**super().device_stats(device), **share, **{f"{key}_total": float(n) for key, n in counts.items()}}

@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchhal.errors import ModelError
+from torchhal.trainer.data._accelerator_loader import accelerator_loader, close_accelerator_loader
 from torchhal.trainer.data._context import DataContext
+from torchhal.trainer.data._iterators import close_loader
 from torchhal.trainer.data._loaders import as_loaders, check_loader, is_sized, limit_length, loader_length, no_batch
 from torchhal.trainer.data._sharing import prepare_loader
 
@@ -22,8 +24,11 @@ class EvaluationData:
     """Number of batches that every rank has, for which all ranks are in step."""
     batches: list[list[int] | None] = field(default_factory=list)
     """How many each rank has; None if a length is unknown on any rank, empty where none is used."""
+    iterated: list[Any] = field(default_factory=list)
+    """What the accelerator made of each loader, which gives the same batches."""
     anywhere: bool = False
     """Whether any rank has a batch: the same on every rank, as all must take part in its collectives."""
+    _is_closed: bool = False
 
     @classmethod
     def build(
@@ -48,7 +53,9 @@ class EvaluationData:
         batches = [
             None if None in column else list(column) for column in zip(*(theirs for _, theirs in told), strict=True)
         ]
-        return cls(prepared, lengths, common, batches, any(length != 0 for theirs in everybody for length in theirs))
+        iterated = [accelerator_loader(loader, run) for loader in prepared]
+        anywhere = any(length != 0 for theirs in everybody for length in theirs)
+        return cls(prepared, lengths, common, batches, iterated, anywhere)
 
     def first(self, batches: int) -> EvaluationData:
         """Return the same data with at most so many batches of each loader; -1 for all."""
@@ -57,12 +64,20 @@ class EvaluationData:
             lengths = [batches if length is None else min(batches, length) for length in lengths]
             common = [min(batches, each) for each in common]
             counts = [each and [min(batches, count) for count in each] for each in counts]
-        return EvaluationData(self.loaders, lengths, common, counts, self.anywhere)
+        return EvaluationData(self.loaders, lengths, common, counts, self.iterated, self.anywhere)
 
     def skip(self, index: int) -> None:
         """Use no batch of a loader."""
         self.lengths[index] = self.common[index] = 0
         self.batches[index] = []
+
+    def close(self) -> None:
+        """End, once, what the loaders keep between evaluations: worker processes, and what the accelerator added."""
+        if not self._is_closed:
+            self._is_closed = True
+            for loader, made in zip(self.loaders, self.iterated, strict=True):
+                close_accelerator_loader(loader, made)
+                close_loader(loader)
 
     def __bool__(self) -> bool:
         return self.anywhere

@@ -19,12 +19,45 @@ def start_iterator(loader: Any) -> Iterator[Any]:
     return iterator
 
 
+class AcceleratorIterator:
+    """An iterator of a loader that the accelerator has put around another one.
+
+    Args:
+        iterator: gives the batches.
+        ends: it may be asked for a batch more than there are, as a DataLoader's may.
+    """
+
+    def __init__(self, iterator: Iterator[Any], *, ends: bool) -> None:
+        self._iterator = iterator
+        self._ends = ends
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._iterator)
+
+    def exhaust(self) -> None:
+        """Reach the end of the loader's sampler, if there is no batch left."""
+        if self._ends:
+            next(self._iterator, None)
+
+    def close(self) -> None:
+        """End what the iterator has started, if it offers that."""
+        close = getattr(self._iterator, "close", None)
+        if close is not None:
+            close()
+
+
 def exhaust_sampler(iterator: Any) -> None:
     """Reach the end of the sampler of a DataLoader's iterator whose batches are used up, as a for loop does.
 
     A sampler with a generator of its own draws once more there. The iterator itself isn't advanced: a loader
     need not support more batches than its length.
     """
+    if isinstance(iterator, AcceleratorIterator):
+        iterator.exhaust()
+        return
     next(getattr(iterator, "_sampler_iter", iter(())), None)
 
 
@@ -41,6 +74,9 @@ def close_iterator(iterator: Any) -> None:
 
     The garbage collector would end them at any time, during another run or in a forked child.
     """
+    if isinstance(iterator, AcceleratorIterator):
+        iterator.close()
+        return
     if getattr(iterator, "_persistent_workers", False):
         return
     shut_down = getattr(iterator, "_shutdown_workers", None)

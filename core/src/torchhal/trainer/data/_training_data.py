@@ -12,8 +12,14 @@ from torchhal import rng
 from torchhal.errors import ModelError
 from torchhal.trainer._run_part import RunPart
 from torchhal.trainer.data import _samplers as samplers
+from torchhal.trainer.data._accelerator_loader import (
+    accelerator_loader,
+    close_accelerator_loader,
+    is_stateful,
+    start_accelerator_iterator,
+)
 from torchhal.trainer.data._context import DataContext
-from torchhal.trainer.data._iterators import close_loader, start_iterator
+from torchhal.trainer.data._iterators import close_loader
 from torchhal.trainer.data._loaders import check_training_loader, limit_length, loader_length, no_batch
 from torchhal.trainer.data._sharing import prepare_loader, prepare_rest, replicas, sampler_seed
 
@@ -37,6 +43,11 @@ class TrainingData(RunPart[DataContext]):
         super().__init__(run)
         self.given = loader
         self.loader = self._whole = prepare_loader(loader, run, training=True)
+        self.iterated = self._whole_iterated = accelerator_loader(self.loader, run)
+        """What the accelerator made of ``loader``, which gives the same batches; positions are the loader's."""
+        self._of_epoch: list[tuple[Any, Any]] = []
+        """Loaders of the running epoch alone, the rest of one, and what the accelerator made of each."""
+        self._is_closed = False
         self.loader_length = loader_length(self.loader)
         if self.loader_length == 0 and self._limit()[0]:
             raise no_batch("the training loader", loader)
@@ -118,16 +129,32 @@ class TrainingData(RunPart[DataContext]):
         """
         self.order = order
         self.loader = prepare_rest(self.given, self.run, order, self._generators())
+        self.iterated = accelerator_loader(self.loader, self.run)
+        self._of_epoch.append((self.loader, self.iterated))
         rest = loader_length(self.loader)
         self.loader_length = None if rest is None else order["batches"] + rest
         self.length = limit_length(self.loader_length, *self._limit())
 
     def reset_epoch(self) -> None:
         """Let the next epoch have all items again."""
-        if self.loader is not self._whole:
-            close_loader(self.loader)
+        self._close_epoch()
         self.loader, self.order = self._whole, self._whole_order
+        self.iterated = self._whole_iterated
         self.length, self.loader_length = self.whole_length, self.whole_loader_length
+
+    def close(self) -> None:
+        """End, once, what the loaders keep between epochs: worker processes, and what the accelerator added."""
+        self._close_epoch()
+        if not self._is_closed:
+            self._is_closed = True
+            close_accelerator_loader(self._whole, self._whole_iterated)
+            close_loader(self._whole)
+
+    def _close_epoch(self) -> None:
+        while self._of_epoch:
+            loader, made = self._of_epoch.pop()
+            close_accelerator_loader(loader, made)
+            close_loader(loader)
 
     def remaining_after(self, entry: dict[str, Any], used: int) -> dict[str, Any]:
         """Return the order of an epoch after its first ``used`` items, from a rank's former :meth:`position`."""
@@ -172,8 +199,7 @@ class TrainingData(RunPart[DataContext]):
         strategy = self.run.strategy
         self.epoch_rng = rng.collect(strategy.accelerator, strategy.root_device)
         self.generator_states = [generator.get_state() for generator in self._generators()]
-        iterator = start_iterator(self.loader)
-        return iterator
+        return start_accelerator_iterator(self.loader, self.iterated)
 
     def resume(self, epoch: int, skip: int, position: dict[str, Any], then: Callable[[], None]) -> Iterator[Any]:
         """Return an iterator over the epoch of ``position`` from its batch number ``skip``.
@@ -194,9 +220,9 @@ class TrainingData(RunPart[DataContext]):
             then()
             self.epoch_rng = rng.collect(strategy.accelerator, strategy.root_device)
         self.generator_states = position["generators_at_start"]
-        if "loader" in position and hasattr(loader, "load_state_dict"):
-            loader.load_state_dict(position["loader"])
-            iterator = start_iterator(loader)
+        if "loader" in position and is_stateful(loader, self.iterated):
+            self.iterated.load_state_dict(position["loader"])
+            iterator = start_accelerator_iterator(loader, self.iterated)
             then()
             return iterator
         rng.restore(self.epoch_rng, strategy.accelerator, strategy.root_device)
@@ -207,9 +233,11 @@ class TrainingData(RunPart[DataContext]):
             then()
 
         indexed = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
-        if indexed and loader.num_workers == 0:
-            return iter(samplers.with_skip(loader, skip, arrived))
-        iterator = start_iterator(loader)
+        if indexed and loader.num_workers == 0 and not hasattr(loader, "load_state_dict"):
+            rest = samplers.with_skip(loader, skip, arrived)
+            self._of_epoch.append((rest, accelerator_loader(rest, self.run)))
+            return start_accelerator_iterator(*self._of_epoch[-1])
+        iterator = start_accelerator_iterator(loader, self.iterated)
         for _ in range(skip):
             if next(iterator, arrived) is arrived:  # fewer batches than there were
                 break
@@ -226,6 +254,6 @@ class TrainingData(RunPart[DataContext]):
             "samples": self.samples,
             "length": self.whole_loader_length,
         }
-        if hasattr(self.loader, "state_dict") and hasattr(self.loader, "load_state_dict"):
-            position["loader"] = self.loader.state_dict()
+        if is_stateful(self.loader, self.iterated):
+            position["loader"] = self.iterated.state_dict()
         return position

@@ -12,10 +12,12 @@ from torchhal.errors import ModelError
 from torchhal.pytree import move_to_device
 from torchhal.trainer._call_signatures import adapt_step
 from torchhal.trainer._run_part import RunPart
+from torchhal.trainer.data._accelerator_loader import start_accelerator_iterator
 from torchhal.trainer.data._batch_transfer import batch_transfer
 from torchhal.trainer.data._evaluation_data import EvaluationData
-from torchhal.trainer.data._iterators import close_iterator, exhaust_sampler, start_iterator
+from torchhal.trainer.data._iterators import close_iterator, exhaust_sampler
 from torchhal.trainer.data._loaders import last_batch, loader_length, no_batch
+from torchhal.trainer.loops._batch_hooks import evaluation_batch_hooks
 from torchhal.trainer.loops._epoch_end import call_epoch_end
 from torchhal.trainer.loops._uneven_evaluation import UnevenEvaluation
 from torchhal.trainer.run import Run
@@ -77,12 +79,14 @@ class EvaluationLoop(RunPart[Run]):
         with evaluation_mode(run, word):
             results.stage = stage
             hooks.call(f"on_{word}_start")
+            run.phases.start_evaluation(stage)
             hooks.call(f"on_{word}_epoch_start")
             outputs, cut = ([], True) if self.stops_here() else self._run_loaders(stage, data, step_name, word)
             results.start_batch(None)
             if run.world_size > 1:
                 cut = run.strategy.reduce_boolean_decision(cut, all=False)
             if cut:  # a partial evaluation is discarded: not monitored, logged or kept
+                run.phases.end()
                 results.reset()
                 return outputs, True
             results.finalize_epoch()
@@ -91,6 +95,7 @@ class EvaluationLoop(RunPart[Run]):
                 # set before the next hook: a run resumed from a checkpoint it writes doesn't validate again
                 run.progress.validated_at = run.progress.total_batches
             hooks.call(f"on_{word}_end")
+            run.phases.end()
             if stage != "sanity_check":
                 run.log_epoch()
             results.reset()
@@ -98,14 +103,13 @@ class EvaluationLoop(RunPart[Run]):
 
     def _run_loaders(self, stage: str, data: EvaluationData, step_name: str, word: str) -> tuple[list[list[Any]], bool]:
         run = self.run
-        start_batch, hooks, watch = run.results.start_batch, run.hooks, run.strategy.watch
+        start_batch, watch = run.results.start_batch, run.strategy.watch
         several = len(data.loaders) > 1
         step = adapt_step(
             run.strategy.step_function(step_name), getattr(run.module, step_name), several_loaders=several
         )
         transfer = batch_transfer(run.strategy, run.datamodule, run.module)
-        batch_start = hooks.of_batch(f"on_{word}_batch_start", arguments=3)
-        batch_end = hooks.of_batch(f"on_{word}_batch_end", arguments=4)
+        batch_start, batch_end = evaluation_batch_hooks(run, stage, word)
         keep = stage == "predict" and run.sources.keep_predictions
         off_device = run.strategy.root_device.type != "cpu"  # where predictions would fill the memory
         alone = run.world_size == 1  # a rank may be left without a batch
@@ -125,7 +129,7 @@ class EvaluationLoop(RunPart[Run]):
             size = loader_length(loader)
             stop = last_batch(loader, length)
             common = data.common[index]
-            iterator = start_iterator(loader) if length != 0 else iter(())
+            iterator = start_accelerator_iterator(loader, data.iterated[index]) if length != 0 else iter(())
             batch_idx, cut = -1, False
             try:
                 while batch_idx + 1 != stop and not cut:

@@ -11,7 +11,6 @@ import torch
 from torchhal import rng
 from torchhal.distributed.signals import at_once
 from torchhal.errors import ConfigurationError
-from torchhal.pytree import map_tensors
 from torchhal.trainer import _rank_consistency as rank_consistency
 from torchhal.trainer import _resume as resume
 from torchhal.trainer._forwarded import Forwarded
@@ -24,6 +23,7 @@ from torchhal.trainer.data._iterators import close_iterator, exhaust_sampler
 from torchhal.trainer.data._loaders import no_batch, share_of
 from torchhal.trainer.data._training_data import TrainingData
 from torchhal.trainer.logging._log_options import batch_size_of
+from torchhal.trainer.loops._batch_hooks import train_batch_end, train_batch_start
 from torchhal.trainer.loops._control_flow import DataPositionChanged, StopOnSignal
 from torchhal.trainer.loops._epoch_end import call_epoch_end
 from torchhal.trainer.loops._evaluation_loop import EvaluationLoop
@@ -113,6 +113,7 @@ class FitLoop(RunPart[Run]):
             self.optimization = Optimization(run)
             run.hooks.call("on_train_start")
             run.frozen_parameters.begin(run.module, run.ckpt_path, run.warn_once)
+            run.phases.start_train()
         if not self.progress.batches_done:
             self._restore_rng()
         while not self.stop.is_done():
@@ -121,6 +122,7 @@ class FitLoop(RunPart[Run]):
             except DataPositionChanged:
                 self._reposition()
         run.hooks.call("on_train_end")
+        run.phases.end()
         signum = run.strategy.watch.agree_on_stop_at_end(run.strategy.timeout)
         if signum is not None and signum > 0:
             raise StopOnSignal(signum)
@@ -134,6 +136,7 @@ class FitLoop(RunPart[Run]):
         """Continue at the present counters, in this process's own order of the data and with its random numbers."""
         assert self.progress.data is not None
         run = self.run
+        run.phases.end_all(down_to=1)
         run.results.start_batch(None)
         if self.progress.batches_done:
             if self.progress.data.length is not None:  # others may have more batches in an epoch
@@ -165,13 +168,14 @@ class FitLoop(RunPart[Run]):
         assert data is not None
         if self._reloads_data() and not data.is_new:
             data = load_training_data(run, again=True)
+            run.sources.validation_data.close()
             run.sources.validation_data = load_validation_data(run)
         resuming = self.progress.batches_done > 0
         if not resuming:
             data.reset_epoch()
         run.results.stage = "train"
         run.hooks.call("on_train_epoch_start")
-        run.strategy.begin_epoch()
+        run.phases.start_epoch()
         length = data.length
         if resuming and self._validation_due(length):
             # the run that wrote the checkpoint stopped between the batch and its validation
@@ -200,12 +204,11 @@ class FitLoop(RunPart[Run]):
         optimization, progress = self.optimization, self.progress
         data = progress.data
         assert optimization is not None and data is not None
-        start_batch, hooks, watch = run.results.start_batch, run.hooks, run.strategy.watch
+        start_batch, watch = run.results.start_batch, run.strategy.watch
         # everything that doesn't change between batches is looked up here, once
         step = optimization.step
         transfer = batch_transfer(run.strategy, run.datamodule, run.module)
-        batch_start = hooks.has("on_train_batch_start")
-        batch_end = hooks.has("on_train_batch_end")
+        batch_start, batch_end = train_batch_start(run), train_batch_end(run)
         log_loss = not callable(getattr(run.module, "log", None))  # a plain module has no way to
         schedulers = self.has_step_schedulers = self._has_step_schedulers()
         self.lr_scheduler_step = module_hook(run.module, "lr_scheduler_step")
@@ -226,9 +229,11 @@ class FitLoop(RunPart[Run]):
             if transfer is not None:
                 batch = transfer(batch, 0)
             start_batch(batch)
-            if batch_start and self._batch_start(batch, index):
-                self._finish_accumulation()
-                return False
+            if batch_start is not None:
+                self._got_batch = True
+                if batch_start(batch, index):
+                    self._finish_accumulation()
+                    return False
             if progress.settings_changed:
                 accumulate, max_steps, log_every, validate_every, crossing, deadline = self._settings(length)
             if accumulate == 1:
@@ -247,8 +252,8 @@ class FitLoop(RunPart[Run]):
                 self._log_loss(output, batch)
             if log_every and progress.global_step // log_every != before // log_every:
                 run.log_step()
-            if batch_end:
-                hooks.call("on_train_batch_end", without_graph(output), batch, index)
+            if batch_end is not None:
+                batch_end(output, batch, index)
             del output  # or this step's output would stay in memory during the next
             if validate_every and (
                 last
@@ -383,21 +388,6 @@ class FitLoop(RunPart[Run]):
             return -1 if due else 0
         return max(1, share_of(length, interval)) if due else 0
 
-    def _batch_start(self, batch: Any, index: int) -> bool:
-        """Call the hooks before a batch; return whether one of them ends the epoch."""
-        run = self.run
-        self._got_batch = True
-        run.current_hook = "on_train_batch_start"
-        before, after = run.hooks.around_module("on_train_batch_start")
-        for function in before:
-            function(run.trainer, run.module, batch, index)
-        own = run.hooks.of_module("on_train_batch_start")
-        response = own(batch, index) if own is not None else None
-        for function in after:
-            function(run.trainer, run.module, batch, index)
-        run.current_hook = "training_step"
-        return isinstance(response, int) and response == -1
-
     def _together(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches of a loader without a length until it ends on any rank."""
         decide = self.run.strategy.reduce_boolean_decision
@@ -423,6 +413,7 @@ class FitLoop(RunPart[Run]):
         results.start_batch(None)
         results.finalize_epoch()
         call_epoch_end(run, "on_train_epoch_end", before_monitors=lambda: self._epoch_schedulers(complete))
+        run.phases.end()
         run.log_epoch()
         results.reset()
         self.stop.stop_if_late()
@@ -442,12 +433,3 @@ class FitLoop(RunPart[Run]):
         automatic = self.optimization is not None and self.optimization.automatic
         if complete and automatic and "owns_schedulers" not in run.strategy.features:
             step_schedulers(run, "epoch", self.progress.epoch + 1, self.lr_scheduler_step)
-
-
-def without_graph(output: Any) -> Any:
-    """Return what ``training_step`` returned without its graph, so that a callback can keep it."""
-    if type(output) is torch.Tensor:
-        return output.detach()
-    return map_tensors(
-        output, lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) and leaf.requires_grad else leaf
-    )

@@ -1,0 +1,94 @@
+"""Read the counters of a device: memory in bytes, and the utilization, temperature, power and clock of its sensors."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final
+
+import torch
+
+from torchhal.accelerators._devices import call_on_device
+
+_SENSORS: Final = (
+    ("utilization_percent", "utilization", 1.0),
+    ("memory_utilization_percent", "memory_usage", 1.0),
+    ("temperature_celsius", "temperature", 1.0),
+    ("power_watts", "power_draw", 1e-3),  # torch documents milliwatts
+    ("clock_mhz", "clock_rate", 1.0),
+)
+"""(key of ``device_stats``, function of torch's device module, factor to the key's unit)."""
+
+
+class DeviceStatistics:
+    """The counters of a device, with default bodies over ``torch.get_device_module(device_type)``."""
+
+    def _module(self) -> Any:
+        raise NotImplementedError
+
+    def memory_stats(self, device: torch.device) -> dict[str, int]:
+        """Return the memory counts of ``device`` in bytes.
+
+        Args:
+            device: the device whose memory is counted.
+
+        Returns:
+            Ints by the names ``allocated``, ``peak`` and, where known, ``reserved`` and ``limit``; empty where the
+            device keeps no such count.
+
+        Checks: ACC-18.
+        """
+        module, stats = self._module(), {}
+        for key, function in (
+            ("allocated", "memory_allocated"),
+            ("peak", "max_memory_allocated"),
+            ("reserved", "memory_reserved"),
+        ):
+            if (read := getattr(module, function, None)) is not None:
+                stats[key] = int(call_on_device(read, device))
+        return stats
+
+    def reset_peak_memory_stats(self, device: torch.device) -> None:
+        """Set the peak of :meth:`memory_stats` to the current allocation.
+
+        Args:
+            device: the device whose count is reset.
+
+        Checks: ACC-18.
+        """
+        reset = getattr(self._module(), "reset_peak_memory_stats", None)
+        if reset is not None:
+            call_on_device(reset, device)
+
+    def device_stats(self, device: torch.device) -> dict[str, float]:
+        """Return what the sensors of ``device`` read now, by names that end with their unit.
+
+        Called by ``torchhal doctor`` for each device that a process sees, and by callbacks at any time on any rank. It
+        never raises: a reading that can't be made, for want of a driver's library or of the right to use it, is left
+        out. The default reads what torch's module for the device offers; a vendor returns ``super().device_stats()``
+        with readings of its own, under names of its own or these:
+
+        * ``utilization_percent``: share of the last sample period in which the device computed, 0 to 100.
+        * ``memory_utilization_percent``: share of it in which the device's memory was read or written.
+        * ``temperature_celsius``: of the device's main sensor.
+        * ``power_watts``: average power draw.
+        * ``clock_mhz``: clock of the compute units.
+
+        Args:
+            device: the device whose sensors are read; without an index the current one.
+
+        Returns:
+            Finite floats by name; empty where nothing can be read.
+
+        Checks: ACC-26.
+
+        .. versionadded:: 0.2
+        """
+        stats: dict[str, float] = {}
+        for key, function, factor in _SENSORS:
+            try:
+                value = float(call_on_device(getattr(self._module(), function), device)) * factor
+            except Exception:  # no such function, no driver's library, no permission
+                continue
+            if math.isfinite(value):
+                stats[key] = value
+        return stats
