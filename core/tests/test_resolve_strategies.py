@@ -12,7 +12,7 @@ from torchhal.errors import (
     ConfigurationError,
     UnsupportedCombinationError,
 )
-from torchhal.precision import Precision
+from torchhal.precision import Precision, SinglePrecision
 from torchhal.strategies import DDPStrategy, ParallelStrategy, SingleDeviceStrategy
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("registry", "no_leftovers")]
@@ -57,21 +57,32 @@ def test_a_strategy_may_refuse_accelerators_and_precisions(registry):
 
 
 class InPairs(DDPStrategy):
-    def check_fit(self, *, precision, world_size):
+    def check_fit(self, composition):
+        super().check_fit(composition)
+        world_size, precision = composition.world_size, composition.precision
         if world_size % 2 or "scales_loss" in precision.features:
             raise ConfigurationError(f"pairs that scale nothing (got {world_size}, {precision.alias})")
 
 
-def test_strategy_check_fit(torchrun):
+class InPairsOfBefore(DDPStrategy):
+    def check_fit(self, *, precision, world_size):
+        super().check_fit(precision=precision, world_size=world_size)
+        if world_size % 2 or "scales_loss" in precision.features:
+            raise ConfigurationError(f"pairs that scale nothing (got {world_size}, {precision.alias})")
+
+
+@pytest.mark.filterwarnings("ignore:.*check_fit.*goes with torchhal 1.0:FutureWarning")
+@pytest.mark.parametrize("in_pairs", [InPairs, InPairsOfBefore])
+def test_strategy_check_fit(torchrun, in_pairs):
     """A strategy may refuse a number of processes and a feature of a precision."""
-    assert plan(strategy=InPairs(), devices=2, num_nodes=3, precision="bf16-mixed").world_size == 6
+    assert plan(strategy=in_pairs(), devices=2, num_nodes=3, precision="bf16-mixed").world_size == 6
     with pytest.raises(ConfigurationError, match=r"got 3, 32-true"):
-        plan(strategy=InPairs(), devices=3)
+        plan(strategy=in_pairs(), devices=3)
     with pytest.raises(ConfigurationError, match=r"got 2, 16-mixed"):
-        plan(strategy=InPairs(), devices=2, precision="16-mixed")
+        plan(strategy=in_pairs(), devices=2, precision="16-mixed")
     torchrun(3)
     with pytest.raises(ConfigurationError, match=r"got 3, 32-true"):
-        plan(strategy=InPairs())
+        plan(strategy=in_pairs())
 
 
 def test_accelerator_with_own_strategies(registry):
@@ -87,7 +98,9 @@ def test_accelerator_with_own_strategies(registry):
 
 def test_a_precision_needs_what_the_accelerator_has(registry):
     registry.register("accelerator", "fake", Fake)
-    assert plan(accelerator="fake", precision="bf16").precision.alias == "bf16-mixed"
+    half = SinglePrecision()
+    half.compute_dtype = torch.bfloat16
+    assert plan(accelerator="fake", precision=half).precision.value is half
     with pytest.raises(
         UnsupportedCombinationError,
         match=r"'64-true' needs 'compute:float64', 'store:float64' \(it has 'compute:bfloat16', 'compute:float32', "

@@ -32,6 +32,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from torchhal.errors import ConfigurationError, message_of
+from torchhal.plugin import Availability
 
 __all__ = ["VendorPackage", "restored_environ"]
 
@@ -116,6 +117,11 @@ class VendorPackage:
         """Raise an error with what :meth:`problem` returns, unless that is empty."""
         if problem := self.problem():
             raise self.error(problem)
+
+    def availability(self) -> Availability:
+        """Return what :meth:`problem` says, as the answer of a component's ``availability``."""
+        problem = self.problem()
+        return Availability(False, problem) if problem else Availability(True)
 
     def load(self) -> ModuleType:
         """Import the package with its submodules, after a look at the version where it has metadata; return the module.

@@ -6,6 +6,8 @@ import training
 from torch.distributed.fsdp import FSDPModule
 
 from torchhal import Trainer
+from torchhal.accelerators import CPUAccelerator
+from torchhal.composition import Composition
 from torchhal.errors import ConfigurationError, UnsupportedCombinationError
 from torchhal.precision import SinglePrecision, TruePrecision
 from torchhal_parallel import _pipeline_schedule
@@ -187,9 +189,16 @@ def test_torch_without_scale_grads_refused(monkeypatch):
             """As without ``scale_grads``."""
 
     monkeypatch.setitem(_pipeline_schedule.SCHEDULES, "gpipe", OfBefore)
-    HybridStrategy(data=2, schedule="gpipe").check_fit(precision=SinglePrecision(), world_size=2)
+
+    def check(strategy):
+        parts = {"checkpoint_io": None, "cluster_environment": None, "devices": (), "num_nodes": 1, "world_size": 2}
+        strategy.check_fit(
+            Composition(accelerator=CPUAccelerator(), precision=SinglePrecision(), strategy=strategy, **parts)
+        )
+
+    check(HybridStrategy(data=2, schedule="gpipe"))
     with pytest.raises(UnsupportedCombinationError, match=r"OfBefore of torch .* has no argument 'scale_grads'"):
-        HybridStrategy(pipeline=2, schedule="gpipe").check_fit(precision=SinglePrecision(), world_size=2)
+        check(HybridStrategy(pipeline=2, schedule="gpipe"))
 
 
 @pytest.mark.parametrize("value", [0, -1, True, 1.5, "2"])

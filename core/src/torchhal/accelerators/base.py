@@ -21,7 +21,7 @@ from torchhal.capabilities import (
     compute,
     store,
 )
-from torchhal.diagnostics import Diagnosable
+from torchhal.composition import Composable
 from torchhal.errors import AcceleratorUnavailableError
 from torchhal.plugin import Availability
 from torchhal.pytree import move_to_device
@@ -56,7 +56,7 @@ def _capabilities_of(precisions: Iterable[str]) -> frozenset[str]:
     return COLLECTIVES.union({STREAMS, DETERMINISTIC_COLLECTIVES}, *words)
 
 
-class Accelerator(Diagnosable, DeviceStatistics, DeviceProfiling):
+class Accelerator(Composable, DeviceStatistics, DeviceProfiling):
     """One kind of hardware.
 
     Hardware that torch already supports, in its tree or through PrivateUse1, is a subclass that sets :attr:`name`,

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Final
 
 from torchhal.checkpoint._locate import location_of
-from torchhal.diagnostics import Diagnosable
+from torchhal.composition import Composable
 
 DEFAULT_EXTENSION: Final = ".ckpt"
 
 
-class CheckpointIO(Diagnosable, ABC):
+class CheckpointIO(Composable, ABC):
     """A format and a place for checkpoints.
 
     A subclass has to define :meth:`save_checkpoint` and :meth:`load_checkpoint` alone. Callers rely on this:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torchhal import registry
 from torchhal._terminal import echo
@@ -18,15 +19,32 @@ if TYPE_CHECKING:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``torchhal explain`` to its parser."""
-    parser.add_argument("--accelerator", default="auto", metavar="ALIAS")
-    parser.add_argument("--strategy", default="auto", metavar="ALIAS")
+    options = ', or with options as JSON: \'{"ALIAS": {"OPTION": VALUE}}\''
+    parser.add_argument("--accelerator", type=_alias, default="auto", metavar="ALIAS", help=f"an alias{options}")
+    parser.add_argument("--strategy", type=_alias, default="auto", metavar="ALIAS", help="the same")
     parser.add_argument("--devices", default="auto", metavar="N", help="a count, indices such as 0,2, or auto")
     parser.add_argument("--num-nodes", type=_nodes, default=1, metavar="N", help="a count, or auto")
-    parser.add_argument("--precision", default=None, metavar="ALIAS")
-    parser.add_argument("--plugin", action="append", default=[], metavar="ALIAS", help="may be given several times")
+    parser.add_argument("--precision", type=_alias, default=None, metavar="ALIAS", help="the same")
+    parser.add_argument(
+        "--plugin",
+        type=_alias,
+        action="append",
+        default=[],
+        metavar="ALIAS",
+        help="the same; several times",
+    )
     memory.add_options(parser)
     parser.add_argument("--json", action="store_true", help="print JSON (schema 1)")
     parser.set_defaults(run=_explain)
+
+
+def _alias(text: str) -> Any:
+    if not text.lstrip().startswith("{"):
+        return text
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be an alias, or JSON (got {text!r}: {error})") from None
 
 
 def _nodes(text: str) -> int | str:

@@ -14,6 +14,7 @@ from torchhal._text_table import format_table
 from torchhal.errors import ConfigurationError, ModelError, TorchhalError, UnsupportedCombinationError
 
 if TYPE_CHECKING:
+    from torchhal.composition import Composition
     from torchhal.memory_estimate import ModelMemory
     from torchhal.resolve import Plan, Request
     from torchhal.trainer import Trainer
@@ -44,9 +45,10 @@ def estimate(arguments: argparse.Namespace, request: Request, plan: Plan) -> dic
     from torchhal.memory_estimate import bytes_of
 
     memory = _measure(arguments, request, plan)
-    asked = arguments.strategy.strip().lower() != "auto"
-    strategy, precision = plan.strategy, plan.precision.value
-    rows = [_row(strategy.alias, strategy.value, memory, precision, plan.world_size)] if asked else []
+    asked = not isinstance(arguments.strategy, str) or arguments.strategy.strip().lower() != "auto"
+    strategy = plan.strategy
+    composition = _composition(plan, strategy.value, plan.world_size)
+    rows = [_row(strategy.alias, strategy.value, memory, composition)] if asked else []
     return {
         "model": arguments.model,
         "world_size": plan.world_size,
@@ -187,7 +189,7 @@ def _every(memory: ModelMemory, plan: Plan) -> Iterator[dict[str, Any]]:
             continue
         processes = strategy.num_local_processes(len(plan.device_indices)) * (plan.num_nodes or 1)
         world_size = processes if strategy.multi_device else 1
-        row = _row(alias, strategy, memory, plan.precision.value, world_size)
+        row = _row(alias, strategy, memory, _composition(plan, strategy, world_size))
         if "reason" in row:
             impossible.append(row)
             continue
@@ -199,9 +201,26 @@ def _every(memory: ModelMemory, plan: Plan) -> Iterator[dict[str, Any]]:
     yield from impossible
 
 
-def _row(alias: str, strategy: Any, memory: ModelMemory, precision: Any, world_size: int) -> dict[str, Any]:
+def _composition(plan: Plan, strategy: Any, world_size: int) -> Composition:
+    from torchhal.composition import Composition
+
+    return Composition(
+        accelerator=plan.accelerator.value,
+        precision=plan.precision.value,
+        checkpoint_io=plan.checkpoint_io.value,
+        cluster_environment=None if plan.cluster_environment is None else plan.cluster_environment.value,
+        strategy=strategy,
+        devices=plan.devices,
+        num_nodes=plan.num_nodes,
+        world_size=world_size,
+    )
+
+
+def _row(alias: str, strategy: Any, memory: ModelMemory, composition: Composition) -> dict[str, Any]:
+    from torchhal.resolve._refusals import check_fit
+
     try:
-        strategy.check_fit(precision=precision, world_size=world_size)
-        return {"strategy": alias, **strategy.memory_per_rank(memory, world_size).to_dict()}
+        check_fit("strategy", strategy, composition)
+        return {"strategy": alias, **strategy.memory_per_rank(memory, composition.world_size).to_dict()}
     except TorchhalError as error:
         return {"strategy": alias, "reason": " ".join(str(error).split())}

@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from torchhal.cluster._job import current_job
-from torchhal.diagnostics import Diagnosable
+from torchhal.composition import Composable
 from torchhal.errors import ConfigurationError
 
 
@@ -27,7 +27,7 @@ class RanksNotMetError(ConfigurationError):
     """
 
 
-class ClusterEnvironment(Diagnosable, ABC):
+class ClusterEnvironment(Composable, ABC):
     """The place of this process among all processes of the job.
 
     Callers rely on this: every number is an int; reading starts no process, resolves no name and takes milliseconds;

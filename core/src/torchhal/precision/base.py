@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 from torchhal._name_lists import NameList, warn_where_set
 from torchhal.accelerators import Accelerator
 from torchhal.capabilities import LOSS_SCALING, autocast, compute, store
-from torchhal.diagnostics import Diagnosable
+from torchhal.composition import Composable
 from torchhal.errors import ConfigurationError
 
 
-class Precision(Diagnosable):
+class Precision(Composable):
     """One choice of dtypes for weights and arithmetic.
 
     Every method is an identity by default, so a subclass overrides only what it changes. A caller decides once, before

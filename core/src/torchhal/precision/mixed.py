@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from torchhal.accelerators import Accelerator
+from torchhal.composition import Composition
 from torchhal.errors import CheckpointMismatchError, UnsupportedCombinationError
 from torchhal.precision._casting import cast_module, cast_tensors, parse_dtype
 from torchhal.precision.base import Precision, needs_closure
@@ -65,6 +66,20 @@ class MixedPrecision(Precision):
         self._stepped: set[int] = set()
         self._scaled = False  # whether gradients were made under the current scale
 
+    def check_fit(self, composition: Composition) -> None:
+        """Raise UnsupportedCombinationError where torch has no autocast for the accelerator's type of device.
+
+        Whether it has one to this dtype is found in :meth:`setup`: on some devices the question starts them.
+        """
+        if not torch.amp.is_autocast_available(composition.accelerator.device_type):
+            self._refuse(composition.accelerator)
+
+    def _refuse(self, accelerator: Accelerator) -> NoReturn:
+        raise UnsupportedCombinationError(
+            f"precision {self.alias!r} doesn't fit accelerator {accelerator.name!r}: torch has no autocast to "
+            f"{self.compute_dtype} for device type {accelerator.device_type!r}; use '32-true'"
+        )
+
     def setup(self, accelerator: Accelerator, device: torch.device) -> None:
         """Bind autocast and the scaler to the device's type; a scaler from an earlier run keeps its scale.
 
@@ -73,10 +88,7 @@ class MixedPrecision(Precision):
         """
         kind = accelerator.device_type
         if not torch.amp.is_autocast_available(kind) or not _autocasts(kind, self.compute_dtype):
-            raise UnsupportedCombinationError(
-                f"precision {self.alias!r} doesn't fit accelerator {accelerator.name!r}: torch has no autocast to "
-                f"{self.compute_dtype} for device type {kind!r}; use '32-true'"
-            )
+            self._refuse(accelerator)
         if self.compute_dtype is torch.float16 and self._own_scaler and kind != self._device_type:
             state = self.state_dict()
             self.scaler = GradScaler(kind)

@@ -7,17 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 
 from torchhal._terminal import printable
 from torchhal.accelerators import Accelerator
 from torchhal.cluster._job import current_job
 from torchhal.cluster.base import ClusterEnvironment, RanksNotMetError
+from torchhal.composition import Composition
 from torchhal.distributed.process import launched_by
 from torchhal.errors import ConfigurationError
 from torchhal.resolve._accelerator_choice import choose_accelerator
+from torchhal.resolve._alias_options import read_alias
 from torchhal.resolve._compatibility import check_parts
 from torchhal.resolve._launcher_choice import choose_environment, interactive_alias, launcher
 from torchhal.resolve._plan import Plan, Request, ResolvedComponent
+from torchhal.resolve._refusals import check_fits
 from torchhal.resolve._user_arguments import (
     apply_accelerator_default,
     choose_component,
@@ -45,6 +49,12 @@ def resolve(
         AcceleratorUnavailableError: an accelerator requested by name that can't be used here.
         UnknownAliasError, AmbiguousAliasError, ComponentError: from the registry.
     """
+    request = replace(
+        request,
+        accelerator=read_alias("accelerator", request.accelerator),
+        strategy=read_alias("strategy", request.strategy),
+        precision=read_alias("precision", request.precision),
+    )
     asked_nodes = request.num_nodes
     if not _is_auto(asked_nodes) and (
         isinstance(asked_nodes, bool) or not isinstance(asked_nodes, int) or asked_nodes < 1
@@ -110,7 +120,19 @@ def resolve(
     devices = tuple(hardware.get_parallel_devices(indices))
     local = chosen.num_local_processes(len(indices))
     world_size = started if external or num_workers else local * num_nodes
-    chosen.check_fit(precision=precision.value, world_size=world_size)
+    needs_environment = chosen.multi_device or is_given
+    check_fits(
+        Composition(
+            accelerator=hardware,
+            precision=precision.value,
+            checkpoint_io=checkpoint_io.value,
+            cluster_environment=environment.value if needs_environment else None,
+            strategy=chosen,
+            devices=devices,
+            num_nodes=None if "num_nodes" in left_to_launcher else num_nodes,
+            world_size=world_size,
+        )
+    )
     # A process of an earlier Trainer's launch may create one that it never runs: only the launched one is checked.
     if launched_by() is None and (chosen.multi_device or not external):
         with suppress(RanksNotMetError):  # the rest is compared when a run begins
@@ -120,7 +142,7 @@ def resolve(
         accelerator=accelerator,
         precision=precision,
         checkpoint_io=checkpoint_io,
-        cluster_environment=environment if chosen.multi_device or is_given else None,
+        cluster_environment=environment if needs_environment else None,
         strategy=strategy,
         device_indices=tuple(indices),
         devices=devices,
@@ -148,7 +170,7 @@ def _strategy(
 ) -> ResolvedComponent:
     if given is not None:
         return given
-    asked = str(request.strategy)
+    asked: str = request.strategy  # type: ignore[assignment]
     if _is_auto(asked):
         alias, where = hardware.default_strategy, ""
         if several:

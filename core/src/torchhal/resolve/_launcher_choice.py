@@ -14,6 +14,7 @@ from torchhal.errors import ConfigurationError, UnsupportedCombinationError
 from torchhal.launchers._command import why_no_script
 from torchhal.registry import RegistryEntry
 from torchhal.resolve._plan import ResolvedComponent
+from torchhal.resolve._refusals import availability_of
 from torchhal.resolve._user_arguments import apply_accelerator_default, choose_component, from_alias, from_entry
 from torchhal.strategies import Strategy
 
@@ -45,6 +46,9 @@ def choose_environment(sources: Mapping[str, Any], accelerator: Accelerator, not
         try:
             cls = entry.load()
             if cls.detect():
+                if not (available := availability_of(cls)):
+                    notes.append(f"{entry} started this process and can't be used here: {available.reason}")
+                    continue
                 found.append((cls.priority, entry))
         except Exception as error:
             notes.append(f"{entry} could not say whether it started this process: {error}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,13 +16,16 @@ from torchhal.strategies import Strategy
 
 @dataclass(frozen=True)
 class Request:
-    """The Trainer's hardware arguments as the user wrote them. Parts are aliases, classes or instances."""
+    """The Trainer's hardware arguments as the user wrote them.
 
-    accelerator: str | Accelerator | type[Accelerator] = "auto"
-    strategy: str | Strategy | type[Strategy] = "auto"
+    Components are aliases, aliases with options ``{alias: {option: value}}``, classes or instances.
+    """
+
+    accelerator: str | Mapping[str, Any] | Accelerator | type[Accelerator] = "auto"
+    strategy: str | Mapping[str, Any] | Strategy | type[Strategy] = "auto"
     devices: int | str | Sequence[int] = "auto"
     num_nodes: int | str = 1
-    precision: str | int | Precision | type[Precision] | None = None
+    precision: str | int | Mapping[str, Any] | Precision | type[Precision] | None = None
     plugins: Any = ()
 
 

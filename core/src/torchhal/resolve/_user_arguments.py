@@ -15,10 +15,18 @@ from torchhal import registry
 from torchhal.accelerators import Accelerator
 from torchhal.checkpoint import CheckpointIO
 from torchhal.cluster import ClusterEnvironment
-from torchhal.errors import AcceleratorUnavailableError, ConfigurationError, PluginError, UnknownAliasError
+from torchhal.errors import (
+    AcceleratorUnavailableError,
+    ConfigurationError,
+    PluginError,
+    UnknownAliasError,
+    message_of,
+)
 from torchhal.precision import Precision
 from torchhal.registry._hints import meant_by
+from torchhal.resolve._alias_options import options_of, read_alias, renamed
 from torchhal.resolve._plan import ResolvedComponent
+from torchhal.resolve._refusals import availability_of
 from torchhal.strategies import Strategy
 from torchhal.suggestions import one_of
 
@@ -59,6 +67,10 @@ def component_from_instance(kind: str, value: Any, reason: str) -> ResolvedCompo
             f"'{kind}' must be {auto}an alias, {article} {base.__name__} or a class of one (got {value!r})"
             f"{_meant(kind, value)}"
         )
+    if kind != "accelerator" and not (available := availability_of(type(instance))):
+        raise ConfigurationError(
+            f"{kind.replace('_', ' ')} {_own_alias(instance)!r} can't be used here: {available.reason}"
+        )
     return ResolvedComponent(kind, _own_alias(instance), instance, reason)
 
 
@@ -79,27 +91,39 @@ def _own_alias(value: Any) -> str:
 
 def from_alias(kind: str, alias: str, reason: str) -> ResolvedComponent:
     """Return the component that is registered as ``alias``."""
-    return from_entry(registry.find(kind, alias), alias, reason)
+    return from_entry(registry.find(kind, str(alias)), alias, reason)
 
 
 def from_entry(entry: registry.RegistryEntry, alias: str, reason: str) -> ResolvedComponent:
     """Return the component of ``entry``, which messages call ``alias``; raise an error if it can't be used here."""
     kind = entry.kind
     availability = entry.availability()
+    if availability and kind != "accelerator":  # whose hardware is asked for later, with the devices
+        availability = availability_of(entry.load())
     if not availability:
         message = f"{kind.replace('_', ' ')} {alias!r} can't be used here: {availability.reason}"
         if kind == "accelerator":
             raise AcceleratorUnavailableError(message, alias=alias, reason=availability.reason)
         raise ConfigurationError(message)
-    value = entry.create()
+    value = _create(entry, alias)
     if isinstance(value, Strategy) and not value.alias:
         value.alias = entry.component.alias
     return ResolvedComponent(kind, entry.component.alias, value, reason)
 
 
+def _create(entry: registry.RegistryEntry, alias: str) -> Any:
+    options = options_of(alias)
+    try:
+        return entry.create(**options)
+    except TypeError as error:
+        if not options:
+            raise
+        raise ConfigurationError(f"{entry.kind.replace('_', ' ')} {alias!r}: {message_of(error)}") from error
+
+
 def apply_accelerator_default(kind: str, alias: str, accelerator: Accelerator) -> str:
     """Return the alias that replaces a general one on this hardware."""
-    return accelerator.substitutes.get(kind, {}).get(alias.lower(), alias)
+    return renamed(alias, accelerator.substitutes.get(kind, {}).get(alias.lower(), alias))
 
 
 def group_by_kind(plugins: Any) -> dict[str, Any]:
@@ -108,6 +132,7 @@ def group_by_kind(plugins: Any) -> dict[str, Any]:
         return {}
     if isinstance(plugins, str | bytes) or not isinstance(plugins, Sequence):
         plugins = [plugins]
+    plugins = [read_alias("plugins", plugin) for plugin in plugins]
     given: dict[str, Any] = {}
     for plugin in plugins:
         kind = _plugin_kind(plugin)
@@ -170,7 +195,7 @@ def single_source(kind: str, sources: Mapping[str, Any]) -> tuple[str, Any]:
 
 def _same(first: Any, second: Any) -> bool:
     if isinstance(first, str) and isinstance(second, str):
-        return first.lower() == second.lower()
+        return first.lower() == second.lower() and options_of(first) == options_of(second)
     return first is second
 
 

@@ -14,13 +14,12 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 
 from torchhal._name_lists import NameList, warn_where_set
-from torchhal.diagnostics import Diagnosable
+from torchhal.composition import Composable, Composition, takes_parts_too
 from torchhal.distributed._rank_monitor import RankMonitor
 from torchhal.distributed.rendezvous import DEFAULT_TIMEOUT
 from torchhal.errors import ConfigurationError, ModelError, UnsupportedCombinationError
 from torchhal.launchers import ExternalLauncher, Launcher
 from torchhal.memory_estimate import MemoryEstimate, ModelMemory
-from torchhal.precision import Precision
 from torchhal.precision.base import connected
 from torchhal.pytree import move_module
 from torchhal.strategies._hooks import StrategyHooks
@@ -36,7 +35,7 @@ from torchhal.strategies._sync_batchnorm import (
 __all__ = ["STEPS", "Strategy"]
 
 
-class Strategy(Diagnosable, StrategyHooks, StrategySteps, StrategyState):
+class Strategy(Composable, StrategyHooks, StrategySteps, StrategyState):
     """One way to train a model on the devices it is given.
 
     A strategy owns the model, the optimizers and the schedulers, and is the only object that the loops call. The life
@@ -155,19 +154,20 @@ class Strategy(Diagnosable, StrategyHooks, StrategySteps, StrategyState):
         """
         return ExternalLauncher()
 
-    def check_fit(self, *, precision: Precision, world_size: int) -> None:
-        """Raise an error if the strategy can't work in that precision, or with that many processes.
+    @takes_parts_too
+    def check_fit(self, composition: Composition) -> None:
+        """Raise an error if the strategy can't work in ``composition``: with that precision, or as many processes.
 
-        Called by ``resolve``, before anything is started, with all other components chosen.
+        A class of an earlier release takes ``precision`` and ``world_size``, by keyword, and is still called with these
+        until torchhal 1.0.
 
         Args:
-            precision: the precision of the run.
-            world_size: number of processes of the job.
+            composition: the components, this one among them, and the processes.
 
         Raises:
             ConfigurationError: it can't.
 
-        Checks: STR-37.
+        Checks: STR-37, GEN-32.
         """
 
     def check_sync_batchnorm(self, world_size: int) -> None:

@@ -14,6 +14,7 @@ from torchhal.distributed import collectives
 from torchhal.distributed.stores import Store
 from torchhal.errors import DistributedError
 from torchhal.memory_estimate import MemoryEstimate, ModelMemory
+from torchhal.plugin import Availability
 from torchhal.pytree import map_tensors
 from torchhal.strategies import ParallelStrategy
 from torchhal_bagua import _algorithms as algorithms
@@ -71,6 +72,10 @@ class BaguaStrategy(ParallelStrategy):
     compares_replicas: ClassVar[bool] = True
 
     lacks: ClassVar[frozenset[str]] = store(torch.bfloat16, torch.float64)  # Bagua sends float32 and float16
+
+    @classmethod
+    def availability(cls) -> Availability:
+        return sdk.availability()
 
     def __init__(
         self,

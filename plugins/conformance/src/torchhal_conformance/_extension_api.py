@@ -12,6 +12,7 @@ MODULES: Final[Mapping[str, tuple[str, ...]]] = {
     "What every plugin needs": (
         "torchhal.plugin",
         "torchhal.capabilities",
+        "torchhal.composition",
         "torchhal.errors",
         "torchhal.suggestions",
         "torchhal.lazy_names",

@@ -6,7 +6,7 @@ import torch
 
 import torchhal_conformance.checks  # noqa: F401  registers them
 from torchhal.errors import ConfigurationError
-from torchhal.precision import SinglePrecision
+from torchhal.resolve._refusals import check_fit, composition_of
 from torchhal_conformance._check import CHECKS, NotApplicable
 from torchhal_conformance._component_under_test import ComponentUnderTest
 from torchhal_conformance._rank_context import RankContext
@@ -20,7 +20,8 @@ def run_check(id: str, component: ComponentUnderTest, folder: str) -> None:
     rank = RankContext(component, folder)
     if component.kind == "strategy":
         try:
-            rank.create_strategy().check_fit(precision=SinglePrecision(), world_size=rank.size)
+            strategy = rank.create_strategy()
+            check_fit("strategy", strategy, composition_of(strategy, rank.size))
         except ConfigurationError as error:
             raise NotApplicable(f"it refuses {rank.size} process(es): {error}") from error
     CHECKS[id].function(rank)

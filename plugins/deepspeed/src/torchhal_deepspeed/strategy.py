@@ -18,6 +18,7 @@ from torchhal.checkpoint import read
 from torchhal.distributed import collectives
 from torchhal.errors import CheckpointError, ConfigurationError
 from torchhal.memory_estimate import MemoryEstimate, ModelMemory
+from torchhal.plugin import Availability
 from torchhal.precision import cast_tensors
 from torchhal.strategies import StepResult
 from torchhal_deepspeed import _compatibility as compatibility
@@ -72,6 +73,10 @@ class DeepSpeedStrategy(DeepSpeedEngineBase):
     default_checkpoint_io: ClassVar[str] = "deepspeed"
     inference_mode: ClassVar[bool] = False  # parameters that are gathered for a validation are used by training
     compares_replicas: ClassVar[bool] = True
+
+    @classmethod
+    def availability(cls) -> Availability:
+        return sdk.DEEPSPEED.availability()
 
     def __init__(
         self,

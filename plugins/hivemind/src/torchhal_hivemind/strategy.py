@@ -22,6 +22,7 @@ from torchhal.checkpoint import CheckpointIO
 from torchhal.cluster import ClusterEnvironment
 from torchhal.distributed.process import describe_exit, leave, write_stderr
 from torchhal.errors import ConfigurationError, DistributedError, ModelError, UnsupportedCombinationError
+from torchhal.plugin import Availability
 from torchhal.precision import Precision
 from torchhal.strategies import SingleDeviceStrategy, StepResult, Strategy
 from torchhal.trainer.logging import batch_size_of
@@ -91,6 +92,10 @@ class HivemindStrategy(SingleDeviceStrategy):
 
     # Averages are made in float32, and gradients of a loss that is scaled would be averaged with each peer's own scale.
     lacks: ClassVar[frozenset[str]] = store(torch.float64) | {LOSS_SCALING}
+
+    @classmethod
+    def availability(cls) -> Availability:
+        return sdk.availability()
 
     def __init__(
         self,

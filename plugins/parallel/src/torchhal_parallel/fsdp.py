@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from torchhal.composition import Composition
 from torchhal.distributed import collectives
 from torchhal.memory_estimate import MemoryEstimate, ModelMemory
-from torchhal.precision import Precision
 from torchhal.strategies import check_lookups
 from torchhal_parallel._fsdp_base import FullyShardedStrategy
 from torchhal_parallel._fsdp_units import check_torch
@@ -53,7 +53,7 @@ class FSDPStrategy(FullyShardedStrategy):
     _unset: Collection[str] = ()
     """Names of the tensors that lie on the meta device on rank 0, too."""
 
-    def check_fit(self, *, precision: Precision, world_size: int) -> None:
+    def check_fit(self, composition: Composition) -> None:
         check_torch(self.alias or "fsdp")
 
     # -- model -----------------------------------------------------------------------------------------------

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from torchhal.composition import Composition
 from torchhal.errors import (
     ConfigurationError,
     message_of,
 )
 from torchhal.memory_estimate import MemoryEstimate, ModelMemory
-from torchhal.precision import Precision
 from torchhal.strategies import StepResult, Strategy, check_frequencies
 from torchhal_parallel._device_mesh import ParallelDims, build_mesh, check_size, make_batch_group, release_groups
 from torchhal_parallel._divided_regions import DividedRegions
@@ -124,13 +124,13 @@ class HybridStrategy(FullyShardedStrategy):
 
     # -- what can work ---------------------------------------------------------------------------------------
 
-    def check_fit(self, *, precision: Precision, world_size: int) -> None:
-        sizes = self.sizes_for(world_size)
+    def check_fit(self, composition: Composition) -> None:
+        sizes = self.sizes_for(composition.world_size)
         if sizes["shard"] > 1:
             check_torch(self.alias or "hybrid")
         if sizes["pipeline"] > 1:
             check_schedules_of_torch(self.schedule, self.alias or "hybrid")
-        check_precision(precision, sizes, self.alias or "hybrid")
+        check_precision(composition.precision, sizes, self.alias or "hybrid")
 
     def check_sync_batchnorm(self, world_size: int) -> None:
         if self.sizes_for(world_size)["pipeline"] > 1:

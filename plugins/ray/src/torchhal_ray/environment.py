@@ -9,7 +9,9 @@ from torchhal.cluster import LocalEnvironment
 from torchhal.distributed.process import launched_by
 from torchhal.errors import ConfigurationError, LaunchError
 from torchhal.launchers import Launcher
+from torchhal.plugin import Availability
 from torchhal_ray import _config as settings
+from torchhal_ray import _sdk as sdk
 
 RESOURCES = {"cuda": "GPU", "xpu": "GPU", "npu": "NPU", "hpu": "HPU", "xla": "TPU"}
 """What Ray calls the devices of a torch device type. CPU cores are asked for anyway."""
@@ -47,6 +49,10 @@ class RayEnvironment(LocalEnvironment):
     name: ClassVar[str] = "ray"
     priority: ClassVar[int] = 10
     features: ClassVar[frozenset[str]] = frozenset({"owns_launch"})
+
+    @classmethod
+    def availability(cls) -> Availability:
+        return sdk.RAY.availability()
 
     def __init__(
         self,

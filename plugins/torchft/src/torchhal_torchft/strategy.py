@@ -16,6 +16,7 @@ from torchhal.checkpoint import CheckpointIO
 from torchhal.cluster import ClusterEnvironment
 from torchhal.errors import DistributedError, ModelError
 from torchhal.memory_estimate import MemoryEstimate, ModelMemory
+from torchhal.plugin import Availability
 from torchhal.precision import Precision
 from torchhal.strategies import SingleDeviceStrategy, StepResult, Strategy
 from torchhal.trainer.data import distribute
@@ -70,6 +71,10 @@ class TorchFTStrategy(SingleDeviceStrategy):
         DistributedError: from ``fit``, when the lighthouse does not answer or no quorum is found in time.
         CheckpointMismatchError: from ``fit``, when the other groups train something else.
     """
+
+    @classmethod
+    def availability(cls) -> Availability:
+        return sdk.TORCHFT.availability()
 
     def __init__(
         self,
