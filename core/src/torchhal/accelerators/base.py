@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 
 import torch
 
+from torchhal._diagnosable import Diagnosable
 from torchhal.accelerators._devices import call_on_device, parse_devices
 from torchhal.accelerators._profiling import DeviceProfiling
 from torchhal.accelerators._statistics import DeviceStatistics
-from torchhal.diagnostics import Diagnosable
 from torchhal.errors import AcceleratorUnavailableError
 from torchhal.plugin import Availability
 from torchhal.pytree import move_to_device

@@ -7,8 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from torchhal._diagnosable import Diagnosable
 from torchhal.checkpoint._locate import location_of
-from torchhal.diagnostics import Diagnosable
 
 
 class CheckpointIO(Diagnosable, ABC):

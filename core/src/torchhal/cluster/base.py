@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
+from torchhal._diagnosable import Diagnosable
 from torchhal.cluster._job import current_job
-from torchhal.diagnostics import Diagnosable
 from torchhal.errors import ConfigurationError
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from torchhal._diagnosable import Diagnosable
 from torchhal.accelerators import Accelerator
-from torchhal.diagnostics import Diagnosable
 from torchhal.errors import ConfigurationError
 
 

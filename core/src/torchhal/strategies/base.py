@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 
-from torchhal.diagnostics import Diagnosable
+from torchhal._diagnosable import Diagnosable
 from torchhal.distributed._rank_monitor import RankMonitor
 from torchhal.distributed.rendezvous import DEFAULT_TIMEOUT
 from torchhal.errors import ConfigurationError, ModelError, UnsupportedCombinationError
