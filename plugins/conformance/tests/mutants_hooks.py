@@ -54,7 +54,7 @@ class OwnRegions(CPUAccelerator):
         return contextlib.nullcontext()
 
 
-@caught_by("ACC-27", says="swallowed")
+@caught_by("ACC-27", says="whose body raises")
 class Swallows(CPUAccelerator):
     @contextlib.contextmanager
     def profile_region(self, name):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
 import torch
@@ -72,7 +72,7 @@ def processed_loader(context: CheckContext) -> None:
     made = accelerator.process_dataloader(loader, device)
     require(isinstance(made, Iterable), f"process_dataloader must return an iterable (got {made!r})")
     require(not isinstance(made, Iterator), f"process_dataloader must not return an iterator (got {made!r})")
-    if hasattr(made, "__len__"):
+    if isinstance(made, Sized):
         same("len() of the processed loader", len(made), len(loader))
     expected = [batch["index"].tolist() for batch in loader]
     for time_ in ("first", "second"):

@@ -8,7 +8,8 @@ import time
 import torch
 from torch.profiler import ProfilerActivity
 
-from torchhal_conformance._assertions import require
+from torchhal.accelerators import Accelerator
+from torchhal_conformance._assertions import raises, require
 from torchhal_conformance._check import check
 from torchhal_conformance._context import CheckContext
 
@@ -72,13 +73,12 @@ def profiler(context: CheckContext) -> None:
             torch.ones(4, device=device).sum()
         require(callable(getattr(profiled, "step", None)), f"what profile() enters has no step(): {profiled!r}")
         profiled.step()
-        try:
-            with accelerator.profile_region("raises"):
-                raise KeyError("inside")
-        except KeyError:
-            pass
-        else:
-            require(False, "profile_region() swallowed what its body raised")
+        raises("a profile_region() whose body raises", KeyError, lambda: _fail_inside(accelerator))
     if isinstance(profiled, torch.profiler.profile):
         names = {event.key for event in profiled.key_averages()}
         require(_REGION in names, f"the trace has no region {_REGION!r}")
+
+
+def _fail_inside(accelerator: Accelerator) -> None:
+    with accelerator.profile_region("raises"):
+        raise KeyError("inside")
