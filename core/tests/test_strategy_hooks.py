@@ -13,6 +13,7 @@ from torchhal import Callback, Module
 from torchhal.strategies import DDPStrategy, SingleDeviceStrategy, StepResult
 from torchhal.strategies._hooks import StrategyHooks
 from torchhal.trainer.callbacks import ModelCheckpoint
+from torchhal.trainer.loops import DataPositionChanged
 from torchhal.trainer.loops._batch_hooks import evaluation_batch_hooks, train_batch_end, train_batch_start
 
 HOOKS = sorted(name for name in vars(StrategyHooks) if name.startswith("on_"))
@@ -347,6 +348,30 @@ def test_hooks_under_owns_step():
     strategy = OwnsStep()
     make(strategy=strategy).fit(Net(), BATCHES[:2])
     assert strategy.log == ["train_start", "epoch_start", *batches(0, 1), "epoch_end", "train_end"]
+
+
+class Repositions(Recorded):
+    """Takes over the counters of others at batch 1, which are two batches further."""
+
+    def step_function(self, name):
+        step = super().step_function(name)
+
+        def run(batch, batch_idx, *rest):
+            loop = self.trainer.fit_loop
+            if name == "training_step" and batch_idx == 1:
+                loop.batches_done = 3
+                raise DataPositionChanged
+            return step(batch, batch_idx, *rest)
+
+        return run
+
+
+def test_position_changes():
+    """The part of an epoch that ends there has its own start and end; its last batch has no end."""
+    strategy = Repositions()
+    make(strategy=strategy).fit(Net(), BATCHES)
+    rest = ["epoch_end", "epoch_start", *batches(3), "epoch_end"]
+    assert strategy.log == ["train_start", "epoch_start", *batches(0), "batch_start 1", *rest, "train_end"]
 
 
 def test_no_hooks_cost_nothing():

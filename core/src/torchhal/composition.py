@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torchhal.diagnostics import Diagnosable
+from torchhal._diagnosable import Diagnosable
 from torchhal.plugin import Availability
 
 if TYPE_CHECKING:

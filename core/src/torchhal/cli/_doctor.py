@@ -80,8 +80,10 @@ def _examination(found: Mapping[str, Any]) -> Iterator[str]:
     yield from (f"  {sentence}" for sentence in found["recommendations"] or ["none"])
     yield "diagnostics:"
     for part in found["diagnostics"]:
-        problem = [f"failed: {part['problem']}"] if part["problem"] else []
-        yield from (f"  {part['kind']} {part['name']}: {sentence}" for sentence in (*part["sentences"], *problem))
+        name = f"  {part['kind']} {part['name']}"
+        yield from (f"{name}: {sentence}" for sentence in part["sentences"])
+        if part["problem"]:
+            yield f"{name} failed: {part['problem']}"
     if not found["diagnostics"]:
         yield "  none"
 

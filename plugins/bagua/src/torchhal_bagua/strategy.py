@@ -222,11 +222,19 @@ class BaguaStrategy(ParallelStrategy):
 
     # -- steps -----------------------------------------------------------------------------------------------
 
+    def on_evaluation_start(self, stage: str) -> None:
+        """Evaluate what all ranks have: end averages in the background, and share the buffers."""
+        super().on_evaluation_start(stage)
+        self._prepare_evaluation()
+
     def step_function(self, name: str) -> Callable[..., Any]:
-        if name != "training_step":  # asked for at the beginning of each evaluation
-            self._pause()
-            self._share_buffers()
+        if name != "training_step" and self.trainer is None:  # a loop by hand, which calls no hooks
+            self._prepare_evaluation()
         return super().step_function(name)
+
+    def _prepare_evaluation(self) -> None:
+        self._pause()
+        self._share_buffers()
 
     def module_step(self, name: str) -> Callable[..., Any]:
         step: Callable[..., Any] = getattr(self.module, name)

@@ -11,9 +11,12 @@ _MODULES: Final = (
     "plugin_vendor_modules",
     "plugin_components",
     "plugin_distribution",
+    "plugin_diagnostics",
     "accelerator_devices",
     "accelerator_tensors",
     "accelerator_state",
+    "accelerator_statistics",
+    "accelerator_loaders",
     "precision_dtypes",
     "precision_gradients",
     "precision_steps",
@@ -32,6 +35,7 @@ _MODULES: Final = (
     "strategy_checkpoints",
     "processes",
     "trainer",
+    "strategy_hooks",
 )
 
 for _module in _MODULES:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["Diagnosable"]
-
 
 class Diagnosable:
     """A component that reports on its installation to ``torchhal doctor``.
