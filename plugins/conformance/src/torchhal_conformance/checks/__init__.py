@@ -12,6 +12,7 @@ _MODULES: Final = (
     "plugin_components",
     "plugin_distribution",
     "plugin_diagnostics",
+    "plugin_refusals",
     "accelerator_devices",
     "accelerator_tensors",
     "accelerator_state",
