@@ -5,11 +5,9 @@ from __future__ import annotations
 import sys
 from typing import Any, ClassVar
 
-import torch
 from importlib_metadata import Distribution
 
 from torchhal.accelerators import Accelerator
-from torchhal.capabilities import COLLECTIVES, autocast, compute, store
 from torchhal.plugin import HOOKS, Availability
 from torchhal.resolve import Plan, Request, resolve
 
@@ -33,9 +31,7 @@ class Fake(Accelerator):
 
     name: ClassVar[str] = "fake"
     device_type: ClassVar[str] = "meta"
-    capabilities: ClassVar[frozenset[str]] = (
-        compute(torch.float32, torch.bfloat16) | store(torch.float32) | autocast(torch.bfloat16) | COLLECTIVES
-    )
+    precisions: ClassVar[frozenset[str]] = frozenset({"32-true", "bf16-mixed"})
     count: ClassVar[int] = 4
     reason: ClassVar[str] = ""
 

@@ -270,18 +270,8 @@ class SynchronizesWithoutDevice(CPUAccelerator):
 
 
 @caught_by("ACC-16")
-class DeclaresADtypeThatItHasNot(CPUAccelerator):
-    capabilities = CPUAccelerator.capabilities | {"compute:int8"}
-
-
-@caught_by("ACC-16", says="autocast")
-class DeclaresAnAutocastThatItHasNot(CPUAccelerator):
-    capabilities = CPUAccelerator.capabilities | {"autocast:float64"}
-
-
-@caught_by("ACC-16")
-class StoresRounded(CPUAccelerator):
-    capabilities = CPUAccelerator.capabilities | {"store:int32"}
+class ListsAnUnknownPrecision(CPUAccelerator):
+    precisions = frozenset({"32-true", "8-true"})
 
 
 @caught_by("ACC-18")

@@ -365,22 +365,13 @@ class OwnPrecision(DDPStrategy):
 
 @caught_by("STR-37")
 class TakesWhatItDoesNotDeclare(DDPStrategy):
-    """The class says what it doesn't carry; its instances take all of it, so resolve refuses nothing."""
+    """The class says that it works with one precision; its instances take any, so resolve refuses nothing."""
 
-    lacks = frozenset({"store:bfloat16"})
-
-    def __init__(self, **options):
-        super().__init__(**options)
-        self.lacks = frozenset()
-
-
-@caught_by("STR-37")
-class NeedsLessThanItDeclares(DDPStrategy):
-    needs = frozenset({"collective:reduce_scatter"})
+    precisions = frozenset({"32-true"})
 
     def __init__(self, **options):
         super().__init__(**options)
-        self.needs = frozenset()
+        self.precisions = None
 
 
 @caught_by("STR-38", says="CollectiveTimeoutError")

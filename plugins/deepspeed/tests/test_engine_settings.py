@@ -11,7 +11,6 @@ from torch import nn
 from torchhal import Trainer
 from torchhal.errors import ConfigurationError, UnsupportedCombinationError
 from torchhal.memory_estimate import model_memory
-from torchhal.precision import MixedPrecision
 from torchhal_deepspeed import _sdk as sdk
 from torchhal_deepspeed.strategy import DeepSpeedStrategy
 
@@ -79,7 +78,7 @@ def test_before_deepspeed_is_asked(arguments, words):
             "which the DeepSpeed configuration disables",
         ),
         ({"stage": 0}, {"precision": "bf16-mixed"}, "use stage 1, or strategy='ddp'"),
-        ("deepspeed", {"precision": "64-true"}, "needs 'store:float64', which strategy 'deepspeed' doesn't"),
+        ("deepspeed", {"precision": "64-true"}, "strategy 'deepspeed' does not compute in precision '64-true'"),
         ("deepspeed_stage_3_offload_nvme", {}, "nvme_path='/local_nvme'"),
     ],
 )
@@ -87,26 +86,6 @@ def test_before_a_process_starts(arguments, options, words):
     with pytest.raises((ConfigurationError, UnsupportedCombinationError)) as caught:
         make(arguments, **options)
     assert words in str(caught.value)
-
-
-class AcmeBfloat16(MixedPrecision):
-    def __init__(self):
-        super().__init__("bfloat16")
-        self.alias = "acme-bf16"
-
-
-class Rounding(AcmeBfloat16):
-    def optimizer_step(self, optimizer, closure=None):
-        return super().optimizer_step(optimizer, closure)
-
-
-def test_a_precision_that_declares_dtypes_is_the_engines_section():
-    assert make("deepspeed", precision=AcmeBfloat16()).strategy.compute_dtype is torch.bfloat16
-
-
-def test_a_precision_with_methods_that_the_engine_never_calls_is_refused():
-    with pytest.raises(UnsupportedCombinationError, match=r"never calls Rounding.optimizer_step, so .*'acme-bf16'"):
-        make("deepspeed", precision=Rounding())
 
 
 def test_nvme_needs_its_operator(tmp_path, monkeypatch):

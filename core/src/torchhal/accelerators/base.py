@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 
-from torchhal._name_lists import NameList, warn_where_set
 from torchhal.accelerators._devices import call_on_device, parse_devices
 from torchhal.accelerators._profiling import DeviceProfiling
 from torchhal.accelerators._statistics import DeviceStatistics
-from torchhal.capabilities import (
-    COLLECTIVES,
-    DETERMINISTIC_COLLECTIVES,
-    LOSS_SCALING,
-    STREAMS,
-    autocast,
-    compute,
-    store,
-)
 from torchhal.composition import Composable
 from torchhal.errors import AcceleratorUnavailableError
 from torchhal.plugin import Availability
@@ -28,39 +18,12 @@ from torchhal.pytree import move_to_device
 
 _log = logging.getLogger(__name__)
 
-DEFAULT_PRECISIONS: Final = frozenset({"32-true", "16-true", "16-mixed", "bf16-true", "bf16-mixed"})
-"""The value of the deprecated :attr:`Accelerator.precisions`, where a class doesn't set it."""
-
-DEFAULT_CAPABILITIES: Final = (
-    compute(torch.float32, torch.float16, torch.bfloat16)
-    | store(torch.float32, torch.float16, torch.bfloat16)
-    | autocast(torch.float16, torch.bfloat16)
-    | COLLECTIVES
-    | {LOSS_SCALING, STREAMS, DETERMINISTIC_COLLECTIVES}
-)
-
-
-_WORDS: Final = {
-    "32-true": compute(torch.float32) | store(torch.float32),
-    "64-true": compute(torch.float64) | store(torch.float64),
-    "16-true": compute(torch.float16) | store(torch.float16),
-    "bf16-true": compute(torch.bfloat16) | store(torch.bfloat16),
-    "16-mixed": compute(torch.float16) | autocast(torch.float16) | {LOSS_SCALING},
-    "bf16-mixed": compute(torch.bfloat16) | autocast(torch.bfloat16),
-}
-
-
-def _capabilities_of(precisions: Iterable[str]) -> frozenset[str]:
-    """Return what a class of an earlier release can, which lists aliases of precisions."""
-    words = (_WORDS.get(alias, frozenset()) for alias in precisions)
-    return COLLECTIVES.union({STREAMS, DETERMINISTIC_COLLECTIVES}, *words)
-
 
 class Accelerator(Composable, DeviceStatistics, DeviceProfiling):
     """One kind of hardware.
 
     Hardware that torch already supports, in its tree or through PrivateUse1, is a subclass that sets :attr:`name`,
-    :attr:`device_type` and perhaps :attr:`backend` and :attr:`capabilities`; every torch-native strategy, precision and
+    :attr:`device_type` and perhaps :attr:`backend` and :attr:`precisions`; every torch-native strategy, precision and
     checkpoint IO then works on it. Nothing is abstract. Override a method only where the device differs from what
     ``torch.get_device_module(device_type)`` does.
 
@@ -76,6 +39,8 @@ class Accelerator(Composable, DeviceStatistics, DeviceProfiling):
 
     name: ClassVar[str]
     """Alias by which users name the accelerator.
+
+    Checks: ACC-21.
 
     Checks: ACC-21.
     """
@@ -95,13 +60,8 @@ class Accelerator(Composable, DeviceStatistics, DeviceProfiling):
     backend_averages: ClassVar[bool] = True
     """True if the backend supports ``ReduceOp.AVG``; otherwise strategies that need an average sum and divide."""
 
-    capabilities: ClassVar[frozenset[str]] = DEFAULT_CAPABILITIES
-    """What the device and its backend can, in the words of :mod:`torchhal.capabilities` and the vendor's own.
-
-    A precision or strategy that needs a word which is not among them is refused before launch, by that word. The
-    default is what torch's operators need of a device like a GPU: float32, float16 and bfloat16 to compute and to
-    store, autocast to the latter two, loss scaling, streams, and every collective, with the same bits on every rank.
-    Without a :attr:`backend` its words about collectives mean nothing.
+    precisions: ClassVar[frozenset[str]] = frozenset({"32-true", "16-true", "16-mixed", "bf16-true", "bf16-mixed"})
+    """Aliases of the precisions this device computes in; any other is refused before launch.
 
     Checks: ACC-16.
     """
@@ -162,15 +122,6 @@ class Accelerator(Composable, DeviceStatistics, DeviceProfiling):
 
     Checks: ACC-07, ACC-09, ACC-11, ACC-18, ACC-22.
     """
-
-    precisions: ClassVar[Any] = NameList("the words that it can, in 'capabilities'", DEFAULT_PRECISIONS)
-    """Deprecated: aliases of the precisions that it computes in; :attr:`capabilities` says what it can instead."""
-
-    def __init_subclass__(cls, **arguments: Any) -> None:
-        super().__init_subclass__(**arguments)
-        warn_where_set(cls, "precisions")
-        if "precisions" in vars(cls) and "capabilities" not in vars(cls):
-            cls.capabilities = _capabilities_of(vars(cls)["precisions"])
 
     # -- before anything starts ------------------------------------------------------------------------------
 

@@ -8,7 +8,6 @@ from typing import ClassVar
 import torch
 
 from torchhal.accelerators.base import Accelerator
-from torchhal.capabilities import STREAMS, compute, store
 
 __all__ = [
     "CPUAccelerator",
@@ -20,9 +19,9 @@ class CPUAccelerator(Accelerator):
 
     name: ClassVar[str] = "cpu"
     device_type: ClassVar[str] = "cpu"
-    capabilities: ClassVar[frozenset[str]] = (
-        Accelerator.capabilities | compute(torch.float64) | store(torch.float64)
-    ) - {STREAMS}
+    precisions: ClassVar[frozenset[str]] = frozenset(
+        {"32-true", "64-true", "16-true", "16-mixed", "bf16-true", "bf16-mixed"}
+    )
     indexed: ClassVar[bool] = False
     oversubscribable: ClassVar[bool] = True
     auto_priority: ClassVar[int | None] = 0

@@ -11,9 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchhal._name_lists import NameList, warn_where_set
 from torchhal.accelerators import Accelerator
-from torchhal.capabilities import LOSS_SCALING, autocast, compute, store
 from torchhal.composition import Composable
 from torchhal.errors import ConfigurationError
 
@@ -47,37 +45,20 @@ class Precision(Composable):
     Checks: PRE-01.
     """
 
+    accelerators: ClassVar[frozenset[str] | None] = None
+    """Names of the accelerators it works on, overriding their own lists; None: those that list its alias.
+
+    A precision that is published under no alias, such as a user's own class, is not refused by any accelerator.
+
+    Checks: STR-37.
+    """
+
     features: frozenset[str] = frozenset()
     """Capabilities that a strategy has to take into account.
 
     ``"scales_loss"``: :meth:`backward` scales the loss, and :meth:`unscale_gradients` undoes it and may skip a step. A
     strategy whose ranks have different gradients, and would decide differently, refuses such a precision.
-    ``"autocast"``: :meth:`forward_context` is torch's autocast to :attr:`compute_dtype`.
     """
-
-    accelerators: ClassVar[Any] = NameList("the words that it needs, in 'needs'", None)
-    """Deprecated: names of the accelerators that it works on; :attr:`needs` says what it asks of one instead."""
-
-    def __init_subclass__(cls, **arguments: Any) -> None:
-        super().__init_subclass__(**arguments)
-        warn_where_set(cls, "accelerators")
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """The capabilities that it asks of an accelerator and of a strategy, see :mod:`torchhal.capabilities`.
-
-        By default arithmetic in :attr:`compute_dtype`, parameters in :attr:`param_dtype` and, by :attr:`features`,
-        autocast and loss scaling. A subclass may add words, its vendor's own too, or set a frozenset in its place; what
-        one of them lacks is an error before anything starts, which names the word.
-
-        Checks: STR-37.
-        """
-        words = compute(self.compute_dtype) | store(self.param_dtype)
-        if "autocast" in self.features:
-            words |= autocast(self.compute_dtype)
-        if "scales_loss" in self.features:
-            words |= {LOSS_SCALING}
-        return words
 
     def setup(self, accelerator: Accelerator, device: torch.device) -> None:
         """Prepare this process for the precision, after the device is set up and before the model is touched.

@@ -42,7 +42,6 @@ class MixedPrecision(Precision):
     """
 
     param_dtype = torch.float32
-    features = frozenset({"autocast"})
 
     def __init__(self, dtype: str | torch.dtype = "bfloat16", scaler: GradScaler | None = None) -> None:
         self.compute_dtype = parse_dtype(dtype, _ALIASES)
@@ -55,7 +54,7 @@ class MixedPrecision(Precision):
                 "one that was made for a device it doesn't have: name the device type, GradScaler(device_type)"
             )
         if self.compute_dtype is torch.float16:
-            self.features = self.features | {"scales_loss"}
+            self.features = frozenset({"scales_loss"})
         self.scaler = scaler
         """The gradient scaler; None for bfloat16, and before :meth:`setup`."""
         self._own_scaler = scaler is None

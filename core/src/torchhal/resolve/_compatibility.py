@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from torchhal import registry
-from torchhal._name_lists import list_of
 from torchhal.accelerators import Accelerator
-from torchhal.capabilities import describe
 from torchhal.distributed.process import launched_by
 from torchhal.errors import ComponentError, UnsupportedCombinationError
 from torchhal.precision import Precision
@@ -57,7 +55,6 @@ def check_parts(
         )
     check_accelerator(accelerator, strategy)
     _check_backend(accelerator, strategy)
-    _check_capabilities(accelerator, strategy)
     _check_precision(accelerator, strategy, precision)
 
 
@@ -95,58 +92,34 @@ def _check_backend(accelerator: ResolvedComponent, strategy: ResolvedComponent) 
     )
 
 
-def _check_capabilities(accelerator: ResolvedComponent, strategy: ResolvedComponent) -> None:
-    hardware: Accelerator = accelerator.value
-    missing = strategy.value.needs - hardware.capabilities
-    if isinstance(strategy.value, ParallelStrategy) and strategy.value.process_group_backend:
-        missing = {word for word in missing if not word.startswith("collective:")}
-    if missing:
-        raise UnsupportedCombinationError(
-            f"strategy {strategy.alias!r} needs {describe(missing, hardware.capabilities)}, which accelerator "
-            f"{accelerator.alias!r} doesn't have: use {hardware.default_parallel_strategy!r} or another strategy"
-        )
-
-
 def _check_precision(accelerator: ResolvedComponent, strategy: ResolvedComponent, precision: ResolvedComponent) -> None:
     hardware: Accelerator = accelerator.value
     value: Precision = precision.value
     names = {precision.alias, value.alias}
-    works_on = list_of(value, "accelerators")  # of an earlier release's class: instead of its needs
-    if works_on is not None:
-        if not works_on & {accelerator.alias, hardware.name}:
+    if value.accelerators is not None:
+        # takes precedence over the accelerator's list, which can't include other packages' precisions
+        if not value.accelerators & {accelerator.alias, hardware.name}:
             raise UnsupportedCombinationError(
-                f"precision {precision.alias!r} works on accelerator {_listed(works_on)} (got {accelerator.alias!r})"
+                f"precision {precision.alias!r} works on accelerator {_listed(value.accelerators)} "
+                f"(got {accelerator.alias!r})"
             )
-    else:
-        known = list_of(hardware, "precisions")  # the same: its other precisions are unknown to it
-        missing = value.needs - hardware.capabilities
-        if known is not None and not known & names and _is_published(value):
-            raise UnsupportedCombinationError(
-                f"accelerator {accelerator.alias!r} does not compute in precision {precision.alias!r}: it knows "
-                f"{_listed(known)}"
-            )
-        if known is None and missing:
-            raise UnsupportedCombinationError(
-                f"precision {precision.alias!r} needs {describe(missing, hardware.capabilities)}, which accelerator "
-                f"{accelerator.alias!r} doesn't have: use a precision without that, such as '32-true'"
-            )
-    allowed = list_of(strategy.value, "precisions")  # the same, of a strategy
+    elif not hardware.precisions & names and any(map(_is_published, names)):
+        raise UnsupportedCombinationError(
+            f"accelerator {accelerator.alias!r} does not compute in precision {precision.alias!r}: it knows "
+            f"{_listed(hardware.precisions)}"
+        )
+    allowed = strategy.value.precisions
     if allowed is not None and not allowed & names:
         raise UnsupportedCombinationError(
             f"strategy {strategy.alias!r} does not compute in precision {precision.alias!r}: it knows "
             f"{_listed(allowed)}"
         )
-    if lacking := value.needs & strategy.value.lacks:
-        raise UnsupportedCombinationError(
-            f"precision {precision.alias!r} needs {describe(lacking)}, which strategy {strategy.alias!r} doesn't "
-            "carry: use a precision without that, such as '32-true', or another strategy"
-        )
 
 
-def _is_published(precision: Precision) -> bool:
-    """Return whether core or a plugin publishes a precision of this alias; one of the user's own isn't listed."""
+def _is_published(alias: str) -> bool:
+    """Return whether core or a plugin publishes a precision of this name; one of the user's own isn't checked."""
     try:
-        return registry.find("precision", precision.alias).distribution != USER
+        return registry.find("precision", alias).distribution != USER
     except (LookupError, ComponentError):
         return False
 

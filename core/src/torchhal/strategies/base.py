@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -13,7 +12,6 @@ from torch import nn
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 
-from torchhal._name_lists import NameList, warn_where_set
 from torchhal.composition import Composable, Composition, takes_parts_too
 from torchhal.distributed._rank_monitor import RankMonitor
 from torchhal.distributed.rendezvous import DEFAULT_TIMEOUT
@@ -66,9 +64,6 @@ class Strategy(Composable, StrategyHooks, StrategySteps, StrategyState):
     * ``"owns_closure"``: a closure is passed to :meth:`optimizer_step` unevaluated.
     * ``"owns_clipping"``: it clips with :attr:`gradient_clip_val`, set before :meth:`setup`.
     * ``"owns_schedulers"``: their ``step`` is not called.
-
-    And one property: ``"lossy"``: what ranks exchange is rounded, or not exchanged at every step, within
-    :attr:`tolerances`.
     """
 
     multi_device: ClassVar[bool] = False
@@ -80,37 +75,11 @@ class Strategy(Composable, StrategyHooks, StrategySteps, StrategyState):
     Checks: STR-37.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset()
-    """Capabilities that it asks of the accelerator, such as ``collective:reduce_scatter``.
-
-    One that is missing is an error before anything starts; see :mod:`torchhal.capabilities`. Collectives are not asked
-    of an accelerator where the strategy brings its own ``process_group_backend``.
-
-    Checks: STR-37.
-    """
-
-    lacks: ClassVar[frozenset[str]] = frozenset()
-    """Capabilities of accelerators that it doesn't carry to a precision, such as ``store:bfloat16``.
-
-    A precision that needs one of them is refused before anything starts, by that word.
+    precisions: ClassVar[frozenset[str] | None] = None
+    """Aliases of the precisions this strategy works with; None: every one.
 
     Checks: STR-36, STR-37.
     """
-
-    tolerances: ClassVar[Mapping[str, float]] = MappingProxyType({})
-    """How far it is from exact, for one with ``"lossy"`` in :attr:`features`.
-
-    ``"reduce"``: the largest relative error of a mean over the ranks, such as 1e-3 where gradients are sent in float16.
-    ``"loss"``: of the loss after a few steps, against one process on all samples. ``"replicas"``: the largest absolute
-    difference of a weight between ranks.
-    """
-
-    precisions: ClassVar[Any] = NameList("the words that it doesn't carry, in 'lacks'", None)
-    """Deprecated: aliases of the precisions that it works with; :attr:`lacks` says what it can't carry instead."""
-
-    def __init_subclass__(cls, **arguments: Any) -> None:
-        super().__init_subclass__(**arguments)
-        warn_where_set(cls, "precisions")
 
     default_checkpoint_io: ClassVar[str] = "torch"
     """Alias of the checkpoint IO that is used when none is named; an engine that writes its own files names its own."""

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import torch
 from torch.optim import Optimizer
 
-from torchhal.capabilities import store
 from torchhal.distributed import collectives
 from torchhal.distributed.stores import Store
 from torchhal.errors import DistributedError
@@ -71,7 +70,7 @@ class BaguaStrategy(ParallelStrategy):
 
     compares_replicas: ClassVar[bool] = True
 
-    lacks: ClassVar[frozenset[str]] = store(torch.bfloat16, torch.float64)  # Bagua sends float32 and float16
+    precisions: ClassVar[frozenset[str] | None] = frozenset({"32-true", "tf32", "16-true", "16-mixed", "bf16-mixed"})
 
     @classmethod
     def availability(cls) -> Availability:

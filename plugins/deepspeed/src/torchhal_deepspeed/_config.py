@@ -13,7 +13,6 @@ import torch
 from torch import optim
 
 from torchhal.errors import ConfigurationError, UnsupportedCombinationError
-from torchhal.precision import Precision
 from torchhal.suggestions import did_you_mean, nearest
 
 ZERO: Final = "zero_optimization"
@@ -65,11 +64,8 @@ NUMBERS: Final = {
 }
 """Entries that are numbers, and the least of each; all but the last one whole."""
 
-SECTIONS: Final[Mapping[torch.dtype, str]] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-"""dtype of a mixed precision -> DeepSpeed's section: working weights in this dtype, fp32 ones in the optimizer."""
-
-CALLED: Final = frozenset({"setup", "teardown", "connect", "state_dict", "load_state_dict", "needs"})
-"""Members of a precision that are used beside its dtypes; its other methods are the engine's own business."""
+MIXED: Final[Mapping[str, str]] = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
+"""The Trainer's precision -> DeepSpeed's section: working weights in this dtype, fp32 ones in the optimizer."""
 
 
 def read_config(config: Any) -> dict[str, Any]:
@@ -286,29 +282,9 @@ def _check_nvme() -> None:
         )
 
 
-def section_of(precision: Precision) -> str | None:
-    """Return DeepSpeed's section for a precision of float32 weights that computes in another dtype; else None."""
-    return SECTIONS.get(precision.compute_dtype) if precision.param_dtype is torch.float32 else None
-
-
-def _check_methods(precision: Precision) -> None:
-    """Raise UnsupportedCombinationError for a precision with methods of its own that the engine would never call."""
-    for cls in type(precision).__mro__:
-        if cls.__module__.startswith("torchhal.precision"):
-            return
-        own = sorted(name for name in vars(cls) if hasattr(Precision, name) and callable(getattr(Precision, name)))
-        if own := [name for name in own if name[0] != "_" and name not in CALLED]:
-            raise UnsupportedCombinationError(
-                f"DeepSpeed's engine converts, scales and steps itself and never calls {cls.__name__}.{own[0]}, so "
-                f"precision {precision.alias!r} would not do what it says: use strategy='ddp', or a precision that "
-                "declares dtypes only"
-            )
-
-
-def check_precision(config: Mapping[str, Any], chosen: Precision) -> None:
+def check_precision(config: Mapping[str, Any], precision: str) -> None:
     """Raise UnsupportedCombinationError when Trainer and configuration set different dtypes."""
-    _check_methods(chosen)
-    precision, section = chosen.alias, section_of(chosen)
+    section = MIXED.get(precision)
     for name, alias in (("bf16", "bf16-mixed"), ("fp16", "16-mixed")):
         if _enabled(config, name) and section != name:
             raise UnsupportedCombinationError(
@@ -364,7 +340,7 @@ def _check_fp16() -> None:
 def complete(
     config: Mapping[str, Any],
     *,
-    section: str | None,
+    precision: str,
     accumulate: int,
     clip_val: float | None,
     clip_algorithm: str,
@@ -375,7 +351,7 @@ def complete(
 
     Args:
         config: of :func:`combine`.
-        section: of :func:`section_of`.
+        precision: the alias of the Trainer's.
         accumulate: batches per optimizer step.
         clip_val: greatest global norm of the gradients, or None.
         clip_algorithm: ``"norm"``, which is all that DeepSpeed supports.
@@ -409,6 +385,7 @@ def complete(
             f"'train_batch_size' must be divisible by {accumulate} batch(es) per step times {world_size} rank(s) "
             f"(got {whole})"
         )
+    section = MIXED.get(precision)
     if section is not None:
         done[section] = {**done.get(section, {}), "enabled": True}
     # any optimizer may be used, as with every other strategy

@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 import torch
 from torch.optim import Optimizer
 
-from torchhal.capabilities import store
 from torchhal.checkpoint import read
 from torchhal.distributed import collectives
 from torchhal.errors import CheckpointError, ConfigurationError
@@ -68,8 +67,7 @@ class DeepSpeedStrategy(DeepSpeedEngineBase):
     """
 
     features: ClassVar[frozenset[str]] = frozenset({"owns_clipping"})
-    # the engine makes weights of half the width itself, from float32 ones that it keeps
-    lacks: ClassVar[frozenset[str]] = store(torch.float16, torch.bfloat16, torch.float64)
+    precisions: ClassVar[frozenset[str] | None] = frozenset({"32-true", *settings.MIXED})
     default_checkpoint_io: ClassVar[str] = "deepspeed"
     inference_mode: ClassVar[bool] = False  # parameters that are gathered for a validation are used by training
     compares_replicas: ClassVar[bool] = True

@@ -7,7 +7,6 @@ from typing import ClassVar
 
 import torch
 
-from torchhal.capabilities import compute, matmul, store
 from torchhal.plugin import Availability
 from torchhal_gpu import _nvml as nvml
 from torchhal_gpu._stream_transfer import SideStreamAccelerator
@@ -21,9 +20,7 @@ class GPUAccelerator(SideStreamAccelerator):
     name: ClassVar[str] = "gpu"
     device_type: ClassVar[str] = "cuda"
     backend: ClassVar[str] = "nccl"  # which is RCCL in builds for ROCm
-    capabilities: ClassVar[frozenset[str]] = (
-        SideStreamAccelerator.capabilities | compute(torch.float64) | store(torch.float64) | matmul("tf32")
-    )
+    precisions: ClassVar[frozenset[str]] = SideStreamAccelerator.precisions | {"64-true", "tf32"}
     auto_priority: ClassVar[int | None] = 60
     visible_devices: ClassVar[str] = "CUDA_VISIBLE_DEVICES"  # ROCm reads it, too
     features: ClassVar[frozenset[str]] = frozenset({"memory_stats", "threads", "visible_devices"})

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from torchhal.accelerators import Accelerator
-from torchhal.capabilities import matmul
 from torchhal.errors import UnsupportedCombinationError
 from torchhal.precision import Precision
 
@@ -23,10 +22,7 @@ class TF32Precision(Precision):
     """
 
     alias = "tf32"
-
-    @property
-    def needs(self) -> frozenset[str]:
-        return super().needs | matmul("tf32")
+    accelerators: ClassVar[frozenset[str] | None] = frozenset({"gpu"})
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []

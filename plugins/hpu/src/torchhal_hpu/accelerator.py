@@ -9,16 +9,9 @@ from typing import ClassVar
 import torch
 
 from torchhal.accelerators import Accelerator
-from torchhal.capabilities import COLLECTIVES, DETERMINISTIC_COLLECTIVES, STREAMS, autocast, compute, store
 from torchhal.plugin import Availability
 from torchhal_hpu import _sdk as sdk
 from torchhal_hpu._card_assignment import CardAssignment
-
-OPERATOR_LISTS = "hpu:operator_lists"
-"""The capability to read from files which operators autocast runs in which width."""
-
-FP8 = "hpu:fp8"
-"""The capability to multiply in float8 through Intel's transformer engine."""
 
 
 class HPUAccelerator(Accelerator):
@@ -34,13 +27,7 @@ class HPUAccelerator(Accelerator):
     backend: ClassVar[str] = "hccl"
     backend_averages: ClassVar[bool] = False
     indexed: ClassVar[bool] = False
-    capabilities: ClassVar[frozenset[str]] = (
-        compute(torch.float32, torch.bfloat16)
-        | store(torch.float32, torch.bfloat16)
-        | autocast(torch.bfloat16)
-        | COLLECTIVES
-        | {STREAMS, DETERMINISTIC_COLLECTIVES, OPERATOR_LISTS, FP8}
-    )
+    precisions: ClassVar[frozenset[str]] = frozenset({"32-true", "bf16-true", "bf16-mixed"})
     default_strategy: ClassVar[str] = "hpu_single"
     default_parallel_strategy: ClassVar[str] = "hpu_parallel"
     auto_priority: ClassVar[int | None] = 70

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -17,7 +17,6 @@ from torchhal.accelerators import Accelerator
 from torchhal.errors import ConfigurationError, UnsupportedCombinationError
 from torchhal.precision import MixedPrecision
 from torchhal_hpu import _sdk as sdk
-from torchhal_hpu.accelerator import FP8, OPERATOR_LISTS
 
 LISTS = {
     "lower_precision_ops": "PT_HPU_AUTOCAST_LOWER_PRECISION_OPS_LIST",
@@ -40,9 +39,7 @@ class HPUMixedPrecision(MixedPrecision):
         ConfigurationError: no such file, or a line in it is no name; or the bridge has been imported without it.
     """
 
-    @property
-    def needs(self) -> frozenset[str]:
-        return super().needs | {OPERATOR_LISTS}
+    accelerators: ClassVar[frozenset[str] | None] = frozenset({"hpu"})  # nobody else reads the lists
 
     def __init__(
         self,
@@ -93,10 +90,7 @@ class FP8Precision(MixedPrecision):
     """
 
     alias = "hpu-fp8"
-
-    @property
-    def needs(self) -> frozenset[str]:
-        return super().needs | {FP8}
+    accelerators: ClassVar[frozenset[str] | None] = frozenset({"hpu"})
 
     def __init__(self, recipe: Any = None, replace_layers: bool = True) -> None:
         super().__init__("bfloat16")

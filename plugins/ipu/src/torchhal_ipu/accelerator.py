@@ -12,12 +12,8 @@ from typing import ClassVar
 import torch
 
 from torchhal.accelerators import CPUAccelerator
-from torchhal.capabilities import compute, store
 from torchhal.plugin import Availability
 from torchhal_ipu import _sdk as sdk
-
-MIXED_OPERANDS = "ipu:mixed_operands"
-"""The capability to multiply float32 weights by float16 inputs, in float16."""
 
 _MOST = 1024
 """IPUs that one process can drive; no larger system is asked for."""
@@ -33,9 +29,7 @@ class IPUAccelerator(CPUAccelerator):
 
     name: ClassVar[str] = "ipu"
     device_type: ClassVar[str] = "cpu"
-    capabilities: ClassVar[frozenset[str]] = (
-        compute(torch.float32, torch.float16) | store(torch.float32, torch.float16) | {MIXED_OPERANDS}
-    )
+    precisions: ClassVar[frozenset[str]] = frozenset({"32-true", "16-true"})
     indexed: ClassVar[bool] = False
     oversubscribable: ClassVar[bool] = False
     own_strategies: ClassVar[bool] = True

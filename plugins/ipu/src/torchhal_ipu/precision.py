@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from torchhal.errors import ConfigurationError
 from torchhal.precision import Precision, cast_tensors
-from torchhal_ipu.accelerator import MIXED_OPERANDS
 
 
 class IPUMixedPrecision(Precision):
@@ -26,10 +25,7 @@ class IPUMixedPrecision(Precision):
     alias = "ipu-16-mixed"
     param_dtype = torch.float32
     compute_dtype = torch.float16
-
-    @property
-    def needs(self) -> frozenset[str]:
-        return super().needs | {MIXED_OPERANDS}
+    accelerators: ClassVar[frozenset[str] | None] = frozenset({"ipu"})
 
     def __init__(self, loss_scaling: float | str = 128.0) -> None:
         number = isinstance(loss_scaling, int | float) and not isinstance(loss_scaling, bool) and loss_scaling > 0

@@ -50,6 +50,7 @@ class IPUStrategy(SingleDeviceStrategy):
     features: ClassVar[frozenset[str]] = frozenset({"owns_backward", "owns_accumulation", "owns_clipping"})
     multi_device: ClassVar[bool] = True
     accelerators: ClassVar[frozenset[str] | None] = frozenset({"ipu"})
+    precisions: ClassVar[frozenset[str] | None] = frozenset({"32-true", "16-true", "ipu-16-mixed"})
     inference_mode: ClassVar[bool] = False  # poptorch writes to weights and buffers when it brings them to the host
 
     def __init__(

@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 import torch
 
 from torchhal.accelerators import Accelerator
-from torchhal.capabilities import COLLECTIVES, DETERMINISTIC_COLLECTIVES, STREAMS, autocast, compute, store
 from torchhal.cluster import read_int
 from torchhal.errors import AcceleratorUnavailableError, ConfigurationError
 from torchhal.plugin import Availability
@@ -35,9 +34,9 @@ class XLAAccelerator(Accelerator):
     name: ClassVar[str] = "xla"
     device_type: ClassVar[str] = "xla"
     backend: ClassVar[str] = "xla"
-    capabilities: ClassVar[frozenset[str]] = (
-        Accelerator.capabilities | compute(torch.float64) | store(torch.float64)
-    ) - {STREAMS}
+    precisions: ClassVar[frozenset[str]] = frozenset(
+        {"32-true", "64-true", "16-true", "16-mixed", "bf16-true", "bf16-mixed"}
+    )
     indexed: ClassVar[bool] = False
     default_strategy: ClassVar[str] = "single_xla"
     default_parallel_strategy: ClassVar[str] = "xla_spmd"
@@ -165,13 +164,7 @@ class TPUAccelerator(XLAAccelerator):
     """TPUs, on a host that has them."""
 
     name: ClassVar[str] = "tpu"
-    capabilities: ClassVar[frozenset[str]] = (
-        compute(torch.float32, torch.bfloat16)
-        | store(torch.float32, torch.bfloat16)
-        | autocast(torch.bfloat16)
-        | COLLECTIVES
-        | {DETERMINISTIC_COLLECTIVES}
-    )
+    precisions: ClassVar[frozenset[str]] = frozenset({"32-true", "bf16-true", "bf16-mixed"})
     default_parallel_strategy: ClassVar[str] = "xla"
     auto_priority: ClassVar[int | None] = 80
 

@@ -11,24 +11,24 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from torchhal import registry
 from torchhal.accelerators import Accelerator
-from torchhal.capabilities import compute, dtypes
 from torchhal.errors import UnsupportedCombinationError
-from torchhal.precision import SinglePrecision
 from torchhal.pytree import move_module
 from torchhal.resolve import Request, resolve
 from torchhal_conformance._assertions import close, raises, require, same
-from torchhal_conformance._check import check
+from torchhal_conformance._check import CheckFailed, check
 from torchhal_conformance._context import CheckContext
 
 TOLERANCE = 1e-3
 """Of a float32 result against the CPU's, times the greatest value: hardware may add up in another order and width."""
 
-_DTYPES = (torch.float64, torch.float16, torch.bfloat16)
+_DTYPES = {"32": torch.float32, "64": torch.float64, "16": torch.float16, "bf16": torch.bfloat16}
 
 
 def _declared_dtypes(accelerator: Accelerator) -> list[torch.dtype]:
-    return dtypes(accelerator.capabilities, "store")
+    names = {alias.partition("-")[0] for alias in accelerator.precisions}
+    return [dtype for name, dtype in _DTYPES.items() if name in names]
 
 
 @check("ACC-12", needs=["device"])
@@ -144,50 +144,34 @@ def _pinned(size: int) -> torch.Tensor:
 
 
 @check("ACC-16", needs=["device"])
-def declared_capabilities(context: CheckContext) -> None:
-    """The device computes, stores and autocasts to the dtypes that its capabilities declare.
+def declared_precisions(context: CheckContext) -> None:
+    """Each precision that the class lists multiplies matrices forward and backward on the device.
 
-    Products of matrices, forward and backward, are right in each; under autocast a product has its dtype. A precision
-    that needs a dtype which isn't declared is refused before a launch, by an error that names both.
+    One that it doesn't list is refused before a launch by an error that names both.
 
-    Why: a dtype that is declared and missing fails in the first step, after minutes of loading.
-    Fix: declare in ``capabilities`` what the device can.
+    Why: a dtype that is listed and missing fails in the first step, after minutes of loading.
+    Fix: list in ``precisions`` what the device computes, under aliases that exist.
     """
     accelerator, device = context.setup_accelerator()
-    left, right = (torch.randn(8, 8, generator=context.generator(i)) for i in range(2))
-    for dtype in dtypes(accelerator.capabilities, "compute"):
-        require(dtype.is_floating_point or dtype.is_complex, f"{dtype} is declared, and has no gradients")
-        one = left.to(device, dtype, copy=True).requires_grad_()
+    for alias in sorted(accelerator.precisions):
+        try:
+            precision = registry.find("precision", alias).create()
+        except LookupError as error:
+            raise CheckFailed(f"'precisions' lists {alias!r}: {error}") from error
+        precision.setup(accelerator, device)
+        dtype = precision.compute_dtype
+        left, right = (torch.randn(8, 8, generator=context.generator(i)) for i in range(2))
+        one = left.to(dtype).to(device).requires_grad_()
         (one @ right.to(dtype).to(device)).sum().backward()  # type: ignore[no-untyped-call]
         expected = right.to(dtype).float().sum(1).expand(8, 8)
-        require(one.grad is not None, f"a product in {dtype} gave no gradient")
-        close(f"the gradient of a product in {dtype}", one.grad.float(), expected, 0.02)  # type: ignore[union-attr]
-    for dtype in dtypes(accelerator.capabilities, "store"):
-        require(dtype.is_floating_point or dtype.is_complex, f"{dtype} is declared, and has no gradients")
-        parameter = torch.nn.Parameter(left.to(device, dtype, copy=True))
-        parameter.grad = right.to(dtype).to(device)
-        torch.optim.SGD([parameter], lr=0.5).step()
-        close(f"a step of {dtype} parameters", parameter.detach().float().cpu(), left - right / 2, 0.05)
-    for dtype in dtypes(accelerator.capabilities, "autocast"):
-        with torch.autocast(device.type, dtype=dtype):
-            product = left.to(device) @ right.to(device)
-        same(f"the dtype of a product under autocast to {dtype}", product.dtype, dtype)
-        close(f"a product under autocast to {dtype}", product.float().cpu(), left @ right, 0.1)
-    undeclared = [dtype for dtype in _DTYPES if not compute(dtype) <= accelerator.capabilities]
-    for dtype in undeclared[:1]:
-        precision = _Needs(compute(dtype))
-        request = Request(accelerator=accelerator, precision=precision, strategy="single_device", devices=1)
-        what = f"a precision that needs {dtype}, which {accelerator.name!r} doesn't declare"
-        raises(what, UnsupportedCombinationError, partial(resolve, request), *compute(dtype), accelerator.name)
-
-
-class _Needs(SinglePrecision):
-    def __init__(self, words: frozenset[str]) -> None:
-        self._words = words
-
-    @property
-    def needs(self) -> frozenset[str]:
-        return self._words
+        assert one.grad is not None
+        close(f"the gradient of a product in {dtype} ({alias})", one.grad.float(), expected, 0.02)
+        precision.teardown()
+    others = [alias for alias in ("64-true", "16-mixed", "bf16-true") if alias not in accelerator.precisions]
+    for alias in others[:1]:
+        request = Request(accelerator=accelerator, precision=alias, strategy="single_device", devices=1)
+        what = f"precision {alias!r}, which {accelerator.name!r} doesn't list"
+        raises(what, UnsupportedCombinationError, partial(resolve, request), alias, accelerator.name)
 
 
 @check("ACC-17", needs=["device"])

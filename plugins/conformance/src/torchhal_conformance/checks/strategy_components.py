@@ -116,10 +116,11 @@ def given_precision(rank: RankContext) -> None:
     """The precision that was given converts the module and the step's input and output, and scales and steps.
 
     Why: a strategy with autocast of its own trains in another precision than the one that was asked for.
-    Fix: call self.precision, or declare in ``lacks`` what it doesn't carry, so that what needs it is refused.
+    Fix: call self.precision, or declare ``precisions`` so that other ones are refused.
     """
-    if lacking := _PrecisionSpy().needs & rank.component.cls.lacks:
-        raise NotApplicable(f"it doesn't carry {', '.join(sorted(lacking))}, which 32-true needs")
+    supported = rank.component.cls.precisions
+    if supported is not None and "32-true" not in supported:
+        raise NotApplicable(f"it works with {', '.join(sorted(supported))} only")
     _no_engine(rank)
     spy = _PrecisionSpy()
     with rank.set_up_strategy(precision=spy) as strategy:
@@ -173,38 +174,24 @@ def _no_engine(rank: RankContext) -> None:
 
 @check("STR-37", world_sizes=(1,))
 def unsupported_pair(rank: RankContext) -> None:
-    """What the strategy doesn't work on or doesn't carry is refused before a launch, naming both sides.
-
-    An accelerator that it doesn't name or that lacks a capability it needs, a precision that needs what it lacks.
+    """An accelerator or a precision that the strategy doesn't declare is refused before a launch, naming both.
 
     Changed: in the message only what doesn't fit is looked for; the strategy's name in it is the core's own business.
 
     Why: the vendor's library fails on it after all processes have started.
-    Fix: declare ``accelerators``, ``needs`` and ``lacks``.
+    Fix: declare ``accelerators`` and ``precisions``.
     """
     cls, component = rank.component.cls, rank.component
-    if cls.accelerators is None and not cls.needs and not cls.lacks:
+    if cls.accelerators is None and cls.precisions is None:
         raise NotApplicable("it declares that it works with everything")
     if cls.accelerators is not None and "cpu" not in cls.accelerators:
         request = Request(accelerator=CPUAccelerator(), strategy=component.create(), devices=1)
         raises("a pair that can't work", UnsupportedCombinationError, partial(resolve, request), "cpu")
-    name = next(iter(cls.accelerators or ["cpu"]))
-    accelerator = registry.find("accelerator", name).load()
-    if not accelerator.availability():
-        raise MissingRequirement(f"accelerator {name!r} is not here")
-    for word in sorted(cls.needs)[:1]:
-        poor = type("Poor", (accelerator,), {"capabilities": accelerator.capabilities - {word}})()
-        request = Request(accelerator=poor, strategy=component.create(), devices=1)
-        raises(f"an accelerator without {word}", UnsupportedCombinationError, partial(resolve, request), word)
-    for word in sorted(cls.lacks & accelerator.capabilities)[:1]:
-        request = Request(accelerator=name, strategy=component.create(), precision=_Needs(word), devices=1)
-        raises(f"a precision that needs {word}", UnsupportedCombinationError, partial(resolve, request), word)
-
-
-class _Needs(SinglePrecision):
-    def __init__(self, word: str) -> None:
-        self._word = word
-
-    @property
-    def needs(self) -> frozenset[str]:
-        return frozenset({self._word})
+    if cls.precisions is not None:
+        others = [name for name in ("64-true", "16-true", "bf16-true") if name not in cls.precisions]
+        accelerator = next(iter(cls.accelerators or ["cpu"]))
+        if not registry.find("accelerator", accelerator).load().availability():
+            raise MissingRequirement(f"accelerator {accelerator!r} is not here")
+        for name in others[:1]:
+            request = Request(accelerator=accelerator, strategy=component.create(), precision=name, devices=1)
+            raises("a pair that can't work", UnsupportedCombinationError, partial(resolve, request), name)

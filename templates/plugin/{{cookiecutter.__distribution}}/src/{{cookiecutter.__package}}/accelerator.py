@@ -15,15 +15,12 @@ class {{ cookiecutter.__class }}Accelerator(CPUAccelerator):
 
         device_type = "..."             # torch.device("...") is valid once load() has run
         backend = "..."                 # of process groups
-        capabilities = compute(torch.float32, torch.bfloat16) | store(torch.float32) | ...
+        precisions = frozenset({"32-true", "bf16-true", "bf16-mixed"})
         start_methods = frozenset({"spawn", "forkserver"})
 
         @classmethod
         def load(cls):
             import the_vendors_module   # registers the device with torch
-
-    Functions of :mod:`torchhal.capabilities` make the words of ``capabilities``, what the device can; the default is
-    what torch's operators need. A precision that needs more is refused before anything starts.
 
     To check the version of that module first, and to report why it can't be imported, load it by
     ``torchhal.vendor_package.VendorPackage``.

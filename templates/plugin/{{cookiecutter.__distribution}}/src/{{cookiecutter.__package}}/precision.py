@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torchhal.precision import MixedPrecision
 
 
@@ -10,11 +12,11 @@ class {{ cookiecutter.__class }}Precision(MixedPrecision):
 
     Override what the hardware wants differently: ``forward_context``, ``convert_module``, ``convert_input``,
     ``backward``, ``optimizer_step``; a loop never calls a method that nobody overrides.
-
-    It works on every accelerator that has what it needs: arithmetic and autocast in its ``compute_dtype`` and weights
-    in its ``param_dtype``. Where it uses something that only your hardware has, the property ``needs`` adds a word
-    such as ``"acme:fp8"``, which the accelerator has in its ``capabilities``.
     """
+
+    # Any other accelerator is refused before a run starts; None takes all. "sim" is torchhal-simulator's, for tests.
+    accelerators: ClassVar[frozenset[str] | None] = frozenset({"cpu", "sim"
+{%- if 'accelerator' in cookiecutter.__kinds.split(',') %}, "{{ cookiecutter.__alias }}"{% endif %}})
 
     def __init__(self) -> None:
         super().__init__("bfloat16")
