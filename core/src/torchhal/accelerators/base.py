@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from torchhal.accelerators._declared_capabilities import DeclaredCapabilities
 from torchhal.accelerators._devices import call_on_device, parse_devices
 from torchhal.errors import AcceleratorUnavailableError
 from torchhal.plugin import Availability
@@ -16,11 +17,11 @@ from torchhal.pytree import move_to_device
 _log = logging.getLogger(__name__)
 
 
-class Accelerator:
+class Accelerator(DeclaredCapabilities):
     """One kind of hardware.
 
     Hardware that torch already supports, in its tree or through PrivateUse1, is a subclass that sets :attr:`name`,
-    :attr:`device_type` and perhaps :attr:`backend` and :attr:`precisions`; every torch-native strategy, precision and
+    :attr:`device_type` and perhaps :attr:`backend` and :attr:`capabilities`; every torch-native strategy, precision and
     checkpoint IO then works on it. Nothing is abstract. Override a method only where the device differs from what
     ``torch.get_device_module(device_type)`` does.
 
@@ -52,15 +53,6 @@ class Accelerator:
     """Process-group backend for tensors on this device.
 
     Empty where there is none: strategies that need one are refused unless they bring their own.
-    """
-
-    backend_averages: ClassVar[bool] = True
-    """True if the backend supports ``ReduceOp.AVG``; otherwise strategies that need an average sum and divide."""
-
-    precisions: ClassVar[frozenset[str]] = frozenset({"32-true", "16-true", "16-mixed", "bf16-true", "bf16-mixed"})
-    """Aliases of the precisions this device computes in; any other is refused before launch.
-
-    Checks: ACC-16.
     """
 
     indexed: ClassVar[bool] = True

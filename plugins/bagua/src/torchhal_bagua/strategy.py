@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch.optim import Optimizer
 
+from torchhal.capabilities import other_stores
 from torchhal.distributed import collectives
 from torchhal.distributed.stores import Store
 from torchhal.errors import DistributedError
@@ -69,7 +70,7 @@ class BaguaStrategy(ParallelStrategy):
 
     compares_replicas: ClassVar[bool] = True
 
-    precisions: ClassVar[frozenset[str] | None] = frozenset({"32-true", "tf32", "16-true", "16-mixed", "bf16-mixed"})
+    lacks: frozenset[str] = other_stores(torch.float32, torch.float16)  # it sends gradients in these dtypes alone
 
     def __init__(
         self,

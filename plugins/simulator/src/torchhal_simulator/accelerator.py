@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from torchhal.accelerators import Accelerator
+from torchhal.capabilities import STANDARD
 
 
 class SimAccelerator(Accelerator):
@@ -16,6 +17,7 @@ class SimAccelerator(Accelerator):
     name: ClassVar[str] = "sim"
     device_type: ClassVar[str] = "sim"
     backend: ClassVar[str] = "sim"
+    capabilities: ClassVar[frozenset[str]] = STANDARD
     auto_priority: ClassVar[int | None] = None
     features: ClassVar[frozenset[str]] = frozenset({"memory_stats", "threads"})
 
