@@ -14,6 +14,7 @@ _MODULES: Final = (
     "accelerator_tensors",
     "accelerator_state",
     "precision_dtypes",
+    "precision_needs",
     "precision_gradients",
     "precision_steps",
     "checkpoint_contents",
