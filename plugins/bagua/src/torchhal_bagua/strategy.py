@@ -103,6 +103,16 @@ class BaguaStrategy(ParallelStrategy):
         self._watched: list[Any] = []
 
     @property
+    def features(self) -> frozenset[str]:  # type: ignore[override]
+        """The feature ``lossy`` of an algorithm that sends bytes or averages weights in part."""
+        return frozenset({"lossy"}) if self._algorithm.tolerances else frozenset()
+
+    @property
+    def tolerances(self) -> Mapping[str, float]:  # type: ignore[override]
+        """The greatest differences from training in one process, by algorithm."""
+        return self._algorithm.tolerances
+
+    @property
     def _algorithm(self) -> algorithms.Algorithm:
         return algorithms.ALGORITHMS[self.algorithm]
 

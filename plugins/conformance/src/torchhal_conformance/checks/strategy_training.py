@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from torchhal.errors import UnsupportedCombinationError
+from torchhal.errors import ModelError, UnsupportedCombinationError
 from torchhal_conformance._assertions import close, require, same
 from torchhal_conformance._check import CheckFailed, NotApplicable, check
 from torchhal_conformance._rank_context import RankContext
@@ -178,7 +178,7 @@ def two_optimizers(rank: RankContext) -> None:
         own = [torch.optim.SGD(module.one.parameters(), lr=0.1), torch.optim.SGD(module.two.parameters(), lr=0.2)]
         try:
             strategy.setup_optimizers(own)
-        except UnsupportedCombinationError as error:
+        except (UnsupportedCombinationError, ModelError) as error:
             raise NotApplicable(f"the strategy refuses such a model: {error}") from error
         module.__dict__["parts"] = (strategy, strategy.optimizers)
         step = strategy.step_function("training_step")
