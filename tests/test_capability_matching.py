@@ -14,6 +14,7 @@ from torchhal.errors import UnsupportedCombinationError
 from torchhal.precision import MixedPrecision, Precision
 from torchhal.resolve import ResolvedComponent
 from torchhal.resolve._capability_match import check_needs, check_precision
+from torchhal_simulator.accelerator import SimAccelerator
 
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 
@@ -78,10 +79,17 @@ def match(entry, accelerator: Accelerator, precision: Precision) -> None:
     check_precision(chosen, under, ResolvedComponent("precision", precision.alias, precision, ""))
 
 
+class SimBoard(SimAccelerator):
+    """The simulator's hardware, with arithmetic of that width."""
+
+    capabilities: ClassVar[frozenset[str]] = SimAccelerator.capabilities | {"acme_posit:16"}
+
+
 @pytest.mark.parametrize("entry", STRATEGIES)
+@pytest.mark.parametrize("accelerator", [Board, SimBoard])
 @pytest.mark.parametrize("precision", [Posit, Declared, Precision], ids=["own_word", "own_dtypes", "nothing"])
-def test_what_fits_is_accepted(entry, precision):
-    match(entry, Board(), precision())
+def test_what_fits_is_accepted(entry, accelerator, precision):
+    match(entry, accelerator(), precision())
 
 
 @pytest.mark.parametrize("entry", STRATEGIES)

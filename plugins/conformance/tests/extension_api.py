@@ -13,6 +13,7 @@ from typing import Any
 MODULES = {
     "What every plugin needs": (
         "torchhal.plugin",
+        "torchhal.capabilities",
         "torchhal.errors",
         "torchhal.suggestions",
         "torchhal.lazy_names",
