@@ -44,7 +44,7 @@ REFUSED = {
     ("strategy", "xla_spmd"): XLA,
     ("strategy", "xla_fsdp"): XLA,
     ("checkpoint_io", "xla"): XLA,
-    ("precision", "tf32"): "works on accelerator 'gpu'",
+    ("precision", "tf32"): "needs matmul:tf32, which accelerator 'cpu' doesn't have",
     ("precision", "hpu-fp8"): "needs Intel's transformer engine",
 }
 """What this machine, or an alias without options, can't train with, and why."""

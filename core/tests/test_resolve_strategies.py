@@ -11,7 +11,7 @@ from torchhal.errors import (
     ConfigurationError,
     UnsupportedCombinationError,
 )
-from torchhal.precision import Precision, SinglePrecision
+from torchhal.precision import Precision
 from torchhal.strategies import DDPStrategy, ParallelStrategy, SingleDeviceStrategy
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("registry", "no_leftovers")]
@@ -36,9 +36,11 @@ def test_one_device_strategies_refuse_several(strategy, request_):
     assert "'single_device'" in str(caught.value) or "'SingleDeviceStrategy'" in str(caught.value)
 
 
-class Restricted(DDPStrategy):
-    accelerators = frozenset({"fake", "other"})
-    precisions = frozenset({"32-true", "own-16"})
+with pytest.warns(FutureWarning, match=r"Restricted\.precisions is replaced.*'lacks'.*until torchhal 1\.0"):
+
+    class Restricted(DDPStrategy):
+        accelerators = frozenset({"fake", "other"})
+        precisions = frozenset({"32-true", "own-16"})
 
 
 def test_a_strategy_may_refuse_accelerators_and_precisions(registry):
@@ -96,10 +98,11 @@ def test_accelerator_with_own_strategies(registry):
 
 
 def test_an_accelerator_lists_its_precisions(registry):
-    registry.register("accelerator", "fake", Fake)
-    half = SinglePrecision()
-    half.compute_dtype = torch.bfloat16
-    assert plan(accelerator="fake", precision=half).precision.value is half
+    """As before capabilities."""
+    with pytest.warns(FutureWarning, match=r"\.precisions is replaced: declare 'capabilities'"):
+        listing = fake("fake", precisions=frozenset({"32-true", "bf16-mixed"}))
+    registry.register("accelerator", "fake", listing)
+    assert plan(accelerator="fake", precision="bf16").precision.alias == "bf16-mixed"
     with pytest.raises(
         UnsupportedCombinationError, match=r"'fake' does not compute in .*'64-true': it knows '32-true', 'bf16-mixed'"
     ):  # fmt: skip
@@ -110,9 +113,11 @@ class MyFP8(Precision):
     alias = "my-fp8"
 
 
-class FakeOnly(Precision):
-    alias = "fake-only"
-    accelerators = frozenset({"fake"})
+with pytest.warns(FutureWarning, match=r"FakeOnly\.accelerators is replaced: declare 'needs'"):
+
+    class FakeOnly(Precision):
+        alias = "fake-only"
+        accelerators = frozenset({"fake"})
 
 
 def test_a_precision_of_the_users_own(registry):

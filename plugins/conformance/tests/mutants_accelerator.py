@@ -1,6 +1,7 @@
 """Accelerators that are each broken in one way. Most are the CPU; an extra `xpu` stands for hardware that is absent."""
 
 import os
+import warnings
 
 import torch
 from zoo import caught_by
@@ -269,9 +270,37 @@ class SynchronizesWithoutDevice(CPUAccelerator):
         pass
 
 
-@caught_by("ACC-16")
-class ListsAnUnknownPrecision(CPUAccelerator):
-    precisions = frozenset({"32-true", "8-true"})
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", FutureWarning)
+
+    @caught_by("ACC-16", says="'8-true'")
+    class ListsAnUnknownPrecision(CPUAccelerator):
+        precisions = frozenset({"32-true", "8-true"})
+
+
+@caught_by("ACC-16", says="'float12'")
+class ComputesInAnUnknownDtype(CPUAccelerator):
+    capabilities = CPUAccelerator.capabilities | {"compute:float12"}
+
+
+@caught_by("ACC-16", says="'compute:float8_e5m2', which fails with")
+class ComputesWhatItCannot(CPUAccelerator):
+    capabilities = CPUAccelerator.capabilities | {"compute:float8_e5m2"}
+
+
+@caught_by("ACC-16", says="'store:int64', which fails with")
+class StoresIntegers(CPUAccelerator):
+    capabilities = CPUAccelerator.capabilities | {"store:int64"}
+
+
+@caught_by("ACC-16", says="under autocast to torch.float64")
+class AutocastsToFloat64(CPUAccelerator):
+    capabilities = CPUAccelerator.capabilities | {"autocast:float64"}
+
+
+@caught_by("ACC-16", says="must be a frozenset of words")
+class DeclaresOneWord(CPUAccelerator):
+    capabilities = "compute:float32"
 
 
 @caught_by("ACC-18")

@@ -308,6 +308,38 @@ class RoundsLosses(SinglePrecision):
         super().backward(loss * 1.3, *args, **kwargs)
 
 
+@caught_by("PRE-29", says="'autocast:bfloat16'", **BRAIN)
+class HidesItsAutocast(MixedPrecision):
+    wraps_autocast = False
+
+
+@caught_by("PRE-29", says="'compute:bfloat16'", **BRAIN)
+class HidesItsDtype(TruePrecision):
+    needs = frozenset({"store:bfloat16"})
+
+
+@caught_by("PRE-29", says="'loss_scaling'", **HALF)
+class HidesItsScale(MixedPrecision):
+    def __init__(self, dtype):
+        super().__init__(dtype)
+        self.features = frozenset()
+
+
+@caught_by("PRE-29", says="'matmul:...'")
+class HidesItsMatmulMode(SinglePrecision):
+    def setup(self, accelerator, device):
+        self.before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("high")
+
+    def teardown(self):
+        torch.set_float32_matmul_precision(self.before)
+
+
+@caught_by("PRE-29", says="must be a frozenset of words")
+class NeedsOneWord(SinglePrecision):
+    needs = "compute:float32"
+
+
 @caught_by("PRE-26")
 class AutocastsSingle(SinglePrecision):
     def forward_context(self):

@@ -4,6 +4,7 @@ import os
 import subprocess
 import threading
 import time
+import warnings
 from datetime import timedelta
 
 import torch
@@ -363,15 +364,70 @@ class OwnPrecision(DDPStrategy):
         return SinglePrecision()
 
 
-@caught_by("STR-37")
-class TakesWhatItDoesNotDeclare(DDPStrategy):
-    """The class says that it works with one precision; its instances take any, so resolve refuses nothing."""
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", FutureWarning)
 
-    precisions = frozenset({"32-true"})
+    @caught_by("STR-37")
+    class TakesWhatItDoesNotDeclare(DDPStrategy):
+        """The class says that it works with one precision; its instances take any, so resolve refuses nothing."""
+
+        precisions = frozenset({"32-true"})
+
+        def __init__(self, **options):
+            super().__init__(**options)
+            self.precisions = None
+
+
+@caught_by("STR-37")
+class CallsMoreThanItDeclares(DDPStrategy):
+    """The class says which methods it calls; its instances take a precision that overrides others."""
+
+    precision_methods = frozenset({"setup", "teardown", "convert_module", "check_optimizer", "backward"})
 
     def __init__(self, **options):
         super().__init__(**options)
-        self.precisions = None
+        self.precision_methods = None
+
+
+@caught_by("STR-37", says="must be a frozenset of words")
+class LacksOneWord(DDPStrategy):
+    lacks = "loss_scaling"
+
+
+@caught_by("STR-36", says="convert_input was never called")
+class DeclaresWhatItNeverCalls(DDPStrategy):
+    precision_methods = frozenset({"setup", "convert_input", "convert_module"})
+
+    def with_precision(self, function):
+        return function
+
+
+class Noisy(DDPStrategy):
+    """Averages gradients with an error of 1% of each."""
+
+    features = frozenset({"lossy"})
+
+    def optimizer_step(self, optimizer, closure=None):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.mul_(1.01)
+        return super().optimizer_step(optimizer, closure)
+
+
+@caught_by("STR-14")
+class LossyWithoutTolerances(Noisy):
+    pass
+
+
+@caught_by("STR-14")
+class LossierThanItDeclares(Noisy):
+    tolerances = {"weights": 1e-4, "losses": 0.1}
+
+
+@caught_by("STR-18")
+class TolerancesWithoutBeingLossy(Noisy):
+    features = frozenset()
+    tolerances = {"weights": 0.1, "losses": 0.1}
 
 
 @caught_by("STR-38", says="CollectiveTimeoutError")

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from mutants_processes import Swarm
+from mutants_strategy import Noisy
 from zoo import Mutant, load
 
 from torchhal_conformance import CHECKS, ComponentUnderTest, Session
@@ -33,6 +34,18 @@ def test_sound_elastic_strategy_passes() -> None:
     """No part of the core is one."""
     with Session(ComponentUnderTest.of("strategy", Swarm)) as session:
         result = session.run(CHECKS["STR-43"])
+    assert result.outcome == "passed", result.reason
+
+
+class LossyAsDeclared(Noisy):
+    tolerances = {"weights": 0.05, "losses": 0.05, "gradient_norm": 0.05}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("id", ["STR-14", "STR-17", "STR-18", "STR-35", "STR-47"])
+def test_sound_lossy_strategy_passes(id: str) -> None:
+    with Session(ComponentUnderTest.of("strategy", LossyAsDeclared)) as session:
+        result = session.run(CHECKS[id])
     assert result.outcome == "passed", result.reason
 
 

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 import torchhal
 from torchhal import Callback, ModelCheckpoint, Trainer
 from torchhal.errors import ConfigurationError, ModelError
+from torchhal.precision import Precision
 
 warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)  # DeepSpeed's calls
 
@@ -261,6 +262,17 @@ def accumulated(strategy, devices):
 
 def mixed(strategy, devices, precision):
     return train(strategy, devices, precision=precision)
+
+
+class Declared(Precision):
+    """The dtypes of bf16-mixed, and no method of its own."""
+
+    alias = "acme-declared"
+    compute_dtype = torch.bfloat16
+
+
+def declared(strategy, devices):
+    return train(strategy, devices, precision=Declared())
 
 
 def several(strategies, devices):

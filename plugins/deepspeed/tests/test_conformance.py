@@ -22,7 +22,6 @@ TestStage2 = pytest.mark.slow(
         expected_failures={
             "STR-35": "the engine clips by the norm over all ranks when it steps (test_parity.py); clip_gradients of a "
             "loop without the Trainer is refused",
-            "STR-36": "the engine has mixed precision of its own; of the Trainer's it takes the name (test_parity.py)",
         },
     )
 )

@@ -78,7 +78,11 @@ def test_before_deepspeed_is_asked(arguments, words):
             "which the DeepSpeed configuration disables",
         ),
         ({"stage": 0}, {"precision": "bf16-mixed"}, "use stage 1, or strategy='ddp'"),
-        ("deepspeed", {"precision": "64-true"}, "strategy 'deepspeed' does not compute in precision '64-true'"),
+        (
+            "deepspeed",
+            {"precision": "64-true"},
+            "precision '64-true' needs store:float64, which strategy 'deepspeed' can't carry",
+        ),
         ("deepspeed_stage_3_offload_nvme", {}, "nvme_path='/local_nvme'"),
     ],
 )

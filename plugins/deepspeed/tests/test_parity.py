@@ -78,6 +78,7 @@ def test_bf16_keeps_fp32_weights_in_the_optimizer(world2, ddp):
     assert all(value.dtype is torch.float32 for value in results[0]["state"].values() if value.is_floating_point())
     assert results[0]["losses"] == pytest.approx(ddp[0]["losses"], rel=0.03)
     assert results[0]["losses"] != ddp[0]["losses"]
+    same(world2.run(training.declared, training.BF16, 2, timeout=200), results)
 
 
 def test_fp16_scales_the_loss_or_says_why_not(world2, ddp):

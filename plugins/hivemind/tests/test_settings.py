@@ -67,7 +67,8 @@ def test_the_environment_speaks_where_no_argument_does(monkeypatch):
 
 @pytest.mark.parametrize("precision", ["16-mixed", "64-true"])
 def test_precisions_that_averages_would_spoil_are_refused(precision):
-    with pytest.raises(UnsupportedCombinationError, match=f"'HivemindStrategy' does not compute in .*'{precision}'"):
+    rule = f"'{precision}' needs .*, which strategy 'HivemindStrategy' can't carry"
+    with pytest.raises(UnsupportedCombinationError, match=rule):
         Trainer(accelerator="cpu", strategy=HivemindStrategy(target_batch_size=8), precision=precision, logger=False)
 
 

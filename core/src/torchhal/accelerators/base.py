@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 
+from torchhal.accelerators._declared_capabilities import DeclaredCapabilities
 from torchhal.accelerators._devices import call_on_device, parse_devices
 from torchhal.accelerators._profiling import DeviceProfiling
 from torchhal.accelerators._statistics import DeviceStatistics
@@ -19,11 +20,11 @@ from torchhal.pytree import move_to_device
 _log = logging.getLogger(__name__)
 
 
-class Accelerator(Composable, DeviceStatistics, DeviceProfiling):
+class Accelerator(Composable, DeclaredCapabilities, DeviceStatistics, DeviceProfiling):
     """One kind of hardware.
 
     Hardware that torch already supports, in its tree or through PrivateUse1, is a subclass that sets :attr:`name`,
-    :attr:`device_type` and perhaps :attr:`backend` and :attr:`precisions`; every torch-native strategy, precision and
+    :attr:`device_type` and perhaps :attr:`backend` and :attr:`capabilities`; every torch-native strategy, precision and
     checkpoint IO then works on it. Nothing is abstract. Override a method only where the device differs from what
     ``torch.get_device_module(device_type)`` does.
 
@@ -55,15 +56,6 @@ class Accelerator(Composable, DeviceStatistics, DeviceProfiling):
     """Process-group backend for tensors on this device.
 
     Empty where there is none: strategies that need one are refused unless they bring their own.
-    """
-
-    backend_averages: ClassVar[bool] = True
-    """True if the backend supports ``ReduceOp.AVG``; otherwise strategies that need an average sum and divide."""
-
-    precisions: ClassVar[frozenset[str]] = frozenset({"32-true", "16-true", "16-mixed", "bf16-true", "bf16-mixed"})
-    """Aliases of the precisions this device computes in; any other is refused before launch.
-
-    Checks: ACC-16.
     """
 
     indexed: ClassVar[bool] = True
@@ -373,7 +365,7 @@ class Accelerator(Composable, DeviceStatistics, DeviceProfiling):
 
         .. versionadded:: 0.2
         """
-        return loader  # type: ignore[no-any-return]
+        return loader
 
     def synchronize(self, device: torch.device | None = None) -> None:
         """Wait until all work submitted to the device is done.

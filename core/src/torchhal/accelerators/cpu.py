@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 
 from torchhal.accelerators.base import Accelerator
+from torchhal.capabilities import STANDARD, compute, store
 
 __all__ = [
     "CPUAccelerator",
@@ -19,9 +20,7 @@ class CPUAccelerator(Accelerator):
 
     name: ClassVar[str] = "cpu"
     device_type: ClassVar[str] = "cpu"
-    precisions: ClassVar[frozenset[str]] = frozenset(
-        {"32-true", "64-true", "16-true", "16-mixed", "bf16-true", "bf16-mixed"}
-    )
+    capabilities: ClassVar[frozenset[str]] = STANDARD | compute(torch.float64) | store(torch.float64)
     indexed: ClassVar[bool] = False
     oversubscribable: ClassVar[bool] = True
     auto_priority: ClassVar[int | None] = 0

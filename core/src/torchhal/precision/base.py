@@ -11,9 +11,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from torchhal._replaced_declarations import warn_replaced
 from torchhal.accelerators import Accelerator
 from torchhal.composition import Composable
 from torchhal.errors import ConfigurationError
+from torchhal.precision._derived_needs import DerivedNeeds
 
 
 class Precision(Composable):
@@ -45,12 +47,10 @@ class Precision(Composable):
     Checks: PRE-01.
     """
 
-    accelerators: ClassVar[frozenset[str] | None] = None
-    """Names of the accelerators it works on, overriding their own lists; None: those that list its alias.
+    wraps_autocast: bool = False
+    """True if :meth:`forward_context` enters ``torch.autocast`` to :attr:`compute_dtype`.
 
-    A precision that is published under no alias, such as a user's own class, is not refused by any accelerator.
-
-    Checks: STR-37.
+    Checks: PRE-29.
     """
 
     features: frozenset[str] = frozenset()
@@ -59,6 +59,39 @@ class Precision(Composable):
     ``"scales_loss"``: :meth:`backward` scales the loss, and :meth:`unscale_gradients` undoes it and may skip a step. A
     strategy whose ranks have different gradients, and would decide differently, refuses such a precision.
     """
+
+    needs: frozenset[str] = DerivedNeeds()  # type: ignore[assignment]
+    """Capabilities that the accelerator must have and the strategy be able to carry, from :mod:`torchhal.capabilities`.
+
+    The default follows from :attr:`param_dtype` (``store``), :attr:`compute_dtype` (``compute``),
+    :attr:`wraps_autocast` (``autocast``) and ``"scales_loss"`` in the :attr:`features` (``loss_scaling``). A precision
+    that needs more says so in its class or in ``__init__``, such as a word of the vendor's::
+
+        self.needs = self.needs | {"fp8:e4m3"}
+
+    Checks: ACC-16, STR-37, PRE-29.
+    """
+
+    accelerators: ClassVar[frozenset[str] | None] = None
+    """Names of the accelerators it works on, which :attr:`needs` replace; None: those that have what it needs.
+
+    A class that sets it gets a FutureWarning, and works on these accelerators only, whatever it needs.
+    """
+
+    _names_accelerators: ClassVar[bool] = False
+    """True if the class that declares nearest sets ``accelerators`` instead of ``needs``."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "needs" in vars(cls):
+            cls._names_accelerators = False
+        elif vars(cls).get("accelerators") is not None:
+            warn_replaced(
+                cls,
+                "accelerators",
+                "declare 'needs', with a capability of your own that your accelerator has where it is bound to that",
+            )
+            cls._names_accelerators = True
 
     def setup(self, accelerator: Accelerator, device: torch.device) -> None:
         """Prepare this process for the precision, after the device is set up and before the model is touched.

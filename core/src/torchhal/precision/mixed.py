@@ -42,6 +42,7 @@ class MixedPrecision(Precision):
     """
 
     param_dtype = torch.float32
+    wraps_autocast = True
 
     def __init__(self, dtype: str | torch.dtype = "bfloat16", scaler: GradScaler | None = None) -> None:
         self.compute_dtype = parse_dtype(dtype, _ALIASES)

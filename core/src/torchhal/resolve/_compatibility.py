@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from torchhal import registry
 from torchhal.accelerators import Accelerator
 from torchhal.distributed.process import launched_by
-from torchhal.errors import ComponentError, UnsupportedCombinationError
-from torchhal.precision import Precision
-from torchhal.registry._discovery import USER
+from torchhal.errors import UnsupportedCombinationError
+from torchhal.resolve._capability_match import check_needs, check_precision
 from torchhal.resolve._plan import ResolvedComponent
 from torchhal.strategies import ParallelStrategy, Strategy
 
@@ -55,7 +53,8 @@ def check_parts(
         )
     check_accelerator(accelerator, strategy)
     _check_backend(accelerator, strategy)
-    _check_precision(accelerator, strategy, precision)
+    check_needs(accelerator, strategy)
+    check_precision(accelerator, strategy, precision)
 
 
 def _launches_each(strategy: Strategy, devices: int) -> bool:
@@ -90,38 +89,6 @@ def _check_backend(accelerator: ResolvedComponent, strategy: ResolvedComponent) 
         f"carries tensors of accelerator {accelerator.alias!r}: use {hardware.default_strategy!r}, or give the "
         "strategy's class process_group_backend=, where you have a backend of your own"
     )
-
-
-def _check_precision(accelerator: ResolvedComponent, strategy: ResolvedComponent, precision: ResolvedComponent) -> None:
-    hardware: Accelerator = accelerator.value
-    value: Precision = precision.value
-    names = {precision.alias, value.alias}
-    if value.accelerators is not None:
-        # takes precedence over the accelerator's list, which can't include other packages' precisions
-        if not value.accelerators & {accelerator.alias, hardware.name}:
-            raise UnsupportedCombinationError(
-                f"precision {precision.alias!r} works on accelerator {_listed(value.accelerators)} "
-                f"(got {accelerator.alias!r})"
-            )
-    elif not hardware.precisions & names and any(map(_is_published, names)):
-        raise UnsupportedCombinationError(
-            f"accelerator {accelerator.alias!r} does not compute in precision {precision.alias!r}: it knows "
-            f"{_listed(hardware.precisions)}"
-        )
-    allowed = strategy.value.precisions
-    if allowed is not None and not allowed & names:
-        raise UnsupportedCombinationError(
-            f"strategy {strategy.alias!r} does not compute in precision {precision.alias!r}: it knows "
-            f"{_listed(allowed)}"
-        )
-
-
-def _is_published(alias: str) -> bool:
-    """Return whether core or a plugin publishes a precision of this name; one of the user's own isn't checked."""
-    try:
-        return registry.find("precision", alias).distribution != USER
-    except (LookupError, ComponentError):
-        return False
 
 
 def _listed(names: frozenset[str]) -> str:

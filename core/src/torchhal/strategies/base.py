@@ -20,6 +20,7 @@ from torchhal.launchers import ExternalLauncher, Launcher
 from torchhal.memory_estimate import MemoryEstimate, ModelMemory
 from torchhal.precision.base import connected
 from torchhal.pytree import move_module
+from torchhal.strategies._carried_precisions import CarriedPrecisions
 from torchhal.strategies._hooks import StrategyHooks
 from torchhal.strategies._optimizer_state import move_optimizer_state
 from torchhal.strategies._state import StrategyState
@@ -33,7 +34,7 @@ from torchhal.strategies._sync_batchnorm import (
 __all__ = ["STEPS", "Strategy"]
 
 
-class Strategy(Composable, StrategyHooks, StrategySteps, StrategyState):
+class Strategy(Composable, CarriedPrecisions, StrategyHooks, StrategySteps, StrategyState):
     """One way to train a model on the devices it is given.
 
     A strategy owns the model, the optimizers and the schedulers, and is the only object that the loops call. The life
@@ -64,6 +65,9 @@ class Strategy(Composable, StrategyHooks, StrategySteps, StrategyState):
     * ``"owns_closure"``: a closure is passed to :meth:`optimizer_step` unevaluated.
     * ``"owns_clipping"``: it clips with :attr:`gradient_clip_val`, set before :meth:`setup`.
     * ``"owns_schedulers"``: their ``step`` is not called.
+
+    ``"lossy"`` is no task: the steps differ from those of one process by up to :attr:`tolerances`, as gradients are
+    compressed, or averaged in part.
     """
 
     multi_device: ClassVar[bool] = False
@@ -73,12 +77,6 @@ class Strategy(Composable, StrategyHooks, StrategySteps, StrategyState):
     """Names of the accelerators this strategy works on; None: every one that torch supports.
 
     Checks: STR-37.
-    """
-
-    precisions: ClassVar[frozenset[str] | None] = None
-    """Aliases of the precisions this strategy works with; None: every one.
-
-    Checks: STR-36, STR-37.
     """
 
     default_checkpoint_io: ClassVar[str] = "torch"

@@ -25,19 +25,21 @@ def check_parts(name: str, options: Mapping[str, Any], precision: Precision, *, 
     Raises:
         UnsupportedCombinationError: the algorithm can't work in this precision, or among so many ranks.
     """
-    if precision.alias == "16-mixed" and name == "qadam":
+    scales_loss = "scales_loss" in precision.features
+    if scales_loss and name == "qadam":
         raise UnsupportedCombinationError(
-            "algorithm 'qadam' puts gradients into its momentum in backward, and precision '16-mixed' unscales them "
-            "after it: use '32-true' or 'bf16-mixed'"
+            f"algorithm 'qadam' puts gradients into its momentum in backward, and precision {precision.alias!r} "
+            "unscales them after it: use '32-true' or 'bf16-mixed'"
         )
-    if precision.alias == "16-mixed" and ALGORITHMS[name].own_weights:
+    if scales_loss and ALGORITHMS[name].own_weights:
         raise UnsupportedCombinationError(
-            f"algorithm {name!r} leaves each rank its own gradients, and in precision '16-mixed' one rank would skip a "
-            "step that the others take: use '32-true' or 'bf16-mixed'"
+            f"algorithm {name!r} leaves each rank its own gradients, and in precision {precision.alias!r} one rank "
+            "would skip a step that the others take: use '32-true' or 'bf16-mixed'"
         )
-    if precision.alias == "16-true" and name == "async":
+    if precision.param_dtype is not torch.float32 and name == "async":
         raise UnsupportedCombinationError(
-            "algorithm 'async' averages float32 weights only (got precision '16-true'): use '32-true' or 'bf16-mixed'"
+            f"algorithm 'async' averages float32 weights only (got precision {precision.alias!r}): use '32-true' or "
+            "'bf16-mixed'"
         )
     if options.get("peer_selection_mode") == "shift_one":
         hierarchical = options.get("hierarchical", True)

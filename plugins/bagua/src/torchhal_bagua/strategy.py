@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch.optim import Optimizer
 
+from torchhal.capabilities import other_stores
 from torchhal.distributed import collectives
 from torchhal.distributed.stores import Store
 from torchhal.errors import DistributedError
@@ -70,7 +71,7 @@ class BaguaStrategy(ParallelStrategy):
 
     compares_replicas: ClassVar[bool] = True
 
-    precisions: ClassVar[frozenset[str] | None] = frozenset({"32-true", "tf32", "16-true", "16-mixed", "bf16-mixed"})
+    lacks: frozenset[str] = other_stores(torch.float32, torch.float16)  # it sends gradients in these dtypes alone
 
     @classmethod
     def availability(cls) -> Availability:
@@ -105,6 +106,16 @@ class BaguaStrategy(ParallelStrategy):
         self._wrapped: DDPWrapper | None = None
         self._arrived: set[torch.Tensor] = set()  # parameters with a gradient from the latest backward
         self._watched: list[Any] = []
+
+    @property
+    def features(self) -> frozenset[str]:  # type: ignore[override]
+        """The feature ``lossy`` of an algorithm that sends bytes or averages weights in part."""
+        return frozenset({"lossy"}) if self._algorithm.tolerances else frozenset()
+
+    @property
+    def tolerances(self) -> Mapping[str, float]:  # type: ignore[override]
+        """The greatest differences from training in one process, by algorithm."""
+        return self._algorithm.tolerances
 
     @property
     def _algorithm(self) -> algorithms.Algorithm:

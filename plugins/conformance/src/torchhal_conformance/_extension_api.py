@@ -11,6 +11,7 @@ from typing import Final
 MODULES: Final[Mapping[str, tuple[str, ...]]] = {
     "What every plugin needs": (
         "torchhal.plugin",
+        "torchhal.capabilities",
         "torchhal.composition",
         "torchhal.errors",
         "torchhal.suggestions",

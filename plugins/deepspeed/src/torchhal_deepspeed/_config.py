@@ -13,6 +13,7 @@ import torch
 from torch import optim
 
 from torchhal.errors import ConfigurationError, UnsupportedCombinationError
+from torchhal.precision import Precision
 from torchhal.suggestions import did_you_mean, nearest
 
 ZERO: Final = "zero_optimization"
@@ -64,8 +65,13 @@ NUMBERS: Final = {
 }
 """Entries that are numbers, and the least of each; all but the last one whole."""
 
-MIXED: Final[Mapping[str, str]] = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
-"""The Trainer's precision -> DeepSpeed's section: working weights in this dtype, fp32 ones in the optimizer."""
+MIXED: Final[Mapping[torch.dtype, str]] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+"""dtype of the arithmetic -> DeepSpeed's section: working weights in this dtype, fp32 ones in the optimizer."""
+
+
+def mixed_section(precision: Precision) -> str | None:
+    """Return the section of the configuration for the dtypes that ``precision`` declares, or None for one dtype."""
+    return MIXED.get(precision.compute_dtype) if precision.param_dtype is torch.float32 else None
 
 
 def read_config(config: Any) -> dict[str, Any]:
@@ -282,27 +288,27 @@ def _check_nvme() -> None:
         )
 
 
-def check_precision(config: Mapping[str, Any], precision: str) -> None:
+def check_precision(config: Mapping[str, Any], precision: Precision) -> None:
     """Raise UnsupportedCombinationError when Trainer and configuration set different dtypes."""
-    section = MIXED.get(precision)
+    section = mixed_section(precision)
     for name, alias in (("bf16", "bf16-mixed"), ("fp16", "16-mixed")):
         if _enabled(config, name) and section != name:
             raise UnsupportedCombinationError(
-                f"the DeepSpeed configuration enables {name!r}, but the Trainer's precision is {precision!r}: "
+                f"the DeepSpeed configuration enables {name!r}, but the Trainer's precision is {precision.alias!r}: "
                 f"use precision={alias!r}"
             )
         if name in config and not _enabled(config, name) and section == name and "enabled" in config[name]:
             raise UnsupportedCombinationError(
-                f"precision {precision!r} needs {name!r}, which the DeepSpeed configuration disables: leave 'enabled' "
-                "out, or use precision='32-true'"
+                f"precision {precision.alias!r} needs {name!r}, which the DeepSpeed configuration disables: leave "
+                "'enabled' out, or use precision='32-true'"
             )
     if section == "fp16":
-        _check_fp16()
+        _check_fp16(precision.alias)
     zero = config[ZERO]
     if section is not None and zero["stage"] == 0:
         raise UnsupportedCombinationError(
-            f"precision {precision!r} with ZeRO stage 0 would keep whole fp32 weights beside the {section} ones on "
-            "every rank: use stage 1, or strategy='ddp'"
+            f"precision {precision.alias!r} with ZeRO stage 0 would keep whole fp32 weights beside the {section} ones "
+            "on every rank: use stage 1, or strategy='ddp'"
         )
     accumulates = (config.get("data_types") or {}).get("grad_accum_dtype")
     if section == "bf16" and zero["stage"] == 1 and accumulates == "fp32":
@@ -327,12 +333,12 @@ def buffer_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
         raise ConfigurationError(f"'buffer_dtype' must be 'bf16', 'fp16' or 'fp32' (got {name!r})") from None
 
 
-def _check_fp16() -> None:
+def _check_fp16(alias: str) -> None:
     from deepspeed.accelerator import get_accelerator
 
     if not get_accelerator().is_fp16_supported():
         raise UnsupportedCombinationError(
-            f"precision '16-mixed' can't be used here: DeepSpeed finds no float16 arithmetic on this "
+            f"precision {alias!r} can't be used here: DeepSpeed finds no float16 arithmetic on this "
             f"{get_accelerator()._name!r} device; use 'bf16-mixed'"
         )
 
@@ -340,7 +346,7 @@ def _check_fp16() -> None:
 def complete(
     config: Mapping[str, Any],
     *,
-    precision: str,
+    precision: Precision,
     accumulate: int,
     clip_val: float | None,
     clip_algorithm: str,
@@ -351,7 +357,7 @@ def complete(
 
     Args:
         config: of :func:`combine`.
-        precision: the alias of the Trainer's.
+        precision: the Trainer's.
         accumulate: batches per optimizer step.
         clip_val: greatest global norm of the gradients, or None.
         clip_algorithm: ``"norm"``, which is all that DeepSpeed supports.
@@ -385,7 +391,7 @@ def complete(
             f"'train_batch_size' must be divisible by {accumulate} batch(es) per step times {world_size} rank(s) "
             f"(got {whole})"
         )
-    section = MIXED.get(precision)
+    section = mixed_section(precision)
     if section is not None:
         done[section] = {**done.get(section, {}), "enabled": True}
     # any optimizer may be used, as with every other strategy

@@ -64,7 +64,7 @@ class DeepSpeedEngineBase(ParallelStrategy):
         self._deepspeed = sdk.load(self.root_device.type)
         sdk.set_log_level(self.logging_level)
         settings.check_with_deepspeed(self.config)
-        settings.check_precision(self.config, self.precision.alias)
+        settings.check_precision(self.config, self.precision)
 
     # -- life cycle ------------------------------------------------------------------------------------------
 
@@ -92,14 +92,13 @@ class DeepSpeedEngineBase(ParallelStrategy):
     @property
     def compute_dtype(self) -> torch.dtype:
         """The dtype of the weights that compute."""
-        section = settings.MIXED.get(self.precision.alias)
-        return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(section or "", torch.float32)
+        return torch.float32 if settings.mixed_section(self.precision) is None else self.precision.compute_dtype
 
     def engine_config(self) -> dict[str, Any]:
         """Return the configuration, completed by the Trainer's arguments, as the engine gets it."""
         return settings.complete(
             self.config,
-            precision=self.precision.alias,
+            precision=self.precision,
             accumulate=self.accumulate_grad_batches,
             clip_val=self.gradient_clip_val,
             clip_algorithm=self.gradient_clip_algorithm,

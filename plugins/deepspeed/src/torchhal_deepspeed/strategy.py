@@ -13,12 +13,13 @@ from typing import Any, ClassVar
 import torch
 from torch.optim import Optimizer
 
+from torchhal.capabilities import other_stores
 from torchhal.checkpoint import read
 from torchhal.distributed import collectives
 from torchhal.errors import CheckpointError, ConfigurationError
 from torchhal.memory_estimate import MemoryEstimate, ModelMemory
 from torchhal.plugin import Availability
-from torchhal.precision import cast_tensors
+from torchhal.precision import MixedPrecision, Precision, cast_tensors
 from torchhal.strategies import StepResult
 from torchhal_deepspeed import _compatibility as compatibility
 from torchhal_deepspeed import _config as settings
@@ -67,7 +68,12 @@ class DeepSpeedStrategy(DeepSpeedEngineBase):
     """
 
     features: ClassVar[frozenset[str]] = frozenset({"owns_clipping"})
-    precisions: ClassVar[frozenset[str] | None] = frozenset({"32-true", *settings.MIXED})
+    lacks: frozenset[str] = other_stores(torch.float32)
+    # the engine casts inputs, scales the loss, clips and steps itself, in the dtypes that a precision declares
+    precision_methods: ClassVar[frozenset[str] | None] = frozenset(
+        {"setup", "module_init_context", "state_dict", "load_state_dict", "teardown"}
+    )
+    implements_precisions: ClassVar[tuple[type[Precision], ...]] = (MixedPrecision,)
     default_checkpoint_io: ClassVar[str] = "deepspeed"
     inference_mode: ClassVar[bool] = False  # parameters that are gathered for a validation are used by training
     compares_replicas: ClassVar[bool] = True

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 
+from torchhal.capabilities import STANDARD, TF32, compute, store
 from torchhal.plugin import Availability
 from torchhal_gpu import _nvml as nvml
 from torchhal_gpu._stream_transfer import SideStreamAccelerator
@@ -20,7 +21,7 @@ class GPUAccelerator(SideStreamAccelerator):
     name: ClassVar[str] = "gpu"
     device_type: ClassVar[str] = "cuda"
     backend: ClassVar[str] = "nccl"  # which is RCCL in builds for ROCm
-    precisions: ClassVar[frozenset[str]] = SideStreamAccelerator.precisions | {"64-true", "tf32"}
+    capabilities: ClassVar[frozenset[str]] = STANDARD | compute(torch.float64) | store(torch.float64) | {TF32}
     auto_priority: ClassVar[int | None] = 60
     visible_devices: ClassVar[str] = "CUDA_VISIBLE_DEVICES"  # ROCm reads it, too
     features: ClassVar[frozenset[str]] = frozenset({"memory_stats", "threads", "visible_devices"})

@@ -7,6 +7,7 @@ from typing import ClassVar
 import torch
 
 from torchhal.accelerators import Accelerator
+from torchhal.capabilities import STANDARD
 from torchhal.plugin import Availability
 
 
@@ -16,6 +17,9 @@ class MPSAccelerator(Accelerator):
     name: ClassVar[str] = "mps"
     device_type: ClassVar[str] = "mps"
     backend: ClassVar[str] = ""
+    capabilities: ClassVar[frozenset[str]] = frozenset(
+        capability for capability in STANDARD if not capability.startswith("collective:")
+    )
     indexed: ClassVar[bool] = False
     start_methods: ClassVar[frozenset[str]] = frozenset({"spawn", "forkserver"})
 

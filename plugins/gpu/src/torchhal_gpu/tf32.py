@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from torchhal.accelerators import Accelerator
+from torchhal.capabilities import TF32
 from torchhal.errors import UnsupportedCombinationError
 from torchhal.precision import Precision
 
@@ -22,7 +23,7 @@ class TF32Precision(Precision):
     """
 
     alias = "tf32"
-    accelerators: ClassVar[frozenset[str] | None] = frozenset({"gpu"})
+    needs: frozenset[str] = Precision.needs | {TF32}
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []

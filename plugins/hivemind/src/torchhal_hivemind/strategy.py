@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchhal.accelerators import Accelerator
+from torchhal.capabilities import LOSS_SCALING, store
 from torchhal.checkpoint import CheckpointIO
 from torchhal.cluster import ClusterEnvironment
 from torchhal.distributed.process import describe_exit, leave, write_stderr
@@ -90,7 +91,7 @@ class HivemindStrategy(SingleDeviceStrategy):
     features: ClassVar[frozenset[str]] = frozenset({"owns_clipping", "owns_schedulers"})
 
     # Averages are made in float32, and gradients of a loss that is scaled would be averaged with each peer's own scale.
-    precisions: ClassVar[frozenset[str] | None] = frozenset({"32-true", "tf32", "bf16-mixed", "bf16-true", "16-true"})
+    lacks: frozenset[str] = store(torch.float64) | {LOSS_SCALING}
 
     @classmethod
     def availability(cls) -> Availability:

@@ -9,9 +9,16 @@ from typing import ClassVar
 import torch
 
 from torchhal.accelerators import Accelerator
+from torchhal.capabilities import autocast, collective, compute, store
 from torchhal.plugin import Availability
 from torchhal_hpu import _sdk as sdk
 from torchhal_hpu._card_assignment import CardAssignment
+
+AUTOCAST_LISTS = "habana_autocast_lists"
+"""Capability of autocast with lists of operators, which the bridge reads from files."""
+
+TRANSFORMER_ENGINE = "habana_transformer_engine"
+"""Capability of float8 layers of Intel's transformer engine."""
 
 
 class HPUAccelerator(Accelerator):
@@ -25,9 +32,14 @@ class HPUAccelerator(Accelerator):
     name: ClassVar[str] = "hpu"
     device_type: ClassVar[str] = "hpu"
     backend: ClassVar[str] = "hccl"
-    backend_averages: ClassVar[bool] = False
     indexed: ClassVar[bool] = False
-    precisions: ClassVar[frozenset[str]] = frozenset({"32-true", "bf16-true", "bf16-mixed"})
+    capabilities: ClassVar[frozenset[str]] = (
+        compute(torch.float32, torch.bfloat16)
+        | store(torch.float32, torch.bfloat16)
+        | autocast(torch.bfloat16)
+        | collective("all_reduce", "all_gather", "reduce_scatter", "all_to_all")  # hccl has no average
+        | {AUTOCAST_LISTS, TRANSFORMER_ENGINE}
+    )
     default_strategy: ClassVar[str] = "hpu_single"
     default_parallel_strategy: ClassVar[str] = "hpu_parallel"
     auto_priority: ClassVar[int | None] = 70

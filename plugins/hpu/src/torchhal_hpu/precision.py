@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from torchhal.accelerators import Accelerator
 from torchhal.errors import ConfigurationError, UnsupportedCombinationError
 from torchhal.precision import MixedPrecision
 from torchhal_hpu import _sdk as sdk
+from torchhal_hpu.accelerator import AUTOCAST_LISTS, TRANSFORMER_ENGINE
 
 LISTS = {
     "lower_precision_ops": "PT_HPU_AUTOCAST_LOWER_PRECISION_OPS_LIST",
@@ -39,14 +40,13 @@ class HPUMixedPrecision(MixedPrecision):
         ConfigurationError: no such file, or a line in it is no name; or the bridge has been imported without it.
     """
 
-    accelerators: ClassVar[frozenset[str] | None] = frozenset({"hpu"})  # nobody else reads the lists
-
     def __init__(
         self,
         lower_precision_ops: str | os.PathLike[str] | None = None,
         fp32_ops: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__("bfloat16")
+        self.needs = self.needs | {AUTOCAST_LISTS}
         lists = {"lower_precision_ops": lower_precision_ops, "fp32_ops": fp32_ops}
         self._files = {
             LISTS[argument]: _checked(argument, file) for argument, file in lists.items() if file is not None
@@ -90,11 +90,11 @@ class FP8Precision(MixedPrecision):
     """
 
     alias = "hpu-fp8"
-    accelerators: ClassVar[frozenset[str] | None] = frozenset({"hpu"})
 
     def __init__(self, recipe: Any = None, replace_layers: bool = True) -> None:
         super().__init__("bfloat16")
         self.alias = "hpu-fp8"
+        self.needs = self.needs | {TRANSFORMER_ENGINE}
         self.recipe = recipe
         self.replace_layers = replace_layers
 

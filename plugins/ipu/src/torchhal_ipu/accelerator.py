@@ -12,8 +12,12 @@ from typing import ClassVar
 import torch
 
 from torchhal.accelerators import CPUAccelerator
+from torchhal.capabilities import compute, store
 from torchhal.plugin import Availability
 from torchhal_ipu import _sdk as sdk
+
+MIXED_INPUTS = "poptorch_mixed:float16"
+"""Capability of layers that compute in the dtype of their input, whatever their weights' is."""
 
 _MOST = 1024
 """IPUs that one process can drive; no larger system is asked for."""
@@ -29,7 +33,9 @@ class IPUAccelerator(CPUAccelerator):
 
     name: ClassVar[str] = "ipu"
     device_type: ClassVar[str] = "cpu"
-    precisions: ClassVar[frozenset[str]] = frozenset({"32-true", "16-true"})
+    capabilities: ClassVar[frozenset[str]] = (
+        compute(torch.float32, torch.float16) | store(torch.float32, torch.float16) | {MIXED_INPUTS}
+    )
     indexed: ClassVar[bool] = False
     oversubscribable: ClassVar[bool] = False
     own_strategies: ClassVar[bool] = True

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
+from torchhal.capabilities import compute, store
 from torchhal.errors import ConfigurationError
 from torchhal.precision import Precision, cast_tensors
+from torchhal_ipu.accelerator import MIXED_INPUTS
 
 
 class IPUMixedPrecision(Precision):
@@ -25,7 +27,7 @@ class IPUMixedPrecision(Precision):
     alias = "ipu-16-mixed"
     param_dtype = torch.float32
     compute_dtype = torch.float16
-    accelerators: ClassVar[frozenset[str] | None] = frozenset({"ipu"})
+    needs: frozenset[str] = compute(torch.float16) | store(torch.float32) | {MIXED_INPUTS}
 
     def __init__(self, loss_scaling: float | str = 128.0) -> None:
         number = isinstance(loss_scaling, int | float) and not isinstance(loss_scaling, bool) and loss_scaling > 0

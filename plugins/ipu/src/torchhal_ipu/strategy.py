@@ -50,7 +50,13 @@ class IPUStrategy(SingleDeviceStrategy):
     features: ClassVar[frozenset[str]] = frozenset({"owns_backward", "owns_accumulation", "owns_clipping"})
     multi_device: ClassVar[bool] = True
     accelerators: ClassVar[frozenset[str] | None] = frozenset({"ipu"})
-    precisions: ClassVar[frozenset[str] | None] = frozenset({"32-true", "16-true", "ipu-16-mixed"})
+    # backward, scaling of the loss, clipping and update are inside the compiled call
+    precision_methods: ClassVar[frozenset[str] | None] = frozenset(
+        {
+            "setup", "connect", "check_optimizer", "convert_module", "convert_input", "convert_output",
+            "module_init_context", "forward_context", "state_dict", "load_state_dict", "teardown",
+        }
+    )  # fmt: skip
     inference_mode: ClassVar[bool] = False  # poptorch writes to weights and buffers when it brings them to the host
 
     def __init__(

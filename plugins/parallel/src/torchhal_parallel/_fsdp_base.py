@@ -13,6 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from torchhal.capabilities import collective
 from torchhal.distributed import collectives
 from torchhal.errors import TorchhalError
 from torchhal.memory_estimate import ModelMemory, ParameterMemory
@@ -65,6 +66,8 @@ class FullyShardedStrategy(ShardedStrategy):
         cpu_offload: keep parameters, gradients and optimizer state in host memory between uses.
         parts: see :class:`torchhal.strategies.ParallelStrategy`.
     """
+
+    needs: frozenset[str] = collective("all_gather", "reduce_scatter")
 
     _watched_hooks: Any = None
     """The Trainer's, while what they write is noted."""
@@ -188,7 +191,7 @@ class FullyShardedStrategy(ShardedStrategy):
         if self._ignored:
             options["ignored_params"] = set(self._ignored)
         sharded = fully_shard(unit, **options)
-        if not self.accelerator.backend_averages:
+        if "collective:avg" not in self.accelerator.capabilities:
             sharded.set_force_sum_reduction_for_comms(True)
 
     def carry_hooks(self, hooks: Mapping[int, Any], parameter: nn.Parameter) -> None:

@@ -267,6 +267,11 @@ class HybridStrategy(FullyShardedStrategy):
     # -- steps -----------------------------------------------------------------------------------------------
 
     @property
+    def needs(self) -> frozenset[str]:  # type: ignore[override]
+        """The collectives of ``fully_shard``, where the axis 'shard' divides parameters or may."""
+        return FullyShardedStrategy.needs if self.axes["shard"] != 1 else frozenset()
+
+    @property
     def features(self) -> frozenset[str]:  # type: ignore[override]
         """The feature ``owns_backward`` of a pipeline. Before the set-up: if it has more than one rank, or may have."""
         return frozenset({"owns_backward"}) if self.sizes.get("pipeline", self.axes["pipeline"]) != 1 else frozenset()

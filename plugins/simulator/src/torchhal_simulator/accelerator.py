@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 
 from torchhal.accelerators import Accelerator
+from torchhal.capabilities import STANDARD
 from torchhal_simulator._counters import counters
 
 
@@ -20,6 +21,7 @@ class SimAccelerator(Accelerator):
     name: ClassVar[str] = "sim"
     device_type: ClassVar[str] = "sim"
     backend: ClassVar[str] = "sim"
+    capabilities: ClassVar[frozenset[str]] = STANDARD
     auto_priority: ClassVar[int | None] = None
     features: ClassVar[frozenset[str]] = frozenset({"memory_stats", "threads"})
 

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 
 from torchhal.accelerators import Accelerator
+from torchhal.capabilities import STANDARD, autocast, collective, compute, store
 from torchhal.cluster import read_int
 from torchhal.errors import AcceleratorUnavailableError, ConfigurationError
 from torchhal.plugin import Availability
@@ -34,9 +35,7 @@ class XLAAccelerator(Accelerator):
     name: ClassVar[str] = "xla"
     device_type: ClassVar[str] = "xla"
     backend: ClassVar[str] = "xla"
-    precisions: ClassVar[frozenset[str]] = frozenset(
-        {"32-true", "64-true", "16-true", "16-mixed", "bf16-true", "bf16-mixed"}
-    )
+    capabilities: ClassVar[frozenset[str]] = STANDARD | compute(torch.float64) | store(torch.float64)
     indexed: ClassVar[bool] = False
     default_strategy: ClassVar[str] = "single_xla"
     default_parallel_strategy: ClassVar[str] = "xla_spmd"
@@ -164,7 +163,12 @@ class TPUAccelerator(XLAAccelerator):
     """TPUs, on a host that has them."""
 
     name: ClassVar[str] = "tpu"
-    precisions: ClassVar[frozenset[str]] = frozenset({"32-true", "bf16-true", "bf16-mixed"})
+    capabilities: ClassVar[frozenset[str]] = (
+        compute(torch.float32, torch.bfloat16)
+        | store(torch.float32, torch.bfloat16)
+        | autocast(torch.bfloat16)
+        | collective("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "avg")
+    )
     default_parallel_strategy: ClassVar[str] = "xla"
     auto_priority: ClassVar[int | None] = 80
 

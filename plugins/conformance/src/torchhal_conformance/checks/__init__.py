@@ -19,6 +19,7 @@ _MODULES: Final = (
     "accelerator_statistics",
     "accelerator_loaders",
     "precision_dtypes",
+    "precision_needs",
     "precision_gradients",
     "precision_steps",
     "checkpoint_contents",

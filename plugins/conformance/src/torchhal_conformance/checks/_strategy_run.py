@@ -17,6 +17,7 @@ from torchhal_conformance._check import NotApplicable
 from torchhal_conformance._rank_context import RankContext
 
 TOLERANCE = 2e-5
+"""Of weights after a few steps, unless the strategy is lossy and declares its own."""
 
 BATCH = 12
 """Samples of a global batch: divisible by 2 and 3 ranks."""
@@ -91,6 +92,11 @@ class StrategyRun:
             losses.append(float(self.strategy.reduce(loss.detach(), "mean")))
         return losses
 
+    @property
+    def tolerance(self) -> float:
+        """The tolerance of weights after a few steps."""
+        return tolerance_of(self.strategy, "weights", TOLERANCE)
+
     def weights(self) -> dict[str, torch.Tensor]:
         """Return the whole state of the module; empty on ranks that write no checkpoints and have no values."""
         return values(self.strategy)
@@ -133,6 +139,11 @@ def reference(
         optimizer.step()
         losses.append(loss.item())
     return model, losses
+
+
+def tolerance_of(strategy: Strategy, name: str, exact: float) -> float:
+    """Return the entry ``name`` of a lossy strategy's ``tolerances``; ``exact`` without one, and for others."""
+    return float(strategy.tolerances.get(name, exact)) if "lossy" in strategy.features else exact
 
 
 def weights_close(what: str, got: dict[str, torch.Tensor], expected: nn.Module, tolerance: float = TOLERANCE) -> None:

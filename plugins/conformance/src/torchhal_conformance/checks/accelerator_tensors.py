@@ -12,38 +12,33 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from torchhal import registry
-from torchhal.accelerators import Accelerator
+from torchhal.capabilities import check_capabilities, dtypes_of
 from torchhal.errors import UnsupportedCombinationError
+from torchhal.precision import MixedPrecision, TruePrecision
 from torchhal.pytree import move_module
 from torchhal.resolve import Request, resolve
 from torchhal_conformance._assertions import close, raises, require, same
 from torchhal_conformance._check import CheckFailed, check
 from torchhal_conformance._context import CheckContext
+from torchhal_conformance.checks._capability_trials import try_capability, try_collectives
 
 TOLERANCE = 1e-3
 """Of a float32 result against the CPU's, times the greatest value: hardware may add up in another order and width."""
-
-_DTYPES = {"32": torch.float32, "64": torch.float64, "16": torch.float16, "bf16": torch.bfloat16}
-
-
-def _declared_dtypes(accelerator: Accelerator) -> list[torch.dtype]:
-    names = {alias.partition("-")[0] for alias in accelerator.precisions}
-    return [dtype for name, dtype in _DTYPES.items() if name in names]
 
 
 @check("ACC-12", needs=["device"])
 def round_trip(context: CheckContext) -> None:
     """A tensor that batch_to_device puts on the device comes back bit for bit.
 
-    That holds for every dtype of the declared precisions, integers and booleans; 0-d, empty, strided, expanded
-    tensors, and views that share memory.
+    That holds for every dtype that the class declares to store (``store:...``), integers and booleans; 0-d, empty,
+    strided, expanded tensors, and views that share memory.
 
     Why: a transfer that ignores strides or the offset into shared memory trains on other numbers, silently.
     Fix: make a view contiguous before its memory is copied, or leave the copy to Tensor.to.
     """
     accelerator, device = context.setup_accelerator()
     base = torch.randn(6, 8, generator=context.generator()) * 50
-    for dtype in [*_declared_dtypes(accelerator), torch.int64, torch.int32, torch.uint8, torch.bool]:
+    for dtype in [*dtypes_of("store", accelerator.capabilities), torch.int64, torch.int32, torch.uint8, torch.bool]:
         full = (base > 0) if dtype is torch.bool else base.abs().to(dtype)
         shapes = {
             "dense": full, "0-d": full[0, 0], "empty": full[:0], "strided": full[:, ::2], "transposed": full.t(),
@@ -143,35 +138,46 @@ def _pinned(size: int) -> torch.Tensor:
         return torch.zeros(size)
 
 
-@check("ACC-16", needs=["device"])
-def declared_precisions(context: CheckContext) -> None:
-    """Each precision that the class lists multiplies matrices forward and backward on the device.
+@check("ACC-16", needs=["device"], timeout=60)
+def declared_capabilities(context: CheckContext) -> None:
+    """Each capability of core's vocabulary that the class declares is really there; a precision without it is refused.
 
-    One that it doesn't list is refused before a launch by an error that names both.
+    ``compute:...`` multiplies matrices forward and backward, ``store:...`` keeps a parameter and its update, with
+    ``autocast:...`` a product has that dtype, with ``loss_scaling`` torch has a gradient scaler for the device, and
+    ``collective:...`` is tried in a process group of one. What the device can do and doesn't declare is no error. The
+    refusal, before a launch, names what is missing, the precision and the accelerator. Where a class lists
+    ``precisions`` as before, each is an alias that exists.
 
-    Why: a dtype that is listed and missing fails in the first step, after minutes of loading.
-    Fix: list in ``precisions`` what the device computes, under aliases that exist.
+    Why: a dtype that is declared and missing fails in the first step, after minutes of loading.
+    Fix: declare in ``capabilities`` what the device and its backend have.
     """
     accelerator, device = context.setup_accelerator()
+    capabilities = check_capabilities(accelerator.capabilities, f"{type(accelerator).__name__}.capabilities")
     for alias in sorted(accelerator.precisions):
         try:
-            precision = registry.find("precision", alias).create()
+            registry.find("precision", alias)
         except LookupError as error:
             raise CheckFailed(f"'precisions' lists {alias!r}: {error}") from error
-        precision.setup(accelerator, device)
-        dtype = precision.compute_dtype
-        left, right = (torch.randn(8, 8, generator=context.generator(i)) for i in range(2))
-        one = left.to(dtype).to(device).requires_grad_()
-        (one @ right.to(dtype).to(device)).sum().backward()  # type: ignore[no-untyped-call]
-        expected = right.to(dtype).float().sum(1).expand(8, 8)
-        assert one.grad is not None
-        close(f"the gradient of a product in {dtype} ({alias})", one.grad.float(), expected, 0.02)
-        precision.teardown()
-    others = [alias for alias in ("64-true", "16-mixed", "bf16-true") if alias not in accelerator.precisions]
-    for alias in others[:1]:
-        request = Request(accelerator=accelerator, precision=alias, strategy="single_device", devices=1)
-        what = f"precision {alias!r}, which {accelerator.name!r} doesn't list"
-        raises(what, UnsupportedCombinationError, partial(resolve, request), alias, accelerator.name)
+    for capability in sorted(capabilities):
+        try:
+            try_capability(capability, accelerator, device, context.generator)
+        except CheckFailed:
+            raise
+        except Exception as error:
+            raise CheckFailed(
+                f"'capabilities' holds {capability!r}, which fails with {type(error).__name__}: {error}"
+            ) from error
+    operations = sorted(c.partition(":")[2] for c in capabilities if c.startswith("collective:"))
+    if operations and accelerator.backend:
+        failed = context.run_in_subprocess(try_collectives, context.component, operations, timeout=60)
+        context.restart_subprocess()
+        require(not failed, f"'capabilities' holds collectives that {accelerator.backend!r} fails in: {failed}")
+    for precision in (TruePrecision("float64"), MixedPrecision("float16"), TruePrecision("bfloat16")):
+        if lacking := precision.needs - capabilities:
+            request = Request(accelerator=accelerator, precision=precision, strategy="single_device", devices=1)
+            what = f"precision {precision.alias!r}, of whose needs {accelerator.name!r} lacks {sorted(lacking)}"
+            raises(what, UnsupportedCombinationError, partial(resolve, request), precision.alias, accelerator.name)
+            return
 
 
 @check("ACC-17", needs=["device"])

@@ -263,15 +263,17 @@ def complete_teardown(context: CheckContext) -> None:
 def right_branch(context: CheckContext) -> None:
     """float32 and float64 compute without autocast, bit for bit what plain torch does; bfloat16 scales no loss.
 
-    Plain torch is that before the set-up, for a precision whose class has the alias "32-true" or "64-true": neither
-    may turn to TensorFloat-32 or bfloat16 in products. One of another name, such as "tf32", may say so in its setup().
+    Plain torch is that before the set-up, for a precision whose alias is "32-true" or "64-true": neither may turn to
+    TensorFloat-32 or bfloat16 in products. One of another name, such as "tf32", may say so in its setup(). The alias
+    is an instance's, as one that sets it in __init__ has the base class's in its class.
 
     Why: the branch for one precision was taken for another one.
     Fix: decide by compute_dtype, once; leave torch.set_float32_matmul_precision to the user.
     """
     device = context.setup_accelerator()[1]
-    dtype = context.create().compute_dtype
-    exact = dtype in (torch.float32, torch.float64) and context.component.cls.alias in ("32-true", "64-true")
+    created = context.create()
+    dtype = created.compute_dtype
+    exact = dtype in (torch.float32, torch.float64) and created.alias in ("32-true", "64-true")
 
     def product() -> torch.Tensor:
         one, other = (torch.randn(64, 64, dtype=dtype, generator=context.generator(i)) for i in range(2))

@@ -115,8 +115,10 @@ def sampler(rank: RankContext) -> None:
 def given_precision(rank: RankContext) -> None:
     """The precision that was given converts the module and the step's input and output, and scales and steps.
 
+    A strategy that declares ``precision_methods`` calls those of them.
+
     Why: a strategy with autocast of its own trains in another precision than the one that was asked for.
-    Fix: call self.precision, or declare ``precisions`` so that other ones are refused.
+    Fix: call self.precision, or declare ``precision_methods`` so that precisions which override others are refused.
     """
     supported = rank.component.cls.precisions
     if supported is not None and "32-true" not in supported:
@@ -134,7 +136,9 @@ def given_precision(rank: RankContext) -> None:
         strategy.backward(loss)
         strategy.clip_gradients(strategy.optimizers[0], 1.0)
         strategy.optimizer_step(strategy.optimizers[0])
-    missing = [name for name in _PrecisionSpy.NAMES if name not in spy.called]
+    declared = rank.component.cls.precision_methods
+    expected = [name for name in _PrecisionSpy.NAMES if declared is None or name in declared]
+    missing = [name for name in expected if name not in spy.called]
     require(not missing, f"the precision's {', '.join(missing)} was never called")
 
 
@@ -174,24 +178,56 @@ def _no_engine(rank: RankContext) -> None:
 
 @check("STR-37", world_sizes=(1,))
 def unsupported_pair(rank: RankContext) -> None:
-    """An accelerator or a precision that the strategy doesn't declare is refused before a launch, naming both.
+    """An accelerator or a precision that the declarations leave out is refused before a launch, naming what is missing.
+
+    That is an accelerator outside ``accelerators`` or without what is in ``needs``, a precision that needs what is in
+    ``lacks`` or overrides a method outside ``precision_methods``, and one that ``precisions``, where a class lists
+    them as before, doesn't hold.
 
     Changed: in the message only what doesn't fit is looked for; the strategy's name in it is the core's own business.
 
     Why: the vendor's library fails on it after all processes have started.
-    Fix: declare ``accelerators`` and ``precisions``.
+    Fix: declare ``accelerators``, ``needs``, ``lacks`` and ``precision_methods``.
     """
     cls, component = rank.component.cls, rank.component
-    if cls.accelerators is None and cls.precisions is None:
+    strategy = component.create()
+    needs, lacks = strategy.needs, strategy.lacks
+    named = (cls.accelerators, cls.precisions, cls.precision_methods)
+    if not needs and not lacks and all(declared is None for declared in named):
         raise NotApplicable("it declares that it works with everything")
     if cls.accelerators is not None and "cpu" not in cls.accelerators:
-        request = Request(accelerator=CPUAccelerator(), strategy=component.create(), devices=1)
+        request = Request(accelerator=CPUAccelerator(), strategy=strategy, devices=1)
         raises("a pair that can't work", UnsupportedCombinationError, partial(resolve, request), "cpu")
+    alias = next(iter(cls.accelerators or ["cpu"]))
+    hardware = registry.find("accelerator", alias).load()
+    if not hardware.availability():
+        raise MissingRequirement(f"accelerator {alias!r} is not here")
+
+    def refused(precision: Any, mention: str, capabilities: frozenset[str] = hardware.capabilities) -> None:
+        accelerator = type(hardware.__name__, (hardware,), {"capabilities": capabilities})()
+        request = Request(accelerator=accelerator, strategy=component.create(), precision=precision, devices=1)
+        raises("a pair that can't work", UnsupportedCombinationError, partial(resolve, request), mention)
+
     if cls.precisions is not None:
         others = [name for name in ("64-true", "16-true", "bf16-true") if name not in cls.precisions]
-        accelerator = next(iter(cls.accelerators or ["cpu"]))
-        if not registry.find("accelerator", accelerator).load().availability():
-            raise MissingRequirement(f"accelerator {accelerator!r} is not here")
         for name in others[:1]:
-            request = Request(accelerator=accelerator, strategy=component.create(), precision=name, devices=1)
-            raises("a pair that can't work", UnsupportedCombinationError, partial(resolve, request), name)
+            refused(name, name)
+    for capability in sorted(needs):
+        refused(SinglePrecision(), capability, hardware.capabilities - {capability})
+    for capability in sorted(lacks):
+        precision = SinglePrecision()
+        precision.needs = precision.needs | {capability}
+        refused(precision, capability, hardware.capabilities | {capability})
+    if cls.precision_methods is not None:
+        for name in sorted({"convert_input", "forward_context", "backward", "optimizer_step"} - cls.precision_methods):
+            refused(_overriding(name), name)
+
+
+def _overriding(name: str) -> SinglePrecision:
+    """Return a precision that overrides one method."""
+
+    def method(self: Any, *arguments: Any, **options: Any) -> Any:
+        return getattr(SinglePrecision, name)(self, *arguments, **options)
+
+    precision: SinglePrecision = type("Overriding", (SinglePrecision,), {name: method})()
+    return precision

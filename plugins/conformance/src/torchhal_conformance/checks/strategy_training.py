@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from torchhal.errors import UnsupportedCombinationError
+from torchhal.errors import ModelError, UnsupportedCombinationError
 from torchhal_conformance._assertions import close, require, same
 from torchhal_conformance._check import CheckFailed, NotApplicable, check
 from torchhal_conformance._rank_context import RankContext
@@ -21,6 +21,7 @@ from torchhal_conformance.checks._strategy_run import (
     reference,
     running,
     share,
+    tolerance_of,
     values,
     weights_close,
 )
@@ -47,7 +48,7 @@ def averaged_gradient(rank: RankContext) -> None:
     """
     with running(rank) as run:
         run.train(0, 1)
-        weights_close("after one step", run.weights(), reference(rank, 1)[0])
+        weights_close("after one step", run.weights(), reference(rank, 1)[0], run.tolerance)
 
 
 @check("STR-15", world_sizes=(2,))
@@ -81,7 +82,7 @@ def accumulation(rank: RankContext) -> None:
                     "gradients under no_backward_sync() are the same on all ranks: they were sent",
                 )
         strategy.optimizer_step(run.optimizer)
-        weights_close("after three micro-batches", run.weights(), reference(rank, 1)[0])
+        weights_close("after three micro-batches", run.weights(), reference(rank, 1)[0], run.tolerance)
 
 
 @check("STR-16", world_sizes=(2,))
@@ -103,14 +104,22 @@ def optimizer_moves_weights(rank: RankContext) -> None:
 def no_drift(rank: RankContext) -> None:
     """After five steps with Adam the weights are the same on every rank, bit for bit.
 
+    Those of a lossy strategy differ by its tolerance of ``"replicas"`` at most.
+
     Why: replicas that drift apart are noticed when one is saved and another one was measured.
     Fix: reduce in one order on all ranks; broadcast what is computed on one.
     """
     with running(rank, make=torch.optim.Adam, lr=0.01) as run:
         run.train(0, 5)
         states = [state for state in rank.gather(run.weights()) if state]
+        tolerance = tolerance_of(run.strategy, "replicas", 0.0)
         for other in states[1:]:
-            same("the weights of another rank", other, states[0])
+            if not tolerance:
+                same("the weights of another rank", other, states[0])
+                continue
+            same("the names of another rank's weights", list(other), list(states[0]))
+            for name, tensor in states[0].items():
+                close(f"{name} of another rank", other[name], tensor, tolerance)
 
 
 @check("STR-18", world_sizes=(2, 3))
@@ -122,7 +131,8 @@ def loss_parity(rank: RankContext) -> None:
     """
     with running(rank, make=torch.optim.SGD, momentum=0.9) as run:
         losses = run.train(0, 20)
-        close("the losses of 20 steps", losses, reference(rank, 20, momentum=0.9)[1], 1e-4)
+        tolerance = tolerance_of(run.strategy, "losses", 1e-4)
+        close("the losses of 20 steps", losses, reference(rank, 20, momentum=0.9)[1], tolerance)
 
 
 class _TwoParts(nn.Module):
@@ -168,13 +178,14 @@ def two_optimizers(rank: RankContext) -> None:
         own = [torch.optim.SGD(module.one.parameters(), lr=0.1), torch.optim.SGD(module.two.parameters(), lr=0.2)]
         try:
             strategy.setup_optimizers(own)
-        except UnsupportedCombinationError as error:
+        except (UnsupportedCombinationError, ModelError) as error:
             raise NotApplicable(f"the strategy refuses such a model: {error}") from error
         module.__dict__["parts"] = (strategy, strategy.optimizers)
         step = strategy.step_function("training_step")
         for number in range(3):
             step(share(strategy, batch(rank, number)), number)
-        weights_close("after three steps of two optimizers", values(strategy), plain)
+        tolerance = tolerance_of(strategy, "weights", TOLERANCE)
+        weights_close("after three steps of two optimizers", values(strategy), plain, tolerance)
 
 
 @check("STR-20", world_sizes=(2,), timeout=45)
@@ -196,7 +207,7 @@ def unused_parameters(rank: RankContext) -> None:
             plain = reference(rank, 3)[0].state_dict()
             got = {name: tensor for name, tensor in run.weights().items() if "never_used" not in name}
             for name in got:
-                close(f"{name} beside an unused layer", got[name], plain[name], TOLERANCE)
+                close(f"{name} beside an unused layer", got[name], plain[name], run.tolerance)
 
 
 @check("STR-35", world_sizes=(2, 3))
@@ -216,9 +227,10 @@ def global_norm(rank: RankContext) -> None:
         norm = run.strategy.clip_gradients(run.optimizer, expected / 3)
         if norm is not None:
             whole: Any = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-            close("the norm that clip_gradients returned", float(whole), expected, 1e-4)
+            tolerance = tolerance_of(run.strategy, "gradient_norm", 1e-4)
+            close("the norm that clip_gradients returned", float(whole), expected, tolerance)
         run.strategy.optimizer_step(run.optimizer)
-        weights_close("after a clipped step", run.weights(), reference(rank, 1, clip=expected / 3)[0])
+        weights_close("after a clipped step", run.weights(), reference(rank, 1, clip=expected / 3)[0], run.tolerance)
 
 
 class _Empty(nn.Module):
@@ -273,7 +285,7 @@ def trained_from_rank_zero(rank: RankContext) -> None:
     """
     with running(rank, Regression(rank.rank)) as run:
         run.train(0, 3)
-        weights_close("after three steps from rank 0's weights", run.weights(), reference(rank, 3)[0])
+        weights_close("after three steps from rank 0's weights", run.weights(), reference(rank, 3)[0], run.tolerance)
 
 
 @check("STR-48", world_sizes=(2,), timeout=45)

@@ -15,7 +15,7 @@ class {{ cookiecutter.__class }}Accelerator(CPUAccelerator):
 
         device_type = "..."             # torch.device("...") is valid once load() has run
         backend = "..."                 # of process groups
-        precisions = frozenset({"32-true", "bf16-true", "bf16-mixed"})
+        capabilities = Accelerator.capabilities - {"loss_scaling"}  # what the device and its backend have
         start_methods = frozenset({"spawn", "forkserver"})
 
         @classmethod

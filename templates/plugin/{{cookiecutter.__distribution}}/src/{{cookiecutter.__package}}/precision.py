@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from torchhal.precision import MixedPrecision
 
 
@@ -14,9 +12,9 @@ class {{ cookiecutter.__class }}Precision(MixedPrecision):
     ``backward``, ``optimizer_step``; a loop never calls a method that nobody overrides.
     """
 
-    # Any other accelerator is refused before a run starts; None takes all. "sim" is torchhal-simulator's, for tests.
-    accelerators: ClassVar[frozenset[str] | None] = frozenset({"cpu", "sim"
-{%- if 'accelerator' in cookiecutter.__kinds.split(',') %}, "{{ cookiecutter.__alias }}"{% endif %}})
+    # An accelerator without one of ``needs`` is refused before a run starts. The dtypes decide what they are; a
+    # precision that needs more than a dtype adds a word of its own, which the accelerator has in ``capabilities``:
+    # ``self.needs = self.needs | {"{{ cookiecutter.__alias }}_fp8"}``.
 
     def __init__(self) -> None:
         super().__init__("bfloat16")
