@@ -16,7 +16,7 @@ KINDS = {
     "ENV": "cluster_environment",
     "STR": "strategy",
 }
-MODULES = (*(f"mutants_{kind}" for kind in KINDS.values()), "mutants_processes")
+MODULES = (*(f"mutants_{kind}" for kind in KINDS.values()), "mutants_processes", "mutants_sequences")
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from mutation import report
 from mutation.operators import OPERATORS, Mutant, mutants_of
-from mutation.reference import KINDS
+from mutation.reference import ELSEWHERE, KINDS, read_sources
 from mutation.runner import CACHE, Runner, Verdict
 
 
@@ -48,6 +48,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def existing_mutants(kind: str) -> list[Mutant]:
+    """Return every mutant of one kind, but for functions that no component calls."""
+    return [
+        one
+        for file, source in read_sources(kind).items()
+        for one in mutants_of(source, file)
+        if f"{one.file}:{one.function}" not in ELSEWHERE
+    ]
+
+
 def choose(mutants: Sequence[Mutant], given: argparse.Namespace) -> list[Mutant]:
     """Return the mutants that the arguments ask for."""
     chosen = [
@@ -67,7 +77,7 @@ def choose(mutants: Sequence[Mutant], given: argparse.Namespace) -> list[Mutant]
 def _run_kind(kind: str, given: argparse.Namespace, table: Sequence[report.Explanation]) -> list[str]:
     """Run the chosen mutants of one kind, print what became of them, and return the problems."""
     with Runner(kind, level=given.level, cache=None if given.fresh else CACHE) as runner:
-        existing = [one for file, source in runner.sources.items() for one in mutants_of(source, file)]
+        existing = existing_mutants(kind)
         chosen = choose(existing, given)
         if given.list or not chosen:
             for one in chosen:

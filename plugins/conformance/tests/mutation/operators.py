@@ -228,7 +228,9 @@ class _Walk(ast.NodeVisitor):
             return True
         if isinstance(node, ast.Expr):
             return isinstance(node.value, ast.Call)
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
         return bool(targets) and not any(isinstance(one, ast.Name) for target in targets for one in _bound(target))
 
     def _mutate_return(self, node: ast.Return, value: ast.expr) -> None:

@@ -77,6 +77,14 @@ KINDS: Final[dict[str, Kind]] = {
                 "sim", "accelerators.base", "Accelerator", real="torchhal_simulator.accelerator:SimAccelerator",
                 body="locals().update({k: v for k, v in vars(Real).items() if not k.startswith('__')})",
             ),
+            Carrier("absent", "accelerators.base", "Accelerator", alias="xpu", body="name = device_type = 'xpu'"),
+            Carrier(
+                "broken", "accelerators.base", "Accelerator", alias="xpu",
+                body=(
+                    "name = device_type = 'xpu'\n    @classmethod\n    def load(cls):\n"
+                    "        raise ImportError('libvendor.so is missing')"
+                ),
+            ),
         ),
     ),
     "precision": Kind(
@@ -94,8 +102,8 @@ KINDS: Final[dict[str, Kind]] = {
         tuple(
             f"checkpoint/{name}.py"
             for name in (
-                "_checksum", "_crc", "_local_file", "_locate", "_location", "_map_location", "_save_time",
-                "_storage_compaction", "_temp_files", "_validation", "base", "torch_file",
+                "_checksum", "_local_file", "_locate", "_location", "_map_location", "_save_time", "_temp_files",
+                "_validation", "base", "torch_file",
             )
         ),
         (
@@ -136,6 +144,14 @@ KINDS: Final[dict[str, Kind]] = {
     ),
 }  # fmt: skip
 """Kind of component -> what is mutated of it."""
+
+
+ELSEWHERE: Final = {
+    "precision/base.py:connected": "strategies call it, and the core's own",
+    "precision/_casting.py:cast_by_name": "the Trainer calls it in a launched process, and the core's own",
+    "precision/_casting.py:_kind": "cast_by_name alone calls it",
+}
+"""Functions of these files that no component calls -> who does: of these no mutants are made."""
 
 
 def read_sources(kind: str) -> dict[str, str]:

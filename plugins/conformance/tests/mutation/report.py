@@ -85,7 +85,11 @@ def stale(table: Iterable[Explanation], existing: Sequence[Mutant], verdicts: Ma
 
 
 def summary(mutants: Sequence[Mutant], verdicts: Mapping[str, Verdict], table: Sequence[Explanation]) -> str:
-    """Return the table of outcomes by file; the score is the killed ones' share without equivalent ones."""
+    """Return the table of outcomes by file.
+
+    ``score`` is the share of the killed ones without equivalent ones, ``contract`` their share of those that break a
+    rule of the core level: without ``outside`` and ``extended`` ones too.
+    """
     columns = ("killed", "timeout", *REASONS, "unexplained")
     counts: dict[str, Counter[str]] = {}
     for mutant in mutants:
@@ -95,12 +99,14 @@ def summary(mutants: Sequence[Mutant], verdicts: Mapping[str, Verdict], table: S
         for name in (mutant.file, "all"):
             counts.setdefault(name, Counter())[outcome] += 1
     width = max(map(len, counts))
-    lines = [f"{'file':{width}}  mutants  " + "  ".join(columns) + "  score"]
+    lines = [f"{'file':{width}}  mutants  " + "  ".join(columns) + "  score  contract"]
     for name in sorted(counts, key=lambda one: (one == "all", one)):
         count = counts[name]
         total = count.total()
         real = total - count["equivalent"]
         score = f"{100 * count['killed'] / real:.0f} %" if real else "-"
         cells = "  ".join(f"{count[column]:{len(column)}}" for column in columns)
-        lines.append(f"{name:{width}}  {total:7}  {cells}  {score:>5}")
+        contract = real - count["outside"] - count["extended"]
+        of_contract = f"{100 * count['killed'] / contract:.0f} %" if contract else "-"
+        lines.append(f"{name:{width}}  {total:7}  {cells}  {score:>5}  {of_contract:>8}")
     return "\n".join(lines)

@@ -104,7 +104,12 @@ class Runner:
         if (kept := self._read(key)) is not None:
             return Control(**kept)
         copies, statements = instrument(self.sources)
-        ids = [one.id for one in checks_for(self.kind, level=self.level)]
+        # a check that is provisional yet applies to the same components once it is not
+        ids = [
+            one.id
+            for one in checks_for(self.kind)
+            if one.level in ("core", self.level) or (one.level == "provisional" and not one.features)
+        ]
         rows = [(carrier, id) for carrier in chosen for id in ids]
         work = self._new_folder()
         reach = ReachMap(work / "reach", len(rows) + 1, len(statements))
@@ -137,7 +142,12 @@ class Runner:
     # -- mutants ---------------------------------------------------------------------------------------------
 
     def run(
-        self, mutants: Sequence[Mutant], control: Control, *, processes: int = 2, done: Callable[..., None] | None = None
+        self,
+        mutants: Sequence[Mutant],
+        control: Control,
+        *,
+        processes: int = 2,
+        done: Callable[..., None] | None = None,
     ) -> dict[str, Verdict]:
         """Return the verdict of each mutant by its id; ``done`` is called with each mutant and its verdict."""
         verdicts: dict[str, Verdict] = {}
