@@ -1,4 +1,6 @@
-"""Mutate the core's components and list the mutants that the kit doesn't kill: ``python plugins/conformance/tests/mutation``.
+"""Mutate the core's components and list the mutants that the kit doesn't kill.
+
+``python plugins/conformance/tests/mutation --help`` shows how to choose some of them.
 
 Exits with 1 where a survivor is not explained in ``survivors.json``, or a row there is out of date.
 """
@@ -33,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="mutation", description=(__doc__ or "").partition(":")[0] + ".")
+    parser = argparse.ArgumentParser(prog="mutation", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--kind", action="append", choices=list(KINDS), help="mutate this kind; default: all")
     parser.add_argument("--file", action="append", help="mutate this file, such as precision/mixed.py")
     parser.add_argument("--operator", action="append", choices=OPERATORS, help="make these changes alone")
@@ -127,11 +129,14 @@ def _print_survivors(
         print(mutant.diff(sources[mutant.file]))
 
 
+_TOLD = ("outcome", "check", "carrier", "hang", "reached", "skipped")
+
+
 def _write_json(path: Path, chosen: Sequence[Mutant], verdicts: dict[str, Verdict], sources: dict[str, str]) -> None:
     rows = [
         {
             "id": one.id, "line": one.line, "change": report.describe(one, sources[one.file]),
-            **{name: getattr(verdicts[one.id], name) for name in ("outcome", "check", "carrier", "hang", "reached", "skipped")},
+            **{name: getattr(verdicts[one.id], name) for name in _TOLD},
         }
         for one in chosen
     ]  # fmt: skip

@@ -79,7 +79,7 @@ class Mutant:
 
 
 def mutants_of(source: str, file: str) -> list[Mutant]:
-    """Return every mutant of ``source``, in the order of its text; those that don't compile are left out."""
+    """Return every mutant of ``source``, in the order of its text."""
     walk = _Walk(source, file)
     walk.visit(ast.parse(source))
     return sorted(walk.found, key=lambda one: (one.start, one.operator, one.text))
@@ -198,10 +198,6 @@ class _Walk(ast.NodeVisitor):
             f"{self.file}:{function}:{operator}:{digest}", self.file, function, line, operator, start, end, text,
             self._statements[-1] if self._statements else None,
         )  # fmt: skip
-        try:
-            compile(made.apply(self.source), self.file, "exec", dont_inherit=True)
-        except SyntaxError:
-            return
         self.found.append(made)
 
     # -- statements --------------------------------------------------------------------------------------------

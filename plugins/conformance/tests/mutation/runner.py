@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -97,10 +97,10 @@ class Runner:
 
     # -- the unchanged copies --------------------------------------------------------------------------------
 
-    def control(self, carriers: Iterable[str] | None = None) -> Control:
-        """Return the results of the unchanged copies, of all carriers unless some are named."""
+    def control(self, carriers: Iterable[str] | None = None, only: Collection[str] | None = None) -> Control:
+        """Return the results of the unchanged copies: of all carriers and checks, unless some are named."""
         chosen = [one for one in KINDS[self.kind].carriers if carriers is None or one.name in set(carriers)]
-        key = self._key(self.sources, ("control", *(one.name for one in chosen)))
+        key = self._key(self.sources, ("control", *(one.name for one in chosen), *(only or ())))
         if (kept := self._read(key)) is not None:
             return Control(**kept)
         copies, statements = instrument(self.sources)
@@ -108,7 +108,8 @@ class Runner:
         ids = [
             one.id
             for one in checks_for(self.kind)
-            if one.level in ("core", self.level) or (one.level == "provisional" and not one.features)
+            if (one.level in ("core", self.level) or (one.level == "provisional" and not one.features))
+            and (only is None or one.id in only)
         ]
         rows = [(carrier, id) for carrier in chosen for id in ids]
         work = self._new_folder()

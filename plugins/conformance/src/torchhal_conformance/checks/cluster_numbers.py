@@ -21,7 +21,7 @@ def before_a_launch(context: CheckContext) -> None:
     configure() changes no number; from set_rendezvous() on the world has the processes that were configured, this one
     is rank 0 of them, and they meet at that address and port.
 
-    Why: a process that counts ranks which don't exist yet waits for them; one that doesn't count them later trains alone.
+    Why: a process that counts ranks which don't exist yet waits for them; one that never counts them trains alone.
     Fix: keep what configure() receives until set_rendezvous().
     """
     with variables():
@@ -41,7 +41,7 @@ def before_a_launch(context: CheckContext) -> None:
 
 @check("ENV-41", level="provisional", since="0.2", needs=["table"])
 def impossible_numbers(context: CheckContext) -> None:
-    """A number that no job can have is a ConfigurationError: one below zero, no process at all, a rank beyond its world.
+    """A number that no job can have is a ConfigurationError: below zero, no process at all, a rank beyond its world.
 
     The error may come from a number, or from validate_settings.
 
@@ -81,7 +81,7 @@ def _told(context: CheckContext, told: str) -> dict[str, int] | None:
 
 @check("ENV-42", level="provisional", since="0.2", needs=["table"])
 def nodes(context: CheckContext) -> None:
-    """num_nodes() is 2 on every process of two nodes; node_of tells ranks of one node from those of another, or is None.
+    """num_nodes() is 2 on every process of two nodes; node_of() tells ranks of one node from the others, or is None.
 
     Why: num_nodes="auto" in one process is another job than in the next.
     Fix: read the number of nodes; return None from node_of() where no variable says it.
