@@ -8,6 +8,7 @@ from zoo import caught_by
 from torchhal.checkpoint import TorchCheckpointIO
 from torchhal.cluster import LocalEnvironment, TorchElasticEnvironment
 from torchhal.precision import MixedPrecision, SinglePrecision
+from torchhal.strategies import DDPStrategy, SingleDeviceStrategy
 from torchhal_simulator.accelerator import SimAccelerator
 
 HALF = {"arguments": {"dtype": "float16"}}
@@ -160,3 +161,61 @@ class SaysNothing(TorchElasticEnvironment):
 class OwnJob(TorchElasticEnvironment):
     def job_id(self):
         return os.environ["RANK"]
+
+
+@caught_by("PRE-47")
+class StepsWithoutClosure(SinglePrecision):
+    def optimizer_step(self, optimizer, closure=None):
+        return super().optimizer_step(optimizer)
+
+
+@caught_by("PRE-47", says="how often the closure ran")
+class RunsItTwice(SinglePrecision):
+    def optimizer_step(self, optimizer, closure=None):
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        return super().optimizer_step(optimizer, closure)
+
+
+@caught_by("STR-60")
+class ForgetsAccumulation(DDPStrategy):
+    def accumulated_gradients(self):
+        return {}
+
+
+@caught_by("STR-60", says="the accumulated gradient")
+class SavesItsOwn(DDPStrategy):
+    def sync_gradients(self):
+        pass
+
+
+@caught_by("STR-60", says="after the continued step")
+class LoadsNothing(DDPStrategy):
+    def load_accumulated_gradients(self, gradients):
+        pass
+
+
+@caught_by("STR-61", says="beside rank 0")
+class SyncsForTrainingOnly(DDPStrategy):
+    def sync_module(self, module):
+        pass
+
+
+@caught_by("STR-62", says="the components that were torn down")
+class StopsAtTheFirst(SingleDeviceStrategy):
+    def teardown(self):
+        self.precision.teardown()
+        super().teardown()
+
+
+@caught_by("STR-63", says="have a graph")
+class KeepsGraphs(SingleDeviceStrategy):
+    def all_gather(self, tensor, *, group=None, sync_grads=False):
+        return tensor.clone().unsqueeze(0)
+
+
+@caught_by("STR-63", says="was written to")
+class GathersViews(SingleDeviceStrategy):
+    def all_gather(self, tensor, *, group=None, sync_grads=False):
+        return tensor.detach().unsqueeze(0)

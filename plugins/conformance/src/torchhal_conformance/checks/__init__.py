@@ -32,6 +32,7 @@ _MODULES: Final = (
     "strategy_components",
     "strategy_training",
     "strategy_checkpoints",
+    "strategy_sequences",
     "processes",
     "trainer",
 )

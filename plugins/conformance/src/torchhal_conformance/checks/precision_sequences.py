@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -180,3 +181,33 @@ def two_losses(context: CheckContext) -> None:
     trained.near("the second optimizer's update", -bias, reference[1], 2)
     require(total_norm(trained.weights()) > 0, "nothing was trained")
     close("what was not trained twice", trained.weights()[0].isfinite().all().double(), torch.tensor(1.0), 0.0)
+
+
+@check("PRE-47", level="provisional", since="0.2", needs=["device"])
+def closure_of_a_step(context: CheckContext) -> None:
+    """optimizer_step runs the closure once for an optimizer that needs it once, with gradients on, and then steps.
+
+    That holds inside of forward_context() and of torch.no_grad() too.
+
+    Why: a closure that isn't run trains nothing, and one that runs twice trains on two batches.
+    Fix: pass it to optimizer.step, or run it before the step.
+    """
+    plain = PrecisionRun(context)
+    plain.optimizer.zero_grad()
+    plain.step()
+    for where in ("outside", "inside of forward_context()", "inside of torch.no_grad()"):
+        trained, runs = PrecisionRun(context), []
+
+        def closure(trained: PrecisionRun = trained, runs: list[int] = runs) -> torch.Tensor:
+            runs.append(1)
+            trained.optimizer.zero_grad()
+            loss = trained.loss()
+            trained.precision.backward(loss)
+            return loss
+
+        inside = trained.precision.forward_context() if "forward" in where else nullcontext()
+        with inside, torch.no_grad() if "no_grad" in where else nullcontext():
+            answer = trained.precision.optimizer_step(trained.optimizer, closure)
+        same(f"how often the closure ran {where}", len(runs), 1)
+        require(answer is True, f"optimizer_step with a closure must return True {where} (got {answer!r})")
+        trained.near(f"the weights {where}", flatten(trained.weights()), flatten(plain.weights()), 2)
