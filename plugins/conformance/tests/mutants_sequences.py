@@ -5,8 +5,10 @@ import os
 import torch
 from zoo import caught_by
 
+from torchhal.accelerators import Accelerator, CPUAccelerator
 from torchhal.checkpoint import TorchCheckpointIO
 from torchhal.cluster import LocalEnvironment, TorchElasticEnvironment
+from torchhal.errors import ConfigurationError
 from torchhal.precision import MixedPrecision, SinglePrecision
 from torchhal.strategies import DDPStrategy, SingleDeviceStrategy
 from torchhal_simulator.accelerator import SimAccelerator
@@ -18,6 +20,23 @@ HALF = {"arguments": {"dtype": "float16"}}
 class CurrentDeviceOnly(SimAccelerator):
     def set_rng_state(self, state, device):
         super().set_rng_state(state, torch.device("sim", 0))
+
+
+@caught_by("ACC-41")
+class CountsIndices(Accelerator):
+    name = device_type = "xpu"
+
+    def parse_devices(self, devices):
+        if isinstance(devices, list):
+            raise ConfigurationError(f"index {max(devices)} of {self.device_count()} devices")
+        return super().parse_devices(devices)
+
+
+@caught_by("ACC-42", says="raised RuntimeError: the device has failed")
+class RaisesAgain(CPUAccelerator):
+    def teardown(self):
+        self.synchronize()
+        self.empty_cache()
 
 
 @caught_by("PRE-40")

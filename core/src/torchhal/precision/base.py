@@ -23,7 +23,7 @@ class Precision:
     order within one optimizer step is: :meth:`forward_context` around the step function, :meth:`backward` (once per
     micro-batch), then once per step :meth:`unscale_gradients`, :meth:`clip_gradients`, :meth:`optimizer_step`.
 
-    Checks: PRE-15, PRE-20, PRE-21, PRE-25, PRE-26.
+    Checks: PRE-15, PRE-20, PRE-21, PRE-25, PRE-26, PRE-46.
     """
 
     alias: str = "32-true"
@@ -57,6 +57,8 @@ class Precision:
 
     ``"scales_loss"``: :meth:`backward` scales the loss, and :meth:`unscale_gradients` undoes it and may skip a step. A
     strategy whose ranks have different gradients, and would decide differently, refuses such a precision.
+
+    Checks: PRE-45.
     """
 
     def setup(self, accelerator: Accelerator, device: torch.device) -> None:
@@ -152,7 +154,7 @@ class Precision:
 
         It can be entered again and inside of itself. Leaving it restores what it changed, after an error too.
 
-        Checks: PRE-05, PRE-06, PRE-23.
+        Checks: PRE-05, PRE-06, PRE-23, PRE-43.
         """
         return nullcontext()
 
@@ -170,7 +172,7 @@ class Precision:
                 such as a model's own ``backward``.
             **kwargs: passed on to the backward function.
 
-        Checks: PRE-09.
+        Checks: PRE-09, PRE-42.
         """
         if through is not None:
             through(loss, *args, **kwargs)
@@ -201,7 +203,7 @@ class Precision:
         Raises:
             ValueError: ``algorithm`` is neither.
 
-        Checks: PRE-10, PRE-11.
+        Checks: PRE-10, PRE-11, PRE-40.
         """
         if algorithm not in ("norm", "value"):
             raise ValueError(f"'algorithm' must be 'norm' or 'value' (got {algorithm!r})")
@@ -219,7 +221,7 @@ class Precision:
         Args:
             optimizer: one of the run's optimizers.
 
-        Checks: PRE-22.
+        Checks: PRE-22, PRE-41.
         """
         seen: set[int] = set()
         for group in optimizer.param_groups:
@@ -238,7 +240,7 @@ class Precision:
         Returns:
             True if the parameters were updated, False if the step was skipped.
 
-        Checks: PRE-13, PRE-14.
+        Checks: PRE-13, PRE-14, PRE-47.
         """
         if closure is None:
             optimizer.step()
@@ -264,7 +266,7 @@ class Precision:
         Args:
             state: what :meth:`state_dict` returned.
 
-        Checks: PRE-16.
+        Checks: PRE-16, PRE-44.
         """
 
     def teardown(self) -> None:

@@ -189,6 +189,8 @@ class StrategyState(StrategyCommunication):
 
         Returns:
             Tensors on the CPU, by parameter name; parameters without a gradient are left out.
+
+        Checks: STR-60.
         """
         assert self.module is not None
         self.sync_gradients()  # averaged now, the rest of the accumulation adds up to the same on every rank
@@ -205,6 +207,8 @@ class StrategyState(StrategyCommunication):
 
         Args:
             gradients: what :meth:`accumulated_gradients` returned.
+
+        Checks: STR-60.
         """
         assert self.module is not None
         for name, parameter in self.module.named_parameters():

@@ -14,6 +14,7 @@ _MODULES: Final = (
     "accelerator_tensors",
     "accelerator_state",
     "accelerator_generators",
+    "accelerator_failures",
     "precision_dtypes",
     "precision_gradients",
     "precision_steps",

@@ -49,7 +49,7 @@ def impossible_numbers(context: CheckContext) -> None:
     Fix: torchhal.cluster.read_int with its bounds, and a comparison in validate_settings.
     """
     for rank, table in enumerate(context.component.own_tables):
-        for name, value in ((name, value) for name in table for value in ("-1", "0", "97")):
+        for name, value in ((name, value) for name in table for value in ("-1", "0", "2", "4", "97")):
             if not table[name].isdecimal() or table[name] == value:
                 continue
             told = f"{name}={value} on global rank {rank}"
@@ -83,6 +83,8 @@ def _told(context: CheckContext, told: str) -> dict[str, int] | None:
 def nodes(context: CheckContext) -> None:
     """num_nodes() is 2 on every process of two nodes; node_of() tells ranks of one node from the others, or is None.
 
+    validate_settings accepts the job as it is on every process.
+
     Why: num_nodes="auto" in one process is another job than in the next.
     Fix: read the number of nodes; return None from node_of() where no variable says it.
     """
@@ -90,6 +92,7 @@ def nodes(context: CheckContext) -> None:
         with variables(table):
             environment = context.create()
             same(f"num_nodes() on global rank {rank}", environment.num_nodes(), 2)
+            environment.validate_settings(num_devices=2, num_nodes=2)
             of = [environment.node_of(other) for other in range(4)]
         if None not in of:
             alike = [[of[one] == of[other] for other in range(4)] for one in range(4)]

@@ -26,7 +26,7 @@ def sparse_gradients(context: CheckContext) -> None:
     for algorithm, limit in (("norm", 1e-3), ("value", 1e-3)):
         gradients = []
         for sparse in (False, True):
-            model = trained.precision.convert_module(nn.Embedding(6, 4, sparse=sparse)).to(trained.device)
+            model: Any = trained.precision.convert_module(nn.Embedding(6, 4, sparse=sparse)).to(trained.device)
             rows = torch.tensor([1, 3, 1], device=trained.device)
             weight = model.weight
             values = torch.arange(12, dtype=torch.float32, device=trained.device).reshape(3, 4).to(weight.dtype) / 8
@@ -196,7 +196,8 @@ def closure_of_a_step(context: CheckContext) -> None:
     plain.optimizer.zero_grad()
     plain.step()
     for where in ("outside", "inside of forward_context()", "inside of torch.no_grad()"):
-        trained, runs = PrecisionRun(context), []
+        trained = PrecisionRun(context)
+        runs: list[int] = []
 
         def closure(trained: PrecisionRun = trained, runs: list[int] = runs) -> torch.Tensor:
             runs.append(1)
