@@ -238,3 +238,21 @@ class KeepsGraphs(SingleDeviceStrategy):
 class GathersViews(SingleDeviceStrategy):
     def all_gather(self, tensor, *, group=None, sync_grads=False):
         return tensor.detach().unsqueeze(0)
+
+
+@caught_by("STR-64", says="frozen")
+class TrainsFrozen(SingleDeviceStrategy):
+    def backward(self, loss, *args, **kwargs):
+        super().backward(loss, *args, **kwargs)
+        for parameter in self.module.parameters():
+            if not parameter.requires_grad:
+                parameter.data += 1
+
+
+@caught_by("STR-65")
+class TakesAnyState(SingleDeviceStrategy):
+    def check_optimizer_state(self, optimizer, state):
+        pass
+
+    def load_optimizer_state(self, optimizer, state):
+        optimizer.state.update(state)

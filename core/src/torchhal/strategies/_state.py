@@ -103,6 +103,8 @@ class StrategyState(StrategyCommunication):
 
         Raises:
             CheckpointMismatchError: it can't be.
+
+        Checks: STR-65.
         """
         if "param_groups" in state or not overrides(self, StrategyState, "load_optimizer_state"):
             check_optimizer_state(optimizer, state)

@@ -34,6 +34,7 @@ _MODULES: Final = (
     "strategy_training",
     "strategy_checkpoints",
     "strategy_sequences",
+    "strategy_changes",
     "processes",
     "trainer",
 )
