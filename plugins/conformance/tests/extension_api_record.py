@@ -50,7 +50,7 @@ def _describe(value: Any) -> dict[str, Any]:
         }
     if isinstance(value, staticmethod | classmethod):
         return {"kind": type(value).__name__, "parameters": _parameters(value.__func__)}
-    if inspect.isroutine(value):
+    if inspect.isroutine(value) and callable(value):  # a descriptor of an attribute is a routine, too
         return {"kind": "function", "parameters": _parameters(value)}
     return {"kind": "value"}
 

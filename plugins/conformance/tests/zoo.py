@@ -16,7 +16,10 @@ KINDS = {
     "ENV": "cluster_environment",
     "STR": "strategy",
 }
-MODULES = (*(f"mutants_{kind}" for kind in KINDS.values()), "mutants_processes", "mutants_hooks", "mutants_refusals")
+MODULES = (
+    *(f"mutants_{kind}" for kind in KINDS.values()),
+    "mutants_processes", "mutants_hooks", "mutants_refusals", "mutants_sequences",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -224,7 +224,7 @@ class Accelerator(Composable, DeclaredCapabilities, DeviceStatistics, DeviceProf
             ConfigurationError: (a ValueError) ``devices`` selects nothing that exists; names the value and the devices.
             AcceleratorUnavailableError: a valid request, but the hardware is not available here.
 
-        Checks: ACC-02 to ACC-05, ACC-19.
+        Checks: ACC-02 to ACC-05, ACC-19, ACC-41.
         """
         return parse_devices(self, devices)
 
@@ -305,7 +305,7 @@ class Accelerator(Composable, DeclaredCapabilities, DeviceStatistics, DeviceProf
         Idempotent; called on every rank, and legal before a set-up or after one that failed. No more memory is
         allocated afterwards than before the set-up.
 
-        Checks: ACC-10, ACC-11.
+        Checks: ACC-10, ACC-11, ACC-42.
         """
         if not type(self).availability():
             return
@@ -365,7 +365,7 @@ class Accelerator(Composable, DeclaredCapabilities, DeviceStatistics, DeviceProf
 
         .. versionadded:: 0.2
         """
-        return loader
+        return loader  # type: ignore[no-any-return]
 
     def synchronize(self, device: torch.device | None = None) -> None:
         """Wait until all work submitted to the device is done.
@@ -389,7 +389,7 @@ class Accelerator(Composable, DeclaredCapabilities, DeviceStatistics, DeviceProf
         Args:
             seed: the same integer that ``torch.manual_seed`` takes.
 
-        Checks: ACC-14.
+        Checks: ACC-14, ACC-40.
         """
         module = self._module()
         seed_all = getattr(module, "manual_seed_all", None) or getattr(module, "manual_seed", None)
@@ -405,7 +405,7 @@ class Accelerator(Composable, DeclaredCapabilities, DeviceStatistics, DeviceProf
         Returns:
             A 1-d uint8 tensor on the CPU, for :meth:`set_rng_state`.
 
-        Checks: ACC-14.
+        Checks: ACC-14, ACC-40.
         """
         state: torch.Tensor = call_on_device(self._module().get_rng_state, device)
         return state
@@ -417,7 +417,7 @@ class Accelerator(Composable, DeclaredCapabilities, DeviceStatistics, DeviceProf
             state: what :meth:`get_rng_state` returned.
             device: the device whose generator is written.
 
-        Checks: ACC-14.
+        Checks: ACC-14, ACC-40.
         """
         call_on_device(self._module().set_rng_state, device, state)
 

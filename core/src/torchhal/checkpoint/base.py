@@ -102,7 +102,7 @@ class CheckpointIO(Composable, ABC):
             CheckpointCorruptError: it is damaged: other values than were saved are never returned.
             CheckpointError: it can't be loaded for another reason, e.g. a refused class.
 
-        Checks: CIO-01 to CIO-03, CIO-12, CIO-14, CIO-29.
+        Checks: CIO-01 to CIO-03, CIO-12, CIO-14, CIO-29, CIO-41.
         """
 
     def open_checkpoint(self, path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -120,6 +120,8 @@ class CheckpointIO(Composable, ABC):
         Raises:
             FileNotFoundError: nothing is there.
             CheckpointError: as of :meth:`load_checkpoint`, but damage to a tensor may be detected only when it is read.
+
+        Checks: CIO-40.
         """
         return self.load_checkpoint(path)
 

@@ -35,7 +35,7 @@ class ClusterEnvironment(Composable, ABC):
     copy in another process answers for that process. A missing or garbled variable raises ConfigurationError naming it.
     No method communicates but :meth:`join`.
 
-    Checks: ENV-04 to ENV-06, ENV-10, ENV-14, ENV-16 to ENV-19.
+    Checks: ENV-04 to ENV-06, ENV-10, ENV-14, ENV-16 to ENV-19, ENV-41.
     """
 
     name: ClassVar[str]
@@ -134,6 +134,8 @@ class ClusterEnvironment(Composable, ABC):
 
         Returns:
             The node's rank or its name; None where this process can't determine it alone.
+
+        Checks: ENV-42.
         """
         return None
 
@@ -144,6 +146,8 @@ class ClusterEnvironment(Composable, ABC):
 
         Raises:
             ConfigurationError: the number of processes is no multiple of those on this node.
+
+        Checks: ENV-42.
         """
         world, local = self.world_size(), self.local_world_size()
         if world % local:
@@ -166,6 +170,8 @@ class ClusterEnvironment(Composable, ABC):
 
         Returns:
             The same string on all ranks; ``""`` where nothing identifies the job.
+
+        Checks: ENV-43.
         """
         return ""
 
@@ -186,7 +192,7 @@ class ClusterEnvironment(Composable, ABC):
             num_nodes: number of nodes.
             local_world_size: number of processes per node.
 
-        Checks: ENV-15.
+        Checks: ENV-15, ENV-40.
         """
 
     def make_launcher(self, *, device_type: str, prepare: Callable[[], None]) -> SupportsLaunch:
@@ -200,6 +206,8 @@ class ClusterEnvironment(Composable, ABC):
 
         Raises:
             ConfigurationError: the environment does not start processes.
+
+        Checks: ENV-43.
         """
         raise ConfigurationError(f"{type(self).__name__} starts no processes: it has no 'owns_launch' in its features")
 
@@ -212,7 +220,7 @@ class ClusterEnvironment(Composable, ABC):
             address: host on which this process serves.
             port: port on which it serves.
 
-        Checks: ENV-15.
+        Checks: ENV-15, ENV-40.
         """
 
     def join(self, timeout: timedelta) -> None:
@@ -267,6 +275,8 @@ class ClusterEnvironment(Composable, ABC):
 
         Returns:
             A message for the log; ``""`` where no new start was requested, or not for this signal.
+
+        Checks: ENV-43.
         """
         return current_job().run_again(signum, continues=continues)
 

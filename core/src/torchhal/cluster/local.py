@@ -135,6 +135,12 @@ class LocalEnvironment(ClusterEnvironment):
                 )
             return
         local, world = read_int("LOCAL_WORLD_SIZE", 1), read_int("WORLD_SIZE", 1)
+        rank, local_rank = self.global_rank(), self.local_rank()
+        if rank >= world or local_rank >= local:
+            raise ConfigurationError(
+                f"the launcher's variables contradict each other: RANK={rank} of WORLD_SIZE={world}, "
+                f"LOCAL_RANK={local_rank} of LOCAL_WORLD_SIZE={local}"
+            )
         if local != num_devices or world != num_devices * num_nodes:
             raise ConfigurationError(
                 f"this process was launched as one of {local} on its node and {world} in all, but {num_devices} "

@@ -41,7 +41,7 @@ class SageMakerEnvironment(LocalEnvironment):
         super().validate_settings(num_devices=num_devices, num_nodes=num_nodes)
 
     def num_nodes(self) -> int:
-        return len(_hosts())
+        return max(1, len(_hosts()))  # no variable, no job of several hosts
 
     def _meeting_place(self) -> tuple[str, int]:
         address = read_address("MASTER_ADDR") if given("MASTER_ADDR") else _hosts()[0]

@@ -26,7 +26,7 @@ class Precision(Composable):
     order within one optimizer step is: :meth:`forward_context` around the step function, :meth:`backward` (once per
     micro-batch), then once per step :meth:`unscale_gradients`, :meth:`clip_gradients`, :meth:`optimizer_step`.
 
-    Checks: PRE-15, PRE-20, PRE-21, PRE-25, PRE-26.
+    Checks: PRE-15, PRE-20, PRE-21, PRE-25, PRE-26, PRE-46.
     """
 
     alias: str = "32-true"
@@ -58,6 +58,8 @@ class Precision(Composable):
 
     ``"scales_loss"``: :meth:`backward` scales the loss, and :meth:`unscale_gradients` undoes it and may skip a step. A
     strategy whose ranks have different gradients, and would decide differently, refuses such a precision.
+
+    Checks: PRE-45.
     """
 
     needs: frozenset[str] = DerivedNeeds()  # type: ignore[assignment]
@@ -186,7 +188,7 @@ class Precision(Composable):
 
         It can be entered again and inside of itself. Leaving it restores what it changed, after an error too.
 
-        Checks: PRE-05, PRE-06, PRE-23.
+        Checks: PRE-05, PRE-06, PRE-23, PRE-43.
         """
         return nullcontext()
 
@@ -204,7 +206,7 @@ class Precision(Composable):
                 such as a model's own ``backward``.
             **kwargs: passed on to the backward function.
 
-        Checks: PRE-09.
+        Checks: PRE-09, PRE-42.
         """
         if through is not None:
             through(loss, *args, **kwargs)
@@ -235,7 +237,7 @@ class Precision(Composable):
         Raises:
             ValueError: ``algorithm`` is neither.
 
-        Checks: PRE-10, PRE-11.
+        Checks: PRE-10, PRE-11, PRE-40.
         """
         if algorithm not in ("norm", "value"):
             raise ValueError(f"'algorithm' must be 'norm' or 'value' (got {algorithm!r})")
@@ -253,7 +255,7 @@ class Precision(Composable):
         Args:
             optimizer: one of the run's optimizers.
 
-        Checks: PRE-22.
+        Checks: PRE-22, PRE-41.
         """
         seen: set[int] = set()
         for group in optimizer.param_groups:
@@ -272,7 +274,7 @@ class Precision(Composable):
         Returns:
             True if the parameters were updated, False if the step was skipped.
 
-        Checks: PRE-13, PRE-14.
+        Checks: PRE-13, PRE-14, PRE-47.
         """
         if closure is None:
             optimizer.step()
@@ -298,7 +300,7 @@ class Precision(Composable):
         Args:
             state: what :meth:`state_dict` returned.
 
-        Checks: PRE-16.
+        Checks: PRE-16, PRE-44.
         """
 
     def teardown(self) -> None:

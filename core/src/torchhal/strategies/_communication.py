@@ -151,7 +151,7 @@ class StrategyCommunication(StrategyAttributes, ABC):
         Raises:
             DistributedError: on every rank, when shapes or dtypes differ.
 
-        Checks: STR-04, STR-09 to STR-11.
+        Checks: STR-04, STR-09 to STR-11, STR-63.
         """
 
     @abstractmethod

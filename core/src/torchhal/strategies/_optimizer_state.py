@@ -25,6 +25,8 @@ def check_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> Non
     have not been read are taken by their shapes. What the optimizer's ``load_state_dict`` pre-hooks make of the state
     is what is checked; of one with a ``load_state_dict`` of its own, only the number of groups and parameters.
     """
+    if lacks := [name for name in ("state", "param_groups") if name not in state]:
+        raise _mismatch(optimizer, f"it has no {' and no '.join(map(repr, lacks))}")
     state = _after_hooks(optimizer, map_tensors(state, _outline, is_leaf=is_tensor))
     saved, own = state["param_groups"], optimizer.param_groups
     sizes, own_sizes = [[len(group["params"]) for group in groups] for groups in (saved, own)]

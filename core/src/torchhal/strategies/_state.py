@@ -103,6 +103,8 @@ class StrategyState(StrategyCommunication):
 
         Raises:
             CheckpointMismatchError: it can't be.
+
+        Checks: STR-65.
         """
         if "param_groups" in state or not overrides(self, StrategyState, "load_optimizer_state"):
             check_optimizer_state(optimizer, state)
@@ -189,6 +191,8 @@ class StrategyState(StrategyCommunication):
 
         Returns:
             Tensors on the CPU, by parameter name; parameters without a gradient are left out.
+
+        Checks: STR-60.
         """
         assert self.module is not None
         self.sync_gradients()  # averaged now, the rest of the accumulation adds up to the same on every rank
@@ -205,6 +209,8 @@ class StrategyState(StrategyCommunication):
 
         Args:
             gradients: what :meth:`accumulated_gradients` returned.
+
+        Checks: STR-60.
         """
         assert self.module is not None
         for name, parameter in self.module.named_parameters():

@@ -163,7 +163,7 @@ class StrategySteps(StrategyCommunication):
             *args: passed on to ``loss.backward``.
             **kwargs: passed on to ``loss.backward``.
 
-        Checks: STR-14, STR-15, STR-17, STR-18, STR-20.
+        Checks: STR-14, STR-15, STR-17, STR-18, STR-20, STR-64.
         """
         self.precision.backward(loss, *args, **kwargs)
         if self.mark_step is not None:

@@ -300,7 +300,7 @@ class Strategy(Composable, CarriedPrecisions, StrategyHooks, StrategySteps, Stra
         Raises:
             ModelError: a parameter or buffer has no values to move.
 
-        Checks: STR-13, STR-41, STR-47.
+        Checks: STR-13, STR-41, STR-47, STR-61.
         """
         assert self.module is not None, "connect() comes first"
         self.module = self.model = self.precision.convert_module(self.module)
@@ -406,7 +406,7 @@ class Strategy(Composable, CarriedPrecisions, StrategyHooks, StrategySteps, Stra
         Idempotent, legal at any time, called on every rank. The model is on the CPU afterwards. Each component is torn
         down even when another one fails; the first error is raised at the end.
 
-        Checks: STR-29 to STR-31, STR-39.
+        Checks: STR-29 to STR-31, STR-39, STR-62.
         """
         with ExitStack() as stack:  # runs in reverse: model, IO, precision, environment, accelerator
             if self._accelerator is not None:

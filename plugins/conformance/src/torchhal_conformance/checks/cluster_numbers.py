@@ -1,0 +1,129 @@
+"""ENV: numbers before a launch, and numbers that no job can have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchhal.errors import ConfigurationError
+from torchhal_conformance._assertions import raises, require, same
+from torchhal_conformance._check import CheckFailed, NotApplicable, check
+from torchhal_conformance._context import CheckContext
+from torchhal_conformance._launcher_env import variables
+from torchhal_conformance.checks.cluster_environment import RANKS, numbers
+
+ALONE = {"world_size": 1, "global_rank": 0, "local_rank": 0, "node_rank": 0, "local_world_size": 1}
+
+
+@check("ENV-40", level="provisional", since="0.2")
+def before_a_launch(context: CheckContext) -> None:
+    """Where torchhal starts the processes, this one is rank 0 of 1 before the launch.
+
+    configure() changes no number; from set_rendezvous() on the world has the processes that were configured, this one
+    is rank 0 of them, and they meet at that address and port.
+
+    Why: a process that counts ranks which don't exist yet waits for them; one that never counts them trains alone.
+    Fix: keep what configure() receives until set_rendezvous().
+    """
+    with variables():
+        environment = context.create()
+        if environment.creates_processes_externally or "owns_launch" in environment.features:
+            raise NotApplicable("another launcher starts the processes")
+        same("the numbers before configure()", numbers(environment), ALONE)
+        same("the number of nodes", environment.num_nodes(), 1)
+        environment.configure(num_nodes=1, local_world_size=3)
+        same("the numbers after configure()", numbers(environment), ALONE)
+        environment.set_rendezvous("n9", 1234)
+        launched = {**ALONE, "world_size": 3, "local_world_size": 3}
+        same("the numbers after set_rendezvous()", numbers(environment), launched)
+        place = (environment.main_address, environment.main_port)
+        same("where the ranks meet after set_rendezvous()", place, ("n9", 1234))
+
+
+@check("ENV-41", level="provisional", since="0.2", needs=["table"])
+def impossible_numbers(context: CheckContext) -> None:
+    """A number that no job can have is a ConfigurationError: below zero, no process at all, a rank beyond its world.
+
+    The error may come from a number, or from validate_settings.
+
+    Why: a rank of -1 is the last element of every list, and a rank beyond the world waits for ever.
+    Fix: torchhal.cluster.read_int with its bounds, and a comparison in validate_settings.
+    """
+    for rank, table in enumerate(context.component.own_tables):
+        for name, value in ((name, value) for name in table for value in ("-1", "0", "2", "4", "97")):
+            if not table[name].isdecimal() or table[name] == value:
+                continue
+            told = f"{name}={value} on global rank {rank}"
+            with variables({**table, name: value}):
+                found = _told(context, told)
+            if found is None:
+                continue
+            world, local = found["world_size"], found["local_world_size"]
+            require(min(found.values()) >= 0 and min(world, local) >= 1, f"{told}: the numbers are {found}")
+            bounded = found["global_rank"] < world and found["local_rank"] < local
+            require(bounded, f"{told}: the numbers contradict each other: {found}")
+
+
+def _told(context: CheckContext, told: str) -> dict[str, int] | None:
+    """Return the numbers, or None where they are refused."""
+    cls = context.component.cls
+    try:
+        if not cls.detect():
+            return None
+        environment = context.create()
+        found = numbers(environment)
+        environment.validate_settings(num_devices=found["local_world_size"], num_nodes=environment.num_nodes())
+    except ConfigurationError:
+        return None
+    except Exception as error:
+        raise CheckFailed(f"{told}: must raise ConfigurationError (got {type(error).__name__}: {error})") from error
+    return found
+
+
+@check("ENV-42", level="provisional", since="0.2", needs=["table"])
+def nodes(context: CheckContext) -> None:
+    """num_nodes() is 2 on every process of two nodes; node_of() tells ranks of one node from the others, or is None.
+
+    validate_settings accepts the job as it is on every process.
+
+    Why: num_nodes="auto" in one process is another job than in the next.
+    Fix: read the number of nodes; return None from node_of() where no variable says it.
+    """
+    for rank, table in enumerate(context.component.own_tables):
+        with variables(table):
+            environment = context.create()
+            same(f"num_nodes() on global rank {rank}", environment.num_nodes(), 2)
+            environment.validate_settings(num_devices=2, num_nodes=2)
+            of = [environment.node_of(other) for other in range(4)]
+        if None not in of:
+            alike = [[of[one] == of[other] for other in range(4)] for one in range(4)]
+            right = [[RANKS[one][1] == RANKS[other][1] for other in range(4)] for one in range(4)]
+            same(f"which ranks share a node, by node_of() on global rank {rank}", alike, right)
+
+
+@check("ENV-43", level="provisional", since="0.2", needs=["table"])
+def job_settings(context: CheckContext) -> None:
+    """stop_signals keeps what was set; run_again returns a string; one without "owns_launch" makes no launcher.
+
+    job_id() is one string on all ranks.
+
+    Why: an environment that loses its signals saves nothing when the scheduler ends the job.
+    Fix: call super() in what is overridden.
+    """
+    ids: set[Any] = set()
+    for table in context.component.own_tables:
+        with variables(table):
+            ids.add(context.create().job_id())
+    require(len(ids) == 1 and isinstance(ids.pop(), str), "job_id() must be one str on all ranks")
+    with variables(context.component.own_tables[3]):
+        environment = context.create()
+        require(all(type(one) is int for one in environment.stop_signals), "stop_signals must be ints")
+        environment.stop_signals = [10, 12]
+        same("stop_signals that were set", environment.stop_signals, (10, 12))
+        again = environment.run_again(10, continues=False)
+        require(isinstance(again, str), f"run_again must return a str (got {again!r})")
+        if "owns_launch" not in environment.features:
+            raises(
+                "make_launcher() without 'owns_launch'",
+                ConfigurationError,
+                lambda: environment.make_launcher(device_type="cpu", prepare=lambda: None),
+            )

@@ -1,0 +1,141 @@
+"""STR: accumulations that a checkpoint interrupts, evaluation without training, and the end of a run."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from torchhal_conformance._assertions import close, raises, require, same
+from torchhal_conformance._check import check
+from torchhal_conformance._rank_context import RankContext
+from torchhal_conformance.checks._strategy_run import (
+    TOLERANCE,
+    Regression,
+    StrategyRun,
+    batch,
+    reference,
+    running,
+    share,
+    values,
+    weights_close,
+)
+
+PARTS = 3
+
+
+@check("STR-60", level="provisional", since="0.2", world_sizes=(1, 2))
+def interrupted_accumulation(rank: RankContext) -> None:
+    """accumulated_gradients() returns on every rank what was accumulated on all; another object continues from it.
+
+    They are tensors on the CPU by the names of the parameters. The accumulation goes on after the call too.
+
+    Why: a checkpoint in the middle of an accumulation loses the gradients of a part of the batch.
+    Fix: average what no_backward_sync() kept back, in sync_gradients().
+    """
+    plain = Regression()
+    x, y = batch(rank, 0)
+    for part in range(PARTS - 1):
+        rows = slice(4 * part, 4 * part + 4)
+        (F.mse_loss(plain(x[rows]), y[rows]) / PARTS).backward()  # type: ignore[no-untyped-call]
+    expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    with running(rank) as run:
+        _accumulate(rank, run, 0, PARTS - 1)
+        kept = run.strategy.accumulated_gradients()
+        same("the names of the gradients", sorted(kept), sorted(expected))
+        for name, gradient in kept.items():
+            same(f"the device of {name}'s gradient", gradient.device.type, "cpu")
+            close(f"the accumulated gradient of {name}", gradient, expected[name], TOLERANCE)
+        kept = {name: gradient.clone() for name, gradient in kept.items()}
+        _accumulate(rank, run, PARTS - 1, PARTS)
+        run.strategy.optimizer_step(run.optimizer)
+        weights_close("after the interrupted step", run.weights(), reference(rank, 1)[0])
+    with running(rank) as run:
+        run.strategy.load_accumulated_gradients(rank.gather(kept)[0])
+        _accumulate(rank, run, PARTS - 1, PARTS)
+        run.strategy.optimizer_step(run.optimizer)
+        weights_close("after the continued step", run.weights(), reference(rank, 1)[0])
+
+
+def _accumulate(rank: RankContext, run: StrategyRun, first: int, end: int) -> None:
+    """Run forward and backward of these micro-batches; the last of all communicates."""
+    strategy = run.strategy
+    paused = strategy.no_backward_sync()
+    if first == 0:
+        strategy.zero_grad(run.optimizer)
+    for part in range(first, end):
+        data = share(strategy, tuple(tensor[4 * part : 4 * part + 4] for tensor in batch(rank, 0)))
+        with contextlib.nullcontext() if paused is None or part == PARTS - 1 else paused:
+            strategy.backward(run.step(data, part) / PARTS)
+
+
+@check("STR-61", level="provisional", since="0.2", world_sizes=(1, 2))
+def evaluation_alone(rank: RankContext) -> None:
+    """setup_model(training=False) gives all ranks the parameters and buffers of rank 0 too, and a step works.
+
+    Why: a test run whose ranks have models of their own reports a mixture of them.
+    Fix: broadcast before the wrapper, whether there is one or not.
+    """
+    with rank.set_up_strategy() as strategy:
+        module = Regression(rank.rank)
+        strategy.connect(module)
+        strategy.setup_model(training=False)
+        weights_close(f"rank {rank.rank} beside rank 0", values(strategy), Regression(0), 0.0)
+        with torch.no_grad():
+            loss = strategy.step_function("training_step")(share(strategy, batch(rank, 0)), 0)
+        got = float(strategy.reduce(loss, "mean"))
+        close("the loss of an evaluation", torch.tensor(got), Regression(0).training_step(batch(rank, 0), 0), TOLERANCE)
+
+
+@check("STR-62", level="provisional", since="0.2", world_sizes=(1, 2))
+def teardown_of_all(rank: RankContext) -> None:
+    """teardown() tears down every component even when one fails, raises its error, and leaves the model unwrapped.
+
+    Why: a precision whose default dtype stays, since a checkpoint IO failed, changes the next run.
+    Fix: an ExitStack in teardown(), and super().teardown() in it.
+    """
+    strategy = rank.create_strategy()
+    strategy.setup_environment()
+    module = Regression()
+    strategy.connect(module)
+    strategy.setup_model()
+    torn: list[str] = []
+    components = {name: getattr(strategy, name) for name in ("accelerator", "checkpoint_io", "precision")}
+    for name, component in components.items():
+        vars(component)["teardown"] = _recorded(name, component.teardown, torn)
+    raises("teardown() with a precision that fails", RuntimeError, strategy.teardown, "the precision is broken")
+    same("the components that were torn down", sorted(torn), sorted(components))
+    require(strategy.model is module, "the model is still wrapped after a teardown that failed")
+    for component in components.values():
+        del vars(component)["teardown"]
+    strategy.teardown()
+    rank.gather("done")
+
+
+def _recorded(name: str, teardown: Any, torn: list[str]) -> Any:
+    def call() -> None:
+        torn.append(name)
+        teardown()
+        if name == "precision":
+            raise RuntimeError("the precision is broken")
+
+    return call
+
+
+@check("STR-63", level="provisional", since="0.2", world_sizes=(1, 2))
+def gathered_tensor(rank: RankContext) -> None:
+    """What all_gather returns is a new tensor, without a graph unless sync_grads asks for one.
+
+    Why: a metric that keeps every step's graph runs out of memory.
+    Fix: detach before the collective.
+    """
+    with rank.set_up_strategy() as strategy:
+        tensor = torch.full((2,), float(rank.rank), device=strategy.root_device, requires_grad=True)
+        gathered = strategy.all_gather(tensor * 1)
+        require(not gathered.requires_grad, "the tensors gathered without sync_grads have a graph")
+        given = tensor.detach().clone()
+        strategy.all_gather(given).fill_(9.0)
+        close("the tensor after what was gathered was written to", given, torch.full((2,), float(rank.rank)), 0.0)
+        rank.gather("done")

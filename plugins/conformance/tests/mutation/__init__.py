@@ -1,0 +1,1 @@
+"""Mutate the reference components mechanically and list the mutants that the conformance kit does not kill."""
