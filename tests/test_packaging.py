@@ -224,3 +224,21 @@ def _entry_points(site: Path) -> list[str]:
             elif group == "[torchhal]" and line.strip():
                 lines.append(line)
     return lines
+
+
+def test_first_party_environments_are_announced() -> None:
+    """Each cluster environment of these distributions has a variable, and every declaration can be used."""
+    from torchhal import registry
+
+    records = [record for record in registry.plugins() if record.distribution.startswith("torchhal-")]
+    assert {problem for record in records for problem in record.problems} == set()
+    environments = {
+        entry.component.alias: set(entry.variables)
+        for record in records
+        for entry in record.components
+        if entry.kind == "cluster_environment"
+    }
+    assert environments == {
+        "ray": {"RAY_JOB_ID", "TORCHHAL_RAY_WORKER"},
+        "pjrt": {"TPU_WORKER_HOSTNAMES", "PJRT_LOCAL_PROCESS_COUNT"},
+    }

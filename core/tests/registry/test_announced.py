@@ -393,3 +393,22 @@ def test_manifest_source_of_a_package(tmp_path: Path, monkeypatch: Any) -> None:
     assert may_implement("torchhal_accelerators", "acme_package.missing", None)
     assert may_implement("torchhal_accelerators", "acme_nowhere._plugin", None)
     assert may_implement("torchhal_accelerators", "json.decoder", None)  # imported: it may have changed since
+
+
+# -- what is said about it -----------------------------------------------------------------------------------
+
+
+def test_doctor_and_plugins_name_what_is_not_announced(site: Any, in_place: Any, capsys: Any) -> None:
+    """The line to add for an environment that nothing announces, and each declaration that is ignored."""
+    from torchhal import cli
+
+    add(site, "acme", "ACME-RANK = acme", ("my-acme", "Waiting"))
+    add(site, "zeta", "ZETA_RANK = zeta", ("zeta", "Waiting"))
+    assert cli.main(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    assert "    problem: its entry_points.txt declares ACME-RANK = acme in [torchhal.detect], which is ignored" in shown
+    (line,) = [line for line in shown.splitlines() if "is used when it is named only" in line]
+    assert "'acme/my-acme'" in line and '[project.entry-points."torchhal.detect"] with VARIABLE = "my_acme"' in line
+    in_place()
+    assert cli.main(["plugins"]) == 0
+    assert "  problem: its entry_points.txt declares ACME-RANK = acme" in capsys.readouterr().out

@@ -23,8 +23,8 @@ _END_MARK = b"PK\x05\x06"
 HEAD = b"PK\x03\x04"
 _SEAL = re.compile(rb"torchhal checkpoint 1 saved=([0-9]{20}) crc32=([0-9a-f]{8})")
 _CRC_DIGITS = 8
-SEAL_SIZE = len(b"torchhal checkpoint 1 saved=") + 20 + len(b" crc32=") + _CRC_DIGITS
-TAIL = _END + SEAL_SIZE
+_SEAL_SIZE = len(b"torchhal checkpoint 1 saved=") + 20 + len(b" crc32=") + _CRC_DIGITS
+TAIL = _END + _SEAL_SIZE
 _PIECE = 16 << 20
 
 
@@ -60,7 +60,7 @@ class ChecksumWriter:
         """Write the held-back end of the zip, with the seal as its comment."""
         if self._end[:4] != _END_MARK or self._end[-2:] != b"\0\0":
             raise CheckpointError("torch.save must end with a zip's end record without a comment (got something else)")
-        self._put(memoryview(self._end[:-2] + SEAL_SIZE.to_bytes(2, "little")))
+        self._put(memoryview(self._end[:-2] + _SEAL_SIZE.to_bytes(2, "little")))
         self._put(memoryview(b"torchhal checkpoint 1 saved=%020d crc32=" % saved_ns))
         self._pass_on(memoryview(b"%08x" % self._sum.value))
 
@@ -84,18 +84,13 @@ class ChecksumFooter(NamedTuple):
     saved_ns: int
 
 
-def is_sealed(tail: bytes) -> bool:
-    """Return whether a file ends with a seal, from its last ``SEAL_SIZE`` bytes."""
-    return _SEAL.fullmatch(tail) is not None
-
-
 def read_ending(head: bytes, tail: bytes) -> ChecksumFooter | None:
     """Return the ending of a file from its first 4 and last ``TAIL`` bytes; None if it is no complete zip file."""
     if head[:4] != HEAD:
         return None
-    end = tail[-TAIL:-SEAL_SIZE]
-    match = _SEAL.fullmatch(tail[-SEAL_SIZE:])
-    if match and len(end) == _END and end[:4] == _END_MARK and end[-2:] == SEAL_SIZE.to_bytes(2, "little"):
+    end = tail[-TAIL:-_SEAL_SIZE]
+    match = _SEAL.fullmatch(tail[-_SEAL_SIZE:])
+    if match and len(end) == _END and end[:4] == _END_MARK and end[-2:] == _SEAL_SIZE.to_bytes(2, "little"):
         return ChecksumFooter(True, int(match[1]))
     if len(tail) >= _END and tail[-_END:][:4] == _END_MARK and tail[-2:] == b"\0\0":
         return ChecksumFooter(False, 0)

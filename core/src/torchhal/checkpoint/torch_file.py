@@ -17,10 +17,8 @@ from torch import serialization
 from torchhal.checkpoint import _save_time as save_time
 from torchhal.checkpoint._checksum import (
     HEAD,
-    SEAL_SIZE,
     TAIL,
     ChecksumWriter,
-    is_sealed,
     read_ending,
     verify,
     verify_description,
@@ -144,12 +142,14 @@ class TorchCheckpointIO(CheckpointIO):
         return read_ending(*place.ends(len(HEAD), TAIL)) is not None
 
     def recognizes(self, path: str | os.PathLike[str]) -> bool:
-        """Return whether a file is at ``path`` that torch.save began, or that ends as a save here does.
+        """Return whether a file is at ``path`` that begins as those of torch.save.
+
+        The seal at its end doesn't count: another format may hold such a file.
 
         Checks: CIO-30.
         """
-        head, tail = location_of(path, self.storage_options).ends(_NAME_WITHIN, SEAL_SIZE)
-        return is_sealed(tail) or _FIRST_RECORD.fullmatch(_first_record(head)) is not None
+        head, _ = location_of(path, self.storage_options).ends(_NAME_WITHIN, 0)
+        return _FIRST_RECORD.fullmatch(_first_record(head)) is not None
 
     def list_checkpoints(self, folder: str | os.PathLike[str]) -> list[str]:
         """Return the completed checkpoints in ``folder``, ordered by when they were saved, then by name.

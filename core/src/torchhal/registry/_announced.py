@@ -48,6 +48,10 @@ def announced(index: Iterable[IndexedDistribution], environ: Mapping[str, str]) 
     """Return the distributions that declare a variable which is set in ``environ`` and not empty."""
     found = []
     for distribution in index:
+        text = distribution.text or ""
+        # Declarations are checked only where one matters: with many plugins this is most of the cost.
+        if f"[{DETECT}]" not in text or not any(environ.get(name) for name, _ in read_group(text, DETECT)):
+            continue
         if pairs := [pair for pair in _declarations(distribution).variables if environ.get(pair[0], "").strip()]:
             found.append((find_plugins(distribution.load()), pairs))
     return found
