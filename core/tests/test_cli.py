@@ -14,7 +14,10 @@ import pytest
 
 import torchhal
 from torchhal import cli
+from torchhal.cli import _doctor
 from torchhal.errors import ConfigurationError
+from torchhal.plugin import Availability
+from torchhal.precision import SinglePrecision
 from torchhal.testing import isolated_registry
 
 PRINTS = """\
@@ -398,3 +401,17 @@ def test_doctor_as_text_without_torch(site: Path) -> None:
     assert "  loud (loud 1.5) loaded" in done.stdout
     assert "  loud/board not available: the Python module 'no_such_vendor' is not installed" in done.stdout
     assert "  torchhal/cpu not available: " in done.stdout
+
+
+class Outdated(SinglePrecision):
+    @classmethod
+    def availability(cls):
+        return Availability(False, "acme_sdk 1.0 is too old")
+
+
+def test_doctor_lists_components_that_can_t_be_used():
+    with isolated_registry() as registry:
+        registry.register("precision", "outdated", Outdated)
+        found = [part for entry in registry.entries("precision") for part in _doctor._unavailable(entry)]
+    assert {"kind": "precision", "name": "user/outdated", "reason": "acme_sdk 1.0 is too old"} in found
+    assert not [part for part in found if part["name"].startswith("torchhal/")]

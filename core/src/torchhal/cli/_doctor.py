@@ -69,6 +69,9 @@ def _examination(found: Mapping[str, Any]) -> Iterator[str]:
     yield from (f"  {device['name']} {_stats(device['stats'])}" for device in found["devices"])
     if not found["devices"]:
         yield "  none"
+    if found["unavailable"]:
+        yield "other components that can't be used here:"
+    yield from (f"  {part['kind']} {part['name']}: {part['reason']}" for part in found["unavailable"])
     yield "cluster environments:"
     somebody = any(part["detected"] for part in found["cluster_environments"])
     for part in found["cluster_environments"]:
@@ -111,6 +114,12 @@ def examine(environ: Mapping[str, str]) -> dict[str, Any]:
         "plugins": [record.to_dict() for record in registry.plugins()],
         "accelerators": [_accelerator(entry) for entry in registry.entries("accelerator")],
         "devices": [device for entry in registry.entries("accelerator") for device in _devices(entry)],
+        "unavailable": [
+            part
+            for kind in ("precision", "checkpoint_io", "strategy")
+            for entry in registry.entries(kind)
+            for part in _unavailable(entry)
+        ],
         "cluster_environments": [_environment(entry) for entry in registry.entries("cluster_environment")],
         "recommendations": [
             *_guarded(lambda: _undriven(registry), lambda reason: []),
@@ -146,6 +155,20 @@ def _accelerator(entry: RegistryEntry) -> dict[str, Any]:
 
     available, reason = _guarded(ask, lambda reason: (False, reason))
     return {"name": entry.qualified_name, "available": available, "reason": reason}
+
+
+def _unavailable(entry: RegistryEntry) -> list[dict[str, str]]:
+    """Return why a component can't be used here, as a list of one; empty where it can."""
+
+    def ask() -> str:
+        from torchhal.resolve import availability_of
+
+        state = entry.availability() and availability_of(entry.load())
+        return "" if state else state.reason
+
+    reason = _guarded(ask, lambda reason: reason)
+    kind = entry.kind.replace("_", " ")
+    return [{"kind": kind, "name": entry.qualified_name, "reason": reason}] if reason else []
 
 
 def _devices(entry: RegistryEntry) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ from torchhal.resolve._alias_options import read_alias
 from torchhal.resolve._compatibility import check_parts
 from torchhal.resolve._launcher_choice import choose_environment, interactive_alias, launcher
 from torchhal.resolve._plan import Plan, Request, ResolvedComponent
-from torchhal.resolve._refusals import check_fits
+from torchhal.resolve._refusals import availability_of, check_fit, check_fits, composition_of
 from torchhal.resolve._user_arguments import (
     apply_accelerator_default,
     choose_component,
@@ -31,7 +31,15 @@ from torchhal.resolve._user_arguments import (
 )
 from torchhal.strategies import Strategy
 
-__all__ = ["Plan", "Request", "ResolvedComponent", "resolve"]
+__all__ = [
+    "Plan",
+    "Request",
+    "ResolvedComponent",
+    "availability_of",
+    "check_fit",
+    "composition_of",
+    "resolve",
+]
 
 
 def resolve(

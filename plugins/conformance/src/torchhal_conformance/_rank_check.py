@@ -6,7 +6,7 @@ import torch
 
 import torchhal_conformance.checks  # noqa: F401  registers them
 from torchhal.errors import ConfigurationError
-from torchhal.resolve._refusals import check_fit, composition_of
+from torchhal.resolve import check_fit, composition_of
 from torchhal_conformance._check import CHECKS, NotApplicable
 from torchhal_conformance._component_under_test import ComponentUnderTest
 from torchhal_conformance._rank_context import RankContext

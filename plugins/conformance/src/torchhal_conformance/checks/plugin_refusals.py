@@ -14,7 +14,7 @@ from torchhal.composition import Composition
 from torchhal.errors import ConfigurationError
 from torchhal.plugin import Availability
 from torchhal.precision import SinglePrecision
-from torchhal.resolve._refusals import check_fit
+from torchhal.resolve import check_fit
 from torchhal.strategies import DDPStrategy
 from torchhal_conformance._assertions import require, same
 from torchhal_conformance._check import check
