@@ -12,7 +12,7 @@ from torchhal.lazy_names import lazy_names
 if TYPE_CHECKING:
     from torchhal_bagua.strategy import BaguaStrategy
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = ["BaguaStrategy"]
 

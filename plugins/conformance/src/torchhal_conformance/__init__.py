@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torchhal_conformance._session import Result, Session
     from torchhal_conformance._suite import conformance_suite
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "CHECKS",

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from torchhal_deepspeed.checkpoint import DeepSpeedCheckpointIO
     from torchhal_deepspeed.strategy import DeepSpeedStrategy
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = ["DeepSpeedCheckpointIO", "DeepSpeedStrategy"]
 

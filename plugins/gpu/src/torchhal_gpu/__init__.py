@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torchhal_gpu.tf32 import TF32Precision
     from torchhal_gpu.xpu import XPUAccelerator
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = ["GPUAccelerator", "MPSAccelerator", "TF32Precision", "XPUAccelerator"]
 

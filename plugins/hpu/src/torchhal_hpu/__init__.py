@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torchhal_hpu.stats import HPUStats
     from torchhal_hpu.strategy import HPUParallelStrategy, HPUSingleStrategy
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "FP8Precision",

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torchhal_ipu.precision import IPUMixedPrecision
     from torchhal_ipu.strategy import IPUStrategy
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = ["IPUAccelerator", "IPUMixedPrecision", "IPUStrategy"]
 

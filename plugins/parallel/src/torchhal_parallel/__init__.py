@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torchhal_parallel.hybrid import HybridStrategy
     from torchhal_parallel.zero1 import ZeRO1Strategy
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AsyncCheckpointIO",

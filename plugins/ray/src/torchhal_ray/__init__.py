@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from torchhal_ray.environment import RayEnvironment
     from torchhal_ray.tune import TuneReportCallback
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = ["RayEnvironment", "TuneReportCallback"]
 

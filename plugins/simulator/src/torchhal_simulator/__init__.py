@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torchhal_simulator._counters import Counters, counters, counting
     from torchhal_simulator._library import load
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __simulator__ = True
 """What runs on this device ran on no hardware: tools that report results can ask for this."""

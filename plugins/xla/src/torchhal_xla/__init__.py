@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torchhal_xla.single import SingleXLAStrategy
     from torchhal_xla.spmd import SPMDStrategy
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = ["SPMDStrategy", "SingleXLAStrategy", "XLAAccelerator", "XLACheckpointIO", "XLAEnvironment", "XLAStrategy"]
 

@@ -32,7 +32,7 @@ def bounded_requirement(context: CheckContext) -> None:
     What it requires only with an extra of its own doesn't count.
 
     Why: a plugin without an upper bound is installed beside the next major version, and breaks there.
-    Fix: dependencies = ["torchhal>=0.1,<1"].
+    Fix: dependencies = ["torchhal>=0.2,<1"].
     """
     from packaging.requirements import Requirement
 
