@@ -39,7 +39,7 @@ class Ahead:
 
 
 class _Ahead:
-    open = 0
+    open = given = 0
 
     def __init__(self, batches, device):
         self.read = queue.Queue(2)
@@ -77,6 +77,7 @@ class _Ahead:
         if error is not None:
             self.close()
             raise error
+        _Ahead.given += 1
         return batch
 
     def close(self):
@@ -220,11 +221,13 @@ def fit(accelerator, kind, watch, resume=None, strategy="auto", val=None, **opti
     random.seed(3)
     torch.manual_seed(3)
     Ahead.made.clear()
+    _Ahead.given = 0
     net = Net()
     options = {"max_epochs": 2, "devices": 1, **options}
     make(watch, accelerator=accelerator, strategy=strategy, **options).fit(net, LOADERS[kind](), val, ckpt_path=resume)
     assert _Ahead.open == 0  # every iterator has been closed
     assert all(made.closed == 1 for made in Ahead.made if type(made) is Ahead)
+    assert _Ahead.given >= len(watch.seen) or not isinstance(accelerator, Prefetches)  # of the rest of an epoch, too
     return watch.seen, [parameter.detach().clone() for parameter in net.parameters()]
 
 
