@@ -39,7 +39,7 @@ class Ahead:
 
 
 class _Ahead:
-    open = 0
+    open = given = 0
 
     def __init__(self, batches, device):
         self.read = queue.Queue(2)
@@ -77,6 +77,7 @@ class _Ahead:
         if error is not None:
             self.close()
             raise error
+        _Ahead.given += 1
         return batch
 
     def close(self):
@@ -220,12 +221,20 @@ def fit(accelerator, kind, watch, resume=None, strategy="auto", val=None, **opti
     random.seed(3)
     torch.manual_seed(3)
     Ahead.made.clear()
+    _Ahead.given = 0
     net = Net()
     options = {"max_epochs": 2, "devices": 1, **options}
     make(watch, accelerator=accelerator, strategy=strategy, **options).fit(net, LOADERS[kind](), val, ckpt_path=resume)
     assert _Ahead.open == 0  # every iterator has been closed
     assert all(made.closed == 1 for made in Ahead.made if type(made) is Ahead)
+    assert _Ahead.given >= len(watch.seen) or not isinstance(accelerator, Prefetches)  # of the rest of an epoch, too
     return watch.seen, [parameter.detach().clone() for parameter in net.parameters()]
+
+
+def loader_workers():
+    """The living processes of this one but for the ranks of shared worlds."""
+    ranks = multiprocessing.get_context("spawn").Process
+    return [child for child in multiprocessing.active_children() if not isinstance(child, ranks)]
 
 
 def same(found, expected):
@@ -238,7 +247,7 @@ def same(found, expected):
 def test_fit_is_the_same(kind, hardware):
     """Batches, their order and number, and what is drawn beside them are as without an accelerator's loader."""
     same(fit(hardware(), kind, Watch()), fit(CPUAccelerator(), kind, Watch()))
-    assert not multiprocessing.active_children()
+    assert not loader_workers()
 
 
 @pytest.mark.parametrize("kind", LOADERS)
@@ -292,7 +301,7 @@ def test_resume_with_fewer_ranks(world2, tmp_path):
 def test_limits(options):
     """A loop that stops before the end closes the iterator, and takes as many batches as without it."""
     same(fit(Prefetches(), "workers", Watch(), **options), fit(CPUAccelerator(), "workers", Watch(), **options))
-    assert not multiprocessing.active_children()
+    assert not loader_workers()
 
 
 def test_error_of_dataset():
@@ -320,7 +329,7 @@ def test_error_in_step():
     with pytest.raises(ValueError, match="step"):
         make(accelerator=Prefetches()).fit(Breaks(), LOADERS["workers"]())
     assert _Ahead.open == 0 and [made.closed for made in Ahead.made] == [1]
-    assert not multiprocessing.active_children()
+    assert not loader_workers()
 
 
 def test_evaluation():

@@ -58,6 +58,7 @@ class Recording:
         self.record("start", stage)
 
     def on_evaluation_end(self, stage):
+        assert self.failure or not (torch.is_grad_enabled() or self.module.training)
         self.record("end", stage)
 
     def on_evaluation_batch_start(self, stage, batch, batch_idx, dataloader_idx):

@@ -70,7 +70,7 @@ _ENV_TABLES: Final = [
 
 KINDS: Final[dict[str, Kind]] = {
     "accelerator": Kind(
-        ("accelerators/_devices.py", "accelerators/base.py", "accelerators/cpu.py"),
+        ("accelerators/_devices.py", "accelerators/_statistics.py", "accelerators/base.py", "accelerators/cpu.py"),
         (
             Carrier("cpu", "accelerators.cpu", "CPUAccelerator"),
             Carrier(
