@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torchhal import registry
+from torchhal._overrides import overrides
 from torchhal.accelerators import Accelerator
 from torchhal.distributed.process import launched_by
 from torchhal.errors import ComponentError, UnsupportedCombinationError
@@ -113,6 +114,12 @@ def _check_precision(accelerator: ResolvedComponent, strategy: ResolvedComponent
         raise UnsupportedCombinationError(
             f"strategy {strategy.alias!r} does not compute in precision {precision.alias!r}: it knows "
             f"{_listed(allowed)}"
+        )
+    if "owns_optimizer_state" in strategy.value.features and overrides(value, Precision, "optimizer_state_dtype"):
+        raise UnsupportedCombinationError(
+            f"strategy {strategy.alias!r} stores the optimizer's state by rules of its own, and precision "
+            f"{precision.alias!r} ({type(value).__name__}) chooses its dtypes by optimizer_state_dtype: use another "
+            "strategy, such as 'ddp', or a precision that leaves them to it"
         )
 
 

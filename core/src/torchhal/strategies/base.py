@@ -21,6 +21,7 @@ from torchhal.precision import Precision
 from torchhal.precision.base import connected
 from torchhal.pytree import move_module
 from torchhal.strategies._optimizer_state import move_optimizer_state
+from torchhal.strategies._optimizer_state_dtypes import converting_step
 from torchhal.strategies._state import StrategyState
 from torchhal.strategies._steps import STEPS, StrategySteps
 from torchhal.strategies._sync_batchnorm import (
@@ -62,6 +63,8 @@ class Strategy(StrategySteps, StrategyState):
     * ``"owns_closure"``: a closure is passed to :meth:`optimizer_step` unevaluated.
     * ``"owns_clipping"``: it clips with :attr:`gradient_clip_val`, set before :meth:`setup`.
     * ``"owns_schedulers"``: their ``step`` is not called.
+    * ``"owns_optimizer_state"``: it stores the optimizer's state by rules of its own, so a precision that overrides
+      :meth:`.Precision.optimizer_state_dtype` is refused before launch.
     """
 
     multi_device: ClassVar[bool] = False
@@ -365,6 +368,7 @@ class Strategy(StrategySteps, StrategyState):
         """
         for optimizer in optimizers:
             self.precision.check_optimizer(optimizer)
+        self._precision_step = converting_step(self.precision)
         given = (self.model, list(optimizers), list(lr_scheduler_configs))
         model, self.optimizers, self.lr_scheduler_configs = connected(self.precision, *given)
         if model is not self.model:
