@@ -1,5 +1,6 @@
 """Test that a ddp run goes on with the memory of its communication hook, as if it had never been interrupted."""
 
+import warnings
 from pathlib import Path
 
 import pytest
@@ -128,7 +129,13 @@ def resume(folder, kind):
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", ["power", "power_cold", "feedback", "counting", "local"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "power",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("power_cold", "feedback", "counting", "local")),
+    ],
+)
 def test_resume_equals_uninterrupted_run(request, tmp_path, size, kind):
     world = request.getfixturevalue(f"world{size}")
     answers = world.run(resume, str(tmp_path), kind, timeout=90)
@@ -146,3 +153,78 @@ def test_resume_equals_uninterrupted_run(request, tmp_path, size, kind):
         errors = [hook["error_dict"] for hook in hooks]
         assert errors[0] and all(not torch.equal(errors[0][key], errors[1][key]) for key in errors[0])
     assert [("module" in entry["strategy"]) for entry in file["ranks"]] == [kind == "local"] * size
+
+
+def save(folder, kind):
+    trainer, _ = fit(kind, [SaveAt(folder, [4])])
+    trainer.strategy.barrier()
+
+
+def go_on(path, kind):
+    """What was warned of, and the error's class and message."""
+    with warnings.catch_warnings(record=True) as noted:
+        warnings.simplefilter("always")
+        try:
+            fit(kind, ckpt_path=path)
+        except Exception as error:
+            return [], type(error).__name__, str(error)
+    told = [str(warning.message) for warning in noted if "left out" in str(warning.message)]
+    return told, "", ""
+
+
+def test_powersgd_errors_are_averaged_for_another_world(world2, world3, tmp_path):
+    """Three ranks with the mean error send what two with their own would have sent."""
+    world2.run(save, str(tmp_path), "power")
+    path = str(tmp_path / "batch4.ckpt")
+    errors = [entry["strategy"]["comm_hook"]["state"]["error_dict"] for entry in torch.load(path)["ranks"]]
+    for buckets in world3.run(first_errors, path):
+        assert buckets.keys() == errors[0].keys() and buckets
+        for number, error in buckets.items():
+            assert torch.equal(error, (errors[0][number] + errors[1][number]) / 2)
+
+
+def first_errors(path):
+    errors = {}
+
+    class Look(SaveAt):
+        def on_train_start(self, trainer, module):
+            errors.update({number: error.clone() for number, error in trainer.strategy.comm_state.error_dict.items()})
+
+    fit("power", [Look("", ())], ckpt_path=path)
+    return errors
+
+
+@pytest.mark.parametrize("kind", ["counting", pytest.param("local", marks=pytest.mark.slow)])
+def test_other_hooks_refuse_another_world(world2, world3, tmp_path, kind):
+    world2.run(save, str(tmp_path), kind)
+    for _, error, message in world3.run(go_on, str(tmp_path / "batch4.ckpt"), kind):
+        assert error == "CheckpointMismatchError"
+        assert "2 rank(s), and 3 continue(s)" in message and "checkpoint['rank_states'].pop('strategy')" in message
+
+
+@pytest.mark.parametrize("kind", ["none", "feedback"])
+def test_memory_of_another_hook_is_left_out(world2, tmp_path, kind):
+    world2.run(save, str(tmp_path), "power")
+    (told, error, message), (other, _, _) = world2.run(go_on, str(tmp_path / "batch4.ckpt"), kind)
+    assert error == "", message
+    assert len(told) == 1 and "torch.PowerSGDState" in told[0] and other == []
+
+
+def save_opaque(folder):
+    with warnings.catch_warnings(record=True) as noted:
+        warnings.simplefilter("always")
+        save(folder, "opaque")
+    return [str(warning.message) for warning in noted if "communication hook" in str(warning.message)]
+
+
+def test_state_that_cannot_be_saved_is_named(world2, tmp_path):
+    (told, _) = world2.run(save_opaque, str(tmp_path))
+    assert told and "Opaque, isn't saved" in told[0]
+    assert "rank_states" not in torch.load(tmp_path / "batch4.ckpt", weights_only=True)
+
+
+@pytest.mark.parametrize("kind", ["none", "allreduce"])
+def test_without_memory_nothing_is_saved(world2, tmp_path, kind):
+    world2.run(save, str(tmp_path), kind)
+    checkpoint = torch.load(tmp_path / "batch4.ckpt", weights_only=True)
+    assert "rank_states" not in checkpoint and all("strategy" not in entry for entry in checkpoint["ranks"])

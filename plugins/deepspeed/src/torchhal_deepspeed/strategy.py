@@ -65,7 +65,7 @@ class DeepSpeedStrategy(DeepSpeedEngineBase):
         ConfigurationError: DeepSpeed is missing or of another version, or the arguments contradict each other.
     """
 
-    features: ClassVar[frozenset[str]] = frozenset({"owns_clipping"})
+    features: ClassVar[frozenset[str]] = frozenset({"owns_clipping", "owns_optimizer_state"})
     precisions: ClassVar[frozenset[str] | None] = frozenset({"32-true", *settings.MIXED})
     default_checkpoint_io: ClassVar[str] = "deepspeed"
     inference_mode: ClassVar[bool] = False  # parameters that are gathered for a validation are used by training
