@@ -17,7 +17,7 @@ from torchhal.errors import CheckpointError, CheckpointMismatchError
 
 TRAINING: Final = (
     "optimizer_states", "lr_schedulers", "trained_by", "frozen", "precision", "strategy", "callbacks", "loops",
-    "ranks", "gradients", "digests",
+    "ranks", "rank_states", "gradients", "digests",
 )  # fmt: skip
 """Fields that are only needed to continue a run."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from torchhal._rank_state import refuse_resharding
 from torchhal._replaced_declarations import warn_replaced
 from torchhal.accelerators import Accelerator
 from torchhal.composition import Composable
@@ -282,10 +283,34 @@ class Precision(Composable):
             optimizer.step(closure)
         return True
 
+    def optimizer_state_dtype(self, parameter: torch.Tensor, name: str) -> torch.dtype | None:
+        """Return the dtype in which an optimizer keeps a part of its state; None for torch's own way.
+
+        torch casts all loaded state but ``step`` to the parameter's dtype. A precision whose :meth:`optimizer_step`
+        keeps float32 moments of bfloat16 weights overrides this, or a resumed run begins with rounded ones. State is
+        cast when it is loaded, and after the step in which the optimizer has created it: that step itself, and each
+        one that combines dtypes, is :meth:`optimizer_step`'s to make. An engine that stores the optimizer's state by
+        rules of its own refuses a precision that overrides this.
+
+        .. versionadded:: 0.2
+
+        Args:
+            parameter: a parameter of the optimizer, or the part of it that this rank has.
+            name: the key in the parameter's state, such as ``"exp_avg"`` or ``"momentum_buffer"``; never ``"step"``.
+
+        Returns:
+            A floating-point dtype; tensors of integers and booleans are left unchanged.
+
+        Checks: PRE-29.
+        """
+        return None
+
     # -- state -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain data that :meth:`load_state_dict` continues from, bit for bit.
+
+        Rank 0's is saved. What differs between ranks belongs into :meth:`rank_state_dict`.
 
         Returns:
             What a ``weights_only`` load reads; empty where the precision keeps no state.
@@ -302,6 +327,59 @@ class Precision(Composable):
 
         Checks: PRE-16, PRE-44.
         """
+
+    def rank_state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs of this rank alone, such as the generator of a stochastic rounding.
+
+        Called on every rank; every rank's is saved. Where all are empty, nothing is sent and nothing is saved.
+
+        .. versionadded:: 0.2
+
+        Returns:
+            Tensors and plain data that a ``weights_only`` load reads; empty for a precision without such state.
+
+        Checks: PRE-27, PRE-28.
+        """
+        return {}
+
+    def load_rank_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from this rank's saved state, on every rank if any has saved one.
+
+        It isn't called with the state of another class of precision, which is dropped with a warning.
+
+        .. versionadded:: 0.2
+
+        Args:
+            state: what :meth:`rank_state_dict` returned on this rank, or :meth:`reshard_rank_state` for it; its tensors
+                are on the CPU.
+
+        Checks: PRE-27.
+        """
+
+    def reshard_rank_state(
+        self, states: Sequence[Mapping[str, Any]], *, rank: int, world_size: int
+    ) -> Mapping[str, Any]:
+        """Return the state with which a rank continues where another number of ranks has saved.
+
+        Called on every rank before anything of the checkpoint is restored; it changes nothing.
+
+        .. versionadded:: 0.2
+
+        Args:
+            states: what :meth:`rank_state_dict` returned on each of the ranks that saved, in their order.
+            rank: the global rank that continues.
+            world_size: number of ranks that continue.
+
+        Returns:
+            What :meth:`load_rank_state_dict` is called with. By default nothing, if all ``states`` are empty.
+
+        Raises:
+            CheckpointMismatchError: the states can't be shared out, the default for any that isn't empty; it names the
+                precision, both numbers of ranks, and what to do.
+
+        Checks: PRE-28.
+        """
+        return refuse_resharding(self, "precision", states, world_size=world_size)
 
     def teardown(self) -> None:
         """Undo every global change: default dtype, matmul precision, patches.

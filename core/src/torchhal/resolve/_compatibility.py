@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from torchhal._overrides import overrides
 from torchhal.accelerators import Accelerator
 from torchhal.distributed.process import launched_by
 from torchhal.errors import UnsupportedCombinationError
+from torchhal.precision import Precision
 from torchhal.resolve._capability_match import check_needs, check_precision
 from torchhal.resolve._plan import ResolvedComponent
 from torchhal.strategies import ParallelStrategy, Strategy
@@ -55,6 +57,7 @@ def check_parts(
     _check_backend(accelerator, strategy)
     check_needs(accelerator, strategy)
     check_precision(accelerator, strategy, precision)
+    _check_optimizer_state(strategy, precision)
 
 
 def _launches_each(strategy: Strategy, devices: int) -> bool:
@@ -89,6 +92,16 @@ def _check_backend(accelerator: ResolvedComponent, strategy: ResolvedComponent) 
         f"carries tensors of accelerator {accelerator.alias!r}: use {hardware.default_strategy!r}, or give the "
         "strategy's class process_group_backend=, where you have a backend of your own"
     )
+
+
+def _check_optimizer_state(strategy: ResolvedComponent, precision: ResolvedComponent) -> None:
+    value = precision.value
+    if "owns_optimizer_state" in strategy.value.features and overrides(value, Precision, "optimizer_state_dtype"):
+        raise UnsupportedCombinationError(
+            f"strategy {strategy.alias!r} stores the optimizer's state by rules of its own, and precision "
+            f"{precision.alias!r} ({type(value).__name__}) chooses its dtypes by optimizer_state_dtype: use another "
+            "strategy, such as 'ddp', or a precision that leaves them to it"
+        )
 
 
 def _listed(names: frozenset[str]) -> str:

@@ -82,6 +82,8 @@ class StrategyAttributes:
         """True if :attr:`model` is a wrapper that the precision's ``connect`` returned."""
         self.optimizers: list[Optimizer] = []
         self.lr_scheduler_configs: list[Any] = []
+        self._precision_step: Callable[..., Any] | None = None
+        """The precision's ``optimizer_step`` with the dtypes of new state, where it chooses them; else None."""
         self._watch: RankMonitor | None = None
         self.accumulate_grad_batches = 1
         self.gradient_clip_val: float | None = None

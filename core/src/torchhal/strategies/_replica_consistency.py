@@ -99,6 +99,12 @@ def find_difference(parts: Iterable[NamedPart], when: str = "after the fit") -> 
     )
 
 
+def parts_differ(parts: Iterable[tuple[str, torch.Tensor]]) -> bool:
+    """Return, equally on every rank, whether any part has another value on some rank. Called on every rank."""
+    sums = [(name, _crc(part.detach())) for name, part in parts]
+    return len(set(collectives.all_gather_object(_digest(*sums), name="comparison of the replicas"))) > 1
+
+
 def rounding(dtype: torch.dtype) -> float:
     """Return the greatest distance, relative to their norm, of replicas that differ by rounding alone.
 

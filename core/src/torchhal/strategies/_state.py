@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from torchhal._overrides import overrides
+from torchhal._rank_state import refuse_resharding
 from torchhal.errors import CheckpointError, CheckpointMismatchError
 from torchhal.strategies._communication import StrategyCommunication
 from torchhal.strategies._optimizer_state import check_groups, check_optimizer_state, check_scheduler_state
+from torchhal.strategies._optimizer_state_dtypes import restore_state_dtypes
 
 
 class StrategyState(StrategyCommunication):
@@ -20,7 +22,7 @@ class StrategyState(StrategyCommunication):
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs of the strategy itself, beside all that has a method of its own.
 
-        Called on every rank; rank 0's is saved.
+        Called on every rank; rank 0's is saved. What differs between ranks belongs into :meth:`rank_state_dict`.
 
         Returns:
             Plain data that a ``weights_only`` load reads.
@@ -39,6 +41,63 @@ class StrategyState(StrategyCommunication):
 
         Checks: STR-22.
         """
+
+    def rank_state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs of this rank alone, such as the error that a compression has left behind.
+
+        Called on every rank while the run's communication is up; every rank's is saved. Where all are empty, nothing
+        is sent and nothing is saved.
+
+        .. versionadded:: 0.2
+
+        Returns:
+            Tensors and plain data that a ``weights_only`` load reads; empty for a strategy without such state.
+
+        Checks: STR-49, STR-50.
+        """
+        return {}
+
+    def load_rank_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from this rank's saved state.
+
+        Called on every rank if any has saved one, as the last of the strategy's state: weights, optimizers and
+        schedulers are restored, which a strategy whose ranks train different weights may replace here. It isn't
+        called with the state of another class of strategy, which is dropped with a warning.
+
+        .. versionadded:: 0.2
+
+        Args:
+            state: what :meth:`rank_state_dict` returned on this rank, or :meth:`reshard_rank_state` for it; its tensors
+                are on the CPU.
+
+        Checks: STR-49.
+        """
+
+    def reshard_rank_state(
+        self, states: Sequence[Mapping[str, Any]], *, rank: int, world_size: int
+    ) -> Mapping[str, Any]:
+        """Return the state with which a rank continues where another number of ranks has saved.
+
+        Called on every rank before anything of the checkpoint is restored. It neither communicates nor changes the
+        strategy.
+
+        .. versionadded:: 0.2
+
+        Args:
+            states: what :meth:`rank_state_dict` returned on each of the ranks that saved, in their order.
+            rank: the global rank that continues.
+            world_size: number of ranks that continue.
+
+        Returns:
+            What :meth:`load_rank_state_dict` is called with. By default nothing, if all ``states`` are empty.
+
+        Raises:
+            CheckpointMismatchError: the states can't be shared out, the default for any that isn't empty; it names the
+                strategy, both numbers of ranks, and what to do.
+
+        Checks: STR-50.
+        """
+        return refuse_resharding(self, "strategy", states, world_size=world_size)
 
     def module_state_dict(self) -> dict[str, Any]:
         """Return the module's state with the user's own key names, without a wrapper's prefix.
@@ -112,7 +171,8 @@ class StrategyState(StrategyCommunication):
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Continue from the saved state of an optimizer.
 
-        Called on every rank; the state's tensors are on the parameters' device afterwards.
+        Called on every rank; the state's tensors are on the parameters' device afterwards, in the parameters' dtype or
+        in that of :meth:`.Precision.optimizer_state_dtype`.
 
         Args:
             optimizer: one of :attr:`optimizers`.
@@ -121,7 +181,7 @@ class StrategyState(StrategyCommunication):
         Raises:
             CheckpointMismatchError: it doesn't belong to this optimizer.
 
-        Checks: STR-22, STR-26.
+        Checks: STR-22, STR-26, STR-51.
         """
         names = [frozenset(group) for group in optimizer.param_groups]
         try:
@@ -132,6 +192,7 @@ class StrategyState(StrategyCommunication):
                 f"the optimizer state doesn't belong to this {type(optimizer).__name__}: {error}"
             ) from error
         check_groups(optimizer, names)
+        restore_state_dtypes(self.precision, optimizer, state)
 
     def scheduler_state(self, config: Any) -> dict[str, Any]:
         """Return the state of one scheduler; an engine that owns them returns its own.

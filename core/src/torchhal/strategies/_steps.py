@@ -248,7 +248,7 @@ class StrategySteps(StrategyCommunication):
 
         Checks: STR-16.
         """
-        stepped = self.precision.optimizer_step(optimizer, closure)
+        stepped = (self._precision_step or self.precision.optimizer_step)(optimizer, closure)
         if self.mark_step is not None:
             self.mark_step()
         return StepResult.of(stepped)

@@ -23,6 +23,7 @@ from torchhal.pytree import move_module
 from torchhal.strategies._carried_precisions import CarriedPrecisions
 from torchhal.strategies._hooks import StrategyHooks
 from torchhal.strategies._optimizer_state import move_optimizer_state
+from torchhal.strategies._optimizer_state_dtypes import converting_step
 from torchhal.strategies._state import StrategyState
 from torchhal.strategies._steps import STEPS, StrategySteps
 from torchhal.strategies._sync_batchnorm import (
@@ -65,6 +66,8 @@ class Strategy(Composable, CarriedPrecisions, StrategyHooks, StrategySteps, Stra
     * ``"owns_closure"``: a closure is passed to :meth:`optimizer_step` unevaluated.
     * ``"owns_clipping"``: it clips with :attr:`gradient_clip_val`, set before :meth:`setup`.
     * ``"owns_schedulers"``: their ``step`` is not called.
+    * ``"owns_optimizer_state"``: it stores the optimizer's state by rules of its own, so a precision that overrides
+      :meth:`.Precision.optimizer_state_dtype` is refused before launch.
 
     ``"lossy"`` is no task: the steps differ from those of one process by up to :attr:`tolerances`, as gradients are
     compressed, or averaged in part.
@@ -366,6 +369,7 @@ class Strategy(Composable, CarriedPrecisions, StrategyHooks, StrategySteps, Stra
         """
         for optimizer in optimizers:
             self.precision.check_optimizer(optimizer)
+        self._precision_step = converting_step(self.precision)
         given = (self.model, list(optimizers), list(lr_scheduler_configs))
         model, self.optimizers, self.lr_scheduler_configs = connected(self.precision, *given)
         if model is not self.model:

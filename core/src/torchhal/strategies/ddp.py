@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from operator import attrgetter, is_
 from typing import Any, ClassVar
@@ -14,17 +14,17 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from torchhal.distributed import collectives
-from torchhal.errors import CheckpointMismatchError, DistributedError, ModelError, message_of
+from torchhal.errors import DistributedError, ModelError, message_of
 from torchhal.memory_estimate import MemoryEstimate, ModelMemory
-from torchhal.strategies._ddp_buckets import read_bucket_order, set_bucket_order
+from torchhal.strategies._comm_hook_state import registered_state
+from torchhal.strategies._ddp_state import DDPState
 from torchhal.strategies._forward_through import forward_through
-from torchhal.strategies.parallel import ParallelStrategy
 
 _requires_grad = attrgetter("requires_grad")
 _DDP_OPTIONS = set(inspect.signature(DistributedDataParallel.__init__).parameters) - {"self", "module", "device_ids"}
 
 
-class DDPStrategy(ParallelStrategy):
+class DDPStrategy(DDPState):
     """``torch.nn.parallel.DistributedDataParallel`` over one process per device.
 
     Each rank trains on its share of the data; gradients are averaged, so the loss of each rank must be a mean over a
@@ -38,10 +38,12 @@ class DDPStrategy(ParallelStrategy):
             train it, so that alternating freezing needs no new wrapper.
         static_graph: promise that every step uses the same parameters in the same order.
         comm_hook: a DDP communication hook, called with ``comm_state``. It may let replicas differ by design, as a
-            local SGD does, so with one they are not compared after a fit.
-        comm_state: see ``comm_hook``.
+            local SGD does, so with one they are not compared after a fit; where they differ, a checkpoint has each
+            rank's own weights and optimizer state.
+        comm_state: see ``comm_hook``. Each rank's is in a checkpoint: torch's PowerSGD and local SGD states, a dict,
+            and an object with ``state_dict`` and ``load_state_dict``.
         options: ``start_method``, ``process_group_backend``, ``timeout`` and the parts, as in
-            :class:`ParallelStrategy`; anything else goes to DistributedDataParallel (``bucket_cap_mb``, ...).
+            :class:`.ParallelStrategy`; anything else goes to DistributedDataParallel (``bucket_cap_mb``, ...).
     """
 
     compares_replicas: ClassVar[bool] = True
@@ -81,10 +83,7 @@ class DDPStrategy(ParallelStrategy):
         """True for those that were trained at any time of this epoch."""
         self._same_values = False
         """True if the ranks have the same weights when the model is wrapped."""
-        self._bucket_order: list[str] | None = None
-        """That of the present wrapper, where it was restored; else the wrapper has it."""
-        self._saved_order: list[str] | None = None
-        """That of the run which is continued, until the first epoch begins."""
+        self._registered_state = comm_state
 
     def wrap_model(self, *, training: bool) -> None:
         assert self.module is not None
@@ -111,16 +110,13 @@ class DDPStrategy(ParallelStrategy):
                     parameter.requires_grad_(False)
             if isinstance(self.model, DistributedDataParallel):
                 _free_group_last(self.model)
+                self._has_hook = self.comm_hook is not None or bool(getattr(self.model, "_comm_hooks", ()))
+                self._registered_state = registered_state(self.model, self.comm_state)
 
     @property
     def _averaged(self) -> list[torch.nn.Parameter]:
         """The parameters whose gradients the wrapper averages."""
         return [parameter for parameter, there in zip(self._parameters, self._is_averaged, strict=True) if there]
-
-    @property
-    def _may_leave_out(self) -> bool:
-        """True if a wrapper needs no gradients of parameters that are frozen now."""
-        return self.find_unused_parameters and not self.static_graph
 
     def on_train_epoch_start(self) -> None:
         """Wrap again where parameters were frozen or unfrozen, or were replaced.
@@ -283,54 +279,6 @@ class DDPStrategy(ParallelStrategy):
         before = set(self._averaged)
         named = self.module.named_parameters()
         return [each for name, each in named if each.requires_grad and each not in before and name not in ignored]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the order of the wrapper's buckets.
-
-        Without it a resumed run would round sums otherwise from three ranks on.
-        """
-        state = super().state_dict()
-        order = self._bucket_order
-        if order is None and self.world_size > 1 and isinstance(self.model, DistributedDataParallel):
-            with self.guard("rebuilding of the buckets"):
-                order = read_bucket_order(self.model)
-        return state if order is None else {**state, "ddp_bucket_order": order}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-        order = state.get("ddp_bucket_order")
-        if order is not None and not (isinstance(order, list) and all(isinstance(name, str) for name in order)):
-            raise CheckpointMismatchError(f"'ddp_bucket_order' must be a list of names (got {type(order).__name__})")
-        self._saved_order = order
-        self._restore_buckets()
-
-    def accumulated_gradients(self) -> dict[str, torch.Tensor]:
-        """Return averaged copies: this rank keeps its own, averaged with the rest of the accumulation."""
-        assert self.module is not None
-        parameters = list(self.module.parameters())
-        own = [
-            None if parameter.grad is None else parameter.grad.detach().to("cpu", copy=True) for parameter in parameters
-        ]
-        averaged = {name: gradient.clone() for name, gradient in super().accumulated_gradients().items()}
-        for parameter, gradient in zip(parameters, own, strict=True):
-            if gradient is None:
-                parameter.grad = None
-            elif parameter.grad is not None and parameter.grad.layout is torch.strided and not gradient.is_sparse:
-                parameter.grad.copy_(gradient)  # in its place, which may be a bucket
-            else:
-                parameter.grad = gradient.to(parameter.device)
-        return averaged
-
-    def restore_module(self) -> None:
-        self._bucket_order = self.state_dict().get("ddp_bucket_order")  # for a checkpoint that is saved after the run
-        super().restore_module()
-
-    def _restore_buckets(self) -> None:
-        if self._saved_order is None or self.world_size == 1 or not isinstance(self.model, DistributedDataParallel):
-            return
-        with self.guard("rebuilding of the buckets"):
-            if set_bucket_order(self.model, self._saved_order):
-                self._bucket_order = self._saved_order
 
     def _release_model(self) -> None:
         super()._release_model()

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from torchhal._rank_state import STATES_KEY
 from torchhal.checkpoint._inspection import is_tensor
 from torchhal.errors import CheckpointCorruptError
 
@@ -55,7 +56,16 @@ def check_digests(checkpoint: Mapping[str, Any], path: str) -> None:
 
 
 def _parts(checkpoint: Mapping[str, Any], *, sharded: bool) -> Iterator[tuple[str, Any]]:
-    for name in ("torchhal_format", "epoch", "global_step", "precision", "strategy", "trained_by", "frozen"):
+    for name in (
+        "torchhal_format",
+        "epoch",
+        "global_step",
+        "precision",
+        "strategy",
+        "trained_by",
+        "frozen",
+        STATES_KEY,
+    ):
         if name in checkpoint:
             yield name, checkpoint[name]
     for name in ("loops", "callbacks"):

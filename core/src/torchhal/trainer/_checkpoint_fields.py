@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from torchhal._rank_state import STATES_KEY
 from torchhal.checkpoint import _trainer_format as trainer_format
 from torchhal.checkpoint._inspection import is_tensor
 from torchhal.errors import CheckpointCorruptError, CheckpointMismatchError
@@ -149,6 +150,7 @@ def check_training_state(checkpoint: Mapping[str, Any], path: str) -> None:
     _check_counters(root)
     _check_results(root.at("loops").at("results").dict())
     _check_ranks(root.at("ranks"))
+    _check_rank_states(root)
     gradients = root.optional("gradients")
     if gradients is not None and gradients.value is not None:
         for name in gradients.dict().value:
@@ -277,6 +279,25 @@ def _check_ranks(ranks: Field) -> None:
             size.count(1)
     if len(replicas) > 1:
         raise ranks.refuse(f"of one number of replicas (got {', '.join(map(str, sorted(replicas)))})")
+
+
+def _check_rank_states(root: Field) -> None:
+    """Check the states that ranks have of their own, and who has written them."""
+    writers = root.optional(STATES_KEY)
+    if writers is None:
+        return
+    for kind in writers.dict().value:
+        if kind not in ("precision", "strategy"):
+            raise writers.refuse("a dict with some of the keys 'precision' and 'strategy'")
+        writer, ranks = writers.at(kind).dict(), root.at("ranks")
+        for name in ("class", "alias"):
+            writer.at(name).text()
+        if writer.at("world_size").count(1) != len(ranks.value):
+            raise writer.at("world_size").refuse(f"{len(ranks.value)}, the number of entries in 'ranks'")
+        for entry in ranks.items():
+            for name in entry.at(kind).dict().value:
+                if not isinstance(name, str):
+                    raise entry.at(kind).refuse("a dict with names as keys")
 
 
 def _check_generators(state: Field) -> None:

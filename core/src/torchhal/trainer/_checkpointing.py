@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchhal import rng
 from torchhal._hyperparameters import NotPlainError, to_plain
+from torchhal._rank_state import STATES_KEY
 from torchhal.checkpoint import CheckpointIO
 from torchhal.checkpoint._inspection import is_tensor
 from torchhal.checkpoint._trainer_format import FORMAT, check_dtypes
@@ -24,6 +25,7 @@ from torchhal.errors import (
 from torchhal.resolve._checkpoint_ios import usable_ios
 from torchhal.strategies._optimizer_state import parameters_without_state
 from torchhal.trainer import _checkpoint_digests as checkpoint_digests
+from torchhal.trainer import _rank_states as rank_states
 from torchhal.trainer import _resume as resume
 from torchhal.trainer._callback_states import callback_states, load_callback_states, unchanged_by_errors
 from torchhal.trainer._checkpoint_fields import check_format, check_training_state, check_weights
@@ -70,14 +72,18 @@ def dump_checkpoint(run: Run, *, weights_only: bool = False) -> dict[str, Any]:
         checkpoint["callbacks"] = callback_states(run.callbacks)
         fit = run.progress
         checkpoint["loops"] = {"fit": fit.state_dict(), "results": run.results.state_dict()}
-        checkpoint["ranks"] = strategy.all_gather_object(
-            {
-                "rng": rng.collect(strategy.accelerator, strategy.root_device),
-                "data": fit.data.position() if fit.data is not None else None,
-                "share": list(resume.data_parallel_rank(run)),
-                "batch_size": resume.batch_size(fit),
-            }
-        )
+        own = rank_states.rank_states(strategy)
+        entry = {
+            "rng": rng.collect(strategy.accelerator, strategy.root_device),
+            "data": fit.data.position() if fit.data is not None else None,
+            "share": list(resume.data_parallel_rank(run)),
+            "batch_size": resume.batch_size(fit),
+        }
+        entries = strategy.all_gather_object((entry, list(own)))
+        checkpoint["ranks"] = [entry for entry, _ in entries]
+        if any(kinds for _, kinds in entries):
+            kinds = [kinds for _, kinds in entries]
+            checkpoint[STATES_KEY] = rank_states.gather_rank_states(strategy, own, kinds, checkpoint["ranks"])
         if fit.has_gradients:
             checkpoint["gradients"] = strategy.accumulated_gradients()
         datamodule = run.datamodule
@@ -151,10 +157,13 @@ def restore_datamodule(run: Run, checkpoint: Mapping[str, Any], path: str) -> No
             datamodule.load_state_dict(checkpoint[name])
 
 
-def check_fits(run: Run, checkpoint: Mapping[str, Any], path: str) -> None:
-    """Raise CheckpointMismatchError where this run can't take the states of the saved optimizers or schedulers.
+def check_fits(run: Run, checkpoint: Mapping[str, Any], path: str) -> dict[str, Mapping[str, Any]]:
+    """Raise CheckpointMismatchError where this run can't take the saved states of optimizers, schedulers or ranks.
 
     Nothing is restored yet.
+
+    Returns:
+        The per-rank states with which this rank continues, by the kind of their owner.
     """
     strategy = run.strategy
     _match(path, "optimizer_states", "optimizer", checkpoint, strategy.optimizers)
@@ -179,6 +188,8 @@ def check_fits(run: Run, checkpoint: Mapping[str, Any], path: str) -> None:
     ):
         with _naming(path, f"lr_schedulers/{index}"):
             strategy.check_scheduler_state(config, state)
+    with _naming(path, STATES_KEY):
+        return rank_states.choose_rank_states(run, checkpoint, path)
 
 
 def _other_weights(run: Run, checkpoint: Mapping[str, Any], path: str) -> str:
@@ -220,8 +231,11 @@ def restore_weights(run: Run, checkpoint: dict[str, Any], path: str) -> None:
             strategy.load_module_state_dict(checkpoint["state_dict"], strict=strict)
 
 
-def restore_training(run: Run, checkpoint: dict[str, Any], path: str) -> None:
-    """Restore everything else that a fit continues from: exact when the number of replicas is the same."""
+def restore_training(run: Run, checkpoint: dict[str, Any], path: str, states: Mapping[str, Mapping[str, Any]]) -> None:
+    """Restore everything else that a fit continues from: exact when the number of replicas is the same.
+
+    ``states`` are the per-rank states that :func:`check_fits` returned.
+    """
     strategy, fit = run.strategy, run.progress
     for index, (optimizer, state) in enumerate(zip(strategy.optimizers, checkpoint["optimizer_states"], strict=True)):
         with _naming(path, f"optimizer_states/{index}"):
@@ -231,6 +245,9 @@ def restore_training(run: Run, checkpoint: dict[str, Any], path: str) -> None:
     ):
         with _naming(path, f"lr_schedulers/{index}"):
             strategy.load_scheduler_state(config, state)
+    for kind, state in states.items():
+        with _naming(path, f"ranks/{strategy.global_rank}/{kind}"):
+            rank_states.load_rank_state(strategy, kind, state)
     run.frozen_parameters.restore(checkpoint.get(FROZEN))
     loops = checkpoint["loops"]
     fit.load_state_dict(loops["fit"])

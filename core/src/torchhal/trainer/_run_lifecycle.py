@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -251,15 +251,16 @@ def set_up(run: Run, loop: FitLoop, fn: str, ckpt_path: Any, on_refusal: ExitSta
     strategy.prepare(run.trainer)
     run.results.find_leader()
     run.follow_module()
+    states: Mapping[str, Mapping[str, Any]] = {}
     if checkpoint is not None:
         if fn == "fit":
-            checkpointing.check_fits(run, checkpoint, run.ckpt_path or "")
+            states = checkpointing.check_fits(run, checkpoint, run.ckpt_path or "")
         checkpointing.restore_weights(run, checkpoint, run.ckpt_path or "")
     log_hyperparams(run)
     if fn == "fit":
         load_fit_data(run, loop)
         if checkpoint is not None:
-            checkpointing.restore_training(run, checkpoint, run.ckpt_path or "")
+            checkpointing.restore_training(run, checkpoint, run.ckpt_path or "", states)
         rank_consistency.check_settings(run)
     if checkpoint is not None:
         status_lines.announce_checkpoint(run, fn, checkpoint)

@@ -67,7 +67,7 @@ class DeepSpeedStrategy(DeepSpeedEngineBase):
         ConfigurationError: DeepSpeed is missing or of another version, or the arguments contradict each other.
     """
 
-    features: ClassVar[frozenset[str]] = frozenset({"owns_clipping"})
+    features: ClassVar[frozenset[str]] = frozenset({"owns_clipping", "owns_optimizer_state"})
     lacks: frozenset[str] = other_stores(torch.float32)
     # the engine casts inputs, scales the loss, clips and steps itself, in the dtypes that a precision declares
     precision_methods: ClassVar[frozenset[str] | None] = frozenset(

@@ -7,7 +7,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -21,7 +21,13 @@ from torchhal.capabilities import LOSS_SCALING, store
 from torchhal.checkpoint import CheckpointIO
 from torchhal.cluster import ClusterEnvironment
 from torchhal.distributed.process import describe_exit, leave, write_stderr
-from torchhal.errors import ConfigurationError, DistributedError, ModelError, UnsupportedCombinationError
+from torchhal.errors import (
+    CheckpointMismatchError,
+    ConfigurationError,
+    DistributedError,
+    ModelError,
+    UnsupportedCombinationError,
+)
 from torchhal.plugin import Availability
 from torchhal.precision import Precision
 from torchhal.strategies import SingleDeviceStrategy, StepResult, Strategy
@@ -40,7 +46,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("torchhal")
 
 EPOCH = "collaboration_epoch"
-"""Key in the optimizer's state in checkpoints, which optimizers elsewhere ignore."""
+"""Key of the strategy's state in checkpoints; releases before 0.2 had it in the optimizer's state."""
 
 _GOODBYE = 10.0  # seconds for the averagers to leave the rounds that they are in
 _WHAT_TO_DO = "this peer can't go on: run it again, with ckpt_path='last' and an address of another peer"
@@ -88,7 +94,7 @@ class HivemindStrategy(SingleDeviceStrategy):
         DistributedError: from ``fit``, when none of ``initial_peers`` answers in time, or their state can't be taken.
     """
 
-    features: ClassVar[frozenset[str]] = frozenset({"owns_clipping", "owns_schedulers"})
+    features: ClassVar[frozenset[str]] = frozenset({"owns_clipping", "owns_schedulers", "owns_optimizer_state"})
 
     # Averages are made in float32, and gradients of a loss that is scaled would be averaged with each peer's own scale.
     lacks: frozenset[str] = store(torch.float64) | {LOSS_SCALING}
@@ -155,6 +161,7 @@ class HivemindStrategy(SingleDeviceStrategy):
         self.epoch = 0
         """The collaboration's epoch that the parameters belong to."""
         self._from_elsewhere = False  # the checkpoint being continued is of another strategy
+        self._has_restored = False  # the epoch of the checkpoint being continued
         self.addresses: tuple[str, ...] = ()
         """This peer's addresses while it trains: what others give as ``initial_peers``."""
         self._network: Network | None = None
@@ -182,6 +189,10 @@ class HivemindStrategy(SingleDeviceStrategy):
         super().connect(module)
 
     # -- set-up ----------------------------------------------------------------------------------------------
+
+    def prepare(self, trainer: Any) -> None:
+        self._has_restored = False
+        super().prepare(trainer)
 
     def setup_optimizers(self, optimizers: Sequence[Optimizer], lr_scheduler_configs: Sequence[Any] = ()) -> None:
         assert self.module is not None
@@ -407,14 +418,27 @@ class HivemindStrategy(SingleDeviceStrategy):
 
     # -- checkpoints -----------------------------------------------------------------------------------------
 
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the optimizer's own state, which any strategy can load, with the collaboration's epoch beside it."""
-        return {**super().optimizer_state(optimizer), EPOCH: self.epoch}
+    def state_dict(self) -> dict[str, Any]:
+        """Return the collaboration's epoch."""
+        return {**super().state_dict(), EPOCH: self.epoch}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._restore_epoch(state)
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         super().load_optimizer_state(optimizer, {name: value for name, value in state.items() if name != EPOCH})
-        self._from_elsewhere = EPOCH not in state
-        self.epoch = int(state.get(EPOCH, 0))
+        if EPOCH in state or not self._has_restored:
+            self._restore_epoch(state)
+
+    def _restore_epoch(self, state: Mapping[str, Any]) -> None:
+        """Continue at the epoch in ``state``; without one, at the Trainer's steps when the peers meet."""
+        epoch = state.get(EPOCH)
+        if epoch is not None and (type(epoch) is not int or epoch < 0):
+            raise CheckpointMismatchError(f"{EPOCH!r} must be an int of at least 0 (got {epoch!r})")
+        self._has_restored = epoch is not None
+        self._from_elsewhere = epoch is None
+        self.epoch = epoch or 0
         if self._schedule is not None:
             self._schedule.restored(self.epoch)
 

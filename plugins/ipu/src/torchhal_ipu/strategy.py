@@ -47,7 +47,9 @@ class IPUStrategy(SingleDeviceStrategy):
         TypeError: options of another class.
     """
 
-    features: ClassVar[frozenset[str]] = frozenset({"owns_backward", "owns_accumulation", "owns_clipping"})
+    features: ClassVar[frozenset[str]] = frozenset(
+        {"owns_backward", "owns_accumulation", "owns_clipping", "owns_optimizer_state"}
+    )
     multi_device: ClassVar[bool] = True
     accelerators: ClassVar[frozenset[str] | None] = frozenset({"ipu"})
     # backward, scaling of the loss, clipping and update are inside the compiled call
