@@ -114,6 +114,16 @@ def test_a_method_of_ones_own_is_called_or_refused(entry):
         match(entry, Board(), Deep())
 
 
+@pytest.mark.parametrize("entry", STRATEGIES)
+def test_cores_mixed_precision_is_carried(entry):
+    """DeepSpeed's engine never calls most of its methods, and does their work itself."""
+    if entry.component.alias.startswith("ipu"):
+        with pytest.raises(UnsupportedCombinationError, match=r"overrides backward\(\)"):
+            match(entry, Board(), MixedPrecision("bfloat16"))
+        return
+    match(entry, Board(), MixedPrecision("bfloat16"))
+
+
 @pytest.mark.parametrize("alias", ["zero2", "zero3"])
 def test_sharding_needs_its_collectives(alias):
     with pytest.raises(UnsupportedCombinationError, match=r"needs collective:all_gather, collective:reduce_scatter"):

@@ -263,7 +263,7 @@ ALIASES = ("32-true", "64-true", "16-true", "16-mixed", "bf16-true", "bf16-mixed
 @pytest.mark.parametrize("only", ALIASES)
 @pytest.mark.parametrize("asked", ALIASES)
 def test_an_old_list_refuses_what_it_refused(old, only, asked):
-    listing = fake("older", precisions=frozenset({only, "32-true"}))
+    listing = fake("older", device_type="cpu", precisions=frozenset({only, "32-true"}))
     if asked in (only, "32-true"):
         assert plan(accelerator=listing(), precision=asked).precision.alias == asked
         return
@@ -287,6 +287,19 @@ def test_an_old_list_admits_its_aliases(old):
 
     listing = fake("older", precisions=frozenset({"32-true", "acme-odd"}))
     assert plan(accelerator=listing(), precision=Odd()).precision.alias == "acme-odd"
+
+
+def test_an_old_list_inherits_what_no_list_could_hold(old):
+    wide = type("Wide", (Fake,), {"capabilities": Fake.capabilities | {"fp8:e4m3", words.TF32}})
+    older = type("Older", (wide,), {"precisions": frozenset({"32-true"})})
+    assert {"fp8:e4m3", words.TF32} <= older.capabilities and "compute:bfloat16" not in older.capabilities
+    assert plan(accelerator=older(), precision=FP8()).precision.alias == "acme-fp8"
+
+
+def test_aliases_that_are_read_are_cores():
+    """A package that has tf32 need not be installed where an accelerator declares the mode."""
+    mine = type("Mine", (Fake,), {"capabilities": words.STANDARD | {words.TF32}})
+    assert mine.precisions == Accelerator.precisions
 
 
 def test_reading_the_replaced_attributes_agrees_with_capabilities():

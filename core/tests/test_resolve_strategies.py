@@ -100,7 +100,7 @@ def test_accelerator_with_own_strategies(registry):
 def test_an_accelerator_lists_its_precisions(registry):
     """As before capabilities."""
     with pytest.warns(FutureWarning, match=r"\.precisions is replaced: declare 'capabilities'"):
-        listing = fake("fake", precisions=frozenset({"32-true", "bf16-mixed"}))
+        listing = fake("fake", device_type="cpu", precisions=frozenset({"32-true", "bf16-mixed"}))
     registry.register("accelerator", "fake", listing)
     assert plan(accelerator="fake", precision="bf16").precision.alias == "bf16-mixed"
     with pytest.raises(

@@ -63,22 +63,22 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def compute(*dtypes: torch.dtype) -> frozenset[str]:
-    """Return the capabilities of arithmetic in ``dtypes``: ``{"compute:bfloat16"}``."""
+    """Return the capabilities of arithmetic in ``dtypes``, such as ``{"compute:bfloat16"}``."""
     return frozenset(f"compute:{_name(dtype)}" for dtype in dtypes)
 
 
 def store(*dtypes: torch.dtype) -> frozenset[str]:
-    """Return the capabilities of parameters, gradients and optimizer state in ``dtypes``: ``{"store:float64"}``."""
+    """Return the capabilities of weights and optimizer state in ``dtypes``, such as ``{"store:float64"}``."""
     return frozenset(f"store:{_name(dtype)}" for dtype in dtypes)
 
 
 def autocast(*dtypes: torch.dtype) -> frozenset[str]:
-    """Return the capabilities of ``torch.autocast`` to ``dtypes``: ``{"autocast:bfloat16"}``."""
+    """Return the capabilities of ``torch.autocast`` to ``dtypes``, such as ``{"autocast:bfloat16"}``."""
     return frozenset(f"autocast:{_name(dtype)}" for dtype in dtypes)
 
 
 def collective(*operations: str) -> frozenset[str]:
-    """Return the capabilities of a process-group backend with ``operations``: ``{"collective:avg"}``.
+    """Return the capabilities of a process-group backend with ``operations``, such as ``{"collective:avg"}``.
 
     Args:
         operations: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"all_to_all"`` (of tensors of one
@@ -146,5 +146,5 @@ def missing(needs: Iterable[str], has: Iterable[str]) -> frozenset[str]:
 
 
 def describe(capabilities: Iterable[str]) -> str:
-    """Return capabilities as text for a message: ``"compute:bfloat16, compute:float32"``."""
+    """Return capabilities as text for a message, such as ``"compute:bfloat16, loss_scaling"``."""
     return ", ".join(sorted(capabilities)) or "none"

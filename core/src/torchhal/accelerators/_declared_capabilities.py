@@ -8,29 +8,27 @@ from typing import Any, ClassVar, Final
 import torch
 
 from torchhal._replaced_declarations import warn_replaced
-from torchhal.capabilities import LOSS_SCALING, STANDARD, TF32, autocast, collective, compute, store
+from torchhal.capabilities import LOSS_SCALING, STANDARD, autocast, collective, compute, store
 
-_OF_PRECISIONS: Final = ("compute", "store", "autocast", "matmul", LOSS_SCALING)
+_OF_PRECISIONS: Final = ("compute", "store", "autocast", LOSS_SCALING)
 """Words that the list ``precisions`` decides; other words of a class that sets it are inherited."""
 
-_SINGLE: Final = compute(torch.float32) | store(torch.float32)
 NEEDS_OF_ALIASES: Final[Mapping[str, frozenset[str]]] = {
-    "32-true": _SINGLE,
+    "32-true": compute(torch.float32) | store(torch.float32),
     "64-true": compute(torch.float64) | store(torch.float64),
     "16-true": compute(torch.float16) | store(torch.float16),
     "bf16-true": compute(torch.bfloat16) | store(torch.bfloat16),
     "16-mixed": compute(torch.float16) | store(torch.float32) | autocast(torch.float16) | {LOSS_SCALING},
     "bf16-mixed": compute(torch.bfloat16) | store(torch.float32) | autocast(torch.bfloat16),
-    "tf32": _SINGLE | {TF32},
 }
-"""Alias -> needs, of the precisions that accelerators could list before they declared capabilities."""
+"""Alias -> needs, of core's precisions, which accelerators listed before they declared capabilities."""
 
 
 class DeclaredCapabilities:
     """The capabilities of an accelerator's class, and the attributes that they replace."""
 
     capabilities: ClassVar[frozenset[str]] = STANDARD
-    """Words for what the device and its process-group backend have, from :mod:`torchhal.capabilities` or a vendor's.
+    """Words for what the device and its process-group backend have, from ``torchhal.capabilities`` or a vendor's.
 
     A precision or strategy that needs another one is refused before launch. The default is that of hardware which torch
     drives like a GPU: float32, float16 and bfloat16, autocast, loss scaling, and a backend with all collectives. A
@@ -41,7 +39,7 @@ class DeclaredCapabilities:
     Checks: ACC-16.
     """
 
-    precisions: ClassVar[frozenset[str]] = frozenset(a for a, needs in NEEDS_OF_ALIASES.items() if needs <= STANDARD)
+    precisions: ClassVar[frozenset[str]] = frozenset({"32-true", "16-true", "16-mixed", "bf16-true", "bf16-mixed"})
     """Aliases of core's precisions whose needs the :attr:`capabilities` meet, which replace this attribute.
 
     A class that sets it gets capabilities derived from it, and a FutureWarning.

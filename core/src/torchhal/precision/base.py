@@ -64,7 +64,7 @@ class Precision(Composable):
     """
 
     needs: frozenset[str] = DerivedNeeds()  # type: ignore[assignment]
-    """Capabilities that the accelerator must have and the strategy be able to carry, from :mod:`torchhal.capabilities`.
+    """Capabilities that the accelerator must have and the strategy be able to carry, from ``torchhal.capabilities``.
 
     The default follows from :attr:`param_dtype` (``store``), :attr:`compute_dtype` (``compute``),
     :attr:`wraps_autocast` (``autocast``) and ``"scales_loss"`` in the :attr:`features` (``loss_scaling``). A precision

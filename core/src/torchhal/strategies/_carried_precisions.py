@@ -13,7 +13,7 @@ class CarriedPrecisions:
     """The capabilities of a strategy's class, and the list of precisions that they replace."""
 
     needs: frozenset[str] = frozenset()
-    """Capabilities that the accelerator must have, from :mod:`torchhal.capabilities`.
+    """Capabilities that the accelerator must have, from ``torchhal.capabilities``.
 
     Those of the form ``"collective:..."`` are the backend's, and are not asked for where the strategy's class was given
     a ``process_group_backend``.

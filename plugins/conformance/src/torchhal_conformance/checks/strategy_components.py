@@ -124,6 +124,7 @@ def given_precision(rank: RankContext) -> None:
     if supported is not None and "32-true" not in supported:
         raise NotApplicable(f"it works with {', '.join(sorted(supported))} only")
     _no_engine(rank)
+    declared = rank.component.cls.precision_methods
     spy = _PrecisionSpy()
     with rank.set_up_strategy(precision=spy) as strategy:
         module = _Step()
@@ -134,9 +135,9 @@ def given_precision(rank: RankContext) -> None:
         batch = strategy.batch_to_device(torch.ones(12, 3))  # as many samples as the other checks have in a batch
         loss = strategy.step_function("training_step")(batch, 0)
         strategy.backward(loss)
-        strategy.clip_gradients(strategy.optimizers[0], 1.0)
+        if declared is None or "clip_gradients" in declared:  # an engine that clips in its step refuses the call
+            strategy.clip_gradients(strategy.optimizers[0], 1.0)
         strategy.optimizer_step(strategy.optimizers[0])
-    declared = rank.component.cls.precision_methods
     expected = [name for name in _PrecisionSpy.NAMES if declared is None or name in declared]
     missing = [name for name in expected if name not in spy.called]
     require(not missing, f"the precision's {', '.join(missing)} was never called")
