@@ -307,8 +307,8 @@ def outputs(context: CheckContext) -> None:
             dtypes = [precision.compute_dtype, *COMPLEX, *INTEGERS]
             corners = [TensorSpec(dtype, (2, 3), name) for dtype in dtypes for name in layouts_of(dtype)]
             for_each(f"an output under a default dtype of {default}", each,
-                     corners=[*corners, *deepest(TensorSpec(precision.compute_dtype))], generated=nests(tensors(dtypes)),
-                     seed=context.component.seed, seconds=2.0)  # fmt: skip
+                     corners=[*corners, *deepest(TensorSpec(precision.compute_dtype))],
+                     generated=nests(tensors(dtypes)), seed=context.component.seed, seconds=2.0)  # fmt: skip
         finally:
             torch.set_default_dtype(before)
 

@@ -138,12 +138,16 @@ def clip_by_value(context: CheckContext) -> None:
     limit = float(reference.abs().median())
     trained.step(clip=(limit, "value"))
     trained.near("the update", -flatten(trained.weights()), reference.clamp(-limit, limit))
-    trained = PrecisionRun(context)
-    optimizer = torch.optim.SGD([{"params": [trained.model.weight]}, {"params": [trained.model.bias]}], lr=1.0)
-    trained.precision.backward(trained.loss())
-    require(trained.precision.clip_gradients(optimizer, limit, "value") is None, "clipping by value must return None")
-    clipped = flatten(trained.gradients())
-    trained.near("gradients of two groups, clipped by value", clipped, reference.clamp(-limit, limit))
+    for order in (("weight", "bias"), ("bias", "weight")):
+        trained = PrecisionRun(context)
+        groups = [{"params": [getattr(trained.model, name)]} for name in order]
+        optimizer = torch.optim.SGD(groups, lr=1.0)
+        trained.precision.backward(trained.loss())
+        require(
+            trained.precision.clip_gradients(optimizer, limit, "value") is None, "clipping by value must return None"
+        )
+        clipped = flatten(trained.gradients())
+        trained.near(f"gradients in groups of {order}, clipped by value", clipped, reference.clamp(-limit, limit))
     unknown = PrecisionRun(context)
     unknown.precision.backward(unknown.loss())
     raises(
