@@ -520,17 +520,17 @@ class RestoresASnapshot(TorchElasticEnvironment):
 
 
 @caught_by("ENV-16")
-class RanksOfTheFirst(TorchElasticEnvironment):
-    """Keeps the rank that it has read first, for the class."""
+class KeepsItsRank(TorchElasticEnvironment):
+    """Keeps the numbers that it has read first; only a pickled copy forgets them."""
 
-    _kept: dict[str, int] = {}
+    def __init__(self):
+        self._kept = {}
 
     def __getstate__(self):
-        type(self)._kept.clear()
-        return {}
+        return {"_kept": {}}
 
     def local_rank(self):
-        return type(self)._kept.setdefault("local", super().local_rank())
+        return self._kept.setdefault("local", super().local_rank())
 
 
 @caught_by("ENV-11")
