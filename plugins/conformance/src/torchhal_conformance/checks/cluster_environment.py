@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import sys
@@ -304,7 +305,9 @@ def precedence(context: CheckContext) -> None:
     """
     cls = context.component.cls
     require(type(cls.priority) is int, f"'priority' must be an int (got {cls.priority!r})")
-    own = context.component.own_tables[0]
+    own, alone = context.component.own_tables[0], None
+    with variables(context.component.own_tables[3]), contextlib.suppress(ConfigurationError):
+        alone = numbers(context.create())
     for name, other in TABLES.items():
         if name == context.component.alias or other[0] == own:
             continue
@@ -313,8 +316,8 @@ def precedence(context: CheckContext) -> None:
             ties = [e.qualified_name for e in rivals if e.load().priority == cls.priority and e.load().detect()]
         require(not ties, f"inside of a job of {name} {', '.join(ties)} has the same priority {cls.priority}")
         with variables(other[0], context.component.own_tables[3]):
-            if cls.detect():
-                same(f"the numbers of global rank 3 inside of a job of {name}", numbers(context.create()), expected(3))
+            if alone is not None and cls.detect():
+                same(f"the numbers of global rank 3 inside of a job of {name}", numbers(context.create()), alone)
 
 
 @check("ENV-13", needs=["table"])
