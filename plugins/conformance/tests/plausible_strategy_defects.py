@@ -152,6 +152,10 @@ class StaysQuiet(DDPStrategy):
         return Paused()
 
 
+def _halve(parameter):
+    parameter.grad.mul_(0.5)
+
+
 @caught_by("STR-31")
 class DividesAgain(DDPStrategy):
     """Adds its hooks to the module in each life, and removes none."""
@@ -162,7 +166,7 @@ class DividesAgain(DDPStrategy):
             count = getattr(parameter, "_lives", 0)
             parameter._lives = count + 1
             if count:
-                parameter.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(0.5))
+                parameter.register_post_accumulate_grad_hook(_halve)
 
 
 @caught_by("STR-35")
@@ -173,28 +177,6 @@ class ClipsGroups(DDPStrategy):
         self.unscale_gradients(optimizer)
         norms = [torch.nn.utils.clip_grad_norm_(group["params"], clip_val) for group in optimizer.param_groups]
         return torch.stack(norms).norm()
-
-
-@caught_by("STR-13")
-class FrozenStay(DDPStrategy):
-    """Broadcasts what is trained."""
-
-    def sync_module(self, module):
-        kept = [(p, p.detach().clone()) for p in module.parameters() if not p.requires_grad]
-        super().sync_module(module)
-        for parameter, value in kept:
-            parameter.data.copy_(value)
-
-
-@caught_by("STR-13")
-class IntegersStay(DDPStrategy):
-    """Broadcasts floating-point buffers only."""
-
-    def sync_module(self, module):
-        kept = [(b, b.clone()) for b in module.buffers() if not b.is_floating_point()]
-        super().sync_module(module)
-        for buffer, value in kept:
-            buffer.copy_(value)
 
 
 class _Averages(DDPStrategy):
@@ -220,6 +202,28 @@ class _Averages(DDPStrategy):
     def average_all(self, parameters):
         for parameter in parameters:
             self.average(parameter)
+
+
+@caught_by("STR-13")
+class FrozenStay(_Averages):
+    """Broadcasts what is trained."""
+
+    def sync_module(self, module):
+        kept = [(p, p.detach().clone()) for p in module.parameters() if not p.requires_grad]
+        super().sync_module(module)
+        for parameter, value in kept:
+            parameter.data.copy_(value)
+
+
+@caught_by("STR-13")
+class IntegersStay(_Averages):
+    """Broadcasts floating-point buffers only."""
+
+    def sync_module(self, module):
+        kept = [(b, b.clone()) for b in module.buffers() if not b.is_floating_point()]
+        super().sync_module(module)
+        for buffer, value in kept:
+            buffer.copy_(value)
 
 
 @caught_by("STR-14")
@@ -285,7 +289,7 @@ class DecidesByTheFirst(DDPStrategy):
         return super().reduce_boolean_decision(decision, all=all) if all else self.broadcast(decision)
 
 
-@caught_by("STR-29")
+@caught_by("STR-31")
 class LeavesVariables(DDPStrategy):
     """Exports a variable in the second life, which it removes in the first only."""
 

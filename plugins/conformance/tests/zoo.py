@@ -16,7 +16,12 @@ KINDS = {
     "ENV": "cluster_environment",
     "STR": "strategy",
 }
-MODULES = (*(f"mutants_{kind}" for kind in KINDS.values()), "mutants_processes")
+MODULES = (
+    *(f"mutants_{kind}" for kind in KINDS.values()),
+    "mutants_processes",
+    "plausible_defects",
+    "plausible_strategy_defects",
+)
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,8 @@ class TensorSpec:
             values = steps % 2 == 0
         elif self.dtype.is_complex:
             fine = 2.0**-30 if self.dtype is torch.complex128 else 0.0  # complex64 has no room for it
-            values = torch.complex((steps % 7 - 2 + fine).double(), (steps % 5 + 0.5 + fine).double()).to(self.dtype)
+            real, imag = (steps % 7 - 2).double() + fine, (steps % 5).double() + 0.5 + fine
+            values = torch.complex(real, imag).to(self.dtype)
         elif self.dtype in (torch.int64, torch.float64):
             # narrower dtypes have none of these: int32 and float64, or float32
             wide = (1 << 54) + 1 if self.dtype is torch.int64 else 2.0**-30

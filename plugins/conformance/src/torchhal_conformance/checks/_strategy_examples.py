@@ -23,7 +23,8 @@ from torchhal_conformance.checks._strategy_run import (
     weights_close,
 )
 
-EPOCHS = 3
+ACCUMULATED = (2, 1, 2)
+"""Batches per optimizer step, in each of the epochs."""
 LENGTHS = (BATCH, BATCH, BATCH, BATCH // 2)
 """Samples of the batches of an epoch: the last one is short on every rank."""
 
@@ -74,6 +75,9 @@ def check_initial_state(rank: RankContext) -> None:
             for name, tensor in ManyKinds(0).state_dict().items():
                 if weights:
                     same(f"{name} on rank {rank.rank} after the set-up, beside rank 0", weights[name], tensor)
+            expected = dict(ManyKinds(0).named_buffers())
+            for name, buffer in run.module.named_buffers():  # a state dict may show rank 0's in their place
+                same(f"buffer {name} of rank {rank.rank}'s module, beside rank 0", buffer.cpu(), expected[name])
             run.train(0, 1)
             weights = run.weights()
             if weights:
@@ -120,36 +124,41 @@ def check_epochs(rank: RankContext) -> None:
         rows = LENGTHS[number % len(LENGTHS)]
         return tuple(tensor[:rows] for tensor in batch(rank, number))
 
-    plain, clip = Regression(), 0.4
+    # an engine that clips by itself is told so before its set-up, by a Trainer
+    plain, clips = Regression(), "owns_clipping" not in rank.component.declared
+    clip = 0.4
     optimizer = two_groups(plain.parameters(), 0.05)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.8)
-    for epoch in range(EPOCHS):
+    for epoch, parts in enumerate(ACCUMULATED):
         for index in range(len(LENGTHS)):
-            if index % 2 == 0:
+            if index % parts == 0:
                 optimizer.zero_grad()
-            (plain.training_step(data(len(LENGTHS) * epoch + index), index) / 2).backward()  # type: ignore[no-untyped-call]
-            if index % 2 == 1:
-                nn.utils.clip_grad_norm_(plain.parameters(), clip)
+            loss = plain.training_step(data(len(LENGTHS) * epoch + index), index) / parts
+            loss.backward()  # type: ignore[no-untyped-call]
+            if index % parts == parts - 1:
+                if clips:
+                    nn.utils.clip_grad_norm_(plain.parameters(), clip)
                 optimizer.step()
         scheduler.step()
     with running(rank, make=two_groups, lr=0.05) as run:
         strategy = run.strategy
         scheduler = torch.optim.lr_scheduler.StepLR(run.optimizer, step_size=1, gamma=0.8)
         paused = strategy.no_backward_sync()
-        for epoch in range(EPOCHS):
+        for epoch, parts in enumerate(ACCUMULATED):
             strategy.begin_epoch()
             for index in range(len(LENGTHS)):
-                last = index % 2 == 1
-                if not last:
+                last = index % parts == parts - 1
+                if index % parts == 0:
                     strategy.zero_grad(run.optimizer)
                 with contextlib.nullcontext() if last or paused is None else paused:
                     mine = share(strategy, data(len(LENGTHS) * epoch + index))
-                    strategy.backward(run.step(mine, index) / 2)
+                    strategy.backward(run.step(mine, index) / parts)
                 if last:
-                    strategy.clip_gradients(run.optimizer, clip)
+                    if clips:
+                        strategy.clip_gradients(run.optimizer, clip)
                     strategy.optimizer_step(run.optimizer)
             scheduler.step()
             if not strategy.evaluation_communicates:
                 with torch.no_grad():
                     F.mse_loss(run.module(mine[0]), mine[1])
-        weights_close(f"after {EPOCHS} epochs", run.weights(), plain, 1e-4)
+        weights_close(f"after {len(ACCUMULATED)} epochs", run.weights(), plain, 1e-4)
