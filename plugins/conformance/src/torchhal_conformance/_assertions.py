@@ -73,8 +73,9 @@ def _difference(got: Any, expected: Any) -> str:
         if list(got) != list(expected):
             return f"keys {_show(list(got))}, expected {_show(list(expected))}"
         pairs = [(f"[{key!r}]", got[key], expected[key]) for key in expected]
-        if getattr(got, "default_factory", None) is not getattr(expected, "default_factory", None):
-            return f"default_factory {got.default_factory!r}, expected {expected.default_factory!r}"
+        one_factory, other_factory = (getattr(value, "default_factory", None) for value in (got, expected))
+        if one_factory is not other_factory:
+            return f"default_factory {one_factory!r}, expected {other_factory!r}"
     elif dataclasses.is_dataclass(expected) and not isinstance(expected, type):
         names = [field.name for field in dataclasses.fields(expected)]
         pairs = [(f".{name}", getattr(got, name), getattr(expected, name)) for name in names]

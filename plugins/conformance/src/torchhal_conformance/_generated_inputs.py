@@ -120,7 +120,7 @@ def _generate(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", hypothesis.errors.HypothesisWarning)
-            hypothesis.seed(seed)(settings(hypothesis.given(generated)(body)))()
+            hypothesis.seed(seed)(settings(hypothesis.given(generated)(body)))()  # type: ignore[no-untyped-call]
     except (_TimeOver, AssertionError):
         pass
     finally:

@@ -137,7 +137,7 @@ def _named(values: list[Any]) -> dict[Any, Any]:
 
 
 def _two(values: list[Any]) -> tuple[Any, Any]:
-    return (*values[:2], *[None] * (2 - len(values[:2])))  # type: ignore[return-value]
+    return (*values[:2], *[None] * (2 - len(values[:2])))
 
 
 CONTAINERS: Final[dict[str, Callable[[list[Any]], Any]]] = {

@@ -113,12 +113,8 @@ def process_left_alone(context: CheckContext) -> None:
     accelerator = context.accelerator()
     device = accelerator.get_parallel_devices([0])[0]
     before, numbers = torch_state(), torch.get_rng_state()
-    for name, call in (
-        ("setup_device", lambda: accelerator.setup_device(device)),
-        ("setup", lambda: accelerator.setup(None)),
-        ("teardown", accelerator.teardown),
-    ):
-        call()
+    for name, arguments in (("setup_device", (device,)), ("setup", (None,)), ("teardown", ())):
+        getattr(accelerator, name)(*arguments)
         for what, value in torch_state().items():
             same(f"{what} after {name}()", value, before[what])
         require(torch.equal(torch.get_rng_state(), numbers), f"{name}() drew random numbers on the CPU")

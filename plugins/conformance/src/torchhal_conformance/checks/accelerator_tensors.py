@@ -73,8 +73,8 @@ def round_trip(context: CheckContext) -> None:
             same("the tensor that was given, afterwards", tensor.detach(), spec.build().detach())
 
     dtypes = _stored_dtypes(device)
-    shapes: list[tuple[int, ...]] = [(), (2, 3), (0, 3)]
-    corners = [TensorSpec(dtype, shape, layout) for dtype in dtypes for layout in layouts_of(dtype) for shape in shapes]
+    sizes: list[tuple[int, ...]] = [(), (2, 3), (0, 3)]
+    corners = [TensorSpec(dtype, size, layout) for dtype in dtypes for layout in layouts_of(dtype) for size in sizes]
     for_each("a tensor", each, corners=corners, generated=tensors(dtypes), seed=context.component.seed)
 
 
