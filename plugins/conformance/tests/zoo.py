@@ -19,7 +19,8 @@ KINDS = {
 MODULES = (
     *(f"mutants_{kind}" for kind in KINDS.values()),
     "mutants_processes",
-    "plausible_defects",
+    "plausible_job_defects",
+    "plausible_numeric_defects",
     "plausible_strategy_defects",
 )
 
