@@ -18,8 +18,14 @@ KINDS = {
 }
 MODULES = (
     *(f"mutants_{kind}" for kind in KINDS.values()),
-    "mutants_processes", "mutants_hooks", "mutants_refusals", "mutants_sequences",
-)  # fmt: skip
+    "mutants_processes",
+    "mutants_hooks",
+    "mutants_refusals",
+    "mutants_sequences",
+    "plausible_job_defects",
+    "plausible_numeric_defects",
+    "plausible_strategy_defects",
+)
 
 
 @dataclass(frozen=True)

@@ -250,7 +250,8 @@ class Accelerator(Composable, DeclaredCapabilities, DeviceStatistics, DeviceProf
     def setup_device(self, device: torch.device) -> None:
         """Make ``device`` the current device of this process.
 
-        Idempotent; called on every rank. Nothing is allocated on any other device.
+        Idempotent; called on every rank. Nothing is allocated on any other device. torch's defaults and switches, and
+        the CPU's random state, are left unchanged here as in :meth:`setup` and :meth:`teardown`.
 
         Args:
             device: the root device of this rank.
@@ -259,7 +260,7 @@ class Accelerator(Composable, DeclaredCapabilities, DeviceStatistics, DeviceProf
             ValueError: ``device`` is of another type than :attr:`device_type`.
             AcceleratorUnavailableError: the hardware can't be used here; the message holds the reason.
 
-        Checks: ACC-08, ACC-09, ACC-19.
+        Checks: ACC-08, ACC-09, ACC-19, ACC-31.
         """
         if device.type != self.device_type:
             raise ValueError(

@@ -322,12 +322,15 @@ class _Shipped:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         on_cpu = tensor.detach().to("cpu")
-        # a view would be pickled with its whole storage
-        self.tensor = _dense(on_cpu) if on_cpu.layout is torch.strided else on_cpu
+        # a view would be pickled with its whole storage, and torch doesn't unpickle 8-bit floating-point numbers
+        self.as_bytes = on_cpu.layout is torch.strided and not on_cpu.is_quantized
+        self.tensor = _bytes(_dense(on_cpu)) if self.as_bytes else on_cpu
+        self.dtype, self.shape = tensor.dtype, tuple(tensor.shape)
         self.on_device = tensor.device.type != "cpu"
 
     def unpack(self, device: torch.device) -> torch.Tensor:
-        return self.tensor.to(device) if self.on_device else self.tensor
+        tensor = self.tensor.view(self.dtype).reshape(self.shape) if self.as_bytes else self.tensor
+        return tensor.to(device) if self.on_device else tensor
 
 
 def broadcast_tensors(tensors: Sequence[torch.Tensor], *, src: int = 0, group: Any = None) -> None:

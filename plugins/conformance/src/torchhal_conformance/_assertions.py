@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -72,6 +73,12 @@ def _difference(got: Any, expected: Any) -> str:
         if list(got) != list(expected):
             return f"keys {_show(list(got))}, expected {_show(list(expected))}"
         pairs = [(f"[{key!r}]", got[key], expected[key]) for key in expected]
+        one_factory, other_factory = (getattr(value, "default_factory", None) for value in (got, expected))
+        if one_factory is not other_factory:
+            return f"default_factory {one_factory!r}, expected {other_factory!r}"
+    elif dataclasses.is_dataclass(expected) and not isinstance(expected, type):
+        names = [field.name for field in dataclasses.fields(expected)]
+        pairs = [(f".{name}", getattr(got, name), getattr(expected, name)) for name in names]
     elif isinstance(expected, list | tuple):
         if len(got) != len(expected):
             return f"{len(got)} items, expected {len(expected)}"
@@ -91,15 +98,16 @@ def _tensor_difference(got: Any, expected: torch.Tensor) -> str:
     if got.dtype != expected.dtype or got.shape != expected.shape:
         return f"got {got.dtype} of {tuple(got.shape)}, expected {expected.dtype} of {tuple(expected.shape)}"
     one, other = got.detach().cpu(), expected.detach().cpu()
-    if torch.equal(_bits(one), _bits(other)):
+    if not one.numel() or torch.equal(_bits(one), _bits(other)):
         return ""
     return f"values differ (got {_show(one)}, expected {_show(other)})"
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor's bytes, so that NaN equals NaN and the sign of zero counts."""
-    dense = tensor.resolve_conj().resolve_neg().contiguous()
-    return dense.reshape(-1).view(torch.uint8) if dense.numel() else dense.reshape(-1)
+    # contiguous() keeps the odd stride of a dimension of size 1, which view() refuses
+    dense = tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    return dense.reshape(-1).view(torch.uint8)
 
 
 def _show(value: Any) -> str:

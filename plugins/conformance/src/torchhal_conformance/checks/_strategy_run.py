@@ -60,6 +60,13 @@ def share(strategy: Strategy, data: Any) -> Any:
     return strategy.batch_to_device(data)
 
 
+def two_groups(parameters: Any, lr: float, **options: Any) -> Optimizer:
+    """Return SGD with momentum over two parameter groups, the second of which has other options."""
+    parameters = list(parameters)
+    second = {"params": parameters[2:], "lr": lr / 2, "momentum": 0.5, "weight_decay": 0.01}
+    return torch.optim.SGD([{"params": parameters[:2]}, second], lr=lr, momentum=0.9)
+
+
 class StrategyRun:
     """A strategy with a model and an optimizer, driven as the Trainer's loop drives it."""
 
@@ -124,16 +131,16 @@ def running(
 
 
 def reference(
-    rank: RankContext, steps: int, make: Any = SGD, clip: float | None = None, **options: Any
+    rank: RankContext, steps: int, make: Any = SGD, clip: float | None = None, model: Any = None, **options: Any
 ) -> tuple[Any, list[float]]:
     """Train in plain torch, in one process on the joined batches; return the model and its losses."""
-    model = Regression()
+    model = Regression() if model is None else model
     optimizer = make(model.parameters(), **{"lr": 0.1, **options})
     losses = []
     for number in range(steps):
         optimizer.zero_grad()
         loss = model.training_step(batch(rank, number), number)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         if clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import UserList
 from functools import partial
 from typing import Any
 
@@ -75,6 +76,8 @@ def nonsense(context: CheckContext) -> None:
 def parsing_is_pure(context: CheckContext) -> None:
     """parse_devices leaves its argument and the environment alone, and takes its own result to mean itself.
 
+    Any sequence of indices means the same as the list of them.
+
     Why: resolve asks several times; a list that was emptied, or a variable set on the way, changes the next answer.
     Fix: build a new tuple; don't sort or pop the caller's list, don't write os.environ.
     """
@@ -86,6 +89,8 @@ def parsing_is_pure(context: CheckContext) -> None:
     same("os.environ", dict(os.environ), environ)
     same("parse_devices of its own result", accelerator.parse_devices(once), once)
     same("parse_devices asked again", accelerator.parse_devices(request), once)
+    for sequence in (tuple(request), range(len(request))[::-1], UserList(request)):
+        same(f"parse_devices({sequence!r})", accelerator.parse_devices(sequence), once)
 
 
 @check("ACC-05", needs=["device"])

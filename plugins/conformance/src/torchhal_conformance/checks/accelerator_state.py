@@ -10,11 +10,12 @@ import torch
 from torchhal_conformance._assertions import require, same
 from torchhal_conformance._check import check
 from torchhal_conformance._context import CheckContext
+from torchhal_conformance._torch_globals import torch_state
 
 
 @check("ACC-10")
 def repeated_teardown(context: CheckContext) -> None:
-    """teardown() may be called before a set-up, after one that failed, and twice.
+    """teardown() may be called before a set-up, after one that failed, and twice; the object works again after it.
 
     Why: it runs on the way out of an error; when it raises itself, its error is what the user sees.
     Fix: release only what was taken, and note that it is released.
@@ -27,9 +28,14 @@ def repeated_teardown(context: CheckContext) -> None:
         pass
     accelerator.teardown()
     if type(accelerator).availability():
-        accelerator.setup_device(accelerator.get_parallel_devices([0])[0])
-        accelerator.teardown()
-        accelerator.teardown()
+        device = accelerator.get_parallel_devices([0])[0]
+        for life in (1, 2):
+            accelerator.setup_device(device)
+            accelerator.setup(None)
+            moved = accelerator.batch_to_device(torch.arange(3.0), device)
+            same(f"a sum on the device in life {life}", float((moved + 1).sum()), 6.0)
+            accelerator.teardown()
+            accelerator.teardown()
 
 
 @check("ACC-11", features=["memory_stats"], needs=["device"])
@@ -80,6 +86,38 @@ def random_state(context: CheckContext) -> None:
     same("the draw after set_rng_state", draw(), second)
     accelerator.manual_seed(8)
     require(not torch.equal(draw(), first), "another seed gives the same numbers")
+    for seed in (0, 2**40 + 9, 2**64 - 1, -5):  # torch.manual_seed takes these
+        accelerator.manual_seed(seed)
+        numbers = draw()
+        require(not torch.equal(numbers, first), f"seed {seed} gives the numbers of seed 7")
+        accelerator.manual_seed(seed)
+        same(f"the first draw after seed {seed} again", draw(), numbers)
+    state = accelerator.get_rng_state(device)
+    kept, after = state.clone(), draw()
+    accelerator.get_rng_state(device)
+    same("the state, after another one was read", state, kept)
+    accelerator.set_rng_state(state, device)
+    same("the state, after it was set", state, kept)
+    same("the draw after it was set", draw(), after)
+    draw()
+    same("the state, after another draw", state, kept)
+
+
+@check("ACC-31", level="provisional", since="0.2", needs=["device"])
+def process_left_alone(context: CheckContext) -> None:
+    """setup_device(), setup() and teardown() leave torch's switches and the CPU's random numbers as they were.
+
+    Why: a default dtype, a matmul precision or a draw that one accelerator changes makes the same run another one.
+    Fix: leave them to the user and to the precision; warm up under torch.random.fork_rng, or with zeros.
+    """
+    accelerator = context.accelerator()
+    device = accelerator.get_parallel_devices([0])[0]
+    before, numbers = torch_state(), torch.get_rng_state()
+    for name, arguments in (("setup_device", (device,)), ("setup", (None,)), ("teardown", ())):
+        getattr(accelerator, name)(*arguments)
+        for what, value in torch_state().items():
+            same(f"{what} after {name}()", value, before[what])
+        require(torch.equal(torch.get_rng_state(), numbers), f"{name}() drew random numbers on the CPU")
 
 
 @check("ACC-18", features=["memory_stats"], needs=["device"])

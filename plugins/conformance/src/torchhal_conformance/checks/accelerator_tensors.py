@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import namedtuple
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +21,8 @@ from torchhal.resolve import Request, resolve
 from torchhal_conformance._assertions import close, raises, require, same
 from torchhal_conformance._check import CheckFailed, check
 from torchhal_conformance._context import CheckContext
+from torchhal_conformance._generated_inputs import for_each, nests, tensors
+from torchhal_conformance._tensor_specs import ALL_DTYPES, NestSpec, TensorSpec, deepest, layouts_of, parts
 from torchhal_conformance.checks._capability_trials import try_capability, try_collectives
 
 TOLERANCE = 1e-3
@@ -30,8 +33,8 @@ TOLERANCE = 1e-3
 def round_trip(context: CheckContext) -> None:
     """A tensor that batch_to_device puts on the device comes back bit for bit.
 
-    That holds for every dtype that the class declares to store (``store:...``), integers and booleans; 0-d, empty,
-    strided, expanded tensors, and views that share memory.
+    That holds for every dtype that the device stores; 0-d, empty, strided, expanded, conjugated and negated tensors,
+    views that share memory, and leaves of autograd. The tensor that was given is not written to.
 
     Why: a transfer that ignores strides or the offset into shared memory trains on other numbers, silently.
     Fix: make a view contiguous before its memory is copied, or leave the copy to Tensor.to.
@@ -54,6 +57,30 @@ def round_trip(context: CheckContext) -> None:
             )
             same(f"device type of a {name} {dtype} tensor", moved[name].device.type, device.type)
             same(f"a {name} {dtype} tensor that went to {device} and back", moved[name].cpu(), tensor)
+
+    def each(spec: TensorSpec) -> None:
+        for non_blocking in (False, True):
+            tensor = spec.build()
+            moved = accelerator.batch_to_device(tensor, device, non_blocking=non_blocking)
+            accelerator.synchronize(device)
+            same("its device type", moved.device.type, device.type)
+            same(f"what went to {device} and back", moved.detach().cpu(), tensor.detach())
+            same("the tensor that was given, afterwards", tensor.detach(), spec.build().detach())
+
+    dtypes = _stored_dtypes(device)
+    sizes: list[tuple[int, ...]] = [(), (2, 3), (0, 3)]
+    corners = [TensorSpec(dtype, size, layout) for dtype in dtypes for layout in layouts_of(dtype) for size in sizes]
+    for_each("a tensor", each, corners=corners, generated=tensors(dtypes), seed=context.component.seed)
+
+
+def _stored_dtypes(device: torch.device) -> list[torch.dtype]:
+    """Return the dtypes of which torch itself can put a tensor on the device."""
+    stored = []
+    for dtype in ALL_DTYPES:
+        with contextlib.suppress(RuntimeError, TypeError, NotImplementedError):
+            TensorSpec(dtype).build().to(device).cpu()
+            stored.append(dtype)
+    return stored
 
 
 _Pair = namedtuple("_Pair", "x label")
@@ -79,8 +106,8 @@ class _Moves:
 def batch_structure(context: CheckContext) -> None:
     """batch_to_device keeps the structure of a batch, moves its tensors, and doesn't write to the batch that was given.
 
-    Dicts, lists, tuples, named tuples and dataclasses stay what they are, an object's own ``.to`` is called, and
-    strings, numbers and None are left alone.
+    Mappings, lists, tuples, named tuples and dataclasses stay what they are, subclasses too, one inside of another at
+    any depth; an object's own ``.to`` is called, and strings, numbers and None are left alone.
 
     Why: users' collate functions return anything, and a step that unpacks it fails far from the cause.
     Fix: inherit batch_to_device, or move leaves with torchhal.pytree.map_tensors.
@@ -106,6 +133,17 @@ def batch_structure(context: CheckContext) -> None:
         batch["list"][0] is one and batch["sample"].image is one and batch["moves"].tensor is one,  # type: ignore[index, attr-defined]
         "the caller's batch was written to",
     )
+
+    def each(spec: NestSpec) -> None:
+        batch = spec.build()
+        moved = accelerator.batch_to_device(batch, device)
+        places = {one.device.type for _, one in parts(moved) if isinstance(one, torch.Tensor)}
+        require(places <= {device.type}, f"its tensors are on {sorted(places)}, not on {device.type}")
+        same("what went to the device", moved, batch)
+        same("the batch that was given, afterwards", batch, spec.build())
+
+    leaves = tensors([torch.float32, torch.int64])
+    for_each("a batch", each, corners=deepest(TensorSpec()), generated=nests(leaves), seed=context.component.seed)
 
 
 @check("ACC-15", needs=["device"])

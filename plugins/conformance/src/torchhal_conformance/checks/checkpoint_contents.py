@@ -16,6 +16,8 @@ from torchhal_conformance._assertions import raises, require, same
 from torchhal_conformance._check import NotApplicable, check
 from torchhal_conformance._component_under_test import ComponentUnderTest
 from torchhal_conformance._context import CheckContext
+from torchhal_conformance._generated_inputs import for_each, nests, tensors
+from torchhal_conformance._tensor_specs import ALL_DTYPES, NestSpec, TensorSpec, layouts_of
 from torchhal_conformance.checks._checkpoint_samples import DTYPES, MIB, checkpoint_files, save, small_checkpoint
 
 
@@ -30,8 +32,8 @@ def golden_state() -> dict[str, Any]:
 def round_trip(context: CheckContext) -> None:
     """All values of a checkpoint come back as they were, in type, value and order.
 
-    Such are every dtype, 0-d, empty and strided tensors, nested containers, large integers, None and the state of
-    an optimizer.
+    Such are every dtype, 0-d, empty, strided, conjugated and negated tensors, nested containers, keys of any letters,
+    large integers, None and the state of an optimizer.
 
     Why: a resumed run differs in what was lost, and nobody sees where.
     Fix: write values, not their string forms; keep containers what they are.
@@ -57,6 +59,37 @@ def round_trip(context: CheckContext) -> None:
         require(name in loaded, f"{name!r} is lost")
         same(name, loaded[name], value)
     same("the keys", list(loaded), list(state))
+    _generated_values(context)
+
+
+def _generated_values(context: CheckContext) -> None:
+    """Check every dtype in every layout, keys that look like paths, and generated nests of containers."""
+    io, path = context.create(), context.folder / "generated.ckpt"
+    shapes: list[tuple[int, ...]] = [(), (2, 3), (0, 3), (1, 2, 1)]
+    specs = [TensorSpec(dtype, shape, name) for dtype in ALL_DTYPES for name in layouts_of(dtype) for shape in shapes]
+    tensor = TensorSpec().build()
+    keys = {"a": {"b": 1, "": 2, "c": {}}, "a.b": 3, "a/b": {"..": 4}, "1": 5, 1: 6, "": [[], (), ({},)], "__": None}
+    made = {repr(spec): spec.build() for spec in specs}
+    everything = {"tensors": made, "keys": keys, "same": [tensor, tensor]}
+    save(io, everything, path)
+    loaded = io.load_checkpoint(path)
+    for name, value in made.items():
+        same(f"a tensor {name}", loaded["tensors"][name].detach(), value.detach())
+    same("keys that look like paths, and empty containers", loaded["keys"], keys)
+
+    def each(spec: NestSpec) -> None:
+        state = {"value": spec.build()}
+        save(io, state, path)
+        same("what was loaded", io.load_checkpoint(path), state)
+        same("what was saved, afterwards", state, {"value": spec.build()})
+
+    plain = ("list", "tuple", "dict", "OrderedDict")
+    corners = [
+        NestSpec(one, (NestSpec(two, (NestSpec(three, (TensorSpec(), "x", 2)), None, 1.5)),))
+        for one in plain for two in plain for three in ("tuple", "dict")
+    ]  # fmt: skip
+    for_each("a value", each, corners=corners, generated=nests(tensors(), containers=plain),
+             seed=context.component.seed, examples=25)  # fmt: skip
 
 
 @check("CIO-02")
@@ -74,6 +107,17 @@ def shared_memory(context: CheckContext) -> None:
     loaded["embedding"][2, 0] = 77.0
     same("a tied tensor after a write to the other", float(loaded["head"][2, 0]), 77.0)
     same("a view after a write to its base", float(loaded["rows"][0, 0]), 77.0)
+    deep = {"list": [base, {"rows": base[2:5]}], "tuple": (base.t(), [base[:, 1:]]), "other": base.clone()}
+    save(io, deep, path)
+    loaded = io.load_checkpoint(path)
+    loaded["list"][0][2, 1] = 88.0
+    for what, got in (
+        ("a view in a dict in a list", loaded["list"][1]["rows"][0, 1]),
+        ("a transposed view", loaded["tuple"][0][1, 2]),
+        ("a view of columns", loaded["tuple"][1][0][2, 0]),
+    ):  # fmt: skip
+        same(f"{what} after a write to its base", float(got), 88.0)
+    same("a tensor with memory of its own", loaded["other"], base)
 
 
 @check("CIO-03")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import random
+import threading
 from functools import partial
 
 import torch
@@ -121,7 +123,8 @@ def url(context: CheckContext) -> None:
 def like_a_dict(context: CheckContext) -> None:
     """Any sequence of saves, overwrites, removals and loads of a few names behaves as a dict would.
 
-    That holds also when half of it goes through another instance.
+    That holds also when half of it goes through another instance. What a load returned is the caller's own: no later
+    call changes it, and a change of it changes no later load.
 
     Why: caches that a remove or another process's save doesn't reach, and names that collide after cleaning.
     Fix: keep nothing about files between calls.
@@ -150,13 +153,36 @@ def like_a_dict(context: CheckContext) -> None:
             same(f"{name!r} {told}", io.load_checkpoint(folder / name)["value"], model[name])
         else:
             raises(f"loading {name!r} {told}", FileNotFoundError, partial(io.load_checkpoint, folder / name))
+    _results_of_their_own(context)
+
+
+def _results_of_their_own(context: CheckContext) -> None:
+    """Check that a result is no other result, nor the file, nor the dictionary that was saved."""
+    io, path = context.create(), context.folder / "own.ckpt"
+    state = {"t": torch.zeros(2000), "list": [1]}
+    save(io, state, path)
+    state["t"].add_(1)  # type: ignore[attr-defined]
+    state["list"].append(2)  # type: ignore[attr-defined]
+    expected = {"t": torch.zeros(2000), "list": [1]}
+    first = io.load_checkpoint(path)
+    same("a checkpoint after a change of the dictionary that was saved", first, expected)
+    first["t"].add_(5)
+    first["list"].append(3)
+    second = io.load_checkpoint(path)
+    same("a checkpoint after a change of what an earlier load returned", second, expected)
+    save(io, {"t": torch.ones(2000), "list": [9]}, path)
+    same("what a load returned before the checkpoint was replaced", second, expected)
+    third = io.load_checkpoint(path)
+    same("the checkpoint that has replaced it", third["list"], [9])
+    io.remove_checkpoint(path)
+    same("what a load returned before the checkpoint was removed", third["t"], torch.ones(2000))
 
 
 @check("CIO-28")
 def repeated_teardown(context: CheckContext) -> None:
     """teardown() flushes, may be called twice and before any use, and the instance works afterwards.
 
-    An instance that was not used pickles.
+    An instance that was not used pickles. Many saves and loads leave no file open and no thread behind.
 
     Why: teardown runs after errors too, and a Trainer fits several times.
     Fix: end what was started, and let the next save start it again.
@@ -178,3 +204,24 @@ def repeated_teardown(context: CheckContext) -> None:
     save(io, small_checkpoint(2), path)
     same("what was saved after teardown()", io.load_checkpoint(path), small_checkpoint(2))
     io.teardown()
+    for numbers in range(3):  # what is made once
+        save(io, small_checkpoint(numbers), path)
+        io.load_checkpoint(path)
+    io.teardown()
+    files, threads = _open_files(), threading.active_count()
+    for numbers in range(25):
+        save(io, small_checkpoint(numbers), path)
+        io.load_checkpoint(path)
+        io.exists(path), io.list_checkpoints(context.folder)
+    io.teardown()
+    left = _open_files() - files
+    require(left <= 2, f"25 saves and loads left {left} files open after teardown()")
+    more = threading.active_count() - threads
+    require(more <= 2, f"25 saves and loads left {more} threads after teardown()")
+
+
+def _open_files() -> int:
+    """Return the number of this process's file descriptors, 0 where the system doesn't list them."""
+    gc.collect()
+    folder = "/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"
+    return len(os.listdir(folder)) if os.path.isdir(folder) else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import sys
@@ -33,6 +34,12 @@ from torchhal_conformance._launcher_env import (
     variables,
 )
 
+HUGE: Final = "99999999999"
+BROKEN: Final = (
+    ("without", None), ("with an empty", ""), ("with a garbled", "x1"), ("with a negative", "-1"),
+    ("with a fractional", "1.5"), ("with a blank", "  "), ("with a huge", HUGE),
+)  # fmt: skip
+"""(words for a message, value) of a variable; None where it is not set."""
 NUMBERS: Final = ("world_size", "global_rank", "local_rank", "node_rank", "local_world_size")
 RANKS: Final = ((0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1))
 """(global, node, local) rank of each row of a table."""
@@ -115,14 +122,16 @@ def whole_numbers(context: CheckContext) -> None:
 
 @check("ENV-06", needs=["table"])
 def broken_variables(context: CheckContext) -> None:
-    """A missing, empty or garbled variable changes no number, or is a ConfigurationError that names it.
+    """A missing, empty, garbled or negative variable changes no number, or is a ConfigurationError that names it.
+
+    A number that is too large is such an error, or the numbers still agree with each other.
 
     Why: KeyError: 'X' doesn't say what should have set it, and a default of 0 makes every process rank 0.
     Fix: torchhal.cluster.read_int and its like.
     """
     table = context.component.own_tables[3]
     for name in table:
-        for state, value in (("without", None), ("with an empty", ""), ("with a garbled", "x1")):
+        for state, value in BROKEN:
             changed = {key: text for key, text in table.items() if key != name}
             if value is not None:
                 changed[name] = value
@@ -132,45 +141,63 @@ def broken_variables(context: CheckContext) -> None:
                     if not cls.detect():
                         continue
                     environment = context.create()
-                    got = {
-                        **numbers(environment),
-                        "address": bool(environment.main_address),
-                        "port": environment.main_port,
-                    }
+                    got = numbers(environment)
+                    place = (environment.main_address, environment.main_port)
+                    if value == HUGE and got != expected(3):
+                        environment.validate_settings(num_devices=2, num_nodes=2)
                 except ConfigurationError as error:
-                    require(name in str(error), f"{state} {name}: the error must name it (got {error})")
+                    shown = name in str(error) or (value == HUGE and HUGE in str(error))
+                    require(shown, f"{state} {name}: the error must name it (got {error})")
                     continue
                 except Exception as error:
                     told = f"{type(error).__name__}: {error}"
                     raise CheckFailed(f"{state} {name}: must raise ConfigurationError (got {told})") from error
-                got = {key: got[key] for key in NUMBERS}
-                same(f"the numbers of global rank 3 {state} {name}", got, expected(3))
+                require(place[0] and 1 <= place[1] <= 65535, f"{state} {name}: the ranks would meet at {place}")
+                if value == HUGE:  # a larger job, unless the numbers contradict each other
+                    _within_bounds(f"{state} {name}", got)
+                else:
+                    same(f"the numbers of global rank 3 {state} {name}", got, expected(3))
+
+
+def _within_bounds(told: str, got: dict[str, Any]) -> None:
+    """Fail unless each number is an int within the bounds that the others set."""
+    require(all(type(value) is int for value in got.values()), f"{told}: every number must be an int (got {got})")
+    fits = got["global_rank"] < got["world_size"] and got["local_rank"] < got["local_world_size"] <= got["world_size"]
+    require(fits and min(got.values()) >= 0, f"{told}: the numbers contradict each other: {got}")
 
 
 @check("ENV-07", needs=["table"])
 def meeting_place(context: CheckContext) -> None:
     """Address and port are the same on all ranks and stay so; the port is an int from 1 to 65535.
 
-    It is another one for another job where it is made from the job's number.
+    It is another one for another job where it is made from the job's number. job_id() is one str on all ranks.
 
     Why: two jobs on one host that meet at one port train as one, or not at all.
     Fix: derive the port from the job id; take MASTER_ADDR and MASTER_PORT where they are set.
     """
-    places = set()
+    places, names = set(), set()
     for table in context.component.own_tables:
         with variables(table):
             environment = context.create()
             places |= {(environment.main_address, environment.main_port) for _ in range(2)}
+            names.add(environment.job_id())
     require(len(places) == 1, f"the ranks would meet at different places: {sorted(places)}")
     address, port = places.pop()
     require(isinstance(address, str) and address, f"main_address must be a host (got {address!r})")
     require(type(port) is int and 1 <= port <= 65535, f"main_port must be an int from 1 to 65535 (got {port!r})")
+    require(len(names) == 1, f"job_id() must be the same on all ranks (got {sorted(map(repr, names))})")
+    same("type of job_id()", type(names.pop()), str)
     table = context.component.own_tables[0]
     ids = {name: value for name, value in table.items() if name.endswith(("JOB_ID", "JOBID"))}
     jobs = {name: str(int(value) + 7) if value.isdecimal() else f"{value}7" for name, value in ids.items()}
     if jobs and "MASTER_PORT" not in table:
         with variables(table, jobs):
             require(context.create().main_port != port, f"another job has the same port {port}")
+        for number in (0, 65_535, 2**31 - 1, 10**12):
+            with variables(table, {name: str(number) for name, value in ids.items() if value.isdecimal()}):
+                found = context.create().main_port
+            told = f"main_port of job {number} must be an int from 1 to 65535 (got {found!r})"
+            require(type(found) is int and 1 <= found <= 65535, told)
 
 
 @check("ENV-08", features=["host_lists"], needs=["table"])
@@ -226,6 +253,8 @@ def who_creates(context: CheckContext) -> None:
 def environ_untouched(context: CheckContext) -> None:
     """detect(), the constructor and all numbers write nothing to os.environ; after teardown() it is as it was.
 
+    What the program itself changes in between stays.
+
     Why: a teardown that deleted WORLD_SIZE broke the second fit.
     Fix: keep what you compute in the object.
     """
@@ -238,6 +267,13 @@ def environ_untouched(context: CheckContext) -> None:
         environment.teardown()
         environment.teardown()
         same("os.environ after teardown()", dict(os.environ), before)
+        again = context.create()
+        numbers(again)
+        os.environ["TORCHHAL_CONFORMANCE_USER"] = "mine"
+        os.environ["OMP_NUM_THREADS"] = "3"
+        before = dict(os.environ)
+        again.teardown()
+        same("os.environ after teardown(), where the program has changed it", dict(os.environ), before)
 
 
 @check("ENV-11", needs=["table"])
@@ -250,7 +286,8 @@ def mismatch(context: CheckContext) -> None:
     with variables(context.component.own_tables[0]):
         environment = context.create()
         environment.validate_settings(num_devices=2, num_nodes=2)
-        for devices, nodes, shown in ((3, 2, ("3", "2")), (2, 5, ("5", "2"))):
+        # the last two have as many processes as were started
+        for devices, nodes, shown in ((3, 2, ("3", "2")), (2, 5, ("5", "2")), (4, 1, ("2",)), (1, 4, ("2",))):
             what = f"{devices} devices on {nodes} nodes in a job of 2 on 2"
             call = partial(environment.validate_settings, num_devices=devices, num_nodes=nodes)
             raises(what, ConfigurationError, call, *shown)
@@ -260,12 +297,16 @@ def mismatch(context: CheckContext) -> None:
 def precedence(context: CheckContext) -> None:
     """Inside of another launcher's job no other environment has the same priority: the choice is never a tie.
 
+    The numbers there are those of its own launcher.
+
     Why: torchrun inside of a scheduler's step sets both sets of variables, and the outer numbers were taken.
     Fix: a priority below 80 for schedulers, above for what they start.
     """
     cls = context.component.cls
     require(type(cls.priority) is int, f"'priority' must be an int (got {cls.priority!r})")
-    own = context.component.own_tables[0]
+    own, alone = context.component.own_tables[0], None
+    with variables(context.component.own_tables[3]), contextlib.suppress(ConfigurationError):
+        alone = numbers(context.create())
     for name, other in TABLES.items():
         if name == context.component.alias or other[0] == own:
             continue
@@ -273,6 +314,9 @@ def precedence(context: CheckContext) -> None:
             rivals = [e for e in registry.entries("cluster_environment") if e.availability() and e.load() is not cls]
             ties = [e.qualified_name for e in rivals if e.load().priority == cls.priority and e.load().detect()]
         require(not ties, f"inside of a job of {name} {', '.join(ties)} has the same priority {cls.priority}")
+        with variables(other[0], context.component.own_tables[3]):
+            if alone is not None and cls.detect():
+                same(f"the numbers of global rank 3 inside of a job of {name}", numbers(context.create()), alone)
 
 
 @check("ENV-13", needs=["table"])
@@ -326,7 +370,7 @@ def fixed_ranks(context: CheckContext) -> None:
 
 @check("ENV-16", needs=["table"])
 def another_process(context: CheckContext) -> None:
-    """It pickles, and a copy in another process answers for that process.
+    """It pickles, and a copy in another process answers for that process, as one object does at any time.
 
     Why: a rank that was kept in the object travelled to every worker.
     Fix: read the variables when asked.
@@ -340,6 +384,8 @@ def another_process(context: CheckContext) -> None:
             raise CheckFailed(f"it doesn't pickle ({type(error).__name__}: {error})") from error
     with variables(context.component.own_tables[3]):
         same("the numbers of a copy on global rank 3", numbers(pickle.loads(data)), expected(3))
+        same("the numbers of another object on global rank 3", numbers(context.create()), expected(3))
+        same("the numbers of the same object on global rank 3", numbers(environment), expected(3))
 
 
 @check("ENV-17", needs=["table", "posix"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -9,12 +10,24 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchhal.errors import UnknownAliasError
+from torchhal.precision import Precision
 from torchhal.resolve import Request, resolve
 from torchhal_conformance._assertions import close, raises, require, same
-from torchhal_conformance._check import CheckFailed, check
+from torchhal_conformance._check import check
 from torchhal_conformance._context import CheckContext
+from torchhal_conformance._generated_inputs import for_each, nests, tensors
+from torchhal_conformance._tensor_specs import (
+    COMPLEX,
+    FLOATS,
+    INTEGERS,
+    NestSpec,
+    TensorSpec,
+    deepest,
+    layouts_of,
+    parts,
+)
 from torchhal_conformance._torch_globals import torch_state
-from torchhal_conformance.checks._precision_run import PrecisionRun
+from torchhal_conformance.checks._precision_run import PrecisionRun, flatten
 
 DOCUMENTED = {
     "32-true": (torch.float32, torch.float32), "64-true": (torch.float64, torch.float64),
@@ -61,7 +74,10 @@ def documented_dtypes(context: CheckContext) -> None:
 
 @check("PRE-02", needs=["device"])
 def buffers(context: CheckContext) -> None:
-    """convert_module leaves integer, boolean and complex buffers as they are.
+    """convert_module leaves integer, boolean and complex buffers as they are, and converts all parameters.
+
+    Frozen parameters, and those of modules in modules, are converted too. They stay frozen, and trainable ones stay
+    trainable.
 
     Why: a position index in bfloat16 counts to 256.
     Fix: convert what is_floating_point() and nothing else.
@@ -70,6 +86,16 @@ def buffers(context: CheckContext) -> None:
     model: Any = precision.convert_module(_Mixed())
     same("the buffers", dict(model.named_buffers()), dict(_Mixed().named_buffers()))
     same("dtype of the weights", model.layer.weight.dtype, precision.param_dtype)
+    deep: Any = nn.ModuleDict({"a": nn.Sequential(_Mixed(), nn.ModuleList([nn.LSTM(2, 2)]))})
+    frozen = {name for name, _ in deep.named_parameters() if "bias" in name}
+    for name, parameter in deep.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+    deep = precision.convert_module(deep)
+    for name, parameter in deep.named_parameters():
+        mixed = precision.param_dtype is not precision.compute_dtype
+        if name not in frozen or not mixed:
+            same(f"dtype of {name}{' (frozen)' if name in frozen else ''}", parameter.dtype, precision.param_dtype)
+        same(f"requires_grad of {name}", parameter.requires_grad, name not in frozen)
 
 
 @check("PRE-03", needs=["device"])
@@ -86,6 +112,14 @@ def tied(context: CheckContext) -> None:
     model = precision.convert_module(model)
     require(model[0].weight is model[1].weight, "tied weights have come apart")
     require(model[0].weight is before, "the parameter is another object than the optimizer holds")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    with precision.forward_context():
+        output = model(precision.convert_input(torch.ones(2, 4)).to(next(model.parameters()).device))
+    output.float().sum().backward()
+    start = model[1].weight.detach().clone()
+    optimizer.step()
+    require(not torch.equal(model[1].weight, start), "an optimizer made after the conversion doesn't move tied weights")
+    require(model[0].weight is model[1].weight, "tied weights have come apart in a step")
 
 
 @check("PRE-04", needs=["device"])
@@ -110,29 +144,47 @@ class _Stop(Exception):
 def contexts_and_errors(context: CheckContext) -> None:
     """module_init_context() and forward_context() restore what they changed when their body raises.
 
+    That holds whatever the default dtype and grad mode were.
+
     Why: a notebook goes on after an error, in another dtype.
     Fix: restore in __exit__ or finally, whatever happened.
     """
     trained = PrecisionRun(context)
-    before = _surroundings(trained)
-    for name in ("module_init_context", "forward_context"):
-        try:
-            with getattr(trained.precision, name)():
-                raise _Stop
-        except _Stop:
-            pass
-        else:
-            raise CheckFailed(f"{name}() swallows errors")
-        same(f"dtype and autocast after an error in {name}()", _surroundings(trained), before)
+    start = torch.get_default_dtype()
+    for dtype, gradients in ((start, True), (torch.float64, True), (torch.bfloat16, False), (start, False)):
+        torch.set_default_dtype(dtype)
+        with torch.set_grad_enabled(gradients):
+            before = _surroundings(trained)
+            for name in ("module_init_context", "forward_context"):
+                for body in ("an error", "no error"):
+                    try:
+                        with getattr(trained.precision, name)():
+                            if body == "an error":
+                                raise _Stop
+                    except _Stop:
+                        continue
+                    else:
+                        require(body == "no error", f"{name}() swallows errors")
+                    finally:
+                        told = f"after {body} in {name}() under {dtype}{'' if gradients else ' and no_grad'}"
+                        same(f"torch's state {told}", _surroundings(trained), before)
+        torch.set_default_dtype(start)
 
 
-def _surroundings(trained: PrecisionRun) -> tuple[torch.dtype, bool]:
-    return torch.get_default_dtype(), torch.is_autocast_enabled(trained.device.type)
+def _surroundings(trained: PrecisionRun) -> dict[str, Any]:
+    """Return torch's switches and random state, by names for messages."""
+    return {
+        **torch_state(),
+        "autocast": torch.is_autocast_enabled(trained.device.type),
+        "the CPU's random state": torch.get_rng_state(),
+    }
 
 
 @check("PRE-06", needs=["device"])
 def nested_contexts(context: CheckContext) -> None:
     """forward_context() can be entered again and inside of itself, one object too; autocast is off after the last exit.
+
+    Entering and leaving it draws no random number. After an error in the inner one the outer one goes on.
 
     Why: a validation step inside of a training step turned autocast off for the rest of it, or left it on for ever.
     Fix: keep a stack of what to restore.
@@ -142,10 +194,14 @@ def nested_contexts(context: CheckContext) -> None:
     forward = precision.forward_context()
     with forward:
         inside = _surroundings(trained)
+        same("the random state in the context", inside["the CPU's random state"], before["the CPU's random state"])
         for again in (forward, precision.forward_context()):
             with again:
                 same("dtype and autocast in the inner context", _surroundings(trained), inside)
             same("dtype and autocast after the inner context", _surroundings(trained), inside)
+            with contextlib.suppress(_Stop), again:
+                raise _Stop
+            same("dtype and autocast after an error in the inner context", _surroundings(trained), inside)
     same("dtype and autocast afterwards", _surroundings(trained), before)
     with forward:
         same("dtype and autocast when it is entered again", _surroundings(trained), inside)
@@ -179,6 +235,47 @@ def inputs(context: CheckContext) -> None:
     if precision.param_dtype is precision.compute_dtype and precision.param_dtype is not torch.float32:
         same("dtype of a float32 input", expected, precision.param_dtype)
 
+    def each(spec: NestSpec | TensorSpec) -> None:
+        batch = spec.build()
+        got, wanted = precision.convert_input(batch), expected_input(precision)
+        _same_structure("convert_input", got, batch, wanted)
+        same("the batch that was given, afterwards", batch, spec.build())
+
+    dtypes = [*FLOATS, *COMPLEX, *INTEGERS]
+    corners = [TensorSpec(dtype, (2, 3), name) for dtype in dtypes for name in layouts_of(dtype)]
+    leaves = tensors(dtypes)
+    for_each("an input", each, corners=[*corners, *deepest(TensorSpec())], generated=nests(leaves),
+             seed=context.component.seed)  # fmt: skip
+
+
+def expected_input(precision: Precision) -> dict[torch.dtype, torch.dtype]:
+    """Return the dtype that inputs of each floating-point dtype become: all the same, or each its own.
+
+    That of float32 decides, as a precision that changes nothing leaves each as it is, and one that converts converts
+    all.
+    """
+    target = precision.convert_input(torch.ones(1)).dtype
+    probe = precision.convert_input(
+        torch.ones(1, dtype=torch.bfloat16 if target is not torch.bfloat16 else torch.float16)
+    )
+    return {dtype: target if probe.dtype is target else dtype for dtype in FLOATS}
+
+
+def _same_structure(name: str, got: Any, given: Any, wanted: dict[torch.dtype, torch.dtype]) -> None:
+    """Fail unless ``got`` is ``given`` but for the dtypes of its floating-point tensors, and shares what it may."""
+    one, other = list(parts(got)), list(parts(given))
+    same(f"places in the result of {name}", [path for path, _ in one], [path for path, _ in other])
+    for (path, new), (_, old) in zip(one, other, strict=True):
+        place = f"value{path}"
+        if not isinstance(old, torch.Tensor):
+            require(type(new) is type(old), f"{place} became a {type(new).__name__}, it was a {type(old).__name__}")
+            continue
+        dtype = wanted.get(old.dtype, old.dtype)
+        if dtype is old.dtype:
+            require(new is old, f"{place}, {old.dtype}, was converted to {new.dtype} or copied")
+        else:
+            same(place, new.detach(), old.detach().to(dtype))
+
 
 @check("PRE-08", needs=["device"])
 def outputs(context: CheckContext) -> None:
@@ -194,6 +291,26 @@ def outputs(context: CheckContext) -> None:
         same("dtype of an output", converted["loss"].dtype, torch.get_default_dtype())
         same("dtype of a deeper output", converted["nest"][0][0].dtype, torch.get_default_dtype())
     require(converted["count"] is whole, "an integer output was converted")
+    before = torch.get_default_dtype()
+    for default in (torch.float64, torch.float32):
+        torch.set_default_dtype(default)
+        try:
+            # a precision that changes nothing leaves each dtype as it is
+            converts = precision.convert_output(torch.ones(1, dtype=torch.float16)).dtype is not torch.float16
+            converts |= precision.convert_output(torch.ones(1, dtype=torch.bfloat16)).dtype is not torch.bfloat16
+            wanted = {dtype: default if converts else dtype for dtype in FLOATS}
+
+            def each(spec: NestSpec | TensorSpec, wanted: dict[torch.dtype, torch.dtype] = wanted) -> None:
+                output = spec.build()
+                _same_structure("convert_output", precision.convert_output(output), output, wanted)
+
+            dtypes = [precision.compute_dtype, *COMPLEX, *INTEGERS]
+            corners = [TensorSpec(dtype, (2, 3), name) for dtype in dtypes for name in layouts_of(dtype)]
+            for_each(f"an output under a default dtype of {default}", each,
+                     corners=[*corners, *deepest(TensorSpec(precision.compute_dtype))],
+                     generated=nests(tensors(dtypes)), seed=context.component.seed, seconds=2.0)  # fmt: skip
+        finally:
+            torch.set_default_dtype(before)
 
 
 @check("PRE-20", needs=["device"])
@@ -219,7 +336,7 @@ def master_weights(context: CheckContext) -> None:
 
 @check("PRE-23", needs=["device"])
 def evaluation(context: CheckContext) -> None:
-    """Evaluation computes in the dtype of training.
+    """Evaluation computes in the dtype of training, and under no_grad and inference_mode without gradients.
 
     Why: a model that is evaluated in another precision is another model.
     Fix: return the same context whatever grad mode is.
@@ -231,6 +348,17 @@ def evaluation(context: CheckContext) -> None:
         with torch.set_grad_enabled(training), trained.precision.forward_context():
             dtypes.append(trained.model(trained.precision.convert_input(trained.batch[0])).dtype)
     same("dtype of an output in evaluation", dtypes[1], dtypes[0])
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            with trained.precision.forward_context():
+                output = trained.model(trained.precision.convert_input(trained.batch[0]))
+            converted = trained.precision.convert_output(output)
+        require(not converted.requires_grad, f"an output under {mode.__name__} has a graph")
+        same(f"dtype of an output under {mode.__name__}", output.dtype, dtypes[0])
+    reference = flatten(trained.reference())
+    trained.optimizer.zero_grad()
+    trained.precision.backward(trained.loss())
+    require(float(flatten(trained.gradients()) @ reference) > 0, "a backward after an evaluation has no gradients")
 
 
 @check("PRE-24", needs=["device"])
@@ -246,8 +374,15 @@ def complete_teardown(context: CheckContext) -> None:
     names = [(owner, dict(vars(owner))) for owner in watched]
     trained = PrecisionRun(context)
     trained.step()
-    trained.precision.teardown()
-    trained.precision.teardown()
+    for life in (1, 2, 3):
+        if life > 1:  # the object is used again, once without a step and once set up twice
+            for _ in range(life - 1):
+                trained.precision.setup(trained.accelerator, trained.device)
+            trained.precision.convert_module(nn.Linear(2, 2))
+        trained.precision.teardown()
+        trained.precision.teardown()
+        for name, value in torch_state().items():
+            same(f"{name} after teardown() of life {life}", value, before[name])
     after = torch_state()
     changed = [f"{name}: {before[name]!r} became {after[name]!r}" for name in before if before[name] != after[name]]
     changed += [

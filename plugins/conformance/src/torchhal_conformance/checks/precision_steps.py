@@ -87,14 +87,18 @@ def state(context: CheckContext) -> None:
     one.overflow_gradients()
     one.precision.optimizer_step(one.optimizer)
     one.step()
-    kept = copy.deepcopy(one.precision.state_dict())
+    held = one.precision.state_dict()
+    kept, given = copy.deepcopy(held), copy.deepcopy(held)
     other = PrecisionRun(context)
     other.model.load_state_dict(one.model.state_dict())
-    other.precision.load_state_dict(copy.deepcopy(kept))
+    other.precision.load_state_dict(given)
+    same("the state that was loaded, afterwards", given, kept)
     same("the state after it was loaded", other.precision.state_dict(), kept)
     for trained in (one, other):
         for _ in range(2):
             trained.step()
+    same("the state that state_dict() had returned, two steps later", held, kept)
+    same("the state that was loaded, two steps later", given, kept)
     same("the weights after two more steps", other.weights(), one.weights())
     same("the state after two more steps", other.precision.state_dict(), one.precision.state_dict())
 
@@ -123,9 +127,26 @@ def plain_state(context: CheckContext) -> None:
 def closures(context: CheckContext) -> None:
     """An optimizer that evaluates a closure works, or check_optimizer refuses it with a TypeError that names it.
 
+    One that takes a closure without needing it evaluates it once in a step.
+
     Why: LBFGS evaluates as often as it likes; with gradients scaled in between it goes anywhere.
     Fix: refuse it in check_optimizer.
     """
+    plain, once = PrecisionRun(context), PrecisionRun(context)
+    calls: list[float] = []
+
+    def one_step() -> torch.Tensor:
+        once.optimizer.zero_grad()
+        loss = once.loss()
+        once.precision.backward(loss)
+        once.precision.unscale_gradients(once.optimizer)
+        calls.append(loss.item())
+        return loss
+
+    plain.step()
+    once.precision.optimizer_step(once.optimizer, one_step)
+    same("how often optimizer_step evaluated the closure of SGD", len(calls), 1)
+    plain.near("the weights after a step with a closure", flatten(once.weights()), flatten(plain.weights()))
     trained = PrecisionRun(context, torch.optim.LBFGS, lr=0.1)
     try:
         trained.precision.check_optimizer(trained.optimizer)

@@ -12,7 +12,14 @@ from torchhal.errors import CheckpointMismatchError
 from torchhal_conformance._assertions import close, raises, require, same
 from torchhal_conformance._check import check
 from torchhal_conformance._rank_context import RankContext
-from torchhal_conformance.checks._strategy_run import Regression, StrategyRun, reference, running, weights_close
+from torchhal_conformance.checks._strategy_run import (
+    Regression,
+    StrategyRun,
+    reference,
+    running,
+    two_groups,
+    weights_close,
+)
 
 
 @check("STR-21", world_sizes=(2,))
@@ -45,6 +52,8 @@ def _checkpoint(run: StrategyRun, scheduler: Any) -> dict[str, Any]:
 @check("STR-22", world_sizes=(2,), timeout=60)
 def resume(rank: RankContext) -> None:
     """Two steps, a checkpoint, and two more in a new life are four steps: weights, optimizer, scheduler, precision.
+
+    The options of every parameter group are those of the checkpoint.
 
     Changed: random numbers are the Trainer's to save and restore, not a strategy's; core's tests resume with dropout.
 
@@ -79,6 +88,30 @@ def resume(rank: RankContext) -> None:
         train(run, scheduler, 2, 4)
         for name, tensor in run.weights().items():
             close(f"{name} after a resume", tensor, expected[name], 1e-6)
+        rank.gather("done")
+    _resume_two_groups(rank)
+
+
+def _resume_two_groups(rank: RankContext) -> None:
+    """Check that a resume restores the options of both parameter groups, over those that the program has set."""
+    path = os.path.join(rank.folder, "groups.ckpt")
+    with running(rank, make=two_groups, lr=0.05) as run:
+        run.train(0, 2)
+        state = {"model": run.strategy.module_state_dict(), "optimizer": run.strategy.optimizer_state(run.optimizer)}
+        run.strategy.save_checkpoint(state, path)
+        run.strategy.wait_for_checkpoints()
+        run.train(2, 4)
+        expected = run.weights()
+        rank.gather("saved")
+    with running(rank, Regression(7), make=two_groups, lr=0.3) as run:
+        loaded = run.strategy.load_checkpoint(path)
+        run.strategy.load_module_state_dict(loaded["model"])
+        run.strategy.load_optimizer_state(run.optimizer, loaded["optimizer"])
+        rates = [float(group["lr"]) for group in run.optimizer.param_groups]
+        close("the learning rates of two groups after a resume", rates, [0.05, 0.025], 1e-6)
+        run.train(2, 4)
+        for name, tensor in run.weights().items():
+            close(f"{name} after a resume of two parameter groups", tensor, expected[name], 1e-6)
         rank.gather("done")
 
 

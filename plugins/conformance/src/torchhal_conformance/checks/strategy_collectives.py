@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from typing import Any
@@ -12,17 +13,25 @@ import torch.distributed as dist
 from torchhal_conformance._assertions import close, raises, require, same
 from torchhal_conformance._check import check
 from torchhal_conformance._rank_context import WORLD_SIZES, RankContext
+from torchhal_conformance.checks._collective_examples import (
+    broadcast_values,
+    gathered_tensors,
+    reduced_nests,
+    reduced_tensors,
+)
 
 
 @check("STR-01", world_sizes=WORLD_SIZES)
 def reduce(rank: RankContext) -> None:
-    """``reduce`` gives sum, mean, max and min over the ranks; an unknown op is a ValueError that names it.
+    """``reduce`` gives sum, mean, avg, max, min and product over the ranks; another op is a ValueError with its name.
 
     Why: an op that is ignored turns a maximum into a mean, in every metric.
     Fix: hand the op to the backend, and refuse the rest.
     """
     values = [float(r + 1) for r in range(rank.size)]
-    expected = {"sum": sum(values), "mean": sum(values) / rank.size, "max": max(values), "min": min(values)}
+    mean = sum(values) / rank.size
+    expected = {"sum": sum(values), "mean": mean, "avg": mean, "max": max(values), "min": min(values),
+                "product": math.prod(values)}  # fmt: skip
     with rank.set_up_strategy() as strategy:
         for op, value in expected.items():
             got = strategy.reduce(torch.tensor([values[rank.rank]], device=strategy.root_device), op)
@@ -45,14 +54,24 @@ def reduce_is_pure(rank: RankContext) -> None:
         got.add_(1)  # not data_ptr(): there are devices on which all tensors have the same
         same("the input after a write to the result", value, before)
         require(not strategy.reduce(value.clone().requires_grad_(), "mean").requires_grad, "the result has a graph")
+        first = strategy.reduce(value, "sum")
+        kept = first.clone()
+        value.add_(100)
+        same("the result after a write to the input", first, kept)
+        strategy.reduce(torch.full_like(value, 7.0), "sum")
+        same("the result after another reduce", first, kept)
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                same(f"the result under {mode.__name__}", strategy.reduce(value - 100, "sum").clone(), kept)
 
 
 @check("STR-03", world_sizes=WORLD_SIZES)
 def reduce_anything(rank: RankContext) -> None:
     """``reduce`` takes tensors of many dtypes and layouts, numbers and nests, and gives back what is no number.
 
-    The tensors are integers, booleans, 0-d, strided, float16 (added up without overflow) and bfloat16 (without
-    losing small terms).
+    The tensors are of every dtype and layout: integers, booleans, complex, 0-d, empty, strided, conjugated, float16
+    (added up without overflow) and bfloat16 (without losing small terms), on the CPU or the device, at any depth of
+    containers, which keep their types. A mean of integers is of the default dtype, whatever that is.
 
     Why: a mean of integers was cut off, and a sum of float16 overflowed where each part did not.
     Fix: add up in a wider dtype, and return the dtype that Strategy.reduce promises.
@@ -78,6 +97,11 @@ def reduce_anything(rank: RankContext) -> None:
         nest = strategy.reduce({"a": [made(1.0), 2], "b": ("text", None)}, "sum")
         same("a number in a nest", nest["a"][1], 2 * n)
         same("what is no number", nest["b"], ("text", None))
+        numbers = {"int": 2**60 + rank.rank, "float": 0.1 + rank.rank, "bool": rank.rank == 0}
+        wide = strategy.reduce(numbers, "max")
+        same("the maximum of numbers", wide, {"int": 2**60 + n - 1, "float": 0.1 + (n - 1), "bool": True})
+        reduced_tensors(rank, strategy)
+        reduced_nests(rank, strategy)
 
 
 @check("STR-04", features=["groups"], world_sizes=(3,))
@@ -106,6 +130,10 @@ def decisions(rank: RankContext) -> None:
     with rank.set_up_strategy() as strategy:
         one, last = rank.rank == 0, rank.size == 1
         same("all, where rank 0 alone decided so", strategy.reduce_boolean_decision(one), last)
+        for lonely in range(rank.size):
+            alone = rank.rank == lonely
+            same(f"any, where rank {lonely} alone did", strategy.reduce_boolean_decision(alone, all=False), True)
+            same(f"all, where all but rank {lonely} did", strategy.reduce_boolean_decision(not alone), False)
         same("any, where rank 0 alone decided so", strategy.reduce_boolean_decision(one, all=False), True)
         same("all, where all did", strategy.reduce_boolean_decision(True), True)
         same("any, where none did", strategy.reduce_boolean_decision(False, all=False), False)
@@ -114,6 +142,8 @@ def decisions(rank: RankContext) -> None:
 @check("STR-06", world_sizes=WORLD_SIZES)
 def broadcast(rank: RankContext) -> None:
     """``broadcast`` gives every rank the value of rank ``src``, for each src: tensors, objects, None, more than 2 MB.
+
+    Tensors are of any dtype, layout and shape, empty ones too, and may lie in containers.
 
     Why: a src that is ignored gives every rank the value of rank 0, or its own.
     Fix: hand src on, and send sizes before contents.
@@ -128,6 +158,7 @@ def broadcast(rank: RankContext) -> None:
             same(f"a tensor from rank {src}", strategy.broadcast(tensor, src).cpu(), torch.full((3, 2), float(src)))
         large = strategy.broadcast(torch.arange(800_000) + rank.rank, rank.size - 1)
         same("a tensor of 6 MB", int(large.sum()), int((torch.arange(800_000) + rank.size - 1).sum()))
+        broadcast_values(rank, strategy)
         raises("broadcast from a rank that doesn't exist", ValueError, lambda: strategy.broadcast(1, rank.size), "src")
 
 
@@ -155,19 +186,22 @@ def barrier(rank: RankContext) -> None:
     Fix: wait for every rank.
     """
     with rank.set_up_strategy() as strategy:
-        path = os.path.join(rank.folder, "last")
-        if rank.rank == rank.size - 1:
-            time.sleep(0.4)
-            with open(path, "w", encoding="utf-8") as file:
-                file.write("here")
-        strategy.barrier("conformance")
-        require(os.path.exists(path), "barrier() returned before the last rank had come")
+        for turn, last in enumerate([rank.size - 1, *range(rank.size)]):  # one name again and again
+            path = os.path.join(rank.folder, f"last{turn}")
+            if rank.rank == last:
+                time.sleep(0.4 if turn == 0 else 0.15)
+                with open(path, "w", encoding="utf-8") as file:
+                    file.write("here")
+            strategy.barrier("conformance")
+            require(os.path.exists(path), f"barrier() number {turn + 1} returned before rank {last} had come")
         rank.gather("done")
 
 
 @check("STR-09", world_sizes=(1, 2, 3))
 def all_gather(rank: RankContext) -> None:
     """all_gather gives (world, ...) in rank order, in fresh memory on root_device, also for one rank and from the CPU.
+
+    That holds for every dtype, shape and layout. No later call changes a result.
 
     Why: with one rank the first dimension was missing, so code that worked on eight devices failed on one.
     Fix: stack, never concatenate; unsqueeze for one rank.
@@ -182,6 +216,7 @@ def all_gather(rank: RankContext) -> None:
             got.fill_(7.0)
             same("the input after a write to the result", float(value[0, 0]), float(rank.rank))
         same("objects", strategy.all_gather_object({"rank": rank.rank}), [{"rank": r} for r in range(rank.size)])
+        gathered_tensors(rank, strategy)
 
 
 @check("STR-10", features=["sync_grads"], world_sizes=WORLD_SIZES)
@@ -264,4 +299,7 @@ def strided_views(rank: RankContext) -> None:
         close("the mean of a view", strategy.reduce(view, "mean"), first + 100 * (rank.size - 1) / 2, 1e-6)
         close("a view from the last rank", strategy.broadcast(view, rank.size - 1), first + 100 * (rank.size - 1), 1e-6)
         close("a view, gathered", strategy.all_gather(view)[0], first, 1e-6)
+        rows = torch.arange(12.0).reshape(3, 4)[1:]
+        close("the mean of the last rows", strategy.reduce(base[1:], "mean"), rows + 100 * (rank.size - 1) / 2, 1e-6)
+        close("the last rows, gathered", strategy.all_gather(base[1:])[-1], rows + 100 * (rank.size - 1), 1e-6)
         same("the memory around the view", base, before)

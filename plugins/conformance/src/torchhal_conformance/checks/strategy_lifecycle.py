@@ -18,6 +18,7 @@ from torchhal.precision import SinglePrecision
 from torchhal_conformance._assertions import close, raises, require, same
 from torchhal_conformance._check import NotApplicable, check
 from torchhal_conformance._rank_context import WORLD_SIZES, RankContext, side_channel
+from torchhal_conformance.checks._strategy_run import Regression, reference, running, weights_close
 from torchhal_conformance.checks.trainer import children
 
 
@@ -95,18 +96,33 @@ def failed_setup(rank: RankContext) -> None:
 
 @check("STR-31", world_sizes=(2,))
 def several_lives(rank: RankContext) -> None:
-    """One strategy object can be set up, used and torn down several times in a process.
+    """One strategy object can be set up, used and torn down several times in a process, with one module too.
 
     Why: fit, then test: the second one met what the first had left.
     Fix: make in the set-up what the teardown takes away.
     """
-    strategy = rank.create_strategy()
+    strategy, environ = rank.create_strategy(), dict(os.environ)
     for life in range(3):
         with rank.set_up_strategy(strategy):
             strategy.connect(nn.Linear(2, 2))
             strategy.setup_model(training=life != 1)
             got = strategy.reduce(torch.tensor([1.0], device=strategy.root_device), "sum")
             close(f"a sum in life {life + 1}", got, [rank.size], 1e-6)
+        changed = sorted(name for name in {*environ, *os.environ} if environ.get(name) != os.environ.get(name))
+        require(not changed, f"variables are left or gone after life {life + 1}: {', '.join(changed)}")
+    with suppress(NotApplicable):
+        _train_in_two_lives(rank)
+
+
+def _train_in_two_lives(rank: RankContext) -> None:
+    """Check that one module trains in two lives of one strategy as in one."""
+    strategy, model = rank.create_strategy(), Regression()
+    for life in range(2):
+        with running(rank, model, strategy=strategy) as run:
+            run.train(2 * life, 2 * life + 2)
+            weights_close(f"after life {life + 1} of one module", run.weights(), reference(rank, 2 * life + 2)[0])
+            strategy.restore_module()
+        rank.gather("done")
 
 
 @check("STR-38", world_sizes=(2,))

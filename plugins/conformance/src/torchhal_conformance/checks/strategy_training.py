@@ -14,6 +14,7 @@ from torchhal.errors import ModelError, UnsupportedCombinationError
 from torchhal_conformance._assertions import close, require, same
 from torchhal_conformance._check import CheckFailed, NotApplicable, check
 from torchhal_conformance._rank_context import RankContext
+from torchhal_conformance.checks._strategy_examples import check_epochs, check_initial_state, check_unusual_models
 from torchhal_conformance.checks._strategy_run import (
     TOLERANCE,
     Regression,
@@ -22,6 +23,7 @@ from torchhal_conformance.checks._strategy_run import (
     running,
     share,
     tolerance_of,
+    two_groups,
     values,
     weights_close,
 )
@@ -31,17 +33,22 @@ from torchhal_conformance.checks._strategy_run import (
 def initial_weights(rank: RankContext) -> None:
     """Whatever weights and buffers the ranks came with, after the set-up all have those of rank 0.
 
+    Frozen parameters, and integer and boolean buffers, too.
+
     Why: without a broadcast every rank trains a model of its own, and the loss goes down all the same.
     Fix: broadcast parameters and buffers before wrapping.
     """
     with running(rank, Regression(rank.rank)) as run:
         weights_close(f"rank {rank.rank} after the set-up, beside rank 0", run.weights(), Regression(0), 0.0)
         rank.gather("done")
+    check_initial_state(rank)
 
 
 @check("STR-14", world_sizes=(2, 3))
 def averaged_gradient(rank: RankContext) -> None:
     """One step of plain SGD is the step on the joined batch: gradients are averaged, not added up.
+
+    A model with tied parameters, or with parameters of another dtype, trains so too, or is an error on every rank.
 
     Why: a sum in place of a mean is a learning rate that grows with the number of devices.
     Fix: divide by the number of ranks, once.
@@ -49,11 +56,18 @@ def averaged_gradient(rank: RankContext) -> None:
     with running(rank) as run:
         run.train(0, 1)
         weights_close("after one step", run.weights(), reference(rank, 1)[0], run.tolerance)
+    check_unusual_models(rank)
+
+
+class _Stop(Exception):
+    pass
 
 
 @check("STR-15", world_sizes=(2,))
 def accumulation(rank: RankContext) -> None:
     """Micro-batches under no_backward_sync() add up to the step of one batch; while it is entered nothing is sent.
+
+    After an error inside it gradients are averaged again.
 
     Why: synchronizing each micro-batch costs what accumulating was to save, and some did it twice.
     Fix: return the wrapper's no_sync(), or None where there is nothing to switch off.
@@ -83,6 +97,13 @@ def accumulation(rank: RankContext) -> None:
                 )
         strategy.optimizer_step(run.optimizer)
         weights_close("after three micro-batches", run.weights(), reference(rank, 1)[0], run.tolerance)
+        if paused is not None:
+            with contextlib.suppress(_Stop), paused:
+                raise _Stop
+            run.train(1, 3)
+            weights_close(
+                "after an error under no_backward_sync()", run.weights(), reference(rank, 3)[0], run.tolerance
+            )
 
 
 @check("STR-16", world_sizes=(2,))
@@ -126,6 +147,8 @@ def no_drift(rank: RankContext) -> None:
 def loss_parity(rank: RankContext) -> None:
     """Twenty steps have the losses of one process on the joined batches.
 
+    So have three epochs with accumulation, clipping, a short last batch, two parameter groups and a scheduler.
+
     Why: everything may look right and the numbers not be.
     Fix: compare the first step (STR-14), then the optimizer's state.
     """
@@ -133,6 +156,7 @@ def loss_parity(rank: RankContext) -> None:
         losses = run.train(0, 20)
         tolerance = tolerance_of(run.strategy, "losses", 1e-4)
         close("the losses of 20 steps", losses, reference(rank, 20, momentum=0.9)[1], tolerance)
+    check_epochs(rank)
 
 
 class _TwoParts(nn.Module):
@@ -231,6 +255,10 @@ def global_norm(rank: RankContext) -> None:
             close("the norm that clip_gradients returned", float(whole), expected, tolerance)
         run.strategy.optimizer_step(run.optimizer)
         weights_close("after a clipped step", run.weights(), reference(rank, 1, clip=expected / 3)[0], run.tolerance)
+    with running(rank, make=two_groups) as run:
+        run.train(0, 3, clip=expected / 3)
+        plain = reference(rank, 3, make=two_groups, clip=expected / 3)[0]
+        weights_close("after clipped steps of two parameter groups", run.weights(), plain, run.tolerance)
 
 
 class _Empty(nn.Module):
@@ -262,7 +290,7 @@ def odd_modules(rank: RankContext) -> None:
 
 @check("STR-42", world_sizes=(2,))
 def repeatable(rank: RankContext) -> None:
-    """The same seed twice gives the same weights, bit for bit.
+    """The same seed twice gives the same weights, bit for bit; steps and collectives draw no random number.
 
     Why: a run that can't be repeated can't be debugged.
     Fix: draw no random number of your own; reduce in a fixed order.
@@ -271,7 +299,14 @@ def repeatable(rank: RankContext) -> None:
     for _ in range(2):
         torch.manual_seed(11)
         with running(rank) as run:
-            run.train(0, 4)
+            run.train(0, 2)
+            before = torch.get_rng_state()
+            run.train(2, 4)
+            run.strategy.reduce(torch.ones(2), "sum")
+            run.strategy.broadcast(torch.ones(2))
+            run.strategy.all_gather(torch.ones(2))
+            run.strategy.barrier("conformance")
+            require(torch.equal(torch.get_rng_state(), before), "steps and collectives drew random numbers on the CPU")
             states.append(run.weights())
     same("the weights of the second run", states[1], states[0])
 
