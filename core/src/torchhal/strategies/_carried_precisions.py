@@ -35,8 +35,8 @@ class CarriedPrecisions:
     """Names of the methods of ``Precision`` that are called under the strategy; None: all of them.
 
     For an engine that does some of their work itself: a precision that overrides another method is refused, with the
-    method's name, as it would train in another way than the precision says. Methods that are called by inherited bodies,
-    such as ``convert_module`` by :meth:`setup_model`, and by the Trainer, such as ``state_dict``, are listed too.
+    method's name, as it would train in another way than the precision says. Methods that inherited bodies call, such as
+    ``convert_module`` in :meth:`setup_model`, and those that the Trainer calls, such as ``state_dict``, are listed too.
 
     Checks: STR-36, STR-37.
     """
