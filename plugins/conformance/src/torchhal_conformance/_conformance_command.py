@@ -32,6 +32,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     run.add_argument("--accelerator", default="cpu", metavar="ALIAS", help="what a precision or strategy runs on")
     run.add_argument("--launcher", metavar="COMMAND", help="starts two processes of what follows it: 'srun -n 2'")
+    run.add_argument(
+        "--tables",
+        metavar="FILE",
+        help="of a cluster environment: what its launcher sets, a JSON list of one object per rank",
+    )
     run.add_argument("--check", action="append", default=[], metavar="ID", help="only this; may be given several times")
     run.add_argument("--seed", type=int, default=0)
     run.add_argument("--report", metavar="FILE", help="write the report, JSON (schema 1)")
@@ -63,7 +68,7 @@ def _run(arguments: argparse.Namespace) -> int:
         launcher = None if arguments.launcher is None else shlex.split(arguments.launcher)
         component = ComponentUnderTest.of(
             arguments.kind, arguments.alias, features=features, accelerator=arguments.accelerator, launcher=launcher,
-            seed=arguments.seed,
+            tables=_tables(arguments.tables), seed=arguments.seed,
         )  # fmt: skip
         check_features(component)
         chosen = choose(arguments.kind, arguments.level, arguments.check or None, "--check")
@@ -86,6 +91,26 @@ def _run(arguments: argparse.Namespace) -> int:
                 echo(f"{result.text}\n")
         echo("\n".join(_summary(report)))
     return _CODES[report["verdict"]]
+
+
+def _tables(path: str | None) -> list[dict[str, str]]:
+    """Return the tables in the file: the variables of each rank; none without a file."""
+    if path is None:
+        return []
+    try:
+        tables = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"'--tables' {path!r} can't be read: {error}") from error
+    if not isinstance(tables, list) or len(tables) != 4 or not all(map(_is_table, tables)):
+        raise ConfigurationError(
+            f"'--tables' {path!r} must hold a JSON list of four objects, the variables (names and values are strings) "
+            "of each rank on two nodes of two processes"
+        )
+    return tables
+
+
+def _is_table(table: object) -> bool:
+    return isinstance(table, dict) and all(isinstance(value, str) for value in table.values())
 
 
 def _summary(report: dict[str, Any]) -> list[str]:
