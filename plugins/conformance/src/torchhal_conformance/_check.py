@@ -174,7 +174,8 @@ class CheckFailed(AssertionError):
 class Skipped(Exception):
     """Outcome of a check that was not made.
 
-    The reason begins with ``environment:`` when another machine could make it.
+    The reason begins with ``environment:`` when another machine could make it, and with ``input:`` when the author of
+    the component could, by an argument of the suite.
     """
 
 
@@ -183,6 +184,13 @@ class MissingRequirement(Skipped):
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"environment: {reason}")
+
+
+class MissingInput(Skipped):
+    """Skip of a check for want of an argument that only the author can give: the verdict is then ``incomplete``."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"input: {reason}")
 
 
 class NotApplicable(Skipped):

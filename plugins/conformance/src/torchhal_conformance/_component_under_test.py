@@ -22,7 +22,7 @@ from torchhal.errors import ConfigurationError
 from torchhal.plugin import Component
 from torchhal.registry._discovery import CORE, USER
 from torchhal.registry._entry import RegistryEntry, class_problem
-from torchhal_conformance._check import Check, MissingRequirement
+from torchhal_conformance._check import Check, MissingInput, MissingRequirement
 from torchhal_conformance._launcher_env import LAUNCHERS, TABLES
 
 if TYPE_CHECKING:
@@ -204,7 +204,10 @@ def missing(check: Check, component: ComponentUnderTest) -> str:
         return str(MissingRequirement("it needs processes made by fork"))
     if "table" in check.needs and not component.own_tables:
         return str(
-            MissingRequirement("the variables of its launcher are not known: give tables=[{...}, ...], one per rank")
+            MissingInput(
+                "the variables of its launcher are not known: give --tables FILE, or tables=[{...}, ...] to the suite, "
+                "the variables of each of four ranks on two nodes"
+            )
         )
     if not component.entry.availability():
         return "" if check.id.startswith("GEN") else str(MissingRequirement(component.entry.availability().reason))

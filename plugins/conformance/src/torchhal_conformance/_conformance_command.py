@@ -9,21 +9,24 @@ import json
 import shlex
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torchhal
 from torchhal.cli import echo, output_to_stderr, print_json
 from torchhal.errors import ConfigurationError
 from torchhal.plugin import KINDS
 
-_CODES = {"conformant": 0, "partial": 0, "failed": 1}
+CODES: Final = {"conformant": 0, "partial": 0, "failed": 1, "incomplete": 2}
+"""Verdict -> exit code."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``torchhal conformance`` to its parser."""
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
-    run = commands.add_parser("run", help="check one component; exit code 1 if a check fails")
+    run = commands.add_parser(
+        "run", help="check one component; exit code 1 if a check fails, 2 if something is to be given"
+    )
     run.add_argument("kind", metavar="KIND", choices=KINDS, help=", ".join(KINDS))
     run.add_argument("alias", metavar="ALIAS")
     run.add_argument("--level", choices=("core", "extended", "provisional"), help="leave out the checks above it")
@@ -32,6 +35,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     run.add_argument("--accelerator", default="cpu", metavar="ALIAS", help="what a precision or strategy runs on")
     run.add_argument("--launcher", metavar="COMMAND", help="starts two processes of what follows it: 'srun -n 2'")
+    run.add_argument(
+        "--tables", metavar="FILE", help="JSON or TOML: the variables that its launcher sets, one table for each rank"
+    )
     run.add_argument("--check", action="append", default=[], metavar="ID", help="only this; may be given several times")
     run.add_argument("--seed", type=int, default=0)
     run.add_argument("--report", metavar="FILE", help="write the report, JSON (schema 1)")
@@ -58,12 +64,14 @@ def _run(arguments: argparse.Namespace) -> int:
         from torchhal_conformance._html import page
         from torchhal_conformance._session import Session
         from torchhal_conformance._suite import check_features, choose
+        from torchhal_conformance._tables import read_tables
 
         features = [name.strip() for name in arguments.features.split(",") if name.strip()]
         launcher = None if arguments.launcher is None else shlex.split(arguments.launcher)
+        tables = {} if arguments.tables is None else read_tables(arguments.tables)
         component = ComponentUnderTest.of(
             arguments.kind, arguments.alias, features=features, accelerator=arguments.accelerator, launcher=launcher,
-            seed=arguments.seed,
+            seed=arguments.seed, **tables,
         )  # fmt: skip
         check_features(component)
         chosen = choose(arguments.kind, arguments.level, arguments.check or None, "--check")
@@ -85,16 +93,20 @@ def _run(arguments: argparse.Namespace) -> int:
             if result.outcome == "failed":
                 echo(f"{result.text}\n")
         echo("\n".join(_summary(report)))
-    return _CODES[report["verdict"]]
+    return CODES[report["verdict"]]
 
 
 def _summary(report: dict[str, Any]) -> list[str]:
+    from torchhal_conformance._report import missing_inputs
+
     lines = [
         f"{one['id']} {one['outcome']:<7} {one['seconds']:6.2f} s  {(one['reason'].splitlines() or [''])[0]}".rstrip()
         for one in report["checks"]
     ]
     for level, counts in report["levels"].items():
         lines.append(f"{level}: {', '.join(f'{count} {outcome}' for outcome, count in counts.items())}")
+    for reason, ids in missing_inputs(report).items():
+        lines.append(f"{len(ids)} checks of the core were not made ({', '.join(ids)}): {reason}")
     return [*lines, f"{report['kind']} {report['alias']} is {report['verdict']}"]
 
 

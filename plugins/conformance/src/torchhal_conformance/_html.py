@@ -13,7 +13,7 @@ body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto
 table { border-collapse: collapse; width: 100%; }
 td, th { text-align: left; vertical-align: top; padding: .3rem .6rem; }
 tr { border-top: 1px solid #ddd; } pre { white-space: pre-wrap; margin: .3rem 0; }
-.passed, .conformant { color: #176b2c; } .failed { color: #b3261e; } .skipped, .partial { color: #7a5b00; }
+.passed, .conformant { color: #176b2c; } .failed { color: #b3261e; } .skipped, .partial, .incomplete { color: #7a5b00; }
 """
 
 

@@ -12,7 +12,7 @@ import torch
 import torchhal
 from torchhal_conformance._check import LEVELS, checks_for
 from torchhal_conformance._component_under_test import ComponentUnderTest
-from torchhal_conformance._session import ENVIRONMENT, Result
+from torchhal_conformance._session import ENVIRONMENT, INPUT, Result
 
 SCHEMA: Final = 1
 KIT: Final = torchhal.__version__
@@ -65,18 +65,34 @@ def _reason(result: Result, expected: str | None) -> str:
 
 
 def verdict(checks: Sequence[Mapping[str, Any]], *, complete: Collection[str] = ()) -> str:
-    """Return ``failed``, ``partial`` where this machine couldn't make a check, or ``conformant``.
+    """Return ``failed``, ``incomplete``, ``partial``, or ``conformant``.
 
-    A provisional check changes nothing, nor does one about a feature that isn't declared. Without one of those in
-    ``complete``, ids, it is ``partial`` at best: nobody made them.
+    It is ``incomplete`` where a check of the core was not made for want of an argument that only the author can give,
+    and ``partial`` where this machine couldn't make one. A provisional check changes nothing, nor does one about a
+    feature that isn't declared. Without one of those in ``complete``, ids, it is ``partial`` at best: nobody made them.
     """
     counting = [one for one in checks if one["level"] != "provisional"]
     if any(one["outcome"] == "failed" for one in counting):
         return "failed"
+    if any(one["level"] == "core" and _lacks(one, INPUT) for one in counting):
+        return "incomplete"
     left_out = not set(complete) <= {one["id"] for one in checks} or any(
-        one["outcome"] == "skipped" and one["reason"].startswith(ENVIRONMENT) for one in counting
+        _lacks(one, ENVIRONMENT) or _lacks(one, INPUT) for one in counting
     )
     return "partial" if left_out or not any(one["outcome"] == "passed" for one in counting) else "conformant"
+
+
+def _lacks(one: Mapping[str, Any], beginning: str) -> bool:
+    return bool(one["outcome"] == "skipped" and one["reason"].startswith(beginning))
+
+
+def missing_inputs(report: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return what the author has to give for the core checks that were not made: reason -> their ids."""
+    found: dict[str, list[str]] = {}
+    for one in report["checks"]:
+        if one["level"] == "core" and _lacks(one, INPUT):
+            found.setdefault(one["reason"].removeprefix(INPUT).strip(), []).append(one["id"])
+    return found
 
 
 def _counts(checks: Sequence[Mapping[str, Any]], level: str) -> dict[str, int]:
@@ -119,7 +135,7 @@ def _printable(text: str) -> str:
     return "".join(letter for letter in text if letter in "\n\t" or letter.isprintable())
 
 
-_COLOURS: Final = {"conformant": "brightgreen", "partial": "yellow", "failed": "red"}
+_COLOURS: Final = {"conformant": "brightgreen", "partial": "yellow", "incomplete": "orange", "failed": "red"}
 
 
 def badge(report: Mapping[str, Any]) -> dict[str, Any]:

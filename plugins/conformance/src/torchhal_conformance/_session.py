@@ -31,6 +31,9 @@ from torchhal_conformance._torch_globals import restore, torch_state
 from torchhal_conformance._worker_pool import WorkerPool
 
 ENVIRONMENT: Final = "environment:"
+"""Beginning of the reason of a check that another machine could make."""
+INPUT: Final = "input:"
+"""Beginning of the reason of a check that the component's author could have made, by an argument."""
 PATIENCE: Final = 240.0
 """Seconds for a check that runs in this process: many times what any takes, and less than a user's patience."""
 _IMPORTED: Final = ("torch._dynamo", "torchhal_conformance._worker_pool", "torchhal.trainer")

@@ -26,11 +26,11 @@ from multiprocessing.connection import Client, Connection, Listener, wait
 from typing import Any, Final
 
 from torchhal.distributed.stores import TCPStore
-from torchhal_conformance._check import CheckFailed, MissingRequirement, NotApplicable, Skipped
+from torchhal_conformance._check import CheckFailed, MissingInput, MissingRequirement, NotApplicable, Skipped
 from torchhal_conformance._fork_server import ForkServer
 from torchhal_conformance._limits import scaled
 
-_SKIPS: Final = frozenset(kind.__name__ for kind in (Skipped, MissingRequirement, NotApplicable))
+_SKIPS: Final = frozenset(kind.__name__ for kind in (Skipped, MissingInput, MissingRequirement, NotApplicable))
 
 GRACE: Final = 3.0
 """Seconds that the other ranks have left once one has failed: they may be waiting for it."""
