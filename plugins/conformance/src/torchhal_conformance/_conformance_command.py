@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import faulthandler
 import json
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -38,6 +39,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     run.add_argument(
         "--tables", metavar="FILE", help="JSON or TOML: the variables that its launcher sets, one table for each rank"
     )
+    run.add_argument(
+        "--model",
+        metavar="MODULE:FACTORY",
+        help="makes the model that the checks of a strategy train, if not their own",
+    )
+    run.add_argument("--data", metavar="MODULE:FACTORY", help="makes the dataset of that model")
     run.add_argument("--check", action="append", default=[], metavar="ID", help="only this; may be given several times")
     run.add_argument("--seed", type=int, default=0)
     run.add_argument("--report", metavar="FILE", help="write the report, JSON (schema 1)")
@@ -68,10 +75,12 @@ def _run(arguments: argparse.Namespace) -> int:
 
         features = [name.strip() for name in arguments.features.split(",") if name.strip()]
         launcher = None if arguments.launcher is None else shlex.split(arguments.launcher)
+        if arguments.model or arguments.data:
+            sys.path.insert(0, os.getcwd())  # as under python -m
         tables = {} if arguments.tables is None else read_tables(arguments.tables)
         component = ComponentUnderTest.of(
             arguments.kind, arguments.alias, features=features, accelerator=arguments.accelerator, launcher=launcher,
-            seed=arguments.seed, **tables,
+            seed=arguments.seed, model=arguments.model, data=arguments.data, **tables,
         )  # fmt: skip
         check_features(component)
         chosen = choose(arguments.kind, arguments.level, arguments.check or None, "--check")

@@ -44,6 +44,7 @@ def build(
         }
         for result in results
     ]
+    given = {"model": component.model, "data": component.data}
     return {
         "schema": SCHEMA,
         "kind": component.kind,
@@ -53,6 +54,7 @@ def build(
         "device": _device(component),
         "features": sorted(component.declared) if component.entry.availability() else sorted(component.features),
         "arguments": {name: repr(value) for name, value in sorted(component.arguments.items())},
+        **{name: str(factory) for name, factory in given.items() if factory is not None},
         "seed": component.seed,
         "levels": {level: _counts(checks, level) for level in LEVELS if any(one["level"] == level for one in checks)},
         "checks": checks,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,6 +34,8 @@ def conformance_suite(
     launcher: Sequence[str] | None = None,
     golden: str | os.PathLike[str] | None = None,
     seed: int = 0,
+    model: str | Callable[[], Any] | None = None,
+    data: str | Callable[[], Any] | None = None,
 ) -> type[Any]:
     """Return a test class with one item per check.
 
@@ -54,6 +56,10 @@ def conformance_suite(
             ``("srun", "-n", "2")``; torchrun's is known.
         golden: a folder with checkpoints that earlier releases of a checkpoint IO have written; see CIO-25.
         seed: of everything random.
+        model: for a strategy that can't train the kit's small net: a function without arguments, or ``"MODULE:NAME"``
+            of one, that returns a module with a training_step. Its loss is a mean over samples, and deterministic.
+        data: the same for a map-style dataset of that model, whose samples are tuples; the kit's samples are
+            6 numbers and 2 targets.
 
     Raises:
         ConfigurationError: an unknown kind, level, id or feature, an empty reason; a collection error under pytest.
@@ -71,6 +77,8 @@ def conformance_suite(
         launcher=launcher,
         golden=golden,
         seed=seed,
+        model=model,
+        data=data,
     )
     chosen = choose(kind, level, only, "'only'")
     expected = dict(expected_failures or {})

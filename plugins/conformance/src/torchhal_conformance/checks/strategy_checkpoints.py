@@ -12,7 +12,14 @@ from torchhal.errors import CheckpointMismatchError
 from torchhal_conformance._assertions import close, raises, require, same
 from torchhal_conformance._check import check
 from torchhal_conformance._rank_context import RankContext
-from torchhal_conformance.checks._strategy_run import Regression, StrategyRun, reference, running, weights_close
+from torchhal_conformance.checks._strategy_run import (
+    Regression,
+    StrategyRun,
+    make_model,
+    reference,
+    running,
+    weights_close,
+)
 
 
 @check("STR-21", world_sizes=(2,))
@@ -28,7 +35,7 @@ def unprefixed(rank: RankContext) -> None:
         require(run.strategy.module is run.module, "strategy.module is another object than the user's")
         require(callable(run.module.training_step), "the user's method is gone")
         state = run.strategy.module_state_dict()
-        expected = list(Regression().state_dict())
+        expected = list(make_model(rank).state_dict())
         if state or rank.rank == 0:
             same("the names in module_state_dict()", sorted(state), sorted(expected))
 
@@ -69,7 +76,7 @@ def resume(rank: RankContext) -> None:
         train(run, scheduler, 2, 4)
         expected = run.weights()
         rank.gather("saved")
-    with running(rank, Regression(7), make=torch.optim.Adam, lr=0.05) as run:
+    with running(rank, make_model(rank, 7), make=torch.optim.Adam, lr=0.05) as run:
         scheduler = scheduled(run)
         loaded = run.strategy.load_checkpoint(path)
         run.strategy.load_module_state_dict(loaded["model"])
@@ -98,7 +105,7 @@ def portable(rank: RankContext) -> None:
     if rank.rank == 0:
         from torchhal.checkpoint import TorchCheckpointIO
 
-        model = Regression(7)
+        model = make_model(rank, 7)
         model.load_state_dict(TorchCheckpointIO().load_checkpoint(path)["model"])
         weights_close("the plain module that loaded it", model.state_dict(), reference(rank, 1)[0])
     rank.gather("done")

@@ -16,6 +16,7 @@ from torchhal_conformance.checks._strategy_run import (
     Regression,
     StrategyRun,
     batch,
+    make_model,
     reference,
     running,
     share,
@@ -79,14 +80,16 @@ def evaluation_alone(rank: RankContext) -> None:
     Fix: broadcast before the wrapper, whether there is one or not.
     """
     with rank.set_up_strategy() as strategy:
-        module = Regression(rank.rank)
+        module = make_model(rank, rank.rank)
         strategy.connect(module)
         strategy.setup_model(training=False)
-        weights_close(f"rank {rank.rank} beside rank 0", values(strategy), Regression(0), 0.0)
+        weights_close(f"rank {rank.rank} beside rank 0", values(strategy), make_model(rank), 0.0)
         with torch.no_grad():
             loss = strategy.step_function("training_step")(share(strategy, batch(rank, 0)), 0)
         got = float(strategy.reduce(loss, "mean"))
-        close("the loss of an evaluation", torch.tensor(got), Regression(0).training_step(batch(rank, 0), 0), TOLERANCE)
+        close(
+            "the loss of an evaluation", torch.tensor(got), make_model(rank).training_step(batch(rank, 0), 0), TOLERANCE
+        )
 
 
 @check("STR-62", level="provisional", since="0.2", world_sizes=(1, 2))
@@ -98,7 +101,7 @@ def teardown_of_all(rank: RankContext) -> None:
     """
     strategy = rank.create_strategy()
     strategy.setup_environment()
-    module = Regression()
+    module = make_model(rank)
     strategy.connect(module)
     strategy.setup_model()
     torn: list[str] = []

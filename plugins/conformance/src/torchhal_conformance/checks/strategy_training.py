@@ -18,6 +18,7 @@ from torchhal_conformance.checks._strategy_run import (
     TOLERANCE,
     Regression,
     batch,
+    make_model,
     reference,
     running,
     share,
@@ -34,8 +35,8 @@ def initial_weights(rank: RankContext) -> None:
     Why: without a broadcast every rank trains a model of its own, and the loss goes down all the same.
     Fix: broadcast parameters and buffers before wrapping.
     """
-    with running(rank, Regression(rank.rank)) as run:
-        weights_close(f"rank {rank.rank} after the set-up, beside rank 0", run.weights(), Regression(0), 0.0)
+    with running(rank, make_model(rank, rank.rank)) as run:
+        weights_close(f"rank {rank.rank} after the set-up, beside rank 0", run.weights(), make_model(rank), 0.0)
         rank.gather("done")
 
 
@@ -217,7 +218,7 @@ def global_norm(rank: RankContext) -> None:
     Why: a rank that clips by its own shard's norm changes the direction of the step.
     Fix: add up the squares over the ranks that share the parameters.
     """
-    model = Regression()
+    model = make_model(rank)
     model.training_step(batch(rank, 0), 0).backward()  # type: ignore[no-untyped-call]
     grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     expected = float(torch.cat([gradient.flatten() for gradient in grads]).norm())
@@ -283,7 +284,7 @@ def trained_from_rank_zero(rank: RankContext) -> None:
     Why: sharding cuts each rank's own weights into one model of pieces that never belonged together.
     Fix: broadcast before sharding.
     """
-    with running(rank, Regression(rank.rank)) as run:
+    with running(rank, make_model(rank, rank.rank)) as run:
         run.train(0, 3)
         weights_close("after three steps from rank 0's weights", run.weights(), reference(rank, 3)[0], run.tolerance)
 
