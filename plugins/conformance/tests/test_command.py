@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import blocks
 import pytest
 from test_builtin import ENV
 
+from torchhal import registry
 from torchhal.cli import main
 from torchhal.errors import ConfigurationError
 from torchhal_conformance import CHECKS, ComponentUnderTest, Session
 from torchhal_conformance import _report as reports
 from torchhal_conformance._check import Check
+from torchhal_conformance._distribution_run import components_of
 from torchhal_conformance._session import Result
+from torchhal_conformance._watch import sources, stamp, watch
 
 
 def run(*arguments: str) -> int:
@@ -102,6 +108,7 @@ def outcomes(part: type, *ids: str, **options: object) -> dict[str, Result]:
         return {id: session.run(CHECKS[id]) for id in ids}
 
 
+@pytest.mark.slow
 def test_author_model_is_trained() -> None:
     assert "has no 'blocks'" in outcomes(blocks.BlocksOnly, "STR-15")["STR-15"].reason
     found = outcomes(blocks.BlocksOnly, "STR-15", "STR-20", "STR-25", "STR-31", "SYS-02", **OWN)
@@ -141,3 +148,174 @@ def test_unusable_model_is_refused(options: dict, words: str) -> None:
         ComponentUnderTest.of("strategy", "ddp", **options)
     with pytest.raises(ConfigurationError, match="are for strategies"):
         ComponentUnderTest.of("precision", "32-true", model="blocks:words")
+
+
+# -- reports compared ----------------------------------------------------------------------------------------
+
+
+def report_of(checks: dict[str, object], alias: str = "cpu", verdict: str = "partial") -> dict:
+    rows = []
+    for id, (outcome, seconds, level) in checks.items():
+        rows.append({"id": id, "level": level, "outcome": outcome, "reason": "why\nlong", "seconds": seconds})
+    head = {"schema": 1, "kind": "accelerator", "alias": alias, "versions": {"torch": alias}, "verdict": verdict}
+    return {**head, "checks": rows}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "category", "worse"),
+    [
+        (("failed", 1, "core"), ("passed", 1, "core"), "passes_now", False),
+        (("passed", 1, "core"), ("failed", 1, "core"), "fails_now", True),
+        (("skipped", 1, "core"), ("failed", 1, "core"), "fails_now", True),
+        (("passed", 1, "core"), ("skipped", 1, "core"), "skipped_now", True),
+        (("failed", 1, "core"), ("skipped", 1, "core"), "skipped_now", False),
+        (None, ("passed", 1, "core"), "new", False),
+        (None, ("failed", 1, "extended"), "new", True),
+        (None, ("failed", 1, "provisional"), "new", False),
+        (("passed", 1, "core"), None, "gone", True),
+        (("failed", 1, "core"), None, "gone", False),
+        (("passed", 1, "core"), ("passed", 2.1, "core"), "slower", True),
+        (("passed", 0.1, "core"), ("passed", 1, "core"), "", False),
+        (("passed", 9, "core"), ("passed", 11, "core"), "", False),
+        (("passed", 1, "core"), ("passed", 1, "core"), "", False),
+    ],
+)
+def test_compare_names_what_changed(old, new, category: str, worse: bool, tmp_path: Path, capsys) -> None:
+    for name, one in (("old", old), ("new", new)):
+        checks = {"ACC-02": ("passed", 0, "core"), **({"ACC-01": one} if one else {})}
+        (tmp_path / name).write_text(json.dumps(report_of(checks)))
+    files = [str(tmp_path / "old"), str(tmp_path / "new")]
+    assert main(["conformance", "compare", *files, "--json"]) == int(worse)
+    found = json.loads(capsys.readouterr().out)
+    named = {name: list(ids) for name, ids in found.items() if isinstance(ids, dict) and ids}
+    assert named == ({category: ["ACC-01"]} if category else {})
+    assert found["worse"] == (["ACC-01"] if worse else [])
+    assert main(["conformance", "compare", *files]) == int(worse)
+    shown = capsys.readouterr().out
+    assert (f"{category.replace('_', ' ')}: ACC-01" in shown) == bool(category)
+    assert ("worse in ACC-01" in shown) == worse
+
+
+def test_compare_refuses_what_is_no_pair(tmp_path: Path, capsys) -> None:
+    texts = {"a": json.dumps(report_of({})), "b": json.dumps(report_of({}, "sim")), "c": "{}", "d": "no json"}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    for name, words in (("b", "of one component"), ("c", "schema 1"), ("d", "can't be read"), ("e", "can't be read")):
+        assert main(["conformance", "compare", str(tmp_path / "a"), str(tmp_path / name)]) == 2
+        assert words in capsys.readouterr().err
+
+
+# -- a whole distribution ------------------------------------------------------------------------------------
+
+
+def test_components_of_a_distribution() -> None:
+    found = components_of("TorchHAL_simulator")
+    assert "accelerator" in {kind for kind, _ in found}
+    assert {registry.find(kind, alias).distribution for kind, alias in found} == {"torchhal-simulator"}
+    with pytest.raises(ConfigurationError, match=r"no installed distribution 'nobody'.*torchhal-simulator"):
+        components_of("nobody")
+
+
+def fake_run(outcome: dict[str, tuple[int, str]], seen: list[list[str]]):
+    """Return a subprocess.run that writes a report for each component, by kind, and returns its exit code."""
+
+    def fake(command: list[str], **options: object) -> subprocess.CompletedProcess:
+        words = command[command.index("run") + 1 :]
+        seen.append(words)
+        code, verdict = outcome.get(words[0], (0, "conformant"))
+        if verdict:
+            told = {"kind": words[0], "plugin": "dist", "device": "cpu x 1", "arguments": {}, "levels": {}}
+            alias = words[1].rpartition("/")[2]
+            Path(words[words.index("--report") + 1]).write_text(json.dumps({**report_of({}, alias, verdict), **told}))
+        return subprocess.CompletedProcess(command, code)
+
+    return fake
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code"),
+    [
+        ({}, 0),
+        ({"precision": (2, "incomplete")}, 2),
+        ({"precision": (2, "incomplete"), "strategy": (1, "failed")}, 1),
+        ({"strategy": (-11, "")}, 1),
+    ],
+)
+def test_run_all_returns_the_worst(outcome: dict, code: int, tmp_path: Path, monkeypatch, capsys) -> None:
+    seen: list[list[str]] = []
+    pairs = [("precision", "dist/a"), ("strategy", "dist/b"), ("cluster_environment", "dist/c")]
+    monkeypatch.setattr("torchhal_conformance._distribution_run.components_of", lambda distribution: pairs)
+    monkeypatch.setattr("torchhal_conformance._distribution_run.subprocess.run", fake_run(outcome, seen))
+    options = ["--reports", str(tmp_path), "--tables", "t.json", "--model", "m:f", "--seed", "3"]
+    assert run("--all", "dist", *options, *only("GEN-01", "STR-14")) == code
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[1:]] == [kind for kind, _ in pairs]
+    assert [line.split()[1].removeprefix("dist/") for line in lines[1:]] == ["a", "b", "c"]
+    assert [("--tables" in words, "--model" in words, words.count("--check")) for words in seen] == [
+        (False, False, 1),
+        (False, True, 2),
+        (True, False, 1),
+    ]
+    missing = int(any(verdict == "" for _, verdict in outcome.values()))
+    assert len(list(tmp_path.glob("dist.*.json"))) == 3 - missing and not (tmp_path / "unfinished.json").exists()
+
+
+@pytest.mark.slow
+def test_run_all_checks_in_processes(tmp_path: Path, capsys) -> None:
+    assert run("--all", "torchhal-simulator", "--reports", str(tmp_path), *only("GEN-07", "GEN-30")) == 0
+    files = [json.loads(file.read_text()) for file in tmp_path.iterdir()]
+    assert [{one["outcome"] for one in report["checks"]} for report in files] == [{"passed"}] * len(files) and files
+
+
+def test_run_refuses_mixed_arguments(capsys) -> None:
+    for arguments, words in (
+        ((), "KIND and ALIAS"),
+        (("accelerator",), "KIND and ALIAS"),
+        (("accelerator", "cpu", "--all", "torchhal"), "KIND and ALIAS"),
+        (("accelerator", "cpu", "--reports", "x"), "--reports is for --all"),
+        (("--all", "torchhal", "--html", "x"), "--html can't be given with --all"),
+        (("--all", "nobody"), "'nobody'"),
+        (("accelerator", "cpu", "--watch", "--json"), "--json can't be given with --watch"),
+    ):
+        assert run(*arguments) == 2
+        assert words in capsys.readouterr().err
+
+
+# -- watching ------------------------------------------------------------------------------------------------
+
+
+def test_watch_runs_failed_checks_again(tmp_path: Path, monkeypatch) -> None:
+    source = tmp_path / "plugin"
+    source.mkdir()
+    (source / "part.py").write_text("1")
+    found = iter([["ACC-01", "ACC-02"], ["ACC-02"], None, [], []])
+    seen: list[list[str]] = []
+
+    def fake(command: list[str], **options: object) -> subprocess.CompletedProcess:
+        seen.append([word for word in command if word.startswith("ACC")])
+        failed = next(found)
+        if failed is not None:  # a process that dies writes no report
+            Path(command[-1]).write_text(json.dumps({"checks": [{"id": id, "outcome": "failed"} for id in failed]}))
+        return subprocess.CompletedProcess(command, 3)
+
+    slept = []
+
+    def change(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) % 2:  # the first look after each run finds nothing new
+            (source / f"new{len(slept)}.txt").write_text("no Python")
+        else:
+            (source / "part.py").write_text("1" * len(slept) * 2)
+
+    monkeypatch.setattr("torchhal_conformance._watch.subprocess.run", fake)
+    assert watch(["accelerator", "cpu"], [source], [], sleep=change, runs=5) == 3
+    assert seen == [[], ["ACC-01", "ACC-02"], ["ACC-02"], ["ACC-02"], []]
+    assert len(slept) == 8
+
+
+def test_watch_looks_at_the_package_of_the_component(tmp_path: Path) -> None:
+    tables = tmp_path / "tables.json"
+    tables.touch()
+    paths = sources(ComponentUnderTest.of("accelerator", "sim"), [str(tables)])
+    module = ComponentUnderTest.of("accelerator", "sim").cls.__module__
+    assert os.path.realpath(sys.modules[module].__file__) in stamp(paths) and str(tables) in stamp(paths)

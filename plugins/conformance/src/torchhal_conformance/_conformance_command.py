@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import faulthandler
 import json
 import os
@@ -28,8 +29,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     run = commands.add_parser(
         "run", help="check one component; exit code 1 if a check fails, 2 if something is to be given"
     )
-    run.add_argument("kind", metavar="KIND", choices=KINDS, help=", ".join(KINDS))
-    run.add_argument("alias", metavar="ALIAS")
+    run.add_argument("kind", metavar="KIND", nargs="?", choices=KINDS, help=", ".join(KINDS))
+    run.add_argument("alias", metavar="ALIAS", nargs="?")
+    run.add_argument("--all", metavar="DIST", help="check every component of this installed distribution instead")
+    run.add_argument("--reports", metavar="FOLDER", help="with --all: where the reports go, 'reports' unless given")
+    run.add_argument(
+        "--watch", action="store_true", help="run the failed checks, or all, again when its source changes"
+    )
     run.add_argument("--level", choices=("core", "extended", "provisional"), help="leave out the checks above it")
     run.add_argument(
         "--features", default="", metavar="A,B", help="what the component can do beyond its class's features"
@@ -54,6 +60,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--json", action="store_true", help="print the report")
     run.set_defaults(run=_run)
 
+    comparing = commands.add_parser("compare", help="compare two reports; exit code 1 if something got worse")
+    comparing.add_argument("old", metavar="OLD", help="a report, JSON")
+    comparing.add_argument("new", metavar="NEW", help="a later report of the same component")
+    comparing.add_argument("--json", action="store_true", help="print JSON (schema 1)")
+    comparing.set_defaults(run=_compare)
+
     listing = commands.add_parser("list", help="list the checks of a kind")
     listing.add_argument("kind", metavar="KIND", choices=KINDS, help=", ".join(KINDS))
     listing.add_argument("--json", action="store_true", help="print JSON (schema 1)")
@@ -61,6 +73,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    named = arguments.kind is not None and arguments.alias is not None
+    if (arguments.all is None) != named or (arguments.kind is not None and not named):
+        raise ConfigurationError("give KIND and ALIAS of one component, or --all DIST")
+    if arguments.reports is not None and arguments.all is None:
+        raise ConfigurationError("--reports is for --all; --report FILE writes that of one component")
+    if arguments.all is not None:
+        return _run_all(arguments)
+    if arguments.watch:
+        return _watch(arguments)
     for path in (arguments.report, arguments.html, arguments.junit, arguments.badge):
         _check_writable(path)
     with contextlib.suppress(OSError, ValueError):  # a stderr that is no file
@@ -77,7 +98,7 @@ def _run(arguments: argparse.Namespace) -> int:
         launcher = None if arguments.launcher is None else shlex.split(arguments.launcher)
         if arguments.model or arguments.data:
             sys.path.insert(0, os.getcwd())  # as under python -m
-        tables = {} if arguments.tables is None else read_tables(arguments.tables)
+        tables: dict[str, Any] = {} if arguments.tables is None else read_tables(arguments.tables)
         component = ComponentUnderTest.of(
             arguments.kind, arguments.alias, features=features, accelerator=arguments.accelerator, launcher=launcher,
             seed=arguments.seed, model=arguments.model, data=arguments.data, **tables,
@@ -103,6 +124,52 @@ def _run(arguments: argparse.Namespace) -> int:
                 echo(f"{result.text}\n")
         echo("\n".join(_summary(report)))
     return CODES[report["verdict"]]
+
+
+def _run_all(arguments: argparse.Namespace) -> int:
+    one = ("features", "report", "html", "junit", "badge", "json", "watch")
+    if given := [f"--{name}" for name in one if getattr(arguments, name)]:
+        raise ConfigurationError(f"{', '.join(given)} can't be given with --all: they are for one component")
+    with output_to_stderr():
+        from torchhal_conformance import _distribution_run as runs
+
+        folder = Path(arguments.reports or "reports")
+        options = {name: value for name, value in _options(arguments) if name != "--check"}
+        rows = runs.run_each(arguments.all, folder, options, arguments.check)
+    echo("\n".join(runs.table_of(rows)))
+    return runs.worst([row.code for row in rows])
+
+
+def _watch(arguments: argparse.Namespace) -> int:
+    if given := [f"--{name}" for name in ("report", "html", "junit", "badge", "json") if getattr(arguments, name)]:
+        raise ConfigurationError(f"{', '.join(given)} can't be given with --watch: each run would replace it")
+    with output_to_stderr():
+        from torchhal_conformance import _watch as watching
+        from torchhal_conformance._component_under_test import ComponentUnderTest
+
+        component = ComponentUnderTest.of(arguments.kind, arguments.alias)
+        paths = watching.sources(component, [arguments.tables] if arguments.tables else [])
+    words = [word for name, value in _options(arguments) if name != "--check" for word in (name, value)]
+    return watching.watch([arguments.kind, arguments.alias, *words], paths, arguments.check)
+
+
+def _options(arguments: argparse.Namespace) -> list[tuple[str, str]]:
+    """Return the options that say what to check and how, with their values, as they were given."""
+    names = ("level", "features", "accelerator", "launcher", "tables", "model", "data", "seed")
+    given = [(f"--{name}", getattr(arguments, name)) for name in names]
+    return [(name, str(value)) for name, value in given if value is not None and value != ""]
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    from torchhal_conformance import _report_difference as differences
+
+    old, new = (differences.read_report(path) for path in (arguments.old, arguments.new))
+    found = differences.compare(old, new)
+    if arguments.json:
+        print_json({"schema": 1, "kind": new["kind"], "alias": new["alias"], **dataclasses.asdict(found)})
+    else:
+        echo("\n".join(differences.lines_of(found, old, new)))
+    return 1 if found.worse else 0
 
 
 def _summary(report: dict[str, Any]) -> list[str]:

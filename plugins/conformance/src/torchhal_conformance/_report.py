@@ -84,6 +84,17 @@ def verdict(checks: Sequence[Mapping[str, Any]], *, complete: Collection[str] = 
     return "partial" if left_out or not any(one["outcome"] == "passed" for one in counting) else "conformant"
 
 
+def file_name(report: Mapping[str, Any], accelerator: str = "") -> str:
+    """Return the name of a report's file in a folder of reports.
+
+    ``accelerator``: alias of what a precision or strategy was checked on; without it, the report's device says it.
+    """
+    on = accelerator or report["device"].partition(" x ")[0]
+    where = f".{on}" if report["kind"] in ("precision", "strategy") else ""
+    how = "".join(f".{name}" for name in report["arguments"])
+    return f"{report['plugin']}.{report['kind']}.{report['alias']}{where}{how}.json"
+
+
 def _lacks(one: Mapping[str, Any], beginning: str) -> bool:
     return bool(one["outcome"] == "skipped" and one["reason"].startswith(beginning))
 

@@ -145,11 +145,8 @@ def choose(kind: str, level: str | None, only: Iterable[str] | None, name: str) 
 
 def _write_report(folder: Path, component: ComponentUnderTest, report: Mapping[str, Any]) -> None:
     on = registry.find("accelerator", component.accelerator).component.alias
-    where = f".{on}" if component.kind in ("precision", "strategy") else ""
     folder.mkdir(parents=True, exist_ok=True)
-    how = "".join(f".{name}" for name in report["arguments"])
-    name = f"{report['plugin']}.{component.kind}.{component.alias}{where}{how}.json"
-    (folder / name).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    (folder / reports.file_name(report, on)).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
 def check_features(component: ComponentUnderTest) -> None:

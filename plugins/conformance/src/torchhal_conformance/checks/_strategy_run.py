@@ -146,7 +146,7 @@ def reference(
     for number in range(steps):
         optimizer.zero_grad()
         loss = model.training_step(batch(rank, number), number)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         if clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()

@@ -219,7 +219,7 @@ def global_norm(rank: RankContext) -> None:
     Fix: add up the squares over the ranks that share the parameters.
     """
     model = make_model(rank)
-    model.training_step(batch(rank, 0), 0).backward()  # type: ignore[no-untyped-call]
+    model.training_step(batch(rank, 0), 0).backward()
     grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     expected = float(torch.cat([gradient.flatten() for gradient in grads]).norm())
     with running(rank) as run:
