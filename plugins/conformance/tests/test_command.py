@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
 
 import blocks
 import pytest
 from test_builtin import ENV
 
 from torchhal import registry
+from torchhal.accelerators import CPUAccelerator
 from torchhal.cli import main
+from torchhal.cluster import TorchElasticEnvironment
 from torchhal.errors import ConfigurationError
+from torchhal.plugin import KINDS
+from torchhal.strategies import DDPStrategy
 from torchhal_conformance import CHECKS, ComponentUnderTest, Session
 from torchhal_conformance import _report as reports
-from torchhal_conformance._check import Check
+from torchhal_conformance._check import Check, check
 from torchhal_conformance._distribution_run import components_of
+from torchhal_conformance._html import page
+from torchhal_conformance._launcher_env import TABLES
 from torchhal_conformance._session import Result
 from torchhal_conformance._watch import sources, stamp, watch
 
@@ -319,3 +328,112 @@ def test_watch_looks_at_the_package_of_the_component(tmp_path: Path) -> None:
     paths = sources(ComponentUnderTest.of("accelerator", "sim"), [str(tables)])
     module = ComponentUnderTest.of("accelerator", "sim").cls.__module__
     assert os.path.realpath(sys.modules[module].__file__) in stamp(paths) and str(tables) in stamp(paths)
+
+
+# -- failures ------------------------------------------------------------------------------------------------
+
+
+class WrongRank(TorchElasticEnvironment):
+    def global_rank(self) -> int:
+        return super().local_rank()
+
+
+class NoRank(TorchElasticEnvironment):
+    def global_rank(self) -> int:
+        raise OSError("no launcher\nsecond line")
+
+
+class NoReduce(DDPStrategy):
+    def reduce(self, *arguments: Any, **options: Any) -> Any:
+        raise OSError(f"no ring on rank {self.global_rank}")
+
+
+CHAIN = ("ENV-01", "ENV-03", "ENV-04", "ENV-14", "ENV-15")
+
+
+def checked(part: type, *ids: str) -> tuple[dict[str, Result], dict]:
+    component = ComponentUnderTest.of("cluster_environment", part, tables=TABLES["torchelastic"])
+    with Session(component) as session:
+        found = {id: session.run(CHECKS[id]) for id in ids}
+    return found, reports.build(component, list(found.values()))
+
+
+def test_failure_follows_from_what_it_presupposes() -> None:
+    found, report = checked(WrongRank, *CHAIN)
+    assert {id: result.follows_from for id, result in found.items()} == {
+        **dict.fromkeys(CHAIN, "ENV-03"), "ENV-01": "", "ENV-03": "",
+    }  # fmt: skip
+    assert {result.outcome for id, result in found.items() if id != "ENV-01"} == {"failed"}
+    assert f"Fix: {CHECKS['ENV-03'].fix}" in found["ENV-03"].text
+    assert found["ENV-15"].text.startswith("ENV-15 follows from ENV-03: ") and "Fix:" not in found["ENV-15"].text
+    rows = {one["id"]: one for one in report["checks"]}
+    assert rows["ENV-15"]["follows_from"] == "ENV-03" and "follows_from" not in rows["ENV-03"]
+    shown = page(report)
+    assert "follows from ENV-03: " in shown and html.escape(CHECKS["ENV-03"].fix) in shown
+    assert html.escape(CHECKS["ENV-15"].fix) not in shown
+    cases = {case.get("name"): case.find("failure") for case in ElementTree.fromstring(reports.junit(report))}
+    assert cases["ENV-15"].get("message").startswith("follows from ENV-03: ")
+    assert not cases["ENV-03"].get("message").startswith("follows")
+    alone, _ = checked(WrongRank, "ENV-15")
+    assert alone["ENV-15"].follows_from == "" and "Fix:" in alone["ENV-15"].text
+
+
+def test_error_of_a_component_is_one_line() -> None:
+    found, report = checked(NoRank, "ENV-05", "ENV-10")
+    line = NoRank.global_rank.__code__.co_firstlineno + 1
+    first, second = found["ENV-05"], found["ENV-10"]
+    assert first.text == f"ENV-05: OSError: no launcher (test_command.py:{line}): {CHECKS['ENV-05'].contract}"
+    assert (first.error, first.at) == ("OSError: no launcher", f"test_command.py:{line}")
+    assert first.verbose_text.startswith(f"{first.text}\nTraceback") and "second line" in first.verbose_text
+    assert second.follows_from == "ENV-05"  # the same error from the same line
+    row = report["checks"][0]
+    assert row["at"] == f"test_command.py:{line}" and "Traceback" in row["traceback"] and "\n" not in row["reason"]
+    before, _, folded = page(report).partition("<details>")
+    assert html.escape(CHECKS["ENV-05"].fix) in folded and html.escape(CHECKS["ENV-05"].fix) not in before
+
+
+def test_error_of_a_check_names_its_own_line() -> None:
+    def reads(context: object) -> None:
+        """Read.
+
+        Why: a.
+        Fix: b.
+        """
+        raise KeyError("x")
+
+    with Session(ComponentUnderTest.of("accelerator", "cpu")) as session:
+        result = session.run(Check("ACC-01", reads))
+    assert result.reason == "KeyError: 'x'" and result.at == "" and "Fix:" not in result.text
+
+
+@pytest.mark.slow
+def test_error_on_a_rank_is_one_line() -> None:
+    found = outcomes(NoReduce, "STR-05", "STR-16")
+    line = NoReduce.reduce.__code__.co_firstlineno + 1
+    result = found["STR-05"]
+    assert re.match(rf"STR-05: rank \d of 2: OSError: no ring on rank \d \(test_command.py:{line}\): ", result.text)
+    assert "Traceback" in result.traceback and "Traceback" not in result.text
+
+
+def test_verbose_prints_the_traceback(monkeypatch, capsys) -> None:
+    def broken(self: object) -> int:
+        raise OSError("no count")
+
+    monkeypatch.setattr(CPUAccelerator, "device_count", broken)
+    assert run("accelerator", "cpu", *only("ACC-02")) == 1
+    brief = capsys.readouterr().out
+    assert "OSError: no count (" in brief and "Traceback" not in brief and "Fix:" not in brief
+    assert run("accelerator", "cpu", *only("ACC-02"), "--verbose") == 1
+    assert "Traceback" in capsys.readouterr().out
+
+
+def test_presuppositions_are_checks_of_the_same_component() -> None:
+    for one in CHECKS.values():
+        for other in one.after:
+            assert set(one.kinds) & set(CHECKS[other].kinds), one.id
+            assert list(CHECKS).index(other) < list(CHECKS).index(one.id)
+            assert CHECKS[other].level != "provisional" or one.level == "provisional", one.id
+    assert {kind for one in CHECKS.values() if one.after for kind in one.kinds if one.id[:3] != "GEN"} == set(KINDS)
+    with pytest.raises(ConfigurationError, match="'after' of check ACC-96"):
+        check("ACC-96", after=("ACC-97",))(test_verbose_prints_the_traceback)
+    assert "ACC-96" not in CHECKS

@@ -57,6 +57,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--html", metavar="FILE", help="write it as a page")
     run.add_argument("--junit", metavar="FILE", help="write it as junit XML")
     run.add_argument("--badge", metavar="FILE", help="write a badge for shields.io, JSON")
+    run.add_argument("--verbose", action="store_true", help="print the traceback of an error too")
     run.add_argument("--json", action="store_true", help="print the report")
     run.set_defaults(run=_run)
 
@@ -121,7 +122,7 @@ def _run(arguments: argparse.Namespace) -> int:
     else:
         for result in results:
             if result.outcome == "failed":
-                echo(f"{result.text}\n")
+                echo(f"{result.verbose_text if arguments.verbose else result.text}\n")
         echo("\n".join(_summary(report)))
     return CODES[report["verdict"]]
 
@@ -176,14 +177,19 @@ def _summary(report: dict[str, Any]) -> list[str]:
     from torchhal_conformance._report import missing_inputs
 
     lines = [
-        f"{one['id']} {one['outcome']:<7} {one['seconds']:6.2f} s  {(one['reason'].splitlines() or [''])[0]}".rstrip()
-        for one in report["checks"]
+        f"{one['id']} {one['outcome']:<7} {one['seconds']:6.2f} s  {_shown(one)}".rstrip() for one in report["checks"]
     ]
     for level, counts in report["levels"].items():
         lines.append(f"{level}: {', '.join(f'{count} {outcome}' for outcome, count in counts.items())}")
     for reason, ids in missing_inputs(report).items():
         lines.append(f"{len(ids)} checks of the core were not made ({', '.join(ids)}): {reason}")
     return [*lines, f"{report['kind']} {report['alias']} is {report['verdict']}"]
+
+
+def _shown(one: dict[str, Any]) -> str:
+    from torchhal_conformance._report import follows
+
+    return f"{follows(one)}{(one['reason'].splitlines() or [''])[0]}"
 
 
 def _show(text: str) -> None:

@@ -41,6 +41,7 @@ def build(
             "outcome": result.outcome,
             "reason": _reason(result, known.get(result.check.id)),
             "seconds": result.seconds,
+            **_failure(result),
         }
         for result in results
     ]
@@ -60,6 +61,12 @@ def build(
         "checks": checks,
         "verdict": verdict(checks, complete={one.id for one in checks_for(component.kind, level="core")}),
     }
+
+
+def _failure(result: Result) -> dict[str, str]:
+    """Return what is known of a failure beside its reason."""
+    names = ("follows_from", "error", "at", "traceback")
+    return {name: getattr(result, name) for name in names if getattr(result, name)}
 
 
 def _reason(result: Result, expected: str | None) -> str:
@@ -138,9 +145,14 @@ def junit(report: Mapping[str, Any]) -> str:
             lines.append(f"{case}/>")
         else:
             tag = "failure" if one["outcome"] == "failed" else "skipped"
-            first = quoteattr((one["reason"].splitlines() or [""])[0])
+            first = quoteattr(follows(one) + (one["reason"].splitlines() or [""])[0])
             lines.append(f"{case}><{tag} message={first}>{escape(_printable(one['reason']))}</{tag}></testcase>")
     return "\n".join([*lines, "</testsuite>", ""])
+
+
+def follows(one: Mapping[str, Any]) -> str:
+    """Return ``follows from ID: `` for a failure that does, else an empty string."""
+    return f"follows from {one['follows_from']}: " if one.get("follows_from") else ""
 
 
 def _printable(text: str) -> str:

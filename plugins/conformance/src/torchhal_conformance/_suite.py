@@ -109,15 +109,16 @@ def conformance_suite(
                 _write_report(Path(folder), component, reports.build(component, cls.results, expected))
 
         @pytest.mark.parametrize("id", [item(one.id) for one in chosen])
-        def test(self, id: str) -> None:
+        def test(self, id: str, request: pytest.FixtureRequest) -> None:
             result = self.session.run(CHECKS[id])
             self.results.append(result)
             if result.outcome == "skipped":
                 pytest.skip(result.reason)
+            told = result.verbose_text if request.config.get_verbosity() > 0 else result.text
             if result.outcome == "failed" and result.check.level == "provisional" and id not in expected:
-                pytest.xfail(f"provisional, which changes no verdict: {result.text}")
+                pytest.xfail(f"provisional, which changes no verdict: {told}")
             if result.outcome == "failed":
-                pytest.fail(result.text, pytrace=False)
+                pytest.fail(told, pytrace=False)
 
     TestConformance.__doc__ = f"The conformance checks of the {kind} {component.alias!r}."
     return TestConformance

@@ -59,7 +59,7 @@ def round_trip(context: CheckContext) -> None:
     same("the keys", list(loaded), list(state))
 
 
-@check("CIO-02")
+@check("CIO-02", after=("CIO-01",))
 def shared_memory(context: CheckContext) -> None:
     """Tensors that share memory share it after a load, tied weights and views alike.
 

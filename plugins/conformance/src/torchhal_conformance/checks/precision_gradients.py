@@ -30,7 +30,7 @@ def gradients(context: CheckContext) -> None:
     trained.near("gradients after unscale_gradients()", flatten(trained.gradients()), reference)
 
 
-@check("PRE-10", needs=["device"])
+@check("PRE-10", needs=["device"], after=("PRE-09",))
 def clip_by_norm(context: CheckContext) -> None:
     """Clipped by norm, the update has the smaller one of the limit and the gradient's norm.
 
@@ -56,7 +56,7 @@ def clip_by_norm(context: CheckContext) -> None:
         close("the norm that clip_gradients returned, relative", float(returned) / norm, 1.0, trained.tolerance)  # type: ignore[arg-type]
 
 
-@check("PRE-11", needs=["device"])
+@check("PRE-11", needs=["device"], after=("PRE-09",))
 def clip_by_value(context: CheckContext) -> None:
     """Clipped by value, each entry of the update is the gradient's, cut at the limit.
 
@@ -80,7 +80,7 @@ def clip_by_value(context: CheckContext) -> None:
     )
 
 
-@check("PRE-12", needs=["device"])
+@check("PRE-12", needs=["device"], after=("PRE-09",))
 def unscale_once(context: CheckContext) -> None:
     """However often gradients are unscaled and clipped in a step, they are unscaled once.
 

@@ -49,7 +49,7 @@ def _checkpoint(run: StrategyRun, scheduler: Any) -> dict[str, Any]:
     }
 
 
-@check("STR-22", world_sizes=(2,), timeout=60)
+@check("STR-22", world_sizes=(2,), timeout=60, after=("STR-16",))
 def resume(rank: RankContext) -> None:
     """Two steps, a checkpoint, and two more in a new life are four steps: weights, optimizer, scheduler, precision.
 
@@ -89,7 +89,7 @@ def resume(rank: RankContext) -> None:
         rank.gather("done")
 
 
-@check("STR-23", features=["portable"], world_sizes=(2,))
+@check("STR-23", features=["portable"], world_sizes=(2,), after=("STR-14",))
 def portable(rank: RankContext) -> None:
     """A checkpoint's weights load into the plain module, in one process without the strategy.
 

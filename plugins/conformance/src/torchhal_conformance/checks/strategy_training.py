@@ -40,7 +40,7 @@ def initial_weights(rank: RankContext) -> None:
         rank.gather("done")
 
 
-@check("STR-14", world_sizes=(2, 3))
+@check("STR-14", world_sizes=(2, 3), after=("STR-13",))
 def averaged_gradient(rank: RankContext) -> None:
     """One step of plain SGD is the step on the joined batch: gradients are averaged, not added up.
 
@@ -52,7 +52,7 @@ def averaged_gradient(rank: RankContext) -> None:
         weights_close("after one step", run.weights(), reference(rank, 1)[0], run.tolerance)
 
 
-@check("STR-15", world_sizes=(2,))
+@check("STR-15", world_sizes=(2,), after=("STR-14",))
 def accumulation(rank: RankContext) -> None:
     """Micro-batches under no_backward_sync() add up to the step of one batch; while it is entered nothing is sent.
 
@@ -123,7 +123,7 @@ def no_drift(rank: RankContext) -> None:
                 close(f"{name} of another rank", other[name], tensor, tolerance)
 
 
-@check("STR-18", world_sizes=(2, 3))
+@check("STR-18", world_sizes=(2, 3), after=("STR-14",))
 def loss_parity(rank: RankContext) -> None:
     """Twenty steps have the losses of one process on the joined batches.
 
@@ -189,7 +189,7 @@ def two_optimizers(rank: RankContext) -> None:
         weights_close("after three steps of two optimizers", values(strategy), plain, tolerance)
 
 
-@check("STR-20", world_sizes=(2,), timeout=45)
+@check("STR-20", world_sizes=(2,), timeout=45, after=("STR-14",))
 def unused_parameters(rank: RankContext) -> None:
     """A parameter that a step doesn't use trains on, or is an error on every rank; never a hang.
 
@@ -211,7 +211,7 @@ def unused_parameters(rank: RankContext) -> None:
                 close(f"{name} beside an unused layer", got[name], plain[name], run.tolerance)
 
 
-@check("STR-35", world_sizes=(2, 3))
+@check("STR-35", world_sizes=(2, 3), after=("STR-14",))
 def global_norm(rank: RankContext) -> None:
     """clip_gradients takes the norm of the whole gradient, over all shards, and the step is the clipped one.
 
@@ -277,7 +277,7 @@ def repeatable(rank: RankContext) -> None:
     same("the weights of the second run", states[1], states[0])
 
 
-@check("STR-47", world_sizes=(2, 3))
+@check("STR-47", world_sizes=(2, 3), after=("STR-13", "STR-14"))
 def trained_from_rank_zero(rank: RankContext) -> None:
     """With another seed on each rank, training is that of rank 0's model, also after the steps.
 
