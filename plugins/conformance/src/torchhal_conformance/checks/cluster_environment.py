@@ -95,7 +95,7 @@ def second_node(context: CheckContext) -> None:
         same("the numbers of global rank 2", numbers(context.create()), expected(2))
 
 
-@check("ENV-04", needs=["table"])
+@check("ENV-04", needs=["table"], after=("ENV-03",))
 def all_ranks(context: CheckContext) -> None:
     """Every process of the table has its own global rank, and numbers within bounds that agree with each other.
 
@@ -120,7 +120,7 @@ def whole_numbers(context: CheckContext) -> None:
             require(type(value) is int, f"{name} must be an int (got {value!r}, a {type(value).__name__})")
 
 
-@check("ENV-06", needs=["table"])
+@check("ENV-06", needs=["table"], after=("ENV-03", "ENV-04"))
 def broken_variables(context: CheckContext) -> None:
     """A missing, empty, garbled or negative variable changes no number, or is a ConfigurationError that names it.
 
@@ -276,7 +276,7 @@ def environ_untouched(context: CheckContext) -> None:
         same("os.environ after teardown(), where the program has changed it", dict(os.environ), before)
 
 
-@check("ENV-11", needs=["table"])
+@check("ENV-11", needs=["table"], after=("ENV-03", "ENV-04"))
 def mismatch(context: CheckContext) -> None:
     """validate_settings accepts what was started, and refuses another number of devices or nodes showing both numbers.
 
@@ -319,7 +319,7 @@ def precedence(context: CheckContext) -> None:
                 same(f"the numbers of global rank 3 inside of a job of {name}", numbers(context.create()), alone)
 
 
-@check("ENV-13", needs=["table"])
+@check("ENV-13", needs=["table"], after=("ENV-01",))
 def interactive(context: CheckContext) -> None:
     """A shell or notebook inside of an allocation is no process of a job: detect() is False.
 
@@ -334,7 +334,7 @@ def interactive(context: CheckContext) -> None:
     raise NotApplicable("its launcher has no interactive allocations that the kit knows")
 
 
-@check("ENV-14", needs=["table"])
+@check("ENV-14", needs=["table"], after=("ENV-04",))
 def no_initialisation(context: CheckContext) -> None:
     """The rank is known before any process group exists.
 
@@ -352,7 +352,7 @@ def no_initialisation(context: CheckContext) -> None:
     require("mpi4py.MPI" not in mpi, "mpi4py.MPI was imported, which initialises MPI")
 
 
-@check("ENV-15", needs=["table"])
+@check("ENV-15", needs=["table"], after=("ENV-04",))
 def fixed_ranks(context: CheckContext) -> None:
     """configure() and set_rendezvous() don't change the numbers of a process that a launcher has started.
 
@@ -368,7 +368,7 @@ def fixed_ranks(context: CheckContext) -> None:
         same("the numbers of global rank 3", numbers(environment), expected(3))
 
 
-@check("ENV-16", needs=["table"])
+@check("ENV-16", needs=["table"], after=("ENV-04",))
 def another_process(context: CheckContext) -> None:
     """It pickles, and a copy in another process answers for that process, as one object does at any time.
 
@@ -426,7 +426,7 @@ def _ask_all(component: ComponentUnderTest) -> tuple[float, list[str]]:
     return min(times), events
 
 
-@check("ENV-20", needs=["table"])
+@check("ENV-20", needs=["table"], after=("ENV-03", "ENV-04"))
 def unequal_nodes(context: CheckContext) -> None:
     """On nodes of three processes and of one every number is right, the size of each node too.
 
