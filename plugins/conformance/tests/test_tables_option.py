@@ -34,4 +34,4 @@ def test_a_file_without_four_tables_is_refused(content, tmp_path, capsys) -> Non
     if content is not None:
         (tmp_path / "tables.json").write_text(content)
     assert main([*RUN, "--tables", str(tmp_path / "tables.json")]) == 2
-    assert "'--tables'" in capsys.readouterr().err
+    assert "tables.json'" in capsys.readouterr().err

@@ -133,7 +133,7 @@ KINDS: Final[dict[str, Kind]] = {
         tuple(
             f"strategies/{name}.py"
             for name in (
-                "_attributes", "_ddp_state", "_communication", "_optimizer_state", "_state", "_steps", "base", "ddp", 
+                "_attributes", "_ddp_state", "_communication", "_optimizer_state", "_state", "_steps", "base", "ddp",
                 "parallel", "single_device",
             )
         ),
