@@ -16,6 +16,7 @@ _MODULES: Final = (
     "precision_dtypes",
     "precision_gradients",
     "precision_steps",
+    "precision_state",
     "checkpoint_contents",
     "checkpoint_paths",
     "checkpoint_durability",
@@ -28,6 +29,7 @@ _MODULES: Final = (
     "strategy_components",
     "strategy_training",
     "strategy_checkpoints",
+    "strategy_rank_state",
     "processes",
     "trainer",
 )
