@@ -357,3 +357,63 @@ class ProductsInBrain(SinglePrecision):
 class ScalesBrain(MixedPrecision):
     def backward(self, loss, *args, **kwargs):
         super().backward(loss * 2, *args, **kwargs)
+
+
+class Dithers(SinglePrecision):
+    """A precision of users' that adds random numbers to the weights, from a generator of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(1)
+
+    def optimizer_step(self, optimizer, closure=None):
+        result = super().optimizer_step(optimizer, closure)
+        with torch.no_grad():
+            for parameter in self.main_params(optimizer):
+                parameter += torch.rand(parameter.shape, generator=self.generator).to(parameter)
+        return result
+
+    def rank_state_dict(self):
+        return {"generator": self.generator.get_state()}
+
+    def load_rank_state_dict(self, state):
+        self.generator.set_state(state["generator"])
+
+
+@caught_by("PRE-27", says="after it was loaded")
+class ForgetsGenerator(Dithers):
+    def load_rank_state_dict(self, state):
+        pass
+
+
+@caught_by("PRE-27", says="no plain data")
+class SavesGenerator(Dithers):
+    def rank_state_dict(self):
+        return {"generator": self.generator}
+
+
+@caught_by("PRE-28", says="IndexError")
+class OwnPlaceOnly(Dithers):
+    def reshard_rank_state(self, states, *, rank, world_size):
+        return states[rank]
+
+
+@caught_by("PRE-28", says="own state after reshard_rank_state")
+class RestoresAtOnce(Dithers):
+    def reshard_rank_state(self, states, *, rank, world_size):
+        self.load_rank_state_dict(states[0])
+        return states[0]
+
+
+@caught_by("PRE-29", says="step 2 of Adam raised")
+class ChoosesOnly(SinglePrecision):
+    """Steps as torch does, which combines no dtypes."""
+
+    def optimizer_state_dtype(self, parameter, name):
+        return torch.float64
+
+
+@caught_by("PRE-29", says="floating-point dtype")
+class StoresIntegers(SinglePrecision):
+    def optimizer_state_dtype(self, parameter, name):
+        return torch.int8

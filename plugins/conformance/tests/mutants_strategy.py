@@ -13,6 +13,7 @@ from torch import nn
 from zoo import caught_by
 
 from torchhal.checkpoint import TorchCheckpointIO
+from torchhal.errors import CheckpointMismatchError
 from torchhal.precision import SinglePrecision
 from torchhal.strategies import DDPStrategy
 
@@ -501,3 +502,71 @@ class PredictsBackwards(DDPStrategy):
     def module_step(self, name):
         step = super().module_step(name)
         return step if name != "predict_step" else lambda *arguments: step(*arguments).flip(0)
+
+
+class Feedback(DDPStrategy):
+    """A strategy of users' that keeps what bfloat16 leaves of each rank's gradients for its next step."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.errors = {}
+
+    def backward(self, loss, *args, **kwargs):
+        super().backward(loss, *args, **kwargs)
+        for name, parameter in self.module.named_parameters():
+            whole = parameter.grad + self.errors.get(name, 0.0)
+            parameter.grad.copy_(whole.bfloat16())
+            self.errors[name] = whole - parameter.grad + 1e-6 * self.global_rank
+
+    def rank_state_dict(self):
+        return dict(self.errors)
+
+    def load_rank_state_dict(self, state):
+        self.errors = {name: error.clone() for name, error in state.items()}
+
+
+@caught_by("STR-49", says="after it was loaded")
+class ForgetsErrors(Feedback):
+    def load_rank_state_dict(self, state):
+        pass
+
+
+@caught_by("STR-49", says="off by")
+class ForgetsSomeErrors(Feedback):
+    """Lets a resumed run begin with what it doesn't save."""
+
+    def rank_state_dict(self):
+        return {"errors": len(self.errors)}
+
+    def load_rank_state_dict(self, state):
+        self.errors = dict.fromkeys(map(str, range(state["errors"])), 0.0)
+
+
+@caught_by("STR-49", says="no plain data")
+class SavesObjects(Feedback):
+    def rank_state_dict(self):
+        return {"errors": threading.local}
+
+
+@caught_by("STR-50", says="IndexError")
+class OwnPlaceOnly(Feedback):
+    def reshard_rank_state(self, states, *, rank, world_size):
+        return states[rank]
+
+
+@caught_by("STR-50", says="must name")
+class SaysNothing(Feedback):
+    def reshard_rank_state(self, states, *, rank, world_size):
+        raise CheckpointMismatchError("another world")
+
+
+@caught_by("STR-50", says="no per-rank state to refuse")
+class RefusesNothing(DDPStrategy):
+    def reshard_rank_state(self, states, *, rank, world_size):
+        raise CheckpointMismatchError(f"{self.alias or type(self).__name__}: {len(states)} ranks, {world_size}")
+
+
+@caught_by("STR-51", says="dtype of 'exp_avg'")
+class CastsMoments(DDPStrategy):
+    def load_optimizer_state(self, optimizer, state):
+        optimizer.load_state_dict(state)

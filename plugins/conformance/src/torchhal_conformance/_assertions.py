@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,6 +22,18 @@ def same(what: str, got: Any, expected: Any) -> None:
     """Fail unless both are equal: tensors in dtype, shape and every bit of value, containers in type and items."""
     if difference := _difference(got, expected):
         raise CheckFailed(f"{what}: {difference}")
+
+
+def plain(what: str, state: dict[str, Any]) -> None:
+    """Fail unless a ``weights_only`` load returns ``state`` as it was saved."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(state, buffer)
+        buffer.seek(0)
+        loaded = torch.load(buffer, weights_only=True)
+    except Exception as error:
+        raise CheckFailed(f"{what} is no plain data ({type(error).__name__}: {error})") from error
+    same(f"{what} that was loaded", loaded, state)
 
 
 def close(what: str, got: Any, expected: Any, tolerance: float) -> None:

@@ -47,6 +47,7 @@ def _checkpoint(run: StrategyRun, scheduler: Any) -> dict[str, Any]:
         "optimizer": run.strategy.optimizer_state(run.optimizer),
         "scheduler": scheduler.state_dict(),
         "precision": run.strategy.precision.state_dict(),
+        "strategy": run.strategy.state_dict(),
     }
 
 
@@ -82,6 +83,7 @@ def resume(rank: RankContext) -> None:
     with running(rank, make_model(rank, 7), make=torch.optim.Adam, lr=0.05) as run:
         scheduler = scheduled(run)
         loaded = run.strategy.load_checkpoint(path)
+        run.strategy.load_state_dict(loaded["strategy"])
         run.strategy.load_module_state_dict(loaded["model"])
         run.strategy.load_optimizer_state(run.optimizer, loaded["optimizer"])
         run.strategy.precision.load_state_dict(loaded["precision"])
