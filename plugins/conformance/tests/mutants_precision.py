@@ -405,7 +405,7 @@ class RestoresAtOnce(Dithers):
         return states[0]
 
 
-@caught_by("PRE-29", says="step 2 of Adam raised")
+@caught_by("PRE-30", says="step 2 of Adam raised")
 class ChoosesOnly(SinglePrecision):
     """Steps as torch does, which combines no dtypes."""
 
@@ -413,7 +413,7 @@ class ChoosesOnly(SinglePrecision):
         return torch.float64
 
 
-@caught_by("PRE-29", says="floating-point dtype")
+@caught_by("PRE-30", says="floating-point dtype")
 class StoresIntegers(SinglePrecision):
     def optimizer_state_dtype(self, parameter, name):
         return torch.int8

@@ -301,7 +301,7 @@ class Precision(Composable):
         Returns:
             A floating-point dtype; tensors of integers and booleans are left unchanged.
 
-        Checks: PRE-29.
+        Checks: PRE-30.
         """
         return None
 

@@ -67,7 +67,7 @@ def resharded_rank_state(context: CheckContext) -> None:
     check_resharding(one.precision, states, lambda: _own(one.precision))
 
 
-@check("PRE-29", level="provisional", since="0.2", needs=["device"])
+@check("PRE-30", level="provisional", since="0.2", needs=["device"])
 def optimizer_state_dtype(context: CheckContext) -> None:
     """An optimizer steps with its state in the dtypes of optimizer_state_dtype, and a resume keeps every digit of it.
 
