@@ -254,8 +254,8 @@ class TiedTwice(_Averages):
 class SecondEpochAlone(DDPStrategy):
     """Sends no gradients in the second epoch."""
 
-    def begin_epoch(self):
-        super().begin_epoch()
+    def on_train_epoch_start(self):
+        super().on_train_epoch_start()
         self._epochs = getattr(self, "_epochs", 0) + 1
         if hasattr(self.model, "require_backward_grad_sync"):
             self.model.require_backward_grad_sync = self._epochs != 2
