@@ -18,7 +18,7 @@ import extension_api
 
 import torchhal_conformance.checks  # noqa: F401  registers them
 from torchhal.accelerators import Accelerator
-from torchhal.checkpoint import CheckpointIO
+from torchhal.checkpoint import CheckpointIO, CheckpointLocation
 from torchhal.cluster import ClusterEnvironment
 from torchhal.launchers import Launcher
 from torchhal.plugin import Availability, Component, Hookspecs
@@ -48,15 +48,23 @@ PAGES = (
         "accelerator.md", "ACC", "Accelerators", (Accelerator,),
         "`torchhal.accelerators.Accelerator`. [Write an accelerator](../how-to/write-an-accelerator.md) shows one.",
     ),
-    Page("precision.md", "PRE", "Precisions", (Precision,), "`torchhal.precision.Precision`."),
-    Page("checkpoint-io.md", "CIO", "Checkpoint IOs", (CheckpointIO,), "`torchhal.checkpoint.CheckpointIO`."),
+    Page(
+        "precision.md", "PRE", "Precisions", (Precision,),
+        "`torchhal.precision.Precision`. [Write a precision](../how-to/write-a-precision.md) shows one.",
+    ),
+    Page(
+        "checkpoint-io.md", "CIO", "Checkpoint IOs", (CheckpointIO, CheckpointLocation),
+        "`torchhal.checkpoint.CheckpointIO`. [Write a checkpoint IO](../how-to/write-a-checkpoint-io.md) shows one.",
+    ),
     Page(
         "cluster-environment.md", "ENV", "Cluster environments", (ClusterEnvironment,),
-        "`torchhal.cluster.ClusterEnvironment`.",
+        "`torchhal.cluster.ClusterEnvironment`. [Write a cluster environment](../how-to/write-an-environment.md) shows "
+        "one.",
     ),
     Page(
         "strategy.md", "STR", "Strategies", (Strategy, ParallelStrategy, Launcher),
-        "`torchhal.strategies`. [Write a strategy](../how-to/write-a-strategy.md) shows one.",
+        "`torchhal.strategies`. [Write a strategy](../how-to/write-a-strategy.md) and "
+        "[Write an engine](../how-to/write-an-engine.md) show one.",
     ),
     Page(
         "trainer-checks.md", "SYS", "Through the Trainer", (),

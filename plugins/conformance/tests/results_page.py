@@ -45,16 +45,10 @@ the hardware does.
 """
 
 _SOME = "no report, which needs all checks: passes"
-_ASKS = f"{_SOME} all but ENV-06, which takes away the variables that say what the ranks would ask each other"
 WITHOUT_REPORT = {
     ("precision", "ipu-16-mixed"): "works within compiled steps only; the kit checks precisions by torch's operators",
-    ("cluster_environment", "env"): _ASKS,
     ("cluster_environment", "flux"): f"{_SOME} those for which no rank of Flux asks the others who shares its host",
     ("cluster_environment", "kubeflow"): f"{_SOME} those that don't ask for two processes on a node; a pod has one",
-    ("cluster_environment", "lsf"): _ASKS,
-    ("cluster_environment", "mpich"): _ASKS,
-    ("cluster_environment", "openmpi"): _ASKS,
-    ("cluster_environment", "sagemaker"): f"{_SOME} all but ENV-06, which is for who didn't start the processes itself",
 }
 """Component -> the reason why it has no row, unless it is a class with other defaults."""
 
@@ -81,14 +75,15 @@ def rows(folder: Path = REPORTS) -> list[tuple[str, dict[str, Any]]]:
 
 
 def take_over(folder: Path) -> None:
-    """Copy the reports in ``folder`` to the hub, without the place of this checkout in their reasons."""
+    """Copy the reports in ``folder`` to the hub, without this checkout's folder and the user's in their texts."""
     REPORTS.mkdir(parents=True, exist_ok=True)
     for path in sorted(folder.glob("*.json")):
         report = json.loads(path.read_text(encoding="utf-8"))
         if report["plugin"] == "user":
             continue
         for one in report["checks"]:
-            one["reason"] = one["reason"].replace(f"{ROOT}/", "")
+            for name in [name for name, value in one.items() if isinstance(value, str)]:
+                one[name] = one[name].replace(f"{ROOT}/", "").replace(f"{Path.home()}/", "~/")
         target = REPORTS / path.name
         target.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         read_report(target)

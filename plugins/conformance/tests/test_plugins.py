@@ -60,7 +60,8 @@ def test_mutant_plugin_fails_its_check(id: str, name: str, plugin: Plugin, tmp_p
     found = run(plugin, tmp_path, id)[id]
     assert found.outcome == "failed", f"not caught: {found.outcome} {found.reason}"
     # an error that isn't the kit's own must at least come from the plugin
-    assert "Traceback" not in found.reason or "acme" in found.reason, found.reason
+    told = f"{found.reason}\n{found.traceback}"
+    assert "Traceback" not in told or "acme" in told, told
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,20 @@ def location_of(
 ) -> CheckpointLocation:
     """Return the location that ``path`` names.
 
-    ``options`` are an IO's own, for its URLs; ``call_options`` belong to this one path, so that a name among them
-    that means nothing there is a TypeError.
+    Args:
+        path: a local path or a URL.
+        options: an IO's own :attr:`.CheckpointIO.storage_options`, for its URLs.
+        call_options: options for this one path, over ``options``.
+        folder: True if ``path`` names a folder.
+
+    Returns:
+        A :class:`.CheckpointLocation`; nothing is opened yet.
+
+    Raises:
+        TypeError: ``path`` is no path, or a name in ``call_options`` means nothing there.
+        ConfigurationError: ``path`` names no file, or the temporary file of a save.
+
+    Checks: CIO-15.
     """
     text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
     if not isinstance(text, str):

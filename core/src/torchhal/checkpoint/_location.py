@@ -8,9 +8,16 @@ from typing import Any, BinaryIO
 
 
 class CheckpointLocation(ABC):
-    """One path. ``shown`` is how messages and listings write it."""
+    """A path of a checkpoint: a local file, or one behind an fsspec URL.
+
+    ``torchhal.checkpoint.location_of`` makes it. A checkpoint IO that reads and writes through one works for both, and
+    its saves are atomic.
+
+    Checks: CIO-06 to CIO-10, CIO-13, CIO-16, CIO-24.
+    """
 
     shown: str
+    """The path as messages and listings write it."""
 
     @abstractmethod
     def reading(self) -> AbstractContextManager[BinaryIO]:
@@ -21,7 +28,15 @@ class CheckpointLocation(ABC):
 
     @abstractmethod
     def replacing(self) -> AbstractContextManager[BinaryIO]:
-        """Return a new file that takes this path when the block ends and leaves no trace when it raises."""
+        """Return a new file that takes this path when the block ends and leaves no trace when it raises.
+
+        A local one has another name in the same folder until then; it is brought to the disk and renamed, and the
+        folder is brought to the disk too. Missing folders are created. The file can be written to, and not sought.
+
+        Raises:
+            CheckpointError: a folder is at this path, or the folder of the path can't be created.
+            OSError: the file can't be written, e.g. as the disk is full.
+        """
 
     @abstractmethod
     def ends(self, head: int, tail: int) -> tuple[bytes, bytes]:

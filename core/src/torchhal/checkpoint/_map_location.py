@@ -31,7 +31,17 @@ def apply_map_location(nest: Any, map_location: Any) -> Any:
     """Return ``nest`` with its tensors, which are on the CPU, moved according to torch's ``map_location``.
 
     Tensors that share memory still do.
+
+    Args:
+        nest: tensors on the CPU, at any depth of containers.
+        map_location: as of :meth:`.CheckpointIO.load_checkpoint`; None and ``"cpu"`` return ``nest`` itself.
+
+    Raises:
+        TypeError: ``map_location`` has none of torch's forms.
+
+    Checks: CIO-03.
     """
+    check_map_location(map_location)
     if map_location in (None, "cpu"):
         return nest
     place = serialization._get_restore_location(map_location)  # type: ignore[no-untyped-call]  # as torch.load

@@ -15,7 +15,10 @@ _newest_ns = 0
 
 
 def next_ns() -> int:
-    """Return the time for a save that begins now, in ns since the epoch."""
+    """Return the time for a save that begins now, in ns since the epoch.
+
+    It is later than each one that this process has used or has passed to :func:`seen`.
+    """
     global _newest_ns
     with _lock:
         _newest_ns = max(time.time_ns(), _newest_ns + 1)
@@ -23,7 +26,11 @@ def next_ns() -> int:
 
 
 def seen(saved_ns: int) -> None:
-    """Record that a checkpoint of this time was loaded: what is saved from now on is later."""
+    """Record that a checkpoint of this time was loaded: what is saved from now on is later.
+
+    Args:
+        saved_ns: what :func:`next_ns` returned for that save.
+    """
     global _newest_ns
     with _lock:
         _newest_ns = max(_newest_ns, saved_ns)

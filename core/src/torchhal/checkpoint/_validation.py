@@ -33,6 +33,11 @@ _Where = tuple[Any, str, Any]  # (where its container is, kind of step, key): ma
 def inspect_contents(checkpoint: dict[str, Any]) -> dict[int, torch.Tensor]:
     """Return the tensors to write in place of others, by the id of those others; usually none.
 
+    Those in place of small views of large memory are copies without the rest of that memory.
+
+    Args:
+        checkpoint: what is to be saved; not changed.
+
     Raises:
         CheckpointError: a value can't be saved, or a ``weights_only`` load would refuse it; with its place.
     """

@@ -1,7 +1,8 @@
 """Cluster environments: what started the processes, and their rendezvous address."""
 
-from torchhal.cluster._env_vars import read_address, read_int, read_port
+from torchhal.cluster._env_vars import read_address, read_int, read_port, read_text
 from torchhal.cluster._external import ExternalEnvironment
+from torchhal.cluster._topology import port_from_job_id
 from torchhal.cluster.base import ClusterEnvironment
 from torchhal.cluster.local import LocalEnvironment
 from torchhal.cluster.torchelastic import TorchElasticEnvironment
@@ -11,7 +12,9 @@ __all__ = [
     "ExternalEnvironment",
     "LocalEnvironment",
     "TorchElasticEnvironment",
+    "port_from_job_id",
     "read_address",
     "read_int",
     "read_port",
+    "read_text",
 ]

@@ -16,7 +16,17 @@ def given(name: str) -> str:
 
 
 def read_int(name: str, at_least: int, at_most: int | None = None, *, hint: str = "") -> int:
-    """Return the variable as an int; raise ConfigurationError naming it when it is missing, garbled or out of range."""
+    """Return the variable as an int.
+
+    Args:
+        name: the variable.
+        at_least: the least value.
+        at_most: the greatest value; None for any.
+        hint: the end of a message, such as what sets the variable.
+
+    Raises:
+        ConfigurationError: it is missing, garbled or out of range; the message names it.
+    """
     text = read_text(name, hint=hint)
     # int() also takes "1_0", "+1" and Arabic digits: none of them was written by a launcher.
     if not (text.isascii() and text.isdigit()):
@@ -29,7 +39,15 @@ def read_int(name: str, at_least: int, at_most: int | None = None, *, hint: str 
 
 
 def read_text(name: str, *, hint: str = "") -> str:
-    """Return the variable without blanks around it; raise ConfigurationError naming it when it is missing or empty."""
+    """Return the variable without blanks around it.
+
+    Args:
+        name: the variable.
+        hint: the end of a message, such as what sets the variable.
+
+    Raises:
+        ConfigurationError: it is missing or empty; the message names it.
+    """
     text = given(name)
     if not text:
         state = "is empty" if name in os.environ else "is not set"

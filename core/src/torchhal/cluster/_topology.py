@@ -20,6 +20,14 @@ def port_from_job_id(*job: str) -> int:
     """Return a port computed from the job's name: equal in a job, and in another job or step only 1 time in 20,000.
 
     The whole name counts: the last digits of two jobs' numbers are often the same.
+
+    Args:
+        job: what identifies the job, and its step or restart where these may run beside it; the same on all ranks.
+
+    Returns:
+        A port from 12000 to 31999, below those that Linux gives to outgoing connections.
+
+    Checks: ENV-07.
     """
     return _FIRST + zlib.crc32("/".join(job).encode()) % _COUNT
 

@@ -261,7 +261,7 @@ class ClusterEnvironment(Composable, ABC):
 
     @stop_signals.setter
     def stop_signals(self, signals: Iterable[int]) -> None:
-        self._stop_signals = tuple(signals)
+        self._stop_signals = tuple(int(signum) for signum in signals)  # signal.SIGUSR1 is an enum's member
 
     def run_again(self, signum: int, *, continues: bool) -> str:
         """Request another start of this job from the scheduler.

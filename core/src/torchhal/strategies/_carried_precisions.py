@@ -32,10 +32,11 @@ class CarriedPrecisions:
     """
 
     precision_methods: ClassVar[frozenset[str] | None] = None
-    """Names of the methods of ``Precision`` that the strategy calls; None: all of them.
+    """Names of the methods of ``Precision`` that are called under the strategy; None: all of them.
 
     For an engine that does some of their work itself: a precision that overrides another method is refused, with the
-    method's name, as it would train in another way than the precision says.
+    method's name, as it would train in another way than the precision says. Methods that inherited bodies call, such as
+    ``convert_module`` in :meth:`setup_model`, and those that the Trainer calls, such as ``state_dict``, are listed too.
 
     Checks: STR-36, STR-37.
     """

@@ -140,7 +140,8 @@ class StrategyState(StrategyCommunication):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the optimizer's whole state.
 
-        Called on every rank; rank 0's result is saved.
+        Called on every rank; rank 0's result is saved. Called after :meth:`teardown` too, as :meth:`state_dict`,
+        :meth:`module_state_dict` and :meth:`scheduler_state` are: a checkpoint may be saved when a fit has ended.
 
         Args:
             optimizer: one of :attr:`optimizers`.

@@ -62,7 +62,7 @@ class Strategy(Composable, CarriedPrecisions, StrategyHooks, StrategySteps, Stra
     * ``"owns_step"``: :meth:`step_function` trains on a batch completely; the loops only count.
     * ``"owns_backward"``: it ends with the gradients in place; the loops clear them before and step after it.
     * ``"owns_accumulation"``: :meth:`backward` and :meth:`optimizer_step` run for every batch, and the latter returns
-      None until it steps; the loops never clear gradients.
+      :attr:`.StepResult.NOT_DUE` until it steps; the loops never clear gradients.
     * ``"owns_closure"``: a closure is passed to :meth:`optimizer_step` unevaluated.
     * ``"owns_clipping"``: it clips with :attr:`gradient_clip_val`, set before :meth:`setup`.
     * ``"owns_schedulers"``: their ``step`` is not called.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -50,6 +50,7 @@ class Check:
         since: the version of torchhal that first had it.
         needs: members of :data:`NEEDS`.
         world_sizes: the numbers of processes that it runs in; empty for one that needs this process only.
+        after: ids of checks that it presupposes: where one of them failed, its own failure follows from that.
         timeout: seconds after which a rank that has sent no result is a HANG.
     """
 
@@ -61,6 +62,7 @@ class Check:
     needs: frozenset[str] = frozenset()
     world_sizes: tuple[int, ...] = ()
     timeout: float = 30.0
+    after: tuple[str, ...] = ()
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -101,6 +103,7 @@ def check(
     needs: Iterable[str] = (),
     world_sizes: tuple[int, ...] = (),
     timeout: float = 30.0,
+    after: tuple[str, ...] = (),
 ) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
     """Register the decorated function as the check ``id``. With ``features`` its level is ``extended`` unless given.
 
@@ -120,6 +123,7 @@ def check(
             frozenset(needs),
             world_sizes,
             timeout,
+            after,
         )
         match = _ID.fullmatch(id)
         if match is None or match[1] not in PREFIXES or id in CHECKS:
@@ -130,6 +134,8 @@ def check(
             raise ConfigurationError(
                 f"check {id} must have a level of {LEVELS} and needs of {NEEDS} (got {made.level!r}, {needs!r})"
             )
+        if unusable := [other for other in after if not _ID.fullmatch(other) or not _sort_key(other) < _sort_key(id)]:
+            raise ConfigurationError(f"'after' of check {id} must name checks that are made before it (got {unusable})")
         if not (made.contract and made.why and made.fix):
             raise ConfigurationError(f"the docstring of check {id} must state the contract, 'Why:' and 'Fix:'")
         CHECKS[id] = made
@@ -150,31 +156,44 @@ def checks_for(kind: str, *, level: str | None = None) -> list[Check]:
         raise ConfigurationError(f"'level' must be one of {', '.join(map(repr, LEVELS))} (got {level!r})")
     importlib.import_module("torchhal_conformance.checks")  # which registers them
     wanted = LEVELS if level is None else LEVELS[: LEVELS.index(level) + 1]
-    return sorted((one for one in CHECKS.values() if kind in one.kinds and one.level in wanted), key=_sort_key)
+    return sorted((one for one in CHECKS.values() if kind in one.kinds and one.level in wanted), key=_key_of)
 
 
 def sort_checks() -> None:
     """Sort CHECKS by family and id, whatever the order in which its modules were imported."""
-    ordered = sorted(CHECKS.values(), key=_sort_key)
+    ordered = sorted(CHECKS.values(), key=_key_of)
     CHECKS.clear()
     CHECKS.update((one.id, one) for one in ordered)
 
 
-def _sort_key(one: Check) -> tuple[int, str]:
-    return list(PREFIXES).index(one.id[:3]), one.id
+def _key_of(one: Check) -> tuple[int, str]:
+    return _sort_key(one.id)
+
+
+def _sort_key(id: str) -> tuple[int, str]:
+    return list(PREFIXES).index(id[:3]), id
 
 
 # -- what a check raises -------------------------------------------------------------------------------------
 
 
 class CheckFailed(AssertionError):
-    """Failure of a check: the component breaks the rule; the message holds the measured and the expected value."""
+    """Failure of a check: the component breaks the rule; the message holds the measured and the expected value.
+
+    Attributes:
+        raised: ``CLASS: MESSAGE`` of an error that a rank raised in the place of a measured difference; else empty.
+        frames: file and line of each call in which it was raised, the innermost last.
+    """
+
+    raised: str = ""
+    frames: Sequence[tuple[str, int]] = ()
 
 
 class Skipped(Exception):
     """Outcome of a check that was not made.
 
-    The reason begins with ``environment:`` when another machine could make it.
+    The reason begins with ``environment:`` when another machine could make it, and with ``input:`` when the author of
+    the component could, by an argument of the suite.
     """
 
 
@@ -183,6 +202,13 @@ class MissingRequirement(Skipped):
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"environment: {reason}")
+
+
+class MissingInput(Skipped):
+    """Skip of a check for want of an argument that only the author can give: the verdict is then ``incomplete``."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"input: {reason}")
 
 
 class NotApplicable(Skipped):

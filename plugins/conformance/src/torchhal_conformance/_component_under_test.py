@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
-import importlib.util
 import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
@@ -22,7 +19,9 @@ from torchhal.errors import ConfigurationError
 from torchhal.plugin import Component
 from torchhal.registry._discovery import CORE, USER
 from torchhal.registry._entry import RegistryEntry, class_problem
-from torchhal_conformance._check import Check, MissingRequirement
+from torchhal_conformance._author_model import KIT_MODEL, check_model, factory_of
+from torchhal_conformance._check import Check, MissingInput, MissingRequirement, NotApplicable
+from torchhal_conformance._factory import Factory, import_object
 from torchhal_conformance._launcher_env import LAUNCHERS, TABLES
 
 if TYPE_CHECKING:
@@ -54,6 +53,8 @@ class ComponentUnderTest:
         launcher: for a cluster environment, the command that starts two processes of what follows it; None: the
             kit's own of this alias, if it knows one.
         seed: of everything random in the checks.
+        model: for a strategy, makes the model that its checks train in the place of the kit's own.
+        data: makes the dataset of that model.
     """
 
     kind: str
@@ -65,6 +66,8 @@ class ComponentUnderTest:
     launcher: tuple[str, ...] | None = None
     golden: str | None = None
     seed: int = 0
+    model: Factory | None = None
+    data: Factory | None = None
 
     @classmethod
     def of(
@@ -79,6 +82,8 @@ class ComponentUnderTest:
         launcher: Sequence[str] | None = None,
         golden: str | os.PathLike[str] | None = None,
         seed: int = 0,
+        model: str | Callable[[], Any] | None = None,
+        data: str | Callable[[], Any] | None = None,
     ) -> ComponentUnderTest:
         """Return a ComponentUnderTest of checked arguments; its class is loaded on first use."""
         if isinstance(features, str):
@@ -92,10 +97,12 @@ class ComponentUnderTest:
         component = cls(
             kind, target, frozenset(features), dict(arguments or {}), accelerator, tuple(tables),
             None if launcher is None else tuple(launcher), None if golden is None else os.path.abspath(golden), seed,
+            factory_of("model", model), factory_of("data", data),
         )  # fmt: skip
         component.entry  # noqa: B018  an unknown alias is an error here
         if kind != "accelerator":
             registry.find("accelerator", accelerator)
+        check_model(kind, component.model, component.data)
         return component
 
     def __getstate__(self) -> dict[str, Any]:
@@ -204,8 +211,13 @@ def missing(check: Check, component: ComponentUnderTest) -> str:
         return str(MissingRequirement("it needs processes made by fork"))
     if "table" in check.needs and not component.own_tables:
         return str(
-            MissingRequirement("the variables of its launcher are not known: give tables=[{...}, ...], one per rank")
+            MissingInput(
+                "the variables of its launcher are not known: give --tables FILE, or tables=[{...}, ...] to the suite, "
+                "the variables of each of four ranks on two nodes"
+            )
         )
+    if component.model is not None and check.id in KIT_MODEL:
+        return str(NotApplicable("the check is about a model of its own, and a model was given"))
     if not component.entry.availability():
         return "" if check.id.startswith("GEN") else str(MissingRequirement(component.entry.availability().reason))
     if check.needs & {"device", "two devices"}:
@@ -215,40 +227,6 @@ def missing(check: Check, component: ComponentUnderTest) -> str:
         if "two devices" in check.needs and accelerator.device_count() < 2 and not accelerator.oversubscribable:
             return str(MissingRequirement(f"it needs two devices, accelerator {accelerator.name!r} has one here"))
     return ""
-
-
-def import_object(module: str, name: str, file: str | None) -> Any:
-    """Return ``name`` of ``module``, which is imported by its name or, where that leads elsewhere, from ``file``.
-
-    pytest imports a test module under a name of its own, which nobody else can import.
-    """
-    found: Any = _import(module, file)
-    for part in name.split("."):
-        if part == "<locals>":
-            raise ConfigurationError(
-                f"{module}.{name} must stand at the top level of its module: other processes have to import it"
-            )
-        found = getattr(found, part)
-    return found
-
-
-def _import(name: str, file: str | None) -> ModuleType:
-    try:
-        module = importlib.import_module(name)
-        if file is None or os.path.realpath(getattr(module, "__file__", None) or "") == os.path.realpath(file):
-            return module
-    except ImportError:
-        if file is None:
-            raise
-    assert file is not None
-    unique = "torchhal_conformance_" + re.sub(r"\W", "_", file)
-    if unique not in sys.modules:
-        spec = importlib.util.spec_from_file_location(unique, file)
-        if spec is None or spec.loader is None:
-            raise ConfigurationError(f"{file!r} can't be imported in another process")
-        sys.modules[unique] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[unique])
-    return sys.modules[unique]
 
 
 def _slug(cls: type[Any]) -> str:

@@ -7,13 +7,14 @@ from html import escape
 from typing import Any, Final
 
 from torchhal_conformance._check import CHECKS
+from torchhal_conformance._report import follows
 
 _STYLE: Final = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
 table { border-collapse: collapse; width: 100%; }
 td, th { text-align: left; vertical-align: top; padding: .3rem .6rem; }
 tr { border-top: 1px solid #ddd; } pre { white-space: pre-wrap; margin: .3rem 0; }
-.passed, .conformant { color: #176b2c; } .failed { color: #b3261e; } .skipped, .partial { color: #7a5b00; }
+.passed, .conformant { color: #176b2c; } .failed { color: #b3261e; } .skipped, .partial, .incomplete { color: #7a5b00; }
 """
 
 
@@ -54,8 +55,12 @@ def _rows(report: Mapping[str, Any]) -> Iterator[str]:
     for one in report["checks"]:
         known = CHECKS.get(one["id"])
         contract = "" if known is None else escape(known.contract)
-        reason = f"<pre>{escape(one['reason'])}</pre>" if one["reason"] else ""
+        reason = f"<pre>{escape(follows(one) + one['reason'])}</pre>" if one["reason"] else ""
         fix = f"<p>{escape(known.fix)}</p>" if known is not None and one["outcome"] == "failed" else ""
+        if one.get("follows_from"):
+            fix = ""
+        if trace := one.get("traceback"):  # the rule itself may be that nothing is raised: its fix is beside the error
+            fix = f"<details><summary>traceback</summary><pre>{escape(trace)}</pre>{fix}</details>"
         yield (
             f'<tr><td>{one["id"]}</td><td>{one["level"]}</td><td class="{one["outcome"]}">{one["outcome"]}</td>'
             f"<td>{contract}{reason}{fix}</td></tr>"

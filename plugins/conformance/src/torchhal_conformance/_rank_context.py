@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, Final, cast
 
 import torch
@@ -17,7 +18,8 @@ from torchhal.checkpoint import CheckpointIO
 from torchhal.cluster import TorchElasticEnvironment
 from torchhal.precision import Precision, SinglePrecision
 from torchhal.strategies import Strategy
-from torchhal_conformance._check import CheckFailed
+from torchhal_conformance._author_model import create
+from torchhal_conformance._check import CheckFailed, NotApplicable
 from torchhal_conformance._component_under_test import ComponentUnderTest
 from torchhal_conformance._worker_pool import CALL
 
@@ -38,6 +40,13 @@ class RankContext:
         self.rank = int(os.environ["RANK"])
         self.size = int(os.environ["WORLD_SIZE"])
         self._exchanges = 0
+        self.trained: set[type[Any]] = set()
+        """Classes of the author's models that the check has made."""
+
+    @cached_property
+    def dataset(self) -> Any:
+        """The author's data; None without them."""
+        return None if self.component.data is None else create(self.component.data)
 
     def create_strategy(
         self,
@@ -58,6 +67,8 @@ class RankContext:
             checkpoint_io = checkpoint_io or self.component.create()
         elif kind == "precision":
             precision = precision or self.component.create()
+        if self.component.model is not None:
+            self._refuse_other_models(strategy)
         strategy.timeout = min(strategy.timeout, PATIENCE)
         accelerator = self.component.make_accelerator()
         if devices is None:
@@ -71,6 +82,17 @@ class RankContext:
             num_nodes=1,
         )
         return strategy
+
+    def _refuse_other_models(self, strategy: Strategy) -> None:
+        """Let a check that trains a model of its own say so, where the strategy may be for the author's alone."""
+        connect = strategy.connect
+
+        def checked(module: Any) -> None:
+            if type(module) not in self.trained:
+                raise NotApplicable("the check is about a model of its own, and a model was given")
+            connect(module)
+
+        vars(strategy)["connect"] = checked
 
     @contextmanager
     def set_up_strategy(self, strategy: Strategy | None = None, **components: Any) -> Iterator[Strategy]:

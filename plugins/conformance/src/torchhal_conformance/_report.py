@@ -14,7 +14,7 @@ import torchhal
 from torchhal_conformance._check import LEVELS, checks_for
 from torchhal_conformance._component_under_test import ComponentUnderTest
 from torchhal_conformance._hardware import describe_hardware
-from torchhal_conformance._session import ENVIRONMENT, Result
+from torchhal_conformance._session import ENVIRONMENT, INPUT, Result
 
 SCHEMA: Final = 1
 KIT: Final = torchhal.__version__
@@ -43,9 +43,11 @@ def build(
             "outcome": result.outcome,
             "reason": _reason(result, known.get(result.check.id)),
             "seconds": result.seconds,
+            **_failure(result),
         }
         for result in results
     ]
+    given = {"model": component.model, "data": component.data}
     return {
         "schema": SCHEMA,
         "kind": component.kind,
@@ -57,6 +59,7 @@ def build(
         "hardware": _hardware(component),
         "features": sorted(component.declared) if component.entry.availability() else sorted(component.features),
         "arguments": {name: repr(value) for name, value in sorted(component.arguments.items())},
+        **{name: str(factory) for name, factory in given.items() if factory is not None},
         "seed": component.seed,
         "levels": {level: _counts(checks, level) for level in LEVELS if any(one["level"] == level for one in checks)},
         "checks": checks,
@@ -64,23 +67,56 @@ def build(
     }
 
 
+def _failure(result: Result) -> dict[str, str]:
+    """Return what is known of a failure beside its reason."""
+    names = ("follows_from", "error", "at", "traceback")
+    return {name: getattr(result, name) for name in names if getattr(result, name)}
+
+
 def _reason(result: Result, expected: str | None) -> str:
     return f"expected: {expected}\n{result.reason}" if expected and result.outcome == "failed" else result.reason
 
 
 def verdict(checks: Sequence[Mapping[str, Any]], *, complete: Collection[str] = ()) -> str:
-    """Return ``failed``, ``partial`` where this machine couldn't make a check, or ``conformant``.
+    """Return ``failed``, ``incomplete``, ``partial``, or ``conformant``.
 
-    A provisional check changes nothing, nor does one about a feature that isn't declared. Without one of those in
-    ``complete``, ids, it is ``partial`` at best: nobody made them.
+    It is ``incomplete`` where a check of the core was not made for want of an argument that only the author can give,
+    and ``partial`` where this machine couldn't make one. A provisional check changes nothing, nor does one about a
+    feature that isn't declared. Without one of those in ``complete``, ids, it is ``partial`` at best: nobody made them.
     """
     counting = [one for one in checks if one["level"] != "provisional"]
     if any(one["outcome"] == "failed" for one in counting):
         return "failed"
+    if any(one["level"] == "core" and _lacks(one, INPUT) for one in counting):
+        return "incomplete"
     left_out = not set(complete) <= {one["id"] for one in checks} or any(
-        one["outcome"] == "skipped" and one["reason"].startswith(ENVIRONMENT) for one in counting
+        _lacks(one, ENVIRONMENT) or _lacks(one, INPUT) for one in counting
     )
     return "partial" if left_out or not any(one["outcome"] == "passed" for one in counting) else "conformant"
+
+
+def file_name(report: Mapping[str, Any], accelerator: str = "") -> str:
+    """Return the name of a report's file in a folder of reports.
+
+    ``accelerator``: alias of what a precision or strategy was checked on; without it, the report's device says it.
+    """
+    on = accelerator or report["device"].partition(" x ")[0]
+    where = f".{on}" if report["kind"] in ("precision", "strategy") else ""
+    how = "".join(f".{name}" for name in report["arguments"])
+    return f"{report['plugin']}.{report['kind']}.{report['alias']}{where}{how}.json"
+
+
+def _lacks(one: Mapping[str, Any], beginning: str) -> bool:
+    return bool(one["outcome"] == "skipped" and one["reason"].startswith(beginning))
+
+
+def missing_inputs(report: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return what the author has to give for the core checks that were not made: reason -> their ids."""
+    found: dict[str, list[str]] = {}
+    for one in report["checks"]:
+        if one["level"] == "core" and _lacks(one, INPUT):
+            found.setdefault(one["reason"].removeprefix(INPUT).strip(), []).append(one["id"])
+    return found
 
 
 def _counts(checks: Sequence[Mapping[str, Any]], level: str) -> dict[str, int]:
@@ -122,9 +158,14 @@ def junit(report: Mapping[str, Any]) -> str:
             lines.append(f"{case}/>")
         else:
             tag = "failure" if one["outcome"] == "failed" else "skipped"
-            first = quoteattr((one["reason"].splitlines() or [""])[0])
+            first = quoteattr(follows(one) + (one["reason"].splitlines() or [""])[0])
             lines.append(f"{case}><{tag} message={first}>{escape(_printable(one['reason']))}</{tag}></testcase>")
     return "\n".join([*lines, "</testsuite>", ""])
+
+
+def follows(one: Mapping[str, Any]) -> str:
+    """Return ``follows from ID: `` for a failure that does, else an empty string."""
+    return f"follows from {one['follows_from']}: " if one.get("follows_from") else ""
 
 
 def _printable(text: str) -> str:
@@ -132,7 +173,7 @@ def _printable(text: str) -> str:
     return "".join(letter for letter in text if letter in "\n\t" or letter.isprintable())
 
 
-_COLOURS: Final = {"conformant": "brightgreen", "partial": "yellow", "failed": "red"}
+_COLOURS: Final = {"conformant": "brightgreen", "partial": "yellow", "incomplete": "orange", "failed": "red"}
 
 
 def badge(report: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ import torch
 
 from torchhal_conformance import _rank_check as rank_check
 from torchhal_conformance._check import Check, CheckFailed, MissingRequirement, NotApplicable, Skipped
+from torchhal_conformance._component_error import ComponentError, locate
 from torchhal_conformance._component_under_test import ComponentUnderTest, missing
 from torchhal_conformance._context import CheckContext
 from torchhal_conformance._fork_server import ForkServer
@@ -31,6 +32,9 @@ from torchhal_conformance._torch_globals import restore, torch_state
 from torchhal_conformance._worker_pool import WorkerPool
 
 ENVIRONMENT: Final = "environment:"
+"""Beginning of the reason of a check that another machine could make."""
+INPUT: Final = "input:"
+"""Beginning of the reason of a check that the component's author could have made, by an argument."""
 PATIENCE: Final = 240.0
 """Seconds for a check that runs in this process: many times what any takes, and less than a user's patience."""
 _IMPORTED: Final = ("torch._dynamo", "torchhal_conformance._worker_pool", "torchhal.trainer")
@@ -39,18 +43,38 @@ _IMPORTED: Final = ("torch._dynamo", "torchhal_conformance._worker_pool", "torch
 
 @dataclass(frozen=True)
 class Result:
-    """Result of one check; ``reason`` is empty for one that passed, and ``text`` is shown to an author."""
+    """Result of one check; ``reason`` is empty for one that passed, and ``text`` is shown to an author.
+
+    Attributes:
+        error: ``CLASS: MESSAGE`` of an error that was raised in the place of a measured difference.
+        at: ``FILE:LINE`` where the component raised it.
+        traceback: of that error.
+        follows_from: id of the failed check that this failure follows from.
+    """
 
     check: Check
     outcome: str
     reason: str = ""
     seconds: float = 0.0
+    error: str = ""
+    at: str = ""
+    traceback: str = ""
+    follows_from: str = ""
 
     @property
     def text(self) -> str:
-        """The contract, the measured difference, and the fix."""
+        """The contract, the measured difference and the fix; one line for what follows, and for an error."""
         one = self.check
+        if self.follows_from:
+            return f"{one.id} follows from {self.follows_from}: {(self.reason.splitlines() or [''])[0]}"
+        if self.error:
+            return f"{one.id}: {self.reason}: {one.contract}"
         return f"{one.id}: {one.contract}\n\n{self.reason}\n\nWhy: {one.why}\nFix: {one.fix}"
+
+    @property
+    def verbose_text(self) -> str:
+        """The text, with the traceback of an error."""
+        return f"{self.text}\n{self.traceback}" if self.traceback else self.text
 
 
 @cache
@@ -71,6 +95,10 @@ class Session:
     def __init__(self, component: ComponentUnderTest) -> None:
         self.component = component
         self._worker_pools: dict[int, WorkerPool] = {}
+        self._failed: dict[str, str] = {}
+        """Id of a failed check -> the failed check that it follows from, itself if there is none."""
+        self._errors: dict[tuple[str, str], str] = {}
+        """An error and its place -> the check that failed with it first."""
 
     def __enter__(self) -> Session:
         return self
@@ -94,6 +122,7 @@ class Session:
         """Make one check and return its Result; only Ctrl-C is raised, no error of the component."""
         start = time.perf_counter()
         outcome, reason = "passed", ""
+        raised: ComponentError | None = None
         try:
             if lacking := missing(one, self.component):
                 raise Skipped(lacking)
@@ -101,13 +130,31 @@ class Session:
                 self._make(one)
         except Skipped as skip:
             outcome, reason = "skipped", str(skip)
-        except CheckFailed as failure:
-            outcome, reason = "failed", str(failure)
         except KeyboardInterrupt:
             raise
-        except BaseException:  # SystemExit too: a component may do anything
-            outcome, reason = "failed", traceback.format_exc().rstrip()
-        return Result(one, outcome, reason, round(time.perf_counter() - start, 3))
+        except BaseException as error:  # SystemExit too: a component may do anything
+            outcome, reason = "failed", str(error)
+            if not isinstance(error, CheckFailed) or error.raised:
+                raised = locate(error, self.component)
+        seconds = round(time.perf_counter() - start, 3)
+        if outcome != "failed":
+            return Result(one, outcome, reason, seconds)
+        cause = self._cause(one, raised)
+        if raised is None:
+            return Result(one, outcome, reason, seconds, follows_from=cause)
+        return Result(one, outcome, raised.reason, seconds, raised.error, raised.at, raised.traceback, cause)
+
+    def _cause(self, one: Check, raised: ComponentError | None) -> str:
+        """Return the id of the failed check that a failure of ``one`` follows from, empty for one of its own."""
+        causes = [self._failed[other] for other in one.after if other in self._failed]
+        if raised is not None and raised.at:
+            place = (raised.error, raised.at)
+            causes += [self._errors[place]] if place in self._errors else []
+        cause = causes[0] if causes else ""
+        self._failed[one.id] = cause or one.id
+        if raised is not None:
+            self._errors.setdefault((raised.error, raised.at), self._failed[one.id])
+        return cause if cause != one.id else ""
 
     def _make(self, one: Check) -> None:
         if not one.world_sizes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,6 +34,8 @@ def conformance_suite(
     launcher: Sequence[str] | None = None,
     golden: str | os.PathLike[str] | None = None,
     seed: int = 0,
+    model: str | Callable[[], Any] | None = None,
+    data: str | Callable[[], Any] | None = None,
 ) -> type[Any]:
     """Return a test class with one item per check.
 
@@ -54,6 +56,10 @@ def conformance_suite(
             ``("srun", "-n", "2")``; torchrun's is known.
         golden: a folder with checkpoints that earlier releases of a checkpoint IO have written; see CIO-25.
         seed: of everything random.
+        model: for a strategy that can't train the kit's small net: a function without arguments, or ``"MODULE:NAME"``
+            of one, that returns a module with a training_step. Its loss is a mean over samples, and deterministic.
+        data: the same for a map-style dataset of that model, whose samples are tuples; the kit's samples are
+            6 numbers and 2 targets.
 
     Raises:
         ConfigurationError: an unknown kind, level, id or feature, an empty reason; a collection error under pytest.
@@ -71,6 +77,8 @@ def conformance_suite(
         launcher=launcher,
         golden=golden,
         seed=seed,
+        model=model,
+        data=data,
     )
     chosen = choose(kind, level, only, "'only'")
     expected = dict(expected_failures or {})
@@ -101,15 +109,16 @@ def conformance_suite(
                 _write_report(Path(folder), component, reports.build(component, cls.results, expected))
 
         @pytest.mark.parametrize("id", [item(one.id) for one in chosen])
-        def test(self, id: str) -> None:
+        def test(self, id: str, request: pytest.FixtureRequest) -> None:
             result = self.session.run(CHECKS[id])
             self.results.append(result)
             if result.outcome == "skipped":
                 pytest.skip(result.reason)
+            told = result.verbose_text if request.config.get_verbosity() > 0 else result.text
             if result.outcome == "failed" and result.check.level == "provisional" and id not in expected:
-                pytest.xfail(f"provisional, which changes no verdict: {result.text}")
+                pytest.xfail(f"provisional, which changes no verdict: {told}")
             if result.outcome == "failed":
-                pytest.fail(result.text, pytrace=False)
+                pytest.fail(told, pytrace=False)
 
     TestConformance.__doc__ = f"The conformance checks of the {kind} {component.alias!r}."
     return TestConformance
@@ -137,11 +146,8 @@ def choose(kind: str, level: str | None, only: Iterable[str] | None, name: str) 
 
 def _write_report(folder: Path, component: ComponentUnderTest, report: Mapping[str, Any]) -> None:
     on = registry.find("accelerator", component.accelerator).component.alias
-    where = f".{on}" if component.kind in ("precision", "strategy") else ""
     folder.mkdir(parents=True, exist_ok=True)
-    how = "".join(f".{name}" for name in report["arguments"])
-    name = f"{report['plugin']}.{component.kind}.{component.alias}{where}{how}.json"
-    (folder / name).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    (folder / reports.file_name(report, on)).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
 def check_features(component: ComponentUnderTest) -> None:

@@ -26,11 +26,11 @@ from multiprocessing.connection import Client, Connection, Listener, wait
 from typing import Any, Final
 
 from torchhal.distributed.stores import TCPStore
-from torchhal_conformance._check import CheckFailed, MissingRequirement, NotApplicable, Skipped
+from torchhal_conformance._check import CheckFailed, MissingInput, MissingRequirement, NotApplicable, Skipped
 from torchhal_conformance._fork_server import ForkServer
 from torchhal_conformance._limits import scaled
 
-_SKIPS: Final = frozenset(kind.__name__ for kind in (Skipped, MissingRequirement, NotApplicable))
+_SKIPS: Final = frozenset(kind.__name__ for kind in (Skipped, MissingInput, MissingRequirement, NotApplicable))
 
 GRACE: Final = 3.0
 """Seconds that the other ranks have left once one has failed: they may be waiting for it."""
@@ -44,6 +44,10 @@ class Outcome:
     error: str = ""
     message: str = ""
     traceback: str = ""
+    at: float = 0.0
+    """Time of the error by :func:`time.monotonic`, which all ranks share."""
+    frames: tuple[tuple[str, int], ...] = ()
+    """File and line of each call in which it was raised, the innermost last."""
 
 
 class WorkerUnresponsive(CheckFailed):
@@ -76,7 +80,7 @@ class WorkerPool:
         if skipped and len(skipped) == len(failed):
             raise Skipped(skipped[0].message)
         if failed:
-            raise CheckFailed(self._told(failed))
+            raise self._with_cause(CheckFailed(self._told(failed)), failed)
         return [outcome.value for outcome in outcomes]
 
     def outcomes(self, function: Callable[..., Any], *arguments: Any, timeout: float = 30.0) -> list[Outcome]:
@@ -122,9 +126,8 @@ class WorkerPool:
         failed = {rank: outcome for rank, outcome in outcomes.items() if outcome.error}
         names = ", ".join(f"rank {rank}" for rank in waiting)
         if failed:  # the others were waiting for it
-            raise WorkerUnresponsive(
-                f"{self._told(failed)}\n(in a world of {self.size}: {names} HANG, waiting for a rank that failed)"
-            )
+            told = f"{self._told(failed)}\n(in a world of {self.size}: {names} HANG, waiting for a rank that failed)"
+            raise self._with_cause(WorkerUnresponsive(told), failed)
         stacks = "\n".join(f"rank {rank} is at:\n{self._stack(rank)}" for rank in waiting)
         silent = ", ".join(f"rank {rank} HANG" for rank in waiting)
         raise WorkerUnresponsive(
@@ -152,6 +155,15 @@ class WorkerPool:
             text = outcome.message if outcome.error == CheckFailed.__name__ else outcome.traceback
             lines.append(f"rank {rank} of {self.size}: {text}")
         return "\n".join(dict.fromkeys(lines))
+
+    def _with_cause(self, error: CheckFailed, failed: dict[int, Outcome]) -> CheckFailed:
+        """Give ``error`` what the first rank that failed raised, unless it measured a difference."""
+        rank, first = min(failed.items(), key=lambda one: one[1].at)
+        if first.error != CheckFailed.__name__:
+            message = (first.message.strip().splitlines() or [""])[0]
+            error.raised = f"rank {rank} of {self.size}: {first.error}{f': {message}' if message else ''}"
+            error.frames = first.frames
+        return error
 
     def _stack(self, rank: int) -> str:
         path = os.path.join(self._folder, f"stack-{rank}")
@@ -272,7 +284,9 @@ def _call(payload: bytes) -> Outcome:
         return Outcome(function(*arguments))
     except BaseException as error:
         kind = "CheckFailed" if isinstance(error, CheckFailed) else type(error).__name__
-        return Outcome(error=kind, message=str(error), traceback=traceback.format_exc())
+        frames = tuple((frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__))
+        told = traceback.format_exc()
+        return Outcome(error=kind, message=str(error), traceback=told, at=time.monotonic(), frames=frames)
 
 
 CALL: Final = "TORCHHAL_CONFORMANCE_CALL"

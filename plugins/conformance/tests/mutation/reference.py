@@ -133,8 +133,8 @@ KINDS: Final[dict[str, Kind]] = {
         tuple(
             f"strategies/{name}.py"
             for name in (
-                "_attributes", "_communication", "_optimizer_state", "_state", "_steps", "base", "ddp", "parallel",
-                "single_device",
+                "_attributes", "_ddp_state", "_communication", "_optimizer_state", "_state", "_steps", "base", "ddp",
+                "parallel", "single_device",
             )
         ),
         (

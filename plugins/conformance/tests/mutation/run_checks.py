@@ -51,7 +51,7 @@ def _run(carrier: dict[str, Any], given: dict[str, Any], output: TextIO) -> bool
                 select_row(given["reach"], row)
             one = CHECKS[id] if timeout is None else replace(CHECKS[id], timeout=min(timeout, CHECKS[id].timeout))
             result = session.run(one)
-            if not tell(id, result.outcome, result.reason, result.seconds):
+            if not tell(id, result.outcome, f"{result.reason}\n{result.traceback}".rstrip(), result.seconds):
                 return False
     return True
 

@@ -25,6 +25,9 @@ from mutation.reference import KINDS, PACKAGE, Carrier, read_sources, target, wr
 from torchhal_conformance import checks_for
 from torchhal_conformance._fork_server import ForkServer
 
+_PARSING: Final = threading.Lock()
+"""ast.parse is not safe in two threads at once on Python 3.11: it counts its depth for all of them."""
+
 HERE: Final = Path(__file__).resolve().parent
 CACHE: Final = HERE.parents[3] / ".mutation_cache"
 TAG: Final = "TORCHHAL_MUTATION_RUN"
@@ -197,7 +200,8 @@ class Runner:
     ) -> Verdict:
         start = time.monotonic()
         work = self._new_folder()
-        write_package(work, self.kind, changed)
+        with _PARSING:
+            write_package(work, self.kind, changed)
         by_name = {one.name: one for one in KINDS[self.kind].carriers}
         # one session per carrier: its processes are started once
         plan = [

@@ -60,7 +60,15 @@ class WrappedOptimizer:
 
 
 def extract_loss(output: Any, model: str) -> torch.Tensor | None:
-    """Return the loss in what ``training_step`` returned; None where it returned none."""
+    """Return the loss in what ``training_step`` returned; None where it returned none.
+
+    Args:
+        output: a tensor, a mapping with ``"loss"``, or None.
+        model: name of the module's class, for the message.
+
+    Raises:
+        ModelError: there is no loss in it, or one that is no single number or depends on no parameter.
+    """
     loss = output
     if isinstance(output, Mapping):
         if "loss" not in output:
@@ -125,6 +133,10 @@ class Optimization(RunPart[Run]):
         """Follow the strategy's list of optimizers, which a callback may change while training."""
         self.wrapped = [WrappedOptimizer(optimizer, self) for optimizer in self.optimizers]
         self.closures = {id(optimizer): needs_closure(optimizer) for optimizer in self.optimizers}
+        strategy = self.strategy
+        if self.automatic and ("owns_step" in strategy.features or overrides(strategy, Strategy, "optimizer_step")):
+            for optimizer in self.optimizers:  # whose step may never be called; torch's schedulers warn of that
+                optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def _check(self) -> None:
         run = self.run

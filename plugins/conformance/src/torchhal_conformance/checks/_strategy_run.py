@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from torchhal.strategies import Strategy
 from torchhal_conformance._assertions import close, require
+from torchhal_conformance._author_model import collate, create_model
 from torchhal_conformance._check import NotApplicable
 from torchhal_conformance._rank_context import RankContext
 
@@ -46,8 +47,20 @@ class Regression(nn.Module):
         return F.mse_loss(self(x), y)
 
 
-def batch(rank: RankContext, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the global batch of that number, the same on every rank."""
+def make_model(rank: RankContext, seed: int = 0) -> Any:
+    """Return the kit's small net, or the author's model, with the weights of ``seed``."""
+    factory = rank.component.model
+    if factory is None:
+        return Regression(seed)
+    model = create_model(factory, seed)
+    rank.trained.add(type(model))
+    return model
+
+
+def batch(rank: RankContext, number: int) -> tuple[torch.Tensor, ...]:
+    """Return the global batch of that number, the same on every rank: the kit's random one, or of the author's data."""
+    if rank.dataset is not None:
+        return collate(rank.dataset, number, BATCH)
     return rank.random(BATCH, 6, seed=2 * number), rank.random(BATCH, 2, seed=2 * number + 1)
 
 
@@ -74,7 +87,7 @@ class StrategyRun:
         self, rank: RankContext, strategy: Strategy, model: Any = None, make: Any = SGD, **options: Any
     ) -> None:
         self.rank, self.strategy = rank, strategy
-        self.module = Regression() if model is None else model
+        self.module = make_model(rank) if model is None else model
         strategy.connect(self.module)
         strategy.setup_model()
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
@@ -134,7 +147,7 @@ def reference(
     rank: RankContext, steps: int, make: Any = SGD, clip: float | None = None, model: Any = None, **options: Any
 ) -> tuple[Any, list[float]]:
     """Train in plain torch, in one process on the joined batches; return the model and its losses."""
-    model = Regression() if model is None else model
+    model = make_model(rank) if model is None else model
     optimizer = make(model.parameters(), **{"lr": 0.1, **options})
     losses = []
     for number in range(steps):

@@ -72,7 +72,7 @@ def nonsense(context: CheckContext) -> None:
         raises(f"parse_devices({value!r})", (ValueError, TypeError), ask, repr(value), str(count))
 
 
-@check("ACC-04", needs=["device"])
+@check("ACC-04", needs=["device"], after=("ACC-02",))
 def parsing_is_pure(context: CheckContext) -> None:
     """parse_devices leaves its argument and the environment alone, and takes its own result to mean itself.
 
@@ -111,7 +111,7 @@ def parallel_devices(context: CheckContext) -> None:
     same(f"parse_devices({request})", accelerator.parse_devices(request), tuple(request))
 
 
-@check("ACC-06")
+@check("ACC-06", after=("ACC-01",))
 def auto_count(context: CheckContext) -> None:
     """auto_device_count() is at least 1 exactly where the accelerator is available, and "auto" means that many devices.
 
@@ -197,7 +197,7 @@ def _allocated_on_first(component: Any) -> int:
     return int(accelerator.memory_stats(first).get("allocated", 0))
 
 
-@check("ACC-19")
+@check("ACC-19", after=("ACC-01",))
 def without_hardware(context: CheckContext) -> None:
     """Where the hardware is missing, what needs it raises AcceleratorUnavailableError with the reason.
 

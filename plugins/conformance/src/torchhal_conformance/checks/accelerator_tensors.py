@@ -102,7 +102,7 @@ class _Moves:
         return _Moves(self.tensor.to(device))
 
 
-@check("ACC-13", needs=["device"])
+@check("ACC-13", needs=["device"], after=("ACC-12",))
 def batch_structure(context: CheckContext) -> None:
     """batch_to_device keeps the structure of a batch, moves its tensors, and doesn't write to the batch that was given.
 
@@ -146,7 +146,7 @@ def batch_structure(context: CheckContext) -> None:
     for_each("a batch", each, corners=deepest(TensorSpec()), generated=nests(leaves), seed=context.component.seed)
 
 
-@check("ACC-15", needs=["device"])
+@check("ACC-15", needs=["device"], after=("ACC-12",))
 def synchronized_reads(context: CheckContext) -> None:
     """After synchronize(device) the host reads what the device wrote before, also through a copy that didn't wait.
 
@@ -218,7 +218,7 @@ def declared_capabilities(context: CheckContext) -> None:
             return
 
 
-@check("ACC-17", needs=["device"])
+@check("ACC-17", needs=["device"], after=("ACC-12",))
 def numerics(context: CheckContext) -> None:
     """A small network computes on the device what it computes on the CPU, forward and backward, up to 1e-3.
 
@@ -252,7 +252,7 @@ class _Numbers(Dataset[int]):
         return index * index
 
 
-@check("ACC-20", needs=["device", "posix"])
+@check("ACC-20", needs=["device", "posix"], after=("ACC-12",))
 def data_workers(context: CheckContext) -> None:
     """A DataLoader with two workers works after the device was set up and used.
 

@@ -80,7 +80,7 @@ def _load_elsewhere(component: ComponentUnderTest, path: str) -> Any:
     return pickle.dumps(component.create().load_checkpoint(path))
 
 
-@check("CIO-20", needs=["posix"])
+@check("CIO-20", needs=["posix"], after=("CIO-01",))
 def another_process(context: CheckContext) -> None:
     """When a save has returned, or wait() has, another process reads the checkpoint.
 

@@ -92,7 +92,7 @@ def _generated_values(context: CheckContext) -> None:
              seed=context.component.seed, examples=25)  # fmt: skip
 
 
-@check("CIO-02")
+@check("CIO-02", after=("CIO-01",))
 def shared_memory(context: CheckContext) -> None:
     """Tensors that share memory share it after a load, tied weights and views alike.
 

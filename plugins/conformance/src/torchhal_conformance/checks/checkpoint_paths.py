@@ -18,7 +18,7 @@ from torchhal_conformance._context import CheckContext
 from torchhal_conformance.checks._checkpoint_samples import checkpoint_files, file_sizes, load, save, small_checkpoint
 
 
-@check("CIO-05")
+@check("CIO-05", after=("CIO-01",))
 def overwrite(context: CheckContext) -> None:
     """A save over another checkpoint replaces all of it: nothing of a larger predecessor is left.
 
@@ -37,7 +37,7 @@ def overwrite(context: CheckContext) -> None:
     require(sizes[0] <= 1.5 * sizes[1], f"{sizes[0]} bytes, a fresh save takes {sizes[1]}")
 
 
-@check("CIO-11")
+@check("CIO-11", after=("CIO-01",))
 def paths(context: CheckContext) -> None:
     """A path may be a str or a Path, relative, and lie in folders that don't exist yet.
 
@@ -99,7 +99,7 @@ def removal(context: CheckContext) -> None:
     same("what the link pointed to", io.load_checkpoint(target), small_checkpoint())
 
 
-@check("CIO-24", features=["fsspec"])
+@check("CIO-24", features=["fsspec"], after=("CIO-01",))
 def url(context: CheckContext) -> None:
     """A URL such as memory://run/x.ckpt can be saved to, loaded, listed and removed like a path.
 
@@ -119,7 +119,7 @@ def url(context: CheckContext) -> None:
     raises("loading a missing URL", FileNotFoundError, lambda: io.load_checkpoint(path), "x.ckpt")
 
 
-@check("CIO-26")
+@check("CIO-26", after=("CIO-01", "CIO-13"))
 def like_a_dict(context: CheckContext) -> None:
     """Any sequence of saves, overwrites, removals and loads of a few names behaves as a dict would.
 

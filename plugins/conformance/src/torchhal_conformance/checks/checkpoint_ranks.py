@@ -16,7 +16,7 @@ from torchhal_conformance._rank_context import RankContext
 from torchhal_conformance.checks._checkpoint_samples import small_checkpoint
 
 
-@check("CIO-21", features=["sharded"], world_sizes=(2,), timeout=90)
+@check("CIO-21", features=["sharded"], world_sizes=(2,), timeout=90, after=("CIO-01",))
 def all_ranks(rank: RankContext) -> None:
     """Through a strategy every rank takes part in a save to one path, and all load the same.
 
@@ -58,7 +58,7 @@ def _load_shards(component: ComponentUnderTest, path: str) -> Any:
         return (weights.full_tensor() if hasattr(weights, "full_tensor") else weights).tolist(), loaded["step"]
 
 
-@check("CIO-22", features=["reshard"], needs=["posix"])
+@check("CIO-22", features=["reshard"], needs=["posix"], after=("CIO-01",))
 def another_number_of_ranks(context: CheckContext) -> None:
     """Shards that three ranks wrote load in two, and in one.
 
@@ -73,7 +73,7 @@ def another_number_of_ranks(context: CheckContext) -> None:
             same(f"shards of 3 ranks loaded by {size}", got, expected)
 
 
-@check("CIO-23", world_sizes=(2,), timeout=20)
+@check("CIO-23", world_sizes=(2,), timeout=20, after=("CIO-01",))
 def one_writer(rank: RankContext) -> None:
     """Without the feature ``sharded`` rank 0 alone writes, all ranks return, and all of them can load.
 

@@ -28,7 +28,7 @@ def _read(value: Any) -> Any:
     return value
 
 
-@check("CIO-40", level="provisional", since="0.2")
+@check("CIO-40", level="provisional", since="0.2", after=("CIO-01",))
 def inspection(context: CheckContext) -> None:
     """open_checkpoint returns the dictionary that was saved; its tensors have values, on the CPU, when they are read.
 

@@ -16,6 +16,8 @@ from torchhal import registry
 from torchhal.accelerators import CPUAccelerator
 from torchhal.checkpoint import TorchCheckpointIO
 from torchhal.cluster import ClusterEnvironment
+from torchhal.cluster.base import RanksNotMetError
+from torchhal.distributed.process import launched_by
 from torchhal.errors import ConfigurationError
 from torchhal.launchers import ExternalLauncher
 from torchhal.precision import SinglePrecision
@@ -95,7 +97,7 @@ def second_node(context: CheckContext) -> None:
         same("the numbers of global rank 2", numbers(context.create()), expected(2))
 
 
-@check("ENV-04", needs=["table"])
+@check("ENV-04", needs=["table"], after=("ENV-03",))
 def all_ranks(context: CheckContext) -> None:
     """Every process of the table has its own global rank, and numbers within bounds that agree with each other.
 
@@ -120,11 +122,13 @@ def whole_numbers(context: CheckContext) -> None:
             require(type(value) is int, f"{name} must be an int (got {value!r}, a {type(value).__name__})")
 
 
-@check("ENV-06", needs=["table"])
+@check("ENV-06", needs=["table"], after=("ENV-03", "ENV-04"))
 def broken_variables(context: CheckContext) -> None:
     """A missing, empty, garbled or negative variable changes no number, or is a ConfigurationError that names it.
 
-    A number that is too large is such an error, or the numbers still agree with each other.
+    A number that is too large is such an error, or the numbers still agree with each other. Without a variable that
+    join() can do without, a number of nodes or local ranks or the address is a RanksNotMetError until then; world size
+    and global rank, by which the ranks meet, are as they were.
 
     Why: KeyError: 'X' doesn't say what should have set it, and a default of 0 makes every process rank 0.
     Fix: torchhal.cluster.read_int and its like.
@@ -138,13 +142,17 @@ def broken_variables(context: CheckContext) -> None:
             with variables(changed):
                 cls = context.component.cls
                 try:
-                    if not cls.detect():
-                        continue
+                    if not cls.detect() or (context.component.own_launcher == () and launched_by() is None):
+                        continue  # a process that no launcher has started, or that is to start the ranks, is no rank
                     environment = context.create()
                     got = numbers(environment)
                     place = (environment.main_address, environment.main_port)
                     if value == HUGE and got != expected(3):
                         environment.validate_settings(num_devices=2, num_nodes=2)
+                except RanksNotMetError as error:
+                    require(value is None or not value.strip(), f"{state} {name}: the error must name it (got {error})")
+                    _can_meet(f"{state} {name}", environment)
+                    continue
                 except ConfigurationError as error:
                     shown = name in str(error) or (value == HUGE and HUGE in str(error))
                     require(shown, f"{state} {name}: the error must name it (got {error})")
@@ -157,6 +165,17 @@ def broken_variables(context: CheckContext) -> None:
                     _within_bounds(f"{state} {name}", got)
                 else:
                     same(f"the numbers of global rank 3 {state} {name}", got, expected(3))
+
+
+def _can_meet(told: str, environment: ClusterEnvironment) -> None:
+    """Fail unless ``environment`` has a join() of its own, and the ranks that it needs."""
+    own = type(environment).join is not ClusterEnvironment.join
+    require(own, f"{told}: RanksNotMetError says that join() determines it, and there is no such join()")
+    try:
+        got = {"world_size": environment.world_size(), "global_rank": environment.global_rank()}
+    except ConfigurationError as error:
+        raise CheckFailed(f"{told}: the ranks can't meet without world size and global rank (got {error})") from error
+    same(f"the numbers by which the ranks meet {told}", got, {"world_size": 4, "global_rank": 3})
 
 
 def _within_bounds(told: str, got: dict[str, Any]) -> None:
@@ -276,7 +295,7 @@ def environ_untouched(context: CheckContext) -> None:
         same("os.environ after teardown(), where the program has changed it", dict(os.environ), before)
 
 
-@check("ENV-11", needs=["table"])
+@check("ENV-11", needs=["table"], after=("ENV-03", "ENV-04"))
 def mismatch(context: CheckContext) -> None:
     """validate_settings accepts what was started, and refuses another number of devices or nodes showing both numbers.
 
@@ -319,7 +338,7 @@ def precedence(context: CheckContext) -> None:
                 same(f"the numbers of global rank 3 inside of a job of {name}", numbers(context.create()), alone)
 
 
-@check("ENV-13", needs=["table"])
+@check("ENV-13", needs=["table"], after=("ENV-01",))
 def interactive(context: CheckContext) -> None:
     """A shell or notebook inside of an allocation is no process of a job: detect() is False.
 
@@ -334,7 +353,7 @@ def interactive(context: CheckContext) -> None:
     raise NotApplicable("its launcher has no interactive allocations that the kit knows")
 
 
-@check("ENV-14", needs=["table"])
+@check("ENV-14", needs=["table"], after=("ENV-04",))
 def no_initialisation(context: CheckContext) -> None:
     """The rank is known before any process group exists.
 
@@ -352,7 +371,7 @@ def no_initialisation(context: CheckContext) -> None:
     require("mpi4py.MPI" not in mpi, "mpi4py.MPI was imported, which initialises MPI")
 
 
-@check("ENV-15", needs=["table"])
+@check("ENV-15", needs=["table"], after=("ENV-04",))
 def fixed_ranks(context: CheckContext) -> None:
     """configure() and set_rendezvous() don't change the numbers of a process that a launcher has started.
 
@@ -368,7 +387,7 @@ def fixed_ranks(context: CheckContext) -> None:
         same("the numbers of global rank 3", numbers(environment), expected(3))
 
 
-@check("ENV-16", needs=["table"])
+@check("ENV-16", needs=["table"], after=("ENV-04",))
 def another_process(context: CheckContext) -> None:
     """It pickles, and a copy in another process answers for that process, as one object does at any time.
 
@@ -426,7 +445,7 @@ def _ask_all(component: ComponentUnderTest) -> tuple[float, list[str]]:
     return min(times), events
 
 
-@check("ENV-20", needs=["table"])
+@check("ENV-20", needs=["table"], after=("ENV-03", "ENV-04"))
 def unequal_nodes(context: CheckContext) -> None:
     """On nodes of three processes and of one every number is right, the size of each node too.
 

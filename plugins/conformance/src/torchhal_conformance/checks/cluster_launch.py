@@ -41,7 +41,7 @@ def real_launch(context: CheckContext) -> None:
     same("rank, local rank, world and sum in each process", found, ["0 0 2 1.0", "1 1 2 1.0"])
 
 
-@check("ENV-19", features=["elastic"], needs=["posix"])
+@check("ENV-19", features=["elastic"], needs=["posix"], after=("ENV-18",))
 def restarted(context: CheckContext) -> None:
     """When its launcher starts the processes again after a failure, they meet anew, with the ranks they have then.
 

@@ -79,7 +79,7 @@ def _told(context: CheckContext, told: str) -> dict[str, int] | None:
     return found
 
 
-@check("ENV-42", level="provisional", since="0.2", needs=["table"])
+@check("ENV-42", level="provisional", since="0.2", needs=["table"], after=("ENV-03", "ENV-04"))
 def nodes(context: CheckContext) -> None:
     """num_nodes() is 2 on every process of two nodes; node_of() tells ranks of one node from the others, or is None.
 

@@ -75,7 +75,7 @@ def hook_arguments(context: CheckContext) -> None:
         require(not extra, f"{name} takes {', '.join(map(repr, extra))}, which the hook doesn't pass")
 
 
-@check("GEN-10")
+@check("GEN-10", after=("GEN-07",))
 def signatures(context: CheckContext) -> None:
     """An override takes every argument of the contract's method, requires no other, and returns what it promises.
 
@@ -129,7 +129,7 @@ def _narrowed(cls: type, base: type, name: str) -> Iterator[str]:
         yield f"{name}() returns {mine_returns.__name__}, the contract promises {promised.__name__}"
 
 
-@check("GEN-11")
+@check("GEN-11", after=("GEN-07",))
 def defaults(context: CheckContext) -> None:
     """The record's defaults fit the constructor, and the component is made from them alone.
 
@@ -140,7 +140,7 @@ def defaults(context: CheckContext) -> None:
     require(isinstance(made, context.component.cls), f"the constructor made a {type(made).__name__}")
 
 
-@check("GEN-19")
+@check("GEN-19", after=("GEN-11",))
 def pickles(context: CheckContext) -> None:
     """The class and an instance that was not started pickle, and another process can unpickle them.
 

@@ -73,7 +73,7 @@ def _must_be_absent(vendors: tuple[str, ...]) -> None:
         raise MissingRequirement(f"{', '.join(there)} comes with torch here, so it can't be taken away")
 
 
-@check("GEN-05", needs=["posix"])
+@check("GEN-05", needs=["posix"], after=("GEN-04",))
 def broken_vendor(context: CheckContext) -> None:
     """With a vendor's module whose import fails an accelerator is unavailable with that error as the reason.
 

@@ -334,7 +334,7 @@ def master_weights(context: CheckContext) -> None:
         same(f"dtype of the optimizer's state for {name}", moment.dtype, precision.param_dtype)
 
 
-@check("PRE-23", needs=["device"])
+@check("PRE-23", needs=["device"], after=("PRE-01",))
 def evaluation(context: CheckContext) -> None:
     """Evaluation computes in the dtype of training, and under no_grad and inference_mode without gradients.
 

@@ -75,7 +75,7 @@ def _further_arguments(context: CheckContext) -> None:
     trained.near("gradients of a backward through a function", flatten(trained.gradients()) / scale, flatten(reference))
 
 
-@check("PRE-10", needs=["device"])
+@check("PRE-10", needs=["device"], after=("PRE-09",))
 def clip_by_norm(context: CheckContext) -> None:
     """Clipped by norm, the update has the smaller one of the limit and the gradient's norm.
 
@@ -124,7 +124,7 @@ def _clip_groups(context: CheckContext, norm: float) -> None:
     close("the norm of gradients of zero", returned, 0.0, 0.0)
 
 
-@check("PRE-11", needs=["device"])
+@check("PRE-11", needs=["device"], after=("PRE-09",))
 def clip_by_value(context: CheckContext) -> None:
     """Clipped by value, each entry of the update is the gradient's, cut at the limit.
 
@@ -158,7 +158,7 @@ def clip_by_value(context: CheckContext) -> None:
     )
 
 
-@check("PRE-12", needs=["device"])
+@check("PRE-12", needs=["device"], after=("PRE-09",))
 def unscale_once(context: CheckContext) -> None:
     """However often gradients are unscaled and clipped in a step, they are unscaled once.
 

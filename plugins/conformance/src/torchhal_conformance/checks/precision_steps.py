@@ -40,7 +40,7 @@ def overflow(context: CheckContext) -> None:
     require(bool(torch.isfinite(flatten(trained.weights())).all()), "the weights are not finite")
 
 
-@check("PRE-14", needs=["device"])
+@check("PRE-14", needs=["device"], after=("PRE-13",))
 def skipped_step(context: CheckContext) -> None:
     """optimizer_step answers True when the weights were updated, and False when the step was skipped.
 
@@ -56,7 +56,7 @@ def skipped_step(context: CheckContext) -> None:
     require(answer is False, f"optimizer_step of a skipped step must answer False (got {answer!r})")
 
 
-@check("PRE-15", needs=["device"])
+@check("PRE-15", needs=["device"], after=("PRE-09",))
 def accumulation(context: CheckContext) -> None:
     """Four micro-batches make the step of one batch, and the state changes once per optimizer step.
 
@@ -186,7 +186,7 @@ def fused_optimizers(context: CheckContext) -> None:
         one.near(f"the weights under a fused {make.__name__}", flatten(one.weights()), flatten(other.weights()))
 
 
-@check("PRE-21", needs=["device"])
+@check("PRE-21", needs=["device"], after=("PRE-09", "PRE-13"))
 def two_optimizers(context: CheckContext) -> None:
     """Two optimizers are unscaled, clipped, stepped and skipped each by itself.
 
@@ -217,7 +217,7 @@ def two_optimizers(context: CheckContext) -> None:
     same("weights of the optimizer with the overflow", weight.detach(), before)
 
 
-@check("PRE-25", needs=["device"])
+@check("PRE-25", needs=["device"], after=("PRE-09",))
 def loss_curve(context: CheckContext) -> None:
     """Twenty steps go down as they do in float32, up to what the arithmetic's width allows.
 

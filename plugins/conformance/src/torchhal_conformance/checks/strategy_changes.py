@@ -24,7 +24,7 @@ def _freeze(module: nn.Module, layers: tuple[str, ...]) -> None:
         parameter.requires_grad_(not name.startswith(layers) if layers else True)
 
 
-@check("STR-64", level="provisional", since="0.2", world_sizes=(1, 2))
+@check("STR-64", level="provisional", since="0.2", world_sizes=(1, 2), after=("STR-14",))
 def frozen_during_the_run(rank: RankContext) -> None:
     """Parameters that are frozen after the set-up, and trained again later, make the steps that plain torch makes.
 

@@ -15,6 +15,7 @@ from torchhal_conformance._rank_context import RankContext
 from torchhal_conformance.checks._strategy_run import (
     Regression,
     StrategyRun,
+    make_model,
     reference,
     running,
     two_groups,
@@ -35,7 +36,7 @@ def unprefixed(rank: RankContext) -> None:
         require(run.strategy.module is run.module, "strategy.module is another object than the user's")
         require(callable(run.module.training_step), "the user's method is gone")
         state = run.strategy.module_state_dict()
-        expected = list(Regression().state_dict())
+        expected = list(make_model(rank).state_dict())
         if state or rank.rank == 0:
             same("the names in module_state_dict()", sorted(state), sorted(expected))
 
@@ -49,7 +50,7 @@ def _checkpoint(run: StrategyRun, scheduler: Any) -> dict[str, Any]:
     }
 
 
-@check("STR-22", world_sizes=(2,), timeout=60)
+@check("STR-22", world_sizes=(2,), timeout=60, after=("STR-16",))
 def resume(rank: RankContext) -> None:
     """Two steps, a checkpoint, and two more in a new life are four steps: weights, optimizer, scheduler, precision.
 
@@ -78,7 +79,7 @@ def resume(rank: RankContext) -> None:
         train(run, scheduler, 2, 4)
         expected = run.weights()
         rank.gather("saved")
-    with running(rank, Regression(7), make=torch.optim.Adam, lr=0.05) as run:
+    with running(rank, make_model(rank, 7), make=torch.optim.Adam, lr=0.05) as run:
         scheduler = scheduled(run)
         loaded = run.strategy.load_checkpoint(path)
         run.strategy.load_module_state_dict(loaded["model"])
@@ -115,7 +116,7 @@ def _resume_two_groups(rank: RankContext) -> None:
         rank.gather("done")
 
 
-@check("STR-23", features=["portable"], world_sizes=(2,))
+@check("STR-23", features=["portable"], world_sizes=(2,), after=("STR-14",))
 def portable(rank: RankContext) -> None:
     """A checkpoint's weights load into the plain module, in one process without the strategy.
 
@@ -131,7 +132,7 @@ def portable(rank: RankContext) -> None:
     if rank.rank == 0:
         from torchhal.checkpoint import TorchCheckpointIO
 
-        model = Regression(7)
+        model = make_model(rank, 7)
         model.load_state_dict(TorchCheckpointIO().load_checkpoint(path)["model"])
         weights_close("the plain module that loaded it", model.state_dict(), reference(rank, 1)[0])
     rank.gather("done")

@@ -65,7 +65,7 @@ def reduce_is_pure(rank: RankContext) -> None:
                 same(f"the result under {mode.__name__}", strategy.reduce(value - 100, "sum").clone(), kept)
 
 
-@check("STR-03", world_sizes=WORLD_SIZES)
+@check("STR-03", world_sizes=WORLD_SIZES, after=("STR-01",))
 def reduce_anything(rank: RankContext) -> None:
     """``reduce`` takes tensors of many dtypes and layouts, numbers and nests, and gives back what is no number.
 
@@ -104,7 +104,7 @@ def reduce_anything(rank: RankContext) -> None:
         reduced_nests(rank, strategy)
 
 
-@check("STR-04", features=["groups"], world_sizes=(3,))
+@check("STR-04", features=["groups"], world_sizes=(3,), after=("STR-01",))
 def groups(rank: RankContext) -> None:
     """``reduce`` and all_gather over a group are over its ranks alone.
 
@@ -120,7 +120,7 @@ def groups(rank: RankContext) -> None:
         rank.gather("done")
 
 
-@check("STR-05", world_sizes=WORLD_SIZES)
+@check("STR-05", world_sizes=WORLD_SIZES, after=("STR-01",))
 def decisions(rank: RankContext) -> None:
     """reduce_boolean_decision says on every rank whether all, or any, decided so.
 
@@ -162,7 +162,7 @@ def broadcast(rank: RankContext) -> None:
         raises("broadcast from a rank that doesn't exist", ValueError, lambda: strategy.broadcast(1, rank.size), "src")
 
 
-@check("STR-07", world_sizes=WORLD_SIZES)
+@check("STR-07", world_sizes=WORLD_SIZES, after=("STR-06",))
 def received_device(rank: RankContext) -> None:
     """A tensor from another rank's device arrives on the receiver's own device, one from its CPU on the CPU.
 
@@ -219,7 +219,7 @@ def all_gather(rank: RankContext) -> None:
         gathered_tensors(rank, strategy)
 
 
-@check("STR-10", features=["sync_grads"], world_sizes=WORLD_SIZES)
+@check("STR-10", features=["sync_grads"], world_sizes=WORLD_SIZES, after=("STR-09",))
 def gather_with_gradients(rank: RankContext) -> None:
     """With sync_grads, backward adds up what the losses of all ranks say about this rank's tensor.
 
@@ -261,7 +261,7 @@ def uneven_shapes(rank: RankContext) -> None:
         close("a sum afterwards", strategy.reduce(torch.ones(1, device=strategy.root_device), "sum"), [rank.size], 1e-6)
 
 
-@check("STR-45", world_sizes=WORLD_SIZES)
+@check("STR-45", world_sizes=WORLD_SIZES, after=("STR-01",))
 def order_of_keys(rank: RankContext) -> None:
     """A mapping whose keys come in another order on another rank is reduced by key, or is an error on every rank.
 
@@ -284,7 +284,7 @@ def order_of_keys(rank: RankContext) -> None:
         require(right, f"the ranks got {outcomes}, expected {values} or an error on each")
 
 
-@check("STR-46", world_sizes=WORLD_SIZES)
+@check("STR-46", world_sizes=WORLD_SIZES, after=("STR-01", "STR-06", "STR-09"))
 def strided_views(rank: RankContext) -> None:
     """``reduce`` and broadcast of a strided view are right, and touch nothing beside it.
 

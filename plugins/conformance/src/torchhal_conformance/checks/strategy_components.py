@@ -79,7 +79,7 @@ def own_device(rank: RankContext) -> None:
                 same("different devices", len(set(everybody)), rank.size)
 
 
-@check("STR-28", world_sizes=WORLD_SIZES)
+@check("STR-28", world_sizes=WORLD_SIZES, after=("STR-12",))
 def sampler(rank: RankContext) -> None:
     """distributed_sampler_kwargs divide the samples: every sample on some rank, none on two but for the padding.
 

@@ -16,6 +16,7 @@ from torchhal_conformance.checks._strategy_run import (
     Regression,
     StrategyRun,
     batch,
+    make_model,
     reference,
     running,
     share,
@@ -26,7 +27,7 @@ from torchhal_conformance.checks._strategy_run import (
 PARTS = 3
 
 
-@check("STR-60", level="provisional", since="0.2", world_sizes=(1, 2))
+@check("STR-60", level="provisional", since="0.2", world_sizes=(1, 2), after=("STR-15",))
 def interrupted_accumulation(rank: RankContext) -> None:
     """accumulated_gradients() returns on every rank what was accumulated on all; another object continues from it.
 
@@ -71,7 +72,7 @@ def _accumulate(rank: RankContext, run: StrategyRun, first: int, end: int) -> No
             strategy.backward(run.step(data, part) / PARTS)
 
 
-@check("STR-61", level="provisional", since="0.2", world_sizes=(1, 2))
+@check("STR-61", level="provisional", since="0.2", world_sizes=(1, 2), after=("STR-13",))
 def evaluation_alone(rank: RankContext) -> None:
     """setup_model(training=False) gives all ranks the parameters and buffers of rank 0 too, and a step works.
 
@@ -79,14 +80,16 @@ def evaluation_alone(rank: RankContext) -> None:
     Fix: broadcast before the wrapper, whether there is one or not.
     """
     with rank.set_up_strategy() as strategy:
-        module = Regression(rank.rank)
+        module = make_model(rank, rank.rank)
         strategy.connect(module)
         strategy.setup_model(training=False)
-        weights_close(f"rank {rank.rank} beside rank 0", values(strategy), Regression(0), 0.0)
+        weights_close(f"rank {rank.rank} beside rank 0", values(strategy), make_model(rank), 0.0)
         with torch.no_grad():
             loss = strategy.step_function("training_step")(share(strategy, batch(rank, 0)), 0)
         got = float(strategy.reduce(loss, "mean"))
-        close("the loss of an evaluation", torch.tensor(got), Regression(0).training_step(batch(rank, 0), 0), TOLERANCE)
+        close(
+            "the loss of an evaluation", torch.tensor(got), make_model(rank).training_step(batch(rank, 0), 0), TOLERANCE
+        )
 
 
 @check("STR-62", level="provisional", since="0.2", world_sizes=(1, 2))
@@ -98,7 +101,7 @@ def teardown_of_all(rank: RankContext) -> None:
     """
     strategy = rank.create_strategy()
     strategy.setup_environment()
-    module = Regression()
+    module = make_model(rank)
     strategy.connect(module)
     strategy.setup_model()
     torn: list[str] = []
@@ -124,7 +127,7 @@ def _recorded(name: str, teardown: Any, torn: list[str]) -> Any:
     return call
 
 
-@check("STR-63", level="provisional", since="0.2", world_sizes=(1, 2))
+@check("STR-63", level="provisional", since="0.2", world_sizes=(1, 2), after=("STR-09",))
 def gathered_tensor(rank: RankContext) -> None:
     """What all_gather returns is a new tensor, without a graph unless sync_grads asks for one.
 

@@ -19,6 +19,7 @@ from torchhal_conformance.checks._strategy_run import (
     TOLERANCE,
     Regression,
     batch,
+    make_model,
     reference,
     running,
     share,
@@ -38,13 +39,13 @@ def initial_weights(rank: RankContext) -> None:
     Why: without a broadcast every rank trains a model of its own, and the loss goes down all the same.
     Fix: broadcast parameters and buffers before wrapping.
     """
-    with running(rank, Regression(rank.rank)) as run:
-        weights_close(f"rank {rank.rank} after the set-up, beside rank 0", run.weights(), Regression(0), 0.0)
+    with running(rank, make_model(rank, rank.rank)) as run:
+        weights_close(f"rank {rank.rank} after the set-up, beside rank 0", run.weights(), make_model(rank), 0.0)
         rank.gather("done")
     check_initial_state(rank)
 
 
-@check("STR-14", world_sizes=(2, 3))
+@check("STR-14", world_sizes=(2, 3), after=("STR-13",))
 def averaged_gradient(rank: RankContext) -> None:
     """One step of plain SGD is the step on the joined batch: gradients are averaged, not added up.
 
@@ -63,7 +64,7 @@ class _Stop(Exception):
     pass
 
 
-@check("STR-15", world_sizes=(2,))
+@check("STR-15", world_sizes=(2,), after=("STR-14",))
 def accumulation(rank: RankContext) -> None:
     """Micro-batches under no_backward_sync() add up to the step of one batch; while it is entered nothing is sent.
 
@@ -143,7 +144,7 @@ def no_drift(rank: RankContext) -> None:
                 close(f"{name} of another rank", other[name], tensor, tolerance)
 
 
-@check("STR-18", world_sizes=(2, 3))
+@check("STR-18", world_sizes=(2, 3), after=("STR-14",))
 def loss_parity(rank: RankContext) -> None:
     """Twenty steps have the losses of one process on the joined batches.
 
@@ -212,7 +213,7 @@ def two_optimizers(rank: RankContext) -> None:
         weights_close("after three steps of two optimizers", values(strategy), plain, tolerance)
 
 
-@check("STR-20", world_sizes=(2,), timeout=45)
+@check("STR-20", world_sizes=(2,), timeout=45, after=("STR-14",))
 def unused_parameters(rank: RankContext) -> None:
     """A parameter that a step doesn't use trains on, or is an error on every rank; never a hang.
 
@@ -234,15 +235,15 @@ def unused_parameters(rank: RankContext) -> None:
                 close(f"{name} beside an unused layer", got[name], plain[name], run.tolerance)
 
 
-@check("STR-35", world_sizes=(2, 3))
+@check("STR-35", world_sizes=(2, 3), after=("STR-14",))
 def global_norm(rank: RankContext) -> None:
     """clip_gradients takes the norm of the whole gradient, over all shards, and the step is the clipped one.
 
     Why: a rank that clips by its own shard's norm changes the direction of the step.
     Fix: add up the squares over the ranks that share the parameters.
     """
-    model = Regression()
-    model.training_step(batch(rank, 0), 0).backward()  # type: ignore[no-untyped-call]
+    model = make_model(rank)
+    model.training_step(batch(rank, 0), 0).backward()
     grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     expected = float(torch.cat([gradient.flatten() for gradient in grads]).norm())
     with running(rank) as run:
@@ -311,14 +312,14 @@ def repeatable(rank: RankContext) -> None:
     same("the weights of the second run", states[1], states[0])
 
 
-@check("STR-47", world_sizes=(2, 3))
+@check("STR-47", world_sizes=(2, 3), after=("STR-13", "STR-14"))
 def trained_from_rank_zero(rank: RankContext) -> None:
     """With another seed on each rank, training is that of rank 0's model, also after the steps.
 
     Why: sharding cuts each rank's own weights into one model of pieces that never belonged together.
     Fix: broadcast before sharding.
     """
-    with running(rank, Regression(rank.rank)) as run:
+    with running(rank, make_model(rank, rank.rank)) as run:
         run.train(0, 3)
         weights_close("after three steps from rank 0's weights", run.weights(), reference(rank, 3)[0], run.tolerance)
 

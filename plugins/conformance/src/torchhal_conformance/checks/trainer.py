@@ -134,7 +134,7 @@ def from_string(context: CheckContext) -> None:
         require(isinstance(made, component.cls), f"{name!r} made a {type(made).__name__}")
 
 
-@check("SYS-02", needs=["device"], world_sizes=(1, 2), timeout=60)
+@check("SYS-02", needs=["device"], world_sizes=(1, 2), timeout=60, after=("ACC-12", "PRE-09", "STR-14"))
 def regression(rank: RankContext) -> None:
     """A Trainer fits a line, and its weights are those of the plain loop on the joined batches.
 
@@ -149,7 +149,7 @@ def regression(rank: RankContext) -> None:
     rank.gather("done")
 
 
-@check("SYS-03", needs=["device"], world_sizes=(1, 2), timeout=60)
+@check("SYS-03", needs=["device"], world_sizes=(1, 2), timeout=60, after=("PRE-16", "CIO-01", "STR-22", "SYS-02"))
 def resume(rank: RankContext) -> None:
     """Two epochs, a checkpoint, and two more by another Trainer are four epochs.
 
@@ -171,7 +171,7 @@ def resume(rank: RankContext) -> None:
     rank.gather("done")
 
 
-@check("SYS-04", needs=["device"], world_sizes=(1,), timeout=60)
+@check("SYS-04", needs=["device"], world_sizes=(1,), timeout=60, after=("SYS-02",))
 def all_loops(rank: RankContext) -> None:
     """fit, validate, test and predict run one after the other, and predictions come in the order of the data.
 
@@ -206,7 +206,7 @@ class Interrupted(Line):
             os.kill(os.getpid(), self.signum)
 
 
-@check("SYS-05", needs=["device"], world_sizes=(1, 2), timeout=90)
+@check("SYS-05", needs=["device"], world_sizes=(1, 2), timeout=90, after=("SYS-02",))
 def interrupted(rank: RankContext) -> None:
     """Ctrl-C in one process ends fit with KeyboardInterrupt in all of them, after the same step.
 
@@ -254,7 +254,7 @@ def children() -> set[int]:
     return found
 
 
-@check("SYS-06")
+@check("SYS-06", after=("ACC-01", "ACC-19"))
 def unavailable(context: CheckContext) -> None:
     """Named where its hardware is missing, the accelerator is an error with the reason; "auto" falls back, and says so.
 

@@ -1,0 +1,83 @@
+"""Locate the line of a component in which an error was raised while a check was running."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torchhal_conformance._check import CheckFailed
+from torchhal_conformance._component_under_test import ComponentUnderTest
+
+Frame = tuple[str, int]
+"""File and line of a call."""
+
+
+@dataclass(frozen=True)
+class ComponentError:
+    """Error that was raised while a check was running.
+
+    Attributes:
+        error: ``CLASS: MESSAGE``, the message's first line.
+        at: ``FILE:LINE`` of the innermost call in the component's own distribution, or in the check if there is none.
+        traceback: all of it, of each rank that failed.
+    """
+
+    error: str
+    at: str
+    traceback: str
+
+    @property
+    def reason(self) -> str:
+        """The error and its place, in one line."""
+        return f"{self.error} ({self.at})" if self.at else self.error
+
+
+def locate(error: BaseException, component: ComponentUnderTest) -> ComponentError:
+    """Return what ``error``, one that is no measured difference, says and where in ``component`` it was raised."""
+    if isinstance(error, CheckFailed):  # a rank's, which has been sent as text
+        return ComponentError(error.raised, _place(error.frames, component), str(error))
+    told = "".join(traceback.format_exception(error)).rstrip()
+    return ComponentError(first_line(error), _place(frames_of(error), component), told)
+
+
+def first_line(error: BaseException) -> str:
+    """Return ``CLASS: MESSAGE`` with the first line of the message."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def frames_of(error: BaseException) -> list[Frame]:
+    """Return the calls in which ``error`` was raised, the innermost last."""
+    return [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
+
+
+def _place(frames: Sequence[Frame], component: ComponentUnderTest) -> str:
+    own = os.path.dirname(os.path.abspath(__file__))
+    for root in (_root(component), os.path.join(own, "checks")):
+        inside = [frame for frame in frames if root and _is_in(os.path.realpath(frame[0]), root)]
+        if inside:
+            file, line = inside[-1]
+            shown: str = os.path.relpath(os.path.realpath(file), os.path.dirname(root))
+            return f"{shown}:{line}"
+    return ""
+
+
+def _is_in(path: str, root: str) -> bool:
+    return path == root or path.startswith(root + os.sep)
+
+
+def _root(component: ComponentUnderTest) -> str:
+    """Return the folder of the package that the component's class is in, or its module's file; empty if unknown."""
+    try:
+        name = component.cls.__module__
+    except Exception:  # a class that can't be loaded, which is what the error is about
+        name = component.entry.component.target.partition(":")[0]
+    for module in (name.partition(".")[0], name):
+        file: str | None = getattr(sys.modules.get(module), "__file__", None)
+        if file:
+            real = os.path.realpath(file)
+            return os.path.dirname(real) if os.path.basename(real) == "__init__.py" else real
+    return ""
