@@ -108,7 +108,8 @@ def text(shown: list[tuple[str, dict[str, Any]]]) -> str:
         if without:
             lines.append("\nOf torchhal's own repository, without a report:\n")
             lines += [
-                f"- `{alias}` of {entry.distribution}: {_why_none(entry, components)}" for alias, entry in without
+                f"- `{alias}` of {entry.distribution}: {_why_none(entry, components, {(kind, name) for _, name in reported})}"
+                for alias, entry in without
             ]
     lines += ["\n## Notes\n", *(f"{number}. {note}" for note, number in notes.items())]
     return "\n".join([*lines, ""])
@@ -180,17 +181,19 @@ def _count(ids: list[str]) -> str:
     return f"{len(ids)} check{'s' if len(ids) > 1 else ''}"
 
 
-def _why_none(entry: RegistryEntry, components: dict[tuple[str, str], RegistryEntry]) -> str:
+def _why_none(
+    entry: RegistryEntry, components: dict[tuple[str, str], RegistryEntry], reported: set[tuple[str, str]]
+) -> str:
     """Return the reason why a component has no row: of those of one class with other defaults, one is checked."""
     if reason := WITHOUT_REPORT.get((entry.kind, entry.component.alias)):
         return reason
-    checked = with_suite()
-    if (entry.kind, entry.component.alias) in checked:
-        return "none yet; `make conformance` makes it"
-    for (kind, alias), other in components.items():
-        same = other.component.target == entry.component.target and kind == entry.kind
-        if same and (kind, alias) in checked:
-            return f"the class of `{alias}` with other defaults"
+    for checked in (reported, with_suite()):
+        if (entry.kind, entry.component.alias) in checked:
+            return "none yet; `make conformance` makes it"
+        for (kind, alias), other in components.items():
+            same = other.component.target == entry.component.target and kind == entry.kind
+            if same and (kind, alias) in checked:
+                return f"the class of `{alias}` with other defaults"
     raise LookupError(f"{entry.kind} {entry.component.alias!r}: give it a suite, or a reason in WITHOUT_REPORT")
 
 
