@@ -106,9 +106,10 @@ def text(shown: list[tuple[str, dict[str, Any]]]) -> str:
         reported = {(report["plugin"], report["alias"]) for _, report in shown if report["kind"] == kind}
         without = [(alias, entry) for alias, entry in own if (entry.distribution, alias) not in reported]
         if without:
+            aliases = {(kind, alias) for _, alias in reported}
             lines.append("\nOf torchhal's own repository, without a report:\n")
             lines += [
-                f"- `{alias}` of {entry.distribution}: {_why_none(entry, components, {(kind, name) for _, name in reported})}"
+                f"- `{alias}` of {entry.distribution}: {_why_none(entry, components, aliases)}"
                 for alias, entry in without
             ]
     lines += ["\n## Notes\n", *(f"{number}. {note}" for note, number in notes.items())]
