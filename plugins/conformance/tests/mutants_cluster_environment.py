@@ -9,6 +9,7 @@ from zoo import caught_by
 from torchhal.cluster import ClusterEnvironment, TorchElasticEnvironment
 from torchhal.cluster._env_vars import read_int
 from torchhal.cluster._hostlist import hosts
+from torchhal.cluster.base import RanksNotMetError
 from torchhal.errors import ConfigurationError
 from torchhal_conformance._launcher_env import TABLES
 
@@ -107,6 +108,25 @@ class PlainKeys(TorchElasticEnvironment):
 class DefaultsToZero(TorchElasticEnvironment):
     def global_rank(self):
         return int(os.environ.get("RANK") or 0) if os.environ.get("RANK", "0").isdigit() else super().global_rank()
+
+
+@caught_by("ENV-06", says="no such join")
+class NothingDeterminesIt(TorchElasticEnvironment):
+    def node_rank(self):
+        if not os.environ.get("GROUP_RANK"):
+            raise RanksNotMetError("which node this is the ranks find out when they meet")
+        return super().node_rank()
+
+
+@caught_by("ENV-06", says="can't meet without")
+class MeetsWithoutARank(TorchElasticEnvironment):
+    def global_rank(self):
+        if not os.environ.get("RANK"):
+            raise RanksNotMetError("which rank this is the ranks find out when they meet")
+        return super().global_rank()
+
+    def join(self, timeout):
+        pass
 
 
 @caught_by("ENV-07", **SLURM)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Collection, Mapping, Sequence
+from datetime import datetime, timezone
 from typing import Any, Final
 from xml.sax.saxutils import escape, quoteattr
 
@@ -12,6 +13,7 @@ import torch
 import torchhal
 from torchhal_conformance._check import LEVELS, checks_for
 from torchhal_conformance._component_under_test import ComponentUnderTest
+from torchhal_conformance._hardware import describe_hardware
 from torchhal_conformance._session import ENVIRONMENT, INPUT, Result
 
 SCHEMA: Final = 1
@@ -52,7 +54,9 @@ def build(
         "alias": component.alias,
         "plugin": component.entry.distribution,
         "versions": versions,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "device": _device(component),
+        "hardware": _hardware(component),
         "features": sorted(component.declared) if component.entry.availability() else sorted(component.features),
         "arguments": {name: repr(value) for name, value in sorted(component.arguments.items())},
         **{name: str(factory) for name, factory in given.items() if factory is not None},
@@ -127,6 +131,15 @@ def _device(component: ComponentUnderTest) -> str:
         return f"{accelerator.name} x {accelerator.device_count()}" if state else f"none: {state.reason}"
     except Exception as error:
         return f"none: {error}"
+
+
+def _hardware(component: ComponentUnderTest) -> str:
+    try:
+        accelerator = component.make_accelerator()
+        state = type(accelerator).availability()
+        return describe_hardware(accelerator) if state else "none"
+    except Exception:  # the reason is in "device"
+        return "none"
 
 
 def junit(report: Mapping[str, Any]) -> str:

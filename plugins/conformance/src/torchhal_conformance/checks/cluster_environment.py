@@ -16,6 +16,8 @@ from torchhal import registry
 from torchhal.accelerators import CPUAccelerator
 from torchhal.checkpoint import TorchCheckpointIO
 from torchhal.cluster import ClusterEnvironment
+from torchhal.cluster.base import RanksNotMetError
+from torchhal.distributed.process import launched_by
 from torchhal.errors import ConfigurationError
 from torchhal.launchers import ExternalLauncher
 from torchhal.precision import SinglePrecision
@@ -124,7 +126,9 @@ def whole_numbers(context: CheckContext) -> None:
 def broken_variables(context: CheckContext) -> None:
     """A missing, empty, garbled or negative variable changes no number, or is a ConfigurationError that names it.
 
-    A number that is too large is such an error, or the numbers still agree with each other.
+    A number that is too large is such an error, or the numbers still agree with each other. Without a variable that
+    join() can do without, a number of nodes or local ranks or the address is a RanksNotMetError until then; world size
+    and global rank, by which the ranks meet, are as they were.
 
     Why: KeyError: 'X' doesn't say what should have set it, and a default of 0 makes every process rank 0.
     Fix: torchhal.cluster.read_int and its like.
@@ -138,13 +142,17 @@ def broken_variables(context: CheckContext) -> None:
             with variables(changed):
                 cls = context.component.cls
                 try:
-                    if not cls.detect():
-                        continue
+                    if not cls.detect() or (context.component.own_launcher == () and launched_by() is None):
+                        continue  # a process that no launcher has started, or that is to start the ranks, is no rank
                     environment = context.create()
                     got = numbers(environment)
                     place = (environment.main_address, environment.main_port)
                     if value == HUGE and got != expected(3):
                         environment.validate_settings(num_devices=2, num_nodes=2)
+                except RanksNotMetError as error:
+                    require(value is None or not value.strip(), f"{state} {name}: the error must name it (got {error})")
+                    _can_meet(f"{state} {name}", environment)
+                    continue
                 except ConfigurationError as error:
                     shown = name in str(error) or (value == HUGE and HUGE in str(error))
                     require(shown, f"{state} {name}: the error must name it (got {error})")
@@ -157,6 +165,17 @@ def broken_variables(context: CheckContext) -> None:
                     _within_bounds(f"{state} {name}", got)
                 else:
                     same(f"the numbers of global rank 3 {state} {name}", got, expected(3))
+
+
+def _can_meet(told: str, environment: ClusterEnvironment) -> None:
+    """Fail unless ``environment`` has a join() of its own, and the ranks that it needs."""
+    own = type(environment).join is not ClusterEnvironment.join
+    require(own, f"{told}: RanksNotMetError says that join() determines it, and there is no such join()")
+    try:
+        got = {"world_size": environment.world_size(), "global_rank": environment.global_rank()}
+    except ConfigurationError as error:
+        raise CheckFailed(f"{told}: the ranks can't meet without world size and global rank (got {error})") from error
+    same(f"the numbers by which the ranks meet {told}", got, {"world_size": 4, "global_rank": 3})
 
 
 def _within_bounds(told: str, got: dict[str, Any]) -> None:
