@@ -1,6 +1,7 @@
 """Test that what each rank of a strategy or a precision has of its own is part of a checkpoint."""
 
 import copy
+import json
 import re
 
 import pytest
@@ -8,6 +9,9 @@ import torch
 from ddp_models import SaveAt
 
 from torchhal import Module, Trainer
+from torchhal.checkpoint import TorchCheckpointIO
+from torchhal.checkpoint._consolidate import consolidate
+from torchhal.cli import main
 from torchhal.errors import CheckpointCorruptError, CheckpointMismatchError
 from torchhal.precision import Precision
 from torchhal.strategies import DDPStrategy
@@ -275,3 +279,33 @@ def test_a_state_must_be_a_dict(tmp_path):
 
     with pytest.raises(TypeError, match=r"Wrong.rank_state_dict must return a dict \(got \[1\]\)"):
         fit("single_device", Wrong(), [SaveAt(str(tmp_path), [3])])
+
+
+def test_inspect_names_the_writers(tmp_path, capsys):
+    """The command lists who has saved per-rank state, and its tensors by rank."""
+    fit("single_device", CountingPrecision(), [SaveAt(str(tmp_path), [3])])
+    path = str(tmp_path / "batch3.ckpt")
+    assert main(["checkpoint", "inspect", path, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    writer = found["rank_states"]["precision"]
+    assert writer["class"].endswith(".CountingPrecision") and writer["world_size"] == 1
+    assert "ranks/0/precision/own" in [tensor["name"] for tensor in found["tensors"]]
+    assert main(["checkpoint", "inspect", path]) == 0
+    assert re.search(r"rank_states +precision '.*' \(.*CountingPrecision\)", capsys.readouterr().out)
+    checkpoint = torch.load(path, weights_only=True)
+    for lie in ({"strategy": 3}, [1], "x"):
+        torch.save({**checkpoint, "rank_states": lie}, tmp_path / "lie.ckpt")
+        assert main(["checkpoint", "inspect", str(tmp_path / "lie.ckpt")]) == 0
+
+
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_consolidate_keeps_or_leaves_out_all(tmp_path, weights_only):
+    fit("single_device", CountingPrecision(), [SaveAt(str(tmp_path), [3])])
+    source, target = str(tmp_path / "batch3.ckpt"), str(tmp_path / "one.ckpt")
+    consolidate(TorchCheckpointIO(), source, target, weights_only=weights_only)
+    written = torch.load(target, weights_only=True)
+    assert ("rank_states" in written) == ("ranks" in written) == (not weights_only)
+    if not weights_only:
+        precision = CountingPrecision()
+        fit("single_device", precision, ckpt_path=target)
+        assert len(precision.loaded) == 1

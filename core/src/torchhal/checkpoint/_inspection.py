@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torchhal._rank_state import STATES_KEY
 from torchhal.checkpoint.base import CheckpointIO
 from torchhal.errors import CheckpointError
 
@@ -58,6 +59,21 @@ def describe(io: CheckpointIO, path: str) -> dict[str, Any]:
         "contents": [str(key) for key in content],
         "bytes": sum(distinct.values()),
         "tensors": [{**info._asdict(), "shape": list(info.shape)} for info in infos],
+        **_rank_states(content),
+    }
+
+
+def _rank_states(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return who has written per-rank state, by the kind of component; nothing where nobody has."""
+    writers = content.get(STATES_KEY)
+    if not isinstance(writers, Mapping) or not writers:
+        return {}
+    named = {kind: writer if isinstance(writer, Mapping) else {} for kind, writer in writers.items()}
+    return {
+        STATES_KEY: {
+            str(kind): {name: writer.get(name) for name in ("class", "alias", "world_size")}
+            for kind, writer in named.items()
+        }
     }
 
 

@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import fnmatch
 import os
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from torchhal._terminal import echo
 from torchhal._text_table import format_table
@@ -51,6 +51,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
         "step": found["global_step"],
         "world_size": found["world_size"],
         "optimizers": found["optimizers"],
+        "rank_states": _listed(found.get("rank_states", {})),
         "contents": ", ".join(found["contents"]),
         "tensors": f"{len(found['tensors'])}, {size(found['bytes'])}",
     }
@@ -59,6 +60,12 @@ def _inspect(arguments: argparse.Namespace) -> int:
     for line in [*format_table(rows), *format_table(tensors, max_width=MAX_COLUMN_WIDTH)]:
         echo(line)
     return 0
+
+
+def _listed(writers: dict[str, Any]) -> str | None:
+    """Return ``"strategy 'ddp' (torchhal.DDPStrategy)"``, for each component whose ranks have saved a state."""
+    named = [f"{kind} {writer['alias'] or writer['class']!r} ({writer['class']})" for kind, writer in writers.items()]
+    return ", ".join(named) or None
 
 
 def _consolidate(arguments: argparse.Namespace) -> int:
