@@ -71,8 +71,11 @@ class DeepSpeedStrategy(DeepSpeedEngineBase):
     lacks: frozenset[str] = other_stores(torch.float32)
     # the engine casts inputs, scales the loss, clips and steps itself, in the dtypes that a precision declares
     precision_methods: ClassVar[frozenset[str] | None] = frozenset(
-        {"setup", "module_init_context", "state_dict", "load_state_dict", "teardown"}
-    )
+        {
+            "setup", "module_init_context", "state_dict", "load_state_dict", "rank_state_dict", "load_rank_state_dict",
+            "reshard_rank_state", "teardown",
+        }
+    )  # fmt: skip
     implements_precisions: ClassVar[tuple[type[Precision], ...]] = (MixedPrecision,)
     default_checkpoint_io: ClassVar[str] = "deepspeed"
     inference_mode: ClassVar[bool] = False  # parameters that are gathered for a validation are used by training

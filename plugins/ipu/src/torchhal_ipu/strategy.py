@@ -56,7 +56,8 @@ class IPUStrategy(SingleDeviceStrategy):
     precision_methods: ClassVar[frozenset[str] | None] = frozenset(
         {
             "setup", "connect", "check_optimizer", "convert_module", "convert_input", "convert_output",
-            "module_init_context", "forward_context", "state_dict", "load_state_dict", "teardown",
+            "module_init_context", "forward_context", "state_dict", "load_state_dict", "rank_state_dict",
+            "load_rank_state_dict", "reshard_rank_state", "teardown",
         }
     )  # fmt: skip
     inference_mode: ClassVar[bool] = False  # poptorch writes to weights and buffers when it brings them to the host
