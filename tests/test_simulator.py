@@ -50,7 +50,7 @@ def test_the_wheel_is_pure_and_ships_the_sources(wheel: Path) -> None:
     assert any(name.endswith("licenses/LICENSE") for name in names)
     # pip would replace a torch that is there already; beside one that it isn't for, the plugin says so
     assert [line for line in metadata.splitlines() if line.startswith("Requires-Dist")] == [
-        "Requires-Dist: torchhal<1,>=0.1"
+        "Requires-Dist: torchhal<1,>=0.2"
     ]
 
 

@@ -198,7 +198,7 @@ def test_doctor_lines():
     """A line for each device and for each sentence."""
     found = {
         "versions": {}, "environment": {}, "plugins": [], "accelerators": [], "cluster_environments": [],
-        "recommendations": [],
+        "recommendations": [], "unavailable": [],
         "devices": [
             {"name": "acme/board board:0", "stats": {"utilization_percent": 37.0, "temperature_celsius": 54.5}},
             {"name": "torchhal/cpu cpu", "stats": {}},
