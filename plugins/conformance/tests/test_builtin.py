@@ -47,6 +47,9 @@ class BareIO(CheckpointIO):
     def load_checkpoint(self, path, *, map_location="cpu", weights_only=True):
         return TorchCheckpointIO().load_checkpoint(path, map_location=map_location, weights_only=weights_only)
 
+    def recognizes(self, path):
+        return TorchCheckpointIO().recognizes(path)
+
 
 class BareStrategy(SingleDeviceStrategy):
     """Strategy with its contract's defaults alone."""

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torchhal.errors import PluginError
 from torchhal_conformance._check import CheckFailed
 from torchhal_conformance._component_under_test import ComponentUnderTest
 
@@ -74,7 +75,10 @@ def _root(component: ComponentUnderTest) -> str:
     try:
         name = component.cls.__module__
     except Exception:  # a class that can't be loaded, which is what the error is about
-        name = component.entry.component.target.partition(":")[0]
+        try:
+            name = component.entry.component.target.partition(":")[0]
+        except PluginError:  # nor is its plugin's manifest
+            return ""
     for module in (name.partition(".")[0], name):
         file: str | None = getattr(sys.modules.get(module), "__file__", None)
         if file:

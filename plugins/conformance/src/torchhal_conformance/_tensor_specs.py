@@ -86,7 +86,8 @@ class TensorSpec:
             values = torch.complex(real, imag).to(self.dtype)
         elif self.dtype in (torch.int64, torch.float64):
             # narrower dtypes have none of these: int32 and float64, or float32
-            wide = (1 << 54) + 1 if self.dtype is torch.int64 else 2.0**-30
+            # more digits than float32 has, and sums within 31 bits, of which some hardware keeps an int64
+            wide = (1 << 28) + 1 if self.dtype is torch.int64 else 2.0**-30
             values = (steps % 7 - 2).to(self.dtype) + wide
         elif self.dtype in EIGHT_BITS or self.dtype in FLOATS:
             values = (steps % 7 - 2).float().to(self.dtype)

@@ -92,7 +92,8 @@ def resume(rank: RankContext) -> None:
         for name, tensor in run.weights().items():
             close(f"{name} after a resume", tensor, expected[name], 1e-6)
         rank.gather("done")
-    _resume_two_groups(rank)
+    if rank.component.model is None:
+        _resume_two_groups(rank)
 
 
 def _resume_two_groups(rank: RankContext) -> None:

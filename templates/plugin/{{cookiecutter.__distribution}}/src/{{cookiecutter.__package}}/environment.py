@@ -31,16 +31,16 @@ class {{ cookiecutter.__class }}Environment(ClusterEnvironment):
         return read_int(f"{PREFIX}WORLD_SIZE", 1)
 
     def global_rank(self) -> int:
-        return read_int(f"{PREFIX}RANK", 0)
+        return read_int(f"{PREFIX}RANK", 0, self.world_size() - 1)
 
     def local_rank(self) -> int:
-        return read_int(f"{PREFIX}LOCAL_RANK", 0)
+        return read_int(f"{PREFIX}LOCAL_RANK", 0, self.local_world_size() - 1)
 
     def node_rank(self) -> int:
-        return read_int(f"{PREFIX}NODE_RANK", 0)
+        return read_int(f"{PREFIX}NODE_RANK", 0, read_int(f"{PREFIX}NUM_NODES", 1) - 1)
 
     def local_world_size(self) -> int:
-        return read_int(f"{PREFIX}LOCAL_WORLD_SIZE", 1)
+        return read_int(f"{PREFIX}LOCAL_WORLD_SIZE", 1, self.world_size())
 
     @property
     def main_address(self) -> str:
