@@ -35,7 +35,9 @@ class XLAAccelerator(Accelerator):
     name: ClassVar[str] = "xla"
     device_type: ClassVar[str] = "xla"
     backend: ClassVar[str] = "xla"
-    capabilities: ClassVar[frozenset[str]] = STANDARD | compute(torch.float64) | store(torch.float64)
+    capabilities: ClassVar[frozenset[str]] = (STANDARD | compute(torch.float64) | store(torch.float64)) - collective(
+        "avg"
+    )  # its process group has no ReduceOp.AVG
     indexed: ClassVar[bool] = False
     default_strategy: ClassVar[str] = "single_xla"
     default_parallel_strategy: ClassVar[str] = "xla_spmd"
@@ -134,7 +136,7 @@ class XLAAccelerator(Accelerator):
     def manual_seed(self, seed: int) -> None:
         import torch_xla.core.xla_model as xm
 
-        xm.set_rng_state(seed)
+        xm.set_rng_state(seed % (1 << 64))  # which is what torch makes of a negative one
 
     def get_rng_state(self, device: torch.device) -> torch.Tensor:
         """Return eight bytes, the seed from which the next random operator's is derived, without waiting."""
@@ -167,7 +169,7 @@ class TPUAccelerator(XLAAccelerator):
         compute(torch.float32, torch.bfloat16)
         | store(torch.float32, torch.bfloat16)
         | autocast(torch.bfloat16)
-        | collective("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "avg")
+        | collective("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
     )
     default_parallel_strategy: ClassVar[str] = "xla"
     auto_priority: ClassVar[int | None] = 80
