@@ -1,4 +1,4 @@
-"""Let each component of a run say, before anything starts, that it can't be used here or not with the others."""
+"""Let each component report on its installation, and refuse this machine or the others before anything starts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torchhal._diagnosable import Diagnosable
 from torchhal.plugin import Availability
 
 if TYPE_CHECKING:
@@ -54,8 +53,8 @@ def takes_parts_too(check_fit: Callable[[Any, Composition], None]) -> Callable[[
     return check
 
 
-class Composable(Diagnosable):
-    """A component that can refuse: to be used on this machine, or together with the others.
+class Composable:
+    """A component that can refuse, to be used on this machine or together with the others, and reports to ``doctor``.
 
     .. versionadded:: 0.2
     """
@@ -95,3 +94,23 @@ class Composable(Diagnosable):
 
         .. versionadded:: 0.2
         """
+
+    @classmethod
+    def diagnostics(cls) -> list[str]:
+        """Return what a user with a problem should know of this component's installation, one sentence each.
+
+        For ``torchhal doctor``, which prints each on a line of its own: the version of a driver or a library, an
+        environment variable that slows the device down, a missing optional kernel, with what to do about it. Called in
+        any process, for a class whose required modules are installed, whether or not the hardware is there. It starts
+        no device and no process, changes nothing, and returns within a second. An error in it costs the lines of this
+        component alone. Advice that a job of a cluster environment needs before it starts belongs into
+        :meth:`.ClusterEnvironment.recommendations`, which is logged too.
+
+        Returns:
+            Sentences without a line break; empty by default, and where all is well.
+
+        Checks: GEN-30.
+
+        .. versionadded:: 0.2
+        """
+        return []

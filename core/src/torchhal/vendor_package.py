@@ -23,7 +23,7 @@ import importlib
 import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from types import ModuleType
@@ -34,7 +34,20 @@ from packaging.version import InvalidVersion, Version
 from torchhal.errors import ConfigurationError, message_of
 from torchhal.plugin import Availability
 
-__all__ = ["VendorPackage", "restored_environ"]
+__all__ = ["VendorPackage", "availability_from", "restored_environ"]
+
+
+def availability_from(check: Callable[[], object]) -> Availability:
+    """Return the answer of a component's ``availability`` by a check that raises what is wrong.
+
+    Args:
+        check: returns where the component can be used, and raises ConfigurationError with the reason where it can't.
+    """
+    try:
+        check()
+    except ConfigurationError as error:
+        return Availability(False, str(error))
+    return Availability(True)
 
 
 class VendorPackage:

@@ -53,7 +53,7 @@ def _check_accelerator(accelerator: ResolvedComponent, precision: ResolvedCompon
     if named is not None:  # takes precedence over what the accelerator declares, as it did before capabilities
         if not named & {accelerator.alias, hardware.name}:
             raise UnsupportedCombinationError(
-                f"precision {precision.alias!r} works on accelerator {_listed(named)} (got {accelerator.alias!r})"
+                f"precision {precision.alias!r} works on accelerator {listed(named)} (got {accelerator.alias!r})"
             )
         return
     has = _capabilities(hardware)
@@ -65,7 +65,7 @@ def _check_accelerator(accelerator: ResolvedComponent, precision: ResolvedCompon
             return
         raise UnsupportedCombinationError(
             f"accelerator {accelerator.alias!r} does not compute in precision {precision.alias!r}: it knows "
-            f"{_listed(frozenset(hardware.precisions))}"
+            f"{listed(frozenset(hardware.precisions))}"
         )
     if lacking:
         raise UnsupportedCombinationError(
@@ -91,8 +91,7 @@ def _check_listed(strategy: ResolvedComponent, precision: ResolvedComponent) -> 
     allowed = strategy.value.precisions
     if not allowed & {precision.alias, precision.value.alias}:
         raise UnsupportedCombinationError(
-            f"strategy {strategy.alias!r} does not compute in precision {precision.alias!r}: it knows "
-            f"{_listed(allowed)}"
+            f"strategy {strategy.alias!r} does not compute in precision {precision.alias!r}: it knows {listed(allowed)}"
         )
 
 
@@ -135,5 +134,6 @@ def _is_published(alias: str) -> bool:
         return False
 
 
-def _listed(names: frozenset[str]) -> str:
+def listed(names: frozenset[str]) -> str:
+    """Return names for a message, quoted and sorted."""
     return ", ".join(map(repr, sorted(names)))

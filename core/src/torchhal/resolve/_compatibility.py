@@ -7,7 +7,7 @@ from torchhal.accelerators import Accelerator
 from torchhal.distributed.process import launched_by
 from torchhal.errors import UnsupportedCombinationError
 from torchhal.precision import Precision
-from torchhal.resolve._capability_match import check_needs, check_precision
+from torchhal.resolve._capability_match import check_needs, check_precision, listed
 from torchhal.resolve._plan import ResolvedComponent
 from torchhal.strategies import ParallelStrategy, Strategy
 
@@ -72,7 +72,7 @@ def check_accelerator(accelerator: ResolvedComponent, strategy: ResolvedComponen
     works_on = strategy.value.accelerators
     if works_on is not None and not works_on & {accelerator.alias, hardware.name}:
         raise UnsupportedCombinationError(
-            f"strategy {strategy.alias!r} works on accelerator {_listed(works_on)} (got {accelerator.alias!r})"
+            f"strategy {strategy.alias!r} works on accelerator {listed(works_on)} (got {accelerator.alias!r})"
         )
     if works_on is None and hardware.own_strategies:
         raise UnsupportedCombinationError(
@@ -102,7 +102,3 @@ def _check_optimizer_state(strategy: ResolvedComponent, precision: ResolvedCompo
             f"{precision.alias!r} ({type(value).__name__}) chooses its dtypes by optimizer_state_dtype: use another "
             "strategy, such as 'ddp', or a precision that leaves them to it"
         )
-
-
-def _listed(names: frozenset[str]) -> str:
-    return ", ".join(map(repr, sorted(names)))

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from dataclasses import fields
 from typing import Any
 
 from torchhal.composition import Composition
 from torchhal.errors import ConfigurationError, TorchhalError, message_of
-from torchhal.plugin import Availability
+from torchhal.plugin import KINDS, Availability
 from torchhal.strategies import Strategy
 
 
@@ -32,7 +31,7 @@ def check_fits(composition: Composition) -> None:
     Raises:
         ConfigurationError: a component doesn't fit, or can't say whether it does.
     """
-    for kind in (one.name for one in fields(composition)[:5]):
+    for kind in KINDS:
         component = getattr(composition, kind)
         if component is not None:
             check_fit(kind, component, composition)

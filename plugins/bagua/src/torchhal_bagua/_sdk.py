@@ -13,7 +13,6 @@ import torch
 from torchhal.distributed import collectives
 from torchhal.distributed.stores import PrefixedStore, Store, own_connection
 from torchhal.errors import ConfigurationError
-from torchhal.plugin import Availability
 from torchhal.vendor_package import VendorPackage, restored_environ
 
 _STUB: Final = "bagua-stub"
@@ -56,15 +55,6 @@ def check_usable() -> None:
             bagua_stub.check()
         except ImportError as error:
             raise ConfigurationError(f"strategy 'bagua' needs Bagua itself: {error}") from error
-
-
-def availability() -> Availability:
-    """Return what :func:`check_usable` says, as the answer of the strategy's ``availability``."""
-    try:
-        check_usable()
-    except ConfigurationError as error:
-        return Availability(False, str(error))
-    return Availability(True)
 
 
 class Environment:

@@ -17,6 +17,7 @@ from torchhal.memory_estimate import MemoryEstimate, ModelMemory
 from torchhal.plugin import Availability
 from torchhal.pytree import map_tensors
 from torchhal.strategies import ParallelStrategy
+from torchhal.vendor_package import availability_from
 from torchhal_bagua import _algorithms as algorithms
 from torchhal_bagua import _compatibility as compatibility
 from torchhal_bagua import _config as settings
@@ -75,7 +76,7 @@ class BaguaStrategy(ParallelStrategy):
 
     @classmethod
     def availability(cls) -> Availability:
-        return sdk.availability()
+        return availability_from(sdk.check_usable)
 
     def __init__(
         self,

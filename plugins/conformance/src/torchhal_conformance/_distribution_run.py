@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,8 +11,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from torchhal import registry
+from torchhal.cli import format_table
 from torchhal.errors import ConfigurationError
 from torchhal.plugin import KINDS
+from torchhal.registry._discovery import canonical
 from torchhal_conformance._report import file_name
 
 WORST: Final = (1, 2, 0)
@@ -45,8 +46,8 @@ def components_of(distribution: str) -> list[tuple[str, str]]:
         ConfigurationError: it provides none, or is not installed.
     """
     every = [(kind, entry) for kind in KINDS for entry in registry.entries(kind)]
-    wanted = _normalized(distribution)
-    found = [(kind, entry.qualified_name) for kind, entry in every if _normalized(entry.distribution) == wanted]
+    wanted = canonical(distribution)
+    found = [(kind, entry.qualified_name) for kind, entry in every if canonical(entry.distribution) == wanted]
     if not found:
         known = ", ".join(sorted({entry.distribution for _, entry in every}))
         raise ConfigurationError(
@@ -101,9 +102,7 @@ def _run_one(kind: str, alias: str, folder: Path, options: Sequence[str]) -> Row
 def table_of(rows: Sequence[Row]) -> list[str]:
     """Return a line per component: how many checks of the core and beyond passed, of those made, and the verdict."""
     head = ("kind", "alias", "core", "extended", "failed", "verdict")
-    cells = [head, *(_cells(row) for row in rows)]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(head))]
-    return ["  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in cells]
+    return format_table([head, *(_cells(row) for row in rows)])
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -121,7 +120,3 @@ def worst(codes: Sequence[int]) -> int:
     """Return the worst of exit codes; one that no run returns by itself, such as a signal's, counts as a failure."""
     known = {code if code in WORST else 1 for code in codes}
     return next((code for code in WORST if code in known), 0)
-
-
-def _normalized(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()

@@ -10,7 +10,6 @@ from typing import Final
 import torch
 
 from torchhal.errors import ConfigurationError
-from torchhal.plugin import Availability
 from torchhal.vendor_package import VendorPackage
 
 HIVEMIND: Final = VendorPackage(
@@ -28,15 +27,6 @@ def check_usable() -> None:
     HIVEMIND.check()
     if "fork" not in multiprocessing.get_all_start_methods():
         raise ConfigurationError("strategy 'hivemind' needs a system that can fork: hivemind's processes start so")
-
-
-def availability() -> Availability:
-    """Return what :func:`check_usable` says, as the answer of the strategy's ``availability``."""
-    try:
-        check_usable()
-    except ConfigurationError as error:
-        return Availability(False, str(error))
-    return Availability(True)
 
 
 def load(*, verbose: bool) -> str:

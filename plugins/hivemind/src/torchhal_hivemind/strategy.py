@@ -32,6 +32,7 @@ from torchhal.plugin import Availability
 from torchhal.precision import Precision
 from torchhal.strategies import SingleDeviceStrategy, StepResult, Strategy
 from torchhal.trainer.logging import batch_size_of
+from torchhal.vendor_package import availability_from
 from torchhal_hivemind import _config as settings
 from torchhal_hivemind import _sdk as sdk
 from torchhal_hivemind._compatibility import check_model, check_schedulers
@@ -101,7 +102,7 @@ class HivemindStrategy(SingleDeviceStrategy):
 
     @classmethod
     def availability(cls) -> Availability:
-        return sdk.availability()
+        return availability_from(sdk.check_usable)
 
     def __init__(
         self,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import fields
 from typing import Any
 
 from torchhal.accelerators import CPUAccelerator
@@ -12,7 +11,7 @@ from torchhal.checkpoint import TorchCheckpointIO
 from torchhal.cluster import LocalEnvironment
 from torchhal.composition import Composition
 from torchhal.errors import ConfigurationError
-from torchhal.plugin import Availability
+from torchhal.plugin import KINDS, Availability
 from torchhal.precision import SinglePrecision
 from torchhal.resolve import check_fit
 from torchhal.strategies import DDPStrategy
@@ -68,8 +67,8 @@ def composition(context: CheckContext) -> None:
         for part, state in zip(parts.values(), before, strict=True):
             changed = sorted(name for name, value in vars(part).items() if state.get(name, part) is not value)
             require(not changed, f"check_fit changed {', '.join(changed)} of {type(part).__name__}")
-        for field in fields(made)[:5]:
-            require(getattr(made, field.name) is parts[field.name], f"check_fit replaced {field.name}")
+        for part in KINDS:
+            require(getattr(made, part) is parts[part], f"check_fit replaced {part}")
         require(threading.active_count() <= threads, "check_fit started a thread")
 
 
