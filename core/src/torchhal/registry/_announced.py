@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -19,7 +18,7 @@ from torchhal.registry._declarations import (
     unknown_alias_problem,
 )
 from torchhal.registry._discovery import DiscoveredPlugin, PluginFilter, find_plugins
-from torchhal.registry._entry import RegistryEntry
+from torchhal.registry._entry import RegistryEntry, why_missing
 from torchhal.registry._manifest_source import may_implement
 from torchhal.registry._metadata_index import IndexedDistribution
 from torchhal.registry._plugin_loader import PluginRecord, ScanResult
@@ -92,10 +91,10 @@ def automatic(
     """
     wanted: list[DiscoveredPlugin] = []
     missing: list[tuple[str, str, str]] = []
-    why_missing = functools.cache(_why_missing)  # looking for a module takes longer than all the rest
+    cached = functools.cache(why_missing)  # looking for a module takes longer than all the rest
     for distribution in index:
         modules = _declarations(distribution).modules
-        reasons = [(alias, why_missing(module)) for alias, module in modules]
+        reasons = [(alias, cached(module)) for alias, module in modules]
         if modules and all(reason for _, reason in reasons):
             named = read_group(distribution.text or "", PROJECT)
             if any(not selection.refusal(DiscoveredPlugin(name, distribution.name, None)) for name, _ in named):
@@ -108,17 +107,6 @@ def automatic(
 def _declarations(distribution: IndexedDistribution) -> Declarations:
     text = distribution.text or ""
     return read_declarations(text) if f"[{DETECT}]" in text or f"[{AUTO}]" in text else NO_DECLARATIONS
-
-
-def _why_missing(module: str) -> str:
-    try:
-        if importlib.util.find_spec(module) is not None:
-            return ""
-    except ValueError:  # already imported, by something that left no spec
-        return ""
-    except Exception as error:
-        return f"the Python module {module!r} can't be looked for: {error}"
-    return f"the Python module {module!r} is not installed"
 
 
 def _may_bring_one(distribution: IndexedDistribution) -> bool:

@@ -117,16 +117,8 @@ class RegistryEntry:
         """
         if self.problem:
             return Availability(False, self.problem)
-        for module in self.component.requires:
-            try:
-                missing = importlib.util.find_spec(module) is None
-            except ValueError:  # already imported, by something that left no spec
-                missing = False
-            except Exception as error:
-                return Availability(False, f"the Python module {module!r} can't be looked for: {describe(error)}")
-            if missing:
-                return Availability(False, f"the Python module {module!r} is not installed")
-        return Availability(True)
+        reason = next(filter(None, map(why_missing, self.component.requires)), "")
+        return Availability(not reason, reason)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the data that ``torchhal plugins --json`` prints."""
@@ -143,6 +135,18 @@ class RegistryEntry:
 
     def __str__(self) -> str:
         return printable(f"{self.kind.replace('_', ' ')} {self.qualified_name!r}")
+
+
+def why_missing(module: str) -> str:
+    """Return why the top-level ``module`` can't be imported, as far as looking for it tells; empty if it is there."""
+    try:
+        if importlib.util.find_spec(module) is not None:
+            return ""
+    except ValueError:  # already imported, by something that left no spec
+        return ""
+    except Exception as error:
+        return f"the Python module {module!r} can't be looked for: {describe(error)}"
+    return f"the Python module {module!r} is not installed"
 
 
 def resolve_target(target: str) -> Any:
