@@ -12,8 +12,7 @@ import torch_xla
 from torchhal_conformance import conformance_suite
 
 torch.zeros(1, device="xla")  # the checks' plain loops run a backward before their first run on the device
-COMPLEX = "a copy of complex128 to XLA's CPU device loses the imaginary part, in torch_xla 2.9"
-TestXLA = conformance_suite("accelerator", "xla", expected_failures={"ACC-12": COMPLEX})
+TestXLA = conformance_suite("accelerator", "xla")
 TestTPU = conformance_suite("accelerator", "tpu")
 SLICE = [
     {"TPU_WORKER_HOSTNAMES": "t-0,t-1", "TPU_WORKER_ID": host, "PJRT_LOCAL_PROCESS_COUNT": "2",
@@ -25,13 +24,10 @@ ENV12 = "a process that torchhal has started on a slice takes its numbers from t
 TestPJRT = conformance_suite(
     "cluster_environment", "pjrt", tables=SLICE, expected_failures={"ENV-06": ENV06, "ENV-12": ENV12}
 )
-GATHERS = {"STR-09": COMPLEX}
-TestSingle = conformance_suite(
-    "strategy", "single_xla", accelerator="xla", expected_failures={"STR-03": COMPLEX, **GATHERS}
-)
-TestReplicas = conformance_suite("strategy", "xla", accelerator="xla", expected_failures=GATHERS)
-TestSPMD = conformance_suite("strategy", "xla_spmd", accelerator="xla", expected_failures=GATHERS)
-TestFSDP = conformance_suite("strategy", "xla_fsdp", accelerator="xla", expected_failures=GATHERS)
+TestSingle = conformance_suite("strategy", "single_xla", accelerator="xla")
+TestReplicas = conformance_suite("strategy", "xla", accelerator="xla")
+TestSPMD = conformance_suite("strategy", "xla_spmd", accelerator="xla")
+TestFSDP = conformance_suite("strategy", "xla_fsdp", accelerator="xla")
 TestFile = conformance_suite("checkpoint_io", "xla")
 """
 

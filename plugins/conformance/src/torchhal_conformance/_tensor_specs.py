@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Final
 
@@ -32,6 +33,21 @@ def layouts_of(dtype: torch.dtype) -> tuple[str, ...]:
     if dtype in (torch.float32, torch.float64):
         return tuple(name for name in LAYOUTS if name != "conjugated")
     return (*PLAIN, "requires_grad", "parameter") if dtype in FLOATS else PLAIN
+
+
+def stored_dtypes(device: torch.device, dtypes: Sequence[torch.dtype]) -> list[torch.dtype]:
+    """Return those of ``dtypes`` of which torch's own copies to the device and back keep every digit.
+
+    Some hardware stores an int64 in 32 bits, and no complex128.
+    """
+    stored = []
+    for dtype in dtypes:
+        with contextlib.suppress(RuntimeError, TypeError, NotImplementedError):
+            given = TensorSpec(dtype).build()
+            returned = given.to(device).cpu()
+            if torch.equal(given.view(torch.uint8), returned.view(torch.uint8)):  # 8-bit floats have no equality
+                stored.append(dtype)
+    return stored
 
 
 @dataclass(frozen=True)
@@ -86,8 +102,7 @@ class TensorSpec:
             values = torch.complex(real, imag).to(self.dtype)
         elif self.dtype in (torch.int64, torch.float64):
             # narrower dtypes have none of these: int32 and float64, or float32
-            # more digits than float32 has, and sums within 31 bits, of which some hardware keeps an int64
-            wide = (1 << 28) + 1 if self.dtype is torch.int64 else 2.0**-30
+            wide = (1 << 54) + 1 if self.dtype is torch.int64 else 2.0**-30
             values = (steps % 7 - 2).to(self.dtype) + wide
         elif self.dtype in EIGHT_BITS or self.dtype in FLOATS:
             values = (steps % 7 - 2).float().to(self.dtype)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import namedtuple
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +21,15 @@ from torchhal_conformance._assertions import close, raises, require, same
 from torchhal_conformance._check import CheckFailed, check
 from torchhal_conformance._context import CheckContext
 from torchhal_conformance._generated_inputs import for_each, nests, tensors
-from torchhal_conformance._tensor_specs import ALL_DTYPES, NestSpec, TensorSpec, deepest, layouts_of, parts
+from torchhal_conformance._tensor_specs import (
+    ALL_DTYPES,
+    NestSpec,
+    TensorSpec,
+    deepest,
+    layouts_of,
+    parts,
+    stored_dtypes,
+)
 from torchhal_conformance.checks._capability_trials import try_capability, try_collectives
 
 TOLERANCE = 1e-3
@@ -67,20 +74,10 @@ def round_trip(context: CheckContext) -> None:
             same(f"what went to {device} and back", moved.detach().cpu(), tensor.detach())
             same("the tensor that was given, afterwards", tensor.detach(), spec.build().detach())
 
-    dtypes = _stored_dtypes(device)
+    dtypes = stored_dtypes(device, ALL_DTYPES)
     sizes: list[tuple[int, ...]] = [(), (2, 3), (0, 3)]
     corners = [TensorSpec(dtype, size, layout) for dtype in dtypes for layout in layouts_of(dtype) for size in sizes]
     for_each("a tensor", each, corners=corners, generated=tensors(dtypes), seed=context.component.seed)
-
-
-def _stored_dtypes(device: torch.device) -> list[torch.dtype]:
-    """Return the dtypes of which torch itself can put a tensor on the device."""
-    stored = []
-    for dtype in ALL_DTYPES:
-        with contextlib.suppress(RuntimeError, TypeError, NotImplementedError):
-            TensorSpec(dtype).build().to(device).cpu()
-            stored.append(dtype)
-    return stored
 
 
 _Pair = namedtuple("_Pair", "x label")
@@ -142,7 +139,7 @@ def batch_structure(context: CheckContext) -> None:
         same("what went to the device", moved, batch)
         same("the batch that was given, afterwards", batch, spec.build())
 
-    leaves = tensors([torch.float32, torch.int64])
+    leaves = tensors(stored_dtypes(device, [torch.float32, torch.int64]))
     for_each("a batch", each, corners=deepest(TensorSpec()), generated=nests(leaves), seed=context.component.seed)
 
 
