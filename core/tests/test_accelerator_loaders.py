@@ -8,8 +8,9 @@ import threading
 
 import pytest
 import torch
+from numbered_samples import Numbers
 from quiet_trainer import make
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from torchhal import Callback, Module
 from torchhal.accelerators import CPUAccelerator
@@ -105,17 +106,9 @@ class Generates(CPUAccelerator):
         return Moved()
 
 
-class Numbers(Dataset):
-    def __len__(self):
-        return SAMPLES
-
-    def __getitem__(self, index):
-        return index, torch.sin(torch.arange(4.0) + index)
-
-
 class Stream(IterableDataset):
     def __iter__(self):
-        return (Numbers()[index] for index in range(SAMPLES))
+        return (Numbers(SAMPLES)[index] for index in range(SAMPLES))
 
 
 class Stateful:
@@ -171,13 +164,15 @@ class PrefetchesStateful(CPUAccelerator):
 
 
 LOADERS = {
-    "shuffled": lambda: DataLoader(Numbers(), 2, shuffle=True),
-    "generator": lambda: DataLoader(Numbers(), 2, shuffle=True, generator=torch.Generator().manual_seed(5)),
+    "shuffled": lambda: DataLoader(Numbers(SAMPLES), 2, shuffle=True),
+    "generator": lambda: DataLoader(Numbers(SAMPLES), 2, shuffle=True, generator=torch.Generator().manual_seed(5)),
     "sampler": lambda: DataLoader(
-        Numbers(), 2, sampler=RandomSampler(Numbers(), generator=torch.Generator().manual_seed(5), num_samples=SAMPLES)
+        Numbers(SAMPLES),
+        2,
+        sampler=RandomSampler(Numbers(SAMPLES), generator=torch.Generator().manual_seed(5), num_samples=SAMPLES),
     ),
-    "workers": lambda: DataLoader(Numbers(), 2, shuffle=True, num_workers=int("WORLD_SIZE" not in os.environ)),
-    "persistent": lambda: DataLoader(Numbers(), 2, shuffle=True, num_workers=1, persistent_workers=True),
+    "workers": lambda: DataLoader(Numbers(SAMPLES), 2, shuffle=True, num_workers=int("WORLD_SIZE" not in os.environ)),
+    "persistent": lambda: DataLoader(Numbers(SAMPLES), 2, shuffle=True, num_workers=1, persistent_workers=True),
     "stream": lambda: DataLoader(Stream(), 2),
     "list": lambda: [(torch.tensor([index]), torch.full((1, 4), float(index))) for index in range(12)],
     "stateful": Stateful,
@@ -315,7 +310,7 @@ def test_error_of_dataset():
 
     watch = Watch()
     with pytest.raises(ValueError, match="sample 5"):
-        make(watch, accelerator=Prefetches()).fit(Net(), DataLoader(Broken(), 2))
+        make(watch, accelerator=Prefetches()).fit(Net(), DataLoader(Broken(SAMPLES), 2))
     assert [index for _, index, _ in watch.seen] == [0, 1]
     assert _Ahead.open == 0
 
@@ -334,9 +329,9 @@ def test_error_in_step():
 
 def test_evaluation():
     """The loaders of an evaluation are processed too; limits and the sanity check leave nothing open."""
-    loader = DataLoader(Numbers(), 2)
+    loader = DataLoader(Numbers(SAMPLES), 2)
     trainer = make(accelerator=Prefetches(), limit_predict_batches=5)
-    outputs = trainer.predict(Net(), [loader, DataLoader(Numbers(), 3)])
+    outputs = trainer.predict(Net(), [loader, DataLoader(Numbers(SAMPLES), 3)])
     assert [len(kept) for kept in outputs] == [5, 5]
     assert torch.cat(outputs[0]).tolist() == list(range(10))
     assert len(fit(Prefetches(), "shuffled", Watch(), val=loader, num_sanity_val_steps=2)[0]) == SAMPLES

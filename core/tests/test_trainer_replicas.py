@@ -8,7 +8,8 @@ from collections import Counter
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
+from numbered_samples import Numbers
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler
 
 from torchhal import Callback, Module, Trainer
 from torchhal.errors import ConfigurationError
@@ -18,20 +19,12 @@ from torchhal.trainer.data import _samplers as samplers
 SAMPLES = 36
 
 
-class Numbers(Dataset):
-    def __len__(self):
-        return SAMPLES
-
-    def __getitem__(self, index):
-        return index, torch.sin(torch.arange(4.0) + index)
-
-
 class Stream(IterableDataset):
     def __len__(self):
         return SAMPLES
 
     def __iter__(self):
-        return (Numbers()[index] for index in range(SAMPLES))
+        return (Numbers(SAMPLES)[index] for index in range(SAMPLES))
 
 
 class Lazy(Sampler):
@@ -57,7 +50,7 @@ class Pairs(Sampler):
 
 
 def loader(kind):
-    data = Numbers()
+    data = Numbers(SAMPLES)
     if kind == "shuffled":
         return DataLoader(data, 2, shuffle=True)
     if kind == "fours":

@@ -11,11 +11,11 @@ import torch
 from torchhal import registry
 from torchhal.accelerators import Accelerator
 from torchhal.errors import AcceleratorUnavailableError, ComponentError, ConfigurationError
-from torchhal.plugin import Availability
 from torchhal.registry import AutoAccelerators, PluginRecord, RegistryEntry
 from torchhal.registry._discovery import USER
 from torchhal.registry._hints import DISTRIBUTIONS
 from torchhal.resolve._plan import Request, ResolvedComponent
+from torchhal.resolve._refusals import availability_of
 from torchhal.resolve._user_arguments import component_from_instance, from_alias
 from torchhal.strategies import Strategy
 
@@ -160,7 +160,7 @@ def _candidates(asked: AutoAccelerators) -> list[_Candidate]:
     for entry in asked.entries:
         alias = entry.component.alias
         name = alias if aliases.count(alias) == 1 else entry.qualified_name
-        availability: Availability = entry.availability()
+        availability = entry.availability()
         try:
             cls = entry.load()
         except ComponentError as error:
@@ -168,11 +168,7 @@ def _candidates(asked: AutoAccelerators) -> list[_Candidate]:
             continue
         if cls.auto_priority is None:
             continue
-        if availability:
-            try:
-                availability = cls.availability()
-            except Exception as error:
-                availability = Availability(False, f"{type(error).__name__}: {error}")
+        availability = availability and availability_of(cls)
         reason = "" if availability else availability.reason
         candidates.append(_Candidate(name, entry.distribution, entry, cls.auto_priority, reason))
     return candidates
