@@ -66,6 +66,18 @@ def test_availability_that_fails_is_unavailable(registry, kind):
             planned(kind, made(kind, availability=classmethod(body)))
 
 
+def test_auto_passes_an_accelerator_that_can_not_answer(registry):
+    def exits(cls):
+        raise SystemExit("acme_sdk found no driver")
+
+    registry.register(
+        "accelerator", "acme", type("Acme", (Fake,), {"name": "acme", "availability": classmethod(exits)})
+    )
+    found = plan(accelerator="auto")
+    assert found.accelerator.alias == "cpu"
+    assert any("acme: SystemExit: acme_sdk found no driver" in note for note in found.notes)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_kind_may_refuse_the_others(kind):
     seen = []
