@@ -36,18 +36,27 @@ def layouts_of(dtype: torch.dtype) -> tuple[str, ...]:
 
 
 def stored_dtypes(device: torch.device, dtypes: Sequence[torch.dtype]) -> list[torch.dtype]:
-    """Return those of ``dtypes`` of which torch's own copies to the device and back keep every digit.
+    """Return those of ``dtypes`` of which torch's own copies to the device, there and back keep every digit.
 
     Some hardware stores an int64 in 32 bits, and no complex128.
     """
-    stored = []
-    for dtype in dtypes:
-        with contextlib.suppress(RuntimeError, TypeError, NotImplementedError):
-            given = TensorSpec(dtype).build()
-            returned = given.to(device).cpu()
-            if torch.equal(given.view(torch.uint8), returned.view(torch.uint8)):  # 8-bit floats have no equality
-                stored.append(dtype)
-    return stored
+    return [dtype for dtype in dtypes if all(_is_stored(spec, device) for spec in _stored_examples(dtype))]
+
+
+def _stored_examples(dtype: torch.dtype) -> tuple[TensorSpec, TensorSpec]:
+    """Return a plain tensor and one element of another tensor, which a lazy backend may take for a Python number."""
+    return TensorSpec(dtype), TensorSpec(dtype, (), "middle")
+
+
+def _is_stored(spec: TensorSpec, device: torch.device) -> bool:
+    with contextlib.suppress(RuntimeError, TypeError, NotImplementedError):
+        given = spec.build()
+        # a lazy backend returns what it was given, until it had to compute with it
+        returned = given.to(device).clone().cpu()
+        return torch.equal(
+            given.reshape(-1).view(torch.uint8), returned.reshape(-1).view(torch.uint8)
+        )  # float8 has no ==
+    return False
 
 
 @dataclass(frozen=True)
