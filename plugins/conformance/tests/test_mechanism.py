@@ -221,6 +221,13 @@ def test_assertions_show_measured_difference() -> None:
     assert said(close, "x", one, torch.tensor([1.0, 2.5]), 1e-3).startswith("x: off by 0.5, allowed 0.0025")
     assert said(close, "x", one * float("nan"), one, 1e9).startswith("x: off by nan")
     assert said(same, "x", {"a": [1, 2]}, {"a": [1, 3]}) == "x: at ['a']: at [1]: got 2, expected 3"
+    square = torch.zeros(3, 4)
+    other = square.clone()
+    other[2, 1], other[0, 0] = 5, 1
+    text = "x: off by 5, allowed 0.005 (at [2, 1] got 0.0, expected 5.0; 2 of 12 elements differ)"
+    assert said(close, "x", square, other, 1e-3) == text
+    text = "x: values differ (at [0, 0] got 0.0, expected 1.0; 2 of 12 elements differ)"
+    assert said(same, "x", square.T, other.T) == text
     assert "got torch.float32 of (2,), expected torch.float64" in said(same, "x", one, one.double())
     assert "values differ" in said(same, "x", torch.tensor([0.0]), torch.tensor([-0.0]))
     assert "must raise ValueError (it returned 1)" in said(raises, "x", ValueError, lambda: 1)

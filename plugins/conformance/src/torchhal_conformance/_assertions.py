@@ -43,12 +43,14 @@ def close(what: str, got: Any, expected: Any, tolerance: float) -> None:
         raise CheckFailed(f"{what}: shape {tuple(got.shape)}, expected {tuple(expected.shape)}")
     if not got.numel():
         return
-    difference = float((got - expected).abs().max())
+    differences = (got - expected).abs()
     scale = max(1.0, float(expected.abs().max()))
-    if not difference <= tolerance * scale:  # a NaN is not close either
+    beyond = ~(differences <= tolerance * scale)  # a NaN is not close either
+    if beyond.any():
+        worst = differences.nan_to_num(nan=float("inf")).argmax()
         raise CheckFailed(
-            f"{what}: off by {difference:.3g}, allowed {tolerance * scale:.3g} (got {_show(got)}, "
-            f"expected {_show(expected)})"
+            f"{what}: off by {float(differences.flatten()[worst]):.3g}, allowed {tolerance * scale:.3g} "
+            f"{_at(got, expected, beyond, int(worst))}"
         )
 
 
@@ -113,7 +115,19 @@ def _tensor_difference(got: Any, expected: torch.Tensor) -> str:
     one, other = got.detach().cpu(), expected.detach().cpu()
     if not one.numel() or torch.equal(_bits(one), _bits(other)):
         return ""
-    return f"values differ (got {_show(one)}, expected {_show(other)})"
+    size = one.element_size()
+    beyond = (_bits(one).view(-1, size) != _bits(other).view(-1, size)).any(1).view(one.shape)
+    return f"values differ {_at(one, other, beyond, int(beyond.flatten().int().argmax()))}"
+
+
+def _at(got: torch.Tensor, expected: torch.Tensor, differs: torch.Tensor, index: int) -> str:
+    """Return both tensors' values if they are few, else those of the element ``index`` and how many others differ."""
+    if got.numel() <= 8:
+        return f"(got {_show(got)}, expected {_show(expected)})"
+    place = [int(one) for one in torch.unravel_index(torch.tensor(index), got.shape)]
+    one, other = got.flatten()[index].item(), expected.flatten()[index].item()
+    count = int(differs.sum())
+    return f"(at {place} got {one!r}, expected {other!r}; {count} of {got.numel()} elements differ)"
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
