@@ -592,6 +592,35 @@ def left_behind():
     return before, after, losses
 
 
+def collected_later(broken):
+    """Whether a run saves its weights although the engine of one before, which may have failed, is collected in it."""
+    import gc
+
+    class Collecting(Callback):
+        def on_train_end(self, trainer, module):
+            gc.collect()
+            saved, own = trainer.strategy.module_state_dict(), dict(module.named_parameters())
+            self.saved = all(torch.equal(saved[name], parameter) for name, parameter in own.items())
+
+    gc.collect()
+    gc.disable()
+    try:
+        module, watch = Net(), Collecting()
+        for config in ({"scheduler": {"type": "WarmupLR", "params": {"no such": 1}}} if broken else {}, {}):
+            trainer = trainer_for({"stage": 2, "config": config}, 2, callbacks=[watch], plugins=["torch"])
+            module.train_dataloader = lambda trainer=trainer: loader(trainer, 2)
+            said = ""
+            try:
+                trainer.fit(module)
+            except TypeError as error:
+                said = str(error)
+            assert ("no such" in said) is bool(config), said
+            del trainer
+    finally:
+        gc.enable()
+    return watch.saved
+
+
 def kept_alive(strategy, model, fails):
     """What of a run is still there when nobody holds it any more."""
     import gc

@@ -106,6 +106,11 @@ def test_nothing_is_left_in_a_process(world2):
         assert again[rank][0] == again[rank][1]  # the same model again, from its weights: a run like any other
 
 
+@pytest.mark.parametrize("broken", [False, True])
+def test_an_engine_that_is_collected_in_a_later_run_takes_nothing_from_it(world2, broken):
+    assert world2.run(training.collected_later, broken, timeout=200) == [True, True]
+
+
 @pytest.mark.slow
 def test_nothing_of_a_run_is_kept_alive(world2):
     for stage, model, fails in ((1, "Net", False), (3, "Net", True), (3, "Late", False)):

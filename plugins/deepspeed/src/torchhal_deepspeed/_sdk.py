@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 from torch import nn
@@ -90,6 +91,10 @@ def start(deepspeed: Any, *, broadcast: bool, model: nn.Module, **arguments: Any
     try:
         engine, *_ = deepspeed.initialize(model=model, dist_init_required=False, **arguments)
     except Exception as error:
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            if isinstance(half_started := frame.f_locals.get("self"), engine_class):
+                with suppress(Exception):  # of what it doesn't have yet
+                    _destroy(half_started)
         said = [str(error), str(error.__cause__), str(error.__context__)]
         if not any(mark in text for mark in _UNCOMPILED for text in said):
             raise
@@ -108,7 +113,7 @@ def forget(engine: Any) -> None:
     from deepspeed.runtime.zero import parameter_offload
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
-    engine.destroy()
+    _destroy(engine)
     ours = set(map(id, engine.module.modules()))
     called = parameter_offload.FWD_MODULE_STACK
     called[:] = [module for module in called if id(module) not in ours]
@@ -117,6 +122,21 @@ def forget(engine: Any) -> None:
     for cell in method.__closure__:
         if hasattr(cell.cell_contents, "cache_clear"):
             cell.cell_contents.cache_clear()
+
+
+def _destroy(engine: Any) -> None:
+    """Destroy an engine once: its finalizer would again, and take from the parameters what another has put there.
+
+    It runs whenever Python collects the engine. In the next run of the module, checkpoints were without values then.
+    """
+    try:
+        engine.destroy()
+    finally:
+        engine.destroy = _do_nothing
+
+
+def _do_nothing() -> None:
+    pass
 
 
 @contextmanager

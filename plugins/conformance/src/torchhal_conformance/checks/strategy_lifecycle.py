@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
@@ -120,6 +121,7 @@ def _train_in_two_lives(rank: RankContext) -> None:
     for life in range(2):
         with running(rank, model, strategy=strategy) as run:
             run.train(2 * life, 2 * life + 2)
+            gc.collect()  # what the life before has left ends now, with the finalizers of its vendor's objects
             weights_close(f"after life {life + 1} of one module", run.weights(), reference(rank, 2 * life + 2)[0])
             strategy.restore_module()
         rank.gather("done")
