@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from torchhal.composition import Composition
 from torchhal.errors import ConfigurationError, ModelError, UnsupportedCombinationError
 from torchhal.precision import Precision, needs_closure
 from torchhal.strategies.model_checks import (
@@ -19,12 +20,17 @@ from torchhal.strategies.model_checks import (
 from torchhal_bagua._algorithms import ALGORITHMS
 
 
-def check_parts(name: str, options: Mapping[str, Any], precision: Precision, *, ranks: int, nodes: int) -> None:
-    """Refuse algorithms that don't fit the precision or the number of ranks, before a process is started.
+def check_parts(name: str, options: Mapping[str, Any], composition: Composition) -> None:
+    """Refuse algorithms that don't fit the device, the precision or the number of ranks.
 
     Raises:
-        UnsupportedCombinationError: the algorithm can't work in this precision, or among so many ranks.
+        UnsupportedCombinationError: the algorithm can't work there, in this precision, or among so many ranks.
     """
+    precision: Precision = composition.precision
+    if composition.accelerator.device_type == "cuda" and torch.version.hip is not None:
+        raise UnsupportedCombinationError(
+            "strategy 'bagua' works on NVIDIA's GPUs only, and this torch is built for AMD's: use 'ddp'"
+        )
     scales_loss = "scales_loss" in precision.features
     if scales_loss and name == "qadam":
         raise UnsupportedCombinationError(
@@ -43,9 +49,11 @@ def check_parts(name: str, options: Mapping[str, Any], precision: Precision, *, 
         )
     if options.get("peer_selection_mode") == "shift_one":
         hierarchical = options.get("hierarchical", True)
+        nodes, ranks = composition.num_nodes, composition.world_size
         peers, what = (nodes, "node(s)") if hierarchical else (ranks, "rank(s)")
-        if peers % 2:
-            advice = ": pass hierarchical=False, which pairs ranks" if hierarchical and ranks % 2 == 0 else ""
+        if peers is not None and peers % 2:
+            pairs = hierarchical and ranks % 2 == 0
+            advice = ": pass hierarchical=False, which pairs ranks" if pairs else ""
             raise UnsupportedCombinationError(
                 f"peer_selection_mode='shift_one' with hierarchical={hierarchical} needs an even number of "
                 f"{what.removesuffix('(s)')}s (got {peers} {what}){advice}"

@@ -8,8 +8,6 @@ from contextlib import ExitStack
 from importlib import util
 from typing import Final
 
-import torch
-
 from torchhal.distributed import collectives
 from torchhal.distributed.stores import PrefixedStore, Store, own_connection
 from torchhal.errors import ConfigurationError
@@ -76,17 +74,15 @@ class Environment:
         self._restore.close()
 
 
-def join(store: Store, device: torch.device) -> None:
+def join(store: Store) -> None:
     """Initialise Bagua among the ranks of torch's process group, or find that it is among them already.
 
     Bagua can't leave its process group: what it has set up serves later runs of the same processes too.
 
     Raises:
-        ConfigurationError: it can't be imported, this device isn't NVIDIA's, or other processes have set it up.
+        ConfigurationError: it can't be imported, or other processes have set it up.
     """
     global _joined
-    if device.type == "cuda" and torch.version.hip is not None:
-        raise ConfigurationError("Bagua works on NVIDIA's GPUs only, and this torch is built for AMD's")
     BAGUA.load()
     from bagua.torch_api import communication
 

@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from torchhal.capabilities import other_stores
+from torchhal.composition import Composition
 from torchhal.distributed import collectives
 from torchhal.distributed.stores import Store
 from torchhal.errors import DistributedError
@@ -124,15 +125,8 @@ class BaguaStrategy(ParallelStrategy):
 
     # -- life cycle ------------------------------------------------------------------------------------------
 
-    def configure(self, **parts: Any) -> None:
-        super().configure(**parts)
-        compatibility.check_parts(
-            self.algorithm,
-            self.algorithm_options,
-            self.precision,
-            ranks=self.num_local_processes(len(self.devices)) * self.num_nodes,
-            nodes=self.num_nodes,
-        )
+    def check_fit(self, composition: Composition) -> None:
+        compatibility.check_parts(self.algorithm, self.algorithm_options, composition)
 
     def setup_communication(self) -> Store | None:
         store = super().setup_communication()
@@ -150,7 +144,7 @@ class BaguaStrategy(ParallelStrategy):
             }
         )
         with self.guard("set-up of Bagua"):
-            sdk.join(store, self.root_device)
+            sdk.join(store)
         return store
 
     def setup_optimizers(self, optimizers: Sequence[Optimizer], lr_scheduler_configs: Sequence[Any] = ()) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from torchhal.composition import Composition
 from torchhal.distributed import collectives
 from torchhal.distributed.stores import Store
 from torchhal.errors import ConfigurationError, ModelError
@@ -63,8 +64,12 @@ class DeepSpeedEngineBase(ParallelStrategy):
         super().configure(**parts)
         self._deepspeed = sdk.load(self.root_device.type)
         sdk.set_log_level(self.logging_level)
+
+    def check_fit(self, composition: Composition) -> None:
+        sdk.load(composition.accelerator.device_type)
+        sdk.set_log_level(self.logging_level)
         settings.check_with_deepspeed(self.config)
-        settings.check_precision(self.config, self.precision)
+        settings.check_precision(self.config, composition.precision)
 
     # -- life cycle ------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch.optim import Optimizer
 
+from torchhal.composition import Composition
 from torchhal.distributed.process import launched_by
 from torchhal.errors import CheckpointMismatchError, ConfigurationError, ModelError, UnsupportedCombinationError
 from torchhal.strategies import SingleDeviceStrategy, StepResult, Strategy
@@ -99,27 +100,26 @@ class IPUStrategy(SingleDeviceStrategy):
 
     # -- options ---------------------------------------------------------------------------------------------
 
-    def configure(self, **given: Any) -> None:
-        super().configure(**given)
-        if self.num_nodes > 1:
+    def check_fit(self, composition: Composition) -> None:
+        if composition.num_nodes is not None and composition.num_nodes > 1:
             raise UnsupportedCombinationError(
-                f"ipu_strategy drives the IPUs of one machine from one process (got num_nodes={self.num_nodes}): use "
-                "num_nodes=1"
+                "ipu_strategy drives the IPUs of one machine from one process (got num_nodes="
+                f"{composition.num_nodes}): use num_nodes=1"
             )
-        environment = self.cluster_environment
+        environment = composition.cluster_environment
         outside = environment is not None and environment.creates_processes_externally and environment.world_size() > 1
         if outside or launched_by() is not None:
             raise UnsupportedCombinationError(
                 "ipu_strategy drives all IPUs from one process, but this is one of several that were started, each of "
                 "which would train by itself: start the script once"
             )
-        indices = getattr(self.accelerator, "indices", ())
+        indices = getattr(composition.accelerator, "indices", ())
         if sorted(indices) != list(range(len(indices))):
             raise ConfigurationError(
                 f"'devices' must be a number of IPUs (got {list(indices)}): the driver chooses which; for one of its "
                 "device ids pass options with useIpuId"
             )
-        count = len(self.devices)
+        count = len(composition.devices)
         if count % self.ipus_per_replica:
             raise ConfigurationError(
                 f"'devices' must be a multiple of ipus_per_replica={self.ipus_per_replica} (got {count})"

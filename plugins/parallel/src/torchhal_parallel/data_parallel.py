@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from torchhal.composition import Composition
 from torchhal.distributed.process import launched_by
 from torchhal.errors import ConfigurationError, ModelError, UnsupportedCombinationError, message_of
 from torchhal.pytree import move_to_device
@@ -282,14 +283,13 @@ class DataParallelStrategy(BatchSplitStrategy, SingleDeviceStrategy):
         super().__init__(**parts)
         self.split = _checked(split)
 
-    def configure(self, **chosen: Any) -> None:
-        super().configure(**chosen)
-        environment = self.cluster_environment
+    def check_fit(self, composition: Composition) -> None:
+        environment = composition.cluster_environment
         alias = self.alias or "dp"
-        if self.num_nodes > 1:
+        if composition.num_nodes is not None and composition.num_nodes > 1:
             raise UnsupportedCombinationError(
                 f"strategy {alias!r} drives the devices of one node from one process (got num_nodes="
-                f"{self.num_nodes}): use 'ddp2', which does so on each node, or 'ddp'"
+                f"{composition.num_nodes}): use 'ddp2', which does so on each node, or 'ddp'"
             )
         outside = environment is not None and environment.creates_processes_externally and environment.world_size() > 1
         if outside or launched_by() is not None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from torchhal.cluster import LocalEnvironment
+from torchhal.composition import Composition
 from torchhal.distributed.process import launched_by
 from torchhal.errors import ConfigurationError, LaunchError
 from torchhal.launchers import Launcher
@@ -85,6 +86,11 @@ class RayEnvironment(LocalEnvironment):
         self.init = dict(init or {})
         self._asked = (1, 1)
 
+    def check_fit(self, composition: Composition) -> None:
+        if self.num_workers is None:
+            per_node = composition.strategy.num_local_processes(len(composition.devices))
+            self._check_one_device_each(self._resources(composition.accelerator.device_type), per_node)
+
     @classmethod
     def detect(cls) -> bool:
         return launched_by() == cls.name
@@ -123,18 +129,25 @@ class RayEnvironment(LocalEnvironment):
             )
         from torchhal_ray._actor_launcher import ActorLauncher
 
-        resources = self.resources_per_worker
-        if resources is None:
-            device = RESOURCES.get(device_type)
-            resources = {"CPU": 1.0, **({} if device is None else {device: 1.0})}
+        resources = self._resources(device_type)
         num_nodes, per_node = self._asked
+        self._check_one_device_each(resources, per_node)
+        return ActorLauncher(self, resources, prepare, num_nodes=num_nodes, per_node=per_node)
+
+    def _resources(self, device_type: str) -> Mapping[str, float]:
+        """Return what Ray reserves for each worker: what the user has given, or a CPU and a device."""
+        if self.resources_per_worker is not None:
+            return self.resources_per_worker
+        device = RESOURCES.get(device_type)
+        return {"CPU": 1.0, **({} if device is None else {device: 1.0})}
+
+    def _check_one_device_each(self, resources: Mapping[str, float], per_node: int) -> None:
         split = {name: amount for name, amount in resources.items() if name in RESOURCES.values() and amount != 1}
         if per_node > 1 and split:
             raise ConfigurationError(
                 f"'resources_per_worker' must give each of {per_node} workers of a node one device (got {split}): with "
                 "num_workers= in place of devices= a worker may have several, or share one"
             )
-        return ActorLauncher(self, resources, prepare, num_nodes=num_nodes, per_node=per_node)
 
     def __repr__(self) -> str:
         return f"RayEnvironment(num_workers={self.num_workers}, placement={self.placement!r})"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 
+from torchhal.composition import Composition
 from torchhal.errors import ConfigurationError, UnsupportedCombinationError
 from torchhal.memory_estimate import MemoryEstimate, ModelMemory
 from torchhal.pytree import map_tensors
@@ -43,15 +43,14 @@ class SPMDStrategy(LazyStrategy, SingleDeviceStrategy):
         """torch_xla's mesh over all devices, with one axis."""
         self._hooks: list[Any] = []
 
-    def configure(self, *, devices: Sequence[torch.device], num_nodes: int, **parts: Any) -> None:
-        environment = parts.get("cluster_environment")
+    def check_fit(self, composition: Composition) -> None:
+        environment, num_nodes = composition.cluster_environment, composition.num_nodes
         started = environment.world_size() if environment is not None and num_nodes == 1 else num_nodes
-        if started > 1:
+        if started is not None and started > 1:
             raise UnsupportedCombinationError(
                 f"strategy {self.alias or type(self).__name__!r} drives the devices of one host from one process, but "
                 f"{started} processes are asked for: use one, or strategy='xla' with a process per chip"
             )
-        super().configure(devices=devices, num_nodes=num_nodes, **parts)
 
     def check_process(self) -> None:
         import torch_xla
