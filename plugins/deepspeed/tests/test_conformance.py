@@ -15,13 +15,4 @@ TestIO = pytest.mark.slow(
     )
 )
 
-TestStage2 = pytest.mark.slow(
-    conformance_suite(
-        "strategy",
-        "deepspeed_stage_2",
-        expected_failures={
-            "STR-35": "the engine clips by the norm over all ranks when it steps (test_parity.py); clip_gradients of a "
-            "loop without the Trainer is refused",
-        },
-    )
-)
+TestStage2 = pytest.mark.slow(conformance_suite("strategy", "deepspeed_stage_2"))

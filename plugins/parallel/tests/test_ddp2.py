@@ -14,7 +14,7 @@ from batch_parts import Losses, dataset, greatest, make
 from tiers import slow
 from torch.utils.data import DataLoader, TensorDataset
 
-from torchhal import ModelCheckpoint
+from torchhal import ModelCheckpoint, Module
 from torchhal.errors import UnsupportedCombinationError
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("one_thread")]
@@ -173,3 +173,57 @@ def test_dp_is_refused_in_one_of_several_processes(monkeypatch):
         monkeypatch.setenv(name, value)
     with pytest.raises(UnsupportedCombinationError, match="each of which would train by itself"):
         make(("cpu", 2))
+
+
+class TwoOptimizers(torch.nn.Module):
+    automatic_optimization = False
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = torch.nn.Linear(3, 3), torch.nn.Linear(3, 1)
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(self.first.parameters(), lr=0.1), torch.optim.SGD(self.second.parameters(), lr=0.2)]
+
+    def loss(self, batch):
+        return torch.nn.functional.mse_loss(self.second(self.first(batch[0]).tanh()), batch[1])
+
+    def training_step(self, batch, batch_idx):
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+
+
+class ManualModule(TwoOptimizers, Module):
+    pass
+
+
+def regression_data():
+    generator = torch.Generator().manual_seed(3)
+    return TensorDataset(torch.randn(24, 3, generator=generator), torch.randn(24, 1, generator=generator))
+
+
+def manual_on_a_node():
+    as_node()
+    try:
+        module = ManualModule()
+        make(("cpu", 1), "ddp2", num_nodes=2).fit(module, DataLoader(regression_data(), 2))
+        return module.state_dict()
+    finally:
+        as_rank()
+
+
+def test_manual_optimization_equals_one_device(world2):
+    nodes = world2.run(manual_on_a_node, timeout=60)
+    plain = TwoOptimizers()
+    optimizers = plain.configure_optimizers()
+    samples = torch.arange(24).view(-1, 2, 2)  # each node has every second sample
+    for batch in [regression_data()[rows.T.flatten()] for rows in samples]:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+            plain.loss(batch).backward()
+            optimizer.step()
+    for state in nodes:
+        assert greatest(state, plain.state_dict()) < 1e-6

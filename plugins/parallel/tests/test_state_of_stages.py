@@ -1,5 +1,7 @@
 """What a checkpoint of a pipeline holds of state that is no stage's alone, and what may change while it trains."""
 
+import math
+
 import pytest
 import torch
 from tiers import slow
@@ -8,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from torchhal import Callback, Module, Trainer, registry
 from torchhal.trainer.callbacks import ModelCheckpoint
+from torchhal_parallel.hybrid import HybridStrategy
 
 STEPS = 4
 
@@ -120,6 +123,36 @@ def test_an_optimizer_that_changes_while_training_is_saved(world2, tmp_path, ali
     (state,) = registry.find("checkpoint_io", "torch").create().load_checkpoint(path)["optimizer_states"]
     assert [index for group in state["param_groups"] for index in group["params"]] == list(range(8))
     assert sorted(state["state"]) == list(range(8))
+
+
+class AllLayers(Staged):
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.layers.parameters(), lr=0.01)
+
+
+def saved_after_the_run(folder, strategy, devices, io):
+    runner = Trainer(
+        accelerator="cpu", devices=devices, strategy=strategy, max_epochs=1, plugins=[io], logger=False,
+        callbacks=[ModelCheckpoint(folder, filename="during")], enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    runner.fit(AllLayers(), data())
+    runner.save_checkpoint(f"{folder}/after.ckpt")
+
+
+@pytest.mark.parametrize("io", ["torch", slow("dcp")])
+@pytest.mark.parametrize("axes", [{"pipeline": 2}, slow({"pipeline": 2, "data": 2}), slow({"pipeline": 2, "shard": 2})])
+def test_optimizer_state_of_all_stages_is_saved_after_the_run(request, tmp_path, axes, io):
+    devices = math.prod(axes.values())
+    strategy = HybridStrategy(**axes, split_points=["layers.2"], microbatches=2)
+    request.getfixturevalue(f"world{devices}").run(saved_after_the_run, str(tmp_path), strategy, devices, io)
+    load = registry.find("checkpoint_io", io).create().load_checkpoint
+    during, after = (load(tmp_path / f"{name}.ckpt")["optimizer_states"] for name in ("during", "after"))
+    assert sorted(during[0]["state"]) == sorted(after[0]["state"]) == list(range(8))
+    assert after[0]["param_groups"] == during[0]["param_groups"]
+    for index, entry in during[0]["state"].items():
+        assert sorted(entry) == sorted(after[0]["state"][index])
+        for name, value in entry.items():
+            torch.testing.assert_close(after[0]["state"][index][name], value, rtol=0, atol=0)
 
 
 class Heard(Staged):

@@ -108,6 +108,9 @@ class HybridStrategy(FullyShardedStrategy):
         if shard == 1 and (idle := [name for name, default in _OF_SHARDS if getattr(self, name) != default]):
             raise ConfigurationError(f"{idle[0]!r} concerns the parameters that the axis 'shard' divides, and shard=1")
 
+    _ended_stages: StageState | None = None
+    """The stages of the latest run: its module is whole again, and its optimizers have the state of their stage."""
+
     def _forget(self) -> None:
         super()._forget()
         self.mesh: Any = None
@@ -193,6 +196,7 @@ class HybridStrategy(FullyShardedStrategy):
     def wrap_model(self, *, training: bool) -> None:
         assert self.module is not None
         self._names = {name: getattr(value, "shape", None) for name, value in self.module.state_dict().items()}
+        self._ended_stages = None
         plan = {}
         if self.sizes["tensor"] > 1:
             plan = resolve_plan(self.module, plan_of(self.module, self.plan), self.sizes["tensor"])
@@ -380,14 +384,18 @@ class HybridStrategy(FullyShardedStrategy):
             return super().optimizer_step(optimizer, closure)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state of this stage's parameters, with the indices that they have among all."""
+        """Return the state of this stage's parameters, with the indices that they have among all.
+
+        So it is after the run too: the optimizers keep the parts of it, where the module is whole on every rank.
+        """
         state = super().optimizer_state(optimizer)
-        if self.pipe is None:
+        stages = self._stage_state or self._ended_stages
+        if stages is None:
             return state
-        state = own_optimizer_state(optimizer, state)
+        if self.pipe is not None:
+            state = own_optimizer_state(optimizer, state)
         if not self.saves_shards:
-            assert self._stage_state is not None
-            state["state"] = dict(sorted(self._stage_state.gather(state["state"]).items()))
+            state["state"] = dict(sorted(stages.gather(state["state"]).items()))
         return state
 
     def check_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
@@ -420,7 +428,7 @@ class HybridStrategy(FullyShardedStrategy):
     @property
     def keeps_gathered(self) -> bool:
         """True on one rank of each stage, which sends its state to rank 0."""
-        if self.pipe is None:
+        if self.pipe is None and self._ended_stages is None:
             return super().keeps_gathered
         return all(self.rank_in(axis) == 0 for axis in ("data", "shard", "tensor"))
 
@@ -443,6 +451,7 @@ class HybridStrategy(FullyShardedStrategy):
 
     def restore_module(self) -> None:
         super().restore_module()
+        self._ended_stages = self._stage_state or self._ended_stages
         self.pipe = self._stage_state = None
 
     def _release_model(self) -> None:
