@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from torchhal.composition import Composition
 from torchhal.distributed import collectives
 from torchhal.errors import ConfigurationError, UnsupportedCombinationError
 from torchhal.strategies import ParallelStrategy, StepResult
@@ -46,10 +45,12 @@ class XLAStrategy(LazyStrategy, ParallelStrategy):
     # -- processes -------------------------------------------------------------------------------------------
 
     def num_local_processes(self, num_devices: int) -> int:
+        check_collectives(num_devices)
         return num_devices
 
-    def check_fit(self, composition: Composition) -> None:
-        check_collectives(len(composition.devices) * (composition.num_nodes or 1))
+    def configure(self, *, devices: Sequence[torch.device], num_nodes: int, **parts: Any) -> None:
+        check_collectives(len(devices) * num_nodes)
+        super().configure(devices=devices, num_nodes=num_nodes, **parts)
 
     def check_process(self) -> None:
         """Take this process's chip, and no other; check that torch_xla and the launcher count the ranks alike."""
