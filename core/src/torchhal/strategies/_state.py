@@ -155,7 +155,7 @@ class StrategyState(StrategyCommunication):
 
         Called on every rank before anything of a checkpoint is restored. Tensors that ``open_checkpoint`` of a sharded
         checkpoint IO replaces are compared by their shapes and are not read. An engine whose :meth:`optimizer_state`
-        isn't of torch's form, with ``param_groups``, checks its own.
+        isn't of torch's form, with ``param_groups``, overrides this method and doesn't call the inherited one.
 
         Args:
             optimizer: one of :attr:`optimizers`.
@@ -166,7 +166,8 @@ class StrategyState(StrategyCommunication):
 
         Checks: STR-65.
         """
-        if "param_groups" in state or not overrides(self, StrategyState, "load_optimizer_state"):
+        own_form = overrides(self, StrategyState, "load_optimizer_state")  # of an engine that has no check of its own
+        if "param_groups" in state or not own_form or overrides(self, StrategyState, "check_optimizer_state"):
             check_optimizer_state(optimizer, state)
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:

@@ -27,6 +27,7 @@ from torchhal_conformance._launcher_env import LAUNCHERS, TABLES
 if TYPE_CHECKING:
     from torchhal.accelerators import Accelerator
     from torchhal.registry._plugin_loader import PluginRecord
+    from torchhal.strategies import Strategy
 
 
 @dataclass(frozen=True)
@@ -190,6 +191,20 @@ class ComponentUnderTest:
         text = importlib.metadata.distribution(self.plugin.distribution).read_text("direct_url.json")
         url = json.loads(text or "{}").get("url", "")
         return Path(unquote(url.removeprefix("file://"))) if url.startswith("file://") else None
+
+    @cached_property
+    def one_per_node(self) -> bool:
+        """True for a strategy of one process per node, which drives all of its devices: each rank is a node then.
+
+        False where that can't be known, as for a strategy that this machine can't make.
+        """
+        if self.kind != "strategy":
+            return False
+        try:
+            strategy: Strategy = self.create()
+            return bool(strategy.multi_device) and strategy.num_local_processes(2) == 1
+        except Exception:
+            return False
 
     # -- hardware --------------------------------------------------------------------------------------------
 

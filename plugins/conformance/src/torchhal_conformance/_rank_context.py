@@ -72,14 +72,15 @@ class RankContext:
         strategy.timeout = min(strategy.timeout, PATIENCE)
         accelerator = self.component.make_accelerator()
         if devices is None:
-            devices = accelerator.get_parallel_devices(range(self.size if strategy.multi_device else 1))
+            several = strategy.multi_device and not self.component.one_per_node
+            devices = accelerator.get_parallel_devices(range(self.size if several else 1))
         strategy.configure(
             accelerator=accelerator,
             precision=precision or SinglePrecision(),
             checkpoint_io=checkpoint_io or registry.find("checkpoint_io", "torch").create(),
             cluster_environment=TorchElasticEnvironment() if strategy.multi_device else None,
             devices=devices,
-            num_nodes=1,
+            num_nodes=self.size if self.component.one_per_node else 1,
         )
         return strategy
 

@@ -115,7 +115,7 @@ class Session:
     def worker_pool(self, size: int) -> WorkerPool:
         """Return the pool of ``size`` processes that the checks of this session share."""
         if size not in self._worker_pools:
-            self._worker_pools[size] = WorkerPool(shared_server(), size)
+            self._worker_pools[size] = WorkerPool(shared_server(), size, one_per_node=self.component.one_per_node)
         return self._worker_pools[size]
 
     def run(self, one: Check) -> Result:

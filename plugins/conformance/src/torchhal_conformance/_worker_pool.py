@@ -55,10 +55,17 @@ class WorkerUnresponsive(CheckFailed):
 
 
 class WorkerPool:
-    """Pool of ``size`` processes for the checks of one component, started on first use."""
+    """Pool of ``size`` processes for the checks of one component, started on first use.
 
-    def __init__(self, server: ForkServer, size: int) -> None:
+    Args:
+        server: makes the processes.
+        size: how many.
+        one_per_node: True to give each process the variables of the only one on its node.
+    """
+
+    def __init__(self, server: ForkServer, size: int, *, one_per_node: bool = False) -> None:
         self.size = size
+        self._nodes = size if one_per_node else 1
         self._server = server
         self._folder = ""
         self._connections: list[Connection] = []
@@ -180,13 +187,15 @@ class WorkerPool:
             return
         self._store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         self._folder = tempfile.mkdtemp(prefix="torchhal-world-")
+        per_node = self.size // self._nodes
         key, job = secrets.token_bytes(16), uuid.uuid4().hex
         for rank in range(self.size):
             address = os.path.join(self._folder, f"rank-{rank}")
             environ = {
                 **{name: value for name, value in os.environ.items() if name not in _LAUNCHERS},
-                "RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0", "WORLD_SIZE": str(self.size),
-                "LOCAL_WORLD_SIZE": str(self.size), "GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
+                "RANK": str(rank), "LOCAL_RANK": str(rank % per_node), "GROUP_RANK": str(rank // per_node),
+                "WORLD_SIZE": str(self.size), "LOCAL_WORLD_SIZE": str(per_node), "GROUP_WORLD_SIZE": str(self._nodes),
+                "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(self._store.port), "TORCHELASTIC_RUN_ID": job,
                 "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1", _KEY: key.hex(),
             }  # fmt: skip

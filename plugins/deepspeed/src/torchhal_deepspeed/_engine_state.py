@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from torchhal.errors import CheckpointMismatchError
 from torchhal_deepspeed._engine_files import EngineFiles
@@ -168,26 +171,27 @@ class EngineState:
             first += len(members)
         return {"state": state, "param_groups": groups, EXTRA: self.extra()}
 
-    def check_optimizer(self, state: Mapping[str, Any]) -> None:
-        """Raise CheckpointMismatchError where ``state`` has other groups or shapes than this optimizer's."""
+    def users_optimizer(self) -> Optimizer:
+        """Return the optimizer that steps as the user made it: parameters of whole shape, without values, for checks.
+
+        The engine's own has flat tensors in their place, and no empty groups.
+        """
         ledger = self.ledger
-        sizes, own = [len(group["params"]) for group in state["param_groups"]], [len(group) for group in ledger.groups]
-        if sizes != own:
-            raise CheckpointMismatchError(
-                f"the optimizer state doesn't belong to this {type(ledger.base).__name__}: its groups have {sizes} "
-                f"parameters, and here they have {own}"
-            )
-        for parameter, entry in self._by_parameter(state).items():
-            for key, value in entry.items():
-                if _is_divided(value) and tuple(value.shape) != tuple(ledger.shape(parameter)):
-                    raise CheckpointMismatchError(
-                        f"{key!r} of the optimizer's state of {ledger.name_of[parameter]!r} has the shape "
-                        f"{tuple(value.shape)}, and the parameter {tuple(ledger.shape(parameter))}"
-                    )
+        shown = copy.copy(ledger.base)
+        settings = iter(ledger.base.param_groups)
+        shown.param_groups = [
+            {**(next(settings) if members else {}), "params": [self._outline(parameter) for parameter in members]}
+            for members in ledger.groups
+        ]
+        shown.state = defaultdict(dict)
+        return shown
+
+    def _outline(self, parameter: nn.Parameter) -> nn.Parameter:
+        shape, dtype = self.ledger.shape(parameter), self.ledger.dtype(parameter)
+        return nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=parameter.requires_grad)
 
     def load_optimizer(self, state: Mapping[str, Any]) -> None:
-        """Continue from :meth:`optimizer`, or from the state of the same optimizer under another strategy."""
-        self.check_optimizer(state)
+        """Continue from :meth:`optimizer`, or from the checked state of the same optimizer under another strategy."""
         ledger, saved = self.ledger, self._by_parameter(state)
         ledger.make_state(saved)
         with torch.no_grad():

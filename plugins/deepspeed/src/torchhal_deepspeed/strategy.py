@@ -259,15 +259,13 @@ class DeepSpeedStrategy(DeepSpeedEngineBase):
             return self.state.optimizer(stand_ins=self.engine_saves)
 
     def check_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        if self.state is None:
-            super().check_optimizer_state(optimizer, state)
-        else:
-            self.state.check_optimizer(state)
+        super().check_optimizer_state(optimizer if self.state is None else self.state.users_optimizer(), state)
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         if self.state is None:
             super().load_optimizer_state(optimizer, read(state))
         else:
+            self.check_optimizer_state(optimizer, state)
             self.state.load_optimizer(state)
 
     def accumulated_gradients(self) -> dict[str, torch.Tensor]:

@@ -427,6 +427,9 @@ class HivemindStrategy(SingleDeviceStrategy):
         super().load_state_dict(state)
         self._restore_epoch(state)
 
+    def check_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        super().check_optimizer_state(optimizer, {name: value for name, value in state.items() if name != EPOCH})
+
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         super().load_optimizer_state(optimizer, {name: value for name, value in state.items() if name != EPOCH})
         if EPOCH in state or not self._has_restored:

@@ -79,4 +79,4 @@ def own_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[
     """Return ``state`` without the entries of other stages' parameters, by the indices among all parameters."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     others = {index for index, parameter in enumerate(parameters) if parameter.is_meta}
-    return {**state, "state": {index: entry for index, entry in state["state"].items() if index not in others}}
+    return {**state, "state": {index: entry for index, entry in state.get("state", {}).items() if index not in others}}

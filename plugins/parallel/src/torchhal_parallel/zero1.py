@@ -161,7 +161,8 @@ class ZeRO1Strategy(DDPStrategy):
         entries = {index: entry for part in parts for index, entry in part.items()}
         return {**state, "state": dict(sorted(entries.items()))}
 
-    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+    def check_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        super().check_optimizer_state(optimizer, state)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         unknown = [index for index in state["state"] if not isinstance(index, int) or index >= len(parameters)]
         if unknown:
@@ -169,6 +170,10 @@ class ZeRO1Strategy(DDPStrategy):
                 f"the optimizer state belongs to another {type(optimizer).__name__}: it has parameter {unknown[0]}, "
                 f"and there are {len(parameters)} here"
             )
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        self.check_optimizer_state(optimizer, state)
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         owner = self.owner_of(optimizer)
         mine = {i: entry for i, entry in state["state"].items() if owner[parameters[i]] == self.global_rank}
         super().load_optimizer_state(optimizer, {**state, "state": mine})

@@ -32,7 +32,7 @@ class Regression(nn.Module):
     def __init__(self, seed: int = 0, *, unused: bool = False) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
-        self.body = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+        self.body = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
         self.register_buffer("offset", torch.full((2,), float(seed)))
         if unused:
             self.never_used = nn.Linear(2, 2)

@@ -31,7 +31,7 @@ from torchhal_conformance.checks.trainer import (
     BATCH,
     FOREVER,
     Interrupted,
-    Line,
+    ThreeLayers,
     component_argument,
     data,
     learned,
@@ -60,16 +60,15 @@ def _require_launcher(component: ComponentUnderTest) -> None:
             raise NotApplicable("the strategy starts no processes")
 
 
-class Failing(Module):
+class Failing(Module, ThreeLayers):
     """Module whose second batch is an error on rank 1, while the other ranks wait for it."""
 
     def __init__(self, folder: str) -> None:
         super().__init__()
-        self.layer = nn.Linear(1, 1)
         self.folder = folder
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.layer(batch[0])
+        super().validation_step(batch, batch_idx)
         if self.trainer.global_rank == 1 and batch_idx == 1:
             Path(self.folder, "failed").write_text(str(time.time()), encoding="utf-8")
             raise RuntimeError(CAUSE)
@@ -108,11 +107,11 @@ def _fail(component: ComponentUnderTest, folder: str) -> None:
 # -- workers -------------------------------------------------------------------------------------------------
 
 
-class Logged(Module, Line):
+class Logged(Module, ThreeLayers):
     """Module that learns y = 3 x + 1 and logs its loss."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("distance", Line.training_step(self, batch, batch_idx))
+        self.log("distance", ThreeLayers.training_step(self, batch, batch_idx))
 
 
 @check("STR-33", features=["spawn"], needs=["device", "two devices", "posix"])
@@ -127,7 +126,7 @@ def results_return(context: CheckContext) -> None:
         _train_in_workers, context.component, str(context.folder), timeout=START
     )
     context.restart_subprocess()
-    close("weight and bias in the process that called fit", weights, learned(plain_loop(2)), 1e-4)
+    close("the weights in the process that called fit", weights, learned(plain_loop(2)), 1e-4)
     require("distance" in metrics, f"the metrics there are {metrics}")
     require(best and os.path.exists(best), f"best_model_path there is {best!r}, which doesn't exist")
     require(not files, f"temporary files are left: {', '.join(files)}")

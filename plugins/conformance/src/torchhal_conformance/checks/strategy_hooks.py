@@ -11,16 +11,16 @@ from torchhal.strategies import Strategy
 from torchhal_conformance._assertions import require, same
 from torchhal_conformance._check import check
 from torchhal_conformance._rank_context import RankContext
-from torchhal_conformance.checks.trainer import Line, loader, trainer
+from torchhal_conformance.checks.trainer import ThreeLayers, loader, trainer
 
 _PAIRS = ("train", "train_epoch", "evaluation")
 _BATCHES = ("train_batch", "evaluation_batch")
 
 
-class _Fails(Line):
-    """Model whose validation fails at its second batch."""
+class _Fails(ThreeLayers):
+    """Model whose validation fails at its second batch, on every rank: some may make no step themselves."""
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def on_validation_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 1:
             raise LookupError("this validation fails")
 
@@ -43,7 +43,7 @@ def paired_hooks(rank: RankContext) -> None:
     for name in dir(Strategy):
         if name.startswith("on_"):
             setattr(strategy, name, _recorded(name, getattr(strategy, name), log, raised))
-    model = Line()
+    model = ThreeLayers()
     tested = trainer(rank, strategy=strategy, max_epochs=1, num_sanity_val_steps=0)
     for number in ("first", "second"):
         log.clear()

@@ -12,14 +12,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from torchhal.distributed.stores import PrefixStore
 from torchhal.precision import SinglePrecision
 from torchhal_conformance._assertions import close, raises, require, same
 from torchhal_conformance._check import NotApplicable, check
 from torchhal_conformance._rank_context import WORLD_SIZES, RankContext, side_channel
-from torchhal_conformance.checks._strategy_run import Regression, reference, running, weights_close
+from torchhal_conformance.checks._strategy_run import Regression, make_model, reference, running, weights_close
 from torchhal_conformance.checks.trainer import children
 
 
@@ -45,6 +44,7 @@ def one_zero(rank: RankContext) -> None:
 def complete_teardown(rank: RankContext) -> None:
     """After teardown() the model is on the CPU, and nothing that the set-up made is left.
 
+    A parameter of another rank's stage or shard may have no values here (device meta), but it has them on some rank.
     The process group that the strategy made is gone, and no thread, no process and no variable of the environment
     is left. It may be called twice.
 
@@ -55,14 +55,17 @@ def complete_teardown(rank: RankContext) -> None:
     """
     threads, processes, environ = set(threading.enumerate()), children(), dict(os.environ)
     strategy = rank.create_strategy()
-    model = nn.Linear(3, 2)
+    model = make_model(rank)
     with rank.set_up_strategy(strategy):
         strategy.connect(model)
         strategy.setup_model()
     strategy.teardown()
     require(not dist.is_initialized(), "the process group is still there")
     require(not strategy.is_set_up, "is_set_up is still true")
-    same("devices of the parameters", {p.device.type for p in model.parameters()}, {"cpu"})
+    devices = [parameter.device.type for parameter in model.parameters()]
+    same("devices of the parameters that have values here", set(devices) - {"meta"}, {"cpu"})
+    held = [any(device != "meta" for device in each) for each in zip(*rank.gather(devices), strict=True)]
+    require(all(held), "a parameter has values on no rank")
     deadline = time.monotonic() + 5
     while (left := [t.name for t in set(threading.enumerate()) - threads]) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -105,7 +108,7 @@ def several_lives(rank: RankContext) -> None:
     strategy, environ = rank.create_strategy(), dict(os.environ)
     for life in range(3):
         with rank.set_up_strategy(strategy):
-            strategy.connect(nn.Linear(2, 2))
+            strategy.connect(make_model(rank))
             strategy.setup_model(training=life != 1)
             got = strategy.reduce(torch.tensor([1.0], device=strategy.root_device), "sum")
             close(f"a sum in life {life + 1}", got, [rank.size], 1e-6)

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from torchhal.errors import ConfigurationError, ModelError, UnsupportedCombinationError
 from torchhal_conformance._assertions import close, require, same
@@ -160,22 +159,20 @@ def loss_parity(rank: RankContext) -> None:
     check_epochs(rank)
 
 
-class _TwoParts(nn.Module):
+class _ByHand(Regression):
+    """Model that steps one optimizer for its first layer and another one for the rest, in turn."""
+
     automatic_optimization = False
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.one, self.two = nn.Linear(6, 2), nn.Linear(6, 2)
+    def make_optimizers(self) -> list[torch.optim.Optimizer]:
+        rest = [*self.body[2].parameters(), *self.body[4].parameters()]
+        return [torch.optim.SGD(self.body[0].parameters(), lr=0.1), torch.optim.SGD(rest, lr=0.2)]
 
-    def loss(self, name: str, data: Any) -> torch.Tensor:
-        return F.mse_loss(getattr(self, name)(data[0]), data[1])
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
         strategy, optimizers = self.__dict__["parts"]
-        for name, optimizer in zip(("one", "two"), optimizers, strict=True):
-            optimizer.zero_grad()
-            strategy.manual_backward(self.loss(name, batch))
+        for optimizer in optimizers:
+            self.zero_grad()
+            strategy.manual_backward(super().training_step(batch, batch_idx))
             strategy.optimizer_step(optimizer)
 
 
@@ -189,20 +186,18 @@ def two_optimizers(rank: RankContext) -> None:
     owned = sorted(rank.component.declared)
     if any(name.startswith("owns_") for name in owned):
         raise NotApplicable(f"the strategy does the step itself ({', '.join(owned)})")
-    plain = _TwoParts()
-    optimizers = [torch.optim.SGD(part.parameters(), lr=lr) for part, lr in ((plain.one, 0.1), (plain.two, 0.2))]
+    plain = _ByHand()
     for number in range(3):
-        for name, optimizer in zip(("one", "two"), optimizers, strict=True):
-            optimizer.zero_grad()
-            plain.loss(name, batch(rank, number)).backward()  # type: ignore[no-untyped-call]
+        for optimizer in plain.make_optimizers():
+            plain.zero_grad()
+            Regression.training_step(plain, batch(rank, number), number).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
     with rank.set_up_strategy() as strategy:
-        module = _TwoParts()
+        module = _ByHand()
         strategy.connect(module)
         strategy.setup_model()
-        own = [torch.optim.SGD(module.one.parameters(), lr=0.1), torch.optim.SGD(module.two.parameters(), lr=0.2)]
         try:
-            strategy.setup_optimizers(own)
+            strategy.setup_optimizers(module.make_optimizers())
         except (UnsupportedCombinationError, ModelError) as error:
             raise NotApplicable(f"the strategy refuses such a model: {error}") from error
         module.__dict__["parts"] = (strategy, strategy.optimizers)
@@ -279,8 +274,16 @@ def odd_modules(rank: RankContext) -> None:
     Why: wrappers refuse a module with nothing to train, and an evaluation needs none.
     Fix: skip the wrapper where nothing requires a gradient; name what has no values.
     """
-    with running(rank, _Empty()) as run:
-        run.strategy.barrier("conformance")
+    outcome = ""
+    try:
+        with running(rank, _Empty()) as run:
+            run.strategy.barrier("conformance")
+    except ConfigurationError as error:
+        if not rank.component.arguments:
+            raise
+        outcome = f"{type(error).__name__}: {error}"  # arguments that name layers, of which there are none
+    outcomes = rank.gather(outcome)
+    require(len({bool(one) for one in outcomes}) == 1, f"some ranks raised, others didn't: {outcomes}")
     outcome = ""
     try:
         with torch.device("meta"):
