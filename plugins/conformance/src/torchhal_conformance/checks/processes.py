@@ -108,7 +108,7 @@ def _fail(component: ComponentUnderTest, folder: str) -> None:
 
 
 class Logged(Module, ThreeLayers):
-    """Module that learns y = 3 x + 1 and logs its loss."""
+    """Module that learns y = (3 x + 1) / 12 and logs its loss."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("distance", ThreeLayers.training_step(self, batch, batch_idx))
