@@ -20,7 +20,7 @@ _BATCHES = ("train_batch", "evaluation_batch")
 class _Fails(ThreeLayers):
     """Model whose validation fails at its second batch, on every rank: some may make no step themselves."""
 
-    def on_validation_batch_start(self, batch: Any, batch_idx: int) -> None:
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 1:
             raise LookupError("this validation fails")
 
