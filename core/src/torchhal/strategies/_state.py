@@ -166,7 +166,7 @@ class StrategyState(StrategyCommunication):
 
         Checks: STR-65.
         """
-        own_form = overrides(self, StrategyState, "load_optimizer_state")  # of an engine that has no check of its own
+        own_form = overrides(self, StrategyState, "optimizer_state")  # of an engine that has no check of its own
         if "param_groups" in state or not own_form or overrides(self, StrategyState, "check_optimizer_state"):
             check_optimizer_state(optimizer, state)
 
