@@ -1,0 +1,1 @@
+"""Defective components, written from the contracts alone, to see whether the conformance kit notices them."""
