@@ -36,6 +36,7 @@ _MODULES: Final = (
     "cluster_environment",
     "cluster_launch",
     "cluster_numbers",
+    "cluster_sizes",
     "strategy_collectives",
     "strategy_lifecycle",
     "strategy_components",
