@@ -18,6 +18,7 @@ KINDS = {
 }
 MODULES = (
     *(f"mutants_{kind}" for kind in KINDS.values()),
+    "mutants_checkpoint_storage",
     "mutants_cluster_sizes",
     "mutants_processes",
     "mutants_hooks",

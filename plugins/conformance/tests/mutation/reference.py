@@ -152,6 +152,16 @@ ELSEWHERE: Final = {
     "precision/base.py:connected": "strategies call it, and the core's own",
     "precision/_casting.py:cast_by_name": "the Trainer calls it in a launched process, and the core's own",
     "precision/_casting.py:_kind": "cast_by_name alone calls it",
+    "checkpoint/_map_location.py:read": "IOs of folders call it, and consolidation",
+    "checkpoint/_map_location.py:_read": "read alone calls it",
+    "checkpoint/_map_location.py:apply_map_location": "IOs of folders call it",
+    "checkpoint/_map_location.py:apply_map_location.move": "apply_map_location alone calls it",
+    "checkpoint/_local_file.py:LocalPlace.is_taken": "the Trainer's records of runs call it",
+    "checkpoint/_local_file.py:LocalPlace.version": "the Trainer's records of runs call it",
+    "checkpoint/_local_file.py:LocalPlace.create": "the Trainer's records of runs call it",
+    "checkpoint/_local_file.py:LocalPlace.write": "the Trainer's records of runs call it",
+    "checkpoint/_local_file.py:LocalPlace._beside": "create and write alone call it",
+    "checkpoint/_temp_files.py:is_untouched": "places behind URLs call it, and IOs of folders",
 }
 """Functions of these files that no component calls -> who does: of these no mutants are made."""
 
