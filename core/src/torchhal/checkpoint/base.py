@@ -83,8 +83,8 @@ class CheckpointIO(Composable, ABC):
 
         Raises:
             TypeError: ``storage_options`` holds a name that means nothing here; the message names it.
-            CheckpointError: it could not be written; the cause is chained. Or a value can't be saved, or would be refused
-                by a load with ``weights_only``; the message names its key. Or what no save wrote is at ``path``.
+            CheckpointError: it could not be written; the cause is chained. Or a value can't be saved, or a load with
+                ``weights_only`` would refuse it; the message names its key. Or what no save wrote is at ``path``.
 
         Checks: CIO-01, CIO-02, CIO-04 to CIO-07, CIO-10, CIO-11, CIO-15, CIO-17, CIO-20, CIO-51, CIO-53, CIO-57.
         """

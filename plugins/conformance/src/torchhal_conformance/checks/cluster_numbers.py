@@ -69,7 +69,7 @@ def impossible_numbers(context: CheckContext) -> None:
     Fix: torchhal.cluster.read_int with its bounds, and a comparison in validate_settings.
     """
     for rank, table in enumerate(context.component.own_tables):
-        for name, value in ((name, value) for name in table for value in ("-1", "0", "2", "4", "97")):
+        for name, value in ((name, value) for name in table for value in ("-1", "0", "2", "3", "4", "97")):
             if not table[name].isdecimal() or table[name] == value:
                 continue
             told = f"{name}={value} on global rank {rank}"
@@ -93,9 +93,13 @@ def _told(context: CheckContext, told: str) -> dict[str, int] | None:
         environment = context.create()
         found = numbers(environment)
         found["num_nodes"] = environment.num_nodes()
+        whole = found["num_nodes"] != 1 or found["local_world_size"] == found["world_size"]
+        require(whole, f"{told}: one node with {found['local_world_size']} of {found['world_size']} processes")
         environment.validate_settings(num_devices=found["local_world_size"], num_nodes=found["num_nodes"])
     except ConfigurationError:
         return None
+    except CheckFailed:
+        raise
     except Exception as error:
         raise CheckFailed(f"{told}: must raise ConfigurationError (got {type(error).__name__}: {error})") from error
     return found

@@ -7,7 +7,7 @@ import os
 import pickle
 import re
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from datetime import timedelta
 from functools import partial
 from typing import Any, Final
@@ -64,40 +64,43 @@ def one_process(context: CheckContext) -> None:
     cls = context.component.cls
     with variables(table):
         detected = cls.detect()
-    places = [{"MASTER_ADDR": "127.0.0.1"}] if "MASTER_ADDR" in table else []
-    for told, changed in _with_one_missing(table, places):
+    tables = {"one process": table, **{f"one process without {name}": _less(table, {name}) for name in table}}
+    if "MASTER_ADDR" in table:
+        tables["one process, which listens on 127.0.0.1,"] = {**table, "MASTER_ADDR": "127.0.0.1"}
+    harmless = set()
+    for told, changed in tables.items():
+        missing = set(table) - set(changed)
         with variables(changed):
-            if cls.detect() is not detected:
-                continue  # a process of another job
-            environment = context.create()
-            try:
-                _is_alone(told, environment)
-                copied = pickle.loads(pickle.dumps(environment))
-                environment.join(timedelta(seconds=5))
-                _is_alone(f"{told}, after join()", environment)
-                _is_alone(f"{told}, of a copy", copied)
-            except RanksNotMetError as error:
-                raise CheckFailed(f"{told}: the ranks of a job of one have met (got {error})") from error
-            except ConfigurationError as error:
-                if set(changed) == set(table):
-                    raise CheckFailed(f"{told}: the job must be accepted (got {error})") from error
-            except CheckFailed:
-                raise
-            except Exception as error:
-                raise CheckFailed(
-                    f"{told}: must raise ConfigurationError (got {type(error).__name__}: {error})"
-                ) from error
+            if cls.detect() is detected and _accepts(context, told, missing):
+                harmless |= missing
+    with variables(_less(table, harmless)):
+        if cls.detect() is detected:
+            _accepts(context, f"one process without {', '.join(sorted(harmless))}", harmless)
 
 
-def _with_one_missing(
-    table: Mapping[str, str], places: Sequence[Mapping[str, str]]
-) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield the table, the table with each of ``places``, and the table without each of its variables."""
-    yield "one process", dict(table)
-    for place in places:
-        yield f"one process with {place}", {**table, **place}
-    for name in table:
-        yield f"one process without {name}", {key: value for key, value in table.items() if key != name}
+def _less(table: Mapping[str, str], names: Set[str]) -> dict[str, str]:
+    return {name: value for name, value in table.items() if name not in names}
+
+
+def _accepts(context: CheckContext, told: str, missing: Set[str]) -> bool:
+    """Check an environment of one process; return False where it is refused for a variable that is missing."""
+    environment = context.create()
+    try:
+        _is_alone(told, environment)
+        copied = pickle.loads(pickle.dumps(environment))
+        environment.join(timedelta(seconds=5))
+        _is_alone(f"{told}, after join()", environment)
+        _is_alone(f"{told}, of a copy", copied)
+    except RanksNotMetError as error:
+        raise CheckFailed(f"{told}: the ranks of a job of one have met (got {error})") from error
+    except ConfigurationError as error:
+        require(any(name in str(error) for name in missing), f"{told}: the job must be accepted (got {error})")
+        return False
+    except CheckFailed:
+        raise
+    except Exception as error:
+        raise CheckFailed(f"{told}: must raise ConfigurationError (got {type(error).__name__}: {error})") from error
+    return True
 
 
 def _is_alone(told: str, environment: Any) -> None:
