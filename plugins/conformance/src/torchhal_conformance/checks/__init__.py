@@ -25,6 +25,7 @@ _MODULES: Final = (
     "precision_gradients",
     "precision_steps",
     "precision_sequences",
+    "precision_interruptions",
     "precision_state",
     "checkpoint_contents",
     "checkpoint_paths",
