@@ -18,6 +18,9 @@ KINDS = {
 }
 MODULES = (
     *(f"mutants_{kind}" for kind in KINDS.values()),
+    "mutants_checkpoint_storage",
+    "mutants_cluster_sizes",
+    "mutants_precision_interruptions",
     "mutants_processes",
     "mutants_hooks",
     "mutants_refusals",

@@ -47,7 +47,7 @@ class LocalPlace(CheckpointLocation):
         folder = os.path.dirname(self.path) or "."
         if os.path.isdir(self.path) and not os.path.islink(self.path):
             raise CheckpointError(f"{self.shown!r} is a folder, so no checkpoint file can be saved there")
-        _make_folders(folder)
+        make_folders(folder)
         _sweep(folder)
         fd, temporary = _create(folder)
         file = _FlowingFile(fd)
@@ -173,7 +173,7 @@ class _FlowingFile:
         self._file.close()
 
 
-def _make_folders(folder: str) -> None:
+def make_folders(folder: str) -> None:
     """Make ``folder`` and its parents durably: a file would be lost with its folder."""
     missing = []
     above = folder

@@ -25,18 +25,19 @@ class CheckpointIO(Composable, ABC):
       save. With it, every rank calls every method, with the same path.
     * An instance holds no open file, thread or connection before its first use, and pickles.
 
-    Checks: CIO-06, CIO-07, CIO-16, CIO-21, CIO-23, CIO-25, CIO-26, CIO-28.
+    Checks: CIO-06, CIO-07, CIO-16, CIO-21, CIO-23, CIO-25, CIO-26, CIO-28, CIO-51, CIO-57.
     """
 
     features: ClassVar[frozenset[str]] = frozenset()
     """Capabilities beyond the core level, which ``torchhal_conformance`` then checks.
 
-    ``"atomic"``: a save survives SIGKILL, and readers never see a gap. ``"fsspec"``: URLs work. ``"checksum"``: one
+    ``"atomic"``: a save survives SIGKILL, readers never see a gap, the file is on the disk before its name is, and what
+    a killed save has left the next one in that folder removes. ``"fsspec"``: URLs work. ``"checksum"``: one
     flipped bit is refused. ``"streaming"``: a save needs no second copy in memory. ``"async"``: a save returns before
     it is durable. ``"sharded"``: every rank writes its part. ``"reshard"``: another number of ranks may read it.
     ``"links"``, of a sharded one: :meth:`link_checkpoint` works.
 
-    Checks: CIO-08, CIO-09, CIO-17 to CIO-19, CIO-21, CIO-22, CIO-24, CIO-27, CIO-29.
+    Checks: CIO-08, CIO-09, CIO-17 to CIO-19, CIO-21, CIO-22, CIO-24, CIO-27, CIO-29, CIO-54 to CIO-56, CIO-58.
     """
 
     extension: ClassVar[str] = DEFAULT_EXTENSION
@@ -56,7 +57,10 @@ class CheckpointIO(Composable, ABC):
     """
 
     storage_options: Mapping[str, Any] = {}
-    """Options given to fsspec with every URL, such as credentials and endpoints; local paths need none."""
+    """Options given to fsspec with every URL, such as credentials and endpoints; local paths need none.
+
+    Checks: CIO-58.
+    """
 
     @abstractmethod
     def save_checkpoint(
@@ -79,9 +83,10 @@ class CheckpointIO(Composable, ABC):
 
         Raises:
             TypeError: ``storage_options`` holds a name that means nothing here; the message names it.
-            CheckpointError: it could not be written; the cause is chained.
+            CheckpointError: it could not be written; the cause is chained. Or a value can't be saved, or a load with
+                ``weights_only`` would refuse it; the message names its key. Or what no save wrote is at ``path``.
 
-        Checks: CIO-01, CIO-02, CIO-04 to CIO-07, CIO-10, CIO-11, CIO-15, CIO-17, CIO-20.
+        Checks: CIO-01, CIO-02, CIO-04 to CIO-07, CIO-10, CIO-11, CIO-15, CIO-17, CIO-20, CIO-51, CIO-53, CIO-57.
         """
 
     @abstractmethod
@@ -102,7 +107,7 @@ class CheckpointIO(Composable, ABC):
             CheckpointCorruptError: it is damaged: other values than were saved are never returned.
             CheckpointError: it can't be loaded for another reason, e.g. a refused class.
 
-        Checks: CIO-01 to CIO-03, CIO-12, CIO-14, CIO-29, CIO-41.
+        Checks: CIO-01 to CIO-03, CIO-12, CIO-14, CIO-29, CIO-41, CIO-51 to CIO-53, CIO-56.
         """
 
     def open_checkpoint(self, path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -137,7 +142,7 @@ class CheckpointIO(Composable, ABC):
         Raises:
             CheckpointError: ``path`` is a folder, or the file can't be removed.
 
-        Checks: CIO-13.
+        Checks: CIO-13, CIO-51.
         """
         location_of(path, self.storage_options).remove()
 
@@ -149,7 +154,7 @@ class CheckpointIO(Composable, ABC):
         Args:
             path: as of :meth:`save_checkpoint`.
 
-        Checks: CIO-16.
+        Checks: CIO-16, CIO-51, CIO-52, CIO-54.
         """
         if not location_of(path, self.storage_options).is_checkpoint_file():
             return False
@@ -189,7 +194,7 @@ class CheckpointIO(Composable, ABC):
         Returns:
             Paths that :meth:`load_checkpoint` takes; empty if there is no such folder.
 
-        Checks: CIO-16.
+        Checks: CIO-16, CIO-52, CIO-54.
         """
         found = [child.shown for child in location_of(folder, self.storage_options, folder=True).children()]
         if not overrides_recognizes(self) and self.extension not in ("", DEFAULT_EXTENSION):
@@ -207,7 +212,9 @@ class CheckpointIO(Composable, ABC):
             path: a completed checkpoint.
 
         Returns:
-            Nanoseconds since the epoch.
+            Nanoseconds since the epoch, an int.
+
+        Checks: CIO-52, CIO-58.
         """
         return location_of(path, self.storage_options).modified_ns()
 
@@ -226,6 +233,8 @@ class CheckpointIO(Composable, ABC):
 
         Raises:
             CheckpointError: it failed; ``target`` is unchanged.
+
+        Checks: CIO-50.
         """
         from torchhal.checkpoint._local_file import LocalPlace, link_file
 

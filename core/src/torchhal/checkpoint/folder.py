@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import torch.distributed as dist
 
-from torchhal.checkpoint._local_file import LocalPlace, link_or_copy, sync_folder
+from torchhal.checkpoint._local_file import LocalPlace, link_or_copy, make_folders, sync_folder
 from torchhal.checkpoint._map_location import apply_map_location, check_map_location, read
 from torchhal.checkpoint._temp_files import (
     ASIDE,
@@ -72,7 +72,7 @@ class FolderCheckpointIO(CheckpointIO):
         if self.rank == 0:
             try:
                 self._check_replaceable(target)
-                target.parent.mkdir(parents=True, exist_ok=True)
+                make_folders(str(target.parent))
                 remove_stale(target.parent)
                 temporary = target.parent / new_temporary_name()
                 temporary.mkdir()

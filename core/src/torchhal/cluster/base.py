@@ -23,7 +23,7 @@ class SupportsLaunch(Protocol):
 class RanksNotMetError(ConfigurationError):
     """A number that no variable holds was requested before the ranks have met.
 
-    :meth:`ClusterEnvironment.join` determines it.
+    :meth:`ClusterEnvironment.join` determines it. It is never raised in a job of one process, which meets nobody.
     """
 
 
@@ -69,6 +69,8 @@ class ClusterEnvironment(Composable, ABC):
 
         For ``torchhal doctor``, and for the log of a job that needs them. What is of no use to a running job belongs
         into :meth:`diagnostics`.
+
+        Checks: ENV-64.
         """
         return []
 
@@ -88,14 +90,14 @@ class ClusterEnvironment(Composable, ABC):
     def creates_processes_externally(self) -> bool:
         """True when every process of the job already exists; False when torchhal has to start them.
 
-        Checks: ENV-09.
+        Checks: ENV-09, ENV-40.
         """
 
     @abstractmethod
     def world_size(self) -> int:
-        """Return the number of processes of the job; 1 before a launch.
+        """Return the number of processes of the job; 1 before a launch, but on nodes that were started by hand.
 
-        Checks: ENV-03, ENV-04.
+        Checks: ENV-03, ENV-04, ENV-40, ENV-60, ENV-62.
         """
 
     @abstractmethod
@@ -147,7 +149,7 @@ class ClusterEnvironment(Composable, ABC):
         Raises:
             ConfigurationError: the number of processes is no multiple of those on this node.
 
-        Checks: ENV-42.
+        Checks: ENV-42, ENV-60, ENV-62.
         """
         world, local = self.world_size(), self.local_world_size()
         if world % local:
@@ -162,7 +164,9 @@ class ClusterEnvironment(Composable, ABC):
     def main_address(self) -> str:
         """Host on which rank 0 listens; the same on all ranks.
 
-        Checks: ENV-07, ENV-08.
+        MASTER_ADDR, where the launcher sets it. An IPv6 address has no brackets.
+
+        Checks: ENV-07, ENV-08, ENV-61.
         """
 
     def job_id(self) -> str:
@@ -180,19 +184,26 @@ class ClusterEnvironment(Composable, ABC):
     def main_port(self) -> int:
         """Port on which rank 0 listens, from 1 to 65535; the same on all ranks, another one for another job.
 
-        Checks: ENV-07.
+        MASTER_PORT, where the launcher sets it. A ConfigurationError names a variable that is missing or out of range.
+
+        Checks: ENV-07, ENV-61.
         """
 
     def configure(self, num_nodes: int, local_world_size: int) -> None:
         """Receive the number of nodes and processes that were requested, before a launch.
 
-        An environment in which torchhal starts the processes needs it.
+        An environment in which torchhal starts the processes needs it. On several nodes, which a user starts by hand
+        with NODE_RANK, MASTER_ADDR and MASTER_PORT set, this process counts as the first rank of its node from now on.
 
         Args:
             num_nodes: number of nodes.
             local_world_size: number of processes per node.
 
-        Checks: ENV-15, ENV-40.
+        Raises:
+            ConfigurationError: a number below one, or, for several nodes that are started by hand, a variable that is
+                missing, garbled or out of range, which the message names.
+
+        Checks: ENV-15, ENV-40, ENV-62.
         """
 
     def make_launcher(self, *, device_type: str, prepare: Callable[[], None]) -> SupportsLaunch:
@@ -227,10 +238,12 @@ class ClusterEnvironment(Composable, ABC):
         """Determine what no variable holds of this process's place, by communicating with the other ranks if need be.
 
         Called on every rank when a run begins, not when a Trainer is created. Until then, requests for what isn't known
-        raise RanksNotMetError. Does nothing by default.
+        raise RanksNotMetError. A second call, and one in a job of one process, does nothing; nor does any by default.
 
         Args:
             timeout: the longest wait for the other ranks.
+
+        Checks: ENV-60, ENV-63.
         """
 
     def validate_settings(self, *, num_devices: int, num_nodes: int) -> None:
@@ -243,9 +256,10 @@ class ClusterEnvironment(Composable, ABC):
             num_nodes: number of nodes that the user's settings mean.
 
         Raises:
-            ConfigurationError: they differ; the message shows both numbers.
+            ConfigurationError: they differ; the message shows both numbers. Or this is one of several nodes that were
+                started by hand, and one node is requested.
 
-        Checks: ENV-11.
+        Checks: ENV-11, ENV-60, ENV-62.
         """
 
     @property

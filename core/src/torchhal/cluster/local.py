@@ -147,12 +147,6 @@ class LocalEnvironment(ClusterEnvironment):
                 f"device(s) on {num_nodes} node(s) are asked for ({num_devices * num_nodes} processes). Every process "
                 "must ask for the same number; a job keeps the number of processes it was launched with."
             )
-        rank, local_rank = self.global_rank(), self.local_rank()
-        if rank >= world or local_rank >= local:
-            raise ConfigurationError(
-                f"the variables of this process contradict each other: RANK={rank} of WORLD_SIZE={world}, "
-                f"LOCAL_RANK={local_rank} of LOCAL_WORLD_SIZE={local}"
-            )
 
     def teardown(self) -> None:
         """Keep everything: the processes outlive a run, and the next one, or a save after it, uses them again."""

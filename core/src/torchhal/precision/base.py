@@ -238,7 +238,7 @@ class Precision(Composable):
         Raises:
             ValueError: ``algorithm`` is neither.
 
-        Checks: PRE-10, PRE-11, PRE-40.
+        Checks: PRE-10, PRE-11, PRE-40, PRE-50.
         """
         if algorithm not in ("norm", "value"):
             raise ValueError(f"'algorithm' must be 'norm' or 'value' (got {algorithm!r})")
@@ -275,7 +275,7 @@ class Precision(Composable):
         Returns:
             True if the parameters were updated, False if the step was skipped.
 
-        Checks: PRE-13, PRE-14, PRE-47.
+        Checks: PRE-13, PRE-14, PRE-47, PRE-51.
         """
         if closure is None:
             optimizer.step()
@@ -320,12 +320,12 @@ class Precision(Composable):
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from the state of another instance.
+        """Continue from the state of another instance; a step that was begun before counts no more.
 
         Args:
             state: what :meth:`state_dict` returned.
 
-        Checks: PRE-16, PRE-44.
+        Checks: PRE-16, PRE-44, PRE-52.
         """
 
     def rank_state_dict(self) -> dict[str, Any]:
@@ -384,9 +384,9 @@ class Precision(Composable):
     def teardown(self) -> None:
         """Undo every global change: default dtype, matmul precision, patches.
 
-        Idempotent.
+        Idempotent. Inside of an entered context it restores what that changed.
 
-        Checks: PRE-24.
+        Checks: PRE-24, PRE-53.
         """
 
     def __repr__(self) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +26,8 @@ from mutation.runner import CACHE, Runner, Verdict
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command, and return its exit code."""
     given = _parser().parse_args(arguments)
+    # A shell starts what runs in the background with SIGINT ignored, and so would be the ranks of SYS-05.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     table = report.load()
     problems: list[str] = []
     for kind in given.kind or KINDS:

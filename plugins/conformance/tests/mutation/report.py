@@ -17,9 +17,9 @@ TABLE: Final = Path(__file__).with_name("survivors.json")
 REASONS: Final = ("equivalent", "extended", "outside", "hole")
 """Why a mutant survives.
 
-``equivalent``: no caller can tell it from the original. ``extended``: only checks of a declared feature see it.
-``outside``: what it changes is no part of the contract, or no process of the kit can see it. ``hole``: it breaks the
-sentence of the contract in ``contract``, and no check fails.
+``equivalent``: no caller can tell it from the original. ``outside``: what it changes is the class's own business, of
+which the contract says nothing: wording, arguments of its own, a priority, speed. ``extended``: only checks of a
+declared feature see it. ``hole``: it breaks the sentence of the contract in ``contract``, and no check fails.
 """
 
 
@@ -85,10 +85,10 @@ def stale(table: Iterable[Explanation], existing: Sequence[Mutant], verdicts: Ma
 
 
 def summary(mutants: Sequence[Mutant], verdicts: Mapping[str, Verdict], table: Sequence[Explanation]) -> str:
-    """Return the table of outcomes by file.
+    """Return the table of outcomes by file, with two shares of the killed ones.
 
-    ``score`` is the share of the killed ones without equivalent ones, ``contract`` their share of those that break a
-    rule of the core level: without ``outside`` and ``extended`` ones too.
+    ``all`` is their share of those that are not equivalent, and ``contract`` of those that change something of which
+    the contract speaks: without ``outside`` ones too. Those that only an extended check sees count as not killed.
     """
     columns = ("killed", "timeout", *REASONS, "unexplained")
     counts: dict[str, Counter[str]] = {}
@@ -99,14 +99,16 @@ def summary(mutants: Sequence[Mutant], verdicts: Mapping[str, Verdict], table: S
         for name in (mutant.file, "all"):
             counts.setdefault(name, Counter())[outcome] += 1
     width = max(map(len, counts))
-    lines = [f"{'file':{width}}  mutants  " + "  ".join(columns) + "  score  contract"]
+    lines = [f"{'file':{width}}  mutants  " + "  ".join(columns) + "    all  contract"]
     for name in sorted(counts, key=lambda one: (one == "all", one)):
         count = counts[name]
         total = count.total()
         real = total - count["equivalent"]
-        score = f"{100 * count['killed'] / real:.0f} %" if real else "-"
         cells = "  ".join(f"{count[column]:{len(column)}}" for column in columns)
-        contract = real - count["outside"] - count["extended"]
-        of_contract = f"{100 * count['killed'] / contract:.0f} %" if contract else "-"
-        lines.append(f"{name:{width}}  {total:7}  {cells}  {score:>5}  {of_contract:>8}")
+        shares = [_share(count["killed"], real), _share(count["killed"], real - count["outside"])]
+        lines.append(f"{name:{width}}  {total:7}  {cells}  {shares[0]:>5}  {shares[1]:>8}")
     return "\n".join(lines)
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.0f} %" if whole else "-"

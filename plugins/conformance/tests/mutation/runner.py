@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import os
@@ -14,7 +15,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,7 +23,7 @@ import torchhal_conformance
 from mutation.instrument import ReachMap, instrument
 from mutation.operators import Mutant
 from mutation.reference import KINDS, PACKAGE, Carrier, read_sources, target, write_package
-from torchhal_conformance import checks_for
+from torchhal_conformance import CHECKS, checks_for
 from torchhal_conformance._fork_server import ForkServer
 
 _PARSING: Final = threading.Lock()
@@ -88,9 +89,10 @@ class Runner:
         self._server = ForkServer(_MODULES, {**os.environ, "OMP_NUM_THREADS": "1"})
         self._lock = threading.Lock()
         self._kit = _digest(
-            *sorted(path.read_bytes() for path in Path(torchhal_conformance.__file__).parent.rglob("*.py")),
-            *((HERE / name).read_bytes() for name in ("reference.py", "run_checks.py", "prelude.py")),
+            *sorted(path.read_bytes() for path in Path(torchhal_conformance.__file__).parent.glob("*.py")),
+            *((HERE / name).read_bytes() for name in ("run_checks.py", "prelude.py")),
         )
+        self._check_digests: dict[str, str] = {}
 
     def __enter__(self) -> Runner:
         return self
@@ -103,10 +105,6 @@ class Runner:
     def control(self, carriers: Iterable[str] | None = None, only: Collection[str] | None = None) -> Control:
         """Return the results of the unchanged copies: of all carriers and checks, unless some are named."""
         chosen = [one for one in KINDS[self.kind].carriers if carriers is None or one.name in set(carriers)]
-        key = self._key(self.sources, ("control", *(one.name for one in chosen), *(only or ())))
-        if (kept := self._read(key)) is not None:
-            return Control(**kept)
-        copies, statements = instrument(self.sources)
         # a check that is provisional yet applies to the same components once it is not
         ids = [
             one.id
@@ -114,32 +112,52 @@ class Runner:
             if (one.level in ("core", self.level) or (one.level == "provisional" and not one.features))
             and (only is None or one.id in only)
         ]
-        rows = [(carrier, id) for carrier in chosen for id in ids]
+        pairs = [(carrier, id) for carrier in chosen for id in ids if id not in carrier.left_out]
+        keys = {
+            (carrier.name, id): _digest(self._kit.encode(), *self._sources(), self._label(carrier.name, id).encode())
+            for carrier, id in pairs
+        }
+        kept = {pair: one for pair, key in keys.items() if (one := self._read(f"control-{key}")) is not None}
+        missing = [(carrier, id) for carrier, id in pairs if (carrier.name, id) not in kept]
+        for pair, one in self._control_of(missing).items():
+            kept[pair] = one
+            if one["outcome"] != "failed":
+                self._write(f"control-{keys[pair]}", one)
+        seconds: dict[str, dict[str, float]] = {carrier.name: {} for carrier in chosen}
+        failed = []
+        reached: dict[str, list[list[str]]] = {}
+        for carrier, id in pairs:
+            one = kept[carrier.name, id]
+            if one["outcome"] == "failed":
+                failed.append([carrier.name, id, one["reason"]])
+            elif one["outcome"] == "passed":
+                seconds[carrier.name][id] = one["seconds"]
+                for statement in one["reached"]:
+                    reached.setdefault(statement, []).append([carrier.name, id])
+        return Control(seconds, reached, failed)
+
+    def _control_of(self, pairs: Sequence[tuple[Carrier, str]]) -> dict[tuple[str, str], dict[str, Any]]:
+        """Run these checks of these carriers on the unchanged copies."""
+        if not pairs:
+            return {}
+        copies, statements = instrument(self.sources)
         work = self._new_folder()
-        reach = ReachMap(work / "reach", len(rows) + 1, len(statements))
+        reach = ReachMap(work / "reach", len(pairs) + 1, len(statements))
         write_package(work, self.kind, copies)
         (work / PACKAGE / "_reach.py").write_text(reach.module, encoding="utf-8")
         plan = [
-            (carrier, [(id, None, 1 + rows.index((carrier, id))) for id in ids if id not in carrier.left_out])
-            for carrier in chosen
+            (carrier, [(id, None, number) for number, (own, id) in enumerate(pairs, 1) if own == carrier])
+            for carrier in KINDS[self.kind].carriers
+            if any(own == carrier for own, _ in pairs)
         ]
         results, finished = self._run(work, plan, limit=900.0, all=True, reach=str(work / "reach"))
         assert finished, f"the checks of the unchanged copies took too long: {results[-1:]}"
-        seconds: dict[str, dict[str, float]] = {carrier.name: {} for carrier in chosen}
-        failed = []
-        for one in results:
-            if one["outcome"] == "passed":
-                seconds[one["carrier"]][one["check"]] = one["seconds"]
-            elif one["outcome"] == "failed":
-                failed.append([one["carrier"], one["check"], one["reason"]])
-        reached: dict[str, list[list[str]]] = {}
-        for number, (carrier, id) in enumerate(rows, 1):
-            if id in seconds[carrier.name]:
-                for index in reach.row(number):
-                    reached.setdefault(":".join(map(str, statements[index])), []).append([carrier.name, id])
-        found = Control(seconds, reached, failed)
-        if not failed:
-            self._write(key, asdict(found))
+        by_pair = {(one["carrier"], one["check"]): one for one in results}
+        found = {}
+        for number, (carrier, id) in enumerate(pairs, 1):
+            one = by_pair.get((carrier.name, id)) or {**results[-1], "outcome": "failed"}  # its class doesn't load
+            places = sorted(":".join(map(str, statements[index])) for index in reach.row(number))
+            found[carrier.name, id] = {**one, "reached": places}
         shutil.rmtree(work, ignore_errors=True)
         return found
 
@@ -182,18 +200,31 @@ class Runner:
         if not pairs:
             return Verdict("survived")
         changed = {**self.sources, mutant.file: mutant.apply(self.sources[mutant.file])}
-        key = self._key(changed, [f"{carrier}:{id}" for carrier, id in pairs])
-        if (kept := self._read(key)) is not None:
-            return Verdict(**{**kept, "skipped": tuple(kept["skipped"])})
+        key = f"mutant-{_digest(self._kit.encode(), self.kind.encode(), *self._sources(changed))}"
+        kept = self._read(key) or {"made": {}, "killed": None}
+        labels = {pair: self._label(*pair) for pair in pairs}
+        if kept["killed"] is not None and kept["killed"]["label"] in labels.values():
+            return Verdict(**kept["killed"]["verdict"], reached=len(pairs))
+        left = [pair for pair in pairs if labels[pair] not in kept["made"]]
         killer = self._read(f"killer-{_digest(mutant.id.encode())}")
-        if killer is not None and (pair := (killer["carrier"], killer["check"])) in pairs:
-            pairs = [pair, *(one for one in pairs if one != pair)]
-        verdict = self._try(mutant, changed, pairs, control)
-        if verdict.outcome != "timeout":
-            self._write(key, asdict(verdict))
+        if killer is not None and (pair := (killer["carrier"], killer["check"])) in left:
+            left = [pair, *(one for one in left if one != pair)]
+        verdict = self._try(mutant, changed, left, control) if left else Verdict("survived")
         if verdict.outcome == "killed":
-            self._write(f"killer-{_digest(mutant.id.encode())}", {"carrier": verdict.carrier, "check": verdict.check})
-        return verdict
+            told = {name: value for name, value in asdict(verdict).items() if name not in ("reached", "skipped")}
+            label = labels.get((verdict.carrier, verdict.check), "load")
+            if label != "load":
+                self._write(key, {**kept, "killed": {"label": label, "verdict": told}})
+                self._write(
+                    f"killer-{_digest(mutant.id.encode())}", {"carrier": verdict.carrier, "check": verdict.check}
+                )
+        elif verdict.outcome == "survived":
+            made = {labels[pair]: f"{pair[0]}:{pair[1]}" in verdict.skipped for pair in left}
+            kept["made"] |= made
+            self._write(key, kept)
+            skipped = tuple(f"{pair[0]}:{pair[1]}" for pair in pairs if kept["made"][labels[pair]])
+            return replace(verdict, reached=len(pairs), skipped=skipped)
+        return replace(verdict, reached=len(pairs))
 
     def _try(
         self, mutant: Mutant, changed: Mapping[str, str], pairs: Sequence[tuple[str, str]], control: Control
@@ -277,11 +308,20 @@ class Runner:
 
     # -- cache -----------------------------------------------------------------------------------------------
 
-    def _key(self, sources: Mapping[str, str], checks: Iterable[str]) -> str:
-        parts = [f"{file}\n{text}".encode() for file, text in sorted(sources.items())]
-        return _digest(self._kit.encode(), self.kind.encode(), self.level.encode(), *parts, *sorted(
-            one.encode() for one in checks
-        ))  # fmt: skip
+    def _sources(self, sources: Mapping[str, str] | None = None) -> list[bytes]:
+        """Return what of the files decides a result; where lines are matters for the unchanged ones alone."""
+        if sources is None:
+            return [f"{file}\n{text}".encode() for file, text in sorted(self.sources.items())]
+        with _PARSING:
+            return [f"{file}\n{_without_docstrings(text)}".encode() for file, text in sorted(sources.items())]
+
+    def _label(self, carrier: str, id: str) -> str:
+        """Return a text that changes with the carrier, the check, and the modules of checks that this one uses."""
+        if id not in self._check_digests:
+            module = CHECKS[id].function.__module__
+            self._check_digests[id] = _digest(*(path.read_bytes() for path in _modules_of_checks(module)))
+        made = next(one for one in KINDS[self.kind].carriers if one.name == carrier)
+        return f"{carrier}:{id}:{_digest(repr(made).encode(), self._check_digests[id].encode())}"
 
     def _read(self, key: str) -> dict[str, Any] | None:
         if self._cache is None:
@@ -299,6 +339,34 @@ class Runner:
         temporary = self._cache / f"{key}.{uuid.uuid4().hex}"
         temporary.write_text(json.dumps(value), encoding="utf-8")
         os.replace(temporary, self._cache / f"{key}.json")
+
+
+def _modules_of_checks(module: str) -> list[Path]:
+    """Return the files of this module of checks and of those that it imports."""
+    folder = Path(torchhal_conformance.__file__).parent / "checks"
+    found: set[Path] = set()
+    unread = [folder / f"{module.rpartition('.')[2]}.py"]
+    while unread:
+        if (path := unread.pop()) in found:
+            continue
+        found.add(path)
+        with _PARSING:
+            tree = ast.parse(path.read_bytes())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torchhal_conformance.checks"):
+                names = [(node.module or "").rpartition(".")[2], *(one.name for one in node.names)]
+                unread += [other for name in names if (other := folder / f"{name}.py").exists()]
+    return sorted(found)
+
+
+def _without_docstrings(source: str) -> str:
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list):
+            kept = [one for one in body if not (isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant))]
+            node.body = kept or [ast.Pass()]  # type: ignore[attr-defined]
+    return ast.unparse(tree)
 
 
 def _digest(*parts: bytes) -> str:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import pickle
 from typing import Any
 
+from torchhal.cluster import ClusterEnvironment
 from torchhal.errors import ConfigurationError
 from torchhal_conformance._assertions import raises, require, same
 from torchhal_conformance._check import CheckFailed, NotApplicable, check
@@ -18,8 +21,9 @@ ALONE = {"world_size": 1, "global_rank": 0, "local_rank": 0, "node_rank": 0, "lo
 def before_a_launch(context: CheckContext) -> None:
     """Where torchhal starts the processes, this one is rank 0 of 1 before the launch.
 
-    configure() changes no number; from set_rendezvous() on the world has the processes that were configured, this one
-    is rank 0 of them, and they meet at that address and port.
+    creates_processes_externally is False then. configure() changes no number; main_port may be a ConfigurationError
+    before the launch. From set_rendezvous() on the world has the processes that were configured, this one
+    is rank 0 of them, and they meet at that address and port. A copy is a process that no launcher has started.
 
     Why: a process that counts ranks which don't exist yet waits for them; one that never counts them trains alone.
     Fix: keep what configure() receives until set_rendezvous().
@@ -27,16 +31,32 @@ def before_a_launch(context: CheckContext) -> None:
     with variables():
         environment = context.create()
         if environment.creates_processes_externally or "owns_launch" in environment.features:
+            told = "creates_processes_externally is True in a shell, though the strategy starts the processes"
+            require(context.component.own_launcher != (), told)
             raise NotApplicable("another launcher starts the processes")
-        same("the numbers before configure()", numbers(environment), ALONE)
-        same("the number of nodes", environment.num_nodes(), 1)
-        environment.configure(num_nodes=1, local_world_size=3)
-        same("the numbers after configure()", numbers(environment), ALONE)
-        environment.set_rendezvous("n9", 1234)
-        launched = {**ALONE, "world_size": 3, "local_world_size": 3}
-        same("the numbers after set_rendezvous()", numbers(environment), launched)
-        place = (environment.main_address, environment.main_port)
-        same("where the ranks meet after set_rendezvous()", place, ("n9", 1234))
+    for size in (3, 2):
+        with variables():
+            environment = context.create()
+            _before(environment, "before configure()")
+            environment.configure(num_nodes=1, local_world_size=size)
+            _before(environment, "after configure()")
+            environment.set_rendezvous("n9", 1234)
+            launched = {**ALONE, "world_size": size, "local_world_size": size}
+            same("the numbers after set_rendezvous()", numbers(environment), launched)
+            place = (environment.main_address, environment.main_port)
+            same("where the ranks meet after set_rendezvous()", place, ("n9", 1234))
+            _before(pickle.loads(pickle.dumps(environment)), "of a copy, which no launcher has started")
+
+
+def _before(environment: ClusterEnvironment, when: str) -> None:
+    """Check an environment before the launch: it is alone, and its port may not be known yet."""
+    same(f"the numbers {when}", numbers(environment), ALONE)
+    same(f"the number of nodes {when}", environment.num_nodes(), 1)
+    address = environment.main_address
+    require(isinstance(address, str) and address, f"main_address {when} must be a host (got {address!r})")
+    with contextlib.suppress(ConfigurationError):  # no process has to connect yet
+        port = environment.main_port
+        require(type(port) is int and 1 <= port <= 65535, f"main_port {when} must be a port (got {port!r})")
 
 
 @check("ENV-41", level="provisional", since="0.2", needs=["table"])
@@ -49,7 +69,7 @@ def impossible_numbers(context: CheckContext) -> None:
     Fix: torchhal.cluster.read_int with its bounds, and a comparison in validate_settings.
     """
     for rank, table in enumerate(context.component.own_tables):
-        for name, value in ((name, value) for name in table for value in ("-1", "0", "2", "4", "97")):
+        for name, value in ((name, value) for name in table for value in ("-1", "0", "2", "3", "4", "97")):
             if not table[name].isdecimal() or table[name] == value:
                 continue
             told = f"{name}={value} on global rank {rank}"
@@ -58,6 +78,7 @@ def impossible_numbers(context: CheckContext) -> None:
             if found is None:
                 continue
             world, local = found["world_size"], found["local_world_size"]
+            require(found.pop("num_nodes") >= 1, f"{told}: there is no node")
             require(min(found.values()) >= 0 and min(world, local) >= 1, f"{told}: the numbers are {found}")
             bounded = found["global_rank"] < world and found["local_rank"] < local
             require(bounded, f"{told}: the numbers contradict each other: {found}")
@@ -71,9 +92,14 @@ def _told(context: CheckContext, told: str) -> dict[str, int] | None:
             return None
         environment = context.create()
         found = numbers(environment)
-        environment.validate_settings(num_devices=found["local_world_size"], num_nodes=environment.num_nodes())
+        found["num_nodes"] = environment.num_nodes()
+        whole = found["num_nodes"] != 1 or found["local_world_size"] == found["world_size"]
+        require(whole, f"{told}: one node with {found['local_world_size']} of {found['world_size']} processes")
+        environment.validate_settings(num_devices=found["local_world_size"], num_nodes=found["num_nodes"])
     except ConfigurationError:
         return None
+    except CheckFailed:
+        raise
     except Exception as error:
         raise CheckFailed(f"{told}: must raise ConfigurationError (got {type(error).__name__}: {error})") from error
     return found

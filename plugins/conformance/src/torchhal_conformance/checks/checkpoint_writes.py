@@ -1,0 +1,306 @@
+"""CIO: what saves that were killed leave, what a save brings to the disk, and saves that find no room there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from torchhal.checkpoint import CheckpointIO
+from torchhal.errors import CheckpointCorruptError, CheckpointError, ConfigurationError
+from torchhal_conformance._assertions import raises, require, same
+from torchhal_conformance._check import NotApplicable, check
+from torchhal_conformance._component_under_test import ComponentUnderTest
+from torchhal_conformance._context import CheckContext
+from torchhal_conformance.checks._checkpoint_samples import (
+    MIB,
+    checkpoint_files,
+    file_sizes,
+    load,
+    numbered_checkpoint,
+    save,
+    small_checkpoint,
+)
+
+_LARGE = 3 * MIB
+"""Elements of a tensor whose save takes long enough to be met in the middle."""
+
+
+def _stopped_saves(component: ComponentUnderTest, folder: str, locks: bool) -> tuple[list[str], list[str], bool]:
+    """Kill one process in a save and stop another one, save once more, and let the stopped one go on.
+
+    Returns:
+        The problems; the files that the killed save left and that are still there; whether both were met in a save.
+    """
+    root, io, problems = Path(folder), component.create(), []
+    refused = contextlib.nullcontext() if locks else _no_locks()
+    with refused:
+        save(io, small_checkpoint(1), root / "own.ckpt")
+        dead, of_dead = _stop_in_a_save(component, root / "dead.ckpt")
+        if dead:
+            os.kill(dead, signal.SIGKILL)
+            os.waitpid(dead, 0)
+        live, of_live = _stop_in_a_save(component, root / "live.ckpt")
+        try:
+            for name in (*of_dead, *of_live):
+                with contextlib.suppress(ConfigurationError):  # the name of a temporary file is no checkpoint's
+                    if io.exists(root / name):
+                        problems.append(f"exists() of {name}, which an unfinished save has left, is true")
+            listed = [os.path.basename(str(path)) for path in io.list_checkpoints(root)]
+            if listed != ["own.ckpt"]:
+                problems.append(f"during a save the list is {listed}, expected ['own.ckpt']")
+            (root / ".torchhal-tmp-of-mine").write_text("mine")
+            save(io, small_checkpoint(2), root / "next.ckpt")
+            if not (root / ".torchhal-tmp-of-mine").exists():
+                problems.append("a save has removed a file that no save has written")
+        finally:
+            if live:
+                os.kill(live, signal.SIGCONT)
+                status = os.waitpid(live, 0)[1]
+        if live and (status or not io.exists(root / "live.ckpt")):
+            problems.append("a save was disturbed by the save of another process in its folder")
+        elif live:
+            same("what the process saved that was stopped", float(io.load_checkpoint(root / "live.ckpt")["x"][-1]), 1.0)
+        left = [name for name in of_dead if (root / name).exists()]
+    return problems, left, bool(dead and live)
+
+
+@contextlib.contextmanager
+def _no_locks() -> Iterator[None]:
+    """Let the block be on a file system that has no locks."""
+    import fcntl
+
+    def refuse(*arguments: Any) -> None:
+        raise OSError(38, "Function not implemented")
+
+    with mock.patch.object(fcntl, "flock", refuse):
+        yield
+
+
+def _stop_in_a_save(component: ComponentUnderTest, path: Path) -> tuple[int, list[str]]:
+    """Return a forked process that is stopped in a save, with the names that it has made; 0 if it was too fast."""
+    for _ in range(5):
+        before = set(os.listdir(path.parent))
+        child = os.fork()
+        if not child:
+            with contextlib.suppress(BaseException):
+                save(component.create(), {"x": torch.ones(_LARGE)}, path)
+                os._exit(0)
+            os._exit(1)
+        made: set[str] = set()
+        deadline = time.monotonic() + 20
+        while not made and time.monotonic() < deadline and os.waitpid(child, os.WNOHANG)[0] == 0:
+            made = set(os.listdir(path.parent)) - before
+        if made:
+            os.kill(child, signal.SIGSTOP)
+            if os.waitpid(child, os.WUNTRACED)[1] != 0 and path.name not in os.listdir(path.parent):
+                return child, sorted(set(os.listdir(path.parent)) - before)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+        for name in set(os.listdir(path.parent)) - before:
+            (path.parent / name).unlink()
+    return 0, []
+
+
+@check("CIO-54", level="provisional", since="0.2", needs=["posix"], after=("CIO-01", "CIO-16"))
+def unfinished_saves(context: CheckContext) -> None:
+    """An unfinished save is neither seen by exists() nor listed; what a killed one left the next save there removes.
+
+    It removes nothing that a process still writes, and no file of the user's, with or without locks of the file
+    system. It applies to an IO with ``atomic``.
+
+    Why: each kill leaves a file of the checkpoint's size, until the disk is full; a sweep by age or by name alone takes
+    the file of a job that saves beside it.
+    Fix: torchhal.checkpoint.location_of(path).replacing(), or lock the temporary file and sweep those without a lock.
+    """
+    if not {"atomic"} <= context.component.declared or "sharded" in context.component.declared:
+        raise NotApplicable("it isn't atomic, or its ranks save together")
+    for locks in (True, False):
+        folder = context.folder / ("locks" if locks else "no locks")
+        folder.mkdir()
+        problems, left, met = context.run_in_subprocess(
+            _stopped_saves, context.component, str(folder), locks, timeout=90
+        )
+        told = "" if locks else ", without locks"
+        require(not problems, f"{'; '.join(problems)}{told}")
+        require(not left, f"a save leaves {', '.join(left)}, whose process was killed{told}")
+        if not met:
+            raise NotApplicable("its saves are done before another process sees a file of theirs")
+        require(not _temporary(folder), f"{', '.join(_temporary(folder))} are left after all saves{told}")
+
+
+def _temporary(folder: Path) -> list[str]:
+    saved = ("own.ckpt", "next.ckpt", "live.ckpt", ".torchhal-tmp-of-mine")
+    return [name for name in os.listdir(folder) if name not in saved]
+
+
+@check("CIO-55", level="provisional", since="0.2", needs=["posix"], after=("CIO-01",))
+def brought_to_disk(context: CheckContext) -> None:
+    """A save brings the file to the disk before it renames it, and then the folders that name it.
+
+    It applies to an IO with ``atomic`` that renames a file; new folders are brought to the disk, too. The file's
+    permissions are those that the umask leaves of 0666.
+
+    Why: a rename may reach the disk before the data: after a power failure the newest checkpoint is an empty file.
+    Fix: os.fsync of the file, os.replace, os.fsync of the folder; torchhal.checkpoint.location_of does all three.
+    """
+    if "atomic" not in context.component.declared:
+        raise NotApplicable("it isn't atomic")
+    io = context.create()
+    save(io, small_checkpoint(), context.folder / "warm.ckpt")
+    path = context.folder / "new" / "sub" / "x.ckpt"
+    before = os.umask(0)
+    try:
+        events = _calls_of(io, path)
+    finally:
+        os.umask(before)
+    moved = [(number, source) for number, (what, source, target) in enumerate(events) if target == str(path)]
+    if not moved:
+        raise NotApplicable("it renames no file, as far as Python sees")
+    place, source = moved[-1]
+    require(("fsync", source, "") in events[:place], f"{source} was renamed before it was brought to the disk")
+    told = "was not brought to the disk after the rename"
+    require(("fsync", str(path.parent), "") in events[place:], f"the folder of the checkpoint {told}")
+    for folder in (context.folder, context.folder / "new"):
+        require(
+            ("fsync", str(folder), "") in events, f"{folder}, in which a folder was made, was not brought to the disk"
+        )
+    if path.is_file():
+        same("permissions under umask 0", oct(stat.S_IMODE(path.stat().st_mode)), oct(0o666))
+
+
+def _calls_of(io: CheckpointIO, path: Path) -> list[tuple[str, str, str]]:
+    """Return the calls of a save by which files come to the disk: (name, file, new name)."""
+    events: list[tuple[str, str, str]] = []
+    originals = {name: getattr(os, name) for name in ("fsync", "fdatasync", "replace", "rename")}
+
+    def synced(fd: Any) -> Any:
+        number = fd if isinstance(fd, int) else fd.fileno()
+        with contextlib.suppress(OSError):
+            events.append(("fsync", os.readlink(f"/proc/self/fd/{number}"), ""))
+        return originals["fsync"](fd)
+
+    def moved(source: Any, target: Any, **options: Any) -> Any:
+        events.append(("rename", os.path.abspath(os.fsdecode(source)), os.path.abspath(os.fsdecode(target))))
+        return originals["replace"](source, target, **options)
+
+    if not os.path.isdir("/proc/self/fd"):
+        raise NotApplicable("this system doesn't say which file a descriptor is of")
+    with mock.patch.multiple(os, fsync=synced, fdatasync=synced, replace=moved, rename=moved):
+        save(io, small_checkpoint(), path)
+    return events
+
+
+@check("CIO-56", level="provisional", since="0.2", after=("CIO-01", "CIO-12"))
+def every_byte(context: CheckContext) -> None:
+    """A checkpoint of which any byte is changed or missing is a CheckpointCorruptError; no value is returned.
+
+    With something behind its end it is one too, or what was saved. It applies to an IO with ``checksum``.
+
+    Why: the byte that no check sum holds is the one that the disk loses.
+    Fix: compute the sum over all bytes, its own place apart, and compare it before a value is used.
+    """
+    if "checksum" not in context.component.declared:
+        raise NotApplicable("it has no checksum")
+    io, path, generator = context.create(), context.folder / "x.ckpt", random.Random(context.component.seed + 1)
+    state = {**small_checkpoint(), "t": torch.arange(90.0)}
+    save(io, state, path)
+    for file in checkpoint_files(path):
+        whole = file.read_bytes()
+        size = len(whole)
+        places = (
+            range(size)
+            if size <= 600
+            else sorted({*range(40), *range(size - 160, size), *generator.sample(range(size), 300)})
+        )
+        changes = [
+            (f"byte {at} of {size} changed", whole[:at] + bytes([whole[at] ^ 0x20]) + whole[at + 1 :]) for at in places
+        ]
+        changes += [
+            (f"the first {at} bytes alone", whole[:at])
+            for at in (0, 1, 3, 4, 5, 21, 22, size // 3, size - 22, size - 1)
+        ]
+        changes += [("a byte before it", b"P" + whole), ("its first half twice", whole[: size // 2] + whole)]
+        for what, data in changes:
+            file.write_bytes(data)
+            raises(f"{file.name}: {what}", CheckpointCorruptError, lambda: io.load_checkpoint(path), path.name)
+        for what, data in (("a byte", b"0"), ("zeros", b"\0" * 30), ("its second half", whole[size // 2 :])):
+            file.write_bytes(whole + data)
+            with contextlib.suppress(CheckpointCorruptError):  # a format may have room for more behind its end
+                same(f"{file.name} with {what} behind its end", io.load_checkpoint(path), state)
+        file.write_bytes(whole)
+    same("the checkpoint put back", io.load_checkpoint(path), state)
+
+
+@check("CIO-57", level="provisional", since="0.2", needs=["posix"], after=("CIO-07",))
+def no_room(context: CheckContext) -> None:
+    """A save that finds no room, however early or late, is a CheckpointError whose cause is the OSError of the write.
+
+    The checkpoint that was there stays, nothing is beside it, no file stays open, and a later save works.
+
+    Why: "No space left on device" is what the user has to read, and a job that goes on must not lose descriptors.
+    Fix: raise CheckpointError from the OSError; close the file in a finally, although closing writes and fails too.
+    """
+    import resource
+
+    io, path = context.create(), context.folder / "x.ckpt"
+    save(io, small_checkpoint(1), path)
+    before, opened = file_sizes(context.folder), _open_files()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        for limit, state in ((0, small_checkpoint(2)), (700, small_checkpoint(2)), (MIB, numbered_checkpoint(2))):
+            told = f"a save into {limit} bytes"
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+            try:
+                save(io, state, path)
+            except CheckpointError as error:
+                causes = _causes(error)
+            except BaseException as error:
+                raises(told, CheckpointError, lambda error=error: _throw(error))
+            else:
+                raises(told, CheckpointError, lambda: None)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            system = [one for one in causes if isinstance(one, OSError) and one.errno]
+            # what another rank has raised comes as text
+            told_causes = f"{told}: the cause must be the OSError of the write (got {causes!r:.300})"
+            require(system or "sharded" in context.component.declared, told_causes)
+            same(f"the files after {told}", file_sizes(context.folder), before)
+            same(f"the checkpoint after {told}", load(f"the checkpoint after {told}", io, path), small_checkpoint(1))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+    io.teardown()
+    require(_open_files() <= opened, f"{_open_files() - opened} files are open after three failed saves")
+    save(io, small_checkpoint(3), path)
+    same("a save after the failed ones", io.load_checkpoint(path), small_checkpoint(3))
+
+
+def _throw(error: BaseException) -> None:
+    raise error
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    """Return the errors that are chained to this one, and itself."""
+    found = []
+    one: BaseException | None = error
+    while one is not None:
+        found.append(one)
+        one = one.__cause__
+    return found
+
+
+def _open_files() -> int:
+    folder = "/proc/self/fd"
+    return len(os.listdir(folder)) if os.path.isdir(folder) else 0
