@@ -47,10 +47,10 @@ def close(what: str, got: Any, expected: Any, tolerance: float) -> None:
     scale = max(1.0, float(expected.abs().max()))
     beyond = ~(differences <= tolerance * scale)  # a NaN is not close either
     if beyond.any():
-        worst = differences.nan_to_num(nan=float("inf")).argmax()
+        worst = int(differences.nan_to_num(nan=float("inf")).argmax())
         raise CheckFailed(
             f"{what}: off by {float(differences.flatten()[worst]):.3g}, allowed {tolerance * scale:.3g} "
-            f"{_at(got, expected, beyond, int(worst))}"
+            f"{_at(got, expected, worst, int(beyond.sum()))}"
         )
 
 
@@ -113,25 +113,21 @@ def _tensor_difference(got: Any, expected: torch.Tensor) -> str:
     if got.dtype != expected.dtype or got.shape != expected.shape:
         return f"got {got.dtype} of {tuple(got.shape)}, expected {expected.dtype} of {tuple(expected.shape)}"
     one, other = got.detach().cpu(), expected.detach().cpu()
-    if not one.numel() or torch.equal(_bits(one), _bits(other)):
-        return ""
-    size = one.element_size()
-    beyond = (_bits(one).view(-1, size) != _bits(other).view(-1, size)).any(1).view(one.shape)
-    return f"values differ {_at(one, other, beyond, int(beyond.flatten().int().argmax()))}"
+    differ = (bits(one) != bits(other)).view(-1, one.element_size()).any(1).nonzero()
+    return f"values differ {_at(one, other, int(differ[0]), len(differ))}" if len(differ) else ""
 
 
-def _at(got: torch.Tensor, expected: torch.Tensor, differs: torch.Tensor, index: int) -> str:
-    """Return both tensors' values if they are few, else those of the element ``index`` and how many others differ."""
+def _at(got: torch.Tensor, expected: torch.Tensor, index: int, count: int) -> str:
+    """Return both tensors' values if they are few, else those of the element ``index`` of the ``count`` that differ."""
     if got.numel() <= 8:
         return f"(got {_show(got)}, expected {_show(expected)})"
     place = [int(one) for one in torch.unravel_index(torch.tensor(index), got.shape)]
     one, other = got.flatten()[index].item(), expected.flatten()[index].item()
-    count = int(differs.sum())
     return f"(at {place} got {one!r}, expected {other!r}; {count} of {got.numel()} elements differ)"
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor's bytes, so that NaN equals NaN and the sign of zero counts."""
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor's bytes, so that NaN equals NaN and the sign of zero counts; 8-bit floats have no ``==``."""
     # contiguous() keeps the odd stride of a dimension of size 1, which view() refuses
     dense = tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
     return dense.reshape(-1).view(torch.uint8)

@@ -12,6 +12,8 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from torchhal_conformance._assertions import bits
+
 FLOATS: Final = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 COMPLEX: Final = (torch.complex64, torch.complex128)
 INTEGERS: Final = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
@@ -40,22 +42,20 @@ def stored_dtypes(device: torch.device, dtypes: Sequence[torch.dtype]) -> list[t
 
     Some hardware stores an int64 in 32 bits, and no complex128.
     """
-    return [dtype for dtype in dtypes if all(_is_stored(spec, device) for spec in _stored_examples(dtype))]
-
-
-def _stored_examples(dtype: torch.dtype) -> tuple[TensorSpec, TensorSpec]:
-    """Return a plain tensor and one element of another tensor, which a lazy backend may take for a Python number."""
-    return TensorSpec(dtype), TensorSpec(dtype, (), "middle")
+    stored = []
+    for dtype in dtypes:
+        # one element of another tensor is for a lazy backend a Python number, which may be of fewer dtypes
+        plain, element = TensorSpec(dtype), TensorSpec(dtype, (), "middle")
+        if _is_stored(plain, device) and _is_stored(element, device):
+            stored.append(dtype)
+    return stored
 
 
 def _is_stored(spec: TensorSpec, device: torch.device) -> bool:
+    given = spec.build()
     with contextlib.suppress(RuntimeError, TypeError, NotImplementedError):
-        given = spec.build()
         # a lazy backend returns what it was given, until it had to compute with it
-        returned = given.to(device).clone().cpu()
-        return torch.equal(
-            given.reshape(-1).view(torch.uint8), returned.reshape(-1).view(torch.uint8)
-        )  # float8 has no ==
+        return torch.equal(bits(given), bits(given.to(device).clone().cpu()))
     return False
 
 

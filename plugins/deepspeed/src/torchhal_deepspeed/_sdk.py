@@ -91,10 +91,7 @@ def start(deepspeed: Any, *, broadcast: bool, model: nn.Module, **arguments: Any
     try:
         engine, *_ = deepspeed.initialize(model=model, dist_init_required=False, **arguments)
     except Exception as error:
-        for frame, _ in traceback.walk_tb(error.__traceback__):
-            if isinstance(half_started := frame.f_locals.get("self"), engine_class):
-                with suppress(Exception):  # of what it doesn't have yet
-                    _destroy(half_started)
+        _destroy_half_started(error, engine_class)
         said = [str(error), str(error.__cause__), str(error.__context__)]
         if not any(mark in text for mark in _UNCOMPILED for text in said):
             raise
@@ -132,11 +129,15 @@ def _destroy(engine: Any) -> None:
     try:
         engine.destroy()
     finally:
-        engine.destroy = _do_nothing
+        engine.destroy = lambda: None
 
 
-def _do_nothing() -> None:
-    pass
+def _destroy_half_started(error: Exception, engine_class: type[Any]) -> None:
+    """Destroy the engine whose start raised ``error``, which nothing but the frames of its traceback holds."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if isinstance(engine := frame.f_locals.get("self"), engine_class):
+            with suppress(Exception):  # of what it doesn't have yet
+                _destroy(engine)
 
 
 @contextmanager
