@@ -188,7 +188,7 @@ def test_inside_torch_xlas_launch(variables):
     ("variables", "name"),
     [
         (
-            {"TPU_WORKER_ID": "1", "PJRT_LOCAL_PROCESS_COUNT": "2", "PJRT_LOCAL_PROCESS_RANK": "0"},
+            {"TPU_WORKER_ID": "1", "PJRT_LOCAL_PROCESS_COUNT": "2"},
             "TPU_WORKER_HOSTNAMES",
         ),
         ({"PJRT_LOCAL_PROCESS_RANK": "1"}, "PJRT_LOCAL_PROCESS_COUNT"),

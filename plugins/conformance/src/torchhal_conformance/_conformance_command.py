@@ -182,7 +182,7 @@ def _summary(report: dict[str, Any]) -> list[str]:
     for level, counts in report["levels"].items():
         lines.append(f"{level}: {', '.join(f'{count} {outcome}' for outcome, count in counts.items())}")
     for reason, ids in missing_inputs(report).items():
-        lines.append(f"{len(ids)} checks were not made ({', '.join(ids)}): {reason}")
+        lines.append(f"{len(ids)} checks of the core were not made ({', '.join(ids)}): {reason}")
     return [*lines, f"{report['kind']} {report['alias']} is {report['verdict']}"]
 
 

@@ -80,16 +80,18 @@ def _reason(result: Result, expected: str | None) -> str:
 def verdict(checks: Sequence[Mapping[str, Any]], *, complete: Collection[str] = ()) -> str:
     """Return ``failed``, ``incomplete``, ``partial``, or ``conformant``.
 
-    It is ``incomplete`` where a check was not made for want of an argument that only the author can give, and
-    ``partial`` where this machine couldn't make one. A provisional check changes nothing, nor does one about a feature
-    that isn't declared. Without one of those in ``complete``, ids, it is ``partial`` at best: nobody made them.
+    It is ``incomplete`` where a check of the core was not made for want of an argument that only the author can give,
+    and ``partial`` where this machine couldn't make one. A provisional check changes nothing, nor does one about a
+    feature that isn't declared. Without one of those in ``complete``, ids, it is ``partial`` at best: nobody made them.
     """
     counting = [one for one in checks if one["level"] != "provisional"]
     if any(one["outcome"] == "failed" for one in counting):
         return "failed"
-    if any(_lacks(one, INPUT) for one in counting):
+    if any(one["level"] == "core" and _lacks(one, INPUT) for one in counting):
         return "incomplete"
-    left_out = not set(complete) <= {one["id"] for one in checks} or any(_lacks(one, ENVIRONMENT) for one in counting)
+    left_out = not set(complete) <= {one["id"] for one in checks} or any(
+        _lacks(one, ENVIRONMENT) or _lacks(one, INPUT) for one in counting
+    )
     return "partial" if left_out or not any(one["outcome"] == "passed" for one in counting) else "conformant"
 
 
@@ -109,10 +111,10 @@ def _lacks(one: Mapping[str, Any], beginning: str) -> bool:
 
 
 def missing_inputs(report: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return what the author has to give for the checks that were not made: reason -> their ids."""
+    """Return what the author has to give for the core checks that were not made: reason -> their ids."""
     found: dict[str, list[str]] = {}
     for one in report["checks"]:
-        if one["level"] != "provisional" and _lacks(one, INPUT):
+        if one["level"] == "core" and _lacks(one, INPUT):
             found.setdefault(one["reason"].removeprefix(INPUT).strip(), []).append(one["id"])
     return found
 

@@ -60,7 +60,7 @@ def _toml(path: str, text: str) -> Any:
 def _checked(path: str, name: str, table: Any) -> Any:
     """Return ``table``: the variables of each of four ranks on two nodes, or layout -> those of each of its ranks."""
     where = f"{name!r} in {path!r}"
-    by_layout = table if isinstance(table, dict) else {"2+2": table}
+    by_layout = table if isinstance(table, dict) and table else {"2+2": table}
     for layout, rows in by_layout.items():
         told = where if rows is table else f"{where}, layout {layout!r},"
         if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
@@ -72,8 +72,6 @@ def _checked(path: str, name: str, table: Any) -> Any:
                 if not isinstance(value, str):
                     shown = f"{told} {variable} in row {number} must be a string, as in os.environ"
                     raise ConfigurationError(f"{shown} (got {value!r})")
-    if not by_layout:
-        raise ConfigurationError(f"{where} must hold the variables of each rank (got {table!r})")
     if name == "tables":
         parse_worlds(by_layout, where)
     return table

@@ -136,5 +136,5 @@ def _started_by_torch_xla() -> bool:
 
     torchhal's own have these variables, too.
     """
-    several = _given(_PROCESSES) not in ("", "1") or _given(_PROCESS) not in ("", "0")
+    several = _given(_PROCESSES) != "1" if _given(_PROCESSES) else _given(_PROCESS) not in ("", "0")
     return launched_by() is None and several

@@ -111,7 +111,8 @@ def nodes(context: CheckContext) -> None:
 
 def _nodes_of_ranks(environment: ClusterEnvironment, layout: Layout) -> tuple[int, list[Any]]:
     count = environment.num_nodes()
-    environment.validate_settings(num_devices=environment.local_world_size(), num_nodes=len(layout.sizes))
+    if count == len(layout.sizes):
+        environment.validate_settings(num_devices=environment.local_world_size(), num_nodes=count)
     return count, [environment.node_of(other) for other in range(layout.world_size)]
 
 

@@ -29,9 +29,9 @@ from torchhal_conformance._launcher_env import variables
 from torchhal_conformance._launcher_worlds import LauncherWorld, Layout
 from torchhal_conformance._limits import scaled
 
-SHORT: Final = 2.0
+SHORT: Final = 1.0
 """Seconds that the ranks wait for one that doesn't come."""
-MARGIN: Final = 10.0
+MARGIN: Final = 4.0
 """Seconds that they may take longer on a busy machine."""
 
 
