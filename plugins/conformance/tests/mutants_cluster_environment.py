@@ -397,13 +397,13 @@ class FromARuntime(ClusterEnvironment):
 RUNTIME = (sys.executable, os.path.join(os.path.dirname(os.path.abspath(__file__)), "runtime_launcher.py"))
 
 
-@caught_by("ENV-53", features={"live_runtime"}, launcher=RUNTIME, says="process 1")
+@caught_by("ENV-53", launcher=RUNTIME, says="process 1")
 class SameRankForAll(FromARuntime):
     def local_rank(self):
         return 0
 
 
-@caught_by("ENV-53", features={"live_runtime"}, launcher=RUNTIME, says="copy by pickle")
+@caught_by("ENV-53", launcher=RUNTIME, says="copy by pickle")
 class CopiesForget(FromARuntime):
     """Its copies are of no job."""
 
@@ -416,7 +416,7 @@ class CopiesForget(FromARuntime):
         return 1 if self.copied else super().world_size()
 
 
-@caught_by("ENV-54", says="reading wrote NODE_RANK")
+@caught_by("ENV-54", features={"launches"}, says="reading wrote NODE_RANK")
 class ExportsInRealProcesses(TorchElasticEnvironment):
     def node_rank(self):
         os.environ["NODE_RANK"] = os.environ["GROUP_RANK"]

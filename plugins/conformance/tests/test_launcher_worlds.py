@@ -100,14 +100,19 @@ def _run(launcher: tuple[str, ...] | None, *ids: str) -> dict[str, object]:
         return reports.build(component, [session.run(one) for one in chosen])
 
 
-def test_environment_of_a_runtime_is_not_judged_by_variables() -> None:
+def test_environment_of_a_runtime_needs_a_launcher() -> None:
     report = _run(None, "ENV-01", "ENV-03", "ENV-16", "ENV-53")
     found = {one["id"]: (one["outcome"], one["reason"].partition(":")[0]) for one in report["checks"]}  # type: ignore
     assert found == {
-        "ENV-01": ("passed", ""), "ENV-03": ("skipped", "not applicable"), "ENV-16": ("skipped", "not applicable"),
+        "ENV-01": ("passed", ""), "ENV-03": ("skipped", "input"), "ENV-16": ("skipped", "input"),
         "ENV-53": ("skipped", "input"),
     }  # fmt: skip
-    assert report["verdict"] == "partial"
+    assert report["verdict"] == "incomplete"
+
+
+def test_environment_of_a_runtime_needs_no_variables() -> None:
+    report = _run(RUNTIME, "ENV-03", "ENV-16")
+    assert {one["reason"].partition(":")[0] for one in report["checks"]} == {"not applicable"}  # type: ignore
 
 
 @pytest.mark.slow

@@ -247,6 +247,8 @@ def missing(check: Check, component: ComponentUnderTest) -> str:
         return str(MissingRequirement("it needs processes made by fork"))
     if "table" in check.needs and not component.own_tables:
         if "live_runtime" in component.declared:
+            if component.own_launcher is None:
+                return str(MissingInput("how to start two processes is not known: give --launcher, or launcher=(...)"))
             return str(NotApplicable("a runtime gives the numbers, and no variables: ENV-53 asks in real processes"))
         return str(
             MissingInput(

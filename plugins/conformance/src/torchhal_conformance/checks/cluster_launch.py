@@ -18,7 +18,7 @@ from torchhal.errors import ConfigurationError
 from torchhal.precision import SinglePrecision
 from torchhal.strategies import DDPStrategy
 from torchhal_conformance._assertions import require, same
-from torchhal_conformance._check import MissingInput, MissingRequirement, check
+from torchhal_conformance._check import MissingInput, MissingRequirement, NotApplicable, check
 from torchhal_conformance._cluster_world import known_numbers, numbers
 from torchhal_conformance._component_under_test import ComponentUnderTest
 from torchhal_conformance._context import CheckContext
@@ -59,7 +59,7 @@ def restarted(context: CheckContext) -> None:
     same("rank, local rank, world and sum in each process of the second start", found, ["0 0 2 1.0", "1 1 2 1.0"])
 
 
-@check("ENV-53", features=["live_runtime"], needs=["posix"], since="0.2")
+@check("ENV-53", level="provisional", needs=["posix"], since="0.2")
 def live_runtime(context: CheckContext) -> None:
     """Numbers that a runtime gives, and no variable, are right in two processes that its launcher really starts.
 
@@ -71,12 +71,16 @@ def live_runtime(context: CheckContext) -> None:
     Why: a runtime that was asked before it had started took every process for rank 0 of 1.
     Fix: connect to the runtime in join(), or when a number is read; give the suite the launcher.
     """
+    if "live_runtime" not in context.component.declared:
+        raise NotApplicable(
+            "feature 'live_runtime' is not declared: the checks with the launcher's variables are for it"
+        )
     if context.component.own_launcher is None:
         raise MissingInput("how to start two processes is not known: give --launcher 'COMMAND', or launcher=(...)")
     _check_processes(context)
 
 
-@check("ENV-54", features=["launches"], level="provisional", needs=["posix"], since="0.2", after=("ENV-18",))
+@check("ENV-54", level="provisional", needs=["posix"], since="0.2", after=("ENV-18",))
 def started_processes(context: CheckContext) -> None:
     """In two processes that its launcher really starts an environment is found by a variable that announces it.
 
@@ -86,6 +90,8 @@ def started_processes(context: CheckContext) -> None:
     Why: a launcher of torchhal's that passed the ranks on and not the variable left its workers to another environment.
     Fix: set a variable that torchhal.detect declares in each process that you start.
     """
+    if "launches" not in context.component.declared:
+        raise NotApplicable("feature 'launches' is not declared")
     _check_processes(context)
     plugin = context.component.plugin
     mine = [entry for entry in plugin.components if entry.component.alias == context.component.alias] if plugin else []
