@@ -1,13 +1,8 @@
 """Cluster environments that are each broken in one way: over torchrun's, and over a scheduler's."""
 
-import json
 import os
 import socket
-import sys
-import tempfile
 import threading
-from contextlib import suppress
-from datetime import timedelta
 
 from zoo import caught_by
 
@@ -15,10 +10,9 @@ from torchhal.cluster import ClusterEnvironment, TorchElasticEnvironment
 from torchhal.cluster._env_vars import read_int
 from torchhal.cluster._hostlist import hosts
 from torchhal.cluster.base import RanksNotMetError
-from torchhal.cluster.mpi import OpenMPIEnvironment
-from torchhal.errors import ConfigurationError, DistributedError
+from torchhal.distributed.process import launched_by
+from torchhal.errors import ConfigurationError
 from torchhal_conformance._launcher_env import TABLES
-from torchhal_conformance._limits import scaled
 
 SLURM = {"tables": TABLES["slurm"]}
 
@@ -287,137 +281,38 @@ class AlwaysPacked(Scheduler):
         return self.sizes()[self.node_rank()]
 
 
-@caught_by("ENV-50", says="of a job of 1+1+1")
-class HalfOfTheRanks(TorchElasticEnvironment):
-    """Right on two nodes only."""
-
-    def node_rank(self):
-        return 2 * self.global_rank() // self.world_size()
+SLICES = [
+    {"SLICE_RANK": str(rank), "SLICE_NODE": str(rank // 2), "MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
+    for rank in range(4)
+]
 
 
-@caught_by("ENV-50", says="num_nodes() must be 3")
-class AlwaysTwoNodes(TorchElasticEnvironment):
-    def num_nodes(self):
-        return 2
+@caught_by("ENV-12", tables=SLICES, says="of processes that local has started for it")
+class IgnoresTorchhalsLaunch(Scheduler):
+    """In processes that torchhal has started on a slice its numbers are still those of the slice."""
 
-    def validate_settings(self, *, num_devices, num_nodes):
-        if num_nodes == 5 or num_devices != self.local_world_size():
-            super().validate_settings(num_devices=num_devices, num_nodes=num_nodes)
-
-
-@caught_by("ENV-51", says="of another rank's copy")
-class CopiesKeepTheirPlace(OpenMPIEnvironment):
-    """Its pickled state holds what the ranks have exchanged."""
-
-    def __getstate__(self):
-        return dict(self.__dict__)
-
-
-@caught_by("ENV-51", says="wrote NODE_RANK")
-class ExportsItsPlace(OpenMPIEnvironment):
-    def join(self, timeout):
-        super().join(timeout)
-        os.environ["NODE_RANK"] = str(self.node_rank())
-
-
-@caught_by("ENV-51", says="after join()")
-class CountsNodesFromOne(OpenMPIEnvironment):
-    def node_rank(self):
-        return super().node_rank() + (self._place is not None)
-
-
-@caught_by("ENV-52", says="with a timeout of")
-class WaitsItsOwnTime(OpenMPIEnvironment):
-    def join(self, timeout):
-        super().join(timeout + timedelta(seconds=scaled(5) + 1))
-
-
-@caught_by("ENV-52", says="though the last rank never came")
-class GoesOnWithout(OpenMPIEnvironment):
-    """Takes each rank for alone on its node where some are missing."""
-
-    def join(self, timeout):
-        with suppress(DistributedError):
-            super().join(timeout)
-
-
-class FromARuntime(ClusterEnvironment):
-    """Sound: asks the process that has started it, and reads no variable."""
-
-    name = "from_a_runtime"
-    features = frozenset({"live_runtime"})
-    creates_processes_externally = True
-
-    @staticmethod
-    def answers():
-        try:
-            with open(os.path.join(tempfile.gettempdir(), f"torchhal-test-runtime-{os.getppid()}")) as file:
-                return json.load(file)[str(os.getpid())]
-        except (OSError, KeyError):
-            return None
+    name = "slice"
+    priority = 1
 
     @classmethod
     def detect(cls):
-        return cls.answers() is not None
-
-    def number(self, name):
-        found = self.answers()
-        if found is None:
-            raise ConfigurationError("no runtime has started this process")
-        return found[name]
-
-    def world_size(self):
-        return self.number("size")
-
-    def global_rank(self):
-        return self.number("rank")
-
-    def local_rank(self):
-        return self.number("rank")
-
-    def node_rank(self):
-        return 0
-
-    def local_world_size(self):
-        return self.number("size")
-
-    main_address = "127.0.0.1"
+        return "SLICE_RANK" in os.environ
 
     @property
-    def main_port(self):
-        return self.number("port")
-
-    def validate_settings(self, *, num_devices, num_nodes):
-        if (num_devices, num_nodes) != (self.world_size(), 1):
-            raise ConfigurationError(
-                f"{self.world_size()} on 1 were started, {num_devices} on {num_nodes} are asked for"
-            )
-
-
-RUNTIME = (sys.executable, os.path.join(os.path.dirname(os.path.abspath(__file__)), "runtime_launcher.py"))
-
-
-@caught_by("ENV-53", launcher=RUNTIME, says="process 1")
-class SameRankForAll(FromARuntime):
-    def local_rank(self):
-        return 0
-
-
-@caught_by("ENV-53", launcher=RUNTIME, says="copy by pickle")
-class CopiesForget(FromARuntime):
-    """Its copies are of no job."""
-
-    copied = False
-
-    def __getstate__(self):
-        return {"copied": True}
+    def creates_processes_externally(self):
+        return launched_by() is None
 
     def world_size(self):
-        return 1 if self.copied else super().world_size()
+        return 4
 
+    def global_rank(self):
+        return read_int("SLICE_RANK", 0)
 
-@caught_by("ENV-54", features={"launches"}, says="reading wrote NODE_RANK")
-class ExportsInRealProcesses(TorchElasticEnvironment):
+    def local_rank(self):
+        return self.global_rank() % 2
+
     def node_rank(self):
-        os.environ["NODE_RANK"] = os.environ["GROUP_RANK"]
-        return super().node_rank()
+        return read_int("SLICE_NODE", 0)
+
+    def local_world_size(self):
+        return 2

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
+from importlib.metadata import EntryPoint, EntryPoints
 
 import pytest
-from mutants_cluster_environment import RUNTIME, FromARuntime
+from mutants_cluster_worlds import RUNTIME, FromARuntime
 
 from torchhal.cli import main
 from torchhal.errors import ConfigurationError
@@ -14,6 +16,7 @@ from torchhal_conformance import CHECKS, ComponentUnderTest, Session, checks_for
 from torchhal_conformance import _report as reports
 from torchhal_conformance._launcher_env import TABLES, WORLDS
 from torchhal_conformance._launcher_worlds import Layout
+from torchhal_conformance.checks import plugin_declarations
 
 ROWS = [{"ACME_RANK": str(rank)} for rank in range(4)]
 
@@ -122,3 +125,21 @@ def test_environment_of_a_runtime_is_conformant() -> None:
     assert [one for one in report["checks"] if one["outcome"] == "failed"] == []  # type: ignore
     assert {one["id"]: one["outcome"] for one in report["checks"]}["ENV-53"] == "passed"  # type: ignore
     assert report["verdict"] == "conformant"
+
+
+@pytest.mark.parametrize(
+    ("project", "installed", "words"),
+    [
+        ('[project.entry-points."torchhal.detect"]\nACME_TASK = "acme"\n', [], "install .* once more"),
+        ('[project.entry-points."torchhal.detect"]\nACME_TASK = "acme"\n', ["ACME_TASK"], "^$"),
+        ("[project]\n", [], "^$"),
+    ],
+)
+def test_outdated_metadata_of_an_editable_installation_are_named(project, installed, words, tmp_path, monkeypatch):
+    (tmp_path / "pyproject.toml").write_text(project)
+
+    class Installed:
+        entry_points = EntryPoints(EntryPoint(name, "acme", "torchhal.detect") for name in installed)
+
+    monkeypatch.setattr(plugin_declarations.importlib.metadata, "distribution", lambda name: Installed)
+    assert re.search(words, plugin_declarations._outdated(tmp_path, "torchhal-acme"))

@@ -18,6 +18,7 @@ KINDS = {
 }
 MODULES = (
     *(f"mutants_{kind}" for kind in KINDS.values()),
+    "mutants_cluster_worlds",
     "mutants_processes",
     "mutants_hooks",
     "mutants_refusals",

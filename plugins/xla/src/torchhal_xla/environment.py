@@ -101,6 +101,7 @@ class XLAEnvironment(LocalEnvironment):
 
 
 def _given(name: str) -> str:
+    """Return a variable without blanks around it; empty when it isn't set."""
     return os.environ.get(name, "").strip()
 
 
