@@ -10,6 +10,7 @@ from torchhal.cluster import ClusterEnvironment, TorchElasticEnvironment
 from torchhal.cluster._env_vars import read_int
 from torchhal.cluster._hostlist import hosts
 from torchhal.cluster.base import RanksNotMetError
+from torchhal.distributed.process import launched_by
 from torchhal.errors import ConfigurationError
 from torchhal_conformance._launcher_env import TABLES
 
@@ -278,3 +279,40 @@ class AlwaysPacked(Scheduler):
 
     def local_world_size(self):
         return self.sizes()[self.node_rank()]
+
+
+SLICES = [
+    {"SLICE_RANK": str(rank), "SLICE_NODE": str(rank // 2), "MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
+    for rank in range(4)
+]
+
+
+@caught_by("ENV-12", tables=SLICES, says="of processes that local has started for it")
+class IgnoresTorchhalsLaunch(Scheduler):
+    """In processes that torchhal has started on a slice its numbers are still those of the slice."""
+
+    name = "slice"
+    priority = 1
+
+    @classmethod
+    def detect(cls):
+        return "SLICE_RANK" in os.environ
+
+    @property
+    def creates_processes_externally(self):
+        return launched_by() is None
+
+    def world_size(self):
+        return 4
+
+    def global_rank(self):
+        return read_int("SLICE_RANK", 0)
+
+    def local_rank(self):
+        return self.global_rank() % 2
+
+    def node_rank(self):
+        return read_int("SLICE_NODE", 0)
+
+    def local_world_size(self):
+        return 2

@@ -44,11 +44,8 @@ Of the components in torchhal's own repository, `sim` is a simulated device; Gau
 the hardware does.
 """
 
-_SOME = "no report, which needs all checks: passes"
 WITHOUT_REPORT = {
     ("precision", "ipu-16-mixed"): "works within compiled steps only; the kit checks precisions by torch's operators",
-    ("cluster_environment", "flux"): f"{_SOME} those for which no rank of Flux asks the others who shares its host",
-    ("cluster_environment", "kubeflow"): f"{_SOME} those that don't ask for two processes on a node; a pod has one",
 }
 """Component -> the reason why it has no row, unless it is a class with other defaults."""
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from torchhal import registry
 from torchhal.checkpoint import CheckpointIO, TorchCheckpointIO
 from torchhal.precision import Precision
 from torchhal.strategies import SingleDeviceStrategy
@@ -71,8 +72,8 @@ def test_component_without_features_is_conformant(kind: str, part: type[Any]) ->
     assert report["levels"]["extended"]["passed"] == 0
 
 
-# What these launchers don't say the ranks ask each other, which the one process of the kit would wait for in vain; with
-# the variables that a job may set for that, all is known. Real jobs without them: tests/test_clusters.py.
+# With the variables that a job may set for it, a process knows by itself what the ranks of these launchers exchange
+# otherwise. Real jobs: tests/test_clusters.py.
 NODES = tuple(
     {"MASTER_ADDR": "n1", "MASTER_PORT": "29500", "NODE_RANK": str(node), "NNODES": "2"} for node in (0, 0, 1, 1)
 )
@@ -80,37 +81,32 @@ ENV = tuple(
     {**nodes, "RANK": str(rank), "WORLD_SIZE": "4", "LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": "2"}
     for rank, nodes in enumerate(NODES)
 )
-FLUX = tuple(
-    {
-        **nodes, "FLUX_TASK_RANK": str(rank), "FLUX_TASK_LOCAL_ID": str(rank % 2), "FLUX_JOB_SIZE": "4",
-        "FLUX_JOB_NNODES": "2", "FLUX_JOB_ID": "ƒ38rBqEWT", "PMI_RANK": str(rank), "PMI_SIZE": "4",
-    }
-    for rank, nodes in enumerate(NODES)
-)  # fmt: skip
-
-
-def all_but(*ids: str) -> set[str]:
-    return {one.id for one in checks_for("cluster_environment")} - set(ids)
 
 
 def with_nodes(launcher: str) -> list[dict[str, str]]:
     return [{**row, **nodes} for row, nodes in zip(TABLES[launcher], NODES, strict=True)]
 
 
-TestEnv = conformance_suite("cluster_environment", "env", tables=ENV)
-TestOpenMPI = conformance_suite("cluster_environment", "openmpi", tables=with_nodes("openmpi"))
-TestMPICH = conformance_suite("cluster_environment", "mpich", tables=with_nodes("mpich"))
-TestLSF = conformance_suite("cluster_environment", "lsf", tables=with_nodes("lsf"))
-# No variable says how many of Flux's tasks share a host, and its jobs' ids are no numbers, as ENV-07 takes them for.
-FLUX_ASKS = {
-    "ENV-01", "ENV-02", "ENV-12", "ENV-14",
-    *(one.id for one in checks_for("cluster_environment") if not one.id.startswith("ENV")),
-}  # fmt: skip
-TestFlux = conformance_suite("cluster_environment", "flux", tables=FLUX, only=FLUX_ASKS)
-# A pod has one process, so the four ranks are on four nodes, and the checks want them on two.
-A_POD = all_but("ENV-03", "ENV-04", "ENV-06", "ENV-09", "ENV-11", "ENV-15", "ENV-16", "ENV-42")
-TestKubeflow = conformance_suite("cluster_environment", "kubeflow", only=A_POD)
-SAGEMAKER = [
-    {**row, "SM_HOSTS": '["n2", "n1"]', "SM_CURRENT_HOST": f"n{1 + int(row['NODE_RANK'])}"} for row in TABLES["local"]
-]
-TestSageMaker = conformance_suite("cluster_environment", "sagemaker", tables=SAGEMAKER, launcher=())
+ALONE = {one.id for one in checks_for("cluster_environment") if one.id.startswith("ENV") and one.id < "ENV-50"}
+TestEnvWithNodes = conformance_suite("cluster_environment", "env", tables=ENV, only=ALONE)
+TestOpenMPIWithNodes = conformance_suite("cluster_environment", "openmpi", tables=with_nodes("openmpi"), only=ALONE)
+TestMPICHWithNodes = conformance_suite("cluster_environment", "mpich", tables=with_nodes("mpich"), only=ALONE)
+TestLSFWithNodes = conformance_suite("cluster_environment", "lsf", tables=with_nodes("lsf"), only=ALONE)
+TestEnv = conformance_suite("cluster_environment", "env")
+TestOpenMPI = conformance_suite("cluster_environment", "openmpi")
+TestMPICH = conformance_suite("cluster_environment", "mpich")
+TestLSF = conformance_suite("cluster_environment", "lsf")
+TestFlux = conformance_suite("cluster_environment", "flux")
+TestKubeflow = conformance_suite("cluster_environment", "kubeflow")
+TestSageMaker = conformance_suite("cluster_environment", "sagemaker")
+
+
+def test_every_environment_of_the_core_is_checked_in_other_layouts() -> None:
+    """Two nodes with two ranks, three with one, one with four, and nodes of two ranks and of one, where they can be."""
+    own = {
+        entry.component.alias for entry in registry.entries("cluster_environment") if entry.distribution == "torchhal"
+    }
+    layouts = {alias: set(ComponentUnderTest.of("cluster_environment", alias).worlds) for alias in own}
+    of_all = {"2+2", "1+1+1", "4", "2+1", "3+1"}
+    cannot = {"local": {"2+1", "3+1"}, "sagemaker": {"4", "2+1", "3+1"}, "kubeflow": {"2+2", "4", "2+1", "3+1"}}
+    assert {alias: of_all - found for alias, found in layouts.items() if of_all - found} == cannot

@@ -28,7 +28,7 @@ from torchhal_conformance import _report as reports
 from torchhal_conformance._check import Check, check
 from torchhal_conformance._distribution_run import components_of
 from torchhal_conformance._html import page
-from torchhal_conformance._launcher_env import TABLES
+from torchhal_conformance._launcher_env import TABLES, WORLDS
 from torchhal_conformance._session import Result
 from torchhal_conformance._watch import sources, stamp, watch
 
@@ -65,7 +65,8 @@ def test_tables_come_from_a_file(name: str, text: str, tmp_path: Path, capsys) -
     assert [one["outcome"] for one in report["checks"]] == ["passed", "passed"]
 
 
-def test_core_checks_without_tables_are_incomplete(capsys) -> None:
+def test_core_checks_without_tables_are_incomplete(monkeypatch, capsys) -> None:
+    monkeypatch.delitem(WORLDS, "env")
     assert run("cluster_environment", "env", *only("ENV-01", "ENV-03", "ENV-04")) == 2
     *_, told, verdict = capsys.readouterr().out.splitlines()
     assert verdict == "cluster_environment env is incomplete"

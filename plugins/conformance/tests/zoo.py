@@ -21,6 +21,7 @@ MODULES = (
     "mutants_checkpoint_storage",
     "mutants_cluster_sizes",
     "mutants_precision_interruptions",
+    "mutants_cluster_worlds",
     "mutants_processes",
     "mutants_hooks",
     "mutants_refusals",

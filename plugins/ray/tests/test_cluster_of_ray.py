@@ -69,7 +69,7 @@ class Places(torchhal.Callback):
         mine = (
             strategy.global_rank, environment.node_rank(), strategy.local_rank, environment.local_world_size(),
             ray.get_runtime_context().get_node_id(), os.environ.get("FROM_THE_DRIVER"), os.environ["TORCHHAL_SEED"],
-            os.getcwd(), threading.current_thread() is threading.main_thread(),
+            os.getcwd(), threading.current_thread() is threading.main_thread(), environment.num_nodes(),
         )  # fmt: skip
         self.seen = strategy.all_gather_object(mine)
 
@@ -124,7 +124,7 @@ def test_the_same_fit_as_in_one_process(two_nodes, tmp_path, monkeypatch):
         (rank, node, nodes[:rank].count(node), nodes.count(node)) for rank, node in enumerate(nodes)
     ]
     assert [row[4] == here for row in places.seen] == [node == 0 for node in nodes]
-    assert {row[5:] for row in places.seen} == {("yes", "17", str(tmp_path), True)}
+    assert {row[5:] for row in places.seen} == {("yes", "17", str(tmp_path), True, 2)}
     # a second call of the same Trainer starts workers anew, with the weights of now
     predictions = torch.cat(trainer.predict(model, data(6)))
     assert sorted(predictions.flatten().tolist()) == pytest.approx(sorted(model.layer(X).flatten().tolist()))

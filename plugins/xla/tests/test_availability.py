@@ -182,3 +182,22 @@ def test_inside_torch_xlas_launch(variables):
         environment.validate_settings(num_devices=1, num_nodes=3)
     variables(PJRT_LOCAL_PROCESS_COUNT="1", TPU_WORKER_HOSTNAMES="t-0")
     assert not XLAEnvironment.detect()  # alone: nobody else is there
+
+
+@pytest.mark.parametrize(
+    ("variables", "name"),
+    [
+        (
+            {"TPU_WORKER_ID": "1", "PJRT_LOCAL_PROCESS_COUNT": "2"},
+            "TPU_WORKER_HOSTNAMES",
+        ),
+        ({"PJRT_LOCAL_PROCESS_RANK": "1"}, "PJRT_LOCAL_PROCESS_COUNT"),
+        ({"PJRT_LOCAL_PROCESS_COUNT": "2", "PJRT_LOCAL_PROCESS_RANK": "2"}, "PJRT_LOCAL_PROCESS_RANK"),
+    ],
+)
+def test_incomplete_variables_of_torch_xla_are_refused(monkeypatch, variables, name):
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    assert XLAEnvironment.detect()
+    with pytest.raises(ConfigurationError, match=name):
+        XLAEnvironment().validate_settings(num_devices=2, num_nodes=1)

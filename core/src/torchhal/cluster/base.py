@@ -55,6 +55,11 @@ class ClusterEnvironment(Composable, ABC):
     ``"owns_launch"``: the processes are started only by the launcher of :meth:`make_launcher`, and not by the
     strategy's ``start_method``; the calling process has no rank. In the workers
     :attr:`creates_processes_externally` is True.
+
+    ``"live_runtime"``: the numbers are those of a runtime that the launcher has connected this process to, and no
+    variable holds them. The conformance kit then checks them in processes that the launcher starts.
+
+    Checks: ENV-53.
     """
 
     num_workers: int | None = None
@@ -149,7 +154,7 @@ class ClusterEnvironment(Composable, ABC):
         Raises:
             ConfigurationError: the number of processes is no multiple of those on this node.
 
-        Checks: ENV-42, ENV-60, ENV-62.
+        Checks: ENV-42, ENV-50, ENV-60, ENV-62.
         """
         world, local = self.world_size(), self.local_world_size()
         if world % local:
@@ -243,7 +248,10 @@ class ClusterEnvironment(Composable, ABC):
         Args:
             timeout: the longest wait for the other ranks.
 
-        Checks: ENV-60, ENV-63.
+        Raises:
+            TorchhalError: a rank has not come within ``timeout``.
+
+        Checks: ENV-51, ENV-52, ENV-60, ENV-63.
         """
 
     def validate_settings(self, *, num_devices: int, num_nodes: int) -> None:

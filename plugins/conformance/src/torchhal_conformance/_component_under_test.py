@@ -22,7 +22,8 @@ from torchhal.registry._entry import RegistryEntry, class_problem
 from torchhal_conformance._author_model import KIT_MODEL, check_model, factory_of
 from torchhal_conformance._check import Check, MissingInput, MissingRequirement, NotApplicable
 from torchhal_conformance._factory import Factory, import_object
-from torchhal_conformance._launcher_env import LAUNCHERS, TABLES
+from torchhal_conformance._launcher_env import LAUNCHERS, WORLDS, owned_worlds
+from torchhal_conformance._launcher_worlds import LauncherWorld, Table, main_world, parse_worlds
 
 if TYPE_CHECKING:
     from torchhal.accelerators import Accelerator
@@ -50,7 +51,8 @@ class ComponentUnderTest:
         arguments: for the constructor, beside the component's defaults.
         accelerator: alias of the accelerator that a precision or strategy is checked on.
         golden: a folder with checkpoints that earlier releases of a checkpoint IO have written; see CIO-25.
-        tables: for a cluster environment, the variables that its launcher sets: one mapping per rank.
+        tables: for a cluster environment, the variables that its launcher sets: one mapping for each of four ranks on
+            two nodes, or layout -> one for each of its ranks; see :class:`~torchhal_conformance.conformance_suite`.
         launcher: for a cluster environment, the command that starts two processes of what follows it; None: the
             kit's own of this alias, if it knows one.
         seed: of everything random in the checks.
@@ -63,7 +65,7 @@ class ComponentUnderTest:
     features: frozenset[str] = frozenset()
     arguments: Mapping[str, Any] = field(default_factory=dict)
     accelerator: str = "cpu"
-    tables: tuple[Mapping[str, str], ...] = ()
+    tables: Sequence[Table] | Mapping[str, Sequence[Table]] = ()
     launcher: tuple[str, ...] | None = None
     golden: str | None = None
     seed: int = 0
@@ -79,7 +81,7 @@ class ComponentUnderTest:
         features: Iterable[str] = (),
         arguments: Mapping[str, Any] | None = None,
         accelerator: str = "cpu",
-        tables: Sequence[Mapping[str, str]] = (),
+        tables: Sequence[Table] | Mapping[str, Sequence[Table]] = (),
         launcher: Sequence[str] | None = None,
         golden: str | os.PathLike[str] | None = None,
         seed: int = 0,
@@ -96,7 +98,8 @@ class ComponentUnderTest:
         if isinstance(launcher, str):
             raise TypeError(f"'launcher' must be a command's words, not one str (got {launcher!r})")
         component = cls(
-            kind, target, frozenset(features), dict(arguments or {}), accelerator, tuple(tables),
+            kind, target, frozenset(features), dict(arguments or {}), accelerator,
+            dict(tables) if isinstance(tables, Mapping) else tuple(tables),
             None if launcher is None else tuple(launcher), None if golden is None else os.path.abspath(golden), seed,
             factory_of("model", model), factory_of("data", data),
         )  # fmt: skip
@@ -104,6 +107,11 @@ class ComponentUnderTest:
         if kind != "accelerator":
             registry.find("accelerator", accelerator)
         check_model(kind, component.model, component.data)
+        if tables and main_world(parse_worlds(component.tables, "'tables'")) is None:
+            raise ConfigurationError(
+                f"'tables' must have a layout of four ranks, such as '2+2' or '1+1+1+1' (got "
+                f"{', '.join(map(repr, component.tables))})"
+            )
         return component
 
     def __getstate__(self) -> dict[str, Any]:
@@ -164,14 +172,41 @@ class ComponentUnderTest:
         return self.features | (own if isinstance(own, frozenset) else frozenset())
 
     @property
-    def own_tables(self) -> tuple[Mapping[str, str], ...]:
-        """The tables given, or those that the kit has recorded of a launcher of this name."""
-        return self.tables or TABLES.get(self.alias, ())
+    def tables_are_recorded(self) -> bool:
+        """True where the variables are those of a real launcher, given or the kit's, and not torchhal's alone."""
+        return bool(self.tables) or self.alias in WORLDS
+
+    @cached_property
+    def worlds(self) -> dict[str, LauncherWorld]:
+        """The jobs of its launcher by layout: those given, beside those that the kit has of a launcher of this name.
+
+        The variables of a launcher that an environment brings itself (``"owns_launch"``) are torchhal's.
+        """
+        known = WORLDS.get(self.alias)
+        if known is None:
+            known = owned_worlds(self.alias) if self._owns_launch else {}
+        return {**known, **parse_worlds(self.tables, "'tables'")}
+
+    @property
+    def world(self) -> LauncherWorld | None:
+        """The world of four ranks in which most checks are made; None where the launcher's variables aren't known."""
+        return main_world(self.worlds)
+
+    @property
+    def own_tables(self) -> tuple[Table, ...]:
+        """The variables of each rank of :attr:`world`."""
+        return () if self.world is None else self.world.tables
 
     @property
     def own_launcher(self) -> tuple[str, ...] | None:
-        """The command given, or the kit's own of this alias; empty where the strategy starts the processes."""
-        return self.launcher if self.launcher is not None else LAUNCHERS.get(self.alias)
+        """The command given, or the kit's own of this alias; empty where the strategy or environment starts them."""
+        if self.launcher is not None:
+            return self.launcher
+        return () if self._owns_launch else LAUNCHERS.get(self.alias)
+
+    @property
+    def _owns_launch(self) -> bool:
+        return self.kind == "cluster_environment" and "owns_launch" in self.declared
 
     @cached_property
     def plugin(self) -> PluginRecord | None:
@@ -226,10 +261,15 @@ def missing(check: Check, component: ComponentUnderTest) -> str:
     if ("posix" in check.needs or check.world_sizes) and os.name != "posix":
         return str(MissingRequirement("it needs processes made by fork"))
     if "table" in check.needs and not component.own_tables:
+        if "live_runtime" in component.declared:
+            if component.own_launcher is None:
+                return str(MissingInput("how to start two processes is not known: give --launcher, or launcher=(...)"))
+            return str(NotApplicable("a runtime gives the numbers, and no variables: ENV-53 asks in real processes"))
         return str(
             MissingInput(
                 "the variables of its launcher are not known: give --tables FILE, or tables=[{...}, ...] to the suite, "
-                "the variables of each of four ranks on two nodes"
+                "the variables of each of four ranks on two nodes; or declare the feature 'live_runtime', if there are "
+                "none"
             )
         )
     if component.model is not None and check.id in KIT_MODEL:

@@ -48,6 +48,10 @@ class CheckContext:
         """Run ``function(*arguments)`` in ``size`` processes, each a rank; return the values in rank order."""
         return self._worker_pool(size).run(function, *arguments, timeout=timeout)
 
+    def restart_ranks(self, size: int) -> None:
+        """Stop the ``size`` processes of :meth:`run_on_ranks`, so that the next call starts fresh ones."""
+        self._worker_pool(size).stop()
+
     def run_in_subprocess(self, function: Callable[..., Any], *arguments: Any, timeout: float = 30.0) -> Any:
         """Run ``function(*arguments)`` in another process, which imports it by its name; return its value."""
         return self._worker_pool(1).run(function, *arguments, timeout=timeout)[0]

@@ -30,7 +30,7 @@ def conformance_suite(
     only: Iterable[str] | None = None,
     arguments: Mapping[str, Any] | None = None,
     accelerator: str = "cpu",
-    tables: Sequence[Mapping[str, str]] = (),
+    tables: Sequence[Mapping[str, str]] | Mapping[str, Sequence[Mapping[str, str]]] = (),
     launcher: Sequence[str] | None = None,
     golden: str | os.PathLike[str] | None = None,
     seed: int = 0,
@@ -51,7 +51,9 @@ def conformance_suite(
         arguments: for the component's constructor.
         accelerator: alias of the accelerator that a precision or strategy is checked on.
         tables: for a cluster environment, the variables that its launcher sets for each rank of two nodes with two
-            processes each.
+            processes each; or layout -> those of each of its ranks, as in ``{"2+2": [...], "1+1+1": [...]}``. A layout
+            gives the processes of each node, and ``"3+1 cyclic"`` deals the ranks to the nodes in turn. One layout has
+            four ranks: most checks are made in it.
         launcher: for a cluster environment, the command that starts two processes of what follows it, such as
             ``("srun", "-n", "2")``; torchrun's is known.
         golden: a folder with checkpoints that earlier releases of a checkpoint IO have written; see CIO-25.

@@ -7,19 +7,17 @@ import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from torchhal.errors import ConfigurationError
+from torchhal_conformance._launcher_worlds import parse_worlds
 from torchhal_conformance._suite import conformance_suite
 
-RANKS: Final = 4
-"""Rows of ``tables``: two nodes with two processes each."""
 
-
-def read_tables(path: str) -> dict[str, list[dict[str, str]]]:
+def read_tables(path: str) -> dict[str, Any]:
     """Return the tables in a JSON or TOML file, by the name of the argument of ``conformance_suite``.
 
-    A file that holds one list has the argument ``tables``.
+    A file that holds one list has the argument ``tables``. A table by layout is ``{"2+2": [...], "1+1+1": [...]}``.
 
     Raises:
         ConfigurationError: a file that can't be read, an unknown name, a table that is no list of variables per rank.
@@ -59,19 +57,21 @@ def _toml(path: str, text: str) -> Any:
     return tomllib.loads(text)
 
 
-def _checked(path: str, name: str, table: Any) -> list[dict[str, str]]:
-    """Return ``table``, which must be a list of mappings from the names of variables to their text."""
-    if not isinstance(table, list) or not all(isinstance(row, dict) for row in table):
-        raise ConfigurationError(
-            f"{name!r} in {path!r} must be a list with the variables of each rank (got {type(table).__name__})"
-        )
-    for number, row in enumerate(table):
-        for variable, value in row.items():
-            if not isinstance(value, str):
-                told = f"{name!r} in {path!r}: {variable} in row {number} must be a string, as in os.environ"
-                raise ConfigurationError(f"{told} (got {value!r})")
-    if name == "tables" and len(table) != RANKS:
-        raise ConfigurationError(
-            f"'tables' in {path!r} must have {RANKS} rows, for two nodes with two processes each (got {len(table)})"
-        )
+def _checked(path: str, name: str, table: Any) -> Any:
+    """Return ``table``: the variables of each of four ranks on two nodes, or layout -> those of each of its ranks."""
+    where = f"{name!r} in {path!r}"
+    by_layout = table if isinstance(table, dict) and table else {"2+2": table}
+    for layout, rows in by_layout.items():
+        told = where if rows is table else f"{where}, layout {layout!r},"
+        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+            raise ConfigurationError(
+                f"{told} must be a list with the variables of each rank (got {type(rows).__name__})"
+            )
+        for number, row in enumerate(rows):
+            for variable, value in row.items():
+                if not isinstance(value, str):
+                    shown = f"{told} {variable} in row {number} must be a string, as in os.environ"
+                    raise ConfigurationError(f"{shown} (got {value!r})")
+    if name == "tables":
+        parse_worlds(by_layout, where)
     return table

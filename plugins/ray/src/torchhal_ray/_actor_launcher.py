@@ -197,7 +197,8 @@ class _WorkerGroup:
             port=0,
         )
         asked = self._settings.runtime_env.get("env_vars", {})
-        return {**{name: passed[name] for name in passed if name not in _PRIVATE}, **asked, **ranks, WORKER: "1"}
+        own = {**ranks, "NNODES": str(1 + max(one.node_rank for one in self._seats)), WORKER: "1"}
+        return {**{name: passed[name] for name in passed if name not in _PRIVATE}, **asked, **own}
 
     def _make(self, seat: RankSlot, variables: dict[str, str]) -> Any:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-from torchhal.cluster import LocalEnvironment
+from torchhal.cluster import LocalEnvironment, read_int
 from torchhal.composition import Composition
 from torchhal.distributed.process import launched_by
 from torchhal.errors import ConfigurationError, LaunchError
@@ -105,6 +106,11 @@ class RayEnvironment(LocalEnvironment):
                 raise ConfigurationError(f"'{name}' must be an int of at least 1 (got {value!r})")
         self.validate_settings(num_devices=local_world_size, num_nodes=num_nodes)
         self._asked = (num_nodes, local_world_size)
+
+    def num_nodes(self) -> int:
+        # Ray decides how many workers a node has, so the launcher counts the nodes.
+        counted = self.detect() and "NNODES" in os.environ
+        return read_int("NNODES", 1, self.world_size()) if counted else super().num_nodes()
 
     def validate_settings(self, *, num_devices: int, num_nodes: int) -> None:
         if self.num_workers is None:

@@ -39,7 +39,9 @@ class XLAEnvironment(LocalEnvironment):
         return _started_by_torch_xla()
 
     def world_size(self) -> int:
-        return self.local_world_size() * max(1, len(_hosts())) if _started_by_torch_xla() else super().world_size()
+        if not _started_by_torch_xla():
+            return super().world_size()
+        return self.local_world_size() * len(_hosts_of_this_one())
 
     def global_rank(self) -> int:
         if _started_by_torch_xla():
@@ -47,14 +49,15 @@ class XLAEnvironment(LocalEnvironment):
         return super().global_rank()
 
     def local_rank(self) -> int:
-        return read_int(_PROCESS, 0) if _started_by_torch_xla() else super().local_rank()
+        return _local_rank_of_torch_xla() if _started_by_torch_xla() else super().local_rank()
 
     def local_world_size(self) -> int:
         return read_int(_PROCESSES, 1) if _started_by_torch_xla() else super().local_world_size()
 
     def node_rank(self) -> int:
         if _started_by_torch_xla():
-            return read_int(_HOST, 0, len(_hosts()) - 1) if len(_hosts()) > 1 else 0
+            hosts = _hosts_of_this_one()
+            return read_int(_HOST, 0, len(hosts) - 1) if len(hosts) > 1 else 0
         return super().node_rank()
 
     def num_nodes(self) -> int:
@@ -72,7 +75,8 @@ class XLAEnvironment(LocalEnvironment):
         if not _started_by_torch_xla():
             super().validate_settings(num_devices=num_devices, num_nodes=num_nodes)
             return
-        local, hosts = self.local_world_size(), max(1, len(_hosts()))
+        local, hosts = self.local_world_size(), len(_hosts_of_this_one())
+        self.local_rank(), self.node_rank()  # refused where they are out of bounds
         if (local, hosts) != (num_devices, num_nodes):
             raise ConfigurationError(
                 f"torch_xla.launch started {local} process(es) on each of {hosts} host(s), but {num_devices} device(s) "
@@ -96,8 +100,32 @@ class XLAEnvironment(LocalEnvironment):
         return hosts
 
 
+def _given(name: str) -> str:
+    """Return a variable without blanks around it; empty when it isn't set."""
+    return os.environ.get(name, "").strip()
+
+
 def _hosts() -> list[str]:
-    return [name.strip() for name in os.environ.get(_HOSTS, "").split(",") if name.strip()]
+    return [name.strip() for name in _given(_HOSTS).split(",") if name.strip()]
+
+
+def _hosts_of_this_one() -> list[str]:
+    """Return the hosts of the slice, ``[""]`` for one alone.
+
+    Raises:
+        ConfigurationError: this is another host than the first, and no others are named.
+    """
+    hosts = _hosts() or [""]
+    if len(hosts) == 1 and _given(_HOST) not in ("", "0"):
+        raise ConfigurationError(
+            f"{_HOST}={_given(_HOST)} says that this is one of several hosts, but {_HOSTS} names no others (got "
+            f"{_given(_HOSTS)!r}): the same list must be set on every host"
+        )
+    return hosts
+
+
+def _local_rank_of_torch_xla() -> int:
+    return read_int(_PROCESS, 0, read_int(_PROCESSES, 1) - 1)
 
 
 def _main_port() -> int:
@@ -109,4 +137,5 @@ def _started_by_torch_xla() -> bool:
 
     torchhal's own have these variables, too.
     """
-    return launched_by() is None and os.environ.get(_PROCESSES, "1") not in ("", "1")
+    several = _given(_PROCESSES) != "1" if _given(_PROCESSES) else _given(_PROCESS) not in ("", "0")
+    return launched_by() is None and several

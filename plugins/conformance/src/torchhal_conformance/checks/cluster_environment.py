@@ -8,7 +8,7 @@ import pickle
 import sys
 import time
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import torch.distributed as dist
 
@@ -16,7 +16,6 @@ from torchhal import registry
 from torchhal.accelerators import CPUAccelerator
 from torchhal.checkpoint import TorchCheckpointIO
 from torchhal.cluster import ClusterEnvironment
-from torchhal.cluster.base import RanksNotMetError
 from torchhal.distributed.process import launched_by
 from torchhal.errors import ConfigurationError
 from torchhal.launchers import ExternalLauncher
@@ -24,36 +23,11 @@ from torchhal.precision import SinglePrecision
 from torchhal.strategies import DDPStrategy
 from torchhal_conformance._assertions import raises, require, same
 from torchhal_conformance._check import CheckFailed, NotApplicable, check
+from torchhal_conformance._cluster_world import known_numbers, numbers, on_every_rank, require_known, world_of
 from torchhal_conformance._component_under_test import ComponentUnderTest
 from torchhal_conformance._context import CheckContext
-from torchhal_conformance._launcher_env import (
-    CYCLIC,
-    CYCLIC_RANKS,
-    INTERACTIVE,
-    TABLES,
-    UNEVEN,
-    UNEVEN_RANKS,
-    variables,
-)
-
-HUGE: Final = "99999999999"
-BROKEN: Final = (
-    ("without", None), ("with an empty", ""), ("with a garbled", "x1"), ("with a negative", "-1"),
-    ("with a fractional", "1.5"), ("with a blank", "  "), ("with a huge", HUGE),
-)  # fmt: skip
-"""(words for a message, value) of a variable; None where it is not set."""
-NUMBERS: Final = ("world_size", "global_rank", "local_rank", "node_rank", "local_world_size")
-RANKS: Final = ((0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1))
-"""(global, node, local) rank of each row of a table."""
-
-
-def numbers(environment: ClusterEnvironment) -> dict[str, Any]:
-    return {name: getattr(environment, name)() for name in NUMBERS}
-
-
-def expected(rank: int) -> dict[str, int]:
-    of_all, node, local = RANKS[rank]
-    return {"world_size": 4, "global_rank": of_all, "local_rank": local, "node_rank": node, "local_world_size": 2}
+from torchhal_conformance._launcher_env import INTERACTIVE, TABLES, WORLDS, variables
+from torchhal_conformance._launcher_worlds import Layout
 
 
 @check("ENV-01")
@@ -90,11 +64,14 @@ def own_table(context: CheckContext) -> None:
 def second_node(context: CheckContext) -> None:
     """On the first process of the second of two nodes with two each: global rank 2, local 0, node 1, world 4.
 
+    Where a launcher has no such nodes, these are the numbers of global rank 2 of its table. What no variable holds is
+    known after join().
+
     Why: a local rank in the place of the global one gives two rank zeros and a hang.
     Fix: read each number from its own variable.
     """
-    with variables(context.component.own_tables[2]):
-        same("the numbers of global rank 2", numbers(context.create()), expected(2))
+    world = world_of(context)
+    same("the numbers of global rank 2", on_every_rank(context, world, numbers)[2], world.numbers(2))
 
 
 @check("ENV-04", needs=["table"], after=("ENV-03",))
@@ -104,9 +81,9 @@ def all_ranks(context: CheckContext) -> None:
     Why: a node rank that is computed from the wrong size is right for one node.
     Fix: don't compute what the launcher says.
     """
-    for rank, table in enumerate(context.component.own_tables):
-        with variables(table):
-            same(f"the numbers of global rank {rank}", numbers(context.create()), expected(rank))
+    world = world_of(context)
+    for rank, got in enumerate(on_every_rank(context, world, numbers)):
+        same(f"the numbers of global rank {rank}", got, world.numbers(rank))
 
 
 @check("ENV-05", needs=["table"])
@@ -116,73 +93,12 @@ def whole_numbers(context: CheckContext) -> None:
     Why: "3" < "10" is false, and "0" is true.
     Fix: convert where it is read.
     """
-    with variables(context.component.own_tables[3]):
-        environment = context.create()
-        for name, value in {**numbers(environment), "main_port": environment.main_port}.items():
-            require(type(value) is int, f"{name} must be an int (got {value!r}, a {type(value).__name__})")
+    for name, value in on_every_rank(context, world_of(context), _numbers_and_port)[3].items():
+        require(type(value) is int, f"{name} must be an int (got {value!r}, a {type(value).__name__})")
 
 
-@check("ENV-06", needs=["table"], after=("ENV-03", "ENV-04"))
-def broken_variables(context: CheckContext) -> None:
-    """A missing, empty, garbled or negative variable changes no number, or is a ConfigurationError that names it.
-
-    A number that is too large is such an error, or the numbers still agree with each other. Without a variable that
-    join() can do without, a number of nodes or local ranks or the address is a RanksNotMetError until then; world size
-    and global rank, by which the ranks meet, are as they were.
-
-    Why: KeyError: 'X' doesn't say what should have set it, and a default of 0 makes every process rank 0.
-    Fix: torchhal.cluster.read_int and its like.
-    """
-    table = context.component.own_tables[3]
-    for name in table:
-        for state, value in BROKEN:
-            changed = {key: text for key, text in table.items() if key != name}
-            if value is not None:
-                changed[name] = value
-            with variables(changed):
-                cls = context.component.cls
-                try:
-                    if not cls.detect() or (context.component.own_launcher == () and launched_by() is None):
-                        continue  # a process that no launcher has started, or that is to start the ranks, is no rank
-                    environment = context.create()
-                    got = numbers(environment)
-                    place = (environment.main_address, environment.main_port)
-                    if value == HUGE and got != expected(3):
-                        environment.validate_settings(num_devices=2, num_nodes=2)
-                except RanksNotMetError as error:
-                    require(value is None or not value.strip(), f"{state} {name}: the error must name it (got {error})")
-                    _can_meet(f"{state} {name}", environment)
-                    continue
-                except ConfigurationError as error:
-                    shown = name in str(error) or (value == HUGE and HUGE in str(error))
-                    require(shown, f"{state} {name}: the error must name it (got {error})")
-                    continue
-                except Exception as error:
-                    told = f"{type(error).__name__}: {error}"
-                    raise CheckFailed(f"{state} {name}: must raise ConfigurationError (got {told})") from error
-                require(place[0] and 1 <= place[1] <= 65535, f"{state} {name}: the ranks would meet at {place}")
-                if value == HUGE:  # a larger job, unless the numbers contradict each other
-                    _within_bounds(f"{state} {name}", got)
-                else:
-                    same(f"the numbers of global rank 3 {state} {name}", got, expected(3))
-
-
-def _can_meet(told: str, environment: ClusterEnvironment) -> None:
-    """Fail unless ``environment`` has a join() of its own, and the ranks that it needs."""
-    own = type(environment).join is not ClusterEnvironment.join
-    require(own, f"{told}: RanksNotMetError says that join() determines it, and there is no such join()")
-    try:
-        got = {"world_size": environment.world_size(), "global_rank": environment.global_rank()}
-    except ConfigurationError as error:
-        raise CheckFailed(f"{told}: the ranks can't meet without world size and global rank (got {error})") from error
-    same(f"the numbers by which the ranks meet {told}", got, {"world_size": 4, "global_rank": 3})
-
-
-def _within_bounds(told: str, got: dict[str, Any]) -> None:
-    """Fail unless each number is an int within the bounds that the others set."""
-    require(all(type(value) is int for value in got.values()), f"{told}: every number must be an int (got {got})")
-    fits = got["global_rank"] < got["world_size"] and got["local_rank"] < got["local_world_size"] <= got["world_size"]
-    require(fits and min(got.values()) >= 0, f"{told}: the numbers contradict each other: {got}")
+def _numbers_and_port(environment: ClusterEnvironment) -> dict[str, Any]:
+    return {**numbers(environment), "main_port": environment.main_port}
 
 
 @check("ENV-07", needs=["table"])
@@ -249,23 +165,28 @@ def who_creates(context: CheckContext) -> None:
     Why: four processes that start four more each.
     Fix: True where every process of the job exists when the script runs.
     """
-    by_strategy = context.component.own_launcher == ()
+    world, features = world_of(context), context.component.declared
+    by_strategy = context.component.own_launcher == () and "owns_launch" not in features
     for rank, table in enumerate(context.component.own_tables):
         with variables(table):
             external = context.create().creates_processes_externally
         require(type(external) is bool, f"creates_processes_externally must be a bool (got {external!r})")
         told = f"creates_processes_externally is False on rank {rank}, though its launcher has started all processes"
         require(external or by_strategy, told)
-    with variables(context.component.own_tables[0]):
-        environment = context.create()
-        strategy = DDPStrategy()
-        accelerator = CPUAccelerator()
-        strategy.configure(
-            accelerator=accelerator, precision=SinglePrecision(), checkpoint_io=TorchCheckpointIO(),
-            cluster_environment=environment, devices=accelerator.get_parallel_devices([0, 1]), num_nodes=2,
-        )  # fmt: skip
-        left = isinstance(strategy.make_launcher(), ExternalLauncher)
-        same("whether ddp leaves the launch to others", left, environment.creates_processes_externally)
+    on_every_rank(context, world, _check_who_launches, world.layout)
+
+
+def _check_who_launches(environment: ClusterEnvironment, layout: Layout) -> None:
+    if environment.global_rank() != 0:
+        return
+    strategy, accelerator = DDPStrategy(), CPUAccelerator()
+    strategy.configure(
+        accelerator=accelerator, precision=SinglePrecision(), checkpoint_io=TorchCheckpointIO(),
+        cluster_environment=environment, devices=accelerator.get_parallel_devices(range(layout.sizes[0])),
+        num_nodes=len(layout.sizes),
+    )  # fmt: skip
+    left = isinstance(strategy.make_launcher(), ExternalLauncher)
+    same("whether ddp leaves the launch to others", left, environment.creates_processes_externally)
 
 
 @check("ENV-10", needs=["table"])
@@ -281,13 +202,13 @@ def environ_untouched(context: CheckContext) -> None:
         before = dict(os.environ)
         context.component.cls.detect()
         environment = context.create()
-        numbers(environment)
+        known_numbers(environment)
         same("os.environ after reading", dict(os.environ), before)
         environment.teardown()
         environment.teardown()
         same("os.environ after teardown()", dict(os.environ), before)
         again = context.create()
-        numbers(again)
+        known_numbers(again)
         os.environ["TORCHHAL_CONFORMANCE_USER"] = "mine"
         os.environ["OMP_NUM_THREADS"] = "3"
         before = dict(os.environ)
@@ -302,21 +223,31 @@ def mismatch(context: CheckContext) -> None:
     Why: a job of four processes that waits for eight does so for ever.
     Fix: compare with local_world_size and the number of nodes.
     """
-    with variables(context.component.own_tables[0]):
-        environment = context.create()
-        environment.validate_settings(num_devices=2, num_nodes=2)
-        # the last two have as many processes as were started
-        for devices, nodes, shown in ((3, 2, ("3", "2")), (2, 5, ("5", "2")), (4, 1, ("2",)), (1, 4, ("2",))):
-            what = f"{devices} devices on {nodes} nodes in a job of 2 on 2"
-            call = partial(environment.validate_settings, num_devices=devices, num_nodes=nodes)
-            raises(what, ConfigurationError, call, *shown)
+    world = world_of(context)
+    on_every_rank(context, world, _check_validation, world.layout)
+
+
+def _check_validation(environment: ClusterEnvironment, layout: Layout) -> None:
+    if environment.global_rank() != 0:
+        return
+    devices, nodes, size = layout.sizes[0], len(layout.sizes), layout.world_size
+    environment.validate_settings(num_devices=devices, num_nodes=nodes)
+    wrong: list[tuple[int, int, tuple[str, ...]]]
+    wrong = [(devices + 1, nodes, (f"{devices + 1}", f"{devices}")), (devices, nodes + 3, (f"{nodes + 3}", f"{nodes}"))]
+    # these have as many processes as were started
+    products = [(size // count, count) for count in range(1, size + 1) if size % count == 0]
+    wrong += [(*asked, (f"{devices}",)) for asked in products if asked != (devices, nodes)]
+    for of_node, of_nodes, shown in wrong:
+        what = f"{of_node} devices on {of_nodes} nodes in a job of {devices} on {nodes}"
+        call = partial(environment.validate_settings, num_devices=of_node, num_nodes=of_nodes)
+        raises(what, ConfigurationError, call, *shown)
 
 
 @check("ENV-12", needs=["table"])
 def precedence(context: CheckContext) -> None:
     """Inside of another launcher's job no other environment has the same priority: the choice is never a tie.
 
-    The numbers there are those of its own launcher.
+    The numbers there are those of its own launcher; in a process that torchhal has started for it, those of torchhal.
 
     Why: torchrun inside of a scheduler's step sets both sets of variables, and the outer numbers were taken.
     Fix: a priority below 80 for schedulers, above for what they start.
@@ -325,7 +256,7 @@ def precedence(context: CheckContext) -> None:
     require(type(cls.priority) is int, f"'priority' must be an int (got {cls.priority!r})")
     own, alone = context.component.own_tables[0], None
     with variables(context.component.own_tables[3]), contextlib.suppress(ConfigurationError):
-        alone = numbers(context.create())
+        alone = known_numbers(context.create())
     for name, other in TABLES.items():
         if name == context.component.alias or other[0] == own:
             continue
@@ -334,8 +265,15 @@ def precedence(context: CheckContext) -> None:
             ties = [e.qualified_name for e in rivals if e.load().priority == cls.priority and e.load().detect()]
         require(not ties, f"inside of a job of {name} {', '.join(ties)} has the same priority {cls.priority}")
         with variables(other[0], context.component.own_tables[3]):
-            if alone is not None and cls.detect():
-                same(f"the numbers of global rank 3 inside of a job of {name}", numbers(context.create()), alone)
+            if alone is None or not cls.detect():
+                continue
+            environment = context.create()
+            told, right = f"the numbers of global rank 3 inside of a job of {name}", alone
+            started = launched_by() is not None and launched_by(context.component.own_tables[3]) is None
+            if started and not environment.creates_processes_externally:
+                told = f"the numbers of global rank 0 of processes that {name} has started for it"
+                right = WORLDS["local"]["2+2"].numbers(0)
+            same(told, {name: getattr(environment, name)() for name in right}, right)
 
 
 @check("ENV-13", needs=["table"], after=("ENV-01",))
@@ -380,11 +318,15 @@ def fixed_ranks(context: CheckContext) -> None:
     Why: a strategy that sets its own idea of the rank gives two processes one rank.
     Fix: ignore both where the processes exist.
     """
-    with variables(context.component.own_tables[3]):
-        environment = context.create()
-        environment.configure(num_nodes=2, local_world_size=2)
-        environment.set_rendezvous("n9", 1234)
-        same("the numbers of global rank 3", numbers(environment), expected(3))
+    world = world_of(context)
+    got = on_every_rank(context, world, _numbers_once_configured, world.layout)[3]
+    same("the numbers of global rank 3", got, world.numbers(3))
+
+
+def _numbers_once_configured(environment: ClusterEnvironment, layout: Layout) -> dict[str, Any]:
+    environment.configure(num_nodes=len(layout.sizes), local_world_size=environment.local_world_size())
+    environment.set_rendezvous("n9", 1234)
+    return numbers(environment)
 
 
 @check("ENV-16", needs=["table"], after=("ENV-04",))
@@ -396,15 +338,17 @@ def another_process(context: CheckContext) -> None:
     """
     with variables(context.component.own_tables[0]):
         environment = context.create()
-        numbers(environment)
+        known_numbers(environment)
         try:
             data = pickle.dumps(environment)
         except Exception as error:
             raise CheckFailed(f"it doesn't pickle ({type(error).__name__}: {error})") from error
     with variables(context.component.own_tables[3]):
-        same("the numbers of a copy on global rank 3", numbers(pickle.loads(data)), expected(3))
-        same("the numbers of another object on global rank 3", numbers(context.create()), expected(3))
-        same("the numbers of the same object on global rank 3", numbers(environment), expected(3))
+        of_copy, of_other = known_numbers(pickle.loads(data)), known_numbers(context.create())
+        require_known(context, "the numbers of a copy on global rank 3", of_copy, 3)
+        require_known(context, "the numbers of another object on global rank 3", of_other, 3)
+        require_known(context, "the numbers of the same object on global rank 3", known_numbers(environment), 3)
+        same("which numbers a copy knows", sorted(of_copy), sorted(of_other))
 
 
 @check("ENV-17", needs=["table", "posix"])
@@ -438,7 +382,7 @@ def _ask_all(component: ComponentUnderTest) -> tuple[float, list[str]]:
             start = time.perf_counter()
             cls.detect()
             environment = component.create()
-            numbers(environment)
+            known_numbers(environment)
             str(environment.main_address), environment.main_port, environment.creates_processes_externally
             times.append(time.perf_counter() - start)
             listening = False
@@ -451,19 +395,16 @@ def unequal_nodes(context: CheckContext) -> None:
 
     That holds whether the ranks fill one node after the other or are dealt to them in turn.
 
-    Changed: tables of unequal nodes are those that the kit has recorded, by the launcher's name.
+    Changed: tables of unequal nodes are those that the kit has recorded, by the launcher's name, and the author's.
 
     Why: schedulers pack 3 + 1 by themselves, and rank // tasks_per_node is then another node.
     Fix: take each number as the launcher gives it.
     """
-    alias = context.component.alias
-    dealt = {"one after the other": (UNEVEN.get(alias), UNEVEN_RANKS), "in turn": (CYCLIC.get(alias), CYCLIC_RANKS)}
-    if not any(table for table, _ in dealt.values()):
-        raise NotApplicable("the kit has recorded no unequal nodes of its launcher")
-    for how, (table, ranks) in dealt.items():
-        for row, (rank, node, local) in zip(table or (), ranks if table else (), strict=True):
-            with variables(row):
-                right = {"world_size": 4, "global_rank": rank, "local_rank": local, "node_rank": node}
-                right["local_world_size"] = 3 if node == 0 else 1
-                told = f"the numbers of global rank {rank} on nodes of 3 and 1, dealt {how}"
-                same(told, numbers(context.create()), right)
+    unequal = [world for world in context.component.worlds.values() if not world.layout.is_even]
+    if not unequal:
+        raise NotApplicable("no unequal nodes of its launcher are known: give such a layout in its tables")
+    for world in unequal:
+        sizes = " and ".join(map(str, world.layout.sizes))
+        how = "in turn" if world.layout.cyclic else "one after the other"
+        for rank, got in enumerate(on_every_rank(context, world, numbers)):
+            same(f"the numbers of global rank {rank} on nodes of {sizes}, dealt {how}", got, world.numbers(rank))

@@ -1,9 +1,12 @@
-"""ENV-18 and 19: what a cluster environment says in processes that its launcher has really started."""
+"""ENV-18, 19, 53 and 54: a cluster environment in processes that its launcher has really started."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
-from collections.abc import Sequence
+import pickle
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +14,12 @@ import torch
 
 from torchhal.accelerators import CPUAccelerator
 from torchhal.checkpoint import TorchCheckpointIO
+from torchhal.errors import ConfigurationError
 from torchhal.precision import SinglePrecision
 from torchhal.strategies import DDPStrategy
 from torchhal_conformance._assertions import require, same
-from torchhal_conformance._check import MissingRequirement, check
+from torchhal_conformance._check import MissingInput, MissingRequirement, NotApplicable, check
+from torchhal_conformance._cluster_world import known_numbers, numbers
 from torchhal_conformance._component_under_test import ComponentUnderTest
 from torchhal_conformance._context import CheckContext
 from torchhal_conformance._subprocesses import START, Job, call
@@ -52,6 +57,95 @@ def restarted(context: CheckContext) -> None:
     require((context.folder / "failed").exists(), "no process failed, so none was started again")
     found = sorted(path.read_text() for path in context.folder.glob("rank-*"))
     same("rank, local rank, world and sum in each process of the second start", found, ["0 0 2 1.0", "1 1 2 1.0"])
+
+
+@check("ENV-53", level="provisional", needs=["posix"], since="0.2")
+def live_runtime(context: CheckContext) -> None:
+    """Numbers that a runtime gives, and no variable, are right in two processes that its launcher really starts.
+
+    detect() is True there, creates_processes_externally too; each number is an int, and the ranks are 0 and 1, once
+    each; a copy by pickle has them or needs join(); reading them writes nothing to os.environ; validate_settings
+    accepts the job as it is and refuses another one. This takes the place of the checks that need the launcher's
+    variables.
+
+    Why: a runtime that was asked before it had started took every process for rank 0 of 1.
+    Fix: connect to the runtime in join(), or when a number is read; give the suite the launcher.
+    """
+    if "live_runtime" not in context.component.declared:
+        raise NotApplicable(
+            "feature 'live_runtime' is not declared: the checks with the launcher's variables are for it"
+        )
+    if context.component.own_launcher is None:
+        raise MissingInput("how to start two processes is not known: give --launcher 'COMMAND', or launcher=(...)")
+    _check_processes(context)
+
+
+@check("ENV-54", level="provisional", needs=["posix"], since="0.2", after=("ENV-18",))
+def started_processes(context: CheckContext) -> None:
+    """In two processes that its launcher really starts an environment is found by a variable that announces it.
+
+    detect() is True where creates_processes_externally is; each number is an int, and reading writes nothing to
+    os.environ.
+
+    Why: a launcher of torchhal's that passed the ranks on and not the variable left its workers to another environment.
+    Fix: set a variable that torchhal.detect declares in each process that you start.
+    """
+    if "launches" not in context.component.declared:
+        raise NotApplicable("feature 'launches' is not declared")
+    _check_processes(context)
+    plugin = context.component.plugin
+    mine = [entry for entry in plugin.components if entry.component.alias == context.component.alias] if plugin else []
+    names = [name for entry in mine if entry.kind == "cluster_environment" for name in entry.variables]
+    for survey in _surveys(context):
+        found = set(names) & set(survey["variables"])
+        require(found or not names, f"a process has none of the variables that announce it: {', '.join(names)}")
+
+
+def _check_processes(context: CheckContext) -> None:
+    _run_launcher(context, _survey_process)
+    surveys = sorted(_surveys(context), key=lambda survey: str(survey["numbers"]["global_rank"]))
+    same("the number of processes that came as far as that", len(surveys), 2)
+    for rank, survey in enumerate(surveys):
+        right = {"world_size": 2, "global_rank": rank, "local_rank": rank, "node_rank": 0, "local_world_size": 2}
+        same(f"the numbers of process {rank}", survey["numbers"], right)
+        if "live_runtime" in context.component.declared:
+            of_copy = {name: value for name, value in right.items() if name in survey["copy"]}
+            same(f"the numbers of a copy by pickle in process {rank}", survey["copy"], of_copy)
+        external = survey["external"] is True
+        if "live_runtime" in context.component.declared:
+            told = f"creates_processes_externally must be True in process {rank} (got {survey['external']!r})"
+            require(external, told)
+        detected = survey["detected"] is True or not external  # the strategy's own process is no launcher's
+        require(detected, f"detect() must be True in process {rank} (got {survey['detected']!r})")
+        require(not survey["written"], f"reading wrote {', '.join(survey['written'])} to os.environ in process {rank}")
+        refused = not survey["accepted"] or not external
+        require(refused, f"validate_settings accepted {survey['accepted']} in a job of 2 on 1")
+
+
+def _surveys(context: CheckContext) -> Iterator[dict[str, Any]]:
+    for path in context.folder.glob("survey-*"):
+        yield json.loads(path.read_text(encoding="utf-8"))
+
+
+def _survey_process(strategy: DDPStrategy, folder: str) -> None:
+    strategy.setup_environment()
+    try:
+        environment: Any = strategy.cluster_environment
+        before = dict(os.environ)
+        found: dict[str, Any] = {"numbers": numbers(environment)}
+        found["detected"], found["external"] = type(environment).detect(), environment.creates_processes_externally
+        copy = pickle.loads(pickle.dumps(environment))
+        found["copy"] = known_numbers(copy)
+        found["written"] = sorted(name for name, value in os.environ.items() if before.get(name) != value)
+        environment.validate_settings(num_devices=2, num_nodes=1)
+        found["accepted"] = ""
+        with contextlib.suppress(ConfigurationError):
+            environment.validate_settings(num_devices=3, num_nodes=1)
+            found["accepted"] = "3 devices on 1 node"
+        found["variables"] = sorted(os.environ)
+        Path(folder, f"survey-{os.getpid()}").write_text(json.dumps(found), encoding="utf-8")
+    finally:
+        strategy.teardown()
 
 
 def _run_launcher(context: CheckContext, function: Any) -> None:

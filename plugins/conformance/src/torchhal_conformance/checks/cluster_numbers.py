@@ -7,12 +7,14 @@ import pickle
 from typing import Any
 
 from torchhal.cluster import ClusterEnvironment
+from torchhal.cluster.base import RanksNotMetError
 from torchhal.errors import ConfigurationError
 from torchhal_conformance._assertions import raises, require, same
 from torchhal_conformance._check import CheckFailed, NotApplicable, check
+from torchhal_conformance._cluster_world import known_numbers, numbers, on_every_rank, world_of
 from torchhal_conformance._context import CheckContext
 from torchhal_conformance._launcher_env import variables
-from torchhal_conformance.checks.cluster_environment import RANKS, numbers
+from torchhal_conformance._launcher_worlds import Layout
 
 ALONE = {"world_size": 1, "global_rank": 0, "local_rank": 0, "node_rank": 0, "local_world_size": 1}
 
@@ -77,10 +79,11 @@ def impossible_numbers(context: CheckContext) -> None:
                 found = _told(context, told)
             if found is None:
                 continue
-            world, local = found["world_size"], found["local_world_size"]
-            require(found.pop("num_nodes") >= 1, f"{told}: there is no node")
+            world = found["world_size"]
+            local = found.get("local_world_size", world)  # known after join()
+            require(found.pop("num_nodes", 1) >= 1, f"{told}: there is no node")
             require(min(found.values()) >= 0 and min(world, local) >= 1, f"{told}: the numbers are {found}")
-            bounded = found["global_rank"] < world and found["local_rank"] < local
+            bounded = found["global_rank"] < world and found.get("local_rank", 0) < local
             require(bounded, f"{told}: the numbers contradict each other: {found}")
 
 
@@ -91,11 +94,15 @@ def _told(context: CheckContext, told: str) -> dict[str, int] | None:
         if not cls.detect():
             return None
         environment = context.create()
-        found = numbers(environment)
-        found["num_nodes"] = environment.num_nodes()
-        whole = found["num_nodes"] != 1 or found["local_world_size"] == found["world_size"]
-        require(whole, f"{told}: one node with {found['local_world_size']} of {found['world_size']} processes")
-        environment.validate_settings(num_devices=found["local_world_size"], num_nodes=found["num_nodes"])
+        found = known_numbers(environment)
+        local = found.get("local_world_size", found["world_size"])
+        nodes = len(world_of(context).layout.sizes)
+        with contextlib.suppress(RanksNotMetError):
+            nodes = found["num_nodes"] = environment.num_nodes()
+            whole = nodes != 1 or local == found["world_size"]
+            require(whole, f"{told}: one node with {local} of {found['world_size']} processes")
+        with contextlib.suppress(RanksNotMetError):
+            environment.validate_settings(num_devices=found.get("local_world_size", 1), num_nodes=nodes)
     except ConfigurationError:
         return None
     except CheckFailed:
@@ -109,21 +116,28 @@ def _told(context: CheckContext, told: str) -> dict[str, int] | None:
 def nodes(context: CheckContext) -> None:
     """num_nodes() is 2 on every process of two nodes; node_of() tells ranks of one node from the others, or is None.
 
+    Where a launcher has no such nodes, num_nodes() is the number of those in its table.
+
     validate_settings accepts the job as it is on every process.
 
     Why: num_nodes="auto" in one process is another job than in the next.
     Fix: read the number of nodes; return None from node_of() where no variable says it.
     """
-    for rank, table in enumerate(context.component.own_tables):
-        with variables(table):
-            environment = context.create()
-            same(f"num_nodes() on global rank {rank}", environment.num_nodes(), 2)
-            environment.validate_settings(num_devices=2, num_nodes=2)
-            of = [environment.node_of(other) for other in range(4)]
+    world = world_of(context)
+    for rank, (count, of) in enumerate(on_every_rank(context, world, _nodes_of_ranks, world.layout)):
+        same(f"num_nodes() on global rank {rank}", count, len(world.layout.sizes))
         if None not in of:
-            alike = [[of[one] == of[other] for other in range(4)] for one in range(4)]
-            right = [[RANKS[one][1] == RANKS[other][1] for other in range(4)] for one in range(4)]
+            nodes = [place.node_rank for place in world.layout.places]
+            alike = [[one == other for other in of] for one in of]
+            right = [[one == other for other in nodes] for one in nodes]
             same(f"which ranks share a node, by node_of() on global rank {rank}", alike, right)
+
+
+def _nodes_of_ranks(environment: ClusterEnvironment, layout: Layout) -> tuple[int, list[Any]]:
+    count = environment.num_nodes()
+    if count == len(layout.sizes):
+        environment.validate_settings(num_devices=environment.local_world_size(), num_nodes=count)
+    return count, [environment.node_of(other) for other in range(layout.world_size)]
 
 
 @check("ENV-43", level="provisional", since="0.2", needs=["table"])

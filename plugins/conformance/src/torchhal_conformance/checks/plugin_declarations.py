@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from torchhal_conformance._assertions import require
 from torchhal_conformance._check import check
@@ -26,11 +28,15 @@ def declared_variables(context: CheckContext) -> None:
     record = plugin_record(context)
     require_loaded(discovery_facts(context))
     require(not record.problems, "; ".join(record.problems))
+    outdated = _outdated(context.component.source, record.distribution)
     for entry in record.components:
         if entry.kind != "cluster_environment" or entry.problem:
             continue
         alias = entry.component.alias
-        require(entry.variables, f"no variable announces cluster environment {alias!r}: it is used only when named")
+        require(
+            entry.variables,
+            f"no variable announces cluster environment {alias!r}: it is used only when named{outdated}",
+        )
         if not entry.availability():
             continue
         with variables(), without(entry.variables):
@@ -39,11 +45,21 @@ def declared_variables(context: CheckContext) -> None:
         require(found is False, f"detect() of {alias!r} must be False without {names} (got {found!r})")
         if (entry.kind, alias) != (context.component.kind, context.component.alias):
             continue
-        for rank, table in enumerate(context.component.own_tables):
+        for rank, table in enumerate(context.component.own_tables if context.component.tables_are_recorded else ()):
             one = any(table.get(name, "").strip() for name in entry.variables)
             require(
                 one, f"rank {rank} of the launcher's table has none of the variables that announce {alias!r}: {names}"
             )
+
+
+def _outdated(source: Path | None, distribution: str) -> str:
+    """Return the cause where the metadata of an editable installation lack what pyproject.toml declares, or ""."""
+    if source is None or not (project := source / "pyproject.toml").exists():
+        return ""
+    declares = '[project.entry-points."torchhal.detect"]' in project.read_text(encoding="utf-8")
+    if not declares or importlib.metadata.distribution(distribution).entry_points.select(group="torchhal.detect"):
+        return ""
+    return f" (pyproject.toml declares variables, the installed metadata none: install {str(source)!r} once more)"
 
 
 @contextmanager
