@@ -145,6 +145,9 @@ def something_else(context: CheckContext) -> None:
     if not io.recognizes(folder / "own.ckpt"):
         listed -= {"file"}  # one that recognises no file takes any for a checkpoint
     same("the list", listed, {"own.ckpt"})
+    plain, slashed = (sorted(map(str, io.list_checkpoints(one))) for one in (folder, f"{folder}/"))
+    names = [os.path.normpath(one) for one in slashed]
+    same("the list of a folder with a slash behind its name", names, plain)
     refused = (ConfigurationError, CheckpointError)
     raises("a save to 'a\\0b'", refused, lambda: save(io, small_checkpoint(), "a\0b"))
     for wrong in ("", ".", "..", f"{folder}/"):
@@ -167,6 +170,10 @@ def something_else(context: CheckContext) -> None:
 def _sizes_here(folder: Path) -> dict[str, int]:
     """Return the names and sizes of all files, of links those of the links themselves."""
     return {str(one.relative_to(folder)): one.lstat().st_size for one in sorted(folder.rglob("*"))}
+
+
+class _Custom:
+    """A class that a load with weights_only=True refuses."""
 
 
 @check("CIO-52", level="provisional", since="0.2", after=("CIO-01", "CIO-16"))
@@ -199,6 +206,11 @@ def foreign_files(context: CheckContext) -> None:
         same("the list, with an older file", [os.path.basename(str(path)) for path in io.list_checkpoints(folder)],
              ["plain.ckpt", "own.ckpt"])  # fmt: skip
         _damaged(context, io, plain, whole)
+    torch.save({**state, "odd": _Custom()}, folder / "odd.ckpt")
+    for name in ("load_checkpoint", "open_checkpoint"):
+        raises(
+            f"{name} of a class of another's", CheckpointError, lambda name=name: getattr(io, name)(folder / "odd.ckpt")
+        )
     torch.save([1, 2], folder / "list.ckpt")
     raises("a load of a list", CheckpointError, lambda: io.load_checkpoint(folder / "list.ckpt"), "list.ckpt")
 
@@ -231,11 +243,16 @@ def _damaged(context: CheckContext, io: CheckpointIO, plain: Path, whole: bytes)
         records = {name: archive.read(name) for name in archive.namelist()}
     for what, kept, packing in (
         ("is compressed", records, zipfile.ZIP_DEFLATED),
+        ("has another pickle", {**records, "plain/data.pkl": b"garbage"}, zipfile.ZIP_STORED),
+        ("has no tensors", {one: records[one] for one in records if "/data/" not in one}, zipfile.ZIP_STORED),
         ("has no pickle", {one: records[one] for one in records if not one.endswith("data.pkl")}, zipfile.ZIP_STORED),
     ):  # fmt: skip
         with zipfile.ZipFile(plain, "w", packing) as archive:
             for name, data in kept.items():
                 archive.writestr(name, data)
-        raises(f"a load of a zip file that {what}", kind, lambda: io.load_checkpoint(plain), plain.name)
+        with contextlib.suppress(CheckpointError):
+            io.open_checkpoint(plain)
+        error = CheckpointError if what in ("has another pickle", "has no tensors") else kind
+        raises(f"a load of a zip file that {what}", error, lambda: io.load_checkpoint(plain), plain.name)
     plain.write_bytes(whole)
     same("the file put back", io.load_checkpoint(plain)["step"], 1)
