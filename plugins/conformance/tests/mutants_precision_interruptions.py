@@ -63,11 +63,11 @@ class DividesAnything(MixedPrecision):
     """Takes every gradient for one that its backward has scaled."""
 
     def unscale_gradients(self, optimizer):
-        self._scaled = True
+        self._scaled = self.scaler is not None and self.scaler._scale is not None
         super().unscale_gradients(optimizer)
 
 
-@caught_by("PRE-54", says="two backward passes")
+@caught_by("PRE-54", says="own backward after teardown()")
 class AddsScaled(SinglePrecision):
     """Scales by two, and adds scaled gradients to those that were unscaled."""
 
