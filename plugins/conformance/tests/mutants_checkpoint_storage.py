@@ -104,6 +104,16 @@ class ThreeLevels(TorchCheckpointIO):
         super().save_checkpoint(checkpoint, path, storage_options=storage_options)
 
 
+@caught_by("CIO-53", says="and the load refuses it")
+class LooksAtTheTop(TorchCheckpointIO):
+    """Refuses what stands at the top of a checkpoint, and saves it anywhere else."""
+
+    def save_checkpoint(self, checkpoint, path, *, storage_options=None):
+        if any(type(value) is object for value in checkpoint.values()):
+            raise CheckpointError("'odd' holds an object")
+        torch.save(checkpoint, path)
+
+
 @caught_by("CIO-53", says="name the key")
 class RefusesWithoutAKey(TorchCheckpointIO):
     def save_checkpoint(self, checkpoint, path, *, storage_options=None):
