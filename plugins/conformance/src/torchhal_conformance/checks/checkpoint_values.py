@@ -46,8 +46,8 @@ def _plain() -> Iterator[Any]:
     yield deep
 
 
-def _odd() -> Iterator[Any]:
-    """Yield values that an IO may refuse."""
+def _unusual() -> Iterator[Any]:
+    """Yield values that an IO may refuse; the key that messages name is in no name of theirs."""
     yield from (2**2039 - 1, -(2**2039), 2**2039, -(2**2039) - 1, 2**5000, b"", b"bytes", bytearray(b"x"), 1j)
     yield from (slice(1), range(3), {1, 2}, set(), frozenset({1}), collections.Counter("aab"), _Colour.RED, _Colour)
     yield from (_Pair(1, 2), _Own(a=1), _Own(), collections.deque([1]), collections.defaultdict(list, a=[1]), object())
@@ -66,9 +66,13 @@ def _odd() -> Iterator[Any]:
     ordered: Any = collections.OrderedDict(a=1)
     ordered._metadata = {"version": 2}
     yield ordered
-    ordered = collections.OrderedDict(a=1)
-    ordered._metadata = lambda: None
-    yield ordered
+    for wrong in (lambda: None, _Own(a=1), b""):
+        ordered = collections.OrderedDict(a=1)
+        ordered._metadata = wrong
+        yield ordered
+        tensor = torch.ones(2)
+        tensor.note = wrong  # type: ignore[attr-defined]
+        yield tensor
     yield torch.nn.Parameter(torch.ones(2))
 
 
@@ -95,7 +99,7 @@ def values(context: CheckContext) -> None:
     strict = _refuses(io, path)
     save(io, small_checkpoint(3), path)
     before = file_sizes(context.folder)
-    for value in _odd():
+    for value in _unusual():
         state, told = {"step": 1, "nest": {"odd": [value]}}, f"a {type(value).__name__} {value!r:.60}"
         try:
             save(io, state, path)
