@@ -144,7 +144,8 @@ def loaded_within_a_step(context: CheckContext) -> None:
 def torn_down_within(context: CheckContext) -> None:
     """teardown() inside of an entered context restores what the context changed, and leaving it changes nothing then.
 
-    The context can be entered again afterwards.
+    The context can be entered again afterwards. An output that is converted inside of it has the dtype that it has
+    outside, however often the context was entered.
 
     Why: a run that an error ends tears down before its contexts are left; the default dtype is the whole process's.
     Fix: keep what was there before the first entry, and restore that; let an exit do nothing that comes later.
@@ -153,10 +154,13 @@ def torn_down_within(context: CheckContext) -> None:
         for levels in (1, 2):
             trained = PrecisionRun(context)
             before = torch.get_default_dtype()
+            half = torch.ones(1, dtype=trained.precision.compute_dtype)
+            outside = trained.precision.convert_output(half).dtype
             entered = [getattr(trained.precision, name)() for _ in range(levels)]
             for one in entered:
                 one.__enter__()
             inside = torch.get_default_dtype()
+            same(f"the dtype of an output in {levels} {name}()", trained.precision.convert_output(half).dtype, outside)
             trained.precision.teardown()
             told = f"after teardown() inside of {levels} {name}()"
             same(f"the default dtype {told}", torch.get_default_dtype(), before)
@@ -271,6 +275,7 @@ def autocast_inside(context: CheckContext) -> None:
 
         trained.precision.optimizer_step(trained.optimizer, closure)
     same("whether autocast is on in a closure", runs, [expected])
+    _closure_several_times(context)
     patched = PrecisionRun(context)
     calls: list[int] = []
     original = patched.optimizer.step
@@ -284,6 +289,28 @@ def autocast_inside(context: CheckContext) -> None:
         patched.step()
     same("how often a step() that a user has replaced was called", len(calls), 2)
     require(patched.optimizer.step is counted, "a step() that a user has replaced is another one afterwards")
+
+
+def _closure_several_times(context: CheckContext) -> None:
+    """Check an optimizer that evaluates its closure several times, where the precision takes one."""
+    weights = []
+    for inside in (False, True):
+        trained = PrecisionRun(context, torch.optim.LBFGS, lr=0.5, max_iter=4)
+        try:
+            trained.precision.check_optimizer(trained.optimizer)
+        except TypeError:
+            return
+
+        def closure(trained: PrecisionRun = trained) -> torch.Tensor:
+            trained.optimizer.zero_grad()
+            loss = trained.loss()
+            trained.precision.backward(loss)
+            return loss
+
+        with trained.precision.forward_context() if inside else nullcontext():
+            trained.precision.optimizer_step(trained.optimizer, closure)
+        weights.append(flatten(trained.weights()))
+    trained.near("the weights after several evaluations of a closure", weights[1], weights[0])
 
 
 def _model_of(trained: PrecisionRun, *, again: bool = False) -> torch.Tensor:
