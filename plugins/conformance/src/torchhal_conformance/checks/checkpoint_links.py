@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import zipfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -120,13 +122,13 @@ def something_else(context: CheckContext) -> None:
         raises(
             f"a load of {name}",
             (CheckpointError, FileNotFoundError),
-            lambda path=path: io.load_checkpoint(path),
+            partial(io.load_checkpoint, path),
             path.name,
         )
         raises(
             f"open_checkpoint of {name}",
             (CheckpointError, FileNotFoundError),
-            lambda path=path: io.open_checkpoint(path),
+            partial(io.open_checkpoint, path),
         )
         require(io.exists(path) is False, f"exists() of {name} is true")
         require(io.recognizes(path) is False, f"recognizes() of {name} is true")
@@ -154,16 +156,17 @@ def something_else(context: CheckContext) -> None:
         raises(
             f"a save to {wrong!r}",
             (ConfigurationError, CheckpointError),
-            lambda wrong=wrong: save(io, small_checkpoint(), wrong),
+            partial(save, io, small_checkpoint(), wrong),
         )
         raises(
             f"a load of {wrong!r}",
             (ConfigurationError, CheckpointError, FileNotFoundError),
-            lambda wrong=wrong: io.load_checkpoint(wrong),
+            partial(io.load_checkpoint, wrong),
         )
+    odd: Any
     for odd in (None, 3, b"x.ckpt"):
-        raises(f"a save to {odd!r}", (TypeError, CheckpointError), lambda odd=odd: save(io, small_checkpoint(), odd))
-        raises(f"a load of {odd!r}", TypeError, lambda odd=odd: io.load_checkpoint(odd))
+        raises(f"a save to {odd!r}", (TypeError, CheckpointError), partial(save, io, small_checkpoint(), odd))
+        raises(f"a load of {odd!r}", TypeError, partial(io.load_checkpoint, odd))
     same("the files after refused paths", _sizes_here(folder), before)
 
 
@@ -208,16 +211,13 @@ def foreign_files(context: CheckContext) -> None:
         _damaged(context, io, plain, whole)
     torch.save({**state, "odd": _Custom()}, folder / "odd.ckpt")
     for name in ("load_checkpoint", "open_checkpoint"):
-        raises(
-            f"{name} of a class of another's", CheckpointError, lambda name=name: getattr(io, name)(folder / "odd.ckpt")
-        )
+        raises(f"{name} of a class of another's", CheckpointError, partial(getattr(io, name), folder / "odd.ckpt"))
     torch.save([1, 2], folder / "list.ckpt")
     raises("a load of a list", CheckpointError, lambda: io.load_checkpoint(folder / "list.ckpt"), "list.ckpt")
 
 
 def _damaged(context: CheckContext, io: CheckpointIO, plain: Path, whole: bytes) -> None:
-    import zipfile
-
+    """Check what becomes of a file of torch.save's that is damaged in several ways."""
     kind = CheckpointCorruptError if "checksum" in context.component.declared else CheckpointError
     place = whole.find(torch.arange(1000.0, 1010.0).numpy().tobytes())
     if place > 0 and "checksum" in context.component.declared:

@@ -51,7 +51,7 @@ def _unusual() -> Iterator[Any]:
     yield from (2**2039 - 1, -(2**2039), 2**2039, -(2**2039) - 1, 2**5000, b"", b"bytes", bytearray(b"x"), 1j)
     yield from (slice(1), range(3), {1, 2}, set(), frozenset({1}), collections.Counter("aab"), _Colour.RED, _Colour)
     yield from (_Pair(1, 2), _Own(a=1), _Own(), collections.deque([1]), collections.defaultdict(list, a=[1]), object())
-    yield from (datetime.date(2024, 1, 1), PurePosixPath("a"), len, lambda: None, (one for one in ()), type, Ellipsis)
+    yield from (datetime.date(2024, 1, 1), PurePosixPath("a"), len, lambda: None, iter([1]), type, Ellipsis)
     yield from ({_Colour.RED: 1}, {frozenset({1}): 1}, [_Own(a=1)], {"a": (1, [{"b": lambda: None}])})
     yield from ({(1, _Colour.RED): 1}, {b"": 1}, [b""], {2**2039: 1}, ([2**2039],), {"a": _Pair(1, [2])})
     yield from ([torch.ones(1), _Own(a=torch.ones(1))], [_Own(), b"x"], {"a": [1j, {"b": _Colour.RED}]})

@@ -253,7 +253,7 @@ def autocast_inside(context: CheckContext) -> None:
         _Seen.seen = seen[inside] = []
         own = vars(trained.optimizer).get("step")
         with trained.precision.forward_context() if inside else nullcontext():
-            loss = _Seen.apply(trained.loss())
+            loss: torch.Tensor = _Seen.apply(trained.loss())  # type: ignore[no-untyped-call]
             trained.precision.backward(loss, retain_graph=True)
             trained.precision.backward(loss)
             trained.precision.optimizer_step(trained.optimizer)
