@@ -93,28 +93,55 @@ def _no_locks() -> Iterator[None]:
 
 def _stop_in_a_save(component: ComponentUnderTest, path: Path) -> tuple[int, list[str]]:
     """Return a forked process that is stopped in a save, with the names that it has made; 0 if it was too fast."""
-    for _ in range(5):
+    for by_itself in (True, False, False, False):
         before = set(os.listdir(path.parent))
         child = os.fork()
         if not child:
-            with contextlib.suppress(BaseException):
-                save(component.create(), {"x": torch.ones(_LARGE)}, path)
+            with contextlib.suppress(BaseException), _stops_once() if by_itself else contextlib.nullcontext():
+                save(component.create(), {"x": torch.ones(MIB if by_itself else _LARGE)}, path)
                 os._exit(0)
             os._exit(1)
-        made: set[str] = set()
-        deadline = time.monotonic() + 20
-        while not made and time.monotonic() < deadline and os.waitpid(child, os.WNOHANG)[0] == 0:
-            made = set(os.listdir(path.parent)) - before
-        if made:
-            os.kill(child, signal.SIGSTOP)
-            if os.waitpid(child, os.WUNTRACED)[1] != 0 and path.name not in os.listdir(path.parent):
-                return child, sorted(set(os.listdir(path.parent)) - before)
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(child, signal.SIGKILL)
-                os.waitpid(child, 0)
-        for name in set(os.listdir(path.parent)) - before:
+        stopped = _is_stopped(child) if by_itself else _stop(child, path.parent, before)
+        made = set(os.listdir(path.parent)) - before
+        if stopped and made and path.name not in made:
+            return child, sorted(made)
+        if stopped:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        for name in made:
             (path.parent / name).unlink()
     return 0, []
+
+
+@contextlib.contextmanager
+def _stops_once() -> Iterator[None]:
+    """Stop this process where it first brings a file to the disk, or renames one."""
+    left = ["once"]
+
+    def stopping(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            if left:
+                left.clear()
+                os.kill(os.getpid(), signal.SIGSTOP)
+            return original(*arguments, **options)
+
+        return call
+
+    with mock.patch.multiple(os, fsync=stopping(os.fsync), replace=stopping(os.replace), rename=stopping(os.rename)):
+        yield
+
+
+def _is_stopped(child: int) -> bool:
+    return os.WIFSTOPPED(os.waitpid(child, os.WUNTRACED)[1])
+
+
+def _stop(child: int, folder: Path, before: set[str]) -> bool:
+    """Stop the process as soon as there is a new file; return False if it has ended."""
+    while not set(os.listdir(folder)) - before:
+        if os.waitpid(child, os.WNOHANG)[0]:
+            return False
+    os.kill(child, signal.SIGSTOP)
+    return _is_stopped(child)
 
 
 @check("CIO-54", level="provisional", since="0.2", needs=["posix"], after=("CIO-01", "CIO-16"))
