@@ -3,6 +3,7 @@
 import contextlib
 import os
 import shutil
+import time
 
 import torch
 from zoo import caught_by
@@ -101,6 +102,16 @@ class ThreeLevels(TorchCheckpointIO):
         if depth(checkpoint) > 20:
             raise CheckpointError("the checkpoint holds itself")
         super().save_checkpoint(checkpoint, path, storage_options=storage_options)
+
+
+@caught_by("CIO-53", says="and the load refuses it")
+class LooksAtTheTop(TorchCheckpointIO):
+    """Refuses what stands at the top of a checkpoint, and saves it anywhere else."""
+
+    def save_checkpoint(self, checkpoint, path, *, storage_options=None):
+        if any(type(value) is object for value in checkpoint.values()):
+            raise CheckpointError("'odd' holds an object")
+        torch.save(checkpoint, path)
 
 
 @caught_by("CIO-53", says="name the key")
@@ -226,3 +237,17 @@ class AnyPathAsText(TorchCheckpointIO):
 
     def save_checkpoint(self, checkpoint, path, *, storage_options=None):
         super().save_checkpoint(checkpoint, str(path), storage_options=storage_options)
+
+
+@caught_by("CIO-59", says="set back")
+class TimesOfTheClock(TorchCheckpointIO):
+    """Sorts by the clock's time of each save."""
+
+    times: dict = {}
+
+    def save_checkpoint(self, checkpoint, path, *, storage_options=None):
+        super().save_checkpoint(checkpoint, path, storage_options=storage_options)
+        self.times[os.fspath(path)] = time.time_ns()
+
+    def list_checkpoints(self, folder):
+        return sorted(super().list_checkpoints(folder), key=lambda path: (self.times.get(path, 0), path))

@@ -3,6 +3,7 @@
 import torch
 from zoo import caught_by
 
+from torchhal.errors import CheckpointMismatchError
 from torchhal.precision import MixedPrecision, SinglePrecision, TruePrecision
 
 
@@ -55,3 +56,56 @@ class GoesOnWithTheStep(MixedPrecision):
 class LeavesTheDefault(TruePrecision):
     def teardown(self):
         """Trust that whoever entered a context leaves it."""
+
+
+@caught_by("PRE-54", says="own backward", arguments={"dtype": "float16"})
+class DividesAnything(MixedPrecision):
+    """Takes every gradient for one that its backward has scaled."""
+
+    def unscale_gradients(self, optimizer):
+        self._scaled = self.scaler is not None and self.scaler._scale is not None
+        super().unscale_gradients(optimizer)
+
+
+@caught_by("PRE-54", says="own backward after teardown()")
+class AddsScaled(SinglePrecision):
+    """Scales by two, and adds scaled gradients to those that were unscaled."""
+
+    features = frozenset({"scales_loss"})
+    unscaled = True
+
+    def backward(self, loss, *args, through=None, **kwargs):
+        self.unscaled = False
+        super().backward(loss * 2, *args, through=through, **kwargs)
+
+    def unscale_gradients(self, optimizer):
+        if not self.unscaled:
+            self.unscaled = True
+            for parameter in self.main_params(optimizer):
+                parameter.grad /= 2
+
+
+@caught_by("PRE-55", says="autocast is on in the backward", arguments={"dtype": "bfloat16"})
+class StaysInside(MixedPrecision):
+    """The backward and the update run under autocast where the step does."""
+
+    def _outside_autocast(self, function, *args, **kwargs):
+        return function(*args, **kwargs)
+
+
+@caught_by("PRE-55", says="step of its own")
+class KeepsTheStep(SinglePrecision):
+    """Replaces the optimizer's step() by one that looks at the gradients, and leaves that there."""
+
+    def optimizer_step(self, optimizer, closure=None):
+        step = type(optimizer).step
+        optimizer.step = lambda *args, **kwargs: step(optimizer, *args, **kwargs)
+        return super().optimizer_step(optimizer, closure)
+
+
+@caught_by("PRE-56", says="must name")
+class RefusesWithoutNumbers(SinglePrecision):
+    def reshard_rank_state(self, states, *, rank, world_size):
+        if any(states):
+            raise CheckpointMismatchError("another number of ranks has saved")
+        return {}

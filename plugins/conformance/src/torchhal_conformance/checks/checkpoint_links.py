@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import zipfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,7 +14,7 @@ from unittest import mock
 import torch
 
 from torchhal.checkpoint import CheckpointIO
-from torchhal.errors import CheckpointError, ConfigurationError
+from torchhal.errors import CheckpointCorruptError, CheckpointError, ConfigurationError
 from torchhal_conformance._assertions import raises, require, same
 from torchhal_conformance._check import CheckFailed, NotApplicable, check
 from torchhal_conformance._context import CheckContext
@@ -96,7 +98,7 @@ def _link(io: CheckpointIO, folder: Path, told: str) -> None:
 
 @check("CIO-51", level="provisional", since="0.2", needs=["posix"], after=("CIO-12", "CIO-13"))
 def something_else(context: CheckContext) -> None:
-    """What no save wrote is no checkpoint: a folder of the user's, a pipe, a file in the place of a folder.
+    """What no save wrote is no checkpoint: a folder of the user's, a pipe, a file for a folder, an endless link.
 
     A load of it is a CheckpointError or FileNotFoundError, a save there and a removal a CheckpointError; exists() is
     False and the list leaves it out. It stays as it was. A name that is empty or a folder's is a ConfigurationError or
@@ -106,52 +108,75 @@ def something_else(context: CheckContext) -> None:
     Fix: ask os.stat before opening; refuse what a save doesn't write.
     """
     io, folder = context.create(), context.folder
-    mine, pipe, file = folder / "mine", folder / "pipe", folder / "file"
+    mine, pipe, file, loop = (folder / name for name in ("mine", "pipe", "file", "loops/x"))
     mine.mkdir()
     (mine / "notes.txt").write_text("mine")
     os.mkfifo(pipe)
     file.write_text("mine")
+    loop.parent.mkdir()
+    loop.symlink_to(loop)
     save(io, small_checkpoint(), folder / "own.ckpt")
-    before = file_sizes(folder)
-    for path in (mine, pipe, file / "x.ckpt"):
+    before = _sizes_here(folder)
+    for path in (mine, pipe, file / "x.ckpt", loop):
         name = str(path.relative_to(folder))
         raises(
             f"a load of {name}",
             (CheckpointError, FileNotFoundError),
-            lambda path=path: io.load_checkpoint(path),
+            partial(io.load_checkpoint, path),
             path.name,
         )
         raises(
             f"open_checkpoint of {name}",
             (CheckpointError, FileNotFoundError),
-            lambda path=path: io.open_checkpoint(path),
+            partial(io.open_checkpoint, path),
         )
         require(io.exists(path) is False, f"exists() of {name} is true")
         require(io.recognizes(path) is False, f"recognizes() of {name} is true")
     raises("a removal of a folder of the user's", CheckpointError, lambda: io.remove_checkpoint(mine))
     io.remove_checkpoint(file / "x.ckpt")
+    if "sharded" not in context.component.declared:  # a folder's IO asks the system for the folder before
+        with contextlib.suppress(CheckpointError):  # no system has such a name
+            io.remove_checkpoint(folder / ("n" * 300))
+    raises(
+        "a save to a name of 300 letters", CheckpointError, lambda: save(io, small_checkpoint(), folder / ("n" * 300))
+    )
     raises("a save in a file's place", CheckpointError, lambda: save(io, small_checkpoint(), file / "x.ckpt"))
     raises("a save in place of a folder of the user's", CheckpointError, lambda: save(io, small_checkpoint(), mine))
-    same("the files afterwards", file_sizes(folder), before)
+    same("the files afterwards", _sizes_here(folder), before)
     listed = {os.path.basename(str(path)) for path in io.list_checkpoints(folder)}
     if not io.recognizes(folder / "own.ckpt"):
         listed -= {"file"}  # one that recognises no file takes any for a checkpoint
     same("the list", listed, {"own.ckpt"})
+    plain, slashed = (sorted(map(str, io.list_checkpoints(one))) for one in (folder, f"{folder}/"))
+    names = [os.path.normpath(one) for one in slashed]
+    same("the list of a folder with a slash behind its name", names, plain)
+    refused = (ConfigurationError, CheckpointError)
+    raises("a save to 'a\\0b'", refused, lambda: save(io, small_checkpoint(), "a\0b"))
     for wrong in ("", ".", "..", f"{folder}/"):
         raises(
             f"a save to {wrong!r}",
             (ConfigurationError, CheckpointError),
-            lambda wrong=wrong: save(io, small_checkpoint(), wrong),
+            partial(save, io, small_checkpoint(), wrong),
         )
         raises(
             f"a load of {wrong!r}",
             (ConfigurationError, CheckpointError, FileNotFoundError),
-            lambda wrong=wrong: io.load_checkpoint(wrong),
+            partial(io.load_checkpoint, wrong),
         )
+    odd: Any
     for odd in (None, 3, b"x.ckpt"):
-        raises(f"a save to {odd!r}", (TypeError, CheckpointError), lambda odd=odd: save(io, small_checkpoint(), odd))
-        raises(f"a load of {odd!r}", TypeError, lambda odd=odd: io.load_checkpoint(odd))
-    same("the files after refused paths", file_sizes(folder), before)
+        raises(f"a save to {odd!r}", (TypeError, CheckpointError), partial(save, io, small_checkpoint(), odd))
+        raises(f"a load of {odd!r}", TypeError, partial(io.load_checkpoint, odd))
+    same("the files after refused paths", _sizes_here(folder), before)
+
+
+def _sizes_here(folder: Path) -> dict[str, int]:
+    """Return the names and sizes of all files, of links those of the links themselves."""
+    return {str(one.relative_to(folder)): one.lstat().st_size for one in sorted(folder.rglob("*"))}
+
+
+class _Custom:
+    """A class that a load with weights_only=True refuses."""
 
 
 @check("CIO-52", level="provisional", since="0.2", after=("CIO-01", "CIO-16"))
@@ -184,24 +209,30 @@ def foreign_files(context: CheckContext) -> None:
         same("the list, with an older file", [os.path.basename(str(path)) for path in io.list_checkpoints(folder)],
              ["plain.ckpt", "own.ckpt"])  # fmt: skip
         _damaged(context, io, plain, whole)
+    torch.save({**state, "odd": _Custom()}, folder / "odd.ckpt")
+    for name in ("load_checkpoint", "open_checkpoint"):
+        raises(f"{name} of a class of another's", CheckpointError, partial(getattr(io, name), folder / "odd.ckpt"))
     torch.save([1, 2], folder / "list.ckpt")
     raises("a load of a list", CheckpointError, lambda: io.load_checkpoint(folder / "list.ckpt"), "list.ckpt")
 
 
 def _damaged(context: CheckContext, io: CheckpointIO, plain: Path, whole: bytes) -> None:
-    import zipfile
-
+    """Check what becomes of a file of torch.save's that is damaged in several ways."""
+    kind = CheckpointCorruptError if "checksum" in context.component.declared else CheckpointError
     place = whole.find(torch.arange(1000.0, 1010.0).numpy().tobytes())
     if place > 0 and "checksum" in context.component.declared:
         plain.write_bytes(whole[:place] + b"\xff" + whole[place + 1 :])
-        raises(
-            "a load of a damaged tensor of torch.save's", CheckpointError, lambda: io.load_checkpoint(plain), plain.name
-        )
+        raises("a load of a damaged tensor of torch.save's", kind, lambda: io.load_checkpoint(plain), plain.name)
+    middle = whole[: len(whole) // 2] + bytes(len(whole) // 2 - 22) + whole[-22:]
+    plain.write_bytes(middle)
+    raises(
+        "a load of a file of torch.save's without its second half", kind, lambda: io.load_checkpoint(plain), plain.name
+    )
     for what, data in (("cut off", whole[:-30]), ("longer", whole + b"\0" * 30)):
         plain.write_bytes(data)
         raises(
             f"a load of a file of torch.save's that is {what}",
-            CheckpointError,
+            kind,
             lambda: io.load_checkpoint(plain),
             plain.name,
         )
@@ -212,11 +243,16 @@ def _damaged(context: CheckContext, io: CheckpointIO, plain: Path, whole: bytes)
         records = {name: archive.read(name) for name in archive.namelist()}
     for what, kept, packing in (
         ("is compressed", records, zipfile.ZIP_DEFLATED),
+        ("has another pickle", {**records, "plain/data.pkl": b"garbage"}, zipfile.ZIP_STORED),
+        ("has no tensors", {one: records[one] for one in records if "/data/" not in one}, zipfile.ZIP_STORED),
         ("has no pickle", {one: records[one] for one in records if not one.endswith("data.pkl")}, zipfile.ZIP_STORED),
     ):  # fmt: skip
         with zipfile.ZipFile(plain, "w", packing) as archive:
             for name, data in kept.items():
                 archive.writestr(name, data)
-        raises(f"a load of a zip file that {what}", CheckpointError, lambda: io.load_checkpoint(plain), plain.name)
+        with contextlib.suppress(CheckpointError):
+            io.open_checkpoint(plain)
+        error = CheckpointError if what in ("has another pickle", "has no tensors") else kind
+        raises(f"a load of a zip file that {what}", error, lambda: io.load_checkpoint(plain), plain.name)
     plain.write_bytes(whole)
     same("the file put back", io.load_checkpoint(plain)["step"], 1)

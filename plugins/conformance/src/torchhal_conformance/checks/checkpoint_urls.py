@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -59,13 +60,15 @@ def storage_options(context: CheckContext) -> None:
             _is_url_taken(name, getattr(io, name)(path))
         _given_to_the_constructor(context, root, given)
     io.remove_checkpoint(path)
-    for flat in (Path(path), Path(f"{root}/y.ckpt")):
-        raises(
-            f"a save to {flat!r}",
-            (ConfigurationError, CheckpointError),
-            lambda flat=flat: save(io, small_checkpoint(), flat),
-        )
-    require(not os.path.exists("memory:"), "a folder 'memory:' was made")
+    before = os.getcwd()
+    os.chdir(context.folder)
+    try:
+        for flat in (Path(path), Path(f"{root}/y.ckpt")):
+            error = (ConfigurationError, CheckpointError)
+            raises(f"a save to {flat!r}", error, partial(save, io, small_checkpoint(), flat))
+        require(not os.path.exists("memory:"), "a folder 'memory:' was made")
+    finally:
+        os.chdir(before)
 
 
 def _last(given: list[dict[str, Any]]) -> dict[str, Any]:

@@ -8,11 +8,12 @@ import datetime
 import enum
 import io as streams
 from collections.abc import Iterator
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
 
+from torchhal.checkpoint import CheckpointIO
 from torchhal.errors import CheckpointError
 from torchhal_conformance._assertions import require, same
 from torchhal_conformance._check import CheckFailed, check
@@ -45,13 +46,17 @@ def _plain() -> Iterator[Any]:
     yield deep
 
 
-def _odd() -> Iterator[Any]:
-    """Yield values that an IO may refuse."""
+def _unusual() -> Iterator[Any]:
+    """Yield values that an IO may refuse; the key that messages name is in no name of theirs."""
     yield from (2**2039 - 1, -(2**2039), 2**2039, -(2**2039) - 1, 2**5000, b"", b"bytes", bytearray(b"x"), 1j)
     yield from (slice(1), range(3), {1, 2}, set(), frozenset({1}), collections.Counter("aab"), _Colour.RED, _Colour)
     yield from (_Pair(1, 2), _Own(a=1), _Own(), collections.deque([1]), collections.defaultdict(list, a=[1]), object())
-    yield from (datetime.date(2024, 1, 1), PurePosixPath("a"), len, lambda: None, (one for one in ()), type, Ellipsis)
+    yield from (datetime.date(2024, 1, 1), PurePosixPath("a"), len, lambda: None, iter([1]), type, Ellipsis)
     yield from ({_Colour.RED: 1}, {frozenset({1}): 1}, [_Own(a=1)], {"a": (1, [{"b": lambda: None}])})
+    yield from ({(1, _Colour.RED): 1}, {b"": 1}, [b""], {2**2039: 1}, ([2**2039],), {"a": _Pair(1, [2])})
+    yield from ([torch.ones(1), _Own(a=torch.ones(1))], [_Own(), b"x"], {"a": [1j, {"b": _Colour.RED}]})
+    shared = [_Own(a=1)]
+    yield {"one": shared, "two": shared}
     tensor = torch.ones(2)
     tensor.note = lambda: None  # type: ignore[attr-defined]
     yield tensor
@@ -61,9 +66,13 @@ def _odd() -> Iterator[Any]:
     ordered: Any = collections.OrderedDict(a=1)
     ordered._metadata = {"version": 2}
     yield ordered
-    ordered = collections.OrderedDict(a=1)
-    ordered._metadata = lambda: None
-    yield ordered
+    for wrong in (lambda: None, _Own(a=1), b""):
+        ordered = collections.OrderedDict(a=1)
+        ordered._metadata = wrong
+        yield ordered
+        tensor = torch.ones(2)
+        tensor.note = wrong  # type: ignore[attr-defined]
+        yield tensor
     yield torch.nn.Parameter(torch.ones(2))
 
 
@@ -72,7 +81,7 @@ def values(context: CheckContext) -> None:
     """Plain data of any form is saved; another value comes back, or is a CheckpointError of the save or of the load.
 
     An error of the save names the key of the value, leaves the checkpoint that was there, and is of none that a load
-    of torch's with weights_only returns.
+    of torch's with weights_only returns. An IO whose saves refuse an object saves nothing that its loads refuse.
 
     Why: a save that fails for an enum in a callback's state ends the run; one that passes ends the next run.
     Fix: walk the checkpoint before a byte is written, and name the path of what a load would refuse.
@@ -87,9 +96,10 @@ def values(context: CheckContext) -> None:
         except CheckpointError as error:
             raise CheckFailed(f"plain data {told} is refused: {error}") from error
         same(f"plain data {told}", loaded, state)
+    strict = _refuses(io, path)
     save(io, small_checkpoint(3), path)
     before = file_sizes(context.folder)
-    for value in _odd():
+    for value in _unusual():
         state, told = {"step": 1, "nest": {"odd": [value]}}, f"a {type(value).__name__} {value!r:.60}"
         try:
             save(io, state, path)
@@ -106,13 +116,23 @@ def values(context: CheckContext) -> None:
             ) from error
         try:
             loaded = io.load_checkpoint(path)
-        except CheckpointError:
+        except CheckpointError as error:
+            require(not strict, f"{told} was saved, and the load refuses it, though such a save is refused: {error}")
             loaded = None
         if loaded is not None:
             kind = torch.Tensor if isinstance(value, torch.Tensor) else type(value)
             found = loaded["nest"]["odd"][0]
             require(isinstance(found, kind), f"{told} came back as a {type(found).__name__} {found!r:.60}")
         save(io, small_checkpoint(3), path)
+
+
+def _refuses(io: CheckpointIO, path: Path) -> bool:
+    """Return whether the IO refuses in a save what a load with weights_only would refuse."""
+    try:
+        save(io, {"step": 1, "odd": object()}, path)
+    except CheckpointError:
+        return True
+    return False
 
 
 def _is_copied(value: Any) -> bool:

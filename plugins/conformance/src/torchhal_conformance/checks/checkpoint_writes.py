@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import random
 import signal
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,7 +19,7 @@ import torch
 from torchhal.checkpoint import CheckpointIO
 from torchhal.errors import CheckpointCorruptError, CheckpointError, ConfigurationError
 from torchhal_conformance._assertions import raises, require, same
-from torchhal_conformance._check import NotApplicable, check
+from torchhal_conformance._check import CheckFailed, NotApplicable, check
 from torchhal_conformance._component_under_test import ComponentUnderTest
 from torchhal_conformance._context import CheckContext
 from torchhal_conformance.checks._checkpoint_samples import (
@@ -59,7 +60,11 @@ def _stopped_saves(component: ComponentUnderTest, folder: str, locks: bool) -> t
             if listed != ["own.ckpt"]:
                 problems.append(f"during a save the list is {listed}, expected ['own.ckpt']")
             (root / ".torchhal-tmp-of-mine").write_text("mine")
+            opened = _open_files()
             save(io, small_checkpoint(2), root / "next.ckpt")
+            io.wait()
+            if _open_files() > opened:
+                problems.append("a save that meets what another one has left keeps a file open")
             if not (root / ".torchhal-tmp-of-mine").exists():
                 problems.append("a save has removed a file that no save has written")
         finally:
@@ -88,28 +93,55 @@ def _no_locks() -> Iterator[None]:
 
 def _stop_in_a_save(component: ComponentUnderTest, path: Path) -> tuple[int, list[str]]:
     """Return a forked process that is stopped in a save, with the names that it has made; 0 if it was too fast."""
-    for _ in range(5):
+    for by_itself in (True, False, False, False):
         before = set(os.listdir(path.parent))
         child = os.fork()
         if not child:
-            with contextlib.suppress(BaseException):
-                save(component.create(), {"x": torch.ones(_LARGE)}, path)
+            with contextlib.suppress(BaseException), _stops_once() if by_itself else contextlib.nullcontext():
+                save(component.create(), {"x": torch.ones(MIB if by_itself else _LARGE)}, path)
                 os._exit(0)
             os._exit(1)
-        made: set[str] = set()
-        deadline = time.monotonic() + 20
-        while not made and time.monotonic() < deadline and os.waitpid(child, os.WNOHANG)[0] == 0:
-            made = set(os.listdir(path.parent)) - before
-        if made:
-            os.kill(child, signal.SIGSTOP)
-            if os.waitpid(child, os.WUNTRACED)[1] != 0 and path.name not in os.listdir(path.parent):
-                return child, sorted(set(os.listdir(path.parent)) - before)
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(child, signal.SIGKILL)
-                os.waitpid(child, 0)
-        for name in set(os.listdir(path.parent)) - before:
+        stopped = _is_stopped(child) if by_itself else _stop(child, path.parent, before)
+        made = set(os.listdir(path.parent)) - before
+        if stopped and made and path.name not in made:
+            return child, sorted(made)
+        if stopped:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        for name in made:
             (path.parent / name).unlink()
     return 0, []
+
+
+@contextlib.contextmanager
+def _stops_once() -> Iterator[None]:
+    """Stop this process where it first brings a file to the disk, or renames one."""
+    left = ["once"]
+
+    def stopping(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            if left:
+                left.clear()
+                os.kill(os.getpid(), signal.SIGSTOP)
+            return original(*arguments, **options)
+
+        return call
+
+    with mock.patch.multiple(os, fsync=stopping(os.fsync), replace=stopping(os.replace), rename=stopping(os.rename)):
+        yield
+
+
+def _is_stopped(child: int) -> bool:
+    return os.WIFSTOPPED(os.waitpid(child, os.WUNTRACED)[1])
+
+
+def _stop(child: int, folder: Path, before: set[str]) -> bool:
+    """Stop the process as soon as there is a new file; return False if it has ended."""
+    while not set(os.listdir(folder)) - before:
+        if os.waitpid(child, os.WNOHANG)[0]:
+            return False
+    os.kill(child, signal.SIGSTOP)
+    return _is_stopped(child)
 
 
 @check("CIO-54", level="provisional", since="0.2", needs=["posix"], after=("CIO-01", "CIO-16"))
@@ -148,7 +180,8 @@ def _temporary(folder: Path) -> list[str]:
 def brought_to_disk(context: CheckContext) -> None:
     """A save brings the file to the disk before it renames it, and then the folders that name it.
 
-    It applies to an IO with ``atomic`` that renames a file; new folders are brought to the disk, too. The file's
+    It applies to an IO with ``atomic`` that renames a file; new folders are brought to the disk, too, and links. An
+    error of the disk is a CheckpointError; that a file system can't bring folders to the disk is none. The file's
     permissions are those that the umask leaves of 0666.
 
     Why: a rename may reach the disk before the data: after a power failure the newest checkpoint is an empty file.
@@ -177,10 +210,46 @@ def brought_to_disk(context: CheckContext) -> None:
         )
     if path.is_file():
         same("permissions under umask 0", oct(stat.S_IMODE(path.stat().st_mode)), oct(0o666))
+    _links_and_errors(context, io, path)
+
+
+def _links_and_errors(context: CheckContext, io: CheckpointIO, path: Path) -> None:
+    """Check links, a file system whose folders can't be brought to the disk, and one that reports an error."""
+    if "sharded" not in context.component.declared:
+        made: list[bool] = []
+        target = path.parent / "link.ckpt"
+        events = _events_of(lambda: made.append(io.link_checkpoint(path, target)))
+        if made == [True]:
+            last = max(number for number, one in enumerate(events) if one[2] == str(target))
+            told = "the folder of a link was not brought to the disk after it"
+            require(("fsync", str(path.parent), "") in events[last:], told)
+    original = os.fsync
+
+    def fail(number: int, of_folders: bool) -> Any:
+        def sync(fd: Any) -> None:
+            if stat.S_ISDIR(os.fstat(fd).st_mode) is of_folders:
+                raise OSError(number, os.strerror(number))
+            original(fd)
+
+        return mock.patch.object(os, "fsync", sync)
+
+    with fail(errno.EINVAL, True):  # as on some network file systems
+        save(io, small_checkpoint(2), path)
+    same("a checkpoint in a folder that can't be brought to the disk", io.load_checkpoint(path), small_checkpoint(2))
+    for of_folders in (False, True):
+        with fail(errno.EIO, of_folders):
+            told = f"a save whose {'folder' if of_folders else 'file'} the disk refuses"
+            raises(told, CheckpointError, lambda: save(io, small_checkpoint(3), path))
+    found = io.load_checkpoint(path)["step"]
+    require(found in (2, 3), f"the checkpoint after an error of the disk must be one of both (got step {found})")
 
 
 def _calls_of(io: CheckpointIO, path: Path) -> list[tuple[str, str, str]]:
-    """Return the calls of a save by which files come to the disk: (name, file, new name)."""
+    return _events_of(lambda: save(io, small_checkpoint(), path))
+
+
+def _events_of(call: Callable[[], Any]) -> list[tuple[str, str, str]]:
+    """Return the calls by which files come to the disk: (name, file, new name)."""
     events: list[tuple[str, str, str]] = []
     originals = {name: getattr(os, name) for name in ("fsync", "fdatasync", "replace", "rename")}
 
@@ -197,7 +266,7 @@ def _calls_of(io: CheckpointIO, path: Path) -> list[tuple[str, str, str]]:
     if not os.path.isdir("/proc/self/fd"):
         raise NotApplicable("this system doesn't say which file a descriptor is of")
     with mock.patch.multiple(os, fsync=synced, fdatasync=synced, replace=moved, rename=moved):
-        save(io, small_checkpoint(), path)
+        call()
     return events
 
 
@@ -234,6 +303,9 @@ def every_byte(context: CheckContext) -> None:
         for what, data in changes:
             file.write_bytes(data)
             raises(f"{file.name}: {what}", CheckpointCorruptError, lambda: io.load_checkpoint(path), path.name)
+            with contextlib.suppress(CheckpointError):  # damage of a tensor may be found when it is read
+                opened = io.open_checkpoint(path)
+                same(f"the step of an opened checkpoint, {file.name}: {what}", opened.get("step"), state["step"])
         for what, data in (("a byte", b"0"), ("zeros", b"\0" * 30), ("its second half", whole[size // 2 :])):
             file.write_bytes(whole + data)
             with contextlib.suppress(CheckpointCorruptError):  # a format may have room for more behind its end
@@ -266,10 +338,10 @@ def no_room(context: CheckContext) -> None:
                 save(io, state, path)
             except CheckpointError as error:
                 causes = _causes(error)
-            except BaseException as error:
-                raises(told, CheckpointError, lambda error=error: _throw(error))
+            except Exception as error:
+                raise CheckFailed(f"{told} must raise CheckpointError (got {type(error).__name__}: {error})") from error
             else:
-                raises(told, CheckpointError, lambda: None)
+                raise CheckFailed(f"{told} must raise CheckpointError (it returned)")
             finally:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
             system = [one for one in causes if isinstance(one, OSError) and one.errno]
@@ -287,10 +359,6 @@ def no_room(context: CheckContext) -> None:
     same("a save after the failed ones", io.load_checkpoint(path), small_checkpoint(3))
 
 
-def _throw(error: BaseException) -> None:
-    raise error
-
-
 def _causes(error: BaseException) -> list[BaseException]:
     """Return the errors that are chained to this one, and itself."""
     found = []
@@ -304,3 +372,38 @@ def _causes(error: BaseException) -> list[BaseException]:
 def _open_files() -> int:
     folder = "/proc/self/fd"
     return len(os.listdir(folder)) if os.path.isdir(folder) else 0
+
+
+@check("CIO-59", level="provisional", since="0.2", after=("CIO-16",))
+def clock_set_back(context: CheckContext) -> None:
+    """The last saved checkpoint is the last of the list, also where the clock was set back, or stands still.
+
+    So it is after a load of a checkpoint that another process has saved with a clock that is ahead.
+
+    Why: a resume takes the last of the list: after an hour that comes twice it went on from the wrong one.
+    Fix: torchhal.checkpoint.next_ns() in the file, and seen() with what is loaded; or the file's modification time.
+    """
+    io, folder = context.create(), context.folder / "run"
+    names = ["c.ckpt", "a.ckpt", "d.ckpt", "b.ckpt"]
+    now = time.time_ns()
+    for name, clock in zip(names, (now + 10**9, now, now, now - 10**15), strict=True):
+        with mock.patch.object(time, "time_ns", lambda clock=clock: clock):
+            save(io, small_checkpoint(), folder / name)
+        time.sleep(0.01)
+    same("the list after the clock was set back", _names(io, folder), names)
+    context.run_in_subprocess(_save_tomorrow, context.component, str(folder / "0.ckpt"))
+    if _names(io, folder)[-1] == "0.ckpt":
+        io.load_checkpoint(folder / "0.ckpt")
+        save(io, small_checkpoint(), folder / "after.ckpt")
+        same("the list after a load of a checkpoint of a process whose clock is ahead", _names(io, folder)[-2:],
+             ["0.ckpt", "after.ckpt"])  # fmt: skip
+
+
+def _names(io: CheckpointIO, folder: Path) -> list[str]:
+    return [os.path.basename(str(path)) for path in io.list_checkpoints(folder)]
+
+
+def _save_tomorrow(component: ComponentUnderTest, path: str) -> None:
+    tomorrow = time.time_ns() + 86_400 * 10**9
+    with mock.patch.object(time, "time_ns", lambda: tomorrow):
+        save(component.create(), small_checkpoint(), path)

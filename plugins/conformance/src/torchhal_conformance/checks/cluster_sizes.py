@@ -133,12 +133,12 @@ def meeting_place_given(context: CheckContext) -> None:
         if "MASTER_PORT" in table:
             same(f"main_port on rank {rank}", port, int(table["MASTER_PORT"]))
         for name in holding if len(holding) == 1 else ():
-            for value in (1, 65535):
-                with variables({**table, name: str(value)}):
-                    same(f"main_port for {name}={value}", _port_of(context, f"{name}={value}"), value)
-            for value in (0, 65536, 70000):
-                with variables({**table, name: str(value)}):
-                    raises(f"main_port for {name}={value}", ConfigurationError, partial(_port, context), name)
+            for number in (1, 65535):
+                with variables({**table, name: str(number)}):
+                    same(f"main_port for {name}={number}", _port_of(context, f"{name}={number}"), number)
+            for number in (0, 65536, 70000):
+                with variables({**table, name: str(number)}):
+                    raises(f"main_port for {name}={number}", ConfigurationError, partial(_port, context), name)
         for name in {"MASTER_ADDR", "MASTER_PORT"} & table.keys():
             _without(context, name, {key: value for key, value in table.items() if key != name})
 
