@@ -16,10 +16,10 @@ from torchhal.cluster.base import RanksNotMetError
 from torchhal.errors import ConfigurationError
 from torchhal_conformance._assertions import raises, require, same
 from torchhal_conformance._check import CheckFailed, NotApplicable, check
+from torchhal_conformance._cluster_world import numbers
 from torchhal_conformance._component_under_test import ComponentUnderTest
 from torchhal_conformance._context import CheckContext
 from torchhal_conformance._launcher_env import variables
-from torchhal_conformance.checks.cluster_environment import numbers
 from torchhal_conformance.checks.cluster_numbers import ALONE
 
 _RANKS: Final = (["0", "1", "2", "3"], ["0", "1", "0", "1"], ["0", "0", "1", "1"])
