@@ -25,7 +25,7 @@ from torchhal.plugin import KINDS
 from torchhal.strategies import DDPStrategy
 from torchhal_conformance import CHECKS, ComponentUnderTest, Session
 from torchhal_conformance import _report as reports
-from torchhal_conformance._check import Check, check
+from torchhal_conformance._check import Check, check, release
 from torchhal_conformance._distribution_run import components_of
 from torchhal_conformance._html import page
 from torchhal_conformance._launcher_env import TABLES, WORLDS
@@ -83,7 +83,9 @@ def test_core_checks_without_tables_are_incomplete(monkeypatch, capsys) -> None:
     ],
 )
 def test_verdict_of_missing_input(level: str, outcome: str, reason: str, verdict: str) -> None:
-    found = [Result(Check("ACC-01", print, level=level), outcome, reason), Result(Check("ACC-02", print), "passed")]
+    features, since = (("threads",) if level == "extended" else ()), "9.0" if level == "provisional" else "0.1"
+    one = Check("ACC-01", print, frozenset(features), since)
+    found = [Result(one, outcome, reason), Result(Check("ACC-02", print), "passed")]
     report = reports.build(ComponentUnderTest.of("accelerator", "cpu"), found)
     assert reports.verdict(report["checks"]) == verdict
     assert reports.badge({**report, "verdict": verdict})["color"]
@@ -433,7 +435,7 @@ def test_presuppositions_are_checks_of_the_same_component() -> None:
         for other in one.after:
             assert set(one.kinds) & set(CHECKS[other].kinds), one.id
             assert list(CHECKS).index(other) < list(CHECKS).index(one.id)
-            assert CHECKS[other].level != "provisional" or one.level == "provisional", one.id
+            assert release(CHECKS[other].since) <= release(one.since), one.id
     assert {kind for one in CHECKS.values() if one.after for kind in one.kinds if one.id[:3] != "GEN"} == set(KINDS)
     with pytest.raises(ConfigurationError, match="'after' of check ACC-96"):
         check("ACC-96", after=("ACC-97",))(test_verbose_prints_the_traceback)

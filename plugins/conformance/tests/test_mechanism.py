@@ -52,8 +52,10 @@ def test_checks_have_contract_why_fix() -> None:
     for one in CHECKS.values():
         assert one.contract.endswith("."), one.id
         assert one.why.endswith(".") and one.fix.endswith("."), one.id
-        assert one.since == ("0.2" if one.level == "provisional" else "0.1"), one.id
-        assert bool(one.features) == (one.level == "extended"), one.id
+        assert one.since in ("0.1", "0.2"), one.id
+        assert one.level == ("extended" if one.features else "core"), one.id
+        assert one.level_under("0.2") == one.level, one.id
+        assert one.level_under("0.1") == ("provisional" if one.since == "0.2" else one.level), one.id
 
 
 @pytest.mark.parametrize(
@@ -62,7 +64,6 @@ def test_checks_have_contract_why_fix() -> None:
         ("ACC-01", {}, "Twice.\n\nWhy: a.\nFix: b."),
         ("XYZ-01", {}, "No family.\n\nWhy: a.\nFix: b."),
         ("ACC-1", {}, "One digit.\n\nWhy: a.\nFix: b."),
-        ("ACC-97", {"level": "low"}, "No level.\n\nWhy: a.\nFix: b."),
         ("ACC-97", {"needs": ["luck"]}, "No need.\n\nWhy: a.\nFix: b."),
         ("ACC-97", {}, "Neither why nor fix."),
     ],
@@ -122,7 +123,9 @@ def test_component_error_fails_with_traceback() -> None:
 
 
 def made(outcome: str, level: str = "core", reason: str = "") -> Result:
-    return Result(Check("ACC-01", lambda context: None, level=level), outcome, reason)
+    features = frozenset({"threads"} if level == "extended" else ())
+    since = "9.0" if level == "provisional" else "0.1"  # later than any release that a component supports
+    return Result(Check("ACC-01", lambda context: None, features, since), outcome, reason)
 
 
 @pytest.mark.parametrize(
@@ -362,7 +365,7 @@ class Mine(CPUAccelerator):
 class Unready(CPUAccelerator):
     name = "unready"
 
-@check("ACC-98", level="provisional", since="0.2")
+@check("ACC-98", since="9.0")
 def new(context):
     '''It is ready.
 
@@ -442,8 +445,8 @@ def test_run_writes_all_report_formats(tmp_path: Path, capsys) -> None:
     report = json.loads(capsys.readouterr().out)
     assert report == json.loads(files["report"].read_text())
     assert list(report) == [
-        "schema", "kind", "alias", "plugin", "versions", "date", "device", "hardware", "features", "arguments", "seed",
-        "levels", "checks", "verdict",
+        "schema", "kind", "alias", "plugin", "versions", "date", "contract", "device", "hardware", "features", "arguments",
+        "seed", "levels", "checks", "verdict",
     ]  # fmt: skip
     assert report["schema"] == 1 and report["plugin"] == "torchhal"
     assert report["verdict"] == "partial"  # most checks of the core were not made

@@ -19,6 +19,8 @@ from made_plugins import Plugin
 from torchhal import memory_estimate
 from torchhal.testing import isolated_registry
 from torchhal_conformance import CHECKS, ComponentUnderTest, Result, Session
+from torchhal_conformance import _report as reports
+from torchhal_conformance._suite import choose
 
 GENERIC = [id for id in CHECKS if id.startswith("GEN")]
 
@@ -100,3 +102,41 @@ def test_table_holds_declared_variable(name: str, outcome: str, tmp_path: Path) 
         with Session(component) as session:
             found = session.run(CHECKS["GEN-23"])
     assert found.outcome == outcome and (outcome == "passed" or "rank 1" in found.reason), found.reason
+
+
+@pytest.mark.parametrize(
+    ("dependency", "contract"),
+    [
+        ("torchhal>=0.1,<1", "0.1"),
+        ("torchhal>=0.1.3,<1", "0.1"),
+        ("torchhal~=0.2", "0.2"),
+        ("torchhal>0.1,<1", "0.1"),
+        ("torchhal<1", "0.2"),
+        ('torchhal>=0.1,<1; extra == "all"', "0.2"),
+        ("", "0.2"),
+    ],
+)
+def test_contract_is_the_oldest_release_that_the_distribution_supports(
+    dependency: str, contract: str, tmp_path: Path
+) -> None:
+    with installed(replace(made_plugins.SOUND, dependency=dependency), tmp_path) as component:
+        assert component.contract == contract
+
+
+DRAWS = """
+def setup(self, device):
+    super().setup(device)
+    import torch
+    torch.rand(3)
+"""
+
+
+@pytest.mark.parametrize(("dependency", "level"), [("torchhal>=0.1,<1", "provisional"), ("torchhal>=0.2,<1", "core")])
+def test_a_check_that_is_newer_than_the_plugin_changes_no_verdict(dependency: str, level: str, tmp_path: Path) -> None:
+    plugin = replace(made_plugins.SOUND, dependency=dependency, members=DRAWS)
+    with installed(plugin, tmp_path) as component, Session(component) as session:
+        report = reports.build(component, [session.run(CHECKS[id]) for id in ("ACC-01", "ACC-31")])
+        assert ("ACC-31" in {one.id for one in choose(component, "core", None, "")}) == (level == "core")
+    (one,) = [one for one in report["checks"] if one["id"] == "ACC-31"]
+    assert (one["outcome"], one["level"], report["contract"]) == ("failed", level, dependency[10:13])
+    assert report["verdict"] == ("failed" if level == "core" else "partial")

@@ -90,6 +90,10 @@ def skip_one(report: Report) -> None:
     [
         (fail_one, "'verdict' is 'conformant', and its checks make 'failed'"),
         (call_it_provisional, "GEN-01 is core"),
+        (lambda report: report.update(contract="0.1"), "is provisional (the report has 'core')"),
+        (lambda report: report.update(contract="7.0"), "'contract' must be a release such as '0.1', and no later"),
+        (lambda report: report.update(contract="new"), "'contract' must be a release such as '0.1'"),
+        (lambda report: report.pop("contract"), "'contract' is missing"),
         (leave_out, "its checks make 'partial', without GEN-01"),
         (skip_one, "its checks make 'partial'"),
         (lambda report: report["levels"]["core"].update(passed=999), "'levels' has"),

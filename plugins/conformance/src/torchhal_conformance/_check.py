@@ -15,8 +15,9 @@ from torchhal.plugin import KINDS
 LEVELS: Final = ("core", "extended", "provisional")
 """Level -> the components that it applies to, from the lowest.
 
-``core``: every component of the kind. ``extended``: components that declare the check's features. ``provisional``: new
-in a minor release; it is reported, but changes no verdict before it becomes one of the others.
+``core``: every component of the kind. ``extended``: components that declare the check's features. ``provisional``: a
+check of either that is newer than the oldest release the component's distribution supports; it is reported, and changes
+no verdict.
 """
 
 PREFIXES: Final = {
@@ -45,7 +46,6 @@ class Check:
         id: such as ``"ACC-01"``; public and stable.
         function: raises when the rule is broken. Takes a ``CheckContext``; with ``world_sizes`` it runs on every rank
             and takes a ``RankContext``.
-        level: one of :data:`LEVELS`.
         features: what the component must declare for the check to mean anything; empty at core level.
         since: the version of torchhal that first had it.
         needs: members of :data:`NEEDS`.
@@ -56,13 +56,21 @@ class Check:
 
     id: str
     function: Callable[[Any], None]
-    level: str = "core"
     features: frozenset[str] = frozenset()
     since: str = "0.1"
     needs: frozenset[str] = frozenset()
     world_sizes: tuple[int, ...] = ()
     timeout: float = 30.0
     after: tuple[str, ...] = ()
+
+    @property
+    def level(self) -> str:
+        """``extended`` with features, else ``core``."""
+        return "extended" if self.features else "core"
+
+    def level_under(self, contract: str) -> str:
+        """Return the level for a component that supports ``contract``, a release such as ``"0.1"``, and later ones."""
+        return "provisional" if release(self.since) > release(contract) else self.level
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -98,42 +106,28 @@ def check(
     id: str,
     *,
     features: Iterable[str] = (),
-    level: str | None = None,
     since: str = "0.1",
     needs: Iterable[str] = (),
     world_sizes: tuple[int, ...] = (),
     timeout: float = 30.0,
     after: tuple[str, ...] = (),
 ) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
-    """Register the decorated function as the check ``id``. With ``features`` its level is ``extended`` unless given.
+    """Register the decorated function as the check ``id``.
 
     Raises:
-        ConfigurationError: an id of no known family or used before, an unknown level or need, a docstring without
-            its ``Why:`` and ``Fix:``.
+        ConfigurationError: an id of no known family or used before, an unknown need, a docstring without its ``Why:``
+            and ``Fix:``.
     """
 
     def register(function: Callable[[Any], None]) -> Callable[[Any], None]:
-        names = frozenset(features)
-        made = Check(
-            id,
-            function,
-            level or ("extended" if names else "core"),
-            names,
-            since,
-            frozenset(needs),
-            world_sizes,
-            timeout,
-            after,
-        )
+        made = Check(id, function, frozenset(features), since, frozenset(needs), world_sizes, timeout, after)
         match = _ID.fullmatch(id)
         if match is None or match[1] not in PREFIXES or id in CHECKS:
             raise ConfigurationError(
                 f"a check's id must be new and one of {', '.join(PREFIXES)} with two digits (got {id!r})"
             )
-        if made.level not in LEVELS or not made.needs <= set(NEEDS):
-            raise ConfigurationError(
-                f"check {id} must have a level of {LEVELS} and needs of {NEEDS} (got {made.level!r}, {needs!r})"
-            )
+        if not made.needs <= set(NEEDS):
+            raise ConfigurationError(f"check {id} must have needs of {NEEDS} (got {needs!r})")
         if unusable := [other for other in after if not _ID.fullmatch(other) or not _sort_key(other) < _sort_key(id)]:
             raise ConfigurationError(f"'after' of check {id} must name checks that are made before it (got {unusable})")
         if not (made.contract and made.why and made.fix):
@@ -144,8 +138,13 @@ def check(
     return register
 
 
-def checks_for(kind: str, *, level: str | None = None) -> list[Check]:
+def checks_for(kind: str, *, level: str | None = None, contract: str | None = None) -> list[Check]:
     """Return the checks for components of ``kind``, sorted by id; with ``level`` those up to it.
+
+    Args:
+        kind: one of :data:`torchhal.plugin.KINDS`.
+        level: one of :data:`LEVELS`.
+        contract: the oldest release that the component supports, on which a check's level depends; None: the newest.
 
     Raises:
         ConfigurationError: an unknown kind or level.
@@ -156,7 +155,16 @@ def checks_for(kind: str, *, level: str | None = None) -> list[Check]:
         raise ConfigurationError(f"'level' must be one of {', '.join(map(repr, LEVELS))} (got {level!r})")
     importlib.import_module("torchhal_conformance.checks")  # which registers them
     wanted = LEVELS if level is None else LEVELS[: LEVELS.index(level) + 1]
-    return sorted((one for one in CHECKS.values() if kind in one.kinds and one.level in wanted), key=_key_of)
+    mine = [one for one in CHECKS.values() if kind in one.kinds]
+    return sorted(
+        (one for one in mine if (one.level_under(contract) if contract else one.level) in wanted), key=_key_of
+    )
+
+
+def release(version: str) -> tuple[int, ...]:
+    """Return the first two numbers of a version; an empty tuple where it begins with none."""
+    found = re.match(r"(\d+)(?:\.(\d+))?", version)
+    return tuple(int(number or 0) for number in found.groups()) if found else ()
 
 
 def sort_checks() -> None:

@@ -24,6 +24,7 @@ from torchhal_conformance._check import Check, MissingInput, MissingRequirement,
 from torchhal_conformance._factory import Factory, import_object
 from torchhal_conformance._launcher_env import LAUNCHERS, WORLDS, owned_worlds
 from torchhal_conformance._launcher_worlds import LauncherWorld, Table, main_world, parse_worlds
+from torchhal_conformance._supported_releases import oldest_release
 
 if TYPE_CHECKING:
     from torchhal.accelerators import Accelerator
@@ -217,6 +218,19 @@ class ComponentUnderTest:
             if record.name == self.entry.plugin and record.distribution == self.entry.distribution:
                 return record
         return None
+
+    @cached_property
+    def contract(self) -> str:
+        """The oldest release of torchhal that its distribution supports, whose contract it is held to: ``"0.2"``.
+
+        This release for core's own components and for user code.
+        """
+        if self.entry.plugin in (CORE, USER):
+            return oldest_release(())
+        try:
+            return oldest_release(importlib.metadata.requires(self.entry.distribution) or ())
+        except importlib.metadata.PackageNotFoundError:  # a folder on the path, without metadata
+            return oldest_release(())
 
     @property
     def source(self) -> Path | None:

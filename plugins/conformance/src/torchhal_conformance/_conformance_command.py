@@ -105,7 +105,7 @@ def _run(arguments: argparse.Namespace) -> int:
             seed=arguments.seed, model=arguments.model, data=arguments.data, **tables,
         )  # fmt: skip
         check_features(component)
-        chosen = choose(arguments.kind, arguments.level, arguments.check or None, "--check")
+        chosen = choose(component, arguments.level, arguments.check or None, "--check")
         with Session(component) as session:
             results = []
             for one in chosen:

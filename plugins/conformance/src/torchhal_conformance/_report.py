@@ -39,7 +39,7 @@ def build(
     checks = [
         {
             "id": result.check.id,
-            "level": result.check.level,
+            "level": result.check.level_under(component.contract),
             "outcome": result.outcome,
             "reason": _reason(result, known.get(result.check.id)),
             "seconds": result.seconds,
@@ -55,6 +55,7 @@ def build(
         "plugin": component.entry.distribution,
         "versions": versions,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "contract": component.contract,
         "device": _device(component),
         "hardware": _hardware(component),
         "features": sorted(component.declared) if component.entry.availability() else sorted(component.features),
@@ -63,7 +64,10 @@ def build(
         "seed": component.seed,
         "levels": {level: _counts(checks, level) for level in LEVELS if any(one["level"] == level for one in checks)},
         "checks": checks,
-        "verdict": verdict(checks, complete={one.id for one in checks_for(component.kind, level="core")}),
+        "verdict": verdict(
+            checks,
+            complete={one.id for one in checks_for(component.kind, level="core", contract=component.contract)},
+        ),
     }
 
 

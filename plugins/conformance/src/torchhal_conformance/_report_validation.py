@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any, Final
 
 from torchhal.errors import ConfigurationError
 from torchhal.plugin import KINDS
-from torchhal_conformance._check import CHECKS, LEVELS, PREFIXES, checks_for
+from torchhal_conformance._check import CHECKS, LEVELS, PREFIXES, checks_for, release
 from torchhal_conformance._report import KIT, SCHEMA, verdict
 
 OUTCOMES: Final = ("passed", "failed", "skipped")
 _FIELDS: Final[dict[str, type[Any]]] = {
-    "kind": str, "alias": str, "plugin": str, "versions": dict, "date": str, "device": str, "hardware": str,
+    "kind": str, "alias": str, "plugin": str, "versions": dict, "date": str, "contract": str,
+    "device": str, "hardware": str,
     "features": list, "arguments": dict, "seed": int, "levels": dict, "checks": list, "verdict": str,
 }  # fmt: skip
 """Field -> its type in JSON."""
@@ -104,7 +105,7 @@ def _problems(report: Any) -> Iterator[str]:
         yield f"'schema' must be {SCHEMA} (got {schema!r}{newer})"
         return
     yield from _field_problems(report)
-    yield from _check_problems(report["checks"], report["kind"], _release(report["versions"]["kit"]))
+    yield from _check_problems(report)
     yield from _conclusion_problems(report)
 
 
@@ -150,13 +151,16 @@ def _version_problems(report: Mapping[str, Any]) -> Iterator[str]:
         version = versions.get(name)
         if not isinstance(version, str) or not _VERSION.fullmatch(version):
             yield f"'versions' must have the version of {name!r} (got {version!r:.80})"
-    if _release(versions["kit"]) == ():
+    if release(versions["kit"]) == ():
         yield f"the version of 'kit' must begin with numbers (got {versions['kit']!r})"
+    if not re.fullmatch(r"\d+\.\d+", contract := report["contract"]) or release(contract) > release(versions["kit"]):
+        yield f"'contract' must be a release such as '0.1', and no later one than the kit's (got {contract!r:.80})"
 
 
-def _check_problems(checks: Iterable[Any], kind: str, kit: tuple[int, ...]) -> Iterator[str]:
+def _check_problems(report: Mapping[str, Any]) -> Iterator[str]:
+    kind, kit, contract = report["kind"], release(report["versions"]["kit"]), report["contract"]
     seen: set[str] = set()
-    for one in checks:
+    for one in report["checks"]:
         if not isinstance(one, dict) or any(
             type(one.get(name)) is not wanted for name, wanted in _CHECK_FIELDS.items()
         ):
@@ -176,23 +180,23 @@ def _check_problems(checks: Iterable[Any], kind: str, kit: tuple[int, ...]) -> I
             yield f"{id}: 'seconds' must be a number from 0 (got {seconds!r:.80})"
         if one["outcome"] != "passed" and not one["reason"].strip():
             yield f"{id} {one['outcome']} without a reason"
-        yield from _known_problems(one, kind, kit)
+        yield from _known_problems(one, kind, kit, contract)
 
 
-def _known_problems(one: Mapping[str, str], kind: str, kit: tuple[int, ...]) -> Iterator[str]:
+def _known_problems(one: Mapping[str, str], kind: str, kit: tuple[int, ...], contract: str) -> Iterator[str]:
     """Yield what contradicts this kit; a check that a newer one has added is not known here."""
     id = one["id"]
     known = CHECKS.get(id)
-    if kind not in PREFIXES.get(id[:3], KINDS if kit > _release(KIT)[:2] else ()):
+    if kind not in PREFIXES.get(id[:3], KINDS if kit > release(KIT)[:2] else ()):
         yield f"{id} is no check of kind {kind!r}"
-    elif known is None and kit <= _release(KIT)[:2]:
+    elif known is None and kit <= release(KIT)[:2]:
         yield f"{id} is no check of kit {KIT}"
-    elif known is not None and kit == _release(KIT)[:2] and one["level"] != known.level:
-        yield f"{id} is {known.level} (the report has {one['level']!r})"
+    elif known is not None and kit == release(KIT)[:2] and one["level"] != known.level_under(contract):
+        yield f"{id} is {known.level_under(contract)} (the report has {one['level']!r})"
 
 
 def _conclusion_problems(report: Mapping[str, Any]) -> Iterator[str]:
-    checks, kit = report["checks"], _release(report["versions"]["kit"])
+    checks, kit = report["checks"], release(report["versions"]["kit"])
     for level in LEVELS:
         outcomes = [one["outcome"] for one in checks if one["level"] == level]
         counted = {outcome: outcomes.count(outcome) for outcome in OUTCOMES} if outcomes else None
@@ -200,17 +204,12 @@ def _conclusion_problems(report: Mapping[str, Any]) -> Iterator[str]:
             yield f"'levels' has {report['levels'].get(level)!r:.80} for {level!r}, and its checks make {counted!r}"
     if unknown := sorted(report["levels"].keys() - set(LEVELS)):
         yield f"'levels' has {unknown[0]!r:.80}, which is no level"
-    complete = {one.id for one in checks_for(report["kind"], level="core") if _release(one.since) <= kit}
+    mine = checks_for(report["kind"], level="core", contract=report["contract"])
+    complete = {one.id for one in mine if release(one.since) <= kit}
     right = verdict(checks, complete=complete)
     # a newer kit may have more checks than this one knows, and the run may have left those out
-    beyond = kit > _release(KIT)[:2] and (report["verdict"], right) == ("partial", "conformant")
+    beyond = kit > release(KIT)[:2] and (report["verdict"], right) == ("partial", "conformant")
     if report["verdict"] != right and not beyond:
         lacking = sorted(complete - {one["id"] for one in checks})
         told = f", without {', '.join(lacking[:4])}{' ...' if len(lacking) > 4 else ''}" if lacking else ""
         yield f"'verdict' is {report['verdict']!r:.80}, and its checks make {right!r}{told}"
-
-
-def _release(version: str) -> tuple[int, ...]:
-    """Return the first two numbers of a version; an empty tuple where it begins with none."""
-    found = re.match(r"(\d+)(?:\.(\d+))?", version)
-    return () if found is None else (int(found[1]), int(found[2] or 0))

@@ -82,7 +82,7 @@ def conformance_suite(
         model=model,
         data=data,
     )
-    chosen = choose(kind, level, only, "'only'")
+    chosen = choose(component, level, only, "'only'")
     expected = dict(expected_failures or {})
     for id, reason in expected.items():
         if id not in {one.id for one in chosen}:
@@ -117,7 +117,11 @@ def conformance_suite(
             if result.outcome == "skipped":
                 pytest.skip(result.reason)
             told = result.verbose_text if request.config.get_verbosity() > 0 else result.text
-            if result.outcome == "failed" and result.check.level == "provisional" and id not in expected:
+            if (
+                result.outcome == "failed"
+                and result.check.level_under(component.contract) == "provisional"
+                and id not in expected
+            ):
                 pytest.xfail(f"provisional, which changes no verdict: {told}")
             if result.outcome == "failed":
                 pytest.fail(told, pytrace=False)
@@ -126,13 +130,13 @@ def conformance_suite(
     return TestConformance
 
 
-def choose(kind: str, level: str | None, only: Iterable[str] | None, name: str) -> list[Check]:
-    """Return the checks of ``kind`` up to ``level``, of them those in ``only`` if given; ``name`` is for the message.
+def choose(component: ComponentUnderTest, level: str | None, only: Iterable[str] | None, name: str) -> list[Check]:
+    """Return its checks up to ``level``, of them those in ``only`` if given; ``name`` is for the message.
 
     Raises:
         ConfigurationError: an unknown level, or an id in ``only`` that is none of them.
     """
-    found = checks_for(kind, level=level)
+    found = checks_for(component.kind, level=level, contract=component.contract)
     if only is None:
         return found
     if isinstance(only, str):
@@ -141,7 +145,7 @@ def choose(kind: str, level: str | None, only: Iterable[str] | None, name: str) 
     if unknown := sorted(wanted - {one.id for one in found}):
         raise ConfigurationError(
             f"{name} must name checks of this kind and level (got {', '.join(map(repr, unknown))}); "
-            f"'torchhal conformance list {kind}' shows them"
+            f"'torchhal conformance list {component.kind}' shows them"
         )
     return [one for one in found if one.id in wanted]
 

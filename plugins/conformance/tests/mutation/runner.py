@@ -105,12 +105,10 @@ class Runner:
     def control(self, carriers: Iterable[str] | None = None, only: Collection[str] | None = None) -> Control:
         """Return the results of the unchanged copies: of all carriers and checks, unless some are named."""
         chosen = [one for one in KINDS[self.kind].carriers if carriers is None or one.name in set(carriers)]
-        # a check that is provisional yet applies to the same components once it is not
         ids = [
             one.id
             for one in checks_for(self.kind)
-            if (one.level in ("core", self.level) or (one.level == "provisional" and not one.features))
-            and (only is None or one.id in only)
+            if one.level in ("core", self.level) and (only is None or one.id in only)
         ]
         pairs = [(carrier, id) for carrier in chosen for id in ids if id not in carrier.left_out]
         keys = {

@@ -20,7 +20,7 @@ def _create(context: CheckContext, members: dict[str, Any]) -> Accelerator:
     return found
 
 
-@check("ACC-41", level="provisional", since="0.2")
+@check("ACC-41", since="0.2")
 def requests_without_hardware(context: CheckContext) -> None:
     """Without hardware each valid request for devices is an AcceleratorUnavailableError with the reason.
 
@@ -44,7 +44,7 @@ def requests_without_hardware(context: CheckContext) -> None:
     same("parse_devices('auto') without hardware", accelerator.parse_devices("auto"), ())
 
 
-@check("ACC-42", level="provisional", since="0.2", needs=["device"])
+@check("ACC-42", since="0.2", needs=["device"])
 def teardown_of_a_failed_device(context: CheckContext) -> None:
     """teardown() doesn't raise where the device fails again in it.
 

@@ -9,7 +9,7 @@ from torchhal_conformance._check import NotApplicable, check
 from torchhal_conformance._context import CheckContext
 
 
-@check("ACC-40", level="provisional", since="0.2", needs=["two devices"])
+@check("ACC-40", since="0.2", needs=["two devices"])
 def generators_of_devices(context: CheckContext) -> None:
     """manual_seed seeds the generators of all devices; get_rng_state and set_rng_state are about the device given.
 

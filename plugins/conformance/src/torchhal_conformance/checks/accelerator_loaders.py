@@ -56,7 +56,7 @@ class _Stateful:
         self.begin = state["position"]
 
 
-@check("ACC-28", level="provisional", since="0.2", needs=["device"], after=("ACC-12",))
+@check("ACC-28", since="0.2", needs=["device"], after=("ACC-12",))
 def processed_loader(context: CheckContext) -> None:
     """What process_dataloader returns gives the loader's batches in their order, as often as it is iterated.
 

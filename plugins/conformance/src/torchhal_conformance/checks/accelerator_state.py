@@ -103,7 +103,7 @@ def random_state(context: CheckContext) -> None:
     same("the state, after another draw", state, kept)
 
 
-@check("ACC-31", level="provisional", since="0.2", needs=["device"])
+@check("ACC-31", since="0.2", needs=["device"])
 def process_left_alone(context: CheckContext) -> None:
     """setup_device(), setup() and teardown() leave torch's switches and the CPU's random numbers as they were.
 

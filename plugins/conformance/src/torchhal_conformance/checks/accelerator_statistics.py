@@ -16,7 +16,7 @@ from torchhal_conformance._context import CheckContext
 _REGION = "torchhal_conformance.region"
 
 
-@check("ACC-26", level="provisional", since="0.2", needs=["device"])
+@check("ACC-26", since="0.2", needs=["device"])
 def device_stats(context: CheckContext) -> None:
     """device_stats gives finite floats by strings, and never raises: not before a set-up, nor for an absent device.
 
@@ -50,7 +50,7 @@ def _require_readings(what: str, stats: object) -> None:
         require(not key.endswith("_percent") or 0 <= value <= 100, f"{what}: {key!r} is no share: {value!r}")
 
 
-@check("ACC-27", level="provisional", since="0.2", needs=["device"])
+@check("ACC-27", since="0.2", needs=["device"])
 def profiler(context: CheckContext) -> None:
     """profile() records work and has step(); profile_region() names it there, nests, and is harmless outside of it.
 

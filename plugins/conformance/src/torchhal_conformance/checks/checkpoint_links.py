@@ -21,7 +21,7 @@ from torchhal_conformance._context import CheckContext
 from torchhal_conformance.checks._checkpoint_samples import file_sizes, load, save, small_checkpoint
 
 
-@check("CIO-50", level="provisional", since="0.2", after=("CIO-01", "CIO-13"))
+@check("CIO-50", since="0.2", after=("CIO-01", "CIO-13"))
 def second_name(context: CheckContext) -> None:
     """link_checkpoint makes a second name of a checkpoint and returns True, or returns False and changes nothing.
 
@@ -96,7 +96,7 @@ def _link(io: CheckpointIO, folder: Path, told: str) -> None:
     same(f"the files after a link to the name of a folder{told}", file_sizes(folder), before)
 
 
-@check("CIO-51", level="provisional", since="0.2", needs=["posix"], after=("CIO-12", "CIO-13"))
+@check("CIO-51", since="0.2", needs=["posix"], after=("CIO-12", "CIO-13"))
 def something_else(context: CheckContext) -> None:
     """What no save wrote is no checkpoint: a folder of the user's, a pipe, a file for a folder, an endless link.
 
@@ -179,7 +179,7 @@ class _Custom:
     """A class that a load with weights_only=True refuses."""
 
 
-@check("CIO-52", level="provisional", since="0.2", after=("CIO-01", "CIO-16"))
+@check("CIO-52", since="0.2", after=("CIO-01", "CIO-16"))
 def foreign_files(context: CheckContext) -> None:
     """A load returns what exists() takes for a checkpoint, be it a file that plain torch.save wrote.
 

@@ -28,7 +28,7 @@ def _read(value: Any) -> Any:
     return value
 
 
-@check("CIO-40", level="provisional", since="0.2", after=("CIO-01",))
+@check("CIO-40", since="0.2", after=("CIO-01",))
 def inspection(context: CheckContext) -> None:
     """open_checkpoint returns the dictionary that was saved; its tensors have values, on the CPU, when they are read.
 
@@ -50,7 +50,7 @@ def inspection(context: CheckContext) -> None:
     raises("load_checkpoint of another file", CheckpointError, lambda: io.load_checkpoint(path))
 
 
-@check("CIO-41", level="provisional", since="0.2")
+@check("CIO-41", since="0.2")
 def refused_class(context: CheckContext) -> None:
     """A class that weights_only refuses is a CheckpointError: of the save, with its key, or of the load, with its name.
 

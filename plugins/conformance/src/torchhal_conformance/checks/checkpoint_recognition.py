@@ -22,7 +22,7 @@ from torchhal_conformance.checks._checkpoint_samples import MIB, checkpoint_file
 _EXTENSION = re.compile(r"(?:\.[A-Za-z0-9][A-Za-z0-9_-]*)*")
 
 
-@check("CIO-30", level="provisional", since="0.2")
+@check("CIO-30", since="0.2")
 def recognition(context: CheckContext) -> None:
     """recognizes() is True for the IO's own checkpoints, also for one that is damaged behind its first bytes.
 
@@ -99,7 +99,7 @@ def _bytes_read() -> int:
     return int(counts.partition("rchar: ")[2].split()[0])
 
 
-@check("CIO-31", level="provisional", since="0.2")
+@check("CIO-31", since="0.2")
 def extension(context: CheckContext) -> None:
     """The extension is "" or a suffix such as ".ckpt"; a run's checkpoints end in it, and the run finds them again.
 

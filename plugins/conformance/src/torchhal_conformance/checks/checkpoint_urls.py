@@ -36,7 +36,7 @@ def _options_of_storage() -> Iterator[list[dict[str, Any]]]:
         yield given
 
 
-@check("CIO-58", level="provisional", since="0.2", after=("CIO-01", "CIO-24"))
+@check("CIO-58", since="0.2", after=("CIO-01", "CIO-24"))
 def storage_options(context: CheckContext) -> None:
     """Options of storage reach fsspec with every URL: those of the instance, and over them those of a save.
 

@@ -76,7 +76,7 @@ def _unusual() -> Iterator[Any]:
     yield torch.nn.Parameter(torch.ones(2))
 
 
-@check("CIO-53", level="provisional", since="0.2", after=("CIO-01", "CIO-41"))
+@check("CIO-53", since="0.2", after=("CIO-01", "CIO-41"))
 def values(context: CheckContext) -> None:
     """Plain data of any form is saved; another value comes back, or is a CheckpointError of the save or of the load.
 

@@ -144,7 +144,7 @@ def _stop(child: int, folder: Path, before: set[str]) -> bool:
     return _is_stopped(child)
 
 
-@check("CIO-54", level="provisional", since="0.2", needs=["posix"], after=("CIO-01", "CIO-16"))
+@check("CIO-54", since="0.2", needs=["posix"], after=("CIO-01", "CIO-16"))
 def unfinished_saves(context: CheckContext) -> None:
     """An unfinished save is neither seen by exists() nor listed; what a killed one left the next save there removes.
 
@@ -176,7 +176,7 @@ def _temporary(folder: Path) -> list[str]:
     return [name for name in os.listdir(folder) if name not in saved]
 
 
-@check("CIO-55", level="provisional", since="0.2", needs=["posix"], after=("CIO-01",))
+@check("CIO-55", since="0.2", needs=["posix"], after=("CIO-01",))
 def brought_to_disk(context: CheckContext) -> None:
     """A save brings the file to the disk before it renames it, and then the folders that name it.
 
@@ -270,7 +270,7 @@ def _events_of(call: Callable[[], Any]) -> list[tuple[str, str, str]]:
     return events
 
 
-@check("CIO-56", level="provisional", since="0.2", after=("CIO-01", "CIO-12"))
+@check("CIO-56", since="0.2", after=("CIO-01", "CIO-12"))
 def every_byte(context: CheckContext) -> None:
     """A checkpoint of which any byte is changed or missing is a CheckpointCorruptError; no value is returned.
 
@@ -314,7 +314,7 @@ def every_byte(context: CheckContext) -> None:
     same("the checkpoint put back", io.load_checkpoint(path), state)
 
 
-@check("CIO-57", level="provisional", since="0.2", needs=["posix"], after=("CIO-07",))
+@check("CIO-57", since="0.2", needs=["posix"], after=("CIO-07",))
 def no_room(context: CheckContext) -> None:
     """A save that finds no room, however early or late, is a CheckpointError whose cause is the OSError of the write.
 
@@ -374,7 +374,7 @@ def _open_files() -> int:
     return len(os.listdir(folder)) if os.path.isdir(folder) else 0
 
 
-@check("CIO-59", level="provisional", since="0.2", after=("CIO-16",))
+@check("CIO-59", since="0.2", after=("CIO-16",))
 def clock_set_back(context: CheckContext) -> None:
     """The last saved checkpoint is the last of the list, also where the clock was set back, or stands still.
 

@@ -59,7 +59,7 @@ def restarted(context: CheckContext) -> None:
     same("rank, local rank, world and sum in each process of the second start", found, ["0 0 2 1.0", "1 1 2 1.0"])
 
 
-@check("ENV-53", level="provisional", needs=["posix"], since="0.2")
+@check("ENV-53", needs=["posix"], since="0.2")
 def live_runtime(context: CheckContext) -> None:
     """Numbers that a runtime gives, and no variable, are right in two processes that its launcher really starts.
 
@@ -80,7 +80,7 @@ def live_runtime(context: CheckContext) -> None:
     _check_processes(context)
 
 
-@check("ENV-54", level="provisional", needs=["posix"], since="0.2", after=("ENV-18",))
+@check("ENV-54", needs=["posix"], since="0.2", after=("ENV-18",))
 def started_processes(context: CheckContext) -> None:
     """In two processes that its launcher really starts an environment is found by a variable that announces it.
 

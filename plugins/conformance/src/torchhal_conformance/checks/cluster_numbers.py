@@ -19,7 +19,7 @@ from torchhal_conformance._launcher_worlds import Layout
 ALONE = {"world_size": 1, "global_rank": 0, "local_rank": 0, "node_rank": 0, "local_world_size": 1}
 
 
-@check("ENV-40", level="provisional", since="0.2")
+@check("ENV-40", since="0.2")
 def before_a_launch(context: CheckContext) -> None:
     """Where torchhal starts the processes, this one is rank 0 of 1 before the launch.
 
@@ -61,7 +61,7 @@ def _before(environment: ClusterEnvironment, when: str) -> None:
         require(type(port) is int and 1 <= port <= 65535, f"main_port {when} must be a port (got {port!r})")
 
 
-@check("ENV-41", level="provisional", since="0.2", needs=["table"])
+@check("ENV-41", since="0.2", needs=["table"])
 def impossible_numbers(context: CheckContext) -> None:
     """A number that no job can have is a ConfigurationError: below zero, no process at all, a rank beyond its world.
 
@@ -112,7 +112,7 @@ def _told(context: CheckContext, told: str) -> dict[str, int] | None:
     return found
 
 
-@check("ENV-42", level="provisional", since="0.2", needs=["table"], after=("ENV-03", "ENV-04"))
+@check("ENV-42", since="0.2", needs=["table"], after=("ENV-03", "ENV-04"))
 def nodes(context: CheckContext) -> None:
     """num_nodes() is 2 on every process of two nodes; node_of() tells ranks of one node from the others, or is None.
 
@@ -140,7 +140,7 @@ def _nodes_of_ranks(environment: ClusterEnvironment, layout: Layout) -> tuple[in
     return count, [environment.node_of(other) for other in range(layout.world_size)]
 
 
-@check("ENV-43", level="provisional", since="0.2", needs=["table"])
+@check("ENV-43", since="0.2", needs=["table"])
 def job_settings(context: CheckContext) -> None:
     """stop_signals keeps what was set; run_again returns a string; one without "owns_launch" makes no launcher.
 

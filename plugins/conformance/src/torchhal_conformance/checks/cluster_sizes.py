@@ -50,7 +50,7 @@ def job_of_one(tables: Sequence[Mapping[str, str]]) -> dict[str, str]:
     return changed
 
 
-@check("ENV-60", level="provisional", since="0.2", needs=["table"], after=("ENV-03", "ENV-04"))
+@check("ENV-60", since="0.2", needs=["table"], after=("ENV-03", "ENV-04"))
 def one_process(context: CheckContext) -> None:
     """In a job of one process the numbers are those of rank 0 of 1 on one node, and validate_settings accepts it.
 
@@ -109,7 +109,7 @@ def _is_alone(told: str, environment: Any) -> None:
     environment.validate_settings(num_devices=1, num_nodes=1)
 
 
-@check("ENV-61", level="provisional", since="0.2", needs=["table"], after=("ENV-07",))
+@check("ENV-61", since="0.2", needs=["table"], after=("ENV-07",))
 def meeting_place_given(context: CheckContext) -> None:
     """MASTER_ADDR and MASTER_PORT, where the launcher sets them, are where the ranks meet.
 
@@ -169,7 +169,7 @@ def _without(context: CheckContext, name: str, table: Mapping[str, str]) -> None
     require(usable, f"without {name} the ranks would meet at {(address, port)}")
 
 
-@check("ENV-62", level="provisional", since="0.2", after=("ENV-40",))
+@check("ENV-62", since="0.2", after=("ENV-40",))
 def started_by_hand(context: CheckContext) -> None:
     """Nodes that a user starts by hand, with NODE_RANK, MASTER_ADDR and MASTER_PORT, are the nodes of one job.
 
@@ -230,7 +230,7 @@ def _refuses(context: CheckContext) -> None:
                 raises(f"configure() with {sizes}", ConfigurationError, partial(context.create().configure, **sizes))
 
 
-@check("ENV-63", level="provisional", since="0.2", needs=["table", "posix"], after=("ENV-03", "ENV-04"))
+@check("ENV-63", since="0.2", needs=["table", "posix"], after=("ENV-03", "ENV-04"))
 def ranks_meet(context: CheckContext) -> None:
     """What no variable holds of a process's place join() determines: two ranks of one host know it afterwards.
 
@@ -292,7 +292,7 @@ def _meet(component: ComponentUnderTest, tables: Sequence[Mapping[str, str]]) ->
         return {**numbers(environment), "num_nodes": environment.num_nodes()}
 
 
-@check("ENV-64", level="provisional", since="0.2")
+@check("ENV-64", since="0.2")
 def recommended(context: CheckContext) -> None:
     """recommendations() is a list of sentences, in any environment.
 

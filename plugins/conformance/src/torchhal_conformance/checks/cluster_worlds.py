@@ -35,7 +35,7 @@ MARGIN: Final = 4.0
 """Seconds that they may take longer on a busy machine."""
 
 
-@check("ENV-50", level="provisional", since="0.2", needs=["table"], after=("ENV-03", "ENV-04"))
+@check("ENV-50", since="0.2", needs=["table"], after=("ENV-03", "ENV-04"))
 def other_layouts(context: CheckContext) -> None:
     """In a job of any layout every rank has its numbers, and all meet at one place: one node, one rank a node, 2 + 1.
 
@@ -72,7 +72,7 @@ def _survey(environment: ClusterEnvironment, layout: Layout) -> tuple[Any, dict[
     return type(environment).detect(), numbers(environment), nodes, place
 
 
-@check("ENV-51", level="provisional", since="0.2", needs=["table", "posix"], after=("ENV-03", "ENV-04"))
+@check("ENV-51", since="0.2", needs=["table", "posix"], after=("ENV-03", "ENV-04"))
 def ranks_meet(context: CheckContext) -> None:
     """join() determines the numbers that no variable holds, each time that all ranks call it, and no others change.
 
@@ -130,7 +130,7 @@ def _join_twice(component: ComponentUnderTest, world: LauncherWorld, port: int) 
     return before, first, second, written, copy
 
 
-@check("ENV-52", level="provisional", since="0.2", needs=["table", "posix"], after=("ENV-51",))
+@check("ENV-52", since="0.2", needs=["table", "posix"], after=("ENV-51",))
 def rank_is_missing(context: CheckContext) -> None:
     """Where a rank doesn't come to join(), it is an error of torchhal on the others, no later than the timeout.
 

@@ -15,7 +15,7 @@ from torchhal_conformance._launcher_env import variables
 from torchhal_conformance.checks._plugin_facts import discovery_facts, plugin_record, require_loaded
 
 
-@check("GEN-23", level="provisional", since="0.2")
+@check("GEN-23", since="0.2")
 def declared_variables(context: CheckContext) -> None:
     """The distribution declares a variable for each of its cluster environments, without which detect() is False.
 

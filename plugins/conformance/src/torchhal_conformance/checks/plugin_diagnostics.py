@@ -9,7 +9,7 @@ from torchhal_conformance._check import check
 from torchhal_conformance._context import CheckContext
 
 
-@check("GEN-30", level="provisional", since="0.2")
+@check("GEN-30", since="0.2")
 def diagnostics(context: CheckContext) -> None:
     """A component reports on its installation in a list of sentences, a line each, without an error, in two seconds.
 

@@ -20,7 +20,7 @@ from torchhal_conformance._check import check
 from torchhal_conformance._context import CheckContext
 
 
-@check("GEN-31", level="provisional", since="0.2")
+@check("GEN-31", since="0.2")
 def availability(context: CheckContext) -> None:
     """A class answers whether it can be used here by an Availability, again and again the same, in two seconds.
 
@@ -38,7 +38,7 @@ def availability(context: CheckContext) -> None:
     require(took < 2, f"availability() took {took:.1f} s at the second call")
 
 
-@check("GEN-32", level="provisional", since="0.2")
+@check("GEN-32", since="0.2")
 def composition(context: CheckContext) -> None:
     """check_fit accepts or refuses a composition, by a ConfigurationError, and does nothing else.
 

@@ -34,7 +34,7 @@ class _Mixture(nn.Module):
         return found
 
 
-@check("PRE-50", level="provisional", since="0.2", needs=["device"], after=("PRE-40",))
+@check("PRE-50", since="0.2", needs=["device"], after=("PRE-40",))
 def several_kinds_of_gradients(context: CheckContext) -> None:
     """The global norm counts sparse and dense gradients of one optimizer together, and clips all of them alike.
 
@@ -73,7 +73,7 @@ def several_kinds_of_gradients(context: CheckContext) -> None:
             require(float(got.norm()) <= limit * (1 + 3 * trained.tolerance), f"the norm is still {float(got.norm())}")
 
 
-@check("PRE-51", level="provisional", since="0.2", needs=["device"], after=("PRE-14",))
+@check("PRE-51", since="0.2", needs=["device"], after=("PRE-14",))
 def no_gradients(context: CheckContext) -> None:
     """optimizer_step returns a bool, and changes no weight, where no parameter has a gradient; so does clip_gradients.
 
@@ -97,7 +97,7 @@ def no_gradients(context: CheckContext) -> None:
     same("the state", trained.precision.state_dict(), plain.precision.state_dict())
 
 
-@check("PRE-52", level="provisional", since="0.2", needs=["device"], after=("PRE-16",))
+@check("PRE-52", since="0.2", needs=["device"], after=("PRE-16",))
 def loaded_within_a_step(context: CheckContext) -> None:
     """A state that is loaded in the middle of a step is the state, whatever the step had found.
 
@@ -140,7 +140,7 @@ def loaded_within_a_step(context: CheckContext) -> None:
     same("a state that was loaded before setup()", fresh.state_dict(), kept)
 
 
-@check("PRE-53", level="provisional", since="0.2", needs=["device"], after=("PRE-24",))
+@check("PRE-53", since="0.2", needs=["device"], after=("PRE-24",))
 def torn_down_within(context: CheckContext) -> None:
     """teardown() inside of an entered context restores what the context changed, and leaving it changes nothing then.
 
@@ -173,7 +173,7 @@ def torn_down_within(context: CheckContext) -> None:
             same(f"the default dtype {told}, entered and left again", torch.get_default_dtype(), before)
 
 
-@check("PRE-54", level="provisional", since="0.2", needs=["device"], after=("PRE-09", "PRE-12"))
+@check("PRE-54", since="0.2", needs=["device"], after=("PRE-09", "PRE-12"))
 def gradients_of_others(context: CheckContext) -> None:
     """Gradients that were made in another way than by one backward() of the precision are right, or a RuntimeError.
 
@@ -237,7 +237,7 @@ class _Watched(torch.optim.SGD):
         return super().step(closure)
 
 
-@check("PRE-55", level="provisional", since="0.2", needs=["device"], after=("PRE-43", "PRE-47"))
+@check("PRE-55", since="0.2", needs=["device"], after=("PRE-43", "PRE-47"))
 def autocast_inside(context: CheckContext) -> None:
     """Inside of forward_context() the backward and the optimizer run as outside of it, and a closure inside of it.
 
@@ -321,7 +321,7 @@ def _model_of(trained: PrecisionRun, *, again: bool = False) -> torch.Tensor:
     return found.detach().clone()
 
 
-@check("PRE-56", level="provisional", since="0.2")
+@check("PRE-56", since="0.2")
 def refused_states(context: CheckContext) -> None:
     """The error of reshard_rank_state for states that can't be shared out names both numbers of ranks.
 

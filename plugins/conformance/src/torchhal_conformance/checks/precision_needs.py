@@ -11,7 +11,7 @@ from torchhal_conformance._context import CheckContext
 from torchhal_conformance.checks._precision_run import PrecisionRun
 
 
-@check("PRE-29", level="provisional", since="0.2", needs=["device"])
+@check("PRE-29", since="0.2", needs=["device"])
 def complete_needs(context: CheckContext) -> None:
     """``needs`` holds what a step uses: the dtypes of weights and products, autocast, a scaled loss, a matmul mode.
 

@@ -15,7 +15,7 @@ from torchhal_conformance._context import CheckContext
 from torchhal_conformance.checks._precision_run import PrecisionRun, flatten, total_norm
 
 
-@check("PRE-40", level="provisional", since="0.2", needs=["device"])
+@check("PRE-40", since="0.2", needs=["device"])
 def sparse_gradients(context: CheckContext) -> None:
     """clip_gradients clips sparse gradients in place as it clips dense ones, by norm and by value.
 
@@ -44,7 +44,7 @@ def sparse_gradients(context: CheckContext) -> None:
         require(float(clipped.abs().max()) <= 1.1 * limit, f"a sparse gradient was not clipped by {algorithm}")
 
 
-@check("PRE-41", level="provisional", since="0.2", needs=["device"])
+@check("PRE-41", since="0.2", needs=["device"])
 def shared_parameters(context: CheckContext) -> None:
     """main_params yields a parameter once that is in two groups of an optimizer.
 
@@ -59,7 +59,7 @@ def shared_parameters(context: CheckContext) -> None:
     same("how often a parameter of two groups was yielded", len(found), 1)
 
 
-@check("PRE-42", level="provisional", since="0.2", needs=["device"])
+@check("PRE-42", since="0.2", needs=["device"])
 def backward_arguments(context: CheckContext) -> None:
     """backward() passes its arguments on, and calls ``through`` with them in place of the loss's own backward.
 
@@ -87,7 +87,7 @@ def backward_arguments(context: CheckContext) -> None:
     fresh.near("the gradients through a function", flatten(fresh.gradients()), reference, 3)
 
 
-@check("PRE-43", level="provisional", since="0.2", needs=["device"])
+@check("PRE-43", since="0.2", needs=["device"])
 def inside_the_step(context: CheckContext) -> None:
     """backward, clip_gradients and optimizer_step do inside of forward_context() what they do outside of it.
 
@@ -121,7 +121,7 @@ def _apply(trained: PrecisionRun, loss: torch.Tensor) -> Any:
     return norm
 
 
-@check("PRE-44", level="provisional", since="0.2", needs=["device"])
+@check("PRE-44", since="0.2", needs=["device"])
 def state_before_setup(context: CheckContext) -> None:
     """A state that is loaded before setup() is the state after it, and before it already.
 
@@ -144,7 +144,7 @@ def state_before_setup(context: CheckContext) -> None:
     same("the state after another setup()", other.state_dict(), kept)
 
 
-@check("PRE-45", level="provisional", since="0.2", needs=["device"])
+@check("PRE-45", since="0.2", needs=["device"])
 def declared_scaling(context: CheckContext) -> None:
     """A precision has "scales_loss" in ``features`` exactly if backward() scales the loss.
 
@@ -156,7 +156,7 @@ def declared_scaling(context: CheckContext) -> None:
     same("whether 'scales_loss' is declared", "scales_loss" in trained.precision.features, scales)
 
 
-@check("PRE-46", level="provisional", since="0.2", needs=["device"])
+@check("PRE-46", since="0.2", needs=["device"])
 def two_losses(context: CheckContext) -> None:
     """The backward of a second loss leaves the unscaled gradients of another optimizer alone.
 
@@ -183,7 +183,7 @@ def two_losses(context: CheckContext) -> None:
     close("what was not trained twice", trained.weights()[0].isfinite().all().double(), torch.tensor(1.0), 0.0)
 
 
-@check("PRE-47", level="provisional", since="0.2", needs=["device"])
+@check("PRE-47", since="0.2", needs=["device"])
 def closure_of_a_step(context: CheckContext) -> None:
     """optimizer_step runs the closure once for an optimizer that needs it once, with gradients on, and then steps.
 

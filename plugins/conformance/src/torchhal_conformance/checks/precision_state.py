@@ -23,7 +23,7 @@ def _own(precision: Precision) -> dict[str, Any]:
     return copy.deepcopy(state)
 
 
-@check("PRE-27", level="provisional", since="0.2", needs=["device"])
+@check("PRE-27", since="0.2", needs=["device"])
 def rank_state(context: CheckContext) -> None:
     """What rank_state_dict() returns is plain data with which another instance does the same, bit for bit.
 
@@ -50,7 +50,7 @@ def rank_state(context: CheckContext) -> None:
     same("rank_state_dict() after two more steps", _own(other.precision), _own(one.precision))
 
 
-@check("PRE-28", level="provisional", since="0.2", needs=["device"])
+@check("PRE-28", since="0.2", needs=["device"])
 def resharded_rank_state(context: CheckContext) -> None:
     """reshard_rank_state shares the states of 2 ranks out to 1 or 3, or raises CheckpointMismatchError.
 
@@ -67,7 +67,7 @@ def resharded_rank_state(context: CheckContext) -> None:
     check_resharding(one.precision, states, lambda: _own(one.precision))
 
 
-@check("PRE-30", level="provisional", since="0.2", needs=["device"])
+@check("PRE-30", since="0.2", needs=["device"])
 def optimizer_state_dtype(context: CheckContext) -> None:
     """An optimizer steps with its state in the dtypes of optimizer_state_dtype, and a resume keeps every digit of it.
 

@@ -24,7 +24,7 @@ def _freeze(module: nn.Module, layers: tuple[str, ...]) -> None:
         parameter.requires_grad_(not name.startswith(layers) if layers else True)
 
 
-@check("STR-64", level="provisional", since="0.2", world_sizes=(1, 2), after=("STR-14",))
+@check("STR-64", since="0.2", world_sizes=(1, 2), after=("STR-14",))
 def frozen_during_the_run(rank: RankContext) -> None:
     """Parameters that are frozen after the set-up, and trained again later, make the steps that plain torch makes.
 
@@ -82,7 +82,7 @@ CHANGES: dict[str, Callable[[dict[str, Any]], None]] = {
 }
 
 
-@check("STR-65", level="provisional", since="0.2", world_sizes=(1, 2))
+@check("STR-65", since="0.2", world_sizes=(1, 2))
 def state_of_something_else(rank: RankContext) -> None:
     """A state that can't be this optimizer's is a CheckpointMismatchError, and nothing changes.
 

@@ -25,7 +25,7 @@ class _Fails(ThreeLayers):
             raise LookupError("this validation fails")
 
 
-@check("STR-55", level="provisional", since="0.2", needs=["device"], world_sizes=(1, 2), timeout=90)
+@check("STR-55", since="0.2", needs=["device"], world_sizes=(1, 2), timeout=90)
 def paired_hooks(rank: RankContext) -> None:
     """Each on_..._start of a run has its on_..._end, innermost first; nobody but the loops calls them.
 

@@ -33,7 +33,7 @@ def _own(strategy: Strategy) -> dict[str, Any]:
     return copy.deepcopy(map_tensors(state, lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf))
 
 
-@check("STR-49", level="provisional", since="0.2", world_sizes=(2,), timeout=60)
+@check("STR-49", since="0.2", world_sizes=(2,), timeout=60)
 def rank_state(rank: RankContext) -> None:
     """What rank_state_dict() returns is plain data with which a new life goes on, on each rank with its own.
 
@@ -63,7 +63,7 @@ def rank_state(rank: RankContext) -> None:
         rank.gather("done")
 
 
-@check("STR-50", level="provisional", since="0.2", world_sizes=(2,), timeout=60)
+@check("STR-50", since="0.2", world_sizes=(2,), timeout=60)
 def resharded_rank_state(rank: RankContext) -> None:
     """reshard_rank_state shares the states of 2 ranks out to 1 or 3, or raises CheckpointMismatchError.
 
@@ -102,7 +102,7 @@ def check_resharding(owner: Any, states: list[dict[str, Any]], own: Any) -> None
     same("the owner's own state after reshard_rank_state", own(), before)
 
 
-@check("STR-51", level="provisional", since="0.2", world_sizes=(2,), timeout=60)
+@check("STR-51", since="0.2", world_sizes=(2,), timeout=60)
 def optimizer_state_dtype(rank: RankContext) -> None:
     """load_optimizer_state keeps the dtypes that the precision's optimizer_state_dtype gives.
 

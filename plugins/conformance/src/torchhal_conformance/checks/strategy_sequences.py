@@ -27,7 +27,7 @@ from torchhal_conformance.checks._strategy_run import (
 PARTS = 3
 
 
-@check("STR-60", level="provisional", since="0.2", world_sizes=(1, 2), after=("STR-15",))
+@check("STR-60", since="0.2", world_sizes=(1, 2), after=("STR-15",))
 def interrupted_accumulation(rank: RankContext) -> None:
     """accumulated_gradients() returns on every rank what was accumulated on all; another object continues from it.
 
@@ -72,7 +72,7 @@ def _accumulate(rank: RankContext, run: StrategyRun, first: int, end: int) -> No
             strategy.backward(run.step(data, part) / PARTS)
 
 
-@check("STR-61", level="provisional", since="0.2", world_sizes=(1, 2), after=("STR-13",))
+@check("STR-61", since="0.2", world_sizes=(1, 2), after=("STR-13",))
 def evaluation_alone(rank: RankContext) -> None:
     """setup_model(training=False) gives all ranks the parameters and buffers of rank 0 too, and a step works.
 
@@ -95,7 +95,7 @@ def evaluation_alone(rank: RankContext) -> None:
         close("the loss of an evaluation", torch.tensor(mean), first.training_step(batch(rank, 0), 0), TOLERANCE)
 
 
-@check("STR-62", level="provisional", since="0.2", world_sizes=(1, 2))
+@check("STR-62", since="0.2", world_sizes=(1, 2))
 def teardown_of_all(rank: RankContext) -> None:
     """teardown() tears down every component even when one fails, raises its error, and leaves the model unwrapped.
 
@@ -130,7 +130,7 @@ def _recorded(name: str, teardown: Any, torn: list[str]) -> Any:
     return call
 
 
-@check("STR-63", level="provisional", since="0.2", world_sizes=(1, 2), after=("STR-09",))
+@check("STR-63", since="0.2", world_sizes=(1, 2), after=("STR-09",))
 def gathered_tensor(rank: RankContext) -> None:
     """What all_gather returns is a new tensor, without a graph unless sync_grads asks for one.
 
