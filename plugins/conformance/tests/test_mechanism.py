@@ -445,8 +445,8 @@ def test_run_writes_all_report_formats(tmp_path: Path, capsys) -> None:
     report = json.loads(capsys.readouterr().out)
     assert report == json.loads(files["report"].read_text())
     assert list(report) == [
-        "schema", "kind", "alias", "plugin", "versions", "date", "contract", "device", "hardware", "features", "arguments",
-        "seed", "levels", "checks", "verdict",
+        "schema", "kind", "alias", "plugin", "versions", "date", "contract", "device", "hardware", "features",
+        "arguments", "seed", "levels", "checks", "verdict",
     ]  # fmt: skip
     assert report["schema"] == 1 and report["plugin"] == "torchhal"
     assert report["verdict"] == "partial"  # most checks of the core were not made
