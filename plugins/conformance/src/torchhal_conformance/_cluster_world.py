@@ -132,17 +132,26 @@ def meeting_here(environment: ClusterEnvironment, world: LauncherWorld, rank: in
             place = {}
     own = type(environment)
     here = type(own.__name__, (own,), {"main_address": "127.0.0.1", "main_port": port, "__module__": own.__module__})
-    with (
-        variables({name: place.get(value, value) for name, value in table.items()}),
-        mock.patch.object(socket, "gethostname", lambda: host),
-        mock.patch.object(socket, "getfqdn", lambda name="": name or host),
-        mock.patch.object(platform, "node", lambda: host),
-    ):
+    with variables({name: place.get(value, value) for name, value in table.items()}), under_host_name(host):
         environment.__class__ = here
         try:
             yield
         finally:
             environment.__class__ = own
+
+
+@contextlib.contextmanager
+def under_host_name(host: str) -> Iterator[None]:
+    """Let this machine have the name ``host`` for the block, by each of Python's functions that return it."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(socket, "gethostname", lambda: host))
+        stack.enter_context(mock.patch.object(socket, "getfqdn", lambda name="": name or host))
+        stack.enter_context(mock.patch.object(platform, "node", lambda: host))
+        if hasattr(os, "uname"):
+            system = os.uname()
+            found = os.uname_result((system.sysname, host, system.release, system.version, system.machine))
+            stack.enter_context(mock.patch.object(os, "uname", lambda: found))
+        yield
 
 
 def _free_port() -> int:

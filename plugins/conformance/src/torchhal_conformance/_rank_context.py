@@ -54,12 +54,15 @@ class RankContext:
         precision: Precision | None = None,
         checkpoint_io: CheckpointIO | None = None,
         devices: Sequence[torch.device] | None = None,
+        one_per_node: bool = False,
         **arguments: Any,
     ) -> Strategy:
         """Return the strategy with the components that ``resolve`` would give it; nothing is set up.
 
-        A component of another kind that is under test is put into ddp.
+        A component of another kind that is under test is put into ddp. With ``one_per_node`` each rank is the only one
+        of its node, as with a component for which all checks are made so.
         """
+        one_per_node = one_per_node or self.component.one_per_node
         kind = self.component.kind
         entry = self.component if kind == "strategy" else registry.find("strategy", "ddp")
         strategy: Strategy = entry.create(**arguments)
@@ -72,7 +75,7 @@ class RankContext:
         strategy.timeout = min(strategy.timeout, PATIENCE)
         accelerator = self.component.make_accelerator()
         if devices is None:
-            several = strategy.multi_device and not self.component.one_per_node
+            several = strategy.multi_device and not one_per_node
             devices = accelerator.get_parallel_devices(range(self.size if several else 1))
         strategy.configure(
             accelerator=accelerator,
@@ -80,7 +83,7 @@ class RankContext:
             checkpoint_io=checkpoint_io or registry.find("checkpoint_io", "torch").create(),
             cluster_environment=TorchElasticEnvironment() if strategy.multi_device else None,
             devices=devices,
-            num_nodes=self.size if self.component.one_per_node else 1,
+            num_nodes=self.size if one_per_node else 1,
         )
         return strategy
 

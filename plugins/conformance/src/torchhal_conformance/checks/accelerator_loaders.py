@@ -91,6 +91,50 @@ def processed_loader(context: CheckContext) -> None:
     require(not left, f"threads are left: {', '.join(sorted(thread.name for thread in left))}")
 
 
+class _Recorded:
+    """A loader that records the threads in which its iterators are made."""
+
+    def __init__(self) -> None:
+        self.threads: list[int] = []
+
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self) -> Iterator[Any]:
+        self.threads.append(threading.get_ident())
+        return iter([torch.tensor([number]) for number in range(3)])
+
+
+@check("ACC-70", since="0.2", needs=["device"], after=("ACC-28",))
+def iterator_made_at_once(context: CheckContext) -> None:
+    """iter() of what process_dataloader returns makes the loader's iterator before it returns, in the calling thread.
+
+    It makes one for each of its own, and process_dataloader itself makes none.
+
+    Why: making one draws random numbers and starts worker processes; later, or elsewhere, the order of the samples is
+    another one than on other hardware, or on the next run.
+    Fix: call iter(loader) in __iter__ itself, which is then no generator function.
+    """
+    accelerator, device = context.setup_accelerator()
+    loader = _Recorded()
+    made = accelerator.process_dataloader(loader, device)
+    require(not loader.threads, "process_dataloader made an iterator of the loader, before iter() was called")
+    iterator = iter(made)
+    told = "iter() must make the loader's iterator before it returns, in the calling thread"
+    where = "another thread" if loader.threads else "no iterator was made"
+    require(loader.threads == [threading.get_ident()], f"{told} (got {where})")
+    _close(iterator)
+    shuffled = DataLoader(_Numbers(), _BATCH, shuffle=True)
+    draws = []
+    for one in (shuffled, accelerator.process_dataloader(shuffled, device)):
+        torch.manual_seed(context.component.seed)
+        iterator = iter(one)
+        draws.append(torch.rand(3))
+        _close(iterator)
+    same("the random numbers after iter(), beside those after iter() of the loader itself", draws[1], draws[0])
+    _close(made)
+
+
 def _require_error_in_place(accelerator: Accelerator, device: torch.device, expected: list[list[int]]) -> None:
     made = accelerator.process_dataloader(DataLoader(_Numbers(_FAULT), _BATCH), device)
     iterator, got = iter(made), []

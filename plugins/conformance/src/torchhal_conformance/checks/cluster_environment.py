@@ -8,7 +8,7 @@ import pickle
 import sys
 import time
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch.distributed as dist
 
@@ -28,6 +28,10 @@ from torchhal_conformance._component_under_test import ComponentUnderTest
 from torchhal_conformance._context import CheckContext
 from torchhal_conformance._launcher_env import INTERACTIVE, TABLES, WORLDS, variables
 from torchhal_conformance._launcher_worlds import Layout
+
+
+STARTS_OR_RESOLVES: Final = ("subprocess.", "os.system", "os.exec", "os.posix_spawn", "os.fork", "socket.")
+"""Beginnings of Python's audit events of what takes long: processes, sockets, names that are resolved."""
 
 
 @check("ENV-01")
@@ -369,9 +373,7 @@ def _ask_all(component: ComponentUnderTest) -> tuple[float, list[str]]:
     cls, events, listening = component.cls, [], False
 
     def hook(event: str, arguments: Any) -> None:
-        if listening and event.startswith(
-            ("subprocess.", "os.system", "os.exec", "os.posix_spawn", "os.fork", "socket.")
-        ):
+        if listening and event != "socket.gethostname" and event.startswith(STARTS_OR_RESOLVES):
             events.append(f"{event} {arguments!r:.80}")
 
     sys.addaudithook(hook)

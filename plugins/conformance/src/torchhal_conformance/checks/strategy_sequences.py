@@ -102,30 +102,33 @@ def teardown_of_all(rank: RankContext) -> None:
     Why: a precision whose default dtype stays, since a checkpoint IO failed, changes the next run.
     Fix: an ExitStack in teardown(), and super().teardown() in it.
     """
-    strategy = rank.create_strategy()
-    strategy.setup_environment()
-    module = make_model(rank)
-    strategy.connect(module)
-    strategy.setup_model()
-    torn: list[str] = []
-    components = {name: getattr(strategy, name) for name in ("accelerator", "checkpoint_io", "precision")}
-    for name, component in components.items():
-        vars(component)["teardown"] = _recorded(name, component.teardown, torn)
-    raises("teardown() with a precision that fails", RuntimeError, strategy.teardown, "the precision is broken")
-    same("the components that were torn down", sorted(torn), sorted(components))
-    require(strategy.model is module, "the model is still wrapped after a teardown that failed")
-    for component in components.values():
-        del vars(component)["teardown"]
-    strategy.teardown()
-    rank.gather("done")
+    for broken in ("precision", "checkpoint_io", "accelerator"):
+        strategy = rank.create_strategy()
+        strategy.setup_environment()
+        module = make_model(rank)
+        strategy.connect(module)
+        strategy.setup_model()
+        torn: set[str] = set()
+        components = {name: getattr(strategy, name) for name in ("accelerator", "checkpoint_io", "precision")}
+        for name, component in components.items():
+            vars(component)["teardown"] = _recorded(name, component.teardown, torn, broken)
+        told = f"teardown() with a {broken} whose teardown() fails"
+        raises(told, RuntimeError, strategy.teardown, f"the {broken} is broken")
+        left = sorted(set(components) - torn)
+        require(not left, f"{told} must tear down the rest too (left: {', '.join(left)})")
+        require(strategy.model is module, f"the model is still wrapped after {told}")
+        for component in components.values():
+            del vars(component)["teardown"]
+        strategy.teardown()
+        rank.gather("done")
 
 
-def _recorded(name: str, teardown: Any, torn: list[str]) -> Any:
+def _recorded(name: str, teardown: Any, torn: set[str], broken: str) -> Any:
     def call() -> None:
-        torn.append(name)
+        torn.add(name)
         teardown()
-        if name == "precision":
-            raise RuntimeError("the precision is broken")
+        if name == broken:
+            raise RuntimeError(f"the {broken} is broken")
 
     return call
 

@@ -1,0 +1,93 @@
+"""STR: several optimizers, each with a state of its own."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from torchhal.errors import ConfigurationError
+from torchhal.strategies import Strategy
+from torchhal_conformance._assertions import close
+from torchhal_conformance._check import NotApplicable, check
+from torchhal_conformance._rank_context import RankContext
+from torchhal_conformance.checks._strategy_run import batch, make_model, share, values
+
+
+@check("STR-90", since="0.2", world_sizes=(1, 2), timeout=60, after=("STR-22",))
+def several_optimizers(rank: RankContext) -> None:
+    """Two optimizers train as in plain torch, and a resumed run continues each of them from its own state.
+
+    A strategy that takes one optimizer only raises ConfigurationError on every rank.
+
+    Why: the second optimizer of a GAN began anew in each resumed run, with momentum and step count of zero.
+    Fix: restore the state of the optimizer that load_optimizer_state is given.
+    """
+    if rank.component.declared & {"owns_step", "owns_backward", "owns_accumulation"}:
+        raise NotApplicable("the strategy does the step itself")
+    plain = make_model(rank)
+    optimizers = _optimizers(plain)
+    for number in range(4):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        plain.training_step(batch(rank, number), number).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    path = os.path.join(rank.folder, "two.ckpt")
+    with rank.set_up_strategy() as strategy:
+        step = _set_up(rank, strategy, 0)
+        _train(rank, strategy, step, 0, 2)
+        states = [strategy.optimizer_state(optimizer) for optimizer in strategy.optimizers]
+        strategy.save_checkpoint({"model": strategy.module_state_dict(), "optimizers": states}, path)
+        strategy.wait_for_checkpoints()
+        _train(rank, strategy, step, 2, 4)
+        _require_weights("after four steps of two optimizers", strategy, plain)
+        rank.gather("saved")
+    with rank.set_up_strategy() as strategy:
+        step = _set_up(rank, strategy, 7)
+        loaded = strategy.load_checkpoint(path)
+        strategy.load_module_state_dict(loaded["model"])
+        for optimizer, state in zip(strategy.optimizers, loaded["optimizers"], strict=True):
+            strategy.load_optimizer_state(optimizer, state)
+        _train(rank, strategy, step, 2, 4)
+        _require_weights("after a resume of two optimizers, and two more steps", strategy, plain)
+        rank.gather("done")
+
+
+def _optimizers(module: Any) -> list[Optimizer]:
+    """Return Adam for every other parameter and SGD with momentum for the rest: two states of other forms."""
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    return [torch.optim.Adam(trained[::2], lr=0.05, eps=1e-3), torch.optim.SGD(trained[1::2], lr=0.1, momentum=0.9)]
+
+
+def _set_up(rank: RankContext, strategy: Strategy, seed: int) -> Any:
+    """Set a model of ``seed`` up under ``strategy`` with its two optimizers, and return its training step."""
+    module = make_model(rank, seed)
+    strategy.connect(module)
+    strategy.setup_model()
+    refused = ""
+    try:
+        strategy.setup_optimizers(_optimizers(module))
+    except ConfigurationError as error:
+        refused = str(error)
+    if all(rank.gather(refused)):
+        raise NotApplicable(f"the strategy takes one optimizer only ({refused})")
+    return strategy.step_function("training_step")
+
+
+def _train(rank: RankContext, strategy: Strategy, step: Any, first: int, end: int) -> None:
+    for number in range(first, end):
+        for optimizer in strategy.optimizers:
+            strategy.zero_grad(optimizer)
+        strategy.backward(step(share(strategy, batch(rank, number)), number))
+        for optimizer in strategy.optimizers:
+            strategy.optimizer_step(optimizer)
+
+
+def _require_weights(what: str, strategy: Strategy, plain: Any) -> None:
+    got = values(strategy)
+    tolerance = float(strategy.tolerances.get("weights", 1e-4)) if "lossy" in strategy.features else 1e-4
+    for name, tensor in plain.state_dict().items() if got else ():
+        close(f"{what}: {name}", got[name], tensor, tolerance)
