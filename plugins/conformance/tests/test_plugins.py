@@ -98,7 +98,8 @@ def test_every_generic_check_has_mutant() -> None:
 def test_table_holds_declared_variable(name: str, outcome: str, tmp_path: Path) -> None:
     """GEN-23 fails where a rank of the launcher's table has none of the variables that are declared."""
     with installed(made_plugins.WITH_ENVIRONMENT, tmp_path):
-        component = ComponentUnderTest("cluster_environment", "acme_run", tables=({"ACME_RANK": "0"}, {name: "1"}))
+        tables = ({"ACME_RANK": "0"}, {name: "1"}, {"ACME_RANK": "2"}, {"ACME_RANK": "3"})
+        component = ComponentUnderTest("cluster_environment", "acme_run", tables=tables)
         with Session(component) as session:
             found = session.run(CHECKS["GEN-23"])
     assert found.outcome == outcome and (outcome == "passed" or "rank 1" in found.reason), found.reason
