@@ -253,7 +253,8 @@ class StrategyState(StrategyCommunication):
         Called on every rank; afterwards the gradients of all ranks are those that rank 0 saves.
 
         Returns:
-            Tensors on the CPU, by parameter name; parameters without a gradient are left out.
+            Tensors on the CPU, by parameter name; parameters without a gradient are left out. None at all where an
+            engine keeps the gradients: such a strategy warns on rank 0 that a resumed run steps without them.
 
         Checks: STR-60.
         """

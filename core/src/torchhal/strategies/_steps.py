@@ -185,7 +185,7 @@ class StrategySteps(StrategyCommunication):
         """Return a context in which forward and backward send no gradients, or None where none are sent.
 
         Called once before the loop, on every rank; the context is entered for all but the last micro-batch of each
-        step.
+        step, so it can be entered any number of times. The last one's backward averages what was accumulated.
 
         Checks: STR-15.
         """

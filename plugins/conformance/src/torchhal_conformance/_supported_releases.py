@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torchhal
-from torchhal.registry._discovery import PROJECT, canonical
+from torchhal.registry._discovery import canonical
 from torchhal_conformance._check import release
 
 
@@ -28,7 +28,7 @@ def oldest_release(requires: Iterable[str]) -> str:
             requirement = Requirement(text)
         except InvalidRequirement:  # the registry reports one on torchhal
             continue
-        if canonical(requirement.name) != PROJECT:
+        if canonical(requirement.name) != "torchhal":
             continue
         if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
             bounds += [release(one.version) for one in requirement.specifier if one.operator in (">=", ">", "==", "~=")]

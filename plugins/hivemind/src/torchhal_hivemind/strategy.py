@@ -48,6 +48,8 @@ _log = logging.getLogger("torchhal")
 
 EPOCH = "collaboration_epoch"
 """Key of the strategy's state in checkpoints; releases before 0.2 had it in the optimizer's state."""
+SAMPLES = "accumulated_samples"
+"""Key of the number of samples behind the gradients of an accumulation."""
 
 _GOODBYE = 10.0  # seconds for the averagers to leave the rounds that they are in
 _WHAT_TO_DO = "this peer can't go on: run it again, with ckpt_path='last' and an address of another peer"
@@ -172,6 +174,7 @@ class HivemindStrategy(SingleDeviceStrategy):
         self._lost = ""  # which of hivemind's processes has ended, and how
         self._batch = 0  # samples in the batch that is being trained on
         self._samples = 0  # samples behind the gradients since the last optimizer_step
+        self._restored_samples = 0  # those of a checkpoint, until its gradients are loaded
 
     @property
     def joining(self) -> dict[str, Any]:
@@ -420,12 +423,18 @@ class HivemindStrategy(SingleDeviceStrategy):
     # -- checkpoints -----------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the collaboration's epoch."""
-        return {**super().state_dict(), EPOCH: self.epoch}
+        """Return the collaboration's epoch, and the samples behind gradients that it has not been given yet."""
+        return {**super().state_dict(), EPOCH: self.epoch, SAMPLES: self._samples}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         self._restore_epoch(state)
+        self._restored_samples = _count_in(state, SAMPLES) or 0
+
+    def load_accumulated_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Continue an accumulation, with the samples behind it that load_state_dict has read."""
+        super().load_accumulated_gradients(gradients)
+        self._samples = self._restored_samples
 
     def check_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         super().check_optimizer_state(optimizer, {name: value for name, value in state.items() if name != EPOCH})
@@ -437,14 +446,24 @@ class HivemindStrategy(SingleDeviceStrategy):
 
     def _restore_epoch(self, state: Mapping[str, Any]) -> None:
         """Continue at the epoch in ``state``; without one, at the Trainer's steps when the peers meet."""
-        epoch = state.get(EPOCH)
-        if epoch is not None and (type(epoch) is not int or epoch < 0):
-            raise CheckpointMismatchError(f"{EPOCH!r} must be an int of at least 0 (got {epoch!r})")
+        epoch = _count_in(state, EPOCH)
         self._has_restored = epoch is not None
         self._from_elsewhere = epoch is None
         self.epoch = epoch or 0
         if self._schedule is not None:
             self._schedule.restored(self.epoch)
+
+
+def _count_in(state: Mapping[str, Any], name: str) -> int | None:
+    """Return the entry ``name`` of a strategy's state; None where it has none.
+
+    Raises:
+        CheckpointMismatchError: it is no int of at least 0.
+    """
+    count = state.get(name)
+    if count is not None and (type(count) is not int or count < 0):
+        raise CheckpointMismatchError(f"{name!r} must be an int of at least 0 (got {count!r})")
+    return count
 
 
 def _say(text: str) -> None:

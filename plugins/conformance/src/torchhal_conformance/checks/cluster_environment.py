@@ -29,7 +29,6 @@ from torchhal_conformance._context import CheckContext
 from torchhal_conformance._launcher_env import INTERACTIVE, TABLES, WORLDS, variables
 from torchhal_conformance._launcher_worlds import Layout
 
-
 STARTS_OR_RESOLVES: Final = ("subprocess.", "os.system", "os.exec", "os.posix_spawn", "os.fork", "socket.")
 """Beginnings of Python's audit events of what takes long: processes, sockets, names that are resolved."""
 

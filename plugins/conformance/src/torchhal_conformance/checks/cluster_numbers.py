@@ -32,7 +32,9 @@ def before_a_launch(context: CheckContext) -> None:
     """
     with variables():
         environment = context.create()
-        if environment.creates_processes_externally or "owns_launch" in environment.features:
+        if "owns_launch" in environment.features:
+            raise NotApplicable("its own launcher starts the processes, and this one has no rank")
+        if environment.creates_processes_externally:
             told = "creates_processes_externally is True in a shell, though the strategy starts the processes"
             require(context.component.own_launcher != (), told)
             raise NotApplicable("another launcher starts the processes")

@@ -64,7 +64,9 @@ def growing_scale(context: CheckContext) -> None:
     whole.require_scaling()
     grown = _steps_to_growth(whole)
     if grown < 2:
-        raise NotApplicable(f"the loss scale didn't grow in {_LONGEST} steps" if grown == 0 else "it grows at each step")
+        raise NotApplicable(
+            f"the loss scale didn't grow in {_LONGEST} steps" if grown == 0 else "it grows at each step"
+        )
     first = PrecisionRun(context, lr=0.0)
     for _ in range(grown // 2):
         _step(first)

@@ -13,7 +13,7 @@ from torchhal.strategies import Strategy
 from torchhal_conformance._assertions import close
 from torchhal_conformance._check import NotApplicable, check
 from torchhal_conformance._rank_context import RankContext
-from torchhal_conformance.checks._strategy_run import batch, make_model, share, values
+from torchhal_conformance.checks._strategy_run import batch, make_model, share, tolerance_of, values
 
 
 @check("STR-90", since="0.2", world_sizes=(1, 2), timeout=60, after=("STR-22",))
@@ -88,6 +88,5 @@ def _train(rank: RankContext, strategy: Strategy, step: Any, first: int, end: in
 
 def _require_weights(what: str, strategy: Strategy, plain: Any) -> None:
     got = values(strategy)
-    tolerance = float(strategy.tolerances.get("weights", 1e-4)) if "lossy" in strategy.features else 1e-4
     for name, tensor in plain.state_dict().items() if got else ():
-        close(f"{what}: {name}", got[name], tensor, tolerance)
+        close(f"{what}: {name}", got[name], tensor, tolerance_of(strategy, "weights", 1e-4))

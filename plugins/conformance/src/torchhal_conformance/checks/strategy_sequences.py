@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
 from torchhal_conformance._assertions import close, raises, require, same
-from torchhal_conformance._check import check
+from torchhal_conformance._check import NotApplicable, check
 from torchhal_conformance._rank_context import RankContext
 from torchhal_conformance.checks._strategy_run import (
     TOLERANCE,
@@ -31,7 +32,9 @@ PARTS = 3
 def interrupted_accumulation(rank: RankContext) -> None:
     """accumulated_gradients() returns on every rank what was accumulated on all; another object continues from it.
 
-    They are tensors on the CPU by the names of the parameters. The accumulation goes on after the call too.
+    They are tensors on the CPU by the names of the parameters, and state_dict() has what else the step needs. The
+    accumulation goes on after the call too. A strategy whose engine keeps the gradients returns none, and warns on rank
+    0 that a resumed run steps without them.
 
     Why: a checkpoint in the middle of an accumulation loses the gradients of a part of the batch.
     Fix: average what no_backward_sync() kept back, in sync_gradients().
@@ -44,7 +47,13 @@ def interrupted_accumulation(rank: RankContext) -> None:
     expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
     with running(rank) as run:
         _accumulate(rank, run, 0, PARTS - 1)
-        kept = run.strategy.accumulated_gradients()
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            kept = run.strategy.accumulated_gradients()
+        if not any(rank.gather(kept)):
+            require(rank.rank or told, "accumulated_gradients() returned none, and gave no warning on rank 0")
+            raise NotApplicable("the strategy's engine keeps the gradients, and a warning says so")
+        state = run.strategy.state_dict()
         same("the names of the gradients", sorted(kept), sorted(expected))
         for name, gradient in kept.items():
             same(f"the device of {name}'s gradient", gradient.device.type, "cpu")
@@ -54,6 +63,7 @@ def interrupted_accumulation(rank: RankContext) -> None:
         run.strategy.optimizer_step(run.optimizer)
         weights_close("after the interrupted step", run.weights(), reference(rank, 1)[0])
     with running(rank) as run:
+        run.strategy.load_state_dict(rank.gather(state)[0])
         run.strategy.load_accumulated_gradients(rank.gather(kept)[0])
         _accumulate(rank, run, PARTS - 1, PARTS)
         run.strategy.optimizer_step(run.optimizer)

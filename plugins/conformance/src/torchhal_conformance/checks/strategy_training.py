@@ -59,6 +59,19 @@ def averaged_gradient(rank: RankContext) -> None:
     check_unusual_models(rank)
 
 
+def _enter_repeatedly(paused: Any) -> None:
+    """Raise CheckFailed where the context of no_backward_sync() can't be entered for every micro-batch."""
+    try:
+        for _ in range(3):
+            with contextlib.nullcontext() if paused is None else paused:
+                pass
+    except Exception as error:
+        told = (
+            "the context of no_backward_sync(), which is entered for all micro-batches but the last, can't be entered"
+        )
+        raise CheckFailed(f"{told} again ({type(error).__name__}: {error})") from error
+
+
 class _Stop(Exception):
     pass
 
@@ -67,7 +80,7 @@ class _Stop(Exception):
 def accumulation(rank: RankContext) -> None:
     """Micro-batches under no_backward_sync() add up to the step of one batch; while it is entered nothing is sent.
 
-    After an error inside it gradients are averaged again.
+    The context can be entered any number of times. After an error inside it gradients are averaged again.
 
     Why: synchronizing each micro-batch costs what accumulating was to save, and some did it twice.
     Fix: return the wrapper's no_sync(), or None where there is nothing to switch off.
@@ -78,6 +91,7 @@ def accumulation(rank: RankContext) -> None:
         strategy.zero_grad(run.optimizer)
         parts = [share(strategy, tuple(tensor[i : i + 4] for tensor in data)) for i in (0, 4, 8)]
         paused = strategy.no_backward_sync()
+        _enter_repeatedly(paused)
         for number, part in enumerate(parts):
             last = number == len(parts) - 1
             with contextlib.nullcontext() if paused is None or last else paused:
