@@ -440,3 +440,31 @@ def test_presuppositions_are_checks_of_the_same_component() -> None:
     with pytest.raises(ConfigurationError, match="'after' of check ACC-96"):
         check("ACC-96", after=("ACC-97",))(test_verbose_prints_the_traceback)
     assert "ACC-96" not in CHECKS
+
+
+MINE = """
+from torchhal.accelerators import CPUAccelerator
+
+class Mine(CPUAccelerator):
+    name = "mine"
+"""
+
+
+def test_a_class_is_checked_before_it_has_an_alias(tmp_path: Path, monkeypatch, capsys) -> None:
+    (tmp_path / "mine_in_work.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert run("accelerator", "mine_in_work:Mine", *only("ACC-01", "ACC-21"), "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["alias"], report["plugin"]) == ("mine", "user")
+    assert [one["outcome"] for one in report["checks"]] == ["passed", "passed"]
+
+
+@pytest.mark.parametrize(
+    "target", ["no_such_module:Mine", "torchhal:NoSuchClass", "torchhal:Trainer", ":Mine", "json:"]
+)
+def test_what_is_no_class_of_the_kind_is_refused(target: str, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert run("accelerator", target, *only("ACC-01")) == 2
+    told = capsys.readouterr().err
+    assert "MODULE:CLASS" in told or "can't be checked" in told

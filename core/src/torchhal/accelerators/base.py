@@ -42,8 +42,6 @@ class Accelerator(Composable, DeclaredCapabilities, DeviceStatistics, DeviceProf
     """Alias by which users name the accelerator.
 
     Checks: ACC-21.
-
-    Checks: ACC-21.
     """
 
     device_type: ClassVar[str]
@@ -362,7 +360,7 @@ class Accelerator(Composable, DeclaredCapabilities, DeviceStatistics, DeviceProf
         Returns:
             An iterable of batches.
 
-        Checks: ACC-28.
+        Checks: ACC-28, ACC-70.
 
         .. versionadded:: 0.2
         """

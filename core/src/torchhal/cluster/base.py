@@ -87,7 +87,7 @@ class ClusterEnvironment(Composable, ABC):
         Writes nothing to ``os.environ``. False in a shell or notebook inside of an allocation, and in processes of all
         other launchers.
 
-        Checks: ENV-01, ENV-02, ENV-13.
+        Checks: ENV-01, ENV-02, ENV-13, ENV-71.
         """
 
     @property
@@ -130,7 +130,7 @@ class ClusterEnvironment(Composable, ABC):
     def local_world_size(self) -> int:
         """Return the number of processes on this node; nodes may differ.
 
-        Checks: ENV-20.
+        Checks: ENV-20, ENV-70.
         """
 
     def node_of(self, rank: int) -> int | str | None:
@@ -149,7 +149,7 @@ class ClusterEnvironment(Composable, ABC):
     def num_nodes(self) -> int:
         """Return the number of nodes of the job, for ``num_nodes="auto"``.
 
-        The default is right where all nodes have as many processes.
+        The default is right where all nodes have as many processes. On unequal ones it is wrong, or raises: override it.
 
         Raises:
             ConfigurationError: the number of processes is no multiple of those on this node.
@@ -171,7 +171,7 @@ class ClusterEnvironment(Composable, ABC):
 
         MASTER_ADDR, where the launcher sets it. An IPv6 address has no brackets.
 
-        Checks: ENV-07, ENV-08, ENV-61.
+        Checks: ENV-07, ENV-08, ENV-61, ENV-72.
         """
 
     def job_id(self) -> str:
@@ -307,7 +307,7 @@ class ClusterEnvironment(Composable, ABC):
 
         Idempotent; called on every rank.
 
-        Checks: ENV-10.
+        Checks: ENV-10, ENV-73.
         """
 
     def __repr__(self) -> str:

@@ -315,7 +315,7 @@ class Precision(Composable):
         Returns:
             What a ``weights_only`` load reads; empty where the precision keeps no state.
 
-        Checks: PRE-16, PRE-17.
+        Checks: PRE-16, PRE-17, PRE-61.
         """
         return {}
 
@@ -382,11 +382,11 @@ class Precision(Composable):
         return refuse_resharding(self, "precision", states, world_size=world_size)
 
     def teardown(self) -> None:
-        """Undo every global change: default dtype, matmul precision, patches.
+        """Undo every global change, to what was set before :meth:`setup`: default dtype, matmul precision, patches.
 
         Idempotent. Inside of an entered context it restores what that changed.
 
-        Checks: PRE-24, PRE-53.
+        Checks: PRE-24, PRE-53, PRE-60.
         """
 
     def __repr__(self) -> str:

@@ -88,9 +88,9 @@ class StrategyCommunication(StrategyAttributes, ABC):
     def distributed_sampler_kwargs(self) -> dict[str, int] | None:
         """``num_replicas`` and ``rank`` for a sampler, or None where every process trains on all data.
 
-        Read on every rank; needs no set-up.
+        ``rank`` counts the shares of all nodes, not those of this node. Read on every rank; needs no set-up.
 
-        Checks: STR-28, STR-38.
+        Checks: STR-28, STR-38, STR-91.
         """
         return None
 

@@ -183,7 +183,7 @@ class StrategyState(StrategyCommunication):
         Raises:
             CheckpointMismatchError: it doesn't belong to this optimizer.
 
-        Checks: STR-22, STR-26, STR-51.
+        Checks: STR-22, STR-26, STR-51, STR-90.
         """
         names = [frozenset(group) for group in optimizer.param_groups]
         try:

@@ -30,7 +30,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "run", help="check one component; exit code 1 if a check fails, 2 if something is to be given"
     )
     run.add_argument("kind", metavar="KIND", nargs="?", choices=KINDS, help=", ".join(KINDS))
-    run.add_argument("alias", metavar="ALIAS", nargs="?")
+    run.add_argument(
+        "alias",
+        metavar="ALIAS",
+        nargs="?",
+        help="its alias, or MODULE:CLASS of a class that nothing has registered yet",
+    )
     run.add_argument("--all", metavar="DIST", help="check every component of this installed distribution instead")
     run.add_argument("--reports", metavar="FOLDER", help="with --all: where the reports go, 'reports' unless given")
     run.add_argument(
@@ -76,7 +81,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     named = arguments.kind is not None and arguments.alias is not None
     if (arguments.all is None) != named or (arguments.kind is not None and not named):
-        raise ConfigurationError("give KIND and ALIAS of one component, or --all DIST")
+        raise ConfigurationError("give KIND and ALIAS, or MODULE:CLASS, of one component, or --all DIST")
     if arguments.reports is not None and arguments.all is None:
         raise ConfigurationError("--reports is for --all; --report FILE writes that of one component")
     if arguments.all is not None:
@@ -97,11 +102,11 @@ def _run(arguments: argparse.Namespace) -> int:
 
         features = [name.strip() for name in arguments.features.split(",") if name.strip()]
         launcher = None if arguments.launcher is None else shlex.split(arguments.launcher)
-        if arguments.model or arguments.data:
+        if arguments.model or arguments.data or ":" in arguments.alias:
             sys.path.insert(0, os.getcwd())  # as under python -m
         tables: dict[str, Any] = {} if arguments.tables is None else read_tables(arguments.tables)
         component = ComponentUnderTest.of(
-            arguments.kind, arguments.alias, features=features, accelerator=arguments.accelerator, launcher=launcher,
+            arguments.kind, _target(arguments.alias), features=features, accelerator=arguments.accelerator, launcher=launcher,
             seed=arguments.seed, model=arguments.model, data=arguments.data, **tables,
         )  # fmt: skip
         check_features(component)
@@ -127,6 +132,23 @@ def _run(arguments: argparse.Namespace) -> int:
     return CODES[report["verdict"]]
 
 
+def _target(text: str) -> Any:
+    """Return an alias as it is, and the class of ``"MODULE:CLASS"``.
+
+    Raises:
+        ConfigurationError: there is no such module or class.
+    """
+    module, colon, name = text.partition(":")
+    if not colon:
+        return text
+    from torchhal_conformance._factory import import_object
+
+    try:
+        return import_object(module, name, None)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigurationError(f"{text!r} must be MODULE:CLASS of a class that can be imported: {error}") from error
+
+
 def _run_all(arguments: argparse.Namespace) -> int:
     one = ("features", "report", "html", "junit", "badge", "json", "watch")
     if given := [f"--{name}" for name in one if getattr(arguments, name)]:
@@ -148,7 +170,9 @@ def _watch(arguments: argparse.Namespace) -> int:
         from torchhal_conformance import _watch as watching
         from torchhal_conformance._component_under_test import ComponentUnderTest
 
-        component = ComponentUnderTest.of(arguments.kind, arguments.alias)
+        if ":" in arguments.alias:
+            sys.path.insert(0, os.getcwd())
+        component = ComponentUnderTest.of(arguments.kind, _target(arguments.alias))
         paths = watching.sources(component, [arguments.tables] if arguments.tables else [])
     words = [word for name, value in _options(arguments) if name != "--check" for word in (name, value)]
     return watching.watch([arguments.kind, arguments.alias, *words], paths, arguments.check)
