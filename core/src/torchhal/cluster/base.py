@@ -149,7 +149,7 @@ class ClusterEnvironment(Composable, ABC):
     def num_nodes(self) -> int:
         """Return the number of nodes of the job, for ``num_nodes="auto"``.
 
-        The default is right where all nodes have as many processes. On unequal ones it is wrong, or raises: override it.
+        The default is right where all nodes have as many processes. On unequal ones it is wrong or raises: override it.
 
         Raises:
             ConfigurationError: the number of processes is no multiple of those on this node.

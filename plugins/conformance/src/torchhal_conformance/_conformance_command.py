@@ -34,7 +34,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "alias",
         metavar="ALIAS",
         nargs="?",
-        help="its alias, or MODULE:CLASS of a class that nothing has registered yet",
+        help="its alias, or MODULE:CLASS of a class without one",
     )
     run.add_argument("--all", metavar="DIST", help="check every component of this installed distribution instead")
     run.add_argument("--reports", metavar="FOLDER", help="with --all: where the reports go, 'reports' unless given")
@@ -106,8 +106,8 @@ def _run(arguments: argparse.Namespace) -> int:
             sys.path.insert(0, os.getcwd())  # as under python -m
         tables: dict[str, Any] = {} if arguments.tables is None else read_tables(arguments.tables)
         component = ComponentUnderTest.of(
-            arguments.kind, _target(arguments.alias), features=features, accelerator=arguments.accelerator, launcher=launcher,
-            seed=arguments.seed, model=arguments.model, data=arguments.data, **tables,
+            arguments.kind, _target(arguments.alias), features=features, accelerator=arguments.accelerator,
+            launcher=launcher, seed=arguments.seed, model=arguments.model, data=arguments.data, **tables,
         )  # fmt: skip
         check_features(component)
         chosen = choose(component, arguments.level, arguments.check or None, "--check")
