@@ -4,8 +4,6 @@ import pytest
 
 from torchhal_conformance import conformance_suite
 
-APART = "each rank writes its part of a tensor, so tensors that share memory come back apart"
-
 TestZeRO1 = pytest.mark.slow(conformance_suite("strategy", "zero1"))
 TestZeRO2 = pytest.mark.slow(conformance_suite("strategy", "zero2"))
 TestZeRO3 = pytest.mark.slow(conformance_suite("strategy", "zero3"))
@@ -20,6 +18,6 @@ TestTensorParallel = pytest.mark.slow(
 TestPipeline = pytest.mark.slow(conformance_suite("strategy", "pipeline"))
 TestDP = conformance_suite("strategy", "dp")
 TestDDP2 = pytest.mark.slow(conformance_suite("strategy", "ddp2"))
-TestDCP = pytest.mark.slow(conformance_suite("checkpoint_io", "dcp", expected_failures={"CIO-02": APART}))
-TestDCPAsync = pytest.mark.slow(conformance_suite("checkpoint_io", "dcp_async", expected_failures={"CIO-02": APART}))
+TestDCP = pytest.mark.slow(conformance_suite("checkpoint_io", "dcp"))
+TestDCPAsync = pytest.mark.slow(conformance_suite("checkpoint_io", "dcp_async"))
 TestAsync = pytest.mark.slow(conformance_suite("checkpoint_io", "async"))

@@ -13,12 +13,18 @@ from torchhal.pytree import map_tensors
 
 
 def read(nest: Any) -> Any:
-    """Return ``nest`` with every stand-in of :meth:`CheckpointIO.open_checkpoint` read, to the CPU."""
-    return map_tensors(nest, _read, is_leaf=is_tensor)
+    """Return ``nest`` with every stand-in of :meth:`CheckpointIO.open_checkpoint` read, to the CPU.
 
+    A stand-in with a method ``read_shared`` is given the dict in which those of one memory find each other.
+    """
+    memories: dict[Any, Any] = {}
 
-def _read(leaf: Any) -> Any:
-    return leaf.read() if is_tensor(leaf) and not isinstance(leaf, torch.Tensor) else leaf
+    def value_of(leaf: Any) -> Any:
+        if not is_tensor(leaf) or isinstance(leaf, torch.Tensor):
+            return leaf
+        return leaf.read_shared(memories) if hasattr(leaf, "read_shared") else leaf.read()
+
+    return map_tensors(nest, value_of, is_leaf=is_tensor)
 
 
 def check_map_location(map_location: Any) -> None:

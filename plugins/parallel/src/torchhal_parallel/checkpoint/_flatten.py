@@ -4,35 +4,32 @@ The containers that are entered are those that a load of torch's file rebuilds: 
 (a state dictionary's ``_metadata``), list, tuple; exactly these, no subclass. What stands in another one, and tensors
 that aren't dense, go with the plain data; torch's writer rejects by name what it can't hold.
 
-While ranks compare what they have, a tensor is a :class:`Reference`. In the file that is ``{"__tensor__": name}``, and
-a mapping of the user's that has this one key is ``{"__tensor__": {"__tensor__": value}}``.
+While ranks compare what they have, a tensor is a :class:`Reference`. In the file it is ``{"__tensor__": name}``, for a
+view ``{"__tensor__": [name, size, stride, offset]}``. A mapping of the user's that has this one key is
+``{"__tensor__": {"__tensor__": value}}``.
 """
 
 from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+
+from torchhal_parallel.checkpoint._reference import Reference
+from torchhal_parallel.checkpoint._shared_memory import shared_memory
 
 _MARK = "__tensor__"
 _NUMBER = re.compile(r"-?\d+")
 
 
-@dataclass(frozen=True)
-class Reference:
-    """A mark where a tensor was."""
-
-    name: str
-
-
 def flatten(checkpoint: Mapping[Any, Any]) -> tuple[Any, dict[str, torch.Tensor]]:
     """Return (plain data with references, tensors by their path in the nest).
 
-    Tensors that share memory stay separate.
+    Of dense tensors that share memory with one that covers them all, that one is among the tensors, and the others are
+    references to it.
 
     A path has one name, and a name one path, on all ranks: ``state_dict/layer.weight``.
     """
@@ -47,7 +44,17 @@ def flatten(checkpoint: Mapping[Any, Any]) -> tuple[Any, dict[str, torch.Tensor]
             return Reference(name)
         return _rebuilt(value, lambda key, item: visit(item, (*path, _step(key))))
 
-    return visit(checkpoint, ()), tensors
+    plain = visit(checkpoint, ())
+    shared = shared_memory(tensors)
+    for name in shared:
+        del tensors[name]
+    return (_replaced(plain, shared) if shared else plain), tensors
+
+
+def _replaced(value: Any, shared: Mapping[str, Reference]) -> Any:
+    if isinstance(value, Reference):
+        return shared.get(value.name, value)
+    return _rebuilt(value, lambda _, item: _replaced(item, shared))
 
 
 def _step(key: Any) -> str:
@@ -99,9 +106,21 @@ def merge_flat(parts: list[Any]) -> Any:
 def as_plain(value: Any) -> Any:
     """Return the nest with its references as the file has them."""
     if isinstance(value, Reference):
-        return {_MARK: value.name}
+        return {_MARK: value.name if value.place is None else [value.name, *map(_listed, value.place)]}
     plain = _rebuilt(value, lambda _, item: as_plain(item))
     return {_MARK: plain} if _is_marked(plain) else plain
+
+
+def _listed(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def has_views(plain: Any) -> bool:
+    """Return whether the nest with references has one to a part of a tensor."""
+    if isinstance(plain, Reference):
+        return plain.place is not None
+    items: Iterable[Any] = plain.values() if type(plain) in (dict, OrderedDict) else ()
+    return any(map(has_views, plain if type(plain) in (list, tuple) else items))
 
 
 def unflatten(value: Any, read: Callable[[Reference], Any]) -> Any:
@@ -110,6 +129,9 @@ def unflatten(value: Any, read: Callable[[Reference], Any]) -> Any:
         inside = value[_MARK]
         if isinstance(inside, str):
             return read(Reference(inside))
+        if isinstance(inside, list):
+            name, size, stride, offset = inside
+            return read(Reference(name, (tuple(size), tuple(stride), offset)))
         value = inside
     return _rebuilt(value, lambda _, item: unflatten(item, read))
 

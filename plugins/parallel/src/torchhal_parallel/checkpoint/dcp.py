@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -17,21 +18,24 @@ from torch.distributed.tensor import DTensor
 
 from torchhal.checkpoint import FolderCheckpointIO, TorchCheckpointIO, inspect_contents
 from torchhal.errors import CheckpointCorruptError, CheckpointError, TorchhalError
-from torchhal_parallel.checkpoint._flatten import Reference, as_plain, flatten, merge_flat, unflatten
+from torchhal_parallel.checkpoint._flatten import as_plain, flatten, has_views, merge_flat, unflatten
 from torchhal_parallel.checkpoint._lazy_tensor import StoredTensor
+from torchhal_parallel.checkpoint._reference import Reference
 from torchhal_parallel.checkpoint._safe_reader import METADATA, CheckedReader, checksums, quiet
 
 PLAIN = "plain.ckpt"
 """What isn't a tensor, where the tensors belong, and the checksums of their records: written last."""
 
-FORMAT = 1
+FORMATS = (1, 2)
+"""2 has places in the memory of another tensor, which a reader of 1 doesn't know."""
 
 
 class DCPCheckpointIO(FolderCheckpointIO):
     """One folder per checkpoint: each rank's tensors in files of its own, everything else in ``plain.ckpt``.
 
     Any number of ranks, under any strategy, loads it. Every rank reads only what it needs of each tensor; each record
-    has a checksum that is verified when it is read, and nothing in the folder is ever executed.
+    has a checksum that is verified when it is read, and nothing in the folder is ever executed. Views of a dense tensor
+    of the checkpoint are saved as such, and share its memory after a load.
 
     A save writes into a folder beside the target and renames it when all ranks are done: the path holds the old
     checkpoint or the new one. Local and shared file systems; all ranks must have access to it.
@@ -90,10 +94,12 @@ class DCPCheckpointIO(FolderCheckpointIO):
             failure = self.describe_failure(error)
         sums_by_rank = self.gather_results(sums, failure, target)
 
+        merged = merge_flat([plain for _, plain in contributions])
+
         def content() -> dict[str, Any]:
             return {
-                "format": FORMAT,
-                "plain": as_plain(merge_flat([plain for _, plain in contributions])),
+                "format": 2 if has_views(merged) else 1,
+                "plain": as_plain(merged),
                 "sums": {key: value for part in sums_by_rank for key, value in part.items()},
                 "metadata": zlib.crc32((temporary / METADATA).read_bytes()),
             }
@@ -127,7 +133,14 @@ class DCPCheckpointIO(FolderCheckpointIO):
             about = known.get(reference.name)
             if not isinstance(about, TensorStorageMetadata):
                 raise CheckpointCorruptError(f"{str(path)!r} lacks the tensor {reference.name!r}")
-            return StoredTensor(reference.name, about.size, about.properties.dtype, reader.read_into)
+            dtype, saved = about.properties.dtype, about.size
+            if reference.place is None:
+                return StoredTensor(reference.name, saved, dtype, reader.read_into, saved)
+            size, stride, offset = reference.place
+            last = offset + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
+            if last >= saved.numel() or min(0, *size, *stride, offset) < 0:
+                raise CheckpointCorruptError(f"{str(path)!r} has a view that reaches beyond {reference.name!r}")
+            return StoredTensor(reference.name, torch.Size(size), dtype, reader.read_into, saved, (stride, offset))
 
         opened: dict[str, Any] = unflatten(content["plain"], stand_in)
         return opened
@@ -149,10 +162,10 @@ class DCPCheckpointIO(FolderCheckpointIO):
             raise FileNotFoundError(
                 errno.ENOENT, f"no sharded checkpoint: the folder has no {PLAIN}", str(path)
             ) from error
-        if content.get("format") != FORMAT:
+        if content.get("format") not in FORMATS:
             raise CheckpointError(
                 f"{str(path)!r} is a sharded checkpoint of format {content.get('format')!r}, and this "
-                f"torchhal-parallel reads format {FORMAT}"
+                f"torchhal-parallel reads formats {' and '.join(map(str, FORMATS))}"
             )
         return folder, content
 
