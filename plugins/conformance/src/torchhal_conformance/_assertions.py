@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from torchhal_conformance._check import CheckFailed, Skipped
 
@@ -110,6 +111,11 @@ def _difference(got: Any, expected: Any) -> str:
 def _tensor_difference(got: Any, expected: torch.Tensor) -> str:
     if not isinstance(got, torch.Tensor):
         return f"got a {type(got).__name__}, expected a tensor"
+    if isinstance(got, DTensor) and isinstance(expected, DTensor):  # this rank's part of both
+        if (got.placements, got.shape) != (expected.placements, expected.shape):
+            told = (f"{tuple(one.shape)} placed by {one.placements}" for one in (got, expected))
+            return "got {}, expected {}".format(*told)
+        got, expected = got.to_local(), expected.to_local()
     if got.dtype != expected.dtype or got.shape != expected.shape:
         return f"got {got.dtype} of {tuple(got.shape)}, expected {expected.dtype} of {tuple(expected.shape)}"
     one, other = got.detach().cpu(), expected.detach().cpu()

@@ -58,6 +58,14 @@ def check_size(name: str, value: Any) -> None:
         raise ConfigurationError(f"{name!r} must be an int of at least 1, or None (got {value!r})")
 
 
+def coordinates(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return the coordinate of a global rank on each axis of the mesh that :func:`build_mesh` makes."""
+    place = {}
+    for axis in reversed(AXES):
+        rank, place[axis] = divmod(rank, sizes[axis])
+    return place
+
+
 def build_mesh(device_type: str, sizes: Mapping[str, int], timeout: timedelta) -> DeviceMesh:
     """Return the mesh of all ranks, with ``timeout`` for each of its process groups."""
     mesh = init_device_mesh(device_type, tuple(sizes[axis] for axis in AXES), mesh_dim_names=AXES)

@@ -18,7 +18,14 @@ from torchhal.errors import (
 )
 from torchhal.memory_estimate import MemoryEstimate, ModelMemory
 from torchhal.strategies import StepResult, Strategy, check_frequencies
-from torchhal_parallel._device_mesh import ParallelDims, build_mesh, check_size, make_batch_group, release_groups
+from torchhal_parallel._device_mesh import (
+    ParallelDims,
+    build_mesh,
+    check_size,
+    coordinates,
+    make_batch_group,
+    release_groups,
+)
 from torchhal_parallel._divided_regions import DividedRegions
 from torchhal_parallel._double_backward import refuse_double_backward
 from torchhal_parallel._dtensor_layout import gather_to_cpu
@@ -180,11 +187,12 @@ class HybridStrategy(FullyShardedStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int] | None:
-        if self.mesh is None:
+        try:
+            sizes = self.sizes or self._dims.resolve(self.world_size)
+        except ConfigurationError:  # this process isn't one of the ranks yet
             return None
-        shard = self.sizes["shard"]
-        rank = self.rank_in("data") * shard + self.rank_in("shard")
-        return {"num_replicas": self.sizes["data"] * shard, "rank": rank}
+        place = coordinates(self.global_rank, sizes)
+        return {"num_replicas": sizes["data"] * sizes["shard"], "rank": place["data"] * sizes["shard"] + place["shard"]}
 
     @property
     def is_data_leader(self) -> bool:

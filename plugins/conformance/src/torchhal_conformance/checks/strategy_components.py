@@ -84,13 +84,16 @@ def own_device(rank: RankContext) -> None:
 def sampler(rank: RankContext) -> None:
     """distributed_sampler_kwargs divide the samples: every sample on some rank, none on two but for the padding.
 
-    Each epoch has another order.
+    Each epoch has another order. They are known before the set-up.
 
     Why: every rank saw the same data, and the run looked like a larger batch.
     Fix: num_replicas and rank of the data-parallel group.
     """
-    with rank.set_up_strategy() as strategy:
+    early = rank.create_strategy()
+    before = early.distributed_sampler_kwargs
+    with rank.set_up_strategy(early) as strategy:
         kwargs = strategy.distributed_sampler_kwargs
+        same("distributed_sampler_kwargs before the set-up", before, kwargs)
         everybody = rank.gather(kwargs)
         if kwargs is None:
             require(rank.size == 1 or not strategy.multi_device, "several ranks and no division of the data")
