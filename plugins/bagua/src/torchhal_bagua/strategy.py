@@ -389,6 +389,9 @@ class BaguaStrategy(ParallelStrategy):
 
         return {**state, "state": map_tensors(state["state"], replace), BATCHES: self._wrapped.batches}
 
+    def check_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        super().check_optimizer_state(optimizer, {name: value for name, value in state.items() if name != BATCHES})
+
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         self._pause()
         super().load_optimizer_state(optimizer, {name: value for name, value in state.items() if name != BATCHES})

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchhal.errors import CheckpointMismatchError
-from torchhal_conformance._assertions import raises, same
+from torchhal.errors import CheckpointMismatchError, TorchhalError
+from torchhal_conformance._assertions import raises, require, same
 from torchhal_conformance._check import NotApplicable, check
 from torchhal_conformance._rank_context import RankContext
 from torchhal_conformance.checks._strategy_run import Regression, batch, running, weights_close
@@ -28,6 +28,8 @@ def _freeze(module: nn.Module, layers: tuple[str, ...]) -> None:
 def frozen_during_the_run(rank: RankContext) -> None:
     """Parameters that are frozen after the set-up, and trained again later, make the steps that plain torch makes.
 
+    Or they are an error of torchhal's on every rank.
+
     Why: fine-tuning unfreezes layers later, and a wrapper that did not see them leaves their gradients to each rank.
     Fix: let the wrapper be about the parameters that are trained, and renew it when these change.
     """
@@ -39,7 +41,14 @@ def frozen_during_the_run(rank: RankContext) -> None:
             _freeze(plain, layers)
             if len(layers) > 1:
                 continue
-            run.train(2 * number, 2 * number + 2)
+            refused = ""
+            try:
+                run.train(2 * number, 2 * number + 2)
+            except TorchhalError as error:
+                refused = str(error)
+            if all(rank.gather(refused)):
+                raise NotApplicable(f"the strategy refuses parameters that are frozen in its run ({refused})")
+            require(not refused, f"a rank refused parameters that are frozen in its run, others didn't: {refused}")
             for step in (2 * number, 2 * number + 1):
                 optimizer.zero_grad()
                 plain.training_step(batch(rank, step), step).backward()  # type: ignore[no-untyped-call]
