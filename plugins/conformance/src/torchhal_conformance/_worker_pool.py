@@ -125,7 +125,8 @@ class WorkerPool:
                     raise WorkerUnresponsive(
                         f"world of {self.size}: rank {rank} DIED{told}{self._printed([rank])}"
                     ) from None
-                if outcomes[rank].error:
+                # a rank that skips is alone with it for a moment only, and one that starts may take long
+                if outcomes[rank].error and outcomes[rank].error not in _SKIPS:
                     deadline = min(deadline, time.monotonic() + scaled(GRACE))
         return [outcomes[rank] for rank in range(self.size)]
 

@@ -148,9 +148,9 @@ def _loads(state: dict[str, Any]) -> bool:
     """Return whether torch itself returns ``state`` with weights_only."""
     stream = streams.BytesIO()
     try:
-        torch.save(state, stream)
+        torch.serialization.save(state, stream)  # torch.save and torch.load may be a vendor's
         stream.seek(0)
-        torch.load(stream, weights_only=True)
+        torch.serialization.load(stream, weights_only=True)
     except Exception:
         return False
     return True
