@@ -24,12 +24,11 @@ def shared_memory(tensors: Mapping[str, torch.Tensor]) -> dict[str, Reference]:
     for names in by_memory.values():
         if len(names) == 1:
             continue
-        begin = min(tensors[name].storage_offset() for name in names)
+        begin = min(_begin(tensors[name]) for name in names)
         end = max(_end(tensors[name]) for name in names)
         owner = next((name for name in names if _covers(tensors[name], begin, end)), None)
-        for name in names if owner is not None else ():
-            if name != owner:
-                found[name] = _reference(owner, tensors[owner], tensors[name])
+        if owner is not None:
+            found.update((name, _reference(owner, tensors[owner], tensors[name])) for name in names if name != owner)
     return found
 
 
@@ -38,17 +37,21 @@ def _is_lazy_view(tensor: torch.Tensor) -> bool:
     return tensor.is_conj() or tensor.is_neg()
 
 
+def _begin(tensor: torch.Tensor) -> int:
+    return int(tensor.storage_offset())
+
+
 def _end(tensor: torch.Tensor) -> int:
     """Return the offset behind the last element of its memory that it reaches."""
     strides = zip(tensor.shape, tensor.stride(), strict=True)
-    return tensor.storage_offset() + sum((size - 1) * stride for size, stride in strides) + 1
+    return _begin(tensor) + sum((size - 1) * stride for size, stride in strides) + 1
 
 
 def _covers(tensor: torch.Tensor, begin: int, end: int) -> bool:
-    return tensor.is_contiguous() and tensor.storage_offset() == begin and _end(tensor) == end
+    return tensor.is_contiguous() and _begin(tensor) == begin and _end(tensor) == end
 
 
 def _reference(name: str, owner: torch.Tensor, view: torch.Tensor) -> Reference:
     if view.shape == owner.shape and view.stride() == owner.stride():
         return Reference(name)
-    return Reference(name, (tuple(view.shape), view.stride(), view.storage_offset() - owner.storage_offset()))
+    return Reference(name, (tuple(view.shape), view.stride(), _begin(view) - _begin(owner)))
