@@ -221,7 +221,7 @@ class SyncsForTrainingOnly(DDPStrategy):
         pass
 
 
-@caught_by("STR-62", says="the components that were torn down")
+@caught_by("STR-62", says="must tear down the rest too")
 class StopsAtTheFirst(SingleDeviceStrategy):
     def teardown(self):
         self.precision.teardown()

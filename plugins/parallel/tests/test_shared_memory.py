@@ -115,3 +115,23 @@ def test_a_view_is_read_into_a_sharded_tensor(world2, tmp_path):
     for shape, placements, full, alone in world2.run(_read_view, str(path), timeout=60):
         assert shape == (6, 4) and placements == (Shard(0),)
         assert torch.equal(full, base[1:]) and torch.equal(alone, base[1:])
+
+
+def _save_unlike(path):
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", init_method=f"file://{path}.store", rank=rank, world_size=2)
+    try:
+        io = DCPCheckpointIO()
+        base = torch.arange(8.0)
+        io.save_checkpoint({"c": torch.zeros(2)} if rank == 0 else {"c": base, "b": base[1:3], "d": base[4:]}, path)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_a_view_of_what_another_rank_saves_is_saved_itself(world2, tmp_path):
+    path = tmp_path / "x.ckpt"
+    world2.run(_save_unlike, str(path), timeout=60)
+    loaded = DCPCheckpointIO().load_checkpoint(path)
+    assert loaded["c"].tolist() == [0.0, 0.0]
+    assert loaded["b"].tolist() == [1.0, 2.0] and loaded["d"].tolist() == [4.0, 5.0, 6.0, 7.0]

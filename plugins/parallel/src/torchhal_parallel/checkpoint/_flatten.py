@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from torchhal_parallel.checkpoint._reference import Reference
-from torchhal_parallel.checkpoint._shared_memory import shared_memory
 
 _MARK = "__tensor__"
 _NUMBER = re.compile(r"-?\d+")
@@ -28,8 +27,7 @@ _NUMBER = re.compile(r"-?\d+")
 def flatten(checkpoint: Mapping[Any, Any]) -> tuple[Any, dict[str, torch.Tensor]]:
     """Return (plain data with references, tensors by their path in the nest).
 
-    Of dense tensors that share memory with one that covers them all, that one is among the tensors, and the others are
-    references to it.
+    Tensors that share memory stay separate; :func:`share` makes references of them.
 
     A path has one name, and a name one path, on all ranks: ``state_dict/layer.weight``.
     """
@@ -44,17 +42,14 @@ def flatten(checkpoint: Mapping[Any, Any]) -> tuple[Any, dict[str, torch.Tensor]
             return Reference(name)
         return _rebuilt(value, lambda key, item: visit(item, (*path, _step(key))))
 
-    plain = visit(checkpoint, ())
-    shared = shared_memory(tensors)
-    for name in shared:
-        del tensors[name]
-    return (_replaced(plain, shared) if shared else plain), tensors
+    return visit(checkpoint, ()), tensors
 
 
-def _replaced(value: Any, shared: Mapping[str, Reference]) -> Any:
+def share(value: Any, shared: Mapping[str, Reference]) -> Any:
+    """Return the nest with the references of tensors that lie in another one's memory, by name, in their places."""
     if isinstance(value, Reference):
         return shared.get(value.name, value)
-    return _rebuilt(value, lambda _, item: _replaced(item, shared))
+    return _rebuilt(value, lambda _, item: share(item, shared))
 
 
 def _step(key: Any) -> str:

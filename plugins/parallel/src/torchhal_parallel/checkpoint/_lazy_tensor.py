@@ -32,7 +32,7 @@ class StoredTensor:
     def read(self, target: torch.Tensor | None = None) -> torch.Tensor:
         """Return the tensor in the layout and on the device of ``target``, which has its shape; else whole, on the CPU.
 
-        Only the part that this rank needs is read, and nothing is sent.
+        Only the part that this rank needs is read, of a view the tensor that it lies in; nothing is sent.
         """
         if self.strides is not None:
             return self._part(target)

@@ -18,16 +18,17 @@ from torch.distributed.tensor import DTensor
 
 from torchhal.checkpoint import FolderCheckpointIO, TorchCheckpointIO, inspect_contents
 from torchhal.errors import CheckpointCorruptError, CheckpointError, TorchhalError
-from torchhal_parallel.checkpoint._flatten import as_plain, flatten, has_views, merge_flat, unflatten
+from torchhal_parallel.checkpoint._flatten import as_plain, flatten, has_views, merge_flat, share, unflatten
 from torchhal_parallel.checkpoint._lazy_tensor import StoredTensor
 from torchhal_parallel.checkpoint._reference import Reference
 from torchhal_parallel.checkpoint._safe_reader import METADATA, CheckedReader, checksums, quiet
+from torchhal_parallel.checkpoint._shared_memory import shared_memory
 
 PLAIN = "plain.ckpt"
 """What isn't a tensor, where the tensors belong, and the checksums of their records: written last."""
 
-FORMATS = (1, 2)
-"""2 has places in the memory of another tensor, which a reader of 1 doesn't know."""
+WITHOUT_VIEWS, WITH_VIEWS = FORMATS = (1, 2)
+"""Formats of ``plain.ckpt``: a reader of the first knows no places in the memory of another tensor."""
 
 
 class DCPCheckpointIO(FolderCheckpointIO):
@@ -35,7 +36,7 @@ class DCPCheckpointIO(FolderCheckpointIO):
 
     Any number of ranks, under any strategy, loads it. Every rank reads only what it needs of each tensor; each record
     has a checksum that is verified when it is read, and nothing in the folder is ever executed. Views of a dense tensor
-    of the checkpoint are saved as such, and share its memory after a load.
+    that the same rank saves are saved as such, read with all of that tensor, and share its memory after a load.
 
     A save writes into a folder beside the target and renames it when all ranks are done: the path holds the old
     checkpoint or the new one. Local and shared file systems; all ranks must have access to it.
@@ -60,13 +61,15 @@ class DCPCheckpointIO(FolderCheckpointIO):
         failure: str | None = None
         plain: Any = None
         tensors: dict[str, Any] = {}
+        shared: dict[str, Reference] = {}
         try:
             plain, tensors = flatten(checkpoint)
+            shared = shared_memory(tensors)
             inspect_contents(as_plain(plain))  # before it is sent: what can't be saved can't be sent either
         except Exception as error:
-            failure, plain, tensors = f"{type(error).__name__}: {error}", {}, {}
+            failure, plain, tensors, shared = f"{type(error).__name__}: {error}", {}, {}, {}
         sharded = {name: isinstance(tensor, DTensor) for name, tensor in tensors.items()}
-        contributions = self.gather_results((sharded, plain), failure, target)
+        contributions = self.gather_results((sharded, plain, shared), failure, target)
         with self.new_folder(target) as temporary:
             self._write(target, temporary, tensors, contributions)
 
@@ -75,11 +78,20 @@ class DCPCheckpointIO(FolderCheckpointIO):
         sums: dict[str, int] = {}
         # of a tensor that several ranks have whole, the first rank's is saved: torch would mix them
         first: dict[str, int] = {}
-        for rank, (names, _) in enumerate(contributions):
+        for rank, (names, _, _) in enumerate(contributions):
             for name in names:
                 first.setdefault(name, rank)
+        # a view, if the tensor whose memory it lies in is saved by the same rank
+        views = {
+            name: reference
+            for rank, (_, _, shared) in enumerate(contributions)
+            for name, reference in shared.items()
+            if first[name] == first[reference.name] == rank
+        }
         mine = {
-            name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor) or first[name] == self.rank
+            name: tensor
+            for name, tensor in tensors.items()
+            if isinstance(tensor, DTensor) or (first[name] == self.rank and name not in views)
         }
         try:
             with quiet():
@@ -94,11 +106,11 @@ class DCPCheckpointIO(FolderCheckpointIO):
             failure = self.describe_failure(error)
         sums_by_rank = self.gather_results(sums, failure, target)
 
-        merged = merge_flat([plain for _, plain in contributions])
+        merged = share(merge_flat([plain for _, plain, _ in contributions]), views)
 
         def content() -> dict[str, Any]:
             return {
-                "format": 2 if has_views(merged) else 1,
+                "format": WITH_VIEWS if has_views(merged) else WITHOUT_VIEWS,
                 "plain": as_plain(merged),
                 "sums": {key: value for part in sums_by_rank for key, value in part.items()},
                 "metadata": zlib.crc32((temporary / METADATA).read_bytes()),
