@@ -166,8 +166,9 @@ class StrategyState(StrategyCommunication):
 
         Checks: STR-65.
         """
-        own_form = overrides(self, StrategyState, "optimizer_state")  # of an engine that has no check of its own
-        if "param_groups" in state or not own_form or overrides(self, StrategyState, "check_optimizer_state"):
+        own_form = overrides(self, StrategyState, "optimizer_state")
+        unchecked = own_form and not overrides(self, StrategyState, "check_optimizer_state")
+        if "param_groups" in state or not unchecked:
             check_optimizer_state(optimizer, state)
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:

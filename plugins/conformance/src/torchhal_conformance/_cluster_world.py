@@ -19,7 +19,7 @@ from torchhal_conformance._check import MissingRequirement
 from torchhal_conformance._component_under_test import ComponentUnderTest
 from torchhal_conformance._context import CheckContext
 from torchhal_conformance._launcher_env import variables
-from torchhal_conformance._launcher_worlds import LauncherWorld
+from torchhal_conformance._launcher_worlds import LauncherWorld, Table
 from torchhal_conformance._limits import scaled
 
 NUMBERS: Final = ("world_size", "global_rank", "local_rank", "node_rank", "local_world_size")
@@ -55,13 +55,14 @@ def require_known(context: CheckContext, told: str, got: dict[str, Any], rank: i
 
 def needs_join(context: CheckContext, world: LauncherWorld) -> bool:
     """Return whether some rank of ``world`` doesn't know one of its numbers before join()."""
-    return any(_lacks_numbers(context, world, rank) for rank in range(world.layout.world_size))
+    return any(lacks_numbers(context, table) for table in world.tables)
 
 
-def _lacks_numbers(context: CheckContext, world: LauncherWorld, rank: int) -> bool:
-    with variables(world.tables[rank]):
-        environment = context.create()
+def lacks_numbers(context: CheckContext, table: Table) -> bool:
+    """Return whether a process with these variables doesn't know one of its numbers before join()."""
+    with variables(table):
         try:
+            environment = context.create()
             numbers(environment)
             environment.num_nodes()
         except RanksNotMetError:

@@ -102,7 +102,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
         features = [name.strip() for name in arguments.features.split(",") if name.strip()]
         launcher = None if arguments.launcher is None else shlex.split(arguments.launcher)
-        if arguments.model or arguments.data or ":" in arguments.alias:
+        if arguments.model or arguments.data:
             sys.path.insert(0, os.getcwd())  # as under python -m
         tables: dict[str, Any] = {} if arguments.tables is None else read_tables(arguments.tables)
         component = ComponentUnderTest.of(
@@ -143,6 +143,7 @@ def _target(text: str) -> Any:
         return text
     from torchhal_conformance._factory import import_object
 
+    sys.path.insert(0, os.getcwd())  # as under python -m
     try:
         return import_object(module, name, None)
     except (ImportError, AttributeError, ValueError) as error:
@@ -170,8 +171,6 @@ def _watch(arguments: argparse.Namespace) -> int:
         from torchhal_conformance import _watch as watching
         from torchhal_conformance._component_under_test import ComponentUnderTest
 
-        if ":" in arguments.alias:
-            sys.path.insert(0, os.getcwd())
         component = ComponentUnderTest.of(arguments.kind, _target(arguments.alias))
         paths = watching.sources(component, [arguments.tables] if arguments.tables else [])
     words = [word for name, value in _options(arguments) if name != "--check" for word in (name, value)]

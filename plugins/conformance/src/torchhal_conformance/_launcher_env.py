@@ -175,11 +175,6 @@ TABLES: Final[dict[str, tuple[dict[str, str], ...]]] = {
 }
 """Alias of a cluster environment -> what its launcher alone sets for each of four ranks; others are checked there."""
 
-UNEVEN: Final[dict[str, tuple[Table, ...]]] = {
-    alias: WORLDS[alias]["3+1"].tables for alias in ("torchelastic", "slurm")
-}
-"""The same for nodes of three and of one process, one node after the other."""
-
 INTERACTIVE: Final[dict[str, dict[str, str]]] = {
     "slurm": {
         "SLURM_JOB_ID": "4711", "SLURM_JOBID": "4711", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NODELIST": "n[1-2]",

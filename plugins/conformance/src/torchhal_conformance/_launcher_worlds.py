@@ -14,6 +14,10 @@ Table = Mapping[str, str]
 """The variables of one rank."""
 
 _FORM: Final = re.compile(r"([1-9][0-9]?(?:\+[1-9][0-9]?)*)( cyclic)?")
+ROLES: Final = {
+    ("0", "1", "2", "3"): "global_rank", ("0", "1", "0", "1"): "local_rank", ("0", "0", "1", "1"): "node_rank",
+}  # fmt: skip
+"""What a variable holds by its values on the four ranks of two nodes with two each."""
 RANKS: Final = 4
 """Ranks of the world in which most checks are made."""
 

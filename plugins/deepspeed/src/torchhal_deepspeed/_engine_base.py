@@ -62,12 +62,15 @@ class DeepSpeedEngineBase(ParallelStrategy):
 
     def configure(self, **parts: Any) -> None:
         super().configure(**parts)
-        self._deepspeed = sdk.load(self.root_device.type)
+        self._deepspeed = self._load(self.root_device.type)
+
+    def _load(self, device_type: str) -> Any:
+        deepspeed = sdk.load(device_type)
         sdk.set_log_level(self.logging_level)
+        return deepspeed
 
     def check_fit(self, composition: Composition) -> None:
-        sdk.load(composition.accelerator.device_type)
-        sdk.set_log_level(self.logging_level)
+        self._load(composition.accelerator.device_type)
         settings.check_with_deepspeed(self.config)
         settings.check_precision(self.config, composition.precision)
 
@@ -75,8 +78,7 @@ class DeepSpeedEngineBase(ParallelStrategy):
 
     def setup_communication(self) -> Store | None:
         store = super().setup_communication()
-        self._deepspeed = sdk.load(self.root_device.type)
-        sdk.set_log_level(self.logging_level)
+        self._deepspeed = self._load(self.root_device.type)
         self._life.enter_context(sdk.ranks_in_environment(self.global_rank, self.local_rank, self.world_size))
         self._life.enter_context(sdk.communication(self._deepspeed))
         return store

@@ -183,7 +183,7 @@ class HybridStrategy(FullyShardedStrategy):
 
     def rank_in(self, axis: str) -> int:
         """Return this process's coordinate on an axis."""
-        return int(self.mesh.get_local_rank(axis)) if self.mesh is not None else 0
+        return coordinates(self.global_rank, self.sizes)[axis] if self.mesh is not None else 0
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int] | None:

@@ -17,14 +17,13 @@ from torchhal.cluster.base import RanksNotMetError
 from torchhal.errors import ConfigurationError
 from torchhal_conformance._assertions import raises, require, same
 from torchhal_conformance._check import CheckFailed, NotApplicable, check
-from torchhal_conformance._cluster_world import numbers
+from torchhal_conformance._cluster_world import lacks_numbers, numbers
 from torchhal_conformance._component_under_test import ComponentUnderTest
 from torchhal_conformance._context import CheckContext
 from torchhal_conformance._launcher_env import variables
+from torchhal_conformance._launcher_worlds import ROLES
 from torchhal_conformance.checks.cluster_numbers import ALONE
 
-_RANKS: Final = (["0", "1", "2", "3"], ["0", "1", "0", "1"], ["0", "0", "1", "1"])
-"""A variable's values on the four ranks: of the global, the local and the node rank."""
 _SIZES: Final = ("4", "2")
 _BY_HAND: Final = {"NODE_RANK": "1", "MASTER_ADDR": "n1", "MASTER_PORT": "29533"}
 
@@ -38,7 +37,7 @@ def job_of_one(tables: Sequence[Mapping[str, str]]) -> dict[str, str]:
     changed = {}
     for name, value in tables[0].items():
         values = [table.get(name, "") for table in tables]
-        if values in _RANKS:
+        if tuple(values) in ROLES:
             changed[name] = "0"
         elif values in ([size] * 4 for size in _SIZES) or value == "2(x2)":
             changed[name] = "1"
@@ -253,8 +252,8 @@ def ranks_meet(context: CheckContext) -> None:
     Fix: exchange the hosts of all ranks in join(), and count the nodes in the order of their lowest rank.
     """
     tables = context.component.own_tables
-    by_itself = _leaves_open(context, tables[0], "")
-    unknown = [] if by_itself else [name for name in tables[0] if _leaves_open(context, tables[0], name)]
+    by_itself = lacks_numbers(context, tables[0])
+    unknown = [] if by_itself else [name for name in tables[0] if lacks_numbers(context, _less(tables[0], {name}))]
     if not (by_itself or unknown):
         raise NotApplicable("its variables hold every number, or there is no job without them")
     with socket.socket() as free:
@@ -272,19 +271,6 @@ def ranks_meet(context: CheckContext) -> None:
         if not says_two_nodes:
             right["num_nodes"] = 1
         same(f"on rank {rank} of two, after join()", {name: found[name] for name in right}, right)
-
-
-def _leaves_open(context: CheckContext, table: Mapping[str, str], name: str) -> bool:
-    """Return whether the ranks have to meet without this variable; an empty name is of none."""
-    with variables({key: value for key, value in table.items() if key != name}):
-        try:
-            environment = context.create()
-            numbers(environment), environment.num_nodes()
-        except RanksNotMetError:
-            return True
-        except ConfigurationError:
-            pass
-    return False
 
 
 def _of_two(tables: Sequence[Mapping[str, str]], rank: int, without: Sequence[str]) -> dict[str, str]:

@@ -15,7 +15,7 @@ from torchhal_conformance._check import NotApplicable, check
 from torchhal_conformance._cluster_world import known_numbers, numbers, on_every_rank, under_host_name, world_of
 from torchhal_conformance._context import CheckContext
 from torchhal_conformance._launcher_env import variables
-from torchhal_conformance._launcher_worlds import LauncherWorld, Layout, Table
+from torchhal_conformance._launcher_worlds import ROLES, LauncherWorld, Layout, Table
 
 _UNEVEN: Final = (Layout((3, 1)), Layout((3, 1), cyclic=True))
 _USER: Final = {
@@ -53,14 +53,11 @@ def _roles(context: CheckContext, tables: Sequence[Table]) -> dict[str, str]:
     Raises:
         NotApplicable: a variable holds a size in another form, or one of the four numbers has no variable.
     """
-    of_ranks = {
-        ("0", "1", "2", "3"): "global_rank", ("0", "1", "0", "1"): "local_rank", ("0", "0", "1", "1"): "node_rank",
-    }  # fmt: skip
     roles = {}
     for name, value in tables[0].items():
         values = tuple(table.get(name, "") for table in tables)
-        if values in of_ranks:
-            roles[name] = of_ranks[values]
+        if values in ROLES:
+            roles[name] = ROLES[values]
         elif values == ("2",) * 4:
             roles[name] = _size_in(context, tables[0], name)
         elif set(values) != {"4"} and any(text in value for text in ("2", "4")) and not _is_name(name, value):

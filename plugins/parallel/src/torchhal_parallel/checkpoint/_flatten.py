@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -101,21 +101,12 @@ def merge_flat(parts: list[Any]) -> Any:
 def as_plain(value: Any) -> Any:
     """Return the nest with its references as the file has them."""
     if isinstance(value, Reference):
-        return {_MARK: value.name if value.place is None else [value.name, *map(_listed, value.place)]}
+        if value.place is None:
+            return {_MARK: value.name}
+        size, stride, offset = value.place
+        return {_MARK: [value.name, list(size), list(stride), offset]}
     plain = _rebuilt(value, lambda _, item: as_plain(item))
     return {_MARK: plain} if _is_marked(plain) else plain
-
-
-def _listed(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
-
-
-def has_views(plain: Any) -> bool:
-    """Return whether the nest with references has one to a part of a tensor."""
-    if isinstance(plain, Reference):
-        return plain.place is not None
-    items: Iterable[Any] = plain.values() if type(plain) in (dict, OrderedDict) else ()
-    return any(map(has_views, plain if type(plain) in (list, tuple) else items))
 
 
 def unflatten(value: Any, read: Callable[[Reference], Any]) -> Any:

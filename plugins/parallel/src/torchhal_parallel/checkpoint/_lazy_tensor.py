@@ -37,9 +37,8 @@ class StoredTensor:
         if self.strides is not None:
             return self._part(target)
         if target is None:
-            tensor = torch.empty(self.shape, dtype=self.dtype)
-        else:
-            tensor = torch.empty_like(target.detach(), dtype=self.dtype)
+            return self._memory()
+        tensor = torch.empty_like(target.detach(), dtype=self.dtype)
         self.read_into(self.name, tensor)
         return tensor
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from torchhal.checkpoint import FolderCheckpointIO, TorchCheckpointIO, inspect_contents
 from torchhal.errors import CheckpointCorruptError, CheckpointError, TorchhalError
-from torchhal_parallel.checkpoint._flatten import as_plain, flatten, has_views, merge_flat, share, unflatten
+from torchhal_parallel.checkpoint._flatten import as_plain, flatten, merge_flat, share, unflatten
 from torchhal_parallel.checkpoint._lazy_tensor import StoredTensor
 from torchhal_parallel.checkpoint._reference import Reference
 from torchhal_parallel.checkpoint._safe_reader import METADATA, CheckedReader, checksums, quiet
@@ -106,12 +106,11 @@ class DCPCheckpointIO(FolderCheckpointIO):
             failure = self.describe_failure(error)
         sums_by_rank = self.gather_results(sums, failure, target)
 
-        merged = share(merge_flat([plain for _, plain, _ in contributions]), views)
-
         def content() -> dict[str, Any]:
+            in_parts = any(reference.place is not None for reference in views.values())
             return {
-                "format": WITH_VIEWS if has_views(merged) else WITHOUT_VIEWS,
-                "plain": as_plain(merged),
+                "format": WITH_VIEWS if in_parts else WITHOUT_VIEWS,
+                "plain": as_plain(share(merge_flat([plain for _, plain, _ in contributions]), views)),
                 "sums": {key: value for part in sums_by_rank for key, value in part.items()},
                 "metadata": zlib.crc32((temporary / METADATA).read_bytes()),
             }
