@@ -19,7 +19,7 @@ from torchhal.cluster.local import LocalEnvironment
 from torchhal.cluster.slurm import SlurmEnvironment
 from torchhal.errors import ConfigurationError, UnknownAliasError
 from torchhal.resolve._launcher_choice import choose_environment
-from torchhal_conformance._launcher_env import INTERACTIVE, TABLES, UNEVEN
+from torchhal_conformance._launcher_env import INTERACTIVE, TABLES, WORLDS
 
 BY_HAND = {"MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
 AZURE = tuple(
@@ -124,7 +124,7 @@ class TestHostLists:
 class TestSlurmSteps:
     def test_uneven_nodes(self, job):
         found = []
-        for row in UNEVEN["slurm"]:
+        for row in WORLDS["slurm"]["3+1"].tables:
             environment = job(row)
             environment.validate_settings(num_devices=environment.local_world_size(), num_nodes=2)
             found.append(numbers(environment))
@@ -146,7 +146,7 @@ class TestSlurmSteps:
 
     def test_node_of_rank_in_block_distribution(self, job, monkeypatch):
         """The node of a rank is known where Slurm filled node after node."""
-        environment = job(UNEVEN["slurm"][0])
+        environment = job(WORLDS["slurm"]["3+1"].tables[0])
         assert [environment.node_of(rank) for rank in range(5)] == ["n1", "n1", "n1", "n2", None]
         job(SLURM_DISTRIBUTION="block:cyclic")
         assert environment.node_of(3) == "n2"
