@@ -83,14 +83,17 @@ class Changing(Thawed):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def fit_changing(strategy, plans):
+def fit_changing(strategy, plans, axes=None):
+    if axes is not None:
+        from torchhal_parallel.hybrid import HybridStrategy
     found = []
     for plan in plans:
         for accumulate in (1, 4):
             model = Changing(plan)
             loader = torch.utils.data.DataLoader(rows(64), 4, shuffle=False)
             trainer = Trainer(
-                accelerator=hardware.name(), devices=2, strategy=strategy, max_epochs=1, logger=False,
+                accelerator=hardware.name(), devices=2, max_epochs=1, logger=False,
+                strategy=strategy if axes is None else HybridStrategy(**axes),
                 enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
                 accumulate_grad_batches=accumulate,
             )  # fmt: skip
@@ -113,12 +116,18 @@ def changed_alone(plan, accumulate):
     return model.state_dict()
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "ddp_find_unused_parameters_true", "zero1"])
-def test_freezing_within_epoch(world2, strategy):
+@pytest.mark.parametrize(
+    "strategy, axes",
+    [
+        ("ddp", None), ("ddp_find_unused_parameters_true", None), ("zero1", None), ("zero2", None), ("zero3", None),
+        ("hybrid", {"data": 2}), ("hybrid", {"shard": 2}),
+    ],
+)  # fmt: skip
+def test_freezing_within_epoch(world2, strategy, axes):
     """Gradients of layers that are frozen or unfrozen within an epoch are averaged."""
-    if strategy == "zero1":
+    if not strategy.startswith("ddp"):
         pytest.importorskip("torchhal_parallel")
-    found = zip(*world2.run(fit_changing, strategy, list(Changing.PLANS)), strict=True)
+    found = zip(*world2.run(fit_changing, strategy, list(Changing.PLANS), axes), strict=True)
     for (plan, accumulate), (mine, theirs) in zip(itertools.product(Changing.PLANS, (1, 4)), found, strict=True):
         for name, expected in changed_alone(plan, accumulate).items():
             what = f"{name}, {plan}, {accumulate}"

@@ -171,7 +171,7 @@ class DDPStrategy(DDPState):
             with self.guard(self._comparison()):
                 self.check_same_parameters(self.module)
                 # during an accumulation, the wrapper averages from here on the gradients of the trained parameters
-                collectives.average_gradients(self._frozen_since(), frozen=True)
+                collectives.average_gradients(self._frozen_since())
 
     def _comparison(self) -> str:
         """Name the comparison of ranks after parameters were frozen or unfrozen, maybe on some ranks only."""

@@ -268,6 +268,20 @@ class FullyShardedStrategy(ShardedStrategy):
         """Return a training step that refuses what would be lost, where parameters are sharded."""
         return step if self._lost_writes is None else self._lost_writes.watched(step)
 
+    def sharded_without_backward(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a training step with a reshard behind it where it gives no loss, so that no backward follows.
+
+        What a hook does to a parameter until the next step, such as freezing it, would be done to a gathered copy.
+        """
+
+        def run(*args: Any) -> Any:
+            result = step(*args)
+            if result is None:
+                self._reshard()
+            return result
+
+        return run if self._units and not self.reshard_after_forward else step
+
     def buffer_source(self) -> tuple[int, Any]:
         """Return (the rank whose buffers count, the group of ranks that follow it; None for all)."""
         return 0, None
@@ -355,7 +369,7 @@ class FullyShardedStrategy(ShardedStrategy):
         super().sync_gradients()
 
     def replicated_parameters(self) -> list[nn.Parameter]:
-        return [parameter for parameter in self._ignored if parameter.requires_grad]
+        return self._ignored
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         self._average_once()

@@ -21,7 +21,7 @@ def average_gradients(parameters: Sequence[nn.Parameter], group: Any) -> None:
     """
     size = dist.get_world_size(group)
     collectives.average_gradients([p for p in parameters if not isinstance(p, DTensor)], group)
-    sharded = [parameter for parameter in parameters if isinstance(parameter, DTensor) and parameter.requires_grad]
+    sharded = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
     if not sharded:
         return
     there = torch.tensor([parameter.grad is not None for parameter in sharded], dtype=torch.uint8)
