@@ -243,6 +243,15 @@ class UnfrozenApart(Thawed):
             (self.layers[0].weight if self.trainer.global_rank else self.layers[0].bias).requires_grad_(True)
 
 
+class MoreUnfrozen(Thawed):
+    """One rank unfreezes more of a layer than the other."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        if batch_idx == 2:
+            self.layers[0].weight.requires_grad_(True)
+            self.layers[0].bias.requires_grad_(self.trainer.global_rank > 0)
+
+
 class UnfrozenOnOneRank(Thawed):
     def on_train_batch_start(self, batch, batch_idx):
         if batch_idx == 2 and self.trainer.global_rank:
@@ -265,25 +274,31 @@ def test_unfrozen_on_one_rank_is_named(world2):
     assert "comparison of what is trained, as 'layers.0.bias' was unfrozen" in text, text
 
 
-def fail_to_fit(kind):
+def fail_to_fit(strategy, kind):
     with pytest.raises((ModelError, DistributedError)) as caught:
         Trainer(
-            accelerator=hardware.name(), devices=2, strategy="ddp", max_epochs=1, logger=False,
+            accelerator=hardware.name(), devices=2, strategy=strategy, max_epochs=1, logger=False,
             enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         ).fit(globals()[kind](), torch.utils.data.DataLoader(rows(32), 4))  # fmt: skip
     return str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("kind", "words"),
+    ("strategy", "kind", "words"),
     [
-        ("FrozenTooLate", "'layers.2.weight' of FrozenTooLate were frozen while a step ran"),
-        ("UnfrozenApart", "where rank 0 has .*'layers.0.weight', .*False.*, rank 1 has .*'layers.0.weight', .*True"),
+        ("ddp", "FrozenTooLate", "'layers.2.weight' of FrozenTooLate were frozen while a step ran"),
+        ("ddp", "UnfrozenApart", r"comparison of what is trained, as 'layers\.0\.(weight|bias)' was unfrozen"),
+        ("zero2", "UnfrozenApart", r"comparison of what is trained, as 'layers\.0\.(weight|bias)' was unfrozen"),
+        ("zero3", "UnfrozenApart", r"comparison of what is trained, as 'layers\.0\.(weight|bias)' was unfrozen"),
+        ("ddp", "MoreUnfrozen", "where rank 0 has .*'layers.0.bias', .*False.*, rank 1 has .*'layers.0.bias', .*True"),
+        ("zero3", "MoreUnfrozen", "where rank 0 has .*'layers.0.bias', .*False.*, rank 1 has .*'layers.0.bias'"),
     ],
 )
-def test_unaverageable_freezing_refused(world2, kind, words):
+def test_unaverageable_freezing_refused(world2, strategy, kind, words):
     """Freezing that the ranks can't average is refused in the step."""
-    for text in world2.run(fail_to_fit, kind):
+    if strategy != "ddp":
+        pytest.importorskip("torchhal_parallel")
+    for text in world2.run(fail_to_fit, strategy, kind):
         assert re.search(words, text), text
 
 

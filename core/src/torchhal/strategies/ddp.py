@@ -166,22 +166,16 @@ class DDPStrategy(DDPState):
         self._trained_in_epoch = [one or other for one, other in zip(self._trained_in_epoch, now, strict=True)]
 
     def _compare_trained(self) -> None:
-        assert self.module is not None
         if self.world_size > 1:
-            with self.guard(self._comparison()):
-                self.check_same_parameters(self.module)
+            self.check_same_trained(self._changed())
+            with self.guard("averaging of the gradients"):
                 # during an accumulation, the wrapper averages from here on the gradients of the trained parameters
                 collectives.average_gradients(self._frozen_since())
 
-    def _comparison(self) -> str:
-        """Name the comparison of ranks after parameters were frozen or unfrozen, maybe on some ranks only."""
-        assert self.module is not None
-        names = {parameter: name for name, parameter in self.module.named_parameters()}
-        for parameter, before in zip(self._parameters, self._was_trained, strict=True):
-            if parameter.requires_grad != before:
-                done = "frozen" if before else "unfrozen"
-                return f"comparison of what is trained, as {names.get(parameter, 'a parameter')!r} was {done}"
-        return "comparison of what is trained"
+    def _changed(self) -> list[torch.nn.Parameter]:
+        """Return what was frozen or unfrozen since the last comparison."""
+        pairs = zip(self._parameters, self._was_trained, strict=True)
+        return [parameter for parameter, trained in pairs if trained != parameter.requires_grad]
 
     def _wrap_again(self) -> None:
         assert self.module is not None
@@ -205,8 +199,7 @@ class DDPStrategy(DDPState):
             self.model.require_backward_grad_sync = False
 
     def _frozen_since(self) -> list[torch.nn.Parameter]:
-        pairs = zip(self._parameters, self._was_trained, strict=True)
-        return [parameter for parameter, trained in pairs if trained and not parameter.requires_grad]
+        return [parameter for parameter in self._changed() if not parameter.requires_grad]
 
     def configure_ddp(self) -> None:
         """Replace ``self.model`` by its distributed wrapper; override to use another one."""
@@ -273,8 +266,7 @@ class DDPStrategy(DDPState):
                 "ran, and the ranks average what was trained when it began: freeze parameters between the steps, in "
                 f"on_train_batch_start or on_train_epoch_start, or use strategy={self._allowing_unused()}"
             )
-        with self.guard(self._comparison()):
-            self.check_same_parameters(self.module)
+        self.check_same_trained(self._changed())
         ignored = set(self.parameters_to_ignore())
         before = set(self._averaged)
         named = self.module.named_parameters()

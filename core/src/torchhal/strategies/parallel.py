@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import uuid
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any, ClassVar, cast
@@ -299,6 +299,27 @@ class ParallelStrategy(Strategy):
     def check_same_parameters(self, module: nn.Module) -> None:
         """Raise on every rank when the ranks train different parameters."""
         check_same_tensors(list(module.named_parameters()))
+
+    def check_same_trained(self, changed: Sequence[nn.Parameter]) -> None:
+        """Raise on every rank when the ranks train different parameters of the module, some of which were changed.
+
+        The comparison waits for ranks that have changed nothing, which is an error after the timeout, and begins with a
+        barrier in the store: no other collective can be matched with it.
+
+        Args:
+            changed: what was frozen or unfrozen since the last comparison; its first parameter is named.
+
+        .. versionadded:: 0.2
+        """
+        assert self.module is not None
+        what = "comparison of what is trained"
+        if changed:
+            names = {parameter: name for name, parameter in self.module.named_parameters()}
+            done = "unfrozen" if changed[0].requires_grad else "frozen"
+            what += f", as {names.get(changed[0], 'a parameter')!r} was {done}"
+        self.barrier(what)
+        with self.guard(what):
+            self.check_same_parameters(self.module)
 
     def teardown(self) -> None:
         self.watch.stop(self._explain_what_ended_the_loop())

@@ -120,6 +120,8 @@ class FullyShardedStrategy(ShardedStrategy):
         self._inner_backward: InnerBackward | None = None
         self._lost_writes: LostWrites | None = None
         self._carried: dict[int, Any] = {}
+        self._parameters: list[nn.Parameter] = []
+        self._was_trained: list[bool] = []
         self._averaged = True
 
     # -- model -----------------------------------------------------------------------------------------------
@@ -171,6 +173,8 @@ class FullyShardedStrategy(ShardedStrategy):
             lambda: self._runner is not None and self._runner.running,
             reshard_after_forward=self.reshard_after_forward,
         )
+        self._parameters = list(self.module.parameters())
+        self._was_trained = [parameter.requires_grad for parameter in self._parameters]
         self._lost_writes = LostWrites(self.module, units, alias, mesh.get_group("shard").size())
 
     def _units_in(self, module: nn.Module, roots: Sequence[nn.Module]) -> list[nn.Module]:
@@ -264,23 +268,34 @@ class FullyShardedStrategy(ShardedStrategy):
         self.check_writes()
         return super().module_state_dict()
 
-    def watch_writes(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a training step that refuses what would be lost, where parameters are sharded."""
-        return step if self._lost_writes is None else self._lost_writes.watched(step)
+    def watch_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a training step that refuses what would be lost, or be each rank's own, where parameters are sharded.
 
-    def sharded_without_backward(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a training step with a reshard behind it where it gives no loss, so that no backward follows.
-
-        What a hook does to a parameter until the next step, such as freezing it, would be done to a gathered copy.
+        These are writes to gathered parameters, and parameters that some ranks alone have frozen: the sizes of what the
+        ranks send would differ. It ends with a reshard where it gives no loss, so that no backward follows: what a
+        hook does to a parameter until the next step, such as freezing it, would be done to a gathered copy.
         """
+        if self._lost_writes is None:
+            return step
+        step = self._lost_writes.watched(step)
+        stays_gathered = not self.reshard_after_forward
 
         def run(*args: Any) -> Any:
+            trained = [parameter.requires_grad for parameter in self._parameters]
+            if trained != self._was_trained:
+                self._compare_trained(trained)
             result = step(*args)
-            if result is None:
+            if stays_gathered and result is None:
                 self._reshard()
             return result
 
-        return run if self._units and not self.reshard_after_forward else step
+        return run
+
+    def _compare_trained(self, trained: list[bool]) -> None:
+        before, self._was_trained = self._was_trained, trained
+        if self.world_size > 1:
+            found = zip(self._parameters, before, trained, strict=True)
+            self.check_same_trained([parameter for parameter, was, now in found if was != now])
 
     def buffer_source(self) -> tuple[int, Any]:
         """Return (the rank whose buffers count, the group of ranks that follow it; None for all)."""

@@ -117,7 +117,7 @@ class FSDPStrategy(FullyShardedStrategy):
     def module_step(self, name: str) -> Callable[..., Any]:
         step = super().module_step(name)
         if name == "training_step":
-            step = self.sharded_without_backward(self.watch_writes(step))
+            step = self.watch_step(step)
             return step if self._runner is None else self.with_buffers(step)
         return step if self._runner is None else self.then_sharded(step)
 

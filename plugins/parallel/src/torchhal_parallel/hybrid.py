@@ -293,7 +293,7 @@ class HybridStrategy(FullyShardedStrategy):
         if self.pipe is not None:
             step = partial(self._run_training_step if name == "training_step" else self.pipe.evaluate, step)
         if name == "training_step":
-            step = self.sharded_without_backward(self.watch_writes(step))
+            step = self.watch_step(step)
             return step if self._batch_group is None else self.with_buffers(step)
         return self.then_sharded(step) if self.sizes["shard"] > 1 else step
 
