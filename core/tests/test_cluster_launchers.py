@@ -424,6 +424,16 @@ class TestMPI:
 
 
 class TestLSF:
+    def test_lsf_array_elements_apart(self, job):
+        """The elements of LSF's array have one job number."""
+        job(TABLES["lsf"][1])
+        places = set()
+        for index in (None, "0", "1", "2"):
+            environment = job(LSB_JOBINDEX=index)
+            places.add((environment.job_id(), environment.main_port))
+        assert {name for name, _ in places} == {"LSF's job 815", "LSF's job 815[1]", "LSF's job 815[2]"}
+        assert len({port for _, port in places}) == len(places) == 3
+
     def test_lsf_rank_file(self, job, tmp_path):
         """The first line of LSF's rank file is the launch node."""
         path = tmp_path / "ranks"

@@ -54,7 +54,14 @@ class LSFEnvironment(ExternalEnvironment):
         return hosts[1] if len(hosts) > 1 else hosts[0]  # the first is the launch node, not a rank
 
     def job_id(self) -> str:
-        return f"LSF's job {given('LSB_JOBID')}" if given("LSB_JOBID") else ""
+        return f"LSF's job {_job()}" if given("LSB_JOBID") else ""
 
     def _port(self) -> int:
-        return port_from_job_id(read_text("LSB_JOBID"))
+        read_text("LSB_JOBID")
+        return port_from_job_id(_job())
+
+
+def _job() -> str:
+    """Return the job as LSF writes it: the elements of an array have one number, and an index each."""
+    index = given("LSB_JOBINDEX")
+    return f"{given('LSB_JOBID')}[{index}]" if index and index != "0" else given("LSB_JOBID")
