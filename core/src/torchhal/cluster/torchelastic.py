@@ -72,6 +72,9 @@ class TorchElasticEnvironment(ClusterEnvironment):
     def main_port(self) -> int:
         return read_port("MASTER_PORT")
 
+    def job_id(self) -> str:
+        return f"torchrun's run {given('TORCHELASTIC_RUN_ID')}"
+
     def validate_settings(self, *, num_devices: int, num_nodes: int) -> None:
         local, nodes, world = self.local_world_size(), self.num_nodes(), self.world_size()
         rank, local_rank = self.global_rank(), self.local_rank()

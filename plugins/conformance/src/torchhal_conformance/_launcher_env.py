@@ -50,6 +50,7 @@ def _slurm(layout: Layout) -> Iterator[dict[str, str]]:
             "SLURM_STEP_NUM_TASKS": size,
             "SLURM_TASKS_PER_NODE": per_node, "SLURM_STEP_TASKS_PER_NODE": per_node, "SLURM_PROCID": str(rank),
             "SLURM_LOCALID": str(local), "SLURM_NODEID": str(node), "SLURMD_NODENAME": f"n{node + 1}",
+            **({"SLURM_DISTRIBUTION": "cyclic"} if layout.cyclic else {}),  # set where srun was given -m
         }  # fmt: skip
 
 
@@ -96,7 +97,8 @@ def _lsf(layout: Layout) -> Iterator[dict[str, str]]:
     hosts = " ".join(f"n{node + 1} {size}" for node, size in enumerate(layout.sizes))
     for rank, node, local in layout.places:
         yield {
-            "LSB_JOBID": "815", "LSB_DJOB_RANKFILE": "/tmp/ranks", "LSB_MCPU_HOSTS": f"b1 1 {hosts}",
+            "LSB_JOBID": "815", "LSB_JOBINDEX": "0", "LSB_DJOB_RANKFILE": "/tmp/ranks",
+            "LSB_MCPU_HOSTS": f"b1 1 {hosts}",
             "JSM_NAMESPACE_RANK": str(rank), "JSM_NAMESPACE_SIZE": str(layout.world_size),
             "JSM_NAMESPACE_LOCAL_RANK": str(local), "JSM_NAMESPACE_LOCAL_SIZE": str(layout.sizes[node]),
         }  # fmt: skip

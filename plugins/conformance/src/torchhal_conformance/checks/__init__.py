@@ -46,6 +46,7 @@ _MODULES: Final = (
     "cluster_sizes",
     "cluster_worlds",
     "cluster_surroundings",
+    "cluster_jobs",
     "strategy_collectives",
     "strategy_lifecycle",
     "strategy_components",

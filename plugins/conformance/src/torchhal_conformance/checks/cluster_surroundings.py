@@ -34,17 +34,28 @@ def numbers_of_unequal_nodes(context: CheckContext) -> None:
     Why: rank // local_world_size is the node where all nodes are as large, and another one where they are not.
     Fix: take each number from its own variable.
     """
-    world = world_of(context)
     if any(not one.layout.is_even for one in context.component.worlds.values()):
         raise NotApplicable("ENV-20 has the launcher's own variables on unequal nodes")
+    for world in derived_worlds(context):
+        how = "in turn" if world.layout.cyclic else "one after the other"
+        for rank, got in enumerate(on_every_rank(context, world, numbers)):
+            same(f"the numbers of global rank {rank} on nodes of 3 and 1, dealt {how}", got, world.numbers(rank))
+
+
+def derived_worlds(context: CheckContext) -> list[LauncherWorld]:
+    """Return jobs of unequal nodes, made of the variables of two nodes of two.
+
+    Raises:
+        NotApplicable: there are no such nodes, or it isn't known what a variable would be.
+    """
+    world = world_of(context)
     if str(world.layout) != "2+2":
         raise NotApplicable("the launcher has no two nodes of two processes")
     roles = _roles(context, world.tables)
-    for layout in _UNEVEN:
-        derived = LauncherWorld(layout, tuple(_table(world.tables, roles, layout, rank) for rank in range(4)))
-        how = "in turn" if layout.cyclic else "one after the other"
-        for rank, got in enumerate(on_every_rank(context, derived, numbers)):
-            same(f"the numbers of global rank {rank} on nodes of 3 and 1, dealt {how}", got, derived.numbers(rank))
+    return [
+        LauncherWorld(layout, tuple(_table(world.tables, roles, layout, rank) for rank in range(4)))
+        for layout in _UNEVEN
+    ]
 
 
 def _roles(context: CheckContext, tables: Sequence[Table]) -> dict[str, str]:

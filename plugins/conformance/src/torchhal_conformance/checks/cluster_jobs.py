@@ -1,0 +1,197 @@
+"""ENV-74 to ENV-77: jobs beside this one, other interpreters, nodes of ranks, and requests for another start."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from torchhal.cluster import ClusterEnvironment
+from torchhal.errors import ConfigurationError
+from torchhal_conformance._assertions import require, same
+from torchhal_conformance._check import CheckFailed, NotApplicable, check
+from torchhal_conformance._cluster_world import on_every_rank
+from torchhal_conformance._component_under_test import ComponentUnderTest
+from torchhal_conformance._context import CheckContext
+from torchhal_conformance._launcher_env import variables
+from torchhal_conformance._launcher_worlds import Table
+from torchhal_conformance._subprocesses import START, Job, call
+from torchhal_conformance.checks.cluster_surroundings import derived_worlds
+
+_OF_JOB: Final = ("JOB_ID", "JOBID", "STEP_ID", "STEPID", "RUN_ID", "JOBINDEX", "ARRAY_TASK_ID", "NAMESPACE")
+"""Endings of variables that tell a job, a step of it or an element of an array from others."""
+_SAME_PLACE: Final = {"MASTER_ADDR": "n1", "MASTER_PORT": "29533"}
+"""Set by a user for two jobs."""
+_WITHOUT_PORT: Final = " without MASTER_PORT"
+_CLIENTS: Final = ("scontrol", "sbatch", "brequeue", "qrerun", "qalter", "flux", "kubectl", "oarresub", "condor_release")
+"""Commands of schedulers that start a job again."""
+_REFUSAL: Final = "torchhal-conformance: permission denied"
+
+
+def _other_jobs(context: CheckContext) -> Iterator[tuple[str, Table, Table]]:
+    """Yield (words, variables of rank 0, those of rank 0 of another job), for each thing that tells two jobs apart.
+
+    Variables with one value hold one thing: they change together.
+    """
+    first, *others = context.component.own_tables
+    shared = [name for name, value in first.items() if all(table.get(name) == value for table in others)]
+    by_value: dict[str, list[str]] = {}
+    for name in shared:
+        if name.endswith(_OF_JOB):
+            by_value.setdefault(first[name], []).append(name)
+    for value, names in by_value.items():
+        for another in (str(int(value) + 1), str(int(value) + 1000)) if value.isdecimal() else (f"{value}7",):
+            changed = dict.fromkeys(names, another)
+            yield ", ".join(f"{name}={text}" for name, text in changed.items()), first, {**first, **changed}
+
+
+@check("ENV-74", since="0.2", needs=["table"], after=("ENV-07",))
+def other_jobs(context: CheckContext) -> None:
+    """Of two jobs, steps of a job or elements of an array no two have one port and one job_id().
+
+    Where the user has set MASTER_ADDR and MASTER_PORT for both, job_id() is another one. What tells jobs apart are the
+    variables that are the same on all ranks and whose names end in JOB_ID, JOBID, STEP_ID, STEPID, RUN_ID, JOBINDEX,
+    ARRAY_TASK_ID or NAMESPACE.
+
+    Why: two steps of one job that meet at one place under one name train as one, or wait for each other.
+    Fix: make the port and job_id() of all that tells a job from those beside it.
+    """
+    jobs = list(_other_jobs(context))
+    if not jobs:
+        raise NotApplicable("no variable of its launcher is known to tell jobs apart")
+    for told, own, other in jobs:
+        for where in ("", _WITHOUT_PORT, " that meets at the same MASTER_ADDR and MASTER_PORT"):
+            given = _SAME_PLACE if where.strip() and where != _WITHOUT_PORT else {}
+            mine, theirs = (_place(_at(where, {**table, **given}), context.component) for table in (own, other))
+            if mine is not None and theirs is not None:
+                shown = f"main_port {mine[1]} and job_id() {mine[2]!r}"
+                require(mine[1:] != theirs[1:], f"another job, with {told},{where} has the same {shown}")
+
+
+def _at(where: str, table: Table) -> Table:
+    return {name: value for name, value in table.items() if where != _WITHOUT_PORT or name != "MASTER_PORT"}
+
+
+def _place(table: Mapping[str, str], component: ComponentUnderTest) -> tuple[str, int, str] | None:
+    """Return (address, port, job_id()), None where a variable that is missing doesn't say them."""
+    with variables(table), contextlib.suppress(ConfigurationError):
+        environment = component.create()
+        return environment.main_address, environment.main_port, environment.job_id()
+    return None
+
+
+@check("ENV-75", since="0.2", needs=["table"], after=("ENV-07", "ENV-74"))
+def other_interpreters(context: CheckContext) -> None:
+    """Another interpreter has the same address, port and job_id(): hash() of a string is another one there.
+
+    Why: within one process all ranks agree on hash(name) % 20000, and in a job no two do.
+    Fix: port_from_job_id of torchhal.cluster, or a digest of hashlib.
+    """
+    jobs = {"": context.component.own_tables[0], **{f" with {told}": other for told, _, other in _other_jobs(context)}}
+    tables = {told + where: _at(where, table) for told, table in jobs.items() for where in ("", _WITHOUT_PORT)}
+    places = {told: _place(table, context.component) for told, table in tables.items()}
+    here = {told: place and list(place) for told, place in places.items()}
+    output = context.folder / "places.json"
+    seed = os.environ.get("PYTHONHASHSEED")
+    os.environ["PYTHONHASHSEED"] = "1" if seed != "1" else "2"
+    try:
+        program = call(context.folder, _write_places, context.component, tables, str(output))
+        ended = Job(program, context.folder).finish(START)
+    finally:
+        if seed is None:
+            del os.environ["PYTHONHASHSEED"]
+        else:
+            os.environ["PYTHONHASHSEED"] = seed
+    if ended.code or not output.exists():
+        raise CheckFailed(f"another interpreter could not say where the ranks meet\n{ended.output}")
+    for told, there in json.loads(output.read_text()).items():
+        same(f"address, port and job_id() in another interpreter{told}", there, here[told])
+
+
+def _write_places(component: ComponentUnderTest, tables: Mapping[str, Table], output: str) -> None:
+    places = {told: _place(table, component) for told, table in tables.items()}
+    Path(output).write_text(json.dumps(places))
+
+
+@check("ENV-76", since="0.2", needs=["table"], after=("ENV-42",))
+def nodes_of_ranks(context: CheckContext) -> None:
+    """On unequal nodes, too, node_of() tells the ranks of one node from the others, or is None.
+
+    A number is the node's rank.
+
+    Why: rank // local_world_size names a host that is well, and another one for each node that says it.
+    Fix: None where no variable says which node a rank is on.
+    """
+    worlds = list(context.component.worlds.values())
+    if all(world.layout.is_even for world in worlds) and context.component.own_launcher != ():
+        with contextlib.suppress(NotApplicable):
+            worlds += derived_worlds(context)
+    for world in worlds:
+        nodes = [place.node_rank for place in world.layout.places]
+        for rank, of in enumerate(on_every_rank(context, world, _nodes, world.layout.world_size)):
+            told = f"by node_of() on global rank {rank} of a job of {world.layout}"
+            known = [(node, right) for node, right in zip(of, nodes, strict=True) if node is not None]
+            alike = [[one == other for other, _ in known] for one, _ in known]
+            right = [[one == other for _, other in known] for _, one in known]
+            same(f"which ranks share a node, {told}", alike, right)
+            numbered = [(node, right) for node, right in known if isinstance(node, int)]
+            same(f"the nodes, {told}", [node for node, _ in numbered], [right for _, right in numbered])
+
+
+def _nodes(environment: ClusterEnvironment, size: int) -> list[Any]:
+    return [environment.node_of(rank) for rank in range(size)]
+
+
+@check("ENV-77", since="0.2", needs=["table", "posix"], after=("ENV-43",))
+def asks_for_another_start(context: CheckContext) -> None:
+    """run_again raises nothing where the scheduler's command is missing or refuses, and then says something else.
+
+    Asked with TORCHHAL_REQUEUE=1 for each of stop_signals and SIGTERM, whether or not the fit can go on.
+
+    Why: rank 0 raised in the midst of an orderly stop, or the log said "is requeued" and the run was over.
+    Fix: return what the command has said, and catch what it raises.
+    """
+    folders = {}
+    scripts = {"missing": None, "refusing": f"echo '{_REFUSAL}' >&2\nexit 1", "agreeing": "kill -TERM $PPID\nexit 0"}
+    for name, script in scripts.items():
+        folder = folders[name] = context.folder / name
+        folder.mkdir(exist_ok=True)
+        for client in _CLIENTS if script is not None else ():
+            (folder / client).write_text(f"#!/bin/sh\n{script}\n")
+            (folder / client).chmod(0o755)
+    paths = {name: str(folder) for name, folder in folders.items()}
+    said = context.run_in_subprocess(_ask_again, context.component, paths, timeout=60)
+    for (signum, continues), texts in said.items():
+        told = f"run_again({signum}, continues={continues})"
+        for when, text in texts.items():
+            require(isinstance(text, str), f"{told} must return a str where the scheduler's command is {when}: {text!r}")
+            error = text.partition("raised ")[2] if text.startswith("raised ") else ""
+            require(not error, f"{told} must raise nothing where the scheduler's command is {when} (got {error})")
+        agreed = texts["agreeing"]
+        for when in ("missing", "refusing") if continues else ():
+            lies = bool(agreed) and texts[when] == agreed
+            require(not lies, f"{told} says {agreed!r} where the scheduler's command is {when}, too")
+
+
+def _ask_again(component: ComponentUnderTest, paths: Mapping[str, str]) -> dict[tuple[int, bool], dict[str, Any]]:
+    found: dict[tuple[int, bool], dict[str, Any]] = {}
+    before = signal.signal(signal.SIGTERM, lambda *_: None)  # by which a scheduler ends a job that it starts again
+    try:
+        for when, path in paths.items():
+            with variables(component.own_tables[0], {"TORCHHAL_REQUEUE": "1", "PATH": path}):
+                environment = component.create()
+                for signum in {*environment.stop_signals, signal.SIGTERM}:
+                    for continues in (True, False):
+                        asked = found.setdefault((int(signum), continues), {})
+                        try:
+                            asked[when] = environment.run_again(int(signum), continues=continues)
+                        except Exception as error:
+                            asked[when] = f"raised {type(error).__name__}: {error}"
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return found
+
