@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+_DENORMAL = 1e-310
+
 
 def torch_state() -> dict[str, Any]:
     """Return every switch by a name for messages; two states are compared by ``==``."""
@@ -18,6 +20,9 @@ def torch_state() -> dict[str, Any]:
         "grad mode": torch.is_grad_enabled(),
         "autocast on the CPU": torch.is_autocast_enabled("cpu"),
         "the dtype of autocast on the CPU": torch.get_autocast_dtype("cpu"),
+        "whether denormal numbers are flushed to zero": not torch.tensor(_DENORMAL, dtype=torch.float64)
+        .mul(1.0)
+        .item(),
     }
 
 
@@ -32,3 +37,4 @@ def restore(state: dict[str, Any]) -> None:
     torch.set_grad_enabled(state["grad mode"])
     torch.set_autocast_enabled("cpu", state["autocast on the CPU"])
     torch.set_autocast_dtype("cpu", state["the dtype of autocast on the CPU"])
+    torch.set_flush_denormal(state["whether denormal numbers are flushed to zero"])

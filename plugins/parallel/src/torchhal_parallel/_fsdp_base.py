@@ -120,7 +120,7 @@ class FullyShardedStrategy(ShardedStrategy):
         self._inner_backward: InnerBackward | None = None
         self._lost_writes: LostWrites | None = None
         self._carried: dict[int, Any] = {}
-        self._parameters: list[nn.Parameter] = []
+        self._trainable: list[nn.Parameter] = []
         self._was_trained: list[bool] = []
         self._averaged = True
 
@@ -173,8 +173,8 @@ class FullyShardedStrategy(ShardedStrategy):
             lambda: self._runner is not None and self._runner.running,
             reshard_after_forward=self.reshard_after_forward,
         )
-        self._parameters = list(self.module.parameters())
-        self._was_trained = [parameter.requires_grad for parameter in self._parameters]
+        self._trainable = list(self.module.parameters())
+        self._was_trained = [parameter.requires_grad for parameter in self._trainable]
         self._lost_writes = LostWrites(self.module, units, alias, mesh.get_group("shard").size())
 
     def _units_in(self, module: nn.Module, roots: Sequence[nn.Module]) -> list[nn.Module]:
@@ -281,7 +281,7 @@ class FullyShardedStrategy(ShardedStrategy):
         stays_gathered = not self.reshard_after_forward
 
         def run(*args: Any) -> Any:
-            trained = [parameter.requires_grad for parameter in self._parameters]
+            trained = [parameter.requires_grad for parameter in self._trainable]
             if trained != self._was_trained:
                 self._compare_trained(trained)
             result = step(*args)
@@ -294,7 +294,7 @@ class FullyShardedStrategy(ShardedStrategy):
     def _compare_trained(self, trained: list[bool]) -> None:
         before, self._was_trained = self._was_trained, trained
         if self.world_size > 1:
-            found = zip(self._parameters, before, trained, strict=True)
+            found = zip(self._trainable, before, trained, strict=True)
             self.check_same_trained([parameter for parameter, was, now in found if was != now])
 
     def buffer_source(self) -> tuple[int, Any]:

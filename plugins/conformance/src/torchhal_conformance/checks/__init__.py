@@ -46,7 +46,6 @@ _MODULES: Final = (
     "cluster_sizes",
     "cluster_worlds",
     "cluster_surroundings",
-    "cluster_jobs",
     "strategy_collectives",
     "strategy_lifecycle",
     "strategy_components",

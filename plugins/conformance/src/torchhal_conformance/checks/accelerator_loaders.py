@@ -81,8 +81,8 @@ def processed_loader(context: CheckContext) -> None:
     taken = [[_index(next(iterator)) for iterator in two] for _ in range(2)]
     same("the batches of two iterators at once", taken, [[batch] * 2 for batch in expected[:2]])
     for iterator in two:
-        _close(iterator)
-    _close(made)
+        close_loader(iterator)
+    close_loader(made)
     _require_error_in_place(accelerator, device, expected)
     _require_state(accelerator, device)
     deadline = time.monotonic() + 5
@@ -123,16 +123,16 @@ def iterator_made_at_once(context: CheckContext) -> None:
     told = "iter() must make the loader's iterator before it returns, in the calling thread"
     where = "another thread" if loader.threads else "no iterator was made"
     require(loader.threads == [threading.get_ident()], f"{told} (got {where})")
-    _close(iterator)
+    close_loader(iterator)
     shuffled = DataLoader(_Numbers(), _BATCH, shuffle=True)
     draws = []
     for one in (shuffled, accelerator.process_dataloader(shuffled, device)):
         torch.manual_seed(context.component.seed)
         iterator = iter(one)
         draws.append(torch.rand(3))
-        _close(iterator)
+        close_loader(iterator)
     same("the random numbers after iter(), beside those after iter() of the loader itself", draws[1], draws[0])
-    _close(made)
+    close_loader(made)
 
 
 def _require_error_in_place(accelerator: Accelerator, device: torch.device, expected: list[list[int]]) -> None:
@@ -144,8 +144,8 @@ def _require_error_in_place(accelerator: Accelerator, device: torch.device, expe
             if got[-1] is None:
                 break
     same("the batches before an error of the dataset", got, expected[: _FAULT // _BATCH])
-    _close(iterator)
-    _close(made)
+    close_loader(iterator)
+    close_loader(made)
 
 
 def _require_state(accelerator: Accelerator, device: torch.device) -> None:
@@ -157,7 +157,7 @@ def _require_state(accelerator: Accelerator, device: torch.device) -> None:
     for _ in range(4):
         next(iterator)
     state = first.state_dict()
-    _close(iterator)
+    close_loader(iterator)
     second: Any = accelerator.process_dataloader(_Stateful(), device)
     second.load_state_dict(state)
     rest = [int(batch) for batch in second]
@@ -165,8 +165,8 @@ def _require_state(accelerator: Accelerator, device: torch.device) -> None:
     loader = _Stateful()
     loader.load_state_dict(state)
     same("the loader's own batches after that state", [int(batch) for batch in loader], rest)
-    _close(first)
-    _close(second)
+    close_loader(first)
+    close_loader(second)
 
 
 def _index(batch: Any) -> list[int] | None:
@@ -177,7 +177,8 @@ def _indices(made: Any) -> list[Any]:
     return [_index(batch) for batch in made]
 
 
-def _close(what: Any) -> None:
+def close_loader(what: Any) -> None:
+    """Close a processed loader, or an iterator of one, where it can be."""
     close = getattr(what, "close", None)
     if close is not None:
         close()

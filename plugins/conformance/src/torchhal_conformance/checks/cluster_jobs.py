@@ -27,7 +27,17 @@ _OF_JOB: Final = ("JOB_ID", "JOBID", "STEP_ID", "STEPID", "RUN_ID", "JOBINDEX", 
 _SAME_PLACE: Final = {"MASTER_ADDR": "n1", "MASTER_PORT": "29533"}
 """Set by a user for two jobs."""
 _WITHOUT_PORT: Final = " without MASTER_PORT"
-_CLIENTS: Final = ("scontrol", "sbatch", "brequeue", "qrerun", "qalter", "flux", "kubectl", "oarresub", "condor_release")
+_CLIENTS: Final = (
+    "scontrol",
+    "sbatch",
+    "brequeue",
+    "qrerun",
+    "qalter",
+    "flux",
+    "kubectl",
+    "oarresub",
+    "condor_release",
+)
 """Commands of schedulers that start a job again."""
 _REFUSAL: Final = "torchhal-conformance: permission denied"
 
@@ -168,7 +178,9 @@ def asks_for_another_start(context: CheckContext) -> None:
     for (signum, continues), texts in said.items():
         told = f"run_again({signum}, continues={continues})"
         for when, text in texts.items():
-            require(isinstance(text, str), f"{told} must return a str where the scheduler's command is {when}: {text!r}")
+            require(
+                isinstance(text, str), f"{told} must return a str where the scheduler's command is {when}: {text!r}"
+            )
             error = text.partition("raised ")[2] if text.startswith("raised ") else ""
             require(not error, f"{told} must raise nothing where the scheduler's command is {when} (got {error})")
         agreed = texts["agreeing"]
@@ -194,4 +206,3 @@ def _ask_again(component: ComponentUnderTest, paths: Mapping[str, str]) -> dict[
     finally:
         signal.signal(signal.SIGTERM, before)
     return found
-

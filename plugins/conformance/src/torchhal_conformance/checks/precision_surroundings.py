@@ -51,7 +51,11 @@ def switches_of_the_user(context: CheckContext) -> None:
                     pass
                 precision.teardown()
                 for name, value in torch_state().items():
-                    same(f"{name} after teardown() of life {life}, where the user has {told} from life 2 on", value, before[name])
+                    same(
+                        f"{name} after teardown() of life {life}, where the user has {told} from life 2 on",
+                        value,
+                        before[name],
+                    )
         finally:
             restore(untouched)
 

@@ -1,0 +1,252 @@
+"""ACC-50 to ACC-55: batches that are kept, that share memory or fail, and the process that a run leaves behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from torchhal_conformance._assertions import require, same
+from torchhal_conformance._check import CheckFailed, check
+from torchhal_conformance._component_under_test import ComponentUnderTest
+from torchhal_conformance._context import CheckContext
+from torchhal_conformance._limits import scaled
+from torchhal_conformance.checks.accelerator_loaders import close_loader
+
+_KEPT = 6
+
+
+@check("ACC-50", since="0.2", needs=["device"], after=("ACC-12",))
+def kept_batches(context: CheckContext) -> None:
+    """What batch_to_device and the processed loader have given keeps its values, however many batches come after it.
+
+    Why: a metric's targets, a replay buffer, predictions that are views of their batch: all have the values of a later
+    batch where buffers are used again.
+    Fix: give memory out once; the allocator is what uses it again.
+    """
+    accelerator, device = context.setup_accelerator()
+    rows = torch.arange(_KEPT * 8, dtype=torch.float32).reshape(_KEPT, 4, 2)
+    moved = [accelerator.batch_to_device({"x": row.clone(), "y": [row[0].clone()]}, device) for row in rows]
+    loader: DataLoader[Any] = DataLoader(rows, batch_size=None)  # type: ignore[arg-type]
+    made = accelerator.process_dataloader(loader, device)
+    given = [accelerator.batch_to_device(batch, device) for batch in made]
+    accelerator.synchronize(device)
+    for number, row in enumerate(rows):
+        told = f"after {_KEPT} batches, batch {number}"
+        same(f"{told} of batch_to_device", moved[number]["x"].cpu(), row)
+        same(f"{told} of batch_to_device, in a list", moved[number]["y"][0].cpu(), row[0])
+        same(f"{told} of the processed loader", given[number].cpu(), row)
+    close_loader(made)
+
+
+@check("ACC-51", since="0.2", needs=["device"], after=("ACC-12",))
+def views_of_one_memory(context: CheckContext) -> None:
+    """Tensors of one batch that begin at one address arrive with their own strides, dtypes, and conjugate bits.
+
+    Why: a matrix and its transpose have one address, one shape and one dtype; the model trains on one of them twice.
+    Fix: tell tensors apart by identity, or copy each.
+    """
+    accelerator, device = context.setup_accelerator()
+    square = torch.randn(4, 4, generator=context.generator())
+    pairs = {"real": square, "as integers": square.view(torch.int32)}
+    batch: dict[str, Any] = {
+        "a matrix": square, "its transpose": square.t(), "its first rows": square[:2], "its rows by twos": square[::2],
+        "its diagonal": square.diagonal(), "its first row, repeated": square[:1].expand(4, 4),
+        "its elements, flat": square.view(-1)[:4], **pairs,
+    }  # fmt: skip
+    try:
+        numbers = torch.randn(3, 3, dtype=torch.complex64, generator=context.generator())
+        numbers.to(device)
+    except (RuntimeError, TypeError, NotImplementedError):  # no complex numbers there
+        pass
+    else:
+        batch |= {
+            "complex numbers": numbers,
+            "their conjugates": numbers.conj(),
+            "conjugate and transposed": numbers.mH,
+        }
+        batch |= {"their imaginary parts": numbers.imag, "those of the conjugates": numbers.conj().imag}
+    expected = {name: tensor.clone() for name, tensor in batch.items()}
+    for order in (list(batch), list(reversed(batch))):
+        moved = accelerator.batch_to_device({name: batch[name] for name in order}, device)
+        accelerator.synchronize(device)
+        for name in order:
+            same(f"{name}, beside others at the same address", moved[name].cpu(), expected[name])
+
+
+class _Fails(Dataset[Any]):
+    """Ten samples, of which one raises an error."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 7:
+            raise self.error
+        return torch.tensor(index)
+
+
+@check("ACC-52", since="0.2", needs=["device"], after=("ACC-28",))
+def errors_of_the_dataset(context: CheckContext) -> None:
+    """An error of the dataset comes out of the processed loader as the type that it is, at its batch: IndexError too.
+
+    Why: an index that is out of range in one sample of a million ended each epoch there, in silence.
+    Fix: catch StopIteration of next(iterator) alone.
+    """
+    accelerator, device = context.setup_accelerator()
+    for error in (IndexError("seven"), KeyError("seven"), EOFError("seven"), OSError(5, "seven"), ValueError("seven")):
+        made = accelerator.process_dataloader(DataLoader(_Fails(error), 2), device)
+        got: list[list[int]] = []
+        raised: Exception | None = None
+        try:
+            for batch in made:
+                got.append(batch.tolist())
+        except Exception as found:
+            raised = found
+        told = f"{type(error).__name__} of a sample must come out of the loader's iterator"
+        require(type(raised) is type(error), f"{told} (got {raised!r} after {len(got)} batches)")
+        same(f"the batches before a {type(error).__name__}", got, [[0, 1], [2, 3], [4, 5]])
+        close_loader(made)
+
+
+class _Augmented(Dataset[Any]):
+    """Samples that are other ones each time, as of an augmentation."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return index + torch.rand(2)
+
+
+@check("ACC-53", since="0.2", needs=["device"], after=("ACC-28",))
+def every_epoch_anew(context: CheckContext) -> None:
+    """Each epoch of the processed loader is the loader's own: its order, its random numbers, and no earlier batch.
+
+    A batch that was changed in place is not there again.
+
+    Why: shuffling and augmentation of the first epoch in all others train a worse model, and nothing shows it.
+    Fix: keep no batch; iterate over the loader each time.
+    """
+    accelerator, device = context.setup_accelerator()
+    epochs = []
+    for processed in (False, True):
+        torch.manual_seed(context.component.seed)
+        loader = DataLoader(_Augmented(), 3, shuffle=True)
+        made = accelerator.process_dataloader(loader, device) if processed else loader
+        found = []
+        for _ in range(3):
+            batches = []
+            for batch in made:
+                batches.append(batch.clone().cpu())
+                batch.zero_()
+            found.append(torch.cat(batches))
+        epochs.append(torch.stack(found))
+        close_loader(made)
+    for number in range(3):
+        same(f"the batches of epoch {number}", epochs[1][number], epochs[0][number])
+
+
+def _process_state() -> dict[str, Any]:
+    """Return what a process has beside its memory, by a name for messages."""
+    umask = os.umask(0)
+    os.umask(umask)
+    handled = {name: getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGCHLD")}
+    return {
+        "the cores that the process may use": sorted(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else 0,
+        "its niceness": os.nice(0),
+        "its working folder": os.getcwd(),
+        "its umask": umask,
+        **{f"its handler of {name}": signal.getsignal(number) for name, number in handled.items()},
+    }
+
+
+@check("ACC-54", since="0.2", needs=["device", "posix"], after=("ACC-10",))
+def process_left_as_it_was(context: CheckContext) -> None:
+    """After teardown() the process may use the cores that it could before, and has its signal handlers and folder.
+
+    Why: each run in a notebook had half of the cores of the one before, and so had all child processes.
+    Fix: keep in setup_device() what was there, and restore it in teardown().
+    """
+    before, after = context.run_in_subprocess(_two_lives, context.component)
+    context.restart_subprocess()
+    for life, found in enumerate(after, 1):
+        for name, value in found.items():
+            same(f"{name} after teardown() of life {life}", value, before[name])
+
+
+def _two_lives(component: ComponentUnderTest) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    before, after = _process_state(), []
+    for _ in range(2):
+        accelerator = component.create()
+        device = accelerator.get_parallel_devices(accelerator.parse_devices(1))[0]
+        accelerator.setup_device(device)
+        torch.ones(8, device=device).sum()
+        accelerator.synchronize(device)
+        accelerator.teardown()
+        after.append(_process_state())
+    shown = [{name: repr(value) for name, value in one.items()} for one in (before, *after)]
+    return shown[0], shown[1:]
+
+
+@check("ACC-55", since="0.2", needs=["device", "posix"], after=("ACC-01",))
+def asked_after_a_fork(context: CheckContext) -> None:
+    """A child that was forked after devices were counted counts as many, in no more than a few seconds.
+
+    Asked are availability(), device_count(), auto_device_count() and parse_devices(), in both processes.
+
+    Why: a thread, a lock or a connection that the parent had is gone in the child, which stands still without an error.
+    Fix: keep the result, or ask in the calling thread.
+    """
+    here, there = context.run_in_subprocess(_ask_and_fork, context.component, scaled(20.0), timeout=60)
+    context.restart_subprocess()
+    if there is None:
+        raise CheckFailed("a forked child that counts devices HANGS")
+    same("what a forked child counts", there, here)
+
+
+def _ask(component: ComponentUnderTest) -> str:
+    accelerator = component.create()
+    devices = accelerator.parse_devices("auto")
+    return repr(
+        (bool(component.cls.availability()), accelerator.device_count(), accelerator.auto_device_count(), devices)
+    )
+
+
+def _ask_and_fork(component: ComponentUnderTest, patience: float) -> tuple[str, str | None]:
+    here = _ask(component)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(writer, _ask(component).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    os.set_blocking(reader, False)
+    deadline, told = time.monotonic() + patience, b""
+    while time.monotonic() < deadline and os.waitpid(child, os.WNOHANG) == (0, 0):
+        time.sleep(0.02)
+    try:
+        told = os.read(reader, 65536)
+    except BlockingIOError:
+        pass
+    finally:
+        os.close(reader)
+    if not told:
+        try:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        except (ProcessLookupError, ChildProcessError):
+            pass
+        return here, None
+    return here, told.decode()
