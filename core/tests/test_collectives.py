@@ -747,6 +747,8 @@ def averaging():
         strided.grad = (torch.arange(16.0).view(4, 4) * (r + 1)).t()
         half.grad = torch.full((3,), r + 1.0, dtype=torch.bfloat16)
         impl.average_gradients([dense, unused, some, frozen, strided, half])
+        equal(frozen.grad, torch.full((4, 4), r + 1.0))
+        impl.average_gradients([frozen], frozen=True)
         mean = (n + 1) / 2
         equal(dense.grad, torch.full((4, 4), mean))
         equal(frozen.grad, dense.grad)

@@ -381,24 +381,26 @@ def broadcast_copies(
 # -- gradients -----------------------------------------------------------------------------------------------
 
 
-def average_gradients(parameters: Sequence[nn.Parameter], group: Any = None) -> None:
+def average_gradients(parameters: Sequence[nn.Parameter], group: Any = None, *, frozen: bool = False) -> None:
     """Replace each ``.grad`` by its mean over the ranks; one that exists on some rank only counts as zero elsewhere.
 
     Gradients that are already equal on all ranks stay bitwise equal, so this may follow every backward of an
-    accumulation. Sparse gradients stay sparse unless another rank has a dense one for the same parameter. A parameter
-    that was frozen since its backward has a gradient too, with which an optimizer steps.
+    accumulation. Sparse gradients stay sparse unless another rank has a dense one for the same parameter. Those of
+    frozen parameters are left alone without ``frozen``: one that was frozen since its backward has a gradient, with
+    which an optimizer steps.
     """
-    if not parameters:
+    averaged = [parameter for parameter in parameters if frozen or parameter.requires_grad]
+    if not averaged:
         return
     gradients_there = [
-        [parameter.grad is not None and parameter.grad.is_sparse is sparse for parameter in parameters]
+        [parameter.grad is not None and parameter.grad.is_sparse is sparse for parameter in averaged]
         for sparse in (False, True)
     ]
-    kinds = torch.tensor(gradients_there, dtype=torch.uint8, device=host(parameters[0].device, group))
+    kinds = torch.tensor(gradients_there, dtype=torch.uint8, device=host(averaged[0].device, group))
     dist.all_reduce(kinds, dist.ReduceOp.MAX, group=group)
     world_size = dist.get_world_size(group)
     dense: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    for parameter, is_dense, is_sparse in zip(parameters, *kinds.tolist(), strict=True):
+    for parameter, is_dense, is_sparse in zip(averaged, *kinds.tolist(), strict=True):
         if is_dense:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)

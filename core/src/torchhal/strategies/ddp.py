@@ -170,7 +170,7 @@ class DDPStrategy(DDPState):
             self.check_same_trained(self._changed())
             with self.guard("averaging of the gradients"):
                 # during an accumulation, the wrapper averages from here on the gradients of the trained parameters
-                collectives.average_gradients(self._frozen_since())
+                collectives.average_gradients(self._frozen_since(), frozen=True)
 
     def _changed(self) -> list[torch.nn.Parameter]:
         """Return what was frozen or unfrozen since the last comparison."""

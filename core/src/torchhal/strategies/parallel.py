@@ -395,7 +395,7 @@ class ParallelStrategy(Strategy):
         assert self.module is not None
         if self.world_size > 1:
             with self.guard("averaging of the gradients"):
-                collectives.average_gradients(list(self.module.parameters()))
+                collectives.average_gradients(list(self.module.parameters()), frozen=True)
         self.gradients_synced = True
 
     def check_replicas(self) -> None:

@@ -20,7 +20,7 @@ def average_gradients(parameters: Sequence[nn.Parameter], group: Any) -> None:
     A gradient that exists on some of these ranks only counts as zero on the others.
     """
     size = dist.get_world_size(group)
-    collectives.average_gradients([p for p in parameters if not isinstance(p, DTensor)], group)
+    collectives.average_gradients([p for p in parameters if not isinstance(p, DTensor)], group, frozen=True)
     sharded = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
     if not sharded:
         return

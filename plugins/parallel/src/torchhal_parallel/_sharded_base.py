@@ -364,7 +364,7 @@ class ShardedStrategy(ParallelStrategy):
         self.gradients_synced = True
         if self.world_size > 1 and (plain := self.replicated_parameters()):
             with self.guard("averaging of the gradients"):
-                collectives.average_gradients(plain)
+                collectives.average_gradients(plain, frozen=True)
 
     def replicated_parameters(self) -> list[nn.Parameter]:
         """Parameters whose gradients only this strategy averages."""
