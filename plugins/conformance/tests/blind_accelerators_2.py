@@ -10,11 +10,13 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from zoo import caught_by
 
 from torchhal.accelerators import CPUAccelerator
 from torchhal.pytree import map_tensors, moves_itself
 
 
+@caught_by("ACC-50")
 class StagingBufferAccelerator(CPUAccelerator):
     """``batch_to_device`` gives each batch in the same staging memory, which the next batch overwrites."""
 
@@ -95,6 +97,7 @@ class _ReadAheadIterator:
         self._ahead.clear()
 
 
+@caught_by("ACC-52")
 class IndexErrorEndsEpochAccelerator(CPUAccelerator):
     """The loader of ``process_dataloader`` takes an IndexError of the dataset for the end of the data."""
 
@@ -107,6 +110,7 @@ class IndexErrorEndsEpochAccelerator(CPUAccelerator):
         return _ReadAhead(loader) if hasattr(loader, "__len__") else loader
 
 
+@caught_by("ACC-14")
 class ReusedRngStateAccelerator(CPUAccelerator):
     """``get_rng_state`` returns one tensor at every call, so an earlier state becomes the latest one."""
 
@@ -125,6 +129,7 @@ class ReusedRngStateAccelerator(CPUAccelerator):
         return self._state.copy_(state)
 
 
+@caught_by("ACC-31")
 class FlushDenormalAccelerator(CPUAccelerator):
     """``setup_device`` tells the processor to flush denormal numbers to zero, and nothing undoes it."""
 
@@ -138,6 +143,7 @@ class FlushDenormalAccelerator(CPUAccelerator):
         torch.set_flush_denormal(True)
 
 
+@caught_by("ACC-54")
 class PinnedCoresAccelerator(CPUAccelerator):
     """``setup_device`` binds the process to half of its cores (one thread a core), and ``teardown`` keeps it there."""
 
@@ -181,6 +187,7 @@ class _Prober:
 _prober: _Prober | None = None
 
 
+@caught_by("ACC-55")
 class ForkedCountHangsAccelerator(CPUAccelerator):
     """``device_count`` is answered by a thread of the process that asked first: a forked child waits for ever."""
 
@@ -194,13 +201,3 @@ class ForkedCountHangsAccelerator(CPUAccelerator):
         if _prober is None:
             _prober = _Prober()
         return _prober.ask(super().device_count)
-
-
-__all__ = [
-    "FlushDenormalAccelerator",
-    "ForkedCountHangsAccelerator",
-    "IndexErrorEndsEpochAccelerator",
-    "PinnedCoresAccelerator",
-    "ReusedRngStateAccelerator",
-    "StagingBufferAccelerator",
-]

@@ -7,11 +7,13 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from zoo import caught_by
 
 from torchhal.accelerators import CPUAccelerator
 from torchhal.pytree import map_tensors, move_to_device, moves_itself
 
 
+@caught_by("ACC-50")
 class StagingRingAccelerator(CPUAccelerator):
     """batch_to_device copies into two sets of buffers by turns: the third batch overwrites the first."""
 
@@ -47,6 +49,7 @@ class StagingRingAccelerator(CPUAccelerator):
         super().teardown()
 
 
+@caught_by("ACC-51")
 class SameAddressAccelerator(CPUAccelerator):
     """batch_to_device moves a tensor that occurs twice once, and knows it by address, shape and dtype alone."""
 
@@ -69,6 +72,7 @@ class SameAddressAccelerator(CPUAccelerator):
         return map_tensors(batch, move, is_leaf=moves_itself)
 
 
+@caught_by("ACC-14")
 class OneStateBufferAccelerator(CPUAccelerator):
     """get_rng_state returns the same tensor each time, with new contents."""
 
@@ -132,6 +136,7 @@ class _Recording:
         self._source = None  # an unfinished pass is not kept
 
 
+@caught_by("ACC-53")
 class ResidentDataAccelerator(CPUAccelerator):
     """process_dataloader keeps the batches of a small loader after its first pass and gives these ever after."""
 
@@ -198,6 +203,7 @@ class _Ahead:
         self._ready.clear()
 
 
+@caught_by("ACC-28")
 class ForwardsPositionAccelerator(CPUAccelerator):
     """process_dataloader reads two batches ahead and forwards every attribute, the loader's state_dict too."""
 
@@ -211,6 +217,7 @@ class ForwardsPositionAccelerator(CPUAccelerator):
         return (_SizedReadAhead if hasattr(loader, "__len__") else _ReadAhead)(loader, self, device)
 
 
+@caught_by("ACC-31")
 class FlushesDenormalsAccelerator(CPUAccelerator):
     """setup_device makes the CPU flush denormal numbers to zero, and nothing undoes it."""
 

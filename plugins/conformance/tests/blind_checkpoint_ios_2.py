@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
+from zoo import caught_by
 
 from torchhal.checkpoint import TorchCheckpointIO, inspect_contents, location_of, seen
 from torchhal.pytree import map_tensors
@@ -108,6 +109,7 @@ def _has_graph(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and not leaf.is_leaf
 
 
+@caught_by("CIO-17")
 class LiveListsCheckpointIO(_ThreadedIO):
     """The asynchronous save copies the tensors; lists and dicts without a tensor in them stay the running model's."""
 
@@ -128,6 +130,7 @@ class LiveListsCheckpointIO(_ThreadedIO):
         return copied
 
 
+@caught_by("CIO-60")
 class ErrorForgottenCheckpointIO(_ThreadedIO):
     """The error of an asynchronous save is lost when another save begins before anyone has waited."""
 
@@ -157,6 +160,7 @@ class _Hash:
         return self._hash.hexdigest()
 
 
+@caught_by("CIO-16")
 class UnchangedSaveSkippedCheckpointIO(TorchCheckpointIO):
     """A save of what the file holds already is left out, so its time stays that of the earlier save."""
 
@@ -207,6 +211,7 @@ def _fingerprint(path: str) -> tuple[int, ...]:
     return (about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns)
 
 
+@caught_by("CIO-61")
 class MetadataLostCheckpointIO(TorchCheckpointIO):
     """A save moves tensors to the CPU in new dictionaries, which lack the ``_metadata`` of a module's state dict."""
 
@@ -236,6 +241,7 @@ def _on_cpu(value: Any) -> Any:
     return value
 
 
+@caught_by("CIO-62")
 class LargeFilesUnverifiedCheckpointIO(TorchCheckpointIO):
     """The checksum of a file above 8 MiB isn't verified by a load, as reading it twice takes long."""
 
@@ -262,12 +268,3 @@ class LargeFilesUnverifiedCheckpointIO(TorchCheckpointIO):
                 seen(self.saved_ns(path))
                 return loaded
         return super().load_checkpoint(path, map_location=map_location, weights_only=weights_only)
-
-
-__all__ = [
-    "ErrorForgottenCheckpointIO",
-    "LargeFilesUnverifiedCheckpointIO",
-    "LiveListsCheckpointIO",
-    "MetadataLostCheckpointIO",
-    "UnchangedSaveSkippedCheckpointIO",
-]

@@ -13,12 +13,14 @@ from contextlib import suppress
 from typing import Any, ClassVar
 
 import torch
+from zoo import caught_by
 
 from torchhal.checkpoint import TorchCheckpointIO, inspect_contents, location_of, sync_folder
 from torchhal.errors import CheckpointError
 from torchhal.pytree import map_tensors
 
 
+@caught_by("CIO-65")
 class AsyncSharesPlainDataIO(TorchCheckpointIO):
     """An asynchronous save copies tensors only: lists and dicts of plain values are those of the running program."""
 
@@ -91,6 +93,7 @@ class AsyncSharesPlainDataIO(TorchCheckpointIO):
         return {**self.__dict__, "_writer": None, "_saves": []}
 
 
+@caught_by("CIO-63")
 class JoinsEqualTensorsIO(TorchCheckpointIO):
     """Tensors with equal contents are written once, and come back as one memory."""
 
@@ -139,6 +142,7 @@ def _is_whole(tensor: torch.Tensor) -> bool:
     )
 
 
+@caught_by("CIO-63")
 class KeepsLastLoadedIO(TorchCheckpointIO):
     """A second load of an unchanged file returns the objects of the first one."""
 
@@ -177,6 +181,7 @@ class KeepsLastLoadedIO(TorchCheckpointIO):
         return {**self.__dict__, "_last": None}
 
 
+@caught_by("CIO-64")
 class SkipsUnchangedIO(TorchCheckpointIO):
     """A save to the same path is left out if no tensor has another version number and no value another value."""
 
@@ -234,6 +239,7 @@ def _outline(value: Any, tensors: list[torch.Tensor]) -> Any:
     return object()  # equal to nothing: saved again
 
 
+@caught_by("CIO-66")
 class SymlinksAcrossFoldersIO(TorchCheckpointIO):
     """link_checkpoint makes a symbolic link where the new name is in another folder."""
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 
+from zoo import caught_by
+
 from torchhal.cluster import TorchElasticEnvironment, port_from_job_id, read_text
 from torchhal.cluster.slurm import SlurmEnvironment
 from torchhal.errors import ConfigurationError
 
 
+@caught_by("ENV-74")
 class StepsShareAPlaceEnvironment(SlurmEnvironment):
     """The port and the job's identity are made from the job's number alone: two steps of one job have the same."""
 
@@ -25,6 +28,7 @@ class StepsShareAPlaceEnvironment(SlurmEnvironment):
         return port_from_job_id(read_text("SLURM_JOB_ID"), os.environ.get("SLURM_RESTART_COUNT", "0"))
 
 
+@caught_by("ENV-76")
 class NodeByDivisionEnvironment(TorchElasticEnvironment):
     """``node_of`` divides by this node's number of processes, which is wrong for ranks on nodes of another size."""
 
@@ -37,6 +41,7 @@ class NodeByDivisionEnvironment(TorchElasticEnvironment):
         return rank // self.local_world_size()
 
 
+@caught_by("ENV-77")
 class RequeueRaisesEnvironment(SlurmEnvironment):
     """``run_again`` raises where the scheduler's command is missing, or refuses the request."""
 
@@ -57,6 +62,7 @@ class RequeueRaisesEnvironment(SlurmEnvironment):
         return f"job {job} is requeued"
 
 
+@caught_by("ENV-11")
 class SizeByProductEnvironment(TorchElasticEnvironment):
     """``validate_settings`` compares the product of devices and nodes: 2 nodes of 2 pass for 1 node of 4."""
 
@@ -77,11 +83,3 @@ class SizeByProductEnvironment(TorchElasticEnvironment):
         if num_devices * num_nodes == world:
             return
         super().validate_settings(num_devices=num_devices, num_nodes=num_nodes)
-
-
-__all__ = [
-    "NodeByDivisionEnvironment",
-    "RequeueRaisesEnvironment",
-    "SizeByProductEnvironment",
-    "StepsShareAPlaceEnvironment",
-]

@@ -6,12 +6,15 @@ import os
 import shutil
 import subprocess
 
+from zoo import caught_by
+
 from torchhal.cluster import TorchElasticEnvironment, read_text
 from torchhal.cluster.lsf import LSFEnvironment
 from torchhal.cluster.slurm import SlurmEnvironment
 from torchhal.errors import ConfigurationError
 
 
+@caught_by("ENV-75")
 class HashedArrayPortEnvironment(LSFEnvironment):
     """In job arrays the port is made by hash() of a text, which differs from process to process."""
 
@@ -35,6 +38,7 @@ class HashedArrayPortEnvironment(LSFEnvironment):
         return "" if index == "0" else index
 
 
+@caught_by("ENV-11")
 class ComparesProductEnvironment(TorchElasticEnvironment):
     """validate_settings compares the number of all processes only."""
 
@@ -59,6 +63,7 @@ class ComparesProductEnvironment(TorchElasticEnvironment):
             )
 
 
+@caught_by("ENV-77")
 class BelievesSchedulerEnvironment(SlurmEnvironment):
     """run_again reports a requeue whatever scontrol has answered."""
 
@@ -84,6 +89,7 @@ def _requeues(default: bool) -> bool:
     return {"1": True, "0": False}.get(os.environ.get("TORCHHAL_REQUEUE", "").strip(), default)
 
 
+@caught_by("ENV-74")
 class NamesJobWithoutStepEnvironment(SlurmEnvironment):
     """job_id() is the number of Slurm's job, which all steps of it have."""
 

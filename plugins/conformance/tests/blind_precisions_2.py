@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
+from zoo import caught_by
 
 from torchhal.accelerators import Accelerator
 from torchhal.precision import MixedPrecision, TruePrecision
 from torchhal.pytree import map_tensors
 
 
+@caught_by("PRE-62")
 class CachedInputPrecision(TruePrecision):
     """``convert_input`` keeps what it has converted by tensor object: one that is filled anew gives the old values."""
 
@@ -50,6 +52,7 @@ class CachedInputPrecision(TruePrecision):
         return {**self.__dict__, "_converted": None}
 
 
+@caught_by("PRE-63")
 class AbandonedStepPrecision(MixedPrecision):
     """What is unscaled is forgotten by ``optimizer_step`` alone: after a step that was given up the next isn't."""
 
@@ -87,6 +90,7 @@ class AbandonedStepPrecision(MixedPrecision):
         self._done.clear()
 
 
+@caught_by("PRE-60")
 class FirstLifesSwitchPrecision(TruePrecision):
     """``setup`` keeps the user's matmul precision in its first life only, and every ``teardown`` restores that one."""
 
@@ -133,6 +137,7 @@ class _HalfAutocast:
         torch.set_autocast_enabled(self._kind, self._before.pop())
 
 
+@caught_by("PRE-05")
 class AutocastDtypeStaysPrecision(MixedPrecision):
     """``forward_context`` restores whether autocast is on, and not the dtype to which it casts."""
 
@@ -147,11 +152,3 @@ class AutocastDtypeStaysPrecision(MixedPrecision):
         if self._device_type is None:
             raise RuntimeError(f"setup() must come before forward_context() of precision {self.alias!r}")
         return _HalfAutocast(self._device_type, self.compute_dtype)
-
-
-__all__ = [
-    "AbandonedStepPrecision",
-    "AutocastDtypeStaysPrecision",
-    "CachedInputPrecision",
-    "FirstLifesSwitchPrecision",
-]

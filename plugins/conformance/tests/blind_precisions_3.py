@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from zoo import caught_by
 
 from torchhal.accelerators import Accelerator
 from torchhal.precision import MixedPrecision, Precision, TruePrecision
@@ -16,6 +17,7 @@ from torchhal.precision.base import dense_gradient
 from torchhal.pytree import map_tensors
 
 
+@caught_by("PRE-62")
 class RemembersInputsPrecision(TruePrecision):
     """convert_input converts each tensor object once, also if its contents are new."""
 
@@ -50,6 +52,7 @@ class RemembersInputsPrecision(TruePrecision):
         return {**self.__dict__, "_converted": {}}
 
 
+@caught_by("PRE-64")
 class StaleMastersPrecision(TruePrecision):
     """float32 copies of the bfloat16 weights are made at the first step, and never compared with the weights again."""
 
@@ -126,6 +129,7 @@ class StaleMastersPrecision(TruePrecision):
         return {**self.__dict__, "_masters": {}}
 
 
+@caught_by("PRE-24")
 class LeavesAutocastDtypePrecision(MixedPrecision):
     """setup makes float16 the dtype of every torch.autocast of the process, and teardown leaves it so."""
 
@@ -143,6 +147,7 @@ class LeavesAutocastDtypePrecision(MixedPrecision):
         torch.set_autocast_dtype(accelerator.device_type, self.compute_dtype)
 
 
+@caught_by("PRE-63")
 class RemembersAbandonedStepPrecision(MixedPrecision):
     """With a fixed loss scale, gradients count as unscaled until the optimizer steps, also if it doesn't."""
 

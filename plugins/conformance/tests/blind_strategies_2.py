@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
+from zoo import caught_by
 
 from torchhal.errors import CheckpointMismatchError
 from torchhal.precision import Precision
@@ -16,6 +17,7 @@ from torchhal.pytree import map_tensors
 from torchhal.strategies import DDPStrategy, StepResult, overrides
 
 
+@caught_by("STR-02")
 class PooledReduceStrategy(DDPStrategy):
     """``reduce`` gives its result in a buffer of a pool, which the next reduce of that shape writes again."""
 
@@ -61,6 +63,7 @@ class _GatherWithGrad(torch.autograd.Function):
         return grad[dist.get_rank(ctx.group)].clone(), None, None
 
 
+@caught_by("STR-71")
 class InPlaceGatherBackwardStrategy(DDPStrategy):
     """The backward of ``all_gather(sync_grads=True)`` adds up in the gradient that autograd shares with others."""
 
@@ -79,6 +82,7 @@ class InPlaceGatherBackwardStrategy(DDPStrategy):
         return _GatherWithGrad.apply(on_device, gather, group)
 
 
+@caught_by("STR-70")
 class ShardedNormOfReplicasStrategy(DDPStrategy):
     """``grad_norm`` adds up the squares over the ranks, as for shards, although each rank has the whole gradient."""
 
@@ -93,6 +97,7 @@ class ShardedNormOfReplicasStrategy(DDPStrategy):
         return squares.sqrt()
 
 
+@caught_by("STR-77")
 class AssigningPartialLoadStrategy(DDPStrategy):
     """``load_module_state_dict(strict=False)`` puts new parameters into the module, and the optimizer has the old."""
 
@@ -116,6 +121,7 @@ class AssigningPartialLoadStrategy(DDPStrategy):
         return result
 
 
+@caught_by("STR-79")
 class SkippedStepsCountStrategy(DDPStrategy):
     """``optimizer_step`` says that parameters were updated, also where the precision has skipped the step."""
 
@@ -129,6 +135,7 @@ class SkippedStepsCountStrategy(DDPStrategy):
         return StepResult.UPDATED
 
 
+@caught_by("STR-80")
 class ContextStaysAfterErrorStrategy(DDPStrategy):
     """The precision's forward context is entered and left by hand: where the step raises it stays entered."""
 
@@ -157,6 +164,7 @@ class ContextStaysAfterErrorStrategy(DDPStrategy):
         return step
 
 
+@caught_by("STR-84")
 class EndlessMetricsGroupStrategy(DDPStrategy):
     """``reduce`` has a process group of its own, which waits for torch's half hour and not for ``timeout``."""
 
@@ -187,6 +195,7 @@ class EndlessMetricsGroupStrategy(DDPStrategy):
                 dist.destroy_process_group(group)
 
 
+@caught_by("STR-81")
 class SchedulerByClassStrategy(DDPStrategy):
     """``load_scheduler_state`` finds the scheduler by its class: of two StepLR the first gets both states."""
 
@@ -203,6 +212,7 @@ class SchedulerByClassStrategy(DDPStrategy):
         by_class.get(type(config.scheduler), config.scheduler).load_state_dict(state)
 
 
+@caught_by("STR-74")
 class BackwardWithoutInputsStrategy(DDPStrategy):
     """``manual_backward`` passes on all arguments of torch's ``backward`` but ``inputs``."""
 
@@ -223,6 +233,7 @@ class BackwardWithoutInputsStrategy(DDPStrategy):
         super().manual_backward(loss, gradient, retain_graph, create_graph, **kwargs)
 
 
+@caught_by("STR-82")
 class CachedShareStrategy(DDPStrategy):
     """``distributed_sampler_kwargs`` is computed once in the life of the object, at the first request."""
 
@@ -236,6 +247,7 @@ class CachedShareStrategy(DDPStrategy):
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
 
+@caught_by("STR-83")
 class RemovalErrorOnOneRankStrategy(DDPStrategy):
     """``remove_checkpoint`` raises on rank 0 alone where the removal fails, and returns on the others."""
 
@@ -247,18 +259,3 @@ class RemovalErrorOnOneRankStrategy(DDPStrategy):
     def remove_checkpoint(self, path: str) -> None:
         if self.is_global_zero or "sharded" in self.checkpoint_io.features:
             self.checkpoint_io.remove_checkpoint(path)
-
-
-__all__ = [
-    "AssigningPartialLoadStrategy",
-    "BackwardWithoutInputsStrategy",
-    "CachedShareStrategy",
-    "ContextStaysAfterErrorStrategy",
-    "EndlessMetricsGroupStrategy",
-    "InPlaceGatherBackwardStrategy",
-    "PooledReduceStrategy",
-    "RemovalErrorOnOneRankStrategy",
-    "SchedulerByClassStrategy",
-    "ShardedNormOfReplicasStrategy",
-    "SkippedStepsCountStrategy",
-]

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from zoo import caught_by
 
 from torchhal.distributed import collectives
 from torchhal.errors import CheckpointMismatchError
@@ -19,6 +20,7 @@ from torchhal.pytree import map_tensors
 from torchhal.strategies import DDPStrategy
 
 
+@caught_by("STR-76")
 class ComparesOnceStrategy(DDPStrategy):
     """reduce() compares structures, dtypes and shapes of the ranks in the first call of each op only."""
 
@@ -63,6 +65,7 @@ class ComparesOnceStrategy(DDPStrategy):
         return leaf
 
 
+@caught_by("STR-73")
 class PositionalAveragingStrategy(DDPStrategy):
     """sync_gradients() joins the gradients that exist on this rank, so ranks with other branches average crosswise."""
 
@@ -103,6 +106,7 @@ class _PausedUntilSuccess:
             self._pause.__exit__(None, None, None)
 
 
+@caught_by("STR-15")
 class StaysPausedStrategy(DDPStrategy):
     """no_backward_sync() doesn't resume the averaging when its body raises."""
 
@@ -116,6 +120,7 @@ class StaysPausedStrategy(DDPStrategy):
         return None if pause is None else _PausedUntilSuccess(pause)
 
 
+@caught_by("STR-51")
 class StateOfLastStepStrategy(DDPStrategy):
     """optimizer_state() is kept until the next optimizer step, though schedulers and loads change it in between."""
 
@@ -145,6 +150,7 @@ class StateOfLastStepStrategy(DDPStrategy):
         return super().optimizer_step(optimizer, closure)
 
 
+@caught_by("STR-55")
 class RemembersStepsStrategy(DDPStrategy):
     """step_function() is made once per name, so a second module's steps are the first module's."""
 
@@ -169,6 +175,7 @@ def _half_for_large(state, bucket):  # torch compares annotations with classes, 
     return fp16_compress_hook(state, bucket)
 
 
+@caught_by("STR-72")
 class HalvesLargeBucketsStrategy(DDPStrategy):
     """Buckets of 65536 gradients or more are averaged in float16, and "lossy" isn't among the features."""
 
@@ -185,6 +192,7 @@ class HalvesLargeBucketsStrategy(DDPStrategy):
             self.model.register_comm_hook(None, _half_for_large)
 
 
+@caught_by("STR-77")
 class AssignsPartialWeightsStrategy(DDPStrategy):
     """load_module_state_dict(strict=False) puts new parameters into the module, which the optimizer doesn't have."""
 
@@ -205,6 +213,7 @@ class AssignsPartialWeightsStrategy(DDPStrategy):
             ) from error
 
 
+@caught_by("STR-85")
 class EvaluationHeartbeatStrategy(DDPStrategy):
     """Every 16th batch of an evaluation the ranks compare their progress in on_evaluation_batch_end."""
 
@@ -224,6 +233,7 @@ class EvaluationHeartbeatStrategy(DDPStrategy):
             self.slowest_rank_at = self.reduce(batch_idx, "min")
 
 
+@caught_by("STR-78")
 class PersistentBuffersOnlyStrategy(DDPStrategy):
     """The start broadcasts module.state_dict(), so buffers with persistent=False stay each rank's own."""
 
@@ -245,6 +255,7 @@ class PersistentBuffersOnlyStrategy(DDPStrategy):
                 collectives.broadcast_tensors(tensors)
 
 
+@caught_by("STR-75")
 class ClearsAllGradientsStrategy(DDPStrategy):
     """zero_grad(optimizer) clears the gradients of the whole module."""
 
@@ -260,6 +271,7 @@ class ClearsAllGradientsStrategy(DDPStrategy):
             self.module.zero_grad()
 
 
+@caught_by("STR-86")
 class LeavesControlGroupStrategy(DDPStrategy):
     """The set-up makes a gloo group for control messages, which only goes with the default group."""
 

@@ -1,7 +1,8 @@
-"""CIO-60 to CIO-65: what a checkpoint shares with the program's memory, errors between saves, and large files."""
+"""CIO-60 to CIO-66: what a checkpoint shares with memory and other folders, errors between saves, large files."""
 
 from __future__ import annotations
 
+import shutil
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 
 from torchhal.errors import CheckpointCorruptError
 from torchhal_conformance._assertions import raises, require, same
-from torchhal_conformance._check import CheckFailed, check
+from torchhal_conformance._check import CheckFailed, NotApplicable, check
 from torchhal_conformance._context import CheckContext
 from torchhal_conformance.checks._checkpoint_samples import MIB, checkpoint_files, save, small_checkpoint
 
@@ -192,3 +193,32 @@ def snapshot_of_everything(context: CheckContext) -> None:
     if set(found) != set(expected):
         raise CheckFailed(f"the checkpoint has the keys {sorted(found)}, expected {sorted(expected)}")
     same("what was saved before the change", found, expected)
+
+
+@check("CIO-66", since="0.2", after=("CIO-50",))
+def second_name_elsewhere(context: CheckContext) -> None:
+    """A second name in another folder stays when the first folder is moved or removed, and so does one beside it.
+
+    Why: a symbolic link to the run's folder dangles when that is pruned: the best checkpoint is gone.
+    Fix: a hard link, or a copy where the file system has none.
+    """
+    if "sharded" in context.component.declared:
+        raise NotApplicable("its strategy links on all ranks")
+    io = context.create()
+    for ends in ("removed", "moved"):
+        runs, kept = context.folder / f"runs-{ends}", context.folder / f"kept-{ends}"
+        for folder in (runs, kept):
+            folder.mkdir()
+        save(io, small_checkpoint(4), runs / "x.ckpt")
+        if not io.link_checkpoint(runs / "x.ckpt", kept / "best.ckpt"):
+            raise NotApplicable("it links no checkpoint to another folder")
+        if ends == "removed":
+            shutil.rmtree(runs)
+        else:
+            runs.rename(context.folder / "elsewhere")
+        require(io.exists(kept / "best.ckpt"), f"the second name is gone once the first one's folder was {ends}")
+        same(
+            f"the second name once the first folder was {ends}",
+            io.load_checkpoint(kept / "best.ckpt"),
+            small_checkpoint(4),
+        )

@@ -1,0 +1,391 @@
+"""STR-76 to STR-86: later calls, parts of states, steps that fail, and ranks of which one is alone with something."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+from torchhal.checkpoint import TorchCheckpointIO
+from torchhal.distributed.stores import PrefixStore
+from torchhal.errors import TorchhalError
+from torchhal.precision import SinglePrecision
+from torchhal.strategies import StepResult, Strategy
+from torchhal_conformance._assertions import close, raises, require, same
+from torchhal_conformance._check import NotApplicable, check
+from torchhal_conformance._rank_context import RankContext, side_channel
+from torchhal_conformance.checks._strategy_run import Regression, batch, running, share, weights_close
+
+
+@check("STR-76", since="0.2", world_sizes=(2,), after=("STR-01",))
+def compared_each_time(rank: RankContext) -> None:
+    """``reduce`` is an error on every rank where structures, dtypes or shapes differ, also after calls that agreed.
+
+    Why: metrics that agreed in the first step and differ in a later one are added up byte by byte, without an error.
+    Fix: compare in every call; one small message says whether all are alike.
+    """
+    here = rank.rank == 0
+    with rank.set_up_strategy() as strategy:
+        device = strategy.root_device
+        different: dict[str, Callable[[], Any]] = {
+            "keys": lambda: {"loss" if here else "accuracy": torch.ones(2, device=device)},
+            "dtypes": lambda: torch.ones(2, dtype=torch.float64 if here else torch.int64, device=device),
+            "shapes": lambda: torch.ones((4, 1) if here else (2, 2), device=device),
+            "lengths": lambda: [torch.ones(2, device=device)] * (2 if here else 3),
+        }
+        for told, make in different.items():
+            for _ in range(3):
+                got = strategy.reduce({"loss": torch.ones(2, device=device)}, "sum")
+                close("a sum of ones over two ranks", got["loss"], [2.0, 2.0], 1e-6)
+            outcome = ""
+            try:
+                outcome = f"returned {strategy.reduce(make(), 'sum')!r}"
+            except TorchhalError:
+                pass
+            except Exception as error:
+                outcome = f"raised {type(error).__name__}: {error}"
+            told_all = rank.gather(outcome)
+            wrong = "; ".join(f"rank {number} {one}" for number, one in enumerate(told_all) if one)
+            require(
+                not wrong, f"reduce of other {told} on each rank must raise DistributedError on every rank: {wrong}"
+            )
+
+
+@check("STR-77", since="0.2", world_sizes=(1, 2), after=("STR-14", "STR-25"))
+def part_of_the_weights(rank: RankContext) -> None:
+    """load_module_state_dict(strict=False) of a part changes values, not parameters; the optimizer trains on them.
+
+    What was given isn't changed by the steps that follow.
+
+    Why: new parameters in the module are trained by nobody, and the loss of the other layers still falls.
+    Fix: copy into the parameters that are there; no assign=True.
+    """
+    part = {name: value.clone() for name, value in Regression(5).state_dict().items() if name.startswith("body.0")}
+    plain = Regression()
+    plain.load_state_dict(part, strict=False)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for number in range(2):
+        optimizer.zero_grad()
+        plain.training_step(batch(rank, number), number).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    with running(rank, Regression()) as run:
+        given = {name: value.clone() for name, value in part.items()}
+        run.strategy.load_module_state_dict(given, strict=False)
+        run.train(0, 2)
+        weights_close("after a part was loaded, and two steps", run.weights(), plain, run.tolerance)
+        for name, value in part.items():
+            same(f"{name} of the state that was given, after two steps", given[name].cpu(), value)
+
+
+class _Noise(Regression):
+    """A model with a buffer that no state dict has."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        generator = torch.Generator().manual_seed(100 + seed)
+        self.register_buffer("noise", torch.randn(6, generator=generator), persistent=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        return F.mse_loss(self(x + self.noise), y)
+
+
+@check("STR-78", since="0.2", world_sizes=(2, 3), after=("STR-13",))
+def buffers_that_are_not_saved(rank: RankContext) -> None:
+    """After the set-up buffers with persistent=False are those of rank 0 on all ranks, as all others are.
+
+    Why: random features that differ between the ranks average gradients of different models.
+    Fix: broadcast module.buffers(), not module.state_dict().
+    """
+    expected = _Noise(0).noise
+    with running(rank, _Noise(rank.rank)) as run:
+        for told in ("after the set-up", "after a step"):
+            same(f"a buffer with persistent=False {told}", run.module.noise.cpu(), expected)
+            run.train(0, 1)
+
+
+class _Skips(SinglePrecision):
+    """A precision that skips each second step, as after an overflow."""
+
+    calls = 0
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any] | None = None) -> bool:
+        self.calls += 1
+        return super().optimizer_step(optimizer, closure) if self.calls % 2 else False
+
+
+@check("STR-79", since="0.2", world_sizes=(1, 2), after=("STR-36",))
+def steps_that_were_skipped(rank: RankContext) -> None:
+    """optimizer_step says that nothing was updated where the precision skipped the step, and counts the step.
+
+    Why: a warm-up is over before the first update where schedulers step for updates that were never made.
+    Fix: return StepResult.of what the precision has returned.
+    """
+    precision = _Skips()
+    with running(rank, Regression(), strategy=rank.create_strategy(precision=precision)) as run:
+        strategy = run.strategy
+        for number in range(4):
+            strategy.zero_grad(run.optimizer)
+            strategy.backward(run.step(share(strategy, batch(rank, number)), number))
+            before = precision.calls
+            got = StepResult.of(strategy.optimizer_step(run.optimizer))
+            if precision.calls == before:
+                raise NotApplicable("the strategy doesn't step through the precision")
+            same(f"whether step {number} has updated parameters", got.updated, number % 2 == 0)
+            same(f"how many steps step {number} counts", got.steps, 1)
+
+
+class _Counted(SinglePrecision):
+    """A precision that counts how often its context is entered now."""
+
+    depth = 0
+
+    @contextmanager
+    def forward_context(self) -> Iterator[None]:
+        self.depth += 1
+        try:
+            yield
+        finally:
+            self.depth -= 1
+
+
+class _FailsOnce(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if batch_idx == 1:
+            raise ArithmeticError("a bad batch")
+        return super().training_step(batch, batch_idx)
+
+
+@check("STR-80", since="0.2", world_sizes=(1, 2), after=("STR-36",))
+def step_that_raises(rank: RankContext) -> None:
+    """A step that raises leaves the precision's context, and the steps after it are as ever.
+
+    Why: after an out-of-memory error that was caught everything else in the process runs under autocast.
+    Fix: a with statement around the step.
+    """
+    precision = _Counted()
+    plain = Regression()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    with running(rank, _FailsOnce(), strategy=rank.create_strategy(precision=precision)) as run:
+        for number in range(3):
+            data = share(run.strategy, batch(rank, number))
+            run.strategy.zero_grad(run.optimizer)
+            if number == 1:
+                raises("a step that raises", ArithmeticError, lambda data=data: run.step(data, 1))  # type: ignore[misc]
+            else:
+                run.strategy.backward(run.step(data, number))
+                run.strategy.optimizer_step(run.optimizer)
+                optimizer.zero_grad()
+                plain.training_step(batch(rank, number), number).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+            same(f"how often the precision's context is entered after step {number}", precision.depth, 0)
+        weights_close("after a step that raised, and another one", run.weights(), plain, run.tolerance)
+
+
+@dataclass
+class _Scheduled:
+    """What the Trainer gives a strategy of a scheduler."""
+
+    scheduler: Any
+    interval: str = "epoch"
+    frequency: int = 1
+    monitor: str | None = None
+    strict: bool = True
+    name: str | None = None
+    reduce_on_plateau: bool = False
+
+
+@check("STR-81", since="0.2", world_sizes=(1, 2), after=("STR-90",))
+def two_schedulers(rank: RankContext) -> None:
+    """load_scheduler_state restores the scheduler that it is given, of two of one class too, and no other one.
+
+    Why: of a GAN's two schedules the first one got both states, and the second one began anew.
+    Fix: load into config.scheduler.
+    """
+    if rank.component.declared & {"owns_step", "owns_schedulers"}:
+        raise NotApplicable("the strategy has schedulers of its own")
+    with rank.set_up_strategy() as strategy:
+        module = Regression()
+        strategy.connect(module)
+        strategy.setup_model()
+        rest = [*module.body[2].parameters(), *module.body[4].parameters()]
+        optimizers = [torch.optim.SGD(module.body[0].parameters(), lr=0.1), torch.optim.SGD(rest, lr=0.2)]
+        schedulers = [torch.optim.lr_scheduler.StepLR(one, step_size=1, gamma=0.5) for one in optimizers]
+        refused = ""
+        try:
+            strategy.setup_optimizers(optimizers, [_Scheduled(one) for one in schedulers])
+        except Exception as error:
+            refused = str(error)
+        if all(rank.gather(refused)):
+            raise NotApplicable(f"the strategy takes one optimizer only ({refused})")
+        configs = strategy.lr_scheduler_configs
+        states = []
+        for number, config in enumerate(configs):
+            state = strategy.scheduler_state(config)
+            states.append({**state, "last_epoch": 3 + number, "_last_lr": [0.01 * (1 + number)]})
+        for config, state in reversed(list(zip(configs, states, strict=True))):
+            strategy.load_scheduler_state(config, dict(state))
+        for number, config in enumerate(configs):
+            found = strategy.scheduler_state(config)
+            same(f"the position of scheduler {number} after a load", found["last_epoch"], 3 + number)
+            close(f"the rates of scheduler {number} after a load", found["_last_lr"], [0.01 * (1 + number)], 1e-9)
+
+
+@check("STR-82", since="0.2", world_sizes=(2,), after=("STR-28", "STR-38"))
+def share_of_another_process(rank: RankContext) -> None:
+    """distributed_sampler_kwargs are those of the process that asks, also of a copy that another one has asked before.
+
+    Why: a script that looks at them before fit has (1 replica, rank 0) in the object that travels to the workers.
+    Fix: compute them each time; they are asked for once per loader.
+    """
+    strategy = rank.create_strategy()
+    with rank.set_up_strategy() as other:
+        expected = other.distributed_sampler_kwargs
+    another = str(1 - rank.rank)
+    with mock.patch.dict(os.environ, {"RANK": another, "LOCAL_RANK": another}), suppress(TorchhalError):
+        _ = strategy.distributed_sampler_kwargs
+    copied = pickle.loads(pickle.dumps(strategy)) if _pickles(strategy) else strategy
+    for told, one in (("the object", strategy), ("a copy", copied)):
+        with rank.set_up_strategy(one):
+            got = one.distributed_sampler_kwargs
+            same(f"distributed_sampler_kwargs of {told}, asked in another process before", got, expected)
+    rank.gather("done")
+
+
+def _pickles(value: Any) -> bool:
+    try:
+        pickle.dumps(value)
+    except Exception:
+        return False
+    return True
+
+
+class _KeepsFiles(TorchCheckpointIO):
+    """An IO in a folder without the right to delete."""
+
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        raise PermissionError(13, "Permission denied", os.fspath(path))
+
+
+@check("STR-83", since="0.2", world_sizes=(2,), after=("STR-24",))
+def removal_that_fails(rank: RankContext) -> None:
+    """remove_checkpoint raises on every rank, or on none, where the IO fails on the rank that removes.
+
+    Why: a user who handles the error takes another path on rank 0 than on the others, and all wait.
+    Fix: tell all ranks whether it has worked.
+    """
+    path = os.path.join(rank.folder, "kept.ckpt")
+    with rank.set_up_strategy(checkpoint_io=_KeepsFiles()) as strategy:
+        calls: dict[str, Callable[[], Any]] = {
+            "save_checkpoint": lambda: strategy.save_checkpoint({"w": torch.ones(2)}, path),
+            "wait_for_checkpoints": strategy.wait_for_checkpoints,
+            "remove_checkpoint": lambda: strategy.remove_checkpoint(path),
+        }
+        for name, call in calls.items():
+            outcome = ""
+            try:
+                call()
+            except Exception as error:
+                outcome = type(error).__name__
+            told = rank.gather(outcome)
+            require(all(told) or not any(told), f"{name} raised on some ranks alone: {told}")
+        require(told[0] != "", "remove_checkpoint raised nothing, though the IO did")
+        rank.gather("done")
+
+
+@check("STR-84", since="0.2", world_sizes=(2,), timeout=60, after=("STR-08",))
+def rank_that_does_not_come(rank: RankContext) -> None:
+    """Every collective is an error after ``timeout`` where a rank doesn't come, on the ranks that wait.
+
+    Why: a group of its own with torch's default waits half an hour, on all nodes, and nothing says why.
+    Fix: hand ``timeout`` on to each group that the strategy makes.
+    """
+    calls: dict[str, Callable[[Strategy], Any]] = {
+        "reduce": lambda strategy: strategy.reduce(torch.ones(2, device=strategy.root_device), "sum"),
+        "reduce_boolean_decision": lambda strategy: strategy.reduce_boolean_decision(True),
+    }
+    for name, call in calls.items():
+        strategy = rank.create_strategy()
+        strategy.timeout = timedelta(seconds=3)
+        with rank.set_up_strategy(strategy):
+            outcome = ""
+            if rank.rank == 0:
+                outcome = _within(lambda strategy=strategy, call=call: call(strategy), 15.0)  # type: ignore[misc]
+            told = rank.gather(outcome)
+            require("returned" not in told[0], f"{name} with a rank that doesn't come {told[0]}")
+            require("HANG" not in told[0], f"{name} HANGS where a rank doesn't come: {told[0]}")
+
+
+def _within(call: Callable[[], Any], seconds: float) -> str:
+    """Return what became of a call that another thread makes: ``raised ...``, ``returned ...`` or ``HANG ...``."""
+    found: list[str] = []
+
+    def run() -> None:
+        try:
+            found.append(f"returned {call()!r}")
+        except BaseException as error:
+            found.append(f"raised {type(error).__name__}")
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return found[0] if found else f"HANG after {seconds:g} s"
+
+
+@check("STR-85", since="0.2", world_sizes=(2,), after=("STR-55",))
+def hooks_of_one_rank(rank: RankContext) -> None:
+    """The hooks of evaluation batches return on a rank that alone has more batches: they don't communicate.
+
+    Why: with an uneven test set the job hangs, or one rank's number meets another collective of the other.
+    Fix: communicate in on_evaluation_end, which all ranks call.
+    """
+    with running(rank, Regression()) as run:
+        strategy = run.strategy
+        strategy.on_evaluation_start("validate")
+        data = share(strategy, batch(rank, 0))
+        for number in range(130 if rank.rank == 0 else 2):
+            strategy.on_evaluation_batch_start("validate", data, number, 0)
+            strategy.on_evaluation_batch_end("validate", None, data, number, 0)
+        rank.gather("done")
+        strategy.on_evaluation_end("validate")
+        close("a sum afterwards", strategy.reduce(torch.ones(1, device=strategy.root_device), "sum"), [2.0], 1e-6)
+
+
+@check("STR-86", since="0.2", world_sizes=(2,), after=("STR-39",))
+def groups_that_are_left(rank: RankContext) -> None:
+    """teardown() leaves no process group of the strategy's behind, where the user's own group stays too.
+
+    Why: each run leaves a group with its threads and connections; hundreds of them end in "too many open files".
+    Fix: destroy in teardown() what the set-up has made.
+    """
+    accelerator = rank.component.make_accelerator()
+    kind = accelerator.device_type
+    backend = "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{accelerator.backend}"
+    store = PrefixStore(f"groups/{os.environ['TORCHHAL_CONFORMANCE_CALL']}", side_channel())
+    dist.init_process_group(backend, store=store, rank=rank.rank, world_size=rank.size, timeout=timedelta(seconds=20))
+    try:
+        before = _groups()
+        for life in (1, 2):
+            with rank.set_up_strategy() as strategy:
+                got = strategy.reduce(torch.ones(1, device=strategy.root_device), "sum")
+                close("a sum over the user's group", got, [rank.size], 1e-6)
+                strategy.reduce_boolean_decision(True)
+            left = _groups() - before
+            require(left == 0, f"{left} process group(s) are left after teardown() of life {life}")
+    finally:
+        with suppress(Exception):
+            dist.destroy_process_group()
+
+
+def _groups() -> int:
+    return len(dist.distributed_c10d._world.pg_map)

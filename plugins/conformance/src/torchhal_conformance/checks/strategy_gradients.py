@@ -1,0 +1,228 @@
+"""STR-70 to STR-75: norms, small gradients, gathered gradients, and gradients of some parameters only."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from torchhal_conformance._assertions import close, require, same
+from torchhal_conformance._check import NotApplicable, check
+from torchhal_conformance._rank_context import WORLD_SIZES, RankContext
+from torchhal_conformance.checks._strategy_run import (
+    Regression,
+    StrategyRun,
+    batch,
+    running,
+    share,
+    tolerance_of,
+    weights_close,
+)
+
+
+def require_whole_parameters(run: StrategyRun) -> None:
+    """Raise NotApplicable where a rank has parts of parameters, and all ranks must use the same of them."""
+    if any(type(parameter) is not nn.Parameter for parameter in run.module.parameters()):
+        raise NotApplicable("the parameters are divided among the ranks, which must all use the same of them")
+
+
+@check("STR-70", since="0.2", world_sizes=(1, 2, 3), after=("STR-14",))
+def norm_of_gradients(rank: RankContext) -> None:
+    """grad_norm is the 2-norm of the gradient of the joined batch, on every rank, and changes no gradient.
+
+    Why: a norm that is added up over replicas grows with the number of ranks, and so does the clipping by it.
+    Fix: add up the squares of what this rank alone has; a replica has all of them.
+    """
+    plain = Regression()
+    x, y = batch(rank, 0)
+    F.mse_loss(plain(x), y).backward()  # type: ignore[no-untyped-call]
+    expected = float(nn.utils.clip_grad_norm_(plain.parameters(), 1e9))
+    with running(rank, Regression()) as run:
+        run.strategy.zero_grad(run.optimizer)
+        run.strategy.backward(run.step(share(run.strategy, (x, y)), 0))
+        tolerance = tolerance_of(run.strategy, "gradient_norm", 1e-4)
+        for told in ("", ", asked again,"):
+            norm = run.strategy.grad_norm(run.optimizer)
+            same(f"the shape of the norm{told}", tuple(norm.shape), ())
+            close(f"the norm of the gradients{told}", float(norm) / expected, 1.0, tolerance)
+        run.strategy.optimizer_step(run.optimizer)
+        torch.optim.SGD(plain.parameters(), lr=0.1).step()
+        weights_close("after a step whose norm was asked for", run.weights(), plain, run.tolerance)
+
+
+@check("STR-71", since="0.2", features=["sync_grads"], world_sizes=WORLD_SIZES, after=("STR-10",))
+def gradients_beside_a_gather(rank: RankContext) -> None:
+    """The backward of all_gather(sync_grads=True) changes no gradient but that of the tensor that was gathered.
+
+    Why: what was added to the gathered tensor got the gradient of all ranks, a multiple of its own.
+    Fix: add up into a copy: autograd gives one tensor to several functions.
+    """
+    with rank.set_up_strategy() as strategy:
+        device, n = strategy.root_device, rank.size
+        weights = torch.arange(1.0, 2 * n + 1, device=device).reshape(n, 2)
+        for told, order in (("before", False), ("behind", True)):
+            mine = torch.full((2,), rank.rank + 1.0, device=device, requires_grad=True)
+            other = torch.ones(n, 2, device=device, requires_grad=True)
+            beside = other * 1.0
+            gathered = strategy.all_gather(mine, sync_grads=True)
+            both = gathered + beside if order else beside + gathered
+            (both * weights).sum().backward()  # type: ignore[no-untyped-call]
+            close(f"the gradient of what was added {told} the gathered tensor", other.grad, weights, 1e-6)
+            close("the gradient of what was gathered", mine.grad, weights[rank.rank] * n, 1e-6)
+
+
+class _Wide(nn.Module):
+    """A model with a layer of 262144 weights, whose gradients are too small for float16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        self.body = nn.Sequential(nn.Linear(6, 512, bias=False), nn.Linear(512, 512, bias=False), nn.Linear(512, 2))
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.05, generator=generator)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        return F.mse_loss(self.body(x), y) * 1e-9
+
+
+@check("STR-72", since="0.2", world_sizes=(2,), after=("STR-14",))
+def small_gradients_of_large_layers(rank: RankContext) -> None:
+    """Gradients of a layer of 262144 weights, each of some 1e-11, are averaged as exactly as those of small layers.
+
+    Why: a communication in float16 for large buckets alone is exact in each test, and loses what is below 6e-8.
+    Fix: average in the gradients' dtype, or declare "lossy" with tolerances.
+    """
+    if "lossy" in rank.component.declared:
+        raise NotApplicable("the strategy is lossy, as it declares")
+    plain = _Wide()
+    before = {name: value.clone() for name, value in plain.state_dict().items()}
+    optimizer = torch.optim.SGD(plain.parameters(), lr=1e7)
+    plain.training_step(batch(rank, 0), 0).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    with running(rank, _Wide(), lr=1e7) as run:
+        run.train(0, 1)
+        for name, value in run.weights().items():
+            change, expected = value - before[name], plain.state_dict()[name] - before[name]
+            unit = float(expected.abs().max())
+            close(f"the change of {name} (in units of {unit:.3g})", change / unit, expected / unit, 1e-3)
+
+
+class _Experts(nn.Module):
+    """Two layers of one size; each rank uses another one."""
+
+    automatic_optimization = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(5)
+        self.experts = nn.ModuleList([nn.Linear(6, 2) for _ in range(2)])
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.4, generator=generator)
+
+    def loss(self, batch: Any, expert: int) -> torch.Tensor:
+        x, y = batch
+        return F.mse_loss(self.experts[expert](x), y)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any: ...
+
+
+@check("STR-73", since="0.2", world_sizes=(2,), after=("STR-15", "STR-19"))
+def ranks_of_other_branches(rank: RankContext) -> None:
+    """sync_gradients averages each parameter's gradient with those of the same parameter, whichever a rank has.
+
+    One that a rank hasn't used counts as zero there. Or it is an error on every rank.
+
+    Why: gradients that are joined by their place in a list are those of another layer on another rank.
+    Fix: average every parameter in one order, or compare first which of them have gradients.
+    """
+    data = batch(rank, 0)
+    plain = _Experts()
+    for number in range(2):
+        (plain.loss(tuple(tensor[number::2] for tensor in data), number) / 2).backward()  # type: ignore[no-untyped-call]
+    expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    with running(rank, _Experts()) as run:
+        require_whole_parameters(run)
+        strategy, module = run.strategy, run.module
+        rows = tuple(tensor.to(strategy.root_device)[rank.rank :: 2] for tensor in data)
+        with strategy.no_backward_sync() or contextlib.nullcontext():
+            module.loss(rows, rank.rank).backward()
+        refused = ""
+        try:
+            strategy.sync_gradients()
+        except Exception as error:
+            refused = f"{type(error).__name__}: {error}"
+        told = rank.gather(refused)
+        require(all(told) or not any(told), f"some ranks refused other branches, others didn't: {told}")
+        if any(told):
+            raise NotApplicable(f"the strategy refuses ranks that use other parameters ({refused})")
+        for name, parameter in module.named_parameters():
+            close(f"the averaged gradient of {name}", parameter.grad, expected[name], run.tolerance)
+
+
+@check("STR-74", since="0.2", world_sizes=(1, 2), after=("STR-19",))
+def backward_of_some_inputs(rank: RankContext) -> None:
+    """manual_backward(loss, inputs=...) gives gradients to these parameters, and to no others.
+
+    Why: the generator was trained by the discriminator's loss.
+    Fix: pass on all arguments of backward.
+    """
+    with running(rank, _Experts()) as run:
+        require_whole_parameters(run)
+        strategy, module = run.strategy, run.module
+        rows = share(strategy, batch(rank, 0))
+        loss = module.loss(rows, 0) + module.loss(rows, 1)
+        first = list(module.experts[0].parameters())
+        refused = ""
+        try:
+            strategy.manual_backward(loss, inputs=first)
+        except Exception as error:
+            refused = f"{type(error).__name__}: {error}"
+        if all(rank.gather(refused)):
+            raise NotApplicable(f"the strategy refuses 'inputs' ({refused})")
+        require(not refused, f"a rank refused 'inputs', others didn't: {refused}")
+        require(all(one.grad is not None for one in first), "a parameter among 'inputs' has got no gradient")
+        for name, parameter in module.experts[1].named_parameters():
+            there = parameter.grad is not None and bool(parameter.grad.abs().sum() > 0)
+            require(not there, f"experts.1.{name} has got a gradient, though it isn't among 'inputs'")
+
+
+@check("STR-75", since="0.2", world_sizes=(1, 2), after=("STR-90",))
+def gradients_of_the_other_optimizer(rank: RankContext) -> None:
+    """zero_grad(optimizer) clears the gradients of that optimizer's parameters, and leaves those of another one.
+
+    Why: one that accumulates over several batches lost what it had, whenever the other one began its step.
+    Fix: optimizer.zero_grad(), not that of the module.
+    """
+    if rank.component.declared & {"owns_step", "owns_backward", "owns_accumulation"}:
+        raise NotApplicable("the strategy does the step itself")
+    with rank.set_up_strategy() as strategy:
+        module = Regression()
+        strategy.connect(module)
+        strategy.setup_model()
+        rest = [*module.body[2].parameters(), *module.body[4].parameters()]
+        optimizers = [torch.optim.SGD(module.body[0].parameters(), lr=0.1), torch.optim.SGD(rest, lr=0.2)]
+        refused = ""
+        try:
+            strategy.setup_optimizers(optimizers)
+        except Exception as error:
+            refused = str(error)
+        if all(rank.gather(refused)):
+            raise NotApplicable(f"the strategy takes one optimizer only ({refused})")
+        step = strategy.step_function("training_step")
+        strategy.backward(step(share(strategy, batch(rank, 0)), 0))
+        for cleared, kept in ((0, 1), (1, 0)):
+            before = [one.grad is not None for one in _parameters(strategy, kept)]
+            strategy.zero_grad(strategy.optimizers[cleared])
+            after = [one.grad is not None and bool(one.grad.any()) for one in _parameters(strategy, kept)]
+            if cleared == 0:
+                same("which parameters of the other optimizer have a gradient", after, before)
+            gone = [one.grad is None or not bool(one.grad.any()) for one in _parameters(strategy, cleared)]
+            require(all(gone), f"a gradient is left after zero_grad of optimizer {cleared}")
+
+
+def _parameters(strategy: Any, number: int) -> list[Any]:
+    return [one for group in strategy.optimizers[number].param_groups for one in group["params"]]
