@@ -63,5 +63,5 @@ class LSFEnvironment(ExternalEnvironment):
 
 def _job() -> str:
     """Return the job as LSF writes it: the elements of an array have one number, and an index each."""
-    index = given("LSB_JOBINDEX")
-    return f"{given('LSB_JOBID')}[{index}]" if index and index != "0" else given("LSB_JOBID")
+    job, index = given("LSB_JOBID"), given("LSB_JOBINDEX")
+    return job if index in ("", "0") else f"{job}[{index}]"

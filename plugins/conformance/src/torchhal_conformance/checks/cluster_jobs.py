@@ -9,6 +9,7 @@ import signal
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
+from unittest import mock
 
 from torchhal.cluster import ClusterEnvironment
 from torchhal.errors import ConfigurationError
@@ -26,19 +27,12 @@ _OF_JOB: Final = ("JOB_ID", "JOBID", "STEP_ID", "STEPID", "RUN_ID", "JOBINDEX", 
 """Endings of variables that tell a job, a step of it or an element of an array from others."""
 _SAME_PLACE: Final = {"MASTER_ADDR": "n1", "MASTER_PORT": "29533"}
 """Set by a user for two jobs."""
-_WITHOUT_PORT: Final = " without MASTER_PORT"
 _CLIENTS: Final = (
-    "scontrol",
-    "sbatch",
-    "brequeue",
-    "qrerun",
-    "qalter",
-    "flux",
-    "kubectl",
-    "oarresub",
-    "condor_release",
-)
+    "scontrol", "sbatch", "brequeue", "qrerun", "qalter", "flux", "kubectl", "oarresub", "condor_release",
+)  # fmt: skip
 """Commands of schedulers that start a job again."""
+_Answers = dict[str, tuple[Any, str]]
+"""What the scheduler's command does -> (what run_again returned, what it raised)."""
 _REFUSAL: Final = "torchhal-conformance: permission denied"
 
 
@@ -74,16 +68,21 @@ def other_jobs(context: CheckContext) -> None:
     if not jobs:
         raise NotApplicable("no variable of its launcher is known to tell jobs apart")
     for told, own, other in jobs:
-        for where in ("", _WITHOUT_PORT, " that meets at the same MASTER_ADDR and MASTER_PORT"):
-            given = _SAME_PLACE if where.strip() and where != _WITHOUT_PORT else {}
-            mine, theirs = (_place(_at(where, {**table, **given}), context.component) for table in (own, other))
+        others = _meetings(other)
+        for where, table in _meetings(own).items():
+            mine, theirs = _place(table, context.component), _place(others[where], context.component)
             if mine is not None and theirs is not None:
                 shown = f"main_port {mine[1]} and job_id() {mine[2]!r}"
                 require(mine[1:] != theirs[1:], f"another job, with {told},{where} has the same {shown}")
 
 
-def _at(where: str, table: Table) -> Table:
-    return {name: value for name, value in table.items() if where != _WITHOUT_PORT or name != "MASTER_PORT"}
+def _meetings(table: Table) -> dict[str, Table]:
+    """Return the job's variables as they are, without a port, and with a place that the user has set, by words."""
+    return {
+        "": table,
+        " without MASTER_PORT": {name: value for name, value in table.items() if name != "MASTER_PORT"},
+        " that meets at the same MASTER_ADDR and MASTER_PORT": {**table, **_SAME_PLACE},
+    }
 
 
 def _place(table: Mapping[str, str], component: ComponentUnderTest) -> tuple[str, int, str] | None:
@@ -102,20 +101,14 @@ def other_interpreters(context: CheckContext) -> None:
     Fix: port_from_job_id of torchhal.cluster, or a digest of hashlib.
     """
     jobs = {"": context.component.own_tables[0], **{f" with {told}": other for told, _, other in _other_jobs(context)}}
-    tables = {told + where: _at(where, table) for told, table in jobs.items() for where in ("", _WITHOUT_PORT)}
+    tables = {told + where: one for told, table in jobs.items() for where, one in _meetings(table).items()}
     places = {told: _place(table, context.component) for told, table in tables.items()}
     here = {told: place and list(place) for told, place in places.items()}
     output = context.folder / "places.json"
-    seed = os.environ.get("PYTHONHASHSEED")
-    os.environ["PYTHONHASHSEED"] = "1" if seed != "1" else "2"
-    try:
+    seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
+    with mock.patch.dict(os.environ, {"PYTHONHASHSEED": seed}):
         program = call(context.folder, _write_places, context.component, tables, str(output))
         ended = Job(program, context.folder).finish(START)
-    finally:
-        if seed is None:
-            del os.environ["PYTHONHASHSEED"]
-        else:
-            os.environ["PYTHONHASHSEED"] = seed
     if ended.code or not output.exists():
         raise CheckFailed(f"another interpreter could not say where the ranks meet\n{ended.output}")
     for told, there in json.loads(output.read_text()).items():
@@ -177,20 +170,19 @@ def asks_for_another_start(context: CheckContext) -> None:
     said = context.run_in_subprocess(_ask_again, context.component, paths, timeout=60)
     for (signum, continues), texts in said.items():
         told = f"run_again({signum}, continues={continues})"
-        for when, text in texts.items():
-            require(
-                isinstance(text, str), f"{told} must return a str where the scheduler's command is {when}: {text!r}"
-            )
-            error = text.partition("raised ")[2] if text.startswith("raised ") else ""
-            require(not error, f"{told} must raise nothing where the scheduler's command is {when} (got {error})")
-        agreed = texts["agreeing"]
-        for when in ("missing", "refusing") if continues else ():
-            lies = bool(agreed) and texts[when] == agreed
+        for when, (text, error) in texts.items():
+            where = f"where the scheduler's command is {when}"
+            require(not error, f"{told} must raise nothing {where} (got {error})")
+            require(isinstance(text, str), f"{told} must return a str {where} (got {text!r})")
+        agreed, _ = texts["agreeing"]
+        for when in ("missing", "refusing") if continues and agreed else ():
+            lies = texts[when][0] == agreed
             require(not lies, f"{told} says {agreed!r} where the scheduler's command is {when}, too")
 
 
-def _ask_again(component: ComponentUnderTest, paths: Mapping[str, str]) -> dict[tuple[int, bool], dict[str, Any]]:
-    found: dict[tuple[int, bool], dict[str, Any]] = {}
+def _ask_again(component: ComponentUnderTest, paths: Mapping[str, str]) -> dict[tuple[int, bool], _Answers]:
+    """Return what run_again gave and raised, by (signal, continues) and by what the scheduler's command does."""
+    found: dict[tuple[int, bool], _Answers] = {}
     before = signal.signal(signal.SIGTERM, lambda *_: None)  # by which a scheduler ends a job that it starts again
     try:
         for when, path in paths.items():
@@ -200,9 +192,9 @@ def _ask_again(component: ComponentUnderTest, paths: Mapping[str, str]) -> dict[
                     for continues in (True, False):
                         asked = found.setdefault((int(signum), continues), {})
                         try:
-                            asked[when] = environment.run_again(int(signum), continues=continues)
+                            asked[when] = environment.run_again(int(signum), continues=continues), ""
                         except Exception as error:
-                            asked[when] = f"raised {type(error).__name__}: {error}"
+                            asked[when] = None, f"{type(error).__name__}: {error}"
     finally:
         signal.signal(signal.SIGTERM, before)
     return found

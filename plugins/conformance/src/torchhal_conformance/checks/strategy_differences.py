@@ -7,8 +7,8 @@ import pickle
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -17,14 +17,15 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from torchhal.checkpoint import TorchCheckpointIO
-from torchhal.distributed.stores import PrefixStore
 from torchhal.errors import TorchhalError
 from torchhal.precision import SinglePrecision
 from torchhal.strategies import StepResult, Strategy
 from torchhal_conformance._assertions import close, raises, require, same
 from torchhal_conformance._check import NotApplicable, check
-from torchhal_conformance._rank_context import RankContext, side_channel
+from torchhal_conformance._rank_context import RankContext
 from torchhal_conformance.checks._strategy_run import Regression, batch, running, share, weights_close
+from torchhal_conformance.checks.strategy_lifecycle import group_of_the_user
+from torchhal_conformance.checks.strategy_optimizers import setup_several, two_optimizers
 
 
 @check("STR-76", since="0.2", world_sizes=(2,), after=("STR-01",))
@@ -192,20 +193,7 @@ def step_that_raises(rank: RankContext) -> None:
         weights_close("after a step that raised, and another one", run.weights(), plain, run.tolerance)
 
 
-@dataclass
-class _Scheduled:
-    """What the Trainer gives a strategy of a scheduler."""
-
-    scheduler: Any
-    interval: str = "epoch"
-    frequency: int = 1
-    monitor: str | None = None
-    strict: bool = True
-    name: str | None = None
-    reduce_on_plateau: bool = False
-
-
-@check("STR-81", since="0.2", world_sizes=(1, 2), after=("STR-90",))
+@check("STR-81", since="0.2", world_sizes=(1, 2), after=("STR-22",))
 def two_schedulers(rank: RankContext) -> None:
     """load_scheduler_state restores the scheduler that it is given, of two of one class too, and no other one.
 
@@ -215,19 +203,9 @@ def two_schedulers(rank: RankContext) -> None:
     if rank.component.declared & {"owns_step", "owns_schedulers"}:
         raise NotApplicable("the strategy has schedulers of its own")
     with rank.set_up_strategy() as strategy:
-        module = Regression()
-        strategy.connect(module)
-        strategy.setup_model()
-        rest = [*module.body[2].parameters(), *module.body[4].parameters()]
-        optimizers = [torch.optim.SGD(module.body[0].parameters(), lr=0.1), torch.optim.SGD(rest, lr=0.2)]
+        optimizers = two_optimizers(strategy)
         schedulers = [torch.optim.lr_scheduler.StepLR(one, step_size=1, gamma=0.5) for one in optimizers]
-        refused = ""
-        try:
-            strategy.setup_optimizers(optimizers, [_Scheduled(one) for one in schedulers])
-        except Exception as error:
-            refused = str(error)
-        if all(rank.gather(refused)):
-            raise NotApplicable(f"the strategy takes one optimizer only ({refused})")
+        setup_several(rank, strategy, optimizers, [SimpleNamespace(scheduler=one) for one in schedulers])
         configs = strategy.lr_scheduler_configs
         states = []
         for number, config in enumerate(configs):
@@ -368,12 +346,7 @@ def groups_that_are_left(rank: RankContext) -> None:
     Why: each run leaves a group with its threads and connections; hundreds of them end in "too many open files".
     Fix: destroy in teardown() what the set-up has made.
     """
-    accelerator = rank.component.make_accelerator()
-    kind = accelerator.device_type
-    backend = "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{accelerator.backend}"
-    store = PrefixStore(f"groups/{os.environ['TORCHHAL_CONFORMANCE_CALL']}", side_channel())
-    dist.init_process_group(backend, store=store, rank=rank.rank, world_size=rank.size, timeout=timedelta(seconds=20))
-    try:
+    with group_of_the_user(rank):
         before = _groups()
         for life in (1, 2):
             with rank.set_up_strategy() as strategy:
@@ -382,9 +355,6 @@ def groups_that_are_left(rank: RankContext) -> None:
                 strategy.reduce_boolean_decision(True)
             left = _groups() - before
             require(left == 0, f"{left} process group(s) are left after teardown() of life {life}")
-    finally:
-        with suppress(Exception):
-            dist.destroy_process_group()
 
 
 def _groups() -> int:

@@ -21,6 +21,7 @@ from torchhal_conformance.checks._strategy_run import (
     tolerance_of,
     weights_close,
 )
+from torchhal_conformance.checks.strategy_optimizers import setup_several, two_optimizers
 
 
 def require_whole_parameters(run: StrategyRun) -> None:
@@ -190,7 +191,7 @@ def backward_of_some_inputs(rank: RankContext) -> None:
             require(not there, f"experts.1.{name} has got a gradient, though it isn't among 'inputs'")
 
 
-@check("STR-75", since="0.2", world_sizes=(1, 2), after=("STR-90",))
+@check("STR-75", since="0.2", world_sizes=(1, 2), after=("STR-22",))
 def gradients_of_the_other_optimizer(rank: RankContext) -> None:
     """zero_grad(optimizer) clears the gradients of that optimizer's parameters, and leaves those of another one.
 
@@ -200,18 +201,7 @@ def gradients_of_the_other_optimizer(rank: RankContext) -> None:
     if rank.component.declared & {"owns_step", "owns_backward", "owns_accumulation"}:
         raise NotApplicable("the strategy does the step itself")
     with rank.set_up_strategy() as strategy:
-        module = Regression()
-        strategy.connect(module)
-        strategy.setup_model()
-        rest = [*module.body[2].parameters(), *module.body[4].parameters()]
-        optimizers = [torch.optim.SGD(module.body[0].parameters(), lr=0.1), torch.optim.SGD(rest, lr=0.2)]
-        refused = ""
-        try:
-            strategy.setup_optimizers(optimizers)
-        except Exception as error:
-            refused = str(error)
-        if all(rank.gather(refused)):
-            raise NotApplicable(f"the strategy takes one optimizer only ({refused})")
+        setup_several(rank, strategy, two_optimizers(strategy))
         step = strategy.step_function("training_step")
         strategy.backward(step(share(strategy, batch(rank, 0)), 0))
         for cleared, kept in ((0, 1), (1, 0)):

@@ -6,7 +6,8 @@ import gc
 import os
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -156,12 +157,7 @@ def foreign_group(rank: RankContext) -> None:
     """
     if rank.size == 1:
         raise NotApplicable("it makes no process group")
-    accelerator = rank.component.make_accelerator()
-    kind = accelerator.device_type
-    backend = "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{accelerator.backend}"
-    store = PrefixStore(f"foreign/{os.environ['TORCHHAL_CONFORMANCE_CALL']}", side_channel())
-    dist.init_process_group(backend, store=store, rank=rank.rank, world_size=rank.size, timeout=timedelta(seconds=20))
-    try:
+    with group_of_the_user(rank):
         group = dist.group.WORLD
         with rank.set_up_strategy() as strategy:
             got = strategy.reduce(torch.ones(1, device=strategy.root_device), "sum")
@@ -171,6 +167,18 @@ def foreign_group(rank: RankContext) -> None:
         value = torch.ones(1)
         dist.all_reduce(value)
         same("a sum afterwards", float(value), float(rank.size))
+
+
+@contextmanager
+def group_of_the_user(rank: RankContext) -> Iterator[None]:
+    """Let the program have a default process group of its own for the block."""
+    accelerator = rank.component.make_accelerator()
+    kind = accelerator.device_type
+    backend = "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{accelerator.backend}"
+    store = PrefixStore(f"foreign/{os.environ['TORCHHAL_CONFORMANCE_CALL']}", side_channel())
+    dist.init_process_group(backend, store=store, rank=rank.rank, world_size=rank.size, timeout=timedelta(seconds=20))
+    try:
+        yield
     finally:
         with suppress(Exception):
             dist.destroy_process_group()

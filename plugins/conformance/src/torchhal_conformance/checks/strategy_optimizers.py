@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torchhal.strategies import Strategy
 from torchhal_conformance._assertions import close
 from torchhal_conformance._check import NotApplicable, check
 from torchhal_conformance._rank_context import RankContext
-from torchhal_conformance.checks._strategy_run import batch, make_model, share, tolerance_of, values
+from torchhal_conformance.checks._strategy_run import Regression, batch, make_model, share, tolerance_of, values
 
 
 @check("STR-90", since="0.2", world_sizes=(1, 2), timeout=60, after=("STR-22",))
@@ -67,14 +68,34 @@ def _set_up(rank: RankContext, strategy: Strategy, seed: int) -> Any:
     module = make_model(rank, seed)
     strategy.connect(module)
     strategy.setup_model()
+    setup_several(rank, strategy, _optimizers(module))
+    return strategy.step_function("training_step")
+
+
+def setup_several(
+    rank: RankContext, strategy: Strategy, optimizers: Sequence[Optimizer], lr_scheduler_configs: Sequence[Any] = ()
+) -> None:
+    """Set up several optimizers.
+
+    Raises:
+        NotApplicable: the strategy refuses them on every rank.
+    """
     refused = ""
     try:
-        strategy.setup_optimizers(_optimizers(module))
+        strategy.setup_optimizers(optimizers, lr_scheduler_configs)
     except ConfigurationError as error:
         refused = str(error)
     if all(rank.gather(refused)):
         raise NotApplicable(f"the strategy takes one optimizer only ({refused})")
-    return strategy.step_function("training_step")
+
+
+def two_optimizers(strategy: Strategy) -> list[Optimizer]:
+    """Set up the kit's small net under ``strategy``; return SGD for its first layer and SGD for the others."""
+    module = Regression()
+    strategy.connect(module)
+    strategy.setup_model()
+    rest = [*module.body[2].parameters(), *module.body[4].parameters()]
+    return [torch.optim.SGD(module.body[0].parameters(), lr=0.1), torch.optim.SGD(rest, lr=0.2)]
 
 
 def _train(rank: RankContext, strategy: Strategy, step: Any, first: int, end: int) -> None:
