@@ -15,6 +15,7 @@ import costs
 import distribution
 import limits
 import simulated
+import time_budget
 import warm_start
 
 # OpenMP's threads spin while they wait for work, which takes the cores from the other tests: on two cores, with four
@@ -44,6 +45,11 @@ def pytest_collection_modifyitems(config, items):
 def pytest_runtest_protocol(item):
     with warm_start.only_if(item.get_closest_marker("cold_start") is None):
         return (yield)
+
+
+@pytest.hookimpl(tryfirst=True)  # before the fixtures of a class
+def pytest_runtest_setup():
+    time_budget.skip_if_late()
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -3,6 +3,9 @@
 ``worksteal`` gives each worker an equal number of tests in their order, and a worker that is done takes over the end of
 another's. Costly tests mostly wait, for a cluster or for another process: all at once at the end, they leave the cores
 idle before they begin and keep everybody waiting for the last one.
+
+A session that ends early (:mod:`time_budget`) leaves out what comes last. ``TESTS_TURN``, a number that differs from
+session to session, decides with which of the cheap tests the first share begins; if it is odd, costly files come last.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     import pytest
 
+TURN: Final = "TESTS_TURN"
 FAST: Final = {
     "tests/test_every_alias.py": 203, "core/tests/test_launchers_failures.py": 75,
     "plugins/parallel/tests/test_parity.py": 75, "plugins/simulator/tests/test_faults.py": 58,
@@ -49,6 +53,7 @@ def order(items: list[pytest.Item]) -> None:
         files.setdefault(file, []).append(item)
         tier = SLOW if item.get_closest_marker("slow") else FAST
         costs[file] = max(costs.get(file, 0), tier.get(file, 0))
+    turn = int(os.environ.get(TURN) or 0)
     costly = sorted((file for file in files if costs[file]), key=lambda file: -costs[file])
     firsts: list[list[pytest.Item]] = [[] for _ in range(workers)]
     loads = [0.0] * workers
@@ -57,12 +62,14 @@ def order(items: list[pytest.Item]) -> None:
         firsts[least] += files[file]
         loads[least] += costs[file]
     rest = [item for file in files if not costs[file] for item in files[file]]
+    begin = turn % len(rest) if rest else 0
+    rest = rest[begin:] + rest[:begin]
     left = len(items)
     items.clear()
     for index, first in enumerate(firsts):
         share = left // (workers - index)  # as worksteal divides them
         left -= share
         room = max(0, share - len(first))
-        items += [*first, *rest[:room]]
+        items += [*rest[:room], *first] if turn % 2 else [*first, *rest[:room]]
         del rest[:room]
     items += rest

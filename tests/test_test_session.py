@@ -7,9 +7,12 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import distribution
 import limits
 import pytest
+import time_budget
 from tiers import slow
 
 ROOT = Path(__file__).parents[1]
@@ -89,6 +92,35 @@ def test_what_fails_twice_or_in_another_way_fails(rerun, source, code, second):
     assert done.returncode == code, done.stdout + done.stderr
     assert (output / "0-second.txt").exists() == second
     assert not (output / "flaky.txt").exists()
+
+
+def test_what_is_late_is_left_out_and_what_failed_gets_its_second_run(rerun, monkeypatch):
+    monkeypatch.setenv(time_budget.UNTIL, "1")
+    with pytest.raises(pytest.skip.Exception, match="the session had time until"):
+        time_budget.skip_if_late()
+    monkeypatch.setenv(time_budget.UNTIL, "1e12")
+    time_budget.skip_if_late()
+    done, _ = rerun(f"import os\ndef test_it(): assert '{time_budget.UNTIL}' not in os.environ")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_another_part_of_the_tests_is_last_in_the_next_session(monkeypatch):
+    files = ["test_cheap.py"] * 20 + list(distribution.SLOW)[:2] * 3
+    tests = [
+        SimpleNamespace(nodeid=f"{file}::test_{number}", get_closest_marker=bool) for number, file in enumerate(files)
+    ]
+    monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", "2")
+    begins = set()
+    for turn in range(4):
+        monkeypatch.setenv(distribution.TURN, str(turn))
+        ordered = list(tests)
+        distribution.order(ordered)
+        assert sorted(ordered, key=tests.index) == tests
+        costly = ["test_cheap" not in test.nodeid for test in ordered]
+        assert costly[-3:] == [turn % 2 == 1] * 3
+        assert costly[:3] == [turn % 2 == 0] * 3
+        begins.add(next(test.nodeid for test in ordered if "test_cheap" in test.nodeid))
+    assert len(begins) == 4
 
 
 def test_limits_of_processes_scale_and_short_waits_do_not(monkeypatch):

@@ -5,112 +5,20 @@ from __future__ import annotations
 import copy
 import hashlib
 import os
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
+from sound_components import ThreadedTorch, has_graph
 from zoo import caught_by
 
-from torchhal.checkpoint import TorchCheckpointIO, inspect_contents, location_of, seen
+from torchhal.checkpoint import TorchCheckpointIO, location_of, seen
 from torchhal.pytree import map_tensors
 
 
-class _ThreadedIO(TorchCheckpointIO):
-    """A sound base: a save copies every value, and a thread writes it."""
-
-    features: ClassVar[frozenset[str]] = (TorchCheckpointIO.features | {"async"}) - {"streaming"}
-
-    def __init__(self, storage_options: Mapping[str, Any] | None = None) -> None:
-        super().__init__(storage_options)
-        self._thread: threading.Thread | None = None
-        self._errors: list[Exception] = []
-
-    def _copied(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        detached = map_tensors(checkpoint, lambda leaf: leaf.detach() if _has_graph(leaf) else leaf)
-        copied: dict[str, Any] = copy.deepcopy(detached)
-        return copied
-
-    def save_checkpoint(
-        self,
-        checkpoint: dict[str, Any],
-        path: str | os.PathLike[str],
-        *,
-        storage_options: Mapping[str, Any] | None = None,
-    ) -> None:
-        if not isinstance(checkpoint, dict):
-            raise TypeError(f"'checkpoint' must be a dict (got {type(checkpoint).__name__})")
-        location_of(path, self.storage_options, storage_options)
-        inspect_contents(checkpoint)
-        copied = self._copied(checkpoint)
-        self._join()
-        save = super().save_checkpoint
-        self._start(lambda: save(copied, path, storage_options=storage_options))
-
-    def _start(self, work: Callable[[], None]) -> None:
-        errors = self._errors
-
-        def run() -> None:
-            try:
-                work()
-            except Exception as error:
-                errors.append(error)
-
-        self._thread = threading.Thread(target=run, name="checkpoint save")
-        self._thread.start()
-
-    def _join(self) -> None:
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.join()
-
-    def wait(self) -> None:
-        self._join()
-        if self._errors:
-            raise self._errors.pop(0)
-
-    def load_checkpoint(
-        self, path: str | os.PathLike[str], *, map_location: Any = "cpu", weights_only: bool = True
-    ) -> dict[str, Any]:
-        self._join()
-        return super().load_checkpoint(path, map_location=map_location, weights_only=weights_only)
-
-    def open_checkpoint(self, path: str | os.PathLike[str]) -> dict[str, Any]:
-        self._join()
-        return super().open_checkpoint(path)
-
-    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        self._join()
-        super().remove_checkpoint(path)
-
-    def exists(self, path: str | os.PathLike[str]) -> bool:
-        self._join()
-        return super().exists(path)
-
-    def list_checkpoints(self, folder: str | os.PathLike[str]) -> list[str]:
-        self._join()
-        return super().list_checkpoints(folder)
-
-    def saved_ns(self, path: str | os.PathLike[str]) -> int:
-        self._join()
-        return super().saved_ns(path)
-
-    def link_checkpoint(self, source: str | os.PathLike[str], target: str | os.PathLike[str]) -> bool:
-        self._join()
-        return super().link_checkpoint(source, target)
-
-    def __getstate__(self) -> dict[str, Any]:
-        self._join()
-        return {**self.__dict__, "_errors": []}
-
-
-def _has_graph(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and not leaf.is_leaf
-
-
-@caught_by("CIO-17")
-class LiveListsCheckpointIO(_ThreadedIO):
+@caught_by("CIO-17", "CIO-65")
+class LiveListsCheckpointIO(ThreadedTorch):
     """The asynchronous save copies the tensors; lists and dicts without a tensor in them stay the running model's."""
 
     # docs/reference/checkpoint-io.md, save_checkpoint: "An `"async"` one may return earlier: it has then copied every
@@ -124,14 +32,14 @@ class LiveListsCheckpointIO(_ThreadedIO):
         def cloned(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
-            return copy.deepcopy(leaf.detach() if _has_graph(leaf) else leaf, memo)
+            return copy.deepcopy(leaf.detach() if has_graph(leaf) else leaf, memo)
 
         copied: dict[str, Any] = map_tensors(checkpoint, cloned)
         return copied
 
 
 @caught_by("CIO-60")
-class ErrorForgottenCheckpointIO(_ThreadedIO):
+class ErrorForgottenCheckpointIO(ThreadedTorch):
     """The error of an asynchronous save is lost when another save begins before anyone has waited."""
 
     # docs/reference/checkpoint-io.md, wait: "`Exception`: the error of a save that no earlier call has raised."

@@ -1,16 +1,14 @@
-"""Five checkpoint IOs with one mistake each, over torchhal's TorchCheckpointIO."""
+"""Four checkpoint IOs with one mistake each, over torchhal's TorchCheckpointIO."""
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import os
 import threading
 from collections import Counter
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from zoo import caught_by
@@ -18,79 +16,6 @@ from zoo import caught_by
 from torchhal.checkpoint import TorchCheckpointIO, inspect_contents, location_of, sync_folder
 from torchhal.errors import CheckpointError
 from torchhal.pytree import map_tensors
-
-
-@caught_by("CIO-65")
-class AsyncSharesPlainDataIO(TorchCheckpointIO):
-    """An asynchronous save copies tensors only: lists and dicts of plain values are those of the running program."""
-
-    # checkpoint-io.md, save_checkpoint: "An `"async"` one may return earlier: it has then copied every value."
-    # Suffers: counters, histories and the record of the best checkpoints that the run changes while the file is written
-    # are those of a later step beside the weights of an earlier one: a resume repeats or leaves out batches, or prunes
-    # the wrong file. (map_tensors returns containers without a changed leaf as they are.)
-
-    features: ClassVar[frozenset[str]] = frozenset({"atomic", "checksum", "fsspec", "async"})
-
-    def __init__(self, storage_options: Mapping[str, Any] | None = None) -> None:
-        super().__init__(storage_options)
-        self._writer: ThreadPoolExecutor | None = None
-        self._saves: list[Future[None]] = []
-
-    def save_checkpoint(
-        self,
-        checkpoint: dict[str, Any],
-        path: str | os.PathLike[str],
-        *,
-        storage_options: Mapping[str, Any] | None = None,
-    ) -> None:
-        if not isinstance(checkpoint, dict):
-            raise TypeError(f"'checkpoint' must be a dict (got {type(checkpoint).__name__})")
-        location_of(path, self.storage_options, storage_options)  # raises for options that mean nothing
-        inspect_contents(checkpoint)  # raises for a value that can't be saved
-        memo: dict[int, Any] = {}  # tensors that share memory still do in the copy
-
-        def duplicate(leaf: Any) -> Any:
-            return copy.deepcopy(leaf if leaf.is_leaf else leaf.detach(), memo) if torch.is_tensor(leaf) else leaf
-
-        snapshot = map_tensors(checkpoint, duplicate)
-        if snapshot is checkpoint:
-            snapshot = dict(checkpoint)
-        if self._writer is None:
-            self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        save = super().save_checkpoint
-        self._saves.append(self._writer.submit(save, snapshot, path, storage_options=storage_options))
-
-    def load_checkpoint(self, path: str | os.PathLike[str], **options: Any) -> dict[str, Any]:
-        self._let_finish()
-        return super().load_checkpoint(path, **options)
-
-    def open_checkpoint(self, path: str | os.PathLike[str]) -> dict[str, Any]:
-        self._let_finish()
-        return super().open_checkpoint(path)
-
-    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        self._let_finish()
-        super().remove_checkpoint(path)
-
-    def _let_finish(self) -> None:
-        for save in self._saves:
-            save.exception()
-
-    def wait(self) -> None:
-        self._let_finish()
-        while self._saves:
-            self._saves.pop(0).result()
-
-    def teardown(self) -> None:
-        try:
-            self.wait()
-        finally:
-            if self._writer is not None:
-                self._writer.shutdown()
-                self._writer = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_writer": None, "_saves": []}
 
 
 @caught_by("CIO-63")

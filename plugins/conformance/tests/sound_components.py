@@ -1,17 +1,22 @@
 """Sound components, from which those of the modules named blind_* differ in one thing each."""
 
+import copy
 import os
 import signal
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
 from torchhal.accelerators import CPUAccelerator
-from torchhal.checkpoint import TorchCheckpointIO
+from torchhal.checkpoint import TorchCheckpointIO, inspect_contents, location_of
 from torchhal.cluster import ClusterEnvironment, port_from_job_id, read_address, read_int, read_text
 from torchhal.distributed.process import launched_by
 from torchhal.errors import ConfigurationError
 from torchhal.precision import MixedPrecision, TruePrecision
+from torchhal.pytree import map_tensors
 from torchhal.strategies import DDPStrategy, ParallelStrategy, SingleDeviceStrategy
 
 
@@ -50,6 +55,98 @@ class SameTrueBf16(_Aliased, TruePrecision):
 
 class SameTorch(TorchCheckpointIO):
     """core's checkpoint IO, by another name."""
+
+
+class ThreadedTorch(TorchCheckpointIO):
+    """core's checkpoint IO as an asynchronous one: a save copies every value, and a thread writes it."""
+
+    features: ClassVar[frozenset[str]] = (TorchCheckpointIO.features | {"async"}) - {"streaming"}
+
+    def __init__(self, storage_options: Mapping[str, Any] | None = None) -> None:
+        super().__init__(storage_options)
+        self._thread: threading.Thread | None = None
+        self._errors: list[Exception] = []
+
+    def _copied(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        detached = map_tensors(checkpoint, lambda leaf: leaf.detach() if has_graph(leaf) else leaf)
+        copied: dict[str, Any] = copy.deepcopy(detached)
+        return copied
+
+    def save_checkpoint(
+        self,
+        checkpoint: dict[str, Any],
+        path: str | os.PathLike[str],
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        if not isinstance(checkpoint, dict):
+            raise TypeError(f"'checkpoint' must be a dict (got {type(checkpoint).__name__})")
+        location_of(path, self.storage_options, storage_options)
+        inspect_contents(checkpoint)
+        copied = self._copied(checkpoint)
+        self._join()
+        save = super().save_checkpoint
+        self._start(lambda: save(copied, path, storage_options=storage_options))
+
+    def _start(self, work: Callable[[], None]) -> None:
+        errors = self._errors
+
+        def run() -> None:
+            try:
+                work()
+            except Exception as error:
+                errors.append(error)
+
+        self._thread = threading.Thread(target=run, name="checkpoint save")
+        self._thread.start()
+
+    def _join(self) -> None:
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join()
+
+    def wait(self) -> None:
+        self._join()
+        if self._errors:
+            raise self._errors.pop(0)
+
+    def load_checkpoint(
+        self, path: str | os.PathLike[str], *, map_location: Any = "cpu", weights_only: bool = True
+    ) -> dict[str, Any]:
+        self._join()
+        return super().load_checkpoint(path, map_location=map_location, weights_only=weights_only)
+
+    def open_checkpoint(self, path: str | os.PathLike[str]) -> dict[str, Any]:
+        self._join()
+        return super().open_checkpoint(path)
+
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        self._join()
+        super().remove_checkpoint(path)
+
+    def exists(self, path: str | os.PathLike[str]) -> bool:
+        self._join()
+        return super().exists(path)
+
+    def list_checkpoints(self, folder: str | os.PathLike[str]) -> list[str]:
+        self._join()
+        return super().list_checkpoints(folder)
+
+    def saved_ns(self, path: str | os.PathLike[str]) -> int:
+        self._join()
+        return super().saved_ns(path)
+
+    def link_checkpoint(self, source: str | os.PathLike[str], target: str | os.PathLike[str]) -> bool:
+        self._join()
+        return super().link_checkpoint(source, target)
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._join()
+        return {**self.__dict__, "_errors": []}
+
+
+def has_graph(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and not leaf.is_leaf
 
 
 class AcmeEnvironment(ClusterEnvironment):

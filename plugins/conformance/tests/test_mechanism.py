@@ -280,6 +280,15 @@ def ranks_skip() -> None:
     raise MissingRequirement("no luck today")
 
 
+def ranks_interrupt() -> str:
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1)
+    except KeyboardInterrupt:
+        return "interrupted"
+    return "nothing"
+
+
 @pytest.fixture
 def pool():
     pool = WorkerPool(shared_server(), 3)
@@ -295,6 +304,14 @@ def test_slowness_scales_timeouts(pool: WorkerPool, monkeypatch) -> None:
         monkeypatch.setenv(SLOWNESS, value)
         with pytest.raises(ValueError, match=f"{SLOWNESS} must be a number of at least 1"):
             pool.run(ranks_sleep, -1)
+
+
+def test_ranks_are_interrupted_behind_an_ampersand(pool: WorkerPool) -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell starts what it doesn't wait for
+    try:
+        assert pool.run(ranks_interrupt) == ["interrupted"] * 3
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_unresponsive_rank_is_named_and_replaced(pool: WorkerPool, monkeypatch) -> None:

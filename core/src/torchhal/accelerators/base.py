@@ -188,9 +188,9 @@ class Accelerator(Composable, DeclaredCapabilities, DeviceStatistics, DeviceProf
             )
 
     def device_count(self) -> int:
-        """Return the number of devices this process can see, 0 without hardware.
+        """Return the number of devices this process can see, 0 without hardware; in a forked child, too.
 
-        Checks: ACC-07.
+        Checks: ACC-07, ACC-55.
         """
         if not type(self).availability():
             return 0
@@ -302,9 +302,10 @@ class Accelerator(Composable, DeclaredCapabilities, DeviceStatistics, DeviceProf
         """Release what :meth:`setup_device` took.
 
         Idempotent; called on every rank, and legal before a set-up or after one that failed. No more memory is
-        allocated afterwards than before the set-up.
+        allocated afterwards than before the set-up, and the process has the cores, signal handlers and working folder
+        that it had.
 
-        Checks: ACC-10, ACC-11, ACC-42.
+        Checks: ACC-10, ACC-11, ACC-42, ACC-54.
         """
         if not type(self).availability():
             return
@@ -327,7 +328,7 @@ class Accelerator(Composable, DeclaredCapabilities, DeviceStatistics, DeviceProf
         Returns:
             The same structure; the tensors' values, dtypes and shapes are unchanged.
 
-        Checks: ACC-12, ACC-13.
+        Checks: ACC-12, ACC-13, ACC-50, ACC-51.
         """
         return move_to_device(batch, device, non_blocking=non_blocking)
 
@@ -360,7 +361,7 @@ class Accelerator(Composable, DeclaredCapabilities, DeviceStatistics, DeviceProf
         Returns:
             An iterable of batches.
 
-        Checks: ACC-28, ACC-70.
+        Checks: ACC-28, ACC-50, ACC-52, ACC-53, ACC-70.
 
         .. versionadded:: 0.2
         """

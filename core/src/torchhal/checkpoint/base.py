@@ -37,7 +37,8 @@ class CheckpointIO(Composable, ABC):
     it is durable. ``"sharded"``: every rank writes its part. ``"reshard"``: another number of ranks may read it.
     ``"links"``, of a sharded one: :meth:`link_checkpoint` works.
 
-    Checks: CIO-08, CIO-09, CIO-17 to CIO-19, CIO-21, CIO-22, CIO-24, CIO-27, CIO-29, CIO-54 to CIO-56, CIO-58.
+    Checks: CIO-08, CIO-09, CIO-17 to CIO-19, CIO-21, CIO-22, CIO-24, CIO-27, CIO-29, CIO-54 to CIO-56, CIO-58,
+    CIO-62.
     """
 
     extension: ClassVar[str] = DEFAULT_EXTENSION
@@ -86,7 +87,8 @@ class CheckpointIO(Composable, ABC):
             CheckpointError: it could not be written; the cause is chained. Or a value can't be saved, or a load with
                 ``weights_only`` would refuse it; the message names its key. Or what no save wrote is at ``path``.
 
-        Checks: CIO-01, CIO-02, CIO-04 to CIO-07, CIO-10, CIO-11, CIO-15, CIO-17, CIO-20, CIO-51, CIO-53, CIO-57.
+        Checks: CIO-01, CIO-02, CIO-04 to CIO-07, CIO-10, CIO-11, CIO-15, CIO-17, CIO-20, CIO-51, CIO-53, CIO-57,
+        CIO-63 to CIO-65.
         """
 
     @abstractmethod
@@ -107,7 +109,7 @@ class CheckpointIO(Composable, ABC):
             CheckpointCorruptError: it is damaged: other values than were saved are never returned.
             CheckpointError: it can't be loaded for another reason, e.g. a refused class.
 
-        Checks: CIO-01 to CIO-03, CIO-12, CIO-14, CIO-29, CIO-41, CIO-51 to CIO-53, CIO-56.
+        Checks: CIO-01 to CIO-03, CIO-12, CIO-14, CIO-29, CIO-41, CIO-51 to CIO-53, CIO-56, CIO-61, CIO-63.
         """
 
     def open_checkpoint(self, path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -234,7 +236,7 @@ class CheckpointIO(Composable, ABC):
         Raises:
             CheckpointError: it failed; ``target`` is unchanged.
 
-        Checks: CIO-50.
+        Checks: CIO-50, CIO-66.
         """
         from torchhal.checkpoint._local_file import LocalPlace, link_file
 
@@ -249,7 +251,7 @@ class CheckpointIO(Composable, ABC):
         Raises:
             Exception: the error of a save that no earlier call has raised.
 
-        Checks: CIO-18, CIO-20.
+        Checks: CIO-18, CIO-20, CIO-60.
         """
 
     def teardown(self) -> None:
@@ -260,7 +262,7 @@ class CheckpointIO(Composable, ABC):
         Raises:
             Exception: the error of a save that no earlier call has raised.
 
-        Checks: CIO-18, CIO-28.
+        Checks: CIO-18, CIO-28, CIO-60.
         """
         self.wait()
 

@@ -142,7 +142,7 @@ class ClusterEnvironment(Composable, ABC):
         Returns:
             The node's rank or its name; None where this process can't determine it alone.
 
-        Checks: ENV-42.
+        Checks: ENV-42, ENV-76.
         """
         return None
 
@@ -180,7 +180,7 @@ class ClusterEnvironment(Composable, ABC):
         Returns:
             The same string on all ranks; ``""`` where nothing identifies the job.
 
-        Checks: ENV-43.
+        Checks: ENV-43, ENV-74, ENV-75.
         """
         return ""
 
@@ -191,7 +191,7 @@ class ClusterEnvironment(Composable, ABC):
 
         MASTER_PORT, where the launcher sets it. A ConfigurationError names a variable that is missing or out of range.
 
-        Checks: ENV-07, ENV-61.
+        Checks: ENV-07, ENV-61, ENV-74, ENV-75.
         """
 
     def configure(self, num_nodes: int, local_world_size: int) -> None:
@@ -298,7 +298,7 @@ class ClusterEnvironment(Composable, ABC):
         Returns:
             A message for the log; ``""`` where no new start was requested, or not for this signal.
 
-        Checks: ENV-43.
+        Checks: ENV-43, ENV-77.
         """
         return current_job().run_again(signum, continues=continues)
 

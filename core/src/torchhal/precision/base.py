@@ -161,7 +161,7 @@ class Precision(Composable):
             batch: tensors at any depth of containers; labels and other integers are left unchanged, and so is a tensor
                 that has the right dtype.
 
-        Checks: PRE-07.
+        Checks: PRE-07, PRE-62.
         """
         return batch
 
@@ -220,7 +220,7 @@ class Precision(Composable):
         Args:
             optimizer: the optimizer whose parameters' gradients are changed in place.
 
-        Checks: PRE-09, PRE-12.
+        Checks: PRE-09, PRE-12, PRE-63.
         """
 
     def clip_gradients(self, optimizer: Optimizer, clip_val: float, algorithm: str = "norm") -> torch.Tensor | None:
@@ -238,7 +238,7 @@ class Precision(Composable):
         Raises:
             ValueError: ``algorithm`` is neither.
 
-        Checks: PRE-10, PRE-11, PRE-40, PRE-50.
+        Checks: PRE-10, PRE-11, PRE-40, PRE-50, PRE-63.
         """
         if algorithm not in ("norm", "value"):
             raise ValueError(f"'algorithm' must be 'norm' or 'value' (got {algorithm!r})")
@@ -275,7 +275,7 @@ class Precision(Composable):
         Returns:
             True if the parameters were updated, False if the step was skipped.
 
-        Checks: PRE-13, PRE-14, PRE-47, PRE-51.
+        Checks: PRE-13, PRE-14, PRE-47, PRE-51, PRE-64.
         """
         if closure is None:
             optimizer.step()

@@ -90,7 +90,7 @@ class StrategyCommunication(StrategyAttributes, ABC):
 
         ``rank`` counts the shares of all nodes, not those of this node. Read on every rank; needs no set-up.
 
-        Checks: STR-28, STR-38, STR-91.
+        Checks: STR-28, STR-38, STR-82, STR-91.
         """
         return None
 
@@ -114,7 +114,7 @@ class StrategyCommunication(StrategyAttributes, ABC):
             ValueError: ``op`` is none of these.
             DistributedError: on every rank, when their structures, types, dtypes or shapes differ.
 
-        Checks: STR-01 to STR-04, STR-45, STR-46.
+        Checks: STR-01 to STR-04, STR-45, STR-46, STR-76, STR-84.
         """
 
     @abstractmethod
@@ -151,7 +151,7 @@ class StrategyCommunication(StrategyAttributes, ABC):
         Raises:
             DistributedError: on every rank, when shapes or dtypes differ.
 
-        Checks: STR-04, STR-09 to STR-11, STR-63.
+        Checks: STR-04, STR-09 to STR-11, STR-63, STR-71.
         """
 
     @abstractmethod

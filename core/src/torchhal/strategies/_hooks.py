@@ -152,7 +152,7 @@ class StrategyHooks:
             batch_idx: its index in its loader.
             dataloader_idx: index of the loader, 0 where there is one.
 
-        Checks: STR-55.
+        Checks: STR-55, STR-85.
 
         .. versionadded:: 0.2
         """
@@ -172,7 +172,7 @@ class StrategyHooks:
             batch_idx: its index in its loader.
             dataloader_idx: index of the loader, 0 where there is one.
 
-        Checks: STR-55.
+        Checks: STR-55, STR-85.
 
         .. versionadded:: 0.2
         """

@@ -115,7 +115,8 @@ class StrategyState(StrategyCommunication):
     def load_module_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> Any:
         """Load a state into the module, wrapped or not.
 
-        Called on every rank.
+        Called on every rank. The parameters stay the objects that the optimizers have, and share no memory with
+        ``state``.
 
         Args:
             state: by the user's own key names.
@@ -127,7 +128,7 @@ class StrategyState(StrategyCommunication):
         Raises:
             CheckpointMismatchError: keys or shapes differ; names them.
 
-        Checks: STR-22, STR-25.
+        Checks: STR-22, STR-25, STR-77.
         """
         assert self.module is not None
         try:
@@ -237,7 +238,7 @@ class StrategyState(StrategyCommunication):
         Raises:
             CheckpointMismatchError: it doesn't belong to this scheduler.
 
-        Checks: STR-22.
+        Checks: STR-22, STR-81.
         """
         self.check_scheduler_state(config, state)
         config.scheduler.load_state_dict(state)
@@ -245,7 +246,9 @@ class StrategyState(StrategyCommunication):
     def sync_gradients(self) -> None:
         """Average over the ranks the gradients that were accumulated under :meth:`no_backward_sync`.
 
-        Called on every rank.
+        Called on every rank. A parameter that a rank hasn't used counts as zero there, or it is an error on every rank.
+
+        Checks: STR-73.
         """
 
     def accumulated_gradients(self) -> dict[str, torch.Tensor]:
@@ -358,6 +361,8 @@ class StrategyState(StrategyCommunication):
 
         Raises:
             CheckpointError: on every rank, when it was not removed on one of them.
+
+        Checks: STR-83.
         """
         error: BaseException | None = None
         if self.is_global_zero or "sharded" in self.checkpoint_io.features:

@@ -34,9 +34,10 @@ class StrategySteps(StrategyCommunication):
             name: one of :data:`STEPS`.
 
         Returns:
-            A function that takes the arguments of the module's own step and returns its output, for every batch.
+            A function that takes the arguments of the module's own step and returns its output, for every batch. Where
+            the step raises, nothing of the precision's context stays entered.
 
-        Checks: STR-36.
+        Checks: STR-36, STR-80.
         """
         own = getattr(self, name, None)
         if own is not None:
@@ -150,6 +151,8 @@ class StrategySteps(StrategyCommunication):
 
         Args:
             optimizer: the one whose gradients are cleared.
+
+        Checks: STR-75.
         """
         optimizer.zero_grad()
 
@@ -163,7 +166,7 @@ class StrategySteps(StrategyCommunication):
             *args: passed on to ``loss.backward``.
             **kwargs: passed on to ``loss.backward``.
 
-        Checks: STR-14, STR-15, STR-17, STR-18, STR-20, STR-64.
+        Checks: STR-14, STR-15, STR-17, STR-18, STR-20, STR-64, STR-72, STR-74.
         """
         self.precision.backward(loss, *args, **kwargs)
         if self.mark_step is not None:
@@ -177,7 +180,7 @@ class StrategySteps(StrategyCommunication):
             *args: passed on to :meth:`backward`.
             **kwargs: passed on to :meth:`backward`.
 
-        Checks: STR-19.
+        Checks: STR-19, STR-74.
         """
         self.backward(loss, *args, **kwargs)
 
@@ -228,6 +231,8 @@ class StrategySteps(StrategyCommunication):
 
         Returns:
             A 0-d tensor: the norm of the unscaled gradients.
+
+        Checks: STR-70.
         """
         self.unscale_gradients(optimizer)
         parameters = [parameter for parameter in self.precision.main_params(optimizer) if parameter.grad is not None]
@@ -246,7 +251,7 @@ class StrategySteps(StrategyCommunication):
             The number of steps to count, and whether parameters changed; an override may also return a bool, as
             :meth:`.StepResult.of` takes it.
 
-        Checks: STR-16.
+        Checks: STR-16, STR-79.
         """
         stepped = (self._precision_step or self.precision.optimizer_step)(optimizer, closure)
         if self.mark_step is not None:

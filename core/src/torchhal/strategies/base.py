@@ -295,7 +295,8 @@ class Strategy(Composable, CarriedPrecisions, StrategyHooks, StrategySteps, Stra
     def setup_model(self, *, training: bool = True) -> None:
         """Convert the module to the precision, move it to the device and, for training, wrap it.
 
-        Called on every rank; afterwards all ranks have the parameters and buffers of rank 0.
+        Called on every rank; afterwards all ranks have the parameters and buffers of rank 0, those that no state dict
+        has, too.
 
         Args:
             training: False for validate, test and predict without a fit.
@@ -303,7 +304,7 @@ class Strategy(Composable, CarriedPrecisions, StrategyHooks, StrategySteps, Stra
         Raises:
             ModelError: a parameter or buffer has no values to move.
 
-        Checks: STR-13, STR-41, STR-47, STR-61.
+        Checks: STR-13, STR-41, STR-47, STR-61, STR-78.
         """
         assert self.module is not None, "connect() comes first"
         self.module = self.model = self.precision.convert_module(self.module)
@@ -408,9 +409,10 @@ class Strategy(Composable, CarriedPrecisions, StrategyHooks, StrategySteps, Stra
         """Release the model, the device and the communication.
 
         Idempotent, legal at any time, called on every rank. The model is on the CPU afterwards. Each component is torn
-        down even when another one fails; the first error is raised at the end.
+        down even when another one fails; the first error is raised at the end. A process group that the user has made
+        stays, and none that the set-up has made.
 
-        Checks: STR-29 to STR-31, STR-39, STR-62.
+        Checks: STR-29 to STR-31, STR-39, STR-62, STR-86.
         """
         with ExitStack() as stack:  # runs in reverse: model, IO, precision, environment, accelerator
             if self._accelerator is not None:

@@ -245,6 +245,9 @@ def _accept(listener: Listener) -> Connection:
 def main() -> None:
     """Serve calls as the rank that the environment names, until the process that runs the checks ends."""
     _end_with(os.getppid())
+    # a shell starts what runs behind "&" with an ignored SIGINT: checks send these signals
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         _serve(sys.argv[1], bytes.fromhex(os.environ.pop(_KEY)), int(os.environ["RANK"]))
     finally:

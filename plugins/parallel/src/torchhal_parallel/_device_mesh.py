@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -87,12 +88,19 @@ def make_batch_group(mesh: Any, sizes: Mapping[str, int], timeout: timedelta) ->
     return own
 
 
-def release_groups(mesh: Any) -> None:
-    """Let go of the process groups of ``mesh``, which are destroyed; None has none.
+def release_groups(mesh: Any, *others: Any) -> None:
+    """Destroy the process groups of ``mesh`` and ``others`` that still exist, and let go of them; None has none.
 
     torch's caches of DTensor operators keep every mesh, and a gloo group that is kept keeps a thread for each pair of
-    ranks, which wakes a hundred times a second. Later groups of the same names are looked up again.
+    ranks, which wakes a hundred times a second. Later groups of the same names are looked up again. Where the default
+    group is the user's, it stays, and would keep all that was made beside it.
     """
+    groups = [group for group in others if group is not None]
     if mesh is not None:
+        groups += mesh.get_all_groups() if dist.is_initialized() else []
         root = getattr(mesh, "_root_mesh", None) or mesh
         getattr(root, "_pg_registry", {}).clear()
+    for group in dict.fromkeys(groups):
+        if dist.is_initialized() and group is not dist.group.WORLD:
+            with suppress(ValueError):  # it was destroyed before
+                dist.destroy_process_group(group)

@@ -152,11 +152,11 @@ class HybridStrategy(FullyShardedStrategy):
     # -- the mesh --------------------------------------------------------------------------------------------
 
     def teardown(self) -> None:
-        mesh = self.mesh
+        mesh, batch_group = self.mesh, self._batch_group
         try:
             super().teardown()
         finally:
-            release_groups(mesh)
+            release_groups(mesh, batch_group)
 
     def setup_communication(self) -> Any:
         store = super().setup_communication()

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
+from torchhal.errors import ConfigurationError, UnsupportedCombinationError
 from torchhal.strategies import Strategy
 from torchhal_conformance._assertions import close, require
 from torchhal_conformance._author_model import collate, create_model
@@ -71,6 +72,23 @@ def share(strategy: Strategy, data: Any) -> Any:
         rows = slice(kwargs["rank"], None, kwargs["num_replicas"])
         data = tuple(tensor[rows] for tensor in data)
     return strategy.batch_to_device(data)
+
+
+def require_several_ranks(rank: RankContext) -> None:
+    """Raise NotApplicable where the strategy trains in one process."""
+    if rank.size == 1:
+        raise NotApplicable("there is one rank")
+
+
+@contextlib.contextmanager
+def clipping(rank: RankContext) -> Iterator[None]:
+    """Raise NotApplicable where a strategy that clips in its own step refuses to clip, or to tell the norm."""
+    try:
+        yield
+    except (ConfigurationError, UnsupportedCombinationError) as error:
+        if "owns_clipping" not in rank.component.declared:
+            raise
+        raise NotApplicable(f"the strategy clips in its own step ('owns_clipping'): {error}") from error
 
 
 def two_groups(parameters: Any, lr: float, **options: Any) -> Optimizer:

@@ -23,7 +23,14 @@ from torchhal.strategies import StepResult, Strategy
 from torchhal_conformance._assertions import close, raises, require, same
 from torchhal_conformance._check import NotApplicable, check
 from torchhal_conformance._rank_context import RankContext
-from torchhal_conformance.checks._strategy_run import Regression, batch, running, share, weights_close
+from torchhal_conformance.checks._strategy_run import (
+    Regression,
+    batch,
+    require_several_ranks,
+    running,
+    share,
+    weights_close,
+)
 from torchhal_conformance.checks.strategy_lifecycle import group_of_the_user
 from torchhal_conformance.checks.strategy_optimizers import setup_several, two_optimizers
 
@@ -35,6 +42,7 @@ def compared_each_time(rank: RankContext) -> None:
     Why: metrics that agreed in the first step and differ in a later one are added up byte by byte, without an error.
     Fix: compare in every call; one small message says whether all are alike.
     """
+    require_several_ranks(rank)
     here = rank.rank == 0
     with rank.set_up_strategy() as strategy:
         device = strategy.root_device
@@ -288,6 +296,7 @@ def rank_that_does_not_come(rank: RankContext) -> None:
     Why: a group of its own with torch's default waits half an hour, on all nodes, and nothing says why.
     Fix: hand ``timeout`` on to each group that the strategy makes.
     """
+    require_several_ranks(rank)
     calls: dict[str, Callable[[Strategy], Any]] = {
         "reduce": lambda strategy: strategy.reduce(torch.ones(2, device=strategy.root_device), "sum"),
         "reduce_boolean_decision": lambda strategy: strategy.reduce_boolean_decision(True),
@@ -327,6 +336,7 @@ def hooks_of_one_rank(rank: RankContext) -> None:
     Why: with an uneven test set the job hangs, or one rank's number meets another collective of the other.
     Fix: communicate in on_evaluation_end, which all ranks call.
     """
+    require_several_ranks(rank)
     with running(rank, Regression()) as run:
         strategy = run.strategy
         strategy.on_evaluation_start("validate")
@@ -346,6 +356,7 @@ def groups_that_are_left(rank: RankContext) -> None:
     Why: each run leaves a group with its threads and connections; hundreds of them end in "too many open files".
     Fix: destroy in teardown() what the set-up has made.
     """
+    require_several_ranks(rank)
     with group_of_the_user(rank):
         before = _groups()
         for life in (1, 2):

@@ -19,7 +19,14 @@ from torchhal.precision import SinglePrecision
 from torchhal_conformance._assertions import close, raises, require, same
 from torchhal_conformance._check import NotApplicable, check
 from torchhal_conformance._rank_context import WORLD_SIZES, RankContext, side_channel
-from torchhal_conformance.checks._strategy_run import Regression, make_model, reference, running, weights_close
+from torchhal_conformance.checks._strategy_run import (
+    Regression,
+    make_model,
+    reference,
+    require_several_ranks,
+    running,
+    weights_close,
+)
 from torchhal_conformance.checks.trainer import children
 
 
@@ -155,8 +162,7 @@ def foreign_group(rank: RankContext) -> None:
     Why: a strategy that destroyed it took the rest of the program's communication with it.
     Fix: destroy a group only if the set-up made it.
     """
-    if rank.size == 1:
-        raise NotApplicable("it makes no process group")
+    require_several_ranks(rank)
     with group_of_the_user(rank):
         group = dist.group.WORLD
         with rank.set_up_strategy() as strategy:

@@ -18,8 +18,10 @@ from torchhal_conformance.checks._strategy_run import (
     TOLERANCE,
     Regression,
     batch,
+    clipping,
     make_model,
     reference,
+    require_several_ranks,
     running,
     share,
     tolerance_of,
@@ -258,12 +260,8 @@ def global_norm(rank: RankContext) -> None:
     with running(rank) as run:
         run.strategy.zero_grad(run.optimizer)
         run.strategy.backward(run.step(share(run.strategy, batch(rank, 0)), 0))
-        try:
+        with clipping(rank):
             norm = run.strategy.clip_gradients(run.optimizer, expected / 3)
-        except (ConfigurationError, UnsupportedCombinationError) as error:
-            if "owns_clipping" not in rank.component.declared:
-                raise
-            raise NotApplicable(f"the strategy clips in its own step ('owns_clipping'): {error}") from error
         if norm is not None:
             whole: Any = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
             tolerance = tolerance_of(run.strategy, "gradient_norm", 1e-4)
@@ -353,8 +351,7 @@ def one_batch_more(rank: RankContext) -> None:
     Why: the rank with the extra batch waits for gradients that nobody sends.
     Fix: let barriers and collectives have the strategy's timeout, and explain what came of them.
     """
-    if rank.size == 1:
-        raise NotApplicable("there is one rank")
+    require_several_ranks(rank)
     strategy = rank.create_strategy()
     strategy.timeout = timedelta(seconds=6)
     outcome = ""
