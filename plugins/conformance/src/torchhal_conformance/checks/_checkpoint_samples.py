@@ -19,6 +19,10 @@ DTYPES = (
 )  # fmt: skip
 
 
+class Custom:
+    """A class that a load with weights_only=True refuses."""
+
+
 def save(io: CheckpointIO, state: dict[str, Any], path: str | os.PathLike[str]) -> None:
     """Save ``state`` and return when the checkpoint is durable."""
     io.save_checkpoint(state, path)

@@ -18,7 +18,7 @@ from torchhal.errors import CheckpointCorruptError, CheckpointError, Configurati
 from torchhal_conformance._assertions import raises, require, same
 from torchhal_conformance._check import CheckFailed, NotApplicable, check
 from torchhal_conformance._context import CheckContext
-from torchhal_conformance.checks._checkpoint_samples import file_sizes, load, save, small_checkpoint
+from torchhal_conformance.checks._checkpoint_samples import Custom, file_sizes, load, save, small_checkpoint
 
 
 @check("CIO-50", since="0.2", after=("CIO-01", "CIO-13"))
@@ -175,10 +175,6 @@ def _sizes_here(folder: Path) -> dict[str, int]:
     return {str(one.relative_to(folder)): one.lstat().st_size for one in sorted(folder.rglob("*"))}
 
 
-class _Custom:
-    """A class that a load with weights_only=True refuses."""
-
-
 @check("CIO-52", since="0.2", after=("CIO-01", "CIO-16"))
 def foreign_files(context: CheckContext) -> None:
     """A load returns what exists() takes for a checkpoint, be it a file that plain torch.save wrote.
@@ -209,7 +205,7 @@ def foreign_files(context: CheckContext) -> None:
         same("the list, with an older file", [os.path.basename(str(path)) for path in io.list_checkpoints(folder)],
              ["plain.ckpt", "own.ckpt"])  # fmt: skip
         _damaged(context, io, plain, whole)
-    torch.save({**state, "odd": _Custom()}, folder / "odd.ckpt")
+    torch.save({**state, "odd": Custom()}, folder / "odd.ckpt")
     for name in ("load_checkpoint", "open_checkpoint"):
         raises(f"{name} of a class of another's", CheckpointError, partial(getattr(io, name), folder / "odd.ckpt"))
     torch.save([1, 2], folder / "list.ckpt")

@@ -10,11 +10,7 @@ from torchhal.errors import CheckpointError
 from torchhal_conformance._assertions import raises, require, same
 from torchhal_conformance._check import check
 from torchhal_conformance._context import CheckContext
-from torchhal_conformance.checks._checkpoint_samples import checkpoint_files, save, small_checkpoint
-
-
-class _Custom:
-    """A class that a load with weights_only=True refuses."""
+from torchhal_conformance.checks._checkpoint_samples import Custom, checkpoint_files, save, small_checkpoint
 
 
 def _read(value: Any) -> Any:
@@ -61,13 +57,13 @@ def refused_class(context: CheckContext) -> None:
     """
     io, path = context.create(), context.folder / "x.ckpt"
     try:
-        save(io, {**small_checkpoint(), "odd": _Custom()}, path)
+        save(io, {**small_checkpoint(), "odd": Custom()}, path)
     except CheckpointError as error:
         require("odd" in str(error), f"the message must name the key 'odd' (got {error})")
         require(not io.exists(path), "a refused save left a checkpoint")
     else:
-        raises("a load of a refused class", CheckpointError, lambda: io.load_checkpoint(path), "_Custom")
-        require(isinstance(io.load_checkpoint(path, weights_only=False)["odd"], _Custom), "the value was lost")
-    torch.save({**small_checkpoint(), "odd": _Custom()}, context.folder / "plain")
+        raises("a load of a refused class", CheckpointError, lambda: io.load_checkpoint(path), "Custom")
+        require(isinstance(io.load_checkpoint(path, weights_only=False)["odd"], Custom), "the value was lost")
+    torch.save({**small_checkpoint(), "odd": Custom()}, context.folder / "plain")
     foreign = context.folder / "plain"
     raises("a load of a foreign file with a refused class", CheckpointError, lambda: io.load_checkpoint(foreign))

@@ -303,7 +303,7 @@ def rank_that_does_not_come(rank: RankContext) -> None:
     }
     for name, call in calls.items():
         strategy = rank.create_strategy()
-        strategy.timeout = timedelta(seconds=3)
+        strategy.timeout = timedelta(seconds=2)
         with rank.set_up_strategy(strategy):
             outcome = ""
             if rank.rank == 0:
