@@ -204,7 +204,8 @@ class TestMPIEndsAJob:
         port = {"open_mpi": "29608", "mpich": "29609"}[request.param]
         if request.param == "open_mpi":
             needs("mpirun.openmpi")
-            command = (*OPEN_MPI, "--host", "n1:1,n2:1", "-x", "MASTER_ADDR=n1", "-x", f"MASTER_PORT={port}")
+            kills = ("--mca", "odls_base_sigkill_timeout", "8")  # after 1 s otherwise: a save takes longer at times
+            command = (*OPEN_MPI, *kills, "--host", "n1:1,n2:1", "-x", "MASTER_ADDR=n1", "-x", f"MASTER_PORT={port}")
         else:
             needs("mpiexec.hydra")
             command = (*MPICH, "-hosts", "n1:1,n2:1", "-n", "2", "-genv", "MASTER_ADDR", "n1", "-genv", "MASTER_PORT",

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
+from zoo import caught_by
 
 from torchhal.accelerators import CPUAccelerator
 from torchhal.plugin import Availability
@@ -37,6 +38,7 @@ class _KeptLoader:
         return len(self._loader)
 
 
+@caught_by("ACC-53")
 class ReplayedEpochAccelerator(CPUAccelerator):
     """Its loader keeps the batches of the first epoch and gives the same ones in each later epoch."""
 
@@ -52,6 +54,7 @@ class ReplayedEpochAccelerator(CPUAccelerator):
         return _KeptLoader(loader)
 
 
+@caught_by("ACC-50")
 class StagingBufferAccelerator(CPUAccelerator):
     """It moves batches into staging buffers that the next batch of the same shape overwrites."""
 
@@ -87,6 +90,7 @@ class StagingBufferAccelerator(CPUAccelerator):
         super().teardown()
 
 
+@caught_by("ACC-31")
 class FlushedDenormalsAccelerator(CPUAccelerator):
     """Its set-up switches denormal numbers off for the whole process and leaves them off."""
 
@@ -119,6 +123,7 @@ class _StackedRegion:
         self._running.pop().__exit__(*error)
 
 
+@caught_by("ACC-57")
 class SharedRegionStackAccelerator(CPUAccelerator):
     """Its profiler regions are on one stack for all threads, so a thread ends the region of another one."""
 
@@ -137,6 +142,7 @@ class SharedRegionStackAccelerator(CPUAccelerator):
         return _StackedRegion(name, self._running)
 
 
+@caught_by("ACC-56")
 class NarrowedStartMethodsAccelerator(CPUAccelerator):
     """Once a device is set up it removes "fork" from the class's start methods, for good."""
 
@@ -152,6 +158,7 @@ class NarrowedStartMethodsAccelerator(CPUAccelerator):
         type(self).start_methods = frozenset({"spawn"})  # the runtime is up now, and a forked child can't use it
 
 
+@caught_by("ACC-56")
 class LeakedProbeHandleAccelerator(CPUAccelerator):
     """Each probe for the hardware opens the driver's control node and never closes it."""
 

@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 from sound_components import ThreadedTorch
+from zoo import caught_by
 
 from torchhal.checkpoint import TorchCheckpointIO, inspect_contents, location_of
 
 
+@caught_by("CIO-67")
 class GlobbedRemovalCheckpointIO(TorchCheckpointIO):
     """It removes what matches the path as a pattern, so brackets in a name are not taken as they are."""
 
@@ -30,6 +32,7 @@ class GlobbedRemovalCheckpointIO(TorchCheckpointIO):
             super().remove_checkpoint(found)
 
 
+@caught_by("CIO-68")
 class FollowedLinkCheckpointIO(TorchCheckpointIO):
     """A save to a path that is a link overwrites the link's target and leaves the link."""
 
@@ -49,6 +52,7 @@ class FollowedLinkCheckpointIO(TorchCheckpointIO):
         super().save_checkpoint(checkpoint, target, storage_options=storage_options)
 
 
+@caught_by("CIO-14")
 class UnpickledOpenCheckpointIO(TorchCheckpointIO):
     """To show any checkpoint, `open_checkpoint` unpickles whatever the file holds."""
 
@@ -60,6 +64,7 @@ class UnpickledOpenCheckpointIO(TorchCheckpointIO):
         return self.load_checkpoint(path, weights_only=False)
 
 
+@caught_by("CIO-26")
 class SharedResultCheckpointIO(TorchCheckpointIO):
     """A second load of an unchanged file returns the very dictionary that the first one returned."""
 
@@ -88,6 +93,7 @@ class SharedResultCheckpointIO(TorchCheckpointIO):
         super().teardown()
 
 
+@caught_by("CIO-19")
 class OverlappingSavesCheckpointIO(ThreadedTorch):
     """A save doesn't wait for the one before it, so of two to one path the older may be written last."""
 
@@ -125,6 +131,7 @@ class OverlappingSavesCheckpointIO(ThreadedTorch):
         super()._join()
 
 
+@caught_by("CIO-69")
 class ImpatientWaitCheckpointIO(ThreadedTorch):
     """It waits for a save for ten seconds at most and then takes it as done."""
 

@@ -8,7 +8,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import ClassVar
 
-from sound_components import AcmeEnvironment
+from sound_components import TABLES, AcmeEnvironment
+from zoo import caught_by
 
 from torchhal.cluster import LocalEnvironment, TorchElasticEnvironment, port_from_job_id, read_text
 from torchhal.cluster._topology import gather_topology
@@ -17,6 +18,7 @@ from torchhal.cluster.lsf import LSFEnvironment
 from torchhal.cluster.slurm import SlurmEnvironment
 
 
+@caught_by("ENV-76")
 class DividedNodeEnvironment(TorchElasticEnvironment):
     """It computes the node of any rank from the number of processes on its own node."""
 
@@ -24,12 +26,11 @@ class DividedNodeEnvironment(TorchElasticEnvironment):
     # With four processes on one node and two on the next (nodes may differ), the message about missing ranks names a
     # node that is healthy, another one on each rank, and the administrator drains it.
 
-    name: ClassVar[str] = "divided_node"
-
     def node_of(self, rank: int) -> int | str | None:
         return rank // self.local_world_size()
 
 
+@caught_by("ENV-74")
 class ArrayBlindPortEnvironment(LSFEnvironment):
     """It makes the port from the number of the job, which all elements of a job array share."""
 
@@ -37,20 +38,17 @@ class ArrayBlindPortEnvironment(LSFEnvironment):
     # Two elements of an array whose first ranks share a host want the same port: one of them fails, or its ranks knock
     # at the other's rank 0 until the timeout. Arrays are how sweeps are run.
 
-    name: ClassVar[str] = "array_blind_port"
-
     def _port(self) -> int:
         return port_from_job_id(read_text("LSB_JOBID"))
 
 
+@caught_by("ENV-79")
 class NaiveNodelistEnvironment(SlurmEnvironment):
     """It reads the first host of a list as if a name had one pair of brackets, at its end."""
 
     # "Host on which rank 0 listens; the same on all ranks."
     # On a cluster whose hosts are "rack[1-2]n[01-16]" rank 0 is looked for on "rack1", which doesn't exist: every job
     # there is refused with a contradiction that isn't the user's, or waits until the timeout.
-
-    name: ClassVar[str] = "naive_nodelist"
 
     def _address(self) -> str:
         if os.environ.get("SLURM_DISTRIBUTION", "").strip().startswith("arbitrary"):
@@ -59,6 +57,7 @@ class NaiveNodelistEnvironment(SlurmEnvironment):
         return re.sub(r"\[(\d+).*", r"\1", first)
 
 
+@caught_by("ENV-78", tables=TABLES)
 class UnmountedSpoolEnvironment(AcmeEnvironment):
     """Its request for another start raises where the scheduler's spool folder isn't mounted."""
 
@@ -77,6 +76,7 @@ class UnmountedSpoolEnvironment(AcmeEnvironment):
         return f"job {self.job_id()} is requeued"
 
 
+@caught_by("ENV-52")
 class FixedPatienceEnvironment(FluxEnvironment):
     """It waits for the other ranks for ten minutes, whatever time it is given."""
 
@@ -84,21 +84,18 @@ class FixedPatienceEnvironment(FluxEnvironment):
     # Where nodes boot for half an hour, a timeout of an hour is of no use, and the job fails after ten minutes; one of
     # thirty seconds, so that a broken node is noticed, keeps the whole allocation idle for ten minutes.
 
-    name: ClassVar[str] = "fixed_patience"
-
     def join(self, timeout: timedelta) -> None:
         if self._place is None and not self._says_place():
             self._place = gather_topology(self)
 
 
+@caught_by("ENV-80")
 class LeftInterfaceEnvironment(LocalEnvironment):
     """For one node it binds gloo to the loopback interface by a variable, which it never takes back."""
 
     # "Restore what this object changed, and only that."
     # After a fit on one node everything that the program starts inherits the variable: the next job on several nodes,
     # or a process group of the user's own, listens where no other host can reach it, and hangs.
-
-    name: ClassVar[str] = "left_interface"
 
     def configure(self, num_nodes: int, local_world_size: int) -> None:
         super().configure(num_nodes, local_world_size)

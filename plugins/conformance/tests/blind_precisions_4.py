@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from sound_components import SameMixed16, SameMixedBf16, SameTrueBf16
 from torch.optim import Optimizer
+from zoo import caught_by
 
 from torchhal.accelerators import Accelerator
 from torchhal.pytree import map_tensors
 
 
+@caught_by("PRE-07")
 class HalfInputKeptPrecision(SameTrueBf16):
     """It converts float32 and float64 inputs and leaves those of half width as they are."""
 
@@ -32,6 +34,7 @@ class HalfInputKeptPrecision(SameTrueBf16):
         return map_tensors(batch, cast)
 
 
+@caught_by("PRE-24")
 class LeftAutocastDtypePrecision(SameMixed16):
     """It makes its dtype that of every autocast without one, and doesn't take it back."""
 
@@ -46,6 +49,7 @@ class LeftAutocastDtypePrecision(SameMixed16):
         torch.set_autocast_dtype(accelerator.device_type, self.compute_dtype)  # for autocasts inside the model
 
 
+@caught_by("PRE-21")
 class OneFlagPrecision(SameMixed16):
     """In one step it unscales the gradients of the first optimizer that asks, and of no other."""
 
@@ -61,6 +65,7 @@ class OneFlagPrecision(SameMixed16):
         super().unscale_gradients(optimizer)
 
 
+@caught_by("PRE-23")
 class TrainingOnlyAutocastPrecision(SameMixedBf16):
     """Its context for a step without gradients enters no autocast."""
 
@@ -75,6 +80,7 @@ class TrainingOnlyAutocastPrecision(SameMixedBf16):
         return context if torch.is_grad_enabled() else nullcontext()
 
 
+@caught_by("PRE-09")
 class DroppedInputsPrecision(SameMixedBf16):
     """Of the keywords of a backward it passes on those that it knows, and drops `inputs`."""
 

@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from zoo import caught_by
 
 from torchhal.strategies import DDPStrategy, SingleDeviceStrategy
 
 _log = logging.getLogger(__name__)
 
 
+@caught_by("STR-87")
 class GatheredErrorsStrategy(DDPStrategy):
     """When a run fails it gathers the errors of all ranks, to report them in one place."""
 
@@ -32,6 +34,7 @@ class GatheredErrorsStrategy(DDPStrategy):
                 _log.error("the run has failed: %s", "; ".join(f"rank {i}: {each}" for i, each in enumerate(errors)))
 
 
+@caught_by("STR-85")
 class CountedEvaluationStrategy(DDPStrategy):
     """After each batch of an evaluation it adds up over the ranks how many were evaluated."""
 
@@ -48,6 +51,7 @@ class CountedEvaluationStrategy(DDPStrategy):
         self.evaluated_batches += self.reduce(1, "sum")
 
 
+@caught_by("STR-88")
 class KeptStepStrategy(SingleDeviceStrategy):
     """It builds the function of each step once and returns it to every later run, whatever the module."""
 
@@ -65,6 +69,7 @@ class KeptStepStrategy(SingleDeviceStrategy):
         return self._step_functions[name]
 
 
+@caught_by("STR-70")
 class ClippedNormStrategy(DDPStrategy):
     """It measures the norm of the gradients by clipping at infinity, which turns all into NaN if it is infinite."""
 
@@ -79,6 +84,7 @@ class ClippedNormStrategy(DDPStrategy):
         return norm
 
 
+@caught_by("STR-61", says="beside rank 0")
 class UnsyncedEvaluationStrategy(DDPStrategy):
     """It sends rank 0's weights to the other ranks for a fit, and not for an evaluation without one."""
 
@@ -97,6 +103,7 @@ class UnsyncedEvaluationStrategy(DDPStrategy):
             super().sync_module(module)
 
 
+@caught_by("STR-89")
 class LoneWaitStrategy(DDPStrategy):
     """A save that failed in the background raises on the rank that saved, and the others don't learn of it."""
 
@@ -109,6 +116,7 @@ class LoneWaitStrategy(DDPStrategy):
             self.checkpoint_io.wait()
 
 
+@caught_by("STR-92")
 class EvenNodesStrategy(DDPStrategy):
     """It computes a rank's share of the data as if every node had as many devices as this one."""
 

@@ -1,21 +1,15 @@
-"""ACC-50 to ACC-55: batches that are kept, that share memory or fail, and the process that a run leaves behind."""
+"""ACC-50 to ACC-53: batches that are kept, that share memory or fail, and epochs after the first."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
-import time
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from torchhal_conformance._assertions import require, same
-from torchhal_conformance._check import CheckFailed, check
-from torchhal_conformance._component_under_test import ComponentUnderTest
+from torchhal_conformance._check import check
 from torchhal_conformance._context import CheckContext
-from torchhal_conformance._limits import scaled
 from torchhal_conformance.checks.accelerator_loaders import close_loader
 
 _KEPT = 6
@@ -153,104 +147,3 @@ def every_epoch_anew(context: CheckContext) -> None:
         close_loader(made)
     for number in range(3):
         same(f"the batches of epoch {number}", epochs[1][number], epochs[0][number])
-
-
-def _process_state() -> dict[str, Any]:
-    """Return what a process has beside its memory, by a name for messages."""
-    umask = os.umask(0)
-    os.umask(umask)
-    handled = {name: getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGCHLD")}
-    return {
-        "the cores that the process may use": sorted(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else 0,
-        "its niceness": os.nice(0),
-        "its working folder": os.getcwd(),
-        "its umask": umask,
-        **{f"its handler of {name}": signal.getsignal(number) for name, number in handled.items()},
-    }
-
-
-@check("ACC-54", since="0.2", needs=["device", "posix"], after=("ACC-10",))
-def process_left_as_it_was(context: CheckContext) -> None:
-    """After teardown() the process may use the cores that it could before, and has its signal handlers and folder.
-
-    Why: each run in a notebook had half of the cores of the one before, and so had all child processes.
-    Fix: keep in setup_device() what was there, and restore it in teardown().
-    """
-    before, after = context.run_in_subprocess(_two_lives, context.component)
-    context.restart_subprocess()
-    for life, found in enumerate(after, 1):
-        for name, value in found.items():
-            same(f"{name} after teardown() of life {life}", value, before[name])
-
-
-def _two_lives(component: ComponentUnderTest) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    if hasattr(os, "sched_setaffinity"):
-        with contextlib.suppress(OSError):  # an earlier check may have left this process on some cores alone
-            os.sched_setaffinity(0, range(os.cpu_count() or 1))
-    before, after = _process_state(), []
-    for _ in range(2):
-        accelerator = component.create()
-        device = accelerator.get_parallel_devices(accelerator.parse_devices(1))[0]
-        accelerator.setup_device(device)
-        torch.ones(8, device=device).sum()
-        accelerator.synchronize(device)
-        accelerator.teardown()
-        after.append(_process_state())
-    shown = [{name: repr(value) for name, value in one.items()} for one in (before, *after)]
-    return shown[0], shown[1:]
-
-
-@check("ACC-55", since="0.2", needs=["device", "posix"], after=("ACC-01",))
-def asked_after_a_fork(context: CheckContext) -> None:
-    """A child that was forked after devices were counted counts as many, in no more than a few seconds.
-
-    Asked are availability(), device_count(), auto_device_count() and parse_devices(), in both processes.
-
-    Why: a thread, a lock or a connection that the parent had is gone in the child, which stands still without an error.
-    Fix: keep the result, or ask in the calling thread.
-    """
-    here, there = context.run_in_subprocess(_ask_and_fork, context.component, scaled(20.0), timeout=60)
-    context.restart_subprocess()
-    if there is None:
-        raise CheckFailed("a forked child that counts devices HANGS")
-    same("what a forked child counts", there, here)
-
-
-def _ask(component: ComponentUnderTest) -> str:
-    accelerator = component.create()
-    devices = accelerator.parse_devices("auto")
-    return repr(
-        (bool(component.cls.availability()), accelerator.device_count(), accelerator.auto_device_count(), devices)
-    )
-
-
-def _ask_and_fork(component: ComponentUnderTest, patience: float) -> tuple[str, str | None]:
-    here = _ask(component)
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            os.write(writer, _ask(component).encode())
-        finally:
-            os._exit(0)
-    os.close(writer)
-    os.set_blocking(reader, False)
-    deadline, told = time.monotonic() + patience, b""
-    while time.monotonic() < deadline and os.waitpid(child, os.WNOHANG) == (0, 0):
-        time.sleep(0.02)
-    try:
-        told = os.read(reader, 65536)
-    except BlockingIOError:
-        pass
-    finally:
-        os.close(reader)
-    if not told:
-        try:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-        except (ProcessLookupError, ChildProcessError):
-            pass
-        return here, None
-    return here, told.decode()

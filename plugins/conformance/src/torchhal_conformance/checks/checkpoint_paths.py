@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import pickle
 import random
@@ -16,6 +15,7 @@ from torchhal_conformance._assertions import raises, require, same
 from torchhal_conformance._check import CheckFailed, check
 from torchhal_conformance._context import CheckContext
 from torchhal_conformance.checks._checkpoint_samples import checkpoint_files, file_sizes, load, save, small_checkpoint
+from torchhal_conformance.checks._open_files import open_files
 
 
 @check("CIO-05", after=("CIO-01",))
@@ -208,20 +208,13 @@ def repeated_teardown(context: CheckContext) -> None:
         save(io, small_checkpoint(numbers), path)
         io.load_checkpoint(path)
     io.teardown()
-    files, threads = _open_files(), threading.active_count()
+    files, threads = open_files(), threading.active_count()
     for numbers in range(25):
         save(io, small_checkpoint(numbers), path)
         io.load_checkpoint(path)
         io.exists(path), io.list_checkpoints(context.folder)
     io.teardown()
-    left = _open_files() - files
+    left = open_files() - files
     require(left <= 2, f"25 saves and loads left {left} files open after teardown()")
     more = threading.active_count() - threads
     require(more <= 2, f"25 saves and loads left {more} threads after teardown()")
-
-
-def _open_files() -> int:
-    """Return the number of this process's file descriptors, 0 where the system doesn't list them."""
-    gc.collect()
-    folder = "/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"
-    return len(os.listdir(folder)) if os.path.isdir(folder) else 0

@@ -31,6 +31,7 @@ from torchhal_conformance.checks._checkpoint_samples import (
     save,
     small_checkpoint,
 )
+from torchhal_conformance.checks._open_files import open_files
 
 _LARGE = 3 * MIB
 """Elements of a tensor whose save takes long enough to be met in the middle."""
@@ -60,10 +61,10 @@ def _stopped_saves(component: ComponentUnderTest, folder: str, locks: bool) -> t
             if listed != ["own.ckpt"]:
                 problems.append(f"during a save the list is {listed}, expected ['own.ckpt']")
             (root / ".torchhal-tmp-of-mine").write_text("mine")
-            opened = _open_files()
+            opened = open_files()
             save(io, small_checkpoint(2), root / "next.ckpt")
             io.wait()
-            if _open_files() > opened:
+            if open_files() > opened:
                 problems.append("a save that meets what another one has left keeps a file open")
             if not (root / ".torchhal-tmp-of-mine").exists():
                 problems.append("a save has removed a file that no save has written")
@@ -327,7 +328,7 @@ def no_room(context: CheckContext) -> None:
 
     io, path = context.create(), context.folder / "x.ckpt"
     save(io, small_checkpoint(1), path)
-    before, opened = file_sizes(context.folder), _open_files()
+    before, opened = file_sizes(context.folder), open_files()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
@@ -354,7 +355,7 @@ def no_room(context: CheckContext) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, handler)
     io.teardown()
-    require(_open_files() <= opened, f"{_open_files() - opened} files are open after three failed saves")
+    require(open_files() <= opened, f"{open_files() - opened} files are open after three failed saves")
     save(io, small_checkpoint(3), path)
     same("a save after the failed ones", io.load_checkpoint(path), small_checkpoint(3))
 
@@ -367,11 +368,6 @@ def _causes(error: BaseException) -> list[BaseException]:
         found.append(one)
         one = one.__cause__
     return found
-
-
-def _open_files() -> int:
-    folder = "/proc/self/fd"
-    return len(os.listdir(folder)) if os.path.isdir(folder) else 0
 
 
 @check("CIO-59", since="0.2", after=("CIO-16",))

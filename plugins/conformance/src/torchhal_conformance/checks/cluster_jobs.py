@@ -1,4 +1,4 @@
-"""ENV-74 to ENV-77: jobs beside this one, other interpreters, nodes of ranks, and requests for another start."""
+"""ENV-74 to ENV-80: jobs beside this one, other interpreters, nodes of ranks, and requests for another start."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def _other_jobs(context: CheckContext) -> Iterator[tuple[str, Table, Table]]:
 def other_jobs(context: CheckContext) -> None:
     """Of two jobs, steps of a job or elements of an array no two have one port and one job_id().
 
-    Where the user has set MASTER_ADDR and MASTER_PORT for both, job_id() is another one. What tells jobs apart are the
-    variables that are the same on all ranks and whose names end in JOB_ID, JOBID, STEP_ID, STEPID, RUN_ID, JOBINDEX,
-    ARRAY_TASK_ID or NAMESPACE.
+    Where the user has set MASTER_ADDR and MASTER_PORT for both, job_id() is another one. Without MASTER_PORT the port
+    differs too, for one of two other jobs at least. What tells jobs apart are the variables that are the same on all
+    ranks and whose names end in JOB_ID, JOBID, STEP_ID, STEPID, RUN_ID, JOBINDEX, ARRAY_TASK_ID or NAMESPACE.
 
     Why: two steps of one job that meet at one place under one name train as one, or wait for each other.
     Fix: make the port and job_id() of all that tells a job from those beside it.
@@ -67,13 +67,19 @@ def other_jobs(context: CheckContext) -> None:
     jobs = list(_other_jobs(context))
     if not jobs:
         raise NotApplicable("no variable of its launcher is known to tell jobs apart")
+    ports: dict[tuple[str, ...], set[int]] = {}
     for told, own, other in jobs:
-        others = _meetings(other)
+        others, changed = _meetings(other), tuple(name for name in own if own[name] != other[name])
         for where, table in _meetings(own).items():
             mine, theirs = _place(table, context.component), _place(others[where], context.component)
             if mine is not None and theirs is not None:
                 shown = f"main_port {mine[1]} and job_id() {mine[2]!r}"
                 require(mine[1:] != theirs[1:], f"another job, with {told},{where} has the same {shown}")
+                if "MASTER_PORT" not in table:
+                    ports.setdefault(changed, set()).update((mine[1], theirs[1]))
+    for changed, found in ports.items():
+        told = f"main_port is {min(found)} whatever {' and '.join(changed)} is: jobs beside each other have one port"
+        require(len(found) > 1, told)
 
 
 def _meetings(table: Table) -> dict[str, Table]:
@@ -198,3 +204,101 @@ def _ask_again(component: ComponentUnderTest, paths: Mapping[str, str]) -> dict[
     finally:
         signal.signal(signal.SIGTERM, before)
     return found
+
+
+@check("ENV-78", since="0.2", needs=["table", "posix"], after=("ENV-77",))
+def asks_with_garbled_variables(context: CheckContext) -> None:
+    """run_again raises nothing, whatever the variables that it reads are set to.
+
+    Each one that the table doesn't have is set to a folder that isn't there, to a word and to "", one at a time.
+
+    Why: on a node without the scheduler's mount an orderly stop, whose state is saved, ended as a crash.
+    Fix: catch what a read or a write raises, and return "" with a warning.
+    """
+    raised = context.run_in_subprocess(_ask_with_garbled, context.component, str(context.folder), timeout=60)
+    context.restart_subprocess()
+    require(not raised, f"run_again must raise nothing {'; '.join(raised[:3])}")
+
+
+def _ask_with_garbled(component: ComponentUnderTest, folder: str) -> list[str]:
+    """Return what run_again has raised, and where."""
+    asked: set[str] = set()
+    environ_type: Any = type(os.environ)
+    read = environ_type.__getitem__
+
+    def recording(environ: Any, name: str) -> str:
+        asked.add(name)
+        return str(read(environ, name))
+
+    # without the scheduler's commands, which wait for one that isn't there
+    table = {**component.own_tables[0], "TORCHHAL_REQUEUE": "1", "PATH": folder}
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    with mock.patch.object(environ_type, "__getitem__", recording):
+        found = _raised_by_run_again(component, table)
+    for name in sorted(asked - table.keys()):
+        for value in _GARBLED:
+            raised = _raised_by_run_again(component, {**table, name: value})
+            found += [f"where {name}={value!r} (got {one})" for one in raised]
+    return found
+
+
+_GARBLED: Final = ("/torchhal-conformance/not/there", "garbled", "")
+
+
+def _raised_by_run_again(component: ComponentUnderTest, table: Table) -> list[str]:
+    raised = []
+    with variables(table):
+        environment = component.create()
+        for signum in {*environment.stop_signals, signal.SIGTERM}:
+            try:
+                environment.run_again(int(signum), continues=True)
+            except Exception as error:
+                raised.append(f"{type(error).__name__}: {error}")
+    return raised
+
+
+@check("ENV-79", since="0.2", needs=["table"], after=("ENV-08", "ENV-72"))
+def lists_of_hosts(context: CheckContext) -> None:
+    """An environment that takes main_address from a list of hosts reads its short forms: of several brackets, too.
+
+    It is one if another list, in the variables of the table whose names end in NODELIST, is another address.
+
+    Why: on a cluster whose hosts are "rack[1-2]n[01-16]" rank 0 was looked for on "rack1", which doesn't exist.
+    Fix: expand each bracket of a name, from the left, and keep the width of numbers.
+    """
+    table = context.component.own_tables[0]
+    lists = [name for name in table if name.endswith("NODELIST")]
+    with variables(table, dict.fromkeys(lists, "zz7,zz8")), contextlib.suppress(ConfigurationError):
+        if not lists or context.create().main_address != "zz7":
+            raise NotApplicable("its address isn't from a variable whose name ends in NODELIST")
+    for text, first in _HOST_LISTS.items():
+        with variables(table, dict.fromkeys(lists, text)):
+            same(f"main_address of {text!r}", context.create().main_address, first)
+
+
+_HOST_LISTS: Final = {
+    "n[1-2]": "n1", "rack[1-2]n[01-16]": "rack1n01", "r[2,4]-c[08-11,14]-n[3]": "r2-c08-n3", "a-1,b[2-3]": "a-1",
+    "gpu[007]": "gpu007",
+}  # fmt: skip
+"""Slurm's short forms, https://slurm.schedmd.com/scontrol.html (show hostnames), with the first host of each."""
+
+
+@check("ENV-80", since="0.2", needs=["table"], after=("ENV-10", "ENV-73"))
+def configured_and_torn_down(context: CheckContext) -> None:
+    """After configure() and teardown() os.environ is as it was: in a job, in a process without one, on any nodes.
+
+    Why: a network interface that was chosen for one node stayed for the next job, which hung on two.
+    Fix: note what was there before, and put it back in teardown().
+    """
+    for where, table in {"in its job": context.component.own_tables[0], "without a launcher": {}}.items():
+        for nodes in (1, 2):
+            with variables(table):
+                before = dict(os.environ)
+                environment = context.create()
+                with contextlib.suppress(ConfigurationError):  # several nodes need more than this process may have
+                    environment.configure(num_nodes=nodes, local_world_size=2)
+                    environment.set_rendezvous("127.0.0.1", 29512)
+                environment.teardown()
+                names = sorted(name for name in {*before, *os.environ} if before.get(name) != os.environ.get(name))
+                told = "; ".join(f"{name} is {os.environ.get(name)!r}, was {before.get(name)!r}" for name in names)
+                require(not names, f"after configure() for {nodes} node(s) and teardown(), {where}: {told}")

@@ -1,31 +1,26 @@
-"""STR-76 to STR-86: later calls, parts of states, steps that fail, and ranks of which one is alone with something."""
+"""STR-76 to STR-81, STR-86 and STR-88: later calls and lives, parts of states, and steps that fail."""
 
 from __future__ import annotations
 
-import os
-import pickle
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from datetime import timedelta
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from torchhal.checkpoint import TorchCheckpointIO
 from torchhal.errors import TorchhalError
 from torchhal.precision import SinglePrecision
-from torchhal.strategies import StepResult, Strategy
+from torchhal.strategies import StepResult
 from torchhal_conformance._assertions import close, raises, require, same
 from torchhal_conformance._check import NotApplicable, check
 from torchhal_conformance._rank_context import RankContext
 from torchhal_conformance.checks._strategy_run import (
     Regression,
     batch,
+    reference,
     require_several_ranks,
     running,
     share,
@@ -227,128 +222,6 @@ def two_schedulers(rank: RankContext) -> None:
             close(f"the rates of scheduler {number} after a load", found["_last_lr"], [0.01 * (1 + number)], 1e-9)
 
 
-@check("STR-82", since="0.2", world_sizes=(2,), after=("STR-28", "STR-38"))
-def share_of_another_process(rank: RankContext) -> None:
-    """distributed_sampler_kwargs are those of the process that asks, also of a copy that another one has asked before.
-
-    Why: a script that looks at them before fit has (1 replica, rank 0) in the object that travels to the workers.
-    Fix: compute them each time; they are asked for once per loader.
-    """
-    strategy = rank.create_strategy()
-    with rank.set_up_strategy() as other:
-        expected = other.distributed_sampler_kwargs
-    another = str(1 - rank.rank)
-    with mock.patch.dict(os.environ, {"RANK": another, "LOCAL_RANK": another}), suppress(TorchhalError):
-        _ = strategy.distributed_sampler_kwargs
-    copied = pickle.loads(pickle.dumps(strategy)) if _pickles(strategy) else strategy
-    for told, one in (("the object", strategy), ("a copy", copied)):
-        with rank.set_up_strategy(one):
-            got = one.distributed_sampler_kwargs
-            same(f"distributed_sampler_kwargs of {told}, asked in another process before", got, expected)
-    rank.gather("done")
-
-
-def _pickles(value: Any) -> bool:
-    try:
-        pickle.dumps(value)
-    except Exception:
-        return False
-    return True
-
-
-class _KeepsFiles(TorchCheckpointIO):
-    """An IO in a folder without the right to delete."""
-
-    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        raise PermissionError(13, "Permission denied", os.fspath(path))
-
-
-@check("STR-83", since="0.2", world_sizes=(2,), after=("STR-24",))
-def removal_that_fails(rank: RankContext) -> None:
-    """remove_checkpoint raises on every rank, or on none, where the IO fails on the rank that removes.
-
-    Why: a user who handles the error takes another path on rank 0 than on the others, and all wait.
-    Fix: tell all ranks whether it has worked.
-    """
-    path = os.path.join(rank.folder, "kept.ckpt")
-    with rank.set_up_strategy(checkpoint_io=_KeepsFiles()) as strategy:
-        calls: dict[str, Callable[[], Any]] = {
-            "save_checkpoint": lambda: strategy.save_checkpoint({"w": torch.ones(2)}, path),
-            "wait_for_checkpoints": strategy.wait_for_checkpoints,
-            "remove_checkpoint": lambda: strategy.remove_checkpoint(path),
-        }
-        for name, call in calls.items():
-            outcome = ""
-            try:
-                call()
-            except Exception as error:
-                outcome = type(error).__name__
-            told = rank.gather(outcome)
-            require(all(told) or not any(told), f"{name} raised on some ranks alone: {told}")
-        require(told[0] != "", "remove_checkpoint raised nothing, though the IO did")
-        rank.gather("done")
-
-
-@check("STR-84", since="0.2", world_sizes=(2,), timeout=60, after=("STR-08",))
-def rank_that_does_not_come(rank: RankContext) -> None:
-    """Every collective is an error after ``timeout`` where a rank doesn't come, on the ranks that wait.
-
-    Why: a group of its own with torch's default waits half an hour, on all nodes, and nothing says why.
-    Fix: hand ``timeout`` on to each group that the strategy makes.
-    """
-    require_several_ranks(rank)
-    calls: dict[str, Callable[[Strategy], Any]] = {
-        "reduce": lambda strategy: strategy.reduce(torch.ones(2, device=strategy.root_device), "sum"),
-        "reduce_boolean_decision": lambda strategy: strategy.reduce_boolean_decision(True),
-    }
-    for name, call in calls.items():
-        strategy = rank.create_strategy()
-        strategy.timeout = timedelta(seconds=2)
-        with rank.set_up_strategy(strategy):
-            outcome = ""
-            if rank.rank == 0:
-                outcome = _within(lambda strategy=strategy, call=call: call(strategy), 15.0)  # type: ignore[misc]
-            told = rank.gather(outcome)
-            require("returned" not in told[0], f"{name} with a rank that doesn't come {told[0]}")
-            require("HANG" not in told[0], f"{name} HANGS where a rank doesn't come: {told[0]}")
-
-
-def _within(call: Callable[[], Any], seconds: float) -> str:
-    """Return what became of a call that another thread makes: ``raised ...``, ``returned ...`` or ``HANG ...``."""
-    found: list[str] = []
-
-    def run() -> None:
-        try:
-            found.append(f"returned {call()!r}")
-        except BaseException as error:
-            found.append(f"raised {type(error).__name__}")
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return found[0] if found else f"HANG after {seconds:g} s"
-
-
-@check("STR-85", since="0.2", world_sizes=(2,), after=("STR-55",))
-def hooks_of_one_rank(rank: RankContext) -> None:
-    """The hooks of evaluation batches return on a rank that alone has more batches: they don't communicate.
-
-    Why: with an uneven test set the job hangs, or one rank's number meets another collective of the other.
-    Fix: communicate in on_evaluation_end, which all ranks call.
-    """
-    require_several_ranks(rank)
-    with running(rank, Regression()) as run:
-        strategy = run.strategy
-        strategy.on_evaluation_start("validate")
-        data = share(strategy, batch(rank, 0))
-        for number in range(130 if rank.rank == 0 else 2):
-            strategy.on_evaluation_batch_start("validate", data, number, 0)
-            strategy.on_evaluation_batch_end("validate", None, data, number, 0)
-        rank.gather("done")
-        strategy.on_evaluation_end("validate")
-        close("a sum afterwards", strategy.reduce(torch.ones(1, device=strategy.root_device), "sum"), [2.0], 1e-6)
-
-
 @check("STR-86", since="0.2", world_sizes=(2,), after=("STR-39",))
 def groups_that_are_left(rank: RankContext) -> None:
     """teardown() leaves no process group of the strategy's behind, where the user's own group stays too.
@@ -366,6 +239,26 @@ def groups_that_are_left(rank: RankContext) -> None:
                 strategy.reduce_boolean_decision(True)
             left = _groups() - before
             require(left == 0, f"{left} process group(s) are left after teardown() of life {life}")
+
+
+@check("STR-88", since="0.2", world_sizes=(1, 2), after=("STR-14", "STR-31"))
+def another_module(rank: RankContext) -> None:
+    """A strategy that is set up again with another module trains that one, and leaves the first as it was.
+
+    Why: functions, wrappers or lists of parameters that are kept from the first run train a model that nobody looks at.
+    Fix: make in the set-up what belongs to the module.
+    """
+    strategy, first = rank.create_strategy(), Regression(1)
+    with running(rank, first, strategy=strategy) as run:
+        run.train(0, 1)
+        before = run.weights()
+    second = Regression(0)
+    with running(rank, second, strategy=strategy) as run:
+        run.train(0, 2)
+        weights_close("of the second module after two steps", run.weights(), reference(rank, 2)[0], run.tolerance)
+    kept = {name: value.cpu() for name, value in first.state_dict().items() if name in before}
+    for name, value in kept.items():
+        same(f"{name} of the first module, after steps of the second", value, before[name].to(value.dtype))
 
 
 def _groups() -> int:

@@ -1,0 +1,201 @@
+"""ACC-54 to ACC-57: what a run and many questions leave behind in a process, and regions of several threads."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import torch
+
+from torchhal_conformance._assertions import require, same
+from torchhal_conformance._check import CheckFailed, NotApplicable, check
+from torchhal_conformance._component_under_test import ComponentUnderTest
+from torchhal_conformance._context import CheckContext
+from torchhal_conformance._limits import scaled
+from torchhal_conformance.checks._open_files import open_files
+
+
+def _process_state() -> dict[str, Any]:
+    """Return what a process has beside its memory, by a name for messages."""
+    umask = os.umask(0)
+    os.umask(umask)
+    handled = {name: getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGCHLD")}
+    return {
+        "the cores that the process may use": sorted(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else 0,
+        "its niceness": os.nice(0),
+        "its working folder": os.getcwd(),
+        "its umask": umask,
+        **{f"its handler of {name}": signal.getsignal(number) for name, number in handled.items()},
+    }
+
+
+@check("ACC-54", since="0.2", needs=["device", "posix"], after=("ACC-10",))
+def process_left_as_it_was(context: CheckContext) -> None:
+    """After teardown() the process may use the cores that it could before, and has its signal handlers and folder.
+
+    Why: each run in a notebook had half of the cores of the one before, and so had all child processes.
+    Fix: keep in setup_device() what was there, and restore it in teardown().
+    """
+    before, after = context.run_in_subprocess(_two_lives, context.component)
+    context.restart_subprocess()
+    for life, found in enumerate(after, 1):
+        for name, value in found.items():
+            same(f"{name} after teardown() of life {life}", value, before[name])
+
+
+def _two_lives(component: ComponentUnderTest) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    if hasattr(os, "sched_setaffinity"):
+        with contextlib.suppress(OSError):  # an earlier check may have left this process on some cores alone
+            os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    before, after = _process_state(), []
+    for _ in range(2):
+        accelerator = component.create()
+        device = accelerator.get_parallel_devices(accelerator.parse_devices(1))[0]
+        accelerator.setup_device(device)
+        torch.ones(8, device=device).sum()
+        accelerator.synchronize(device)
+        accelerator.teardown()
+        after.append(_process_state())
+    shown = [{name: repr(value) for name, value in one.items()} for one in (before, *after)]
+    return shown[0], shown[1:]
+
+
+@check("ACC-55", since="0.2", needs=["device", "posix"], after=("ACC-01",))
+def asked_after_a_fork(context: CheckContext) -> None:
+    """A child that was forked after devices were counted counts as many, in no more than a few seconds.
+
+    Asked are availability(), device_count(), auto_device_count() and parse_devices(), in both processes.
+
+    Why: a thread, a lock or a connection that the parent had is gone in the child, which stands still without an error.
+    Fix: keep the result, or ask in the calling thread.
+    """
+    here, there = context.run_in_subprocess(_ask_and_fork, context.component, scaled(20.0), timeout=60)
+    context.restart_subprocess()
+    if there is None:
+        raise CheckFailed("a forked child that counts devices HANGS")
+    same("what a forked child counts", there, here)
+
+
+def _ask(component: ComponentUnderTest) -> str:
+    accelerator = component.create()
+    devices = accelerator.parse_devices("auto")
+    return repr(
+        (bool(component.cls.availability()), accelerator.device_count(), accelerator.auto_device_count(), devices)
+    )
+
+
+def _ask_and_fork(component: ComponentUnderTest, patience: float) -> tuple[str, str | None]:
+    here = _ask(component)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(writer, _ask(component).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    os.set_blocking(reader, False)
+    deadline, told = time.monotonic() + patience, b""
+    while time.monotonic() < deadline and os.waitpid(child, os.WNOHANG) == (0, 0):
+        time.sleep(0.02)
+    try:
+        told = os.read(reader, 65536)
+    except BlockingIOError:
+        pass
+    finally:
+        os.close(reader)
+    if not told:
+        try:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        except (ProcessLookupError, ChildProcessError):
+            pass
+        return here, None
+    return here, told.decode()
+
+
+@check("ACC-56", since="0.2", needs=["device", "posix"], after=("ACC-01", "ACC-10"))
+def class_that_stays(context: CheckContext) -> None:
+    """The class attributes are the same after a run as before, and many questions leave no file open.
+
+    Why: what a program may do depends on what it did before; a sweep of a thousand runs ends in "too many open files".
+    Fix: keep what one object has found out in that object; close what was opened in a finally.
+    """
+    before, after, opened = context.run_in_subprocess(_attributes_and_files, context.component, timeout=60)
+    context.restart_subprocess()
+    for name, value in before.items():
+        same(f"the class attribute {name} after a set-up and a teardown", after.get(name, "gone"), value)
+    asked = "availability(), device_count(), auto_device_count() and parse_devices()"
+    require(opened < _ASKED // 2, f"{_ASKED} times {asked} left {opened} files open")
+
+
+_ASKED = 50
+
+
+def _attributes_and_files(component: ComponentUnderTest) -> tuple[dict[str, str], dict[str, str], int]:
+    before = _class_attributes(component.cls)
+    accelerator = component.create()
+    accelerator.setup()
+    device = accelerator.get_parallel_devices(accelerator.parse_devices(1))[0]
+    accelerator.setup_device(device)
+    torch.ones(8, device=device).sum()
+    accelerator.teardown()
+    after = _class_attributes(component.cls)
+    _ask(component)
+    opened = open_files()
+    for _ in range(_ASKED):
+        _ask(component)
+    return before, after, open_files() - opened
+
+
+def _class_attributes(cls: type[Any]) -> dict[str, str]:
+    """Return the data of a class, by its public names."""
+    found = {}
+    for name in dir(cls):
+        value = None if name.startswith("_") else getattr(cls, name, None)
+        if value is None or callable(value) or isinstance(value, property):
+            continue
+        found[name] = repr(sorted(value, key=repr) if isinstance(value, set | frozenset) else value)
+    return found
+
+
+@check("ACC-57", since="0.2", needs=["device"], after=("ACC-27",))
+def regions_of_threads(context: CheckContext) -> None:
+    """A profile_region() that one thread leaves is its own, not the one that another thread has entered since.
+
+    Why: with a loader's or a logger's thread beside it the trace blames "forward" for what a thread did.
+    Fix: keep no stack of regions in the accelerator; each context holds its own.
+    """
+    accelerator, device = context.setup_accelerator()
+    entered, leave = threading.Event(), threading.Event()
+
+    def beside() -> None:
+        with accelerator.profile_region("of another thread"):
+            entered.set()
+            leave.wait(scaled(10.0))
+
+    thread = threading.Thread(target=beside)
+    with accelerator.profile() as profiled:
+        with accelerator.profile_region("of this thread"):
+            thread.start()
+            entered.wait(scaled(10.0))
+            torch.ones(4, device=device).sum()
+        with accelerator.profile_region("behind it"):
+            time.sleep(0.05)
+        leave.set()
+        thread.join()
+    if not isinstance(profiled, torch.profiler.profile):
+        raise NotApplicable("profile() is no torch.profiler.profile")
+    ends = {event.name: event.time_range.end for event in profiled.events() or ()}
+    if "of this thread" not in ends or "behind it" not in ends:
+        raise CheckFailed(f"the trace lacks a region of this thread (it has {', '.join(sorted(ends)) or 'none'})")
+    told = "the region of this thread ends before the next one of this thread"
+    require(ends["of this thread"] <= ends["behind it"], f"{told}, whatever another thread has entered")
+    if "of another thread" in ends:
+        require(ends["of another thread"] >= ends["of this thread"], "another thread's region ended with this one's")

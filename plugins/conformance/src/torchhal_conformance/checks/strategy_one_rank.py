@@ -1,0 +1,225 @@
+"""STR-82 to STR-85, STR-87, STR-89 and STR-92: ranks of which one is alone with an error, a batch or a place."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import torch
+
+from torchhal.checkpoint import TorchCheckpointIO
+from torchhal.errors import ConfigurationError, DistributedError, TorchhalError, UnsupportedCombinationError
+from torchhal.strategies import Strategy
+from torchhal_conformance._assertions import close, require, same
+from torchhal_conformance._check import NotApplicable, check
+from torchhal_conformance._rank_context import RankContext
+from torchhal_conformance.checks._strategy_run import (
+    Regression,
+    batch,
+    require_several_ranks,
+    running,
+    share,
+)
+
+
+@check("STR-82", since="0.2", world_sizes=(2,), after=("STR-28", "STR-38"))
+def share_of_another_process(rank: RankContext) -> None:
+    """distributed_sampler_kwargs are those of the process that asks, also of a copy that another one has asked before.
+
+    Why: a script that looks at them before fit has (1 replica, rank 0) in the object that travels to the workers.
+    Fix: compute them each time; they are asked for once per loader.
+    """
+    strategy = rank.create_strategy()
+    with rank.set_up_strategy() as other:
+        expected = other.distributed_sampler_kwargs
+    another = str(1 - rank.rank)
+    with mock.patch.dict(os.environ, {"RANK": another, "LOCAL_RANK": another}), suppress(TorchhalError):
+        _ = strategy.distributed_sampler_kwargs
+    copied = pickle.loads(pickle.dumps(strategy)) if _pickles(strategy) else strategy
+    for told, one in (("the object", strategy), ("a copy", copied)):
+        with rank.set_up_strategy(one):
+            got = one.distributed_sampler_kwargs
+            same(f"distributed_sampler_kwargs of {told}, asked in another process before", got, expected)
+    rank.gather("done")
+
+
+def _pickles(value: Any) -> bool:
+    try:
+        pickle.dumps(value)
+    except Exception:
+        return False
+    return True
+
+
+class _KeepsFiles(TorchCheckpointIO):
+    """An IO in a folder without the right to delete."""
+
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        raise PermissionError(13, "Permission denied", os.fspath(path))
+
+
+@check("STR-83", since="0.2", world_sizes=(2,), after=("STR-24",))
+def removal_that_fails(rank: RankContext) -> None:
+    """remove_checkpoint raises on every rank, or on none, where the IO fails on the rank that removes.
+
+    Why: a user who handles the error takes another path on rank 0 than on the others, and all wait.
+    Fix: tell all ranks whether it has worked.
+    """
+    path = os.path.join(rank.folder, "kept.ckpt")
+    with rank.set_up_strategy(checkpoint_io=_KeepsFiles()) as strategy:
+        calls: dict[str, Callable[[], Any]] = {
+            "save_checkpoint": lambda: strategy.save_checkpoint({"w": torch.ones(2)}, path),
+            "wait_for_checkpoints": strategy.wait_for_checkpoints,
+            "remove_checkpoint": lambda: strategy.remove_checkpoint(path),
+        }
+        for name, call in calls.items():
+            outcome = ""
+            try:
+                call()
+            except Exception as error:
+                outcome = type(error).__name__
+            told = rank.gather(outcome)
+            require(all(told) or not any(told), f"{name} raised on some ranks alone: {told}")
+        require(told[0] != "", "remove_checkpoint raised nothing, though the IO did")
+        rank.gather("done")
+
+
+@check("STR-84", since="0.2", world_sizes=(2,), timeout=60, after=("STR-08",))
+def rank_that_does_not_come(rank: RankContext) -> None:
+    """Every collective is an error after ``timeout`` where a rank doesn't come, on the ranks that wait.
+
+    Why: a group of its own with torch's default waits half an hour, on all nodes, and nothing says why.
+    Fix: hand ``timeout`` on to each group that the strategy makes.
+    """
+    require_several_ranks(rank)
+    calls: dict[str, Callable[[Strategy], Any]] = {
+        "reduce": lambda strategy: strategy.reduce(torch.ones(2, device=strategy.root_device), "sum"),
+        "reduce_boolean_decision": lambda strategy: strategy.reduce_boolean_decision(True),
+    }
+    for name, call in calls.items():
+        strategy = rank.create_strategy()
+        strategy.timeout = timedelta(seconds=2)
+        with rank.set_up_strategy(strategy):
+            outcome = ""
+            if rank.rank == 0:
+                outcome = _within(lambda strategy=strategy, call=call: call(strategy), 15.0)  # type: ignore[misc]
+            told = rank.gather(outcome)
+            require("returned" not in told[0], f"{name} with a rank that doesn't come {told[0]}")
+            require("HANG" not in told[0], f"{name} HANGS where a rank doesn't come: {told[0]}")
+
+
+def _within(call: Callable[[], Any], seconds: float) -> str:
+    """Return what became of a call that another thread makes: ``raised ...``, ``returned ...`` or ``HANG ...``."""
+    found: list[str] = []
+
+    def run() -> None:
+        try:
+            found.append(f"returned {call()!r}")
+        except BaseException as error:
+            found.append(f"raised {type(error).__name__}")
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return found[0] if found else f"HANG after {seconds:g} s"
+
+
+@check("STR-85", since="0.2", world_sizes=(2,), after=("STR-55",))
+def hooks_of_one_rank(rank: RankContext) -> None:
+    """The hooks of evaluation batches return on a rank that alone has more batches: they don't communicate.
+
+    Why: with an uneven test set the job hangs, or one rank's number meets another collective of the other.
+    Fix: communicate in on_evaluation_end, which all ranks call.
+    """
+    require_several_ranks(rank)
+    with running(rank, Regression()) as run:
+        strategy = run.strategy
+        strategy.on_evaluation_start("validate")
+        data = share(strategy, batch(rank, 0))
+        for number in range(130 if rank.rank == 0 else 2):
+            strategy.on_evaluation_batch_start("validate", data, number, 0)
+            strategy.on_evaluation_batch_end("validate", None, data, number, 0)
+        rank.gather("done")
+        strategy.on_evaluation_end("validate")
+        close("a sum afterwards", strategy.reduce(torch.ones(1, device=strategy.root_device), "sum"), [2.0], 1e-6)
+
+
+@check("STR-87", since="0.2", world_sizes=(2,), after=("STR-55",))
+def error_of_one_rank(rank: RankContext) -> None:
+    """on_exception returns on a rank that is alone with its error: it doesn't communicate where ``failure`` is set.
+
+    Why: the other ranks are in an averaging of gradients; the error is hidden behind a hang until the timeout.
+    Fix: say what this rank knows; torchhal reports the errors of all.
+    """
+    require_several_ranks(rank)
+    with running(rank, Regression()) as run:
+        if rank.rank == 0:
+            error = DistributedError("of this rank alone")
+            run.strategy.failure = error
+            with suppress(Exception):  # is logged
+                run.strategy.on_exception(error)
+            run.strategy.failure = None
+        rank.gather("done")
+
+
+class _FailsLater(TorchCheckpointIO):
+    """An asynchronous IO whose save has failed in the background."""
+
+    features = TorchCheckpointIO.features | {"async"}
+
+    def wait(self) -> None:
+        raise OSError(28, "No space left on device")
+
+
+@check("STR-89", since="0.2", world_sizes=(2,), after=("STR-24",))
+def late_error_of_a_save(rank: RankContext) -> None:
+    """wait_for_checkpoints raises on every rank, or on none, where a save has failed in the background of one.
+
+    Why: rank 0 leaves with "no space left", a user who handles that saves elsewhere, and the others train on.
+    Fix: tell all ranks whether the save has worked.
+    """
+    require_several_ranks(rank)
+    path = os.path.join(rank.folder, "late.ckpt")
+    with rank.set_up_strategy(checkpoint_io=_FailsLater()) as strategy:
+        outcome = ""
+        try:
+            strategy.save_checkpoint({"w": torch.ones(2)}, path)
+            strategy.wait_for_checkpoints()
+        except Exception as error:
+            outcome = type(error).__name__
+        strategy.checkpoint_io.__class__ = TorchCheckpointIO  # its teardown would raise too
+        told = rank.gather(outcome)
+        require(all(told), f"wait_for_checkpoints must raise on every rank where a save has failed (got {told})")
+
+
+@check("STR-92", since="0.2", world_sizes=(3,), after=("STR-28", "STR-38"))
+def shares_on_unequal_nodes(rank: RankContext) -> None:
+    """distributed_sampler_kwargs on nodes of two ranks and of one are those of three ranks on one node.
+
+    Why: node_rank * devices + local_rank gives two ranks one share of the data, and leaves others out.
+    Fix: global_rank.
+    """
+    require_several_ranks(rank)
+    with rank.set_up_strategy() as strategy:
+        expected = strategy.distributed_sampler_kwargs
+    node, local = divmod(rank.rank, 2)
+    size = 1 if node else 2
+    place = {"LOCAL_RANK": local, "GROUP_RANK": node, "LOCAL_WORLD_SIZE": size, "GROUP_WORLD_SIZE": 2}
+    accelerator = rank.component.make_accelerator()
+    with mock.patch.dict(os.environ, {name: str(value) for name, value in place.items()}):
+        refused = ""
+        try:
+            devices = accelerator.get_parallel_devices(range(size))
+            with rank.set_up_strategy(devices=devices) as strategy:
+                got = strategy.distributed_sampler_kwargs
+        except (ConfigurationError, UnsupportedCombinationError) as error:
+            refused = str(error)
+        if all(rank.gather(refused)):
+            raise NotApplicable(f"it refuses nodes of different sizes: {refused}")
+        same("distributed_sampler_kwargs on nodes of two ranks and of one", got, expected)
