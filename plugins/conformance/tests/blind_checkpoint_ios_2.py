@@ -17,7 +17,7 @@ from torchhal.checkpoint import TorchCheckpointIO, location_of, seen
 from torchhal.pytree import map_tensors
 
 
-@caught_by("CIO-17", "CIO-65")
+@caught_by("CIO-65")
 class LiveListsCheckpointIO(ThreadedTorch):
     """The asynchronous save copies the tensors; lists and dicts without a tensor in them stay the running model's."""
 

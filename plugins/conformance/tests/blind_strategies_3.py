@@ -65,7 +65,7 @@ class ComparesOnceStrategy(DDPStrategy):
         return leaf
 
 
-@caught_by("STR-73")
+@caught_by("STR-73", says="the averaged gradient of")
 class PositionalAveragingStrategy(DDPStrategy):
     """sync_gradients() joins the gradients that exist on this rank, so ranks with other branches average crosswise."""
 
@@ -192,7 +192,7 @@ class HalvesLargeBucketsStrategy(DDPStrategy):
             self.model.register_comm_hook(None, _half_for_large)
 
 
-@caught_by("STR-77")
+@caught_by("STR-77", says="finished reduction")
 class AssignsPartialWeightsStrategy(DDPStrategy):
     """load_module_state_dict(strict=False) puts new parameters into the module, which the optimizer doesn't have."""
 
@@ -233,7 +233,7 @@ class EvaluationHeartbeatStrategy(DDPStrategy):
             self.slowest_rank_at = self.reduce(batch_idx, "min")
 
 
-@caught_by("STR-78")
+@caught_by("STR-78", says="persistent=False")
 class PersistentBuffersOnlyStrategy(DDPStrategy):
     """The start broadcasts module.state_dict(), so buffers with persistent=False stay each rank's own."""
 

@@ -64,7 +64,7 @@ class DeviceProfiling:
         Args:
             name: what a reader of the trace sees, such as ``"forward"``.
 
-        Checks: ACC-27.
+        Checks: ACC-27, ACC-57.
 
         .. versionadded:: 0.2
         """

@@ -35,7 +35,7 @@ class Accelerator(Composable, DeclaredCapabilities, DeviceStatistics, DeviceProf
     * An instance holds no device state before :meth:`setup_device`, and pickles.
     * Everything from :meth:`setup_device` on is called in the process that trains, on every rank.
 
-    Checks: GEN-02, GEN-19, ACC-01, ACC-04, ACC-17.
+    Checks: GEN-02, GEN-19, ACC-01, ACC-04, ACC-17, ACC-56.
     """
 
     name: ClassVar[str]
@@ -155,7 +155,7 @@ class Accelerator(Composable, DeclaredCapabilities, DeviceStatistics, DeviceProf
         Returns:
             An :class:`~torchhal.plugin.Availability`; its ``reason`` is not empty where it is false.
 
-        Checks: ACC-01, GEN-05.
+        Checks: ACC-01, ACC-56, GEN-05.
         """
         try:
             cls._register()
@@ -190,7 +190,7 @@ class Accelerator(Composable, DeclaredCapabilities, DeviceStatistics, DeviceProf
     def device_count(self) -> int:
         """Return the number of devices this process can see, 0 without hardware; in a forked child, too.
 
-        Checks: ACC-07, ACC-55.
+        Checks: ACC-07, ACC-55, ACC-56.
         """
         if not type(self).availability():
             return 0

@@ -74,7 +74,7 @@ class CheckpointIO(Composable, ABC):
         """Make ``checkpoint`` durable at ``path``, replacing all of what was there.
 
         Called on global rank 0, or on every rank of a ``"sharded"`` one. An ``"async"`` one may return earlier: it has
-        then copied every value.
+        then copied every value. A link at ``path`` is replaced, not followed.
 
         Args:
             checkpoint: tensors of any dtype, shape and strides, and plain data, at any depth; not changed. Tensors that
@@ -88,7 +88,7 @@ class CheckpointIO(Composable, ABC):
                 ``weights_only`` would refuse it; the message names its key. Or what no save wrote is at ``path``.
 
         Checks: CIO-01, CIO-02, CIO-04 to CIO-07, CIO-10, CIO-11, CIO-15, CIO-17, CIO-20, CIO-51, CIO-53, CIO-57,
-        CIO-63 to CIO-65.
+        CIO-63 to CIO-65, CIO-67, CIO-68.
         """
 
     @abstractmethod
@@ -144,7 +144,7 @@ class CheckpointIO(Composable, ABC):
         Raises:
             CheckpointError: ``path`` is a folder, or the file can't be removed.
 
-        Checks: CIO-13, CIO-51.
+        Checks: CIO-13, CIO-51, CIO-67.
         """
         location_of(path, self.storage_options).remove()
 
@@ -251,7 +251,7 @@ class CheckpointIO(Composable, ABC):
         Raises:
             Exception: the error of a save that no earlier call has raised.
 
-        Checks: CIO-18, CIO-20, CIO-60.
+        Checks: CIO-18, CIO-20, CIO-60, CIO-69.
         """
 
     def teardown(self) -> None:

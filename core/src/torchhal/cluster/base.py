@@ -171,7 +171,7 @@ class ClusterEnvironment(Composable, ABC):
 
         MASTER_ADDR, where the launcher sets it. An IPv6 address has no brackets.
 
-        Checks: ENV-07, ENV-08, ENV-61, ENV-72.
+        Checks: ENV-07, ENV-08, ENV-61, ENV-72, ENV-79.
         """
 
     def job_id(self) -> str:
@@ -298,7 +298,7 @@ class ClusterEnvironment(Composable, ABC):
         Returns:
             A message for the log; ``""`` where no new start was requested, or not for this signal.
 
-        Checks: ENV-43, ENV-77.
+        Checks: ENV-43, ENV-77, ENV-78.
         """
         return current_job().run_again(signum, continues=continues)
 
@@ -307,7 +307,7 @@ class ClusterEnvironment(Composable, ABC):
 
         Idempotent; called on every rank.
 
-        Checks: ENV-10, ENV-73.
+        Checks: ENV-10, ENV-73, ENV-80.
         """
 
     def __repr__(self) -> str:

@@ -90,7 +90,7 @@ class StrategyCommunication(StrategyAttributes, ABC):
 
         ``rank`` counts the shares of all nodes, not those of this node. Read on every rank; needs no set-up.
 
-        Checks: STR-28, STR-38, STR-82, STR-91.
+        Checks: STR-28, STR-38, STR-82, STR-91, STR-92.
         """
         return None
 

@@ -188,7 +188,7 @@ class StrategyHooks:
         Args:
             error: what the run raised, or the failure of another rank that was its cause.
 
-        Checks: STR-55.
+        Checks: STR-55, STR-87.
 
         .. versionadded:: 0.2
         """

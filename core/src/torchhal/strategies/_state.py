@@ -323,6 +323,8 @@ class StrategyState(StrategyCommunication):
 
         Raises:
             CheckpointError: on every rank, when a save has failed on one of them; on that rank the save's own error.
+
+        Checks: STR-89.
         """
         error: BaseException | None = None
         if self.is_global_zero or "sharded" in self.checkpoint_io.features:

@@ -304,7 +304,7 @@ class Strategy(Composable, CarriedPrecisions, StrategyHooks, StrategySteps, Stra
         Raises:
             ModelError: a parameter or buffer has no values to move.
 
-        Checks: STR-13, STR-41, STR-47, STR-61, STR-78.
+        Checks: STR-13, STR-41, STR-47, STR-61, STR-78, STR-88.
         """
         assert self.module is not None, "connect() comes first"
         self.module = self.model = self.precision.convert_module(self.module)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any
 
@@ -154,13 +154,21 @@ class _Counted(SinglePrecision):
 
     depth = 0
 
-    @contextmanager
-    def forward_context(self) -> Iterator[None]:
-        self.depth += 1
-        try:
-            yield
-        finally:
-            self.depth -= 1
+    def forward_context(self) -> AbstractContextManager[None]:
+        return _Entered(self)
+
+
+class _Entered(AbstractContextManager[None]):
+    """A context that is left by ``__exit__`` alone; a generator would be, too, when Python collects it."""
+
+    def __init__(self, precision: _Counted) -> None:
+        self.precision = precision
+
+    def __enter__(self) -> None:
+        self.precision.depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        self.precision.depth -= 1
 
 
 class _FailsOnce(Regression):
