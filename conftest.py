@@ -30,6 +30,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 def pytest_configure(config):
     limits.install()
+    time_budget.start(config)
     if not getattr(config.option, "numprocesses", None):  # xdist's own workers start as ever
         warm_start.install()
 

@@ -95,11 +95,17 @@ def test_what_fails_twice_or_in_another_way_fails(rerun, source, code, second):
 
 
 def test_what_is_late_is_left_out_and_what_failed_gets_its_second_run(rerun, monkeypatch):
-    monkeypatch.setenv(time_budget.UNTIL, "1")
-    with pytest.raises(pytest.skip.Exception, match="the session had time until"):
-        time_budget.skip_if_late()
-    monkeypatch.setenv(time_budget.UNTIL, "1e12")
-    time_budget.skip_if_late()
+    monkeypatch.setattr(time_budget, "_until", "")
+    for until, workers, late in (("1", None, True), ("1e12", None, False), ("1", 2, False)):
+        monkeypatch.setenv(time_budget.UNTIL, until)
+        time_budget.start(SimpleNamespace(option=SimpleNamespace(numprocesses=workers)))
+        assert (time_budget.UNTIL in os.environ) == bool(workers)  # for the workers, and for nobody else
+        if late:
+            with pytest.raises(pytest.skip.Exception, match="the session had time until"):
+                time_budget.skip_if_late()
+            monkeypatch.setattr(time_budget, "_until", "")
+        else:
+            time_budget.skip_if_late()
     done, _ = rerun(f"import os\ndef test_it(): assert '{time_budget.UNTIL}' not in os.environ")
     assert done.returncode == 0, done.stdout + done.stderr
 

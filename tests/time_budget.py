@@ -13,10 +13,17 @@ import time
 import pytest
 
 UNTIL = "TESTS_UNTIL"
+_until = ""
+
+
+def start(config: pytest.Config) -> None:
+    """Take the time over from the environment, from which the sessions that tests start would have it, too."""
+    global _until
+    if not getattr(config.option, "numprocesses", None):  # the workers of xdist inherit it
+        _until = os.environ.pop(UNTIL, "")
 
 
 def skip_if_late() -> None:
     """Skip this test if the session's time is over."""
-    until = os.environ.get(UNTIL)
-    if until and time.time() > float(until):
-        pytest.skip(f"the session had time until {time.strftime('%H:%M:%S', time.localtime(float(until)))}")
+    if _until and time.time() > float(_until):
+        pytest.skip(f"the session had time until {time.strftime('%H:%M:%S', time.localtime(float(_until)))}")

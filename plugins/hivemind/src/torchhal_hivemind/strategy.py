@@ -171,6 +171,7 @@ class HivemindStrategy(SingleDeviceStrategy):
         self._collaboration: Collaboration | None = None
         self._schedule: Schedule | None = None
         self._sharing: str | None = None
+        self._updated = True  # whether the precision has made the latest step
         self._lost = ""  # which of hivemind's processes has ended, and how
         self._batch = 0  # samples in the batch that is being trained on
         self._samples = 0  # samples behind the gradients since the last optimizer_step
@@ -301,8 +302,8 @@ class HivemindStrategy(SingleDeviceStrategy):
         if peer.behind_since is not None:
             self._check_not_lost(peer)
         if self.settings.averaging == "state":
-            return StepResult.NOT_DUE if replaced else StepResult.UPDATED
-        return StepResult(epoch - before, updated=True) if epoch > before else StepResult.NOT_DUE
+            return StepResult.NOT_DUE if replaced else StepResult(1, updated=self._updated)
+        return StepResult(epoch - before, updated=self._updated) if epoch > before else StepResult.NOT_DUE
 
     def _step_together(self) -> None:
         """Step with the averaged gradients, which are in place, in a thread of hivemind's."""
@@ -313,7 +314,7 @@ class HivemindStrategy(SingleDeviceStrategy):
                     parameter.grad = None
         if self.gradient_clip_val is not None:
             super().clip_gradients(optimizer, self.gradient_clip_val, self.gradient_clip_algorithm)
-        self.precision.optimizer_step(optimizer)
+        self._updated = self.precision.optimizer_step(optimizer)
 
     def clip_gradients(self, optimizer: Optimizer, clip_val: float, algorithm: str = "norm") -> torch.Tensor | None:
         """Refuse to clip in a hook of a fit, which has the gradients of this peer's batch; clip in other loops."""

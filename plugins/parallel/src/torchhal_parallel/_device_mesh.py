@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -88,19 +88,22 @@ def make_batch_group(mesh: Any, sizes: Mapping[str, int], timeout: timedelta) ->
     return own
 
 
-def release_groups(mesh: Any, *others: Any) -> None:
-    """Destroy the process groups of ``mesh`` and ``others`` that still exist, and let go of them; None has none.
+def groups_of(mesh: Any) -> list[Any]:
+    """Return the process groups of ``mesh``, none where they are destroyed; None has none."""
+    return list(mesh.get_all_groups()) if mesh is not None and dist.is_initialized() else []
+
+
+def release_groups(mesh: Any, groups: Iterable[Any]) -> None:
+    """Let go of the process groups of ``mesh``, and destroy those of ``groups`` that still exist; None has none.
 
     torch's caches of DTensor operators keep every mesh, and a gloo group that is kept keeps a thread for each pair of
     ranks, which wakes a hundred times a second. Later groups of the same names are looked up again. Where the default
     group is the user's, it stays, and would keep all that was made beside it.
     """
-    groups = [group for group in others if group is not None]
     if mesh is not None:
-        groups += mesh.get_all_groups() if dist.is_initialized() else []
         root = getattr(mesh, "_root_mesh", None) or mesh
         getattr(root, "_pg_registry", {}).clear()
     for group in dict.fromkeys(groups):
-        if dist.is_initialized() and group is not dist.group.WORLD:
+        if dist.is_initialized() and group is not None and group is not dist.group.WORLD:
             with suppress(ValueError):  # it was destroyed before
                 dist.destroy_process_group(group)

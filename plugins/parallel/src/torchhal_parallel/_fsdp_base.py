@@ -18,7 +18,7 @@ from torchhal.distributed import collectives
 from torchhal.errors import TorchhalError
 from torchhal.memory_estimate import ModelMemory, ParameterMemory
 from torchhal.strategies import StepResult
-from torchhal_parallel._device_mesh import release_groups
+from torchhal_parallel._device_mesh import groups_of, release_groups
 from torchhal_parallel._fsdp_units import (
     called_submodules,
     check_scaled,
@@ -424,8 +424,9 @@ class FullyShardedStrategy(ShardedStrategy):
         )
 
     def teardown(self) -> None:
+        groups = groups_of(self._mesh)
         try:
             super().teardown()
         finally:
-            release_groups(self._mesh)
+            release_groups(self._mesh, groups)
             self._forget()

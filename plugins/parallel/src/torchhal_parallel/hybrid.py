@@ -23,6 +23,7 @@ from torchhal_parallel._device_mesh import (
     build_mesh,
     check_size,
     coordinates,
+    groups_of,
     make_batch_group,
     release_groups,
 )
@@ -152,11 +153,12 @@ class HybridStrategy(FullyShardedStrategy):
     # -- the mesh --------------------------------------------------------------------------------------------
 
     def teardown(self) -> None:
-        mesh, batch_group = self.mesh, self._batch_group
+        # now: they are looked up by their names, which fails when the first of them is destroyed
+        mesh, groups = self.mesh, [*groups_of(self.mesh), self._batch_group]
         try:
             super().teardown()
         finally:
-            release_groups(mesh, batch_group)
+            release_groups(mesh, groups)
 
     def setup_communication(self) -> Any:
         store = super().setup_communication()

@@ -112,6 +112,15 @@ class RayEnvironment(LocalEnvironment):
         counted = self.detect() and "NNODES" in os.environ
         return read_int("NNODES", 1, self.world_size()) if counted else super().num_nodes()
 
+    def node_of(self, rank: int) -> int | None:
+        """Return the node of a rank here, or on the other one of two; None for more nodes, which may differ in size."""
+        first, size = self.global_rank() - self.local_rank(), self.local_world_size()
+        if self.world_size() == size:
+            return None
+        if first <= rank < first + size:
+            return self.node_rank()
+        return 1 - self.node_rank() if self.num_nodes() == 2 else None
+
     def validate_settings(self, *, num_devices: int, num_nodes: int) -> None:
         if self.num_workers is None:
             super().validate_settings(num_devices=num_devices, num_nodes=num_nodes)

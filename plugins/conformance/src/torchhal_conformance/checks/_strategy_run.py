@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from torchhal.errors import ConfigurationError, UnsupportedCombinationError
+from torchhal.errors import ConfigurationError, ModelError, UnsupportedCombinationError
 from torchhal.strategies import Strategy
 from torchhal_conformance._assertions import close, require
 from torchhal_conformance._author_model import collate, create_model
@@ -78,6 +78,19 @@ def require_several_ranks(rank: RankContext) -> None:
     """Raise NotApplicable where the strategy trains in one process."""
     if rank.size == 1:
         raise NotApplicable("there is one rank")
+
+
+def require_steps_of_the_loop(rank: RankContext) -> None:
+    """Raise NotApplicable where the strategy does the step itself; the SYS checks cover it."""
+    owned = sorted(name for name in rank.component.declared if name.startswith("owns_"))
+    if set(owned) & {"owns_step", "owns_backward", "owns_accumulation"}:
+        raise NotApplicable(f"the strategy does the step itself ({', '.join(owned)})")
+
+
+def require_gradients(module: nn.Module) -> None:
+    """Raise NotApplicable where a backward has left no gradients in the parameters."""
+    if all(parameter.grad is None for parameter in module.parameters()):
+        raise NotApplicable("the strategy keeps the gradients in a place of its own")
 
 
 @contextlib.contextmanager
@@ -151,14 +164,28 @@ def values(strategy: Strategy) -> dict[str, torch.Tensor]:
 
 @contextlib.contextmanager
 def running(
-    rank: RankContext, model: Any = None, make: Any = SGD, strategy: Strategy | None = None, **options: Any
+    rank: RankContext,
+    model: Any = None,
+    make: Any = SGD,
+    strategy: Strategy | None = None,
+    *,
+    may_refuse: bool = False,
+    **options: Any,
 ) -> Iterator[StrategyRun]:
-    """Yield a StrategyRun; raise NotApplicable for a strategy that does the step itself, as the SYS checks cover it."""
-    owned = sorted(name for name in rank.component.declared if name.startswith("owns_"))
-    if set(owned) & {"owns_step", "owns_backward", "owns_accumulation"}:
-        raise NotApplicable(f"the strategy does the step itself ({', '.join(owned)})")
+    """Yield a StrategyRun; raise NotApplicable for a strategy that does the step itself.
+
+    With ``may_refuse`` also for one that refuses the model: one that steps by hand, or has no layers of the names that
+    the strategy was given.
+    """
+    require_steps_of_the_loop(rank)
     with rank.set_up_strategy(strategy) as strategy:
-        yield StrategyRun(rank, strategy, model, make, **options)
+        try:
+            run = StrategyRun(rank, strategy, model, make, **options)
+        except (UnsupportedCombinationError, ModelError, ConfigurationError) as error:
+            if not may_refuse:
+                raise
+            raise NotApplicable(f"the strategy refuses such a model: {error}") from error
+        yield run
 
 
 def reference(

@@ -21,16 +21,12 @@ from torchhal_conformance.checks._open_files import open_files
 
 def _process_state() -> dict[str, Any]:
     """Return what a process has beside its memory, by a name for messages."""
-    umask = os.umask(0)
-    os.umask(umask)
     handled = {name: getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGCHLD")}
     return {
         "the cores that the process may use": sorted(os.sched_getaffinity(0))
         if hasattr(os, "sched_getaffinity")
         else 0,
-        "its niceness": os.nice(0),
         "its working folder": os.getcwd(),
-        "its umask": umask,
         **{f"its handler of {name}": signal.getsignal(number) for name, number in handled.items()},
     }
 
@@ -42,16 +38,19 @@ def process_left_as_it_was(context: CheckContext) -> None:
     Why: each run in a notebook had half of the cores of the one before, and so had all child processes.
     Fix: keep in setup_device() what was there, and restore it in teardown().
     """
-    before, after = context.run_in_subprocess(_two_lives, context.component)
     context.restart_subprocess()
+    try:
+        before, after = context.run_in_subprocess(_two_lives, context.component)
+    finally:
+        context.restart_subprocess()
     for life, found in enumerate(after, 1):
         for name, value in found.items():
             same(f"{name} after teardown() of life {life}", value, before[name])
 
 
 def _two_lives(component: ComponentUnderTest) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    if hasattr(os, "sched_setaffinity"):
-        with contextlib.suppress(OSError):  # an earlier check may have left this process on some cores alone
+    if hasattr(os, "sched_setaffinity"):  # the kit's own process may have been left on some cores alone
+        with contextlib.suppress(OSError):
             os.sched_setaffinity(0, range(os.cpu_count() or 1))
     before, after = _process_state(), []
     for _ in range(2):
@@ -75,8 +74,11 @@ def asked_after_a_fork(context: CheckContext) -> None:
     Why: a thread, a lock or a connection that the parent had is gone in the child, which stands still without an error.
     Fix: keep the result, or ask in the calling thread.
     """
-    here, there = context.run_in_subprocess(_ask_and_fork, context.component, scaled(20.0), timeout=60)
-    context.restart_subprocess()
+    context.restart_subprocess()  # one that holds a device may not fork
+    try:
+        here, there = context.run_in_subprocess(_ask_and_fork, context.component, scaled(20.0), timeout=60)
+    finally:
+        context.restart_subprocess()
     if there is None:
         raise CheckFailed("a forked child that counts devices HANGS")
     same("what a forked child counts", there, here)
@@ -97,6 +99,8 @@ def _ask_and_fork(component: ComponentUnderTest, patience: float) -> tuple[str, 
     if child == 0:
         try:
             os.write(writer, _ask(component).encode())
+        except Exception as error:
+            os.write(writer, f"{type(error).__name__}: {error}".encode())
         finally:
             os._exit(0)
     os.close(writer)
@@ -127,10 +131,13 @@ def class_that_stays(context: CheckContext) -> None:
     Why: what a program may do depends on what it did before; a sweep of a thousand runs ends in "too many open files".
     Fix: keep what one object has found out in that object; close what was opened in a finally.
     """
-    before, after, opened = context.run_in_subprocess(_attributes_and_files, context.component, timeout=60)
-    context.restart_subprocess()
-    for name, value in before.items():
-        same(f"the class attribute {name} after a set-up and a teardown", after.get(name, "gone"), value)
+    try:
+        before, after, opened = context.run_in_subprocess(_attributes_and_files, context.component, timeout=60)
+    finally:
+        context.restart_subprocess()
+    for name in sorted({*before, *after}):
+        told = f"the class attribute {name} after a set-up and a teardown"
+        same(told, after.get(name, "not there"), before.get(name, "not there"))
     asked = "availability(), device_count(), auto_device_count() and parse_devices()"
     require(opened < _ASKED // 2, f"{_ASKED} times {asked} left {opened} files open")
 
@@ -141,9 +148,9 @@ _ASKED = 50
 def _attributes_and_files(component: ComponentUnderTest) -> tuple[dict[str, str], dict[str, str], int]:
     before = _class_attributes(component.cls)
     accelerator = component.create()
-    accelerator.setup()
     device = accelerator.get_parallel_devices(accelerator.parse_devices(1))[0]
     accelerator.setup_device(device)
+    accelerator.setup()
     torch.ones(8, device=device).sum()
     accelerator.teardown()
     after = _class_attributes(component.cls)
@@ -158,8 +165,8 @@ def _class_attributes(cls: type[Any]) -> dict[str, str]:
     """Return the data of a class, by its public names."""
     found = {}
     for name in dir(cls):
-        value = None if name.startswith("_") else getattr(cls, name, None)
-        if value is None or callable(value) or isinstance(value, property):
+        value = getattr(cls, name, None)
+        if name.startswith("_") or callable(value) or isinstance(value, property):
             continue
         found[name] = repr(sorted(value, key=repr) if isinstance(value, set | frozenset) else value)
     return found

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 from unittest import mock
@@ -23,7 +23,7 @@ from torchhal_conformance._launcher_worlds import Table
 from torchhal_conformance._subprocesses import START, Job, call
 from torchhal_conformance.checks.cluster_surroundings import derived_worlds
 
-_OF_JOB: Final = ("JOB_ID", "JOBID", "STEP_ID", "STEPID", "RUN_ID", "JOBINDEX", "ARRAY_TASK_ID", "NAMESPACE")
+_OF_JOB: Final = ("JOB_ID", "JOBID", "STEP_ID", "STEPID", "RUN_ID", "JOBINDEX", "PMIX_NAMESPACE")
 """Endings of variables that tell a job, a step of it or an element of an array from others."""
 _SAME_PLACE: Final = {"MASTER_ADDR": "n1", "MASTER_PORT": "29533"}
 """Set by a user for two jobs."""
@@ -59,7 +59,8 @@ def other_jobs(context: CheckContext) -> None:
 
     Where the user has set MASTER_ADDR and MASTER_PORT for both, job_id() is another one. Without MASTER_PORT the port
     differs too, for one of two other jobs at least. What tells jobs apart are the variables that are the same on all
-    ranks and whose names end in JOB_ID, JOBID, STEP_ID, STEPID, RUN_ID, JOBINDEX, ARRAY_TASK_ID or NAMESPACE.
+    ranks and whose names end in JOB_ID, JOBID, STEP_ID, STEPID, RUN_ID, JOBINDEX or PMIX_NAMESPACE. It isn't asked
+    where another variable of the launcher's than MASTER_PORT holds the port.
 
     Why: two steps of one job that meet at one place under one name train as one, or wait for each other.
     Fix: make the port and job_id() of all that tells a job from those beside it.
@@ -72,7 +73,7 @@ def other_jobs(context: CheckContext) -> None:
         others, changed = _meetings(other), tuple(name for name in own if own[name] != other[name])
         for where, table in _meetings(own).items():
             mine, theirs = _place(table, context.component), _place(others[where], context.component)
-            if mine is not None and theirs is not None:
+            if mine is not None and theirs is not None and not _port_is_given(own, mine[1]):
                 shown = f"main_port {mine[1]} and job_id() {mine[2]!r}"
                 require(mine[1:] != theirs[1:], f"another job, with {told},{where} has the same {shown}")
                 if "MASTER_PORT" not in table:
@@ -80,6 +81,10 @@ def other_jobs(context: CheckContext) -> None:
     for changed, found in ports.items():
         told = f"main_port is {min(found)} whatever {' and '.join(changed)} is: jobs beside each other have one port"
         require(len(found) > 1, told)
+
+
+def _port_is_given(table: Table, port: int) -> bool:
+    return str(port) in (value for name, value in table.items() if name != "MASTER_PORT")
 
 
 def _meetings(table: Table) -> dict[str, Table]:
@@ -159,13 +164,15 @@ def _nodes(environment: ClusterEnvironment, size: int) -> list[Any]:
 def asks_for_another_start(context: CheckContext) -> None:
     """run_again raises nothing where the scheduler's command is missing or refuses, and then says something else.
 
-    Asked with TORCHHAL_REQUEUE=1 for each of stop_signals and SIGTERM, whether or not the fit can go on.
+    Asked with TORCHHAL_REQUEUE=1 for each of stop_signals and SIGTERM, whether or not the fit can go on. Its words are
+    compared if it has run the command.
 
     Why: rank 0 raised in the midst of an orderly stop, or the log said "is requeued" and the run was over.
     Fix: return what the command has said, and catch what it raises.
     """
     folders = {}
-    scripts = {"missing": None, "refusing": f"echo '{_REFUSAL}' >&2\nexit 1", "agreeing": "kill -TERM $PPID\nexit 0"}
+    scripts = {"missing": None, "refusing": f"echo '{_REFUSAL}' >&2\nexit 1",
+               "agreeing": ': > "$0.asked"\nkill -TERM $PPID\nexit 0'}  # fmt: skip
     for name, script in scripts.items():
         folder = folders[name] = context.folder / name
         folder.mkdir(exist_ok=True)
@@ -174,6 +181,7 @@ def asks_for_another_start(context: CheckContext) -> None:
             (folder / client).chmod(0o755)
     paths = {name: str(folder) for name, folder in folders.items()}
     said = context.run_in_subprocess(_ask_again, context.component, paths, timeout=60)
+    by_command = any(folders["agreeing"].glob("*.asked"))
     for (signum, continues), texts in said.items():
         told = f"run_again({signum}, continues={continues})"
         for when, (text, error) in texts.items():
@@ -181,7 +189,7 @@ def asks_for_another_start(context: CheckContext) -> None:
             require(not error, f"{told} must raise nothing {where} (got {error})")
             require(isinstance(text, str), f"{told} must return a str {where} (got {text!r})")
         agreed, _ = texts["agreeing"]
-        for when in ("missing", "refusing") if continues and agreed else ():
+        for when in ("missing", "refusing") if continues and agreed and by_command else ():
             lies = texts[when][0] == agreed
             require(not lies, f"{told} says {agreed!r} where the scheduler's command is {when}, too")
 
@@ -215,14 +223,33 @@ def asks_with_garbled_variables(context: CheckContext) -> None:
     Why: on a node without the scheduler's mount an orderly stop, whose state is saved, ended as a crash.
     Fix: catch what a read or a write raises, and return "" with a warning.
     """
-    raised = context.run_in_subprocess(_ask_with_garbled, context.component, str(context.folder), timeout=60)
-    context.restart_subprocess()
+    try:
+        raised = context.run_in_subprocess(_ask_with_garbled, context.component, str(context.folder), timeout=60)
+    finally:
+        context.restart_subprocess()
     require(not raised, f"run_again must raise nothing {'; '.join(raised[:3])}")
 
 
 def _ask_with_garbled(component: ComponentUnderTest, folder: str) -> list[str]:
     """Return what run_again has raised, and where."""
     asked: set[str] = set()
+    # without the scheduler's commands, which wait for one that isn't there
+    table = {**component.own_tables[0], "TORCHHAL_REQUEUE": "1", "PATH": folder}
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    found = _raised_by_run_again(component, table, asked)
+    for name in sorted(asked - table.keys()):
+        for value in _GARBLED:
+            with contextlib.suppress(ConfigurationError):  # of the constructor, which may refuse it
+                raised = _raised_by_run_again(component, {**table, name: value}, set())
+                found += [f"where {name}={value!r} (got {one})" for one in raised]
+    return found
+
+
+_GARBLED: Final = ("/torchhal-conformance/not/there", "garbled", "")
+
+
+def _raised_by_run_again(component: ComponentUnderTest, table: Table, asked: set[str]) -> list[str]:
+    """Return the errors of run_again, and add to ``asked`` the names of the variables that it reads."""
     environ_type: Any = type(os.environ)
     read = environ_type.__getitem__
 
@@ -230,57 +257,51 @@ def _ask_with_garbled(component: ComponentUnderTest, folder: str) -> list[str]:
         asked.add(name)
         return str(read(environ, name))
 
-    # without the scheduler's commands, which wait for one that isn't there
-    table = {**component.own_tables[0], "TORCHHAL_REQUEUE": "1", "PATH": folder}
-    signal.signal(signal.SIGTERM, lambda *_: None)
-    with mock.patch.object(environ_type, "__getitem__", recording):
-        found = _raised_by_run_again(component, table)
-    for name in sorted(asked - table.keys()):
-        for value in _GARBLED:
-            raised = _raised_by_run_again(component, {**table, name: value})
-            found += [f"where {name}={value!r} (got {one})" for one in raised]
-    return found
-
-
-_GARBLED: Final = ("/torchhal-conformance/not/there", "garbled", "")
-
-
-def _raised_by_run_again(component: ComponentUnderTest, table: Table) -> list[str]:
     raised = []
     with variables(table):
         environment = component.create()
-        for signum in {*environment.stop_signals, signal.SIGTERM}:
-            try:
-                environment.run_again(int(signum), continues=True)
-            except Exception as error:
-                raised.append(f"{type(error).__name__}: {error}")
+        signals = {*environment.stop_signals, signal.SIGTERM}
+        with mock.patch.object(environ_type, "__getitem__", recording):
+            for signum in signals:
+                try:
+                    environment.run_again(int(signum), continues=True)
+                except Exception as error:
+                    raised.append(f"{type(error).__name__}: {error}")
     return raised
 
 
 @check("ENV-79", since="0.2", needs=["table"], after=("ENV-08", "ENV-72"))
 def lists_of_hosts(context: CheckContext) -> None:
-    """An environment that takes main_address from a list of hosts reads its short forms: of several brackets, too.
+    """An environment that takes main_address from Slurm's short form of a list reads those with several brackets, too.
 
-    It is one if another list, in the variables of the table whose names end in NODELIST, is another address.
+    It is one if the variables of the table whose names end in NODELIST have brackets, and another list is another
+    address.
 
     Why: on a cluster whose hosts are "rack[1-2]n[01-16]" rank 0 was looked for on "rack1", which doesn't exist.
     Fix: expand each bracket of a name, from the left, and keep the width of numbers.
     """
     table = context.component.own_tables[0]
-    lists = [name for name in table if name.endswith("NODELIST")]
-    with variables(table, dict.fromkeys(lists, "zz7,zz8")), contextlib.suppress(ConfigurationError):
-        if not lists or context.create().main_address != "zz7":
-            raise NotApplicable("its address isn't from a variable whose name ends in NODELIST")
+    lists = [name for name, value in table.items() if name.endswith("NODELIST") and "[" in value]
+    if not lists or _address_with(context, table, lists, "zz[7-8]") != "zz7":
+        raise NotApplicable("its address isn't from a short list in a variable whose name ends in NODELIST")
     for text, first in _HOST_LISTS.items():
-        with variables(table, dict.fromkeys(lists, text)):
-            same(f"main_address of {text!r}", context.create().main_address, first)
+        same(f"main_address of {text!r}", _address_with(context, table, lists, text), first)
+
+
+def _address_with(context: CheckContext, table: Table, lists: Sequence[str], text: str) -> str:
+    """Return main_address where the lists of hosts are this one, or the error that says why it isn't known."""
+    with variables(table, dict.fromkeys(lists, text)):
+        try:
+            return context.create().main_address
+        except ConfigurationError as error:
+            return f"no address: {error}"
 
 
 _HOST_LISTS: Final = {
-    "n[1-2]": "n1", "rack[1-2]n[01-16]": "rack1n01", "r[2,4]-c[08-11,14]-n[3]": "r2-c08-n3", "a-1,b[2-3]": "a-1",
-    "gpu[007]": "gpu007",
+    "rack[1]n[01-02]": "rack1n01", "r[2,4]-c08-n[3]": "r2-c08-n3", "r[2]-c[08,14]": "r2-c08", "a-1,b[2]": "a-1",
+    "gpu[007,009]": "gpu007",
 }  # fmt: skip
-"""Slurm's short forms, https://slurm.schedmd.com/scontrol.html (show hostnames), with the first host of each."""
+"""Slurm's short forms of two hosts, https://slurm.schedmd.com/scontrol.html (show hostnames), with the first one."""
 
 
 @check("ENV-80", since="0.2", needs=["table"], after=("ENV-10", "ENV-73"))

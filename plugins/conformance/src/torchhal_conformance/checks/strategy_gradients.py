@@ -17,7 +17,9 @@ from torchhal_conformance.checks._strategy_run import (
     StrategyRun,
     batch,
     clipping,
+    require_gradients,
     require_several_ranks,
+    require_steps_of_the_loop,
     running,
     share,
     tolerance_of,
@@ -94,7 +96,7 @@ class _Wide(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(3)
-        self.body = nn.Sequential(nn.Linear(6, 512, bias=False), nn.Linear(512, 512, bias=False), nn.Linear(512, 2))
+        self.body = nn.Sequential(nn.Linear(6, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 2))
         for parameter in self.parameters():
             nn.init.normal_(parameter, std=0.05, generator=generator)
 
@@ -154,12 +156,14 @@ def ranks_of_other_branches(rank: RankContext) -> None:
     Fix: average every parameter in one order, or compare first which of them have gradients.
     """
     require_several_ranks(rank)
+    if "lossy" in rank.component.declared:
+        raise NotApplicable("the strategy is lossy, as it declares")
     data = batch(rank, 0)
     plain = _Experts()
     for number in range(2):
         (plain.loss(tuple(tensor[number::2] for tensor in data), number) / 2).backward()  # type: ignore[no-untyped-call]
     expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
-    with running(rank, _Experts()) as run:
+    with running(rank, _Experts(), may_refuse=True) as run:
         require_whole_parameters(run)
         strategy, module = run.strategy, run.module
         rows = tuple(tensor.to(strategy.root_device)[rank.rank :: 2] for tensor in data)
@@ -174,6 +178,7 @@ def ranks_of_other_branches(rank: RankContext) -> None:
         require(all(told) or not any(told), f"some ranks refused other branches, others didn't: {told}")
         if any(told):
             raise NotApplicable(f"the strategy refuses ranks that use other parameters ({refused})")
+        require_gradients(module)
         for name, parameter in module.named_parameters():
             close(f"the averaged gradient of {name}", parameter.grad, expected[name], run.tolerance)
 
@@ -185,7 +190,7 @@ def backward_of_some_inputs(rank: RankContext) -> None:
     Why: the generator was trained by the discriminator's loss.
     Fix: pass on all arguments of backward.
     """
-    with running(rank, _Experts()) as run:
+    with running(rank, _Experts(), may_refuse=True) as run:
         require_whole_parameters(run)
         strategy, module = run.strategy, run.module
         rows = share(strategy, batch(rank, 0))
@@ -199,8 +204,7 @@ def backward_of_some_inputs(rank: RankContext) -> None:
         if all(rank.gather(refused)):
             raise NotApplicable(f"the strategy refuses 'inputs' ({refused})")
         require(not refused, f"a rank refused 'inputs', others didn't: {refused}")
-        if all(one.grad is None for one in module.parameters()):
-            raise NotApplicable("the strategy keeps the gradients in a place of its own")
+        require_gradients(module)
         require(all(one.grad is not None for one in first), "a parameter among 'inputs' has got no gradient")
         for name, parameter in module.experts[1].named_parameters():
             there = parameter.grad is not None and bool(parameter.grad.abs().sum() > 0)
@@ -214,21 +218,21 @@ def gradients_of_the_other_optimizer(rank: RankContext) -> None:
     Why: one that accumulates over several batches lost what it had, whenever the other one began its step.
     Fix: optimizer.zero_grad(), not that of the module.
     """
-    if rank.component.declared & {"owns_step", "owns_backward", "owns_accumulation"}:
-        raise NotApplicable("the strategy does the step itself")
+    require_steps_of_the_loop(rank)
     with rank.set_up_strategy() as strategy:
         setup_several(rank, strategy, two_optimizers(strategy))
         step = strategy.step_function("training_step")
         strategy.backward(step(share(strategy, batch(rank, 0)), 0))
         for cleared, kept in ((0, 1), (1, 0)):
-            before = [one.grad is not None for one in _parameters(strategy, kept)]
+            before = _with_gradients(strategy, kept)
             strategy.zero_grad(strategy.optimizers[cleared])
-            after = [one.grad is not None and bool(one.grad.any()) for one in _parameters(strategy, kept)]
             if cleared == 0:
-                same("which parameters of the other optimizer have a gradient", after, before)
-            gone = [one.grad is None or not bool(one.grad.any()) for one in _parameters(strategy, cleared)]
-            require(all(gone), f"a gradient is left after zero_grad of optimizer {cleared}")
+                same("which parameters of the other optimizer have a gradient", _with_gradients(strategy, kept), before)
+            left = _with_gradients(strategy, cleared)
+            require(not any(left), f"a gradient is left after zero_grad of optimizer {cleared}")
 
 
-def _parameters(strategy: Any, number: int) -> list[Any]:
-    return [one for group in strategy.optimizers[number].param_groups for one in group["params"]]
+def _with_gradients(strategy: Any, number: int) -> list[bool]:
+    """Return of each parameter of an optimizer whether it has a gradient that isn't zero."""
+    parameters = [one for group in strategy.optimizers[number].param_groups for one in group["params"]]
+    return [one.grad is not None and bool(one.grad.any()) for one in parameters]

@@ -9,12 +9,20 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from torchhal.errors import ConfigurationError
+from torchhal.errors import ConfigurationError, ModelError
 from torchhal.strategies import Strategy
 from torchhal_conformance._assertions import close
 from torchhal_conformance._check import NotApplicable, check
 from torchhal_conformance._rank_context import RankContext
-from torchhal_conformance.checks._strategy_run import Regression, batch, make_model, share, tolerance_of, values
+from torchhal_conformance.checks._strategy_run import (
+    Regression,
+    batch,
+    make_model,
+    require_steps_of_the_loop,
+    share,
+    tolerance_of,
+    values,
+)
 
 
 @check("STR-90", since="0.2", world_sizes=(1, 2), timeout=60, after=("STR-22",))
@@ -26,8 +34,7 @@ def several_optimizers(rank: RankContext) -> None:
     Why: the second optimizer of a GAN began anew in each resumed run, with momentum and step count of zero.
     Fix: restore the state of the optimizer that load_optimizer_state is given.
     """
-    if rank.component.declared & {"owns_step", "owns_backward", "owns_accumulation"}:
-        raise NotApplicable("the strategy does the step itself")
+    require_steps_of_the_loop(rank)
     plain = make_model(rank)
     optimizers = _optimizers(plain)
     for number in range(4):
@@ -83,7 +90,7 @@ def setup_several(
     refused = ""
     try:
         strategy.setup_optimizers(optimizers, lr_scheduler_configs)
-    except ConfigurationError as error:
+    except (ConfigurationError, ModelError) as error:
         refused = str(error)
     if all(rank.gather(refused)):
         raise NotApplicable(f"the strategy takes one optimizer only ({refused})")
