@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
 import torch
+from zoo import caught_by
 
 from torchhal.accelerators import CPUAccelerator
 from torchhal.pytree import map_tensors, moves_itself
@@ -17,6 +18,7 @@ from torchhal.pytree import map_tensors, moves_itself
 _log = logging.getLogger(__name__)
 
 
+@caught_by("ACC-50")
 class StaticBuffersAccelerator(CPUAccelerator):
     """Copies every batch into the same buffers, one per place, shape and dtype, which the next batch overwrites."""
 
@@ -52,6 +54,7 @@ class StaticBuffersAccelerator(CPUAccelerator):
         super().teardown()
 
 
+@caught_by("ACC-28")
 class QuietPrefetchAccelerator(CPUAccelerator):
     """Reads batches ahead in a thread, and ends the epoch where the loader has raised an error."""
 
@@ -144,6 +147,7 @@ class AllCoresAccelerator(CPUAccelerator):
         return os.cpu_count() or 1
 
 
+@caught_by("ACC-31")
 class FastMatmulAccelerator(CPUAccelerator):
     """Lets matrix products run with fewer digits in `setup`, for the rest of the process."""
 
@@ -159,6 +163,7 @@ class FastMatmulAccelerator(CPUAccelerator):
         torch.set_float32_matmul_precision("high")
 
 
+@caught_by("ACC-14")
 class SeedAsStateAccelerator(CPUAccelerator):
     """Takes the seed for the generator's state, and forgets how much has been drawn since."""
 
@@ -178,6 +183,7 @@ class SeedAsStateAccelerator(CPUAccelerator):
         self.manual_seed(int.from_bytes(bytes(state.tolist()), "little"))
 
 
+@caught_by("ACC-26")
 class BusyShareAccelerator(CPUAccelerator):
     """Divides by the time since the last reading, which is 0 for two readings within one tick of the clock."""
 

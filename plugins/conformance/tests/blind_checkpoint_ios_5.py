@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 from sound_components import ThreadedTorch, has_graph
+from zoo import caught_by
 
 from torchhal.checkpoint import TorchCheckpointIO
 from torchhal.errors import CheckpointCorruptError, CheckpointError
 from torchhal.pytree import map_tensors
 
 
+@caught_by("CIO-17")
 class TensorsOnlyCopyCheckpointIO(ThreadedTorch):
     """Copies the tensors before a save returns, and shares the lists and dicts of plain data with the run."""
 
@@ -37,6 +39,7 @@ class TensorsOnlyCopyCheckpointIO(ThreadedTorch):
         return dict(map_tensors(detached, copied))
 
 
+@caught_by("CIO-18")
 class OneRunExecutorCheckpointIO(ThreadedTorch):
     """Shuts its executor down in `teardown`, and submits the next run's saves to the same one."""
 
@@ -78,6 +81,7 @@ class OneRunExecutorCheckpointIO(ThreadedTorch):
         return {**super().__getstate__(), "_executor": None}
 
 
+@caught_by("CIO-51")
 class RecursiveRemoveCheckpointIO(TorchCheckpointIO):
     """Deletes a folder at the path, with everything in it."""
 
@@ -93,6 +97,7 @@ class RecursiveRemoveCheckpointIO(TorchCheckpointIO):
             super().remove_checkpoint(path)
 
 
+@caught_by("CIO-14")
 class UnsafeRetryCheckpointIO(TorchCheckpointIO):
     """Loads a checkpoint again without `weights_only` where the safe load has refused it."""
 
@@ -114,6 +119,7 @@ class UnsafeRetryCheckpointIO(TorchCheckpointIO):
             return super().load_checkpoint(path, map_location=map_location, weights_only=False)
 
 
+@caught_by("CIO-50")
 class SymbolicLinkCheckpointIO(TorchCheckpointIO):
     """Makes the second name of a checkpoint a symbolic link to the first."""
 
@@ -140,6 +146,7 @@ class SymbolicLinkCheckpointIO(TorchCheckpointIO):
         return True
 
 
+@caught_by("CIO-16")
 class WholeSecondsCheckpointIO(TorchCheckpointIO):
     """Tells the time of a save in whole seconds, and orders those of one second by their names."""
 

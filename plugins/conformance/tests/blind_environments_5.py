@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 
-from sound_components import AcmeEnvironment
+from sound_components import TABLES, AcmeEnvironment
+from zoo import caught_by
 
 from torchhal.cluster import TorchElasticEnvironment, read_address, read_int, read_text
 from torchhal.cluster.lsf import LSFEnvironment
@@ -14,6 +15,7 @@ from torchhal.distributed.process import launched_by
 from torchhal.errors import ConfigurationError
 
 
+@caught_by("ENV-13")
 class AllocationAsStepEnvironment(SlurmEnvironment):
     """Takes every process inside of an allocation of Slurm's for a task that srun has started."""
 
@@ -27,6 +29,7 @@ class AllocationAsStepEnvironment(SlurmEnvironment):
         return launched_by() is None and bool(os.environ.get("SLURM_JOB_ID", "").strip())
 
 
+@caught_by("ENV-74")
 class LastDigitsPortEnvironment(LSFEnvironment):
     """Makes the port of the last four digits of the job's number, without the index in an array."""
 
@@ -38,6 +41,7 @@ class LastDigitsPortEnvironment(LSFEnvironment):
         return 10_000 + read_int("LSB_JOBID", 0) % 10_000
 
 
+@caught_by("ENV-20")
 class BlockwiseNodesEnvironment(TorchElasticEnvironment):
     """Computes the node's rank as that of the process divided by the processes of this node."""
 
@@ -50,6 +54,7 @@ class BlockwiseNodesEnvironment(TorchElasticEnvironment):
         return self.global_rank() // self.local_world_size()
 
 
+@caught_by("ENV-06", tables=TABLES)
 class LoopbackFallbackEnvironment(AcmeEnvironment):
     """Takes 127.0.0.1 for rank 0's host where the launcher's variable is missing."""
 
@@ -65,6 +70,7 @@ class LoopbackFallbackEnvironment(AcmeEnvironment):
         return read_address("ACME_HEAD")
 
 
+@caught_by("ENV-11", tables=TABLES)
 class TotalOnlyEnvironment(AcmeEnvironment):
     """Compares the number of all processes with the request, and not how they lie on the nodes."""
 
@@ -83,6 +89,7 @@ class TotalOnlyEnvironment(AcmeEnvironment):
             )
 
 
+@caught_by("ENV-77")
 class CheckedRequeueEnvironment(SlurmEnvironment):
     """Asks scontrol whether the job may be requeued, and raises where scontrol is missing or fails."""
 

@@ -11,8 +11,10 @@ import torch
 from sound_components import SameMixed16, SameMixedBf16, SameTrueBf16
 from torch import nn
 from torch.optim import Optimizer
+from zoo import caught_by
 
 
+@caught_by("PRE-02")
 class ModuleToPrecision(SameTrueBf16):
     """Converts the module by `module.to(dtype)`, which makes complex buffers real."""
 
@@ -27,6 +29,7 @@ class ModuleToPrecision(SameTrueBf16):
         return module.to(self.param_dtype)
 
 
+@caught_by("PRE-05")
 class ResetDefaultPrecision(SameTrueBf16):
     """Sets torch's default dtype to float32 after each step, whatever it was before."""
 
@@ -52,6 +55,7 @@ class _ThenFloat32:
         torch.set_default_dtype(torch.float32)
 
 
+@caught_by("PRE-61")
 class ScaleOnlyPrecision(SameMixed16):
     """Saves the scale of the loss, and not how many steps have passed since it grew."""
 
@@ -66,6 +70,7 @@ class ScaleOnlyPrecision(SameMixed16):
         return {**state, "_growth_tracker": 0} if state else state
 
 
+@caught_by("PRE-10")
 class PerGroupClipPrecision(SameMixedBf16):
     """Clips the gradients of each parameter group by the norm of that group."""
 
@@ -85,6 +90,7 @@ class PerGroupClipPrecision(SameMixedBf16):
         return torch.linalg.vector_norm(torch.stack(norms))
 
 
+@caught_by("PRE-14")
 class AlwaysSteppedPrecision(SameMixed16):
     """Reports every optimizer step as made, those that the scaler has skipped too."""
 

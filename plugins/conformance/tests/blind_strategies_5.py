@@ -10,6 +10,7 @@ import torch.distributed as dist
 from sound_components import FlatAverage
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from zoo import caught_by
 
 from torchhal.distributed import collectives
 from torchhal.errors import CheckpointMismatchError
@@ -18,6 +19,7 @@ from torchhal.strategies import DDPStrategy, SingleDeviceStrategy
 from torchhal.strategies._module_structure import unshare_buffer_memory
 
 
+@caught_by("STR-78")
 class StateDictSyncStrategy(FlatAverage):
     """Sends rank 0's state dict to the others, in which buffers that aren't persistent are missing."""
 
@@ -34,6 +36,7 @@ class StateDictSyncStrategy(FlatAverage):
                 collectives.broadcast_tensors([value for value in state if isinstance(value, torch.Tensor)])
 
 
+@caught_by("STR-14")
 class HalfWidthAverageStrategy(FlatAverage):
     """Averages the gradients in float16 to send half the bytes, and doesn't say that it is lossy."""
 
@@ -54,6 +57,7 @@ class HalfWidthAverageStrategy(FlatAverage):
             gradient.copy_(part.view_as(gradient))
 
 
+@caught_by("STR-93")
 class RankZeroSavesStrategy(DDPStrategy):
     """Saves on rank 0 and meets the others in a barrier, to which rank 0 doesn't come when its save fails."""
 
@@ -73,6 +77,7 @@ class RankZeroSavesStrategy(DDPStrategy):
         self.barrier("save of a checkpoint")
 
 
+@caught_by("STR-94", says="HANG")
 class WrappedEvaluationStrategy(DDPStrategy):
     """Runs the steps without training through the DDP wrapper, too, which sends the buffers before each forward."""
 
@@ -87,6 +92,7 @@ class WrappedEvaluationStrategy(DDPStrategy):
         return self.through_wrapper(getattr(self.module, name))
 
 
+@caught_by("STR-71")
 class OwnPartGradientsStrategy(DDPStrategy):
     """Gives a gathered tensor a graph in this rank's own part only."""
 
@@ -103,6 +109,7 @@ class OwnPartGradientsStrategy(DDPStrategy):
         return torch.stack(parts)
 
 
+@caught_by("STR-22")
 class AssignedWeightsStrategy(SingleDeviceStrategy):
     """Puts the loaded tensors in the place of the module's parameters, to save a copy."""
 
@@ -124,6 +131,7 @@ class AssignedWeightsStrategy(SingleDeviceStrategy):
             ) from error
 
 
+@caught_by("STR-91")
 class LocalShareStrategy(DDPStrategy):
     """Gives the sampler the rank on this node in place of the rank in the job."""
 

@@ -15,6 +15,11 @@ TestTensorParallel = pytest.mark.slow(
         arguments={"data": 1, "tensor": 2, "plan": {"body.0": "colwise", "body.2": "rowwise"}},
     )
 )
+TestHybridShards = pytest.mark.slow(
+    conformance_suite(
+        "strategy", "hybrid", arguments={"data": 1, "shard": 2}, only={"STR-14", "STR-31", "STR-39", "STR-86", "STR-88"}
+    )
+)
 TestPipeline = pytest.mark.slow(conformance_suite("strategy", "pipeline"))
 TestDP = conformance_suite("strategy", "dp")
 TestDDP2 = pytest.mark.slow(conformance_suite("strategy", "ddp2"))

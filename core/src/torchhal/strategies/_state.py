@@ -301,7 +301,7 @@ class StrategyState(StrategyCommunication):
         Raises:
             CheckpointError: on every rank, when the checkpoint was not written on one of them, or the paths differ.
 
-        Checks: STR-22, STR-24, CIO-21, CIO-23.
+        Checks: STR-22, STR-24, STR-93, CIO-21, CIO-23.
         """
         error: BaseException | None = None
         if self.world_size > 1 and "sharded" in self.checkpoint_io.features:

@@ -95,6 +95,8 @@ class Strategy(Composable, CarriedPrecisions, StrategyHooks, StrategySteps, Stra
     """True if the forward of a step without training communicates, as one that gathers parameters does.
 
     Ranks may have different numbers of batches: where only some have one, all of them enter :meth:`evaluation_step_of`.
+
+    Checks: STR-94.
     """
 
     steps_per_batch: int | None = None

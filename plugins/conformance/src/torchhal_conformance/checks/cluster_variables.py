@@ -27,9 +27,9 @@ BROKEN: Final = (
 def broken_variables(context: CheckContext) -> None:
     """A missing, empty, garbled or negative variable changes no number, or is a ConfigurationError that names it.
 
-    A number that is too large is such an error, or the numbers still agree with each other. Without a variable that
-    join() can do without, a number of nodes or local ranks or the address is a RanksNotMetError until then; world size
-    and global rank, by which the ranks meet, are as they were.
+    Nor does the address become that of each node itself. A number that is too large is such an error, or the numbers
+    still agree with each other. Without a variable that join() can do without, a number of nodes or local ranks or the
+    address is a RanksNotMetError until then; world size and global rank, by which the ranks meet, are as they were.
 
     Why: KeyError: 'X' doesn't say what should have set it, and a default of 0 makes every process rank 0.
     Fix: torchhal.cluster.read_int and its like.
@@ -65,11 +65,17 @@ def broken_variables(context: CheckContext) -> None:
                 except Exception as error:
                     told = f"{type(error).__name__}: {error}"
                     raise CheckFailed(f"{state} {name}: must raise ConfigurationError (got {told})") from error
-                require(place[0] and 1 <= place[1] <= 65535, f"{state} {name}: the ranks would meet at {place}")
+                told = f"{state} {name}: the ranks would meet at {place}"
+                require(place[0] and 1 <= place[1] <= 65535, told)
+                require(len(sizes) == 1 or not _is_loopback(place[0]), f"{told}, which is another host on each node")
                 if value == HUGE:  # a larger job, unless the numbers contradict each other
                     _within_bounds(f"{state} {name}", got)
                 else:
                     require_known(context, f"the numbers of global rank 3 {state} {name}", got, 3)
+
+
+def _is_loopback(address: str) -> bool:
+    return address in ("localhost", "::1") or address.startswith("127.")
 
 
 def _validate_if_met(environment: ClusterEnvironment, num_devices: int, num_nodes: int) -> None:

@@ -69,11 +69,14 @@ def norm_of_gradients(rank: RankContext) -> None:
         weights_close("after a step whose infinite norm was asked for", run.weights(), plain, run.tolerance)
 
 
-@check("STR-71", since="0.2", features=["sync_grads"], world_sizes=WORLD_SIZES, after=("STR-10",))
+@check("STR-71", since="0.2", world_sizes=WORLD_SIZES, after=("STR-11",))
 def gradients_beside_a_gather(rank: RankContext) -> None:
-    """The backward of all_gather(sync_grads=True) changes no gradient but that of the tensor that was gathered.
+    """The backward of all_gather(sync_grads=True) adds up what the losses of all ranks have for the gathered tensor.
 
-    Why: what was added to the gathered tensor got the gradient of all ranks, a multiple of its own.
+    It changes no other gradient. It applies to a strategy that passes gradients back.
+
+    Why: a contrastive loss over the embeddings of all ranks trained by each rank's own part alone; or what was added to
+    the gathered tensor got the gradients of all ranks.
     Fix: add up into a copy: autograd gives one tensor to several functions.
     """
     with rank.set_up_strategy() as strategy:
@@ -84,6 +87,8 @@ def gradients_beside_a_gather(rank: RankContext) -> None:
             other = torch.ones(n, 2, device=device, requires_grad=True)
             beside = other * 1.0
             gathered = strategy.all_gather(mine, sync_grads=True)
+            if not gathered.requires_grad:
+                raise NotApplicable("it passes no gradients back")
             both = gathered + beside if order else beside + gathered
             (both * weights).sum().backward()  # type: ignore[no-untyped-call]
             close(f"the gradient of what was added {told} the gathered tensor", other.grad, weights, 1e-6)

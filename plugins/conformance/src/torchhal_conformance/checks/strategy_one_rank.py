@@ -1,4 +1,4 @@
-"""STR-82 to STR-85, STR-87, STR-89 and STR-92: ranks of which one is alone with an error, a batch or a place."""
+"""STR-82 to STR-85, STR-87, STR-89, STR-92 to STR-94: one rank is alone with an error, a batch or a place."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import nn
+from torch.nn import functional as F
 
 from torchhal.checkpoint import TorchCheckpointIO
 from torchhal.errors import ConfigurationError, DistributedError, TorchhalError, UnsupportedCombinationError
@@ -218,3 +220,69 @@ def shares_on_unequal_nodes(rank: RankContext) -> None:
     if any(told := rank.gather(refused)):
         raise NotApplicable(f"it refuses nodes of different sizes: {max(told, key=len)}")
     same("distributed_sampler_kwargs on nodes of two ranks and of one", got, expected)
+
+
+class _FullDisk(TorchCheckpointIO):
+    """An IO whose disk is full."""
+
+    def save_checkpoint(self, *arguments: Any, **options: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+
+@check("STR-93", since="0.2", world_sizes=(2,), after=("STR-24",))
+def save_that_fails(rank: RankContext) -> None:
+    """save_checkpoint raises on every rank at once where the IO fails on the rank that saves.
+
+    Why: a full disk ends as a hang: the other ranks wait in a barrier for one that has raised.
+    Fix: tell all ranks whether the save has worked, in the place of a barrier.
+    """
+    require_several_ranks(rank)
+    with rank.set_up_strategy(checkpoint_io=_FullDisk()) as strategy:
+        outcome, began = "", time.monotonic()
+        try:
+            strategy.save_checkpoint({"w": torch.ones(2)}, os.path.join(rank.folder, "full.ckpt"))
+            strategy.wait_for_checkpoints()
+        except Exception as error:
+            outcome = type(error).__name__
+        took = time.monotonic() - began
+        require(took < scaled(10.0), f"save_checkpoint on a full disk took {took:.0f} s")
+        told = rank.gather(outcome)
+        require(all(told), f"save_checkpoint must raise on every rank where the disk is full (got {told})")
+
+
+class _Normalized(Regression):
+    """A model with buffers that each step changes while it trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.normalization = nn.BatchNorm1d(2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        return F.mse_loss(self.normalization(self(x)), y)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.training_step(batch, batch_idx)
+
+
+@check("STR-94", since="0.2", world_sizes=(2,), after=("STR-14",))
+def evaluation_of_one_rank(rank: RankContext) -> None:
+    """Steps of an evaluation on a rank that alone has batches return, unless evaluation_communicates is True.
+
+    Why: a wrapper sends buffers before each forward: with an uneven validation set the job hangs.
+    Fix: run evaluation steps on the module, without the wrapper; or declare that they communicate.
+    """
+    require_several_ranks(rank)
+    with running(rank, _Normalized(), may_refuse=True) as run:
+        if run.strategy.evaluation_communicates:
+            raise NotApplicable("it declares that evaluation steps communicate")
+        step, data = run.strategy.step_function("validation_step"), share(run.strategy, batch(rank, 0))
+        run.train(0, 1)  # after one DDP sends buffers in the next forward
+        run.module.eval()
+        began = time.monotonic()
+        with torch.no_grad():
+            for number in range(3 if rank.rank else 0):  # rank 0 alone could send without waiting
+                step(data, number)
+        took = time.monotonic() - began
+        require(took < scaled(10.0), f"evaluation steps of a rank that is alone took {took:.0f} s")
+        rank.gather("done")
