@@ -78,7 +78,7 @@ class CheckpointIO(Composable, ABC):
 
         Args:
             checkpoint: tensors of any dtype, shape and strides, and plain data, at any depth; not changed. Tensors that
-                share memory still do after a load.
+                share memory still do after a load, and a module's state dict has its ``_metadata``.
             path: a local path or, with the feature ``"fsspec"``, a URL. Missing folders are created.
             storage_options: options for this save, over :attr:`storage_options`.
 

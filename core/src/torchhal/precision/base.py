@@ -217,6 +217,8 @@ class Precision(Composable):
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         """Divide the gradients of ``optimizer`` by the loss scale, once per step however often it is called.
 
+        A step that is given up afterwards ends with the next :meth:`backward`.
+
         Args:
             optimizer: the optimizer whose parameters' gradients are changed in place.
 
@@ -267,6 +269,8 @@ class Precision(Composable):
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         """Call ``optimizer.step``, or skip it where the gradients overflowed.
+
+        It updates the weights that the module has, whatever has written them since the last step.
 
         Args:
             optimizer: the optimizer to step.

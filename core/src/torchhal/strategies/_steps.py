@@ -35,7 +35,7 @@ class StrategySteps(StrategyCommunication):
 
         Returns:
             A function that takes the arguments of the module's own step and returns its output, for every batch. Where
-            the step raises, nothing of the precision's context stays entered.
+            the step raises, nothing of the precision's context stays entered, and the next call is as ever.
 
         Checks: STR-36, STR-80.
         """

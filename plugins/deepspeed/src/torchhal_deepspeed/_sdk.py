@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Final
 
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
@@ -150,6 +151,20 @@ def ranks_in_environment(rank: int, local_rank: int, world_size: int) -> Iterato
         yield
 
 
+def _end_groups(groups: Any) -> None:
+    """Destroy the process groups that DeepSpeed keeps in its module ``groups``; the next run has others.
+
+    The end of the default group would, but that stays where it is the user's.
+    """
+    kept = [value for name, value in vars(groups).items() if name.endswith("_GROUP") and value is not None]
+    groups._release_process_group_references()
+    made = [group for value in kept for group in (value.values() if isinstance(value, dict) else (value,))]
+    for group in dict.fromkeys(made):
+        if dist.is_initialized() and group is not dist.group.WORLD:
+            with suppress(ValueError):  # it was destroyed before
+                dist.destroy_process_group(group)
+
+
 @contextmanager
 def communication(deepspeed: Any) -> Iterator[None]:
     """Start DeepSpeed's communication over the process group that exists, without the shared-memory operator.
@@ -171,5 +186,4 @@ def communication(deepspeed: Any) -> Iterator[None]:
         functional.linear = linear  # zero.Init puts one of its own there and leaves it
         if before is None:
             comm.cdb = None
-            # groups of a world that is about to end; the next one has others
-            deepspeed.utils.groups._release_process_group_references()
+            _end_groups(deepspeed.utils.groups)

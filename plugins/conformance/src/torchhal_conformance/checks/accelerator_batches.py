@@ -40,7 +40,7 @@ def kept_batches(context: CheckContext) -> None:
 
 @check("ACC-51", since="0.2", needs=["device"], after=("ACC-12",))
 def views_of_one_memory(context: CheckContext) -> None:
-    """Tensors of one batch that begin at one address arrive with their own strides, dtypes, and conjugate bits.
+    """Tensors of one batch that begin at one address arrive with their own values, conjugated and of other dtypes, too.
 
     Why: a matrix and its transpose have one address, one shape and one dtype; the model trains on one of them twice.
     Fix: tell tensors apart by identity, or copy each.

@@ -81,7 +81,7 @@ def versions_of_layers(context: CheckContext) -> None:
 
 @check("CIO-62", since="0.2", features=["checksum"], after=("CIO-29",))
 def flipped_bit_of_large(context: CheckContext) -> None:
-    """One flipped bit of a file of 40 MiB is refused by a CheckpointCorruptError, wherever it is.
+    """One flipped bit of a file of 40 MiB is a CheckpointCorruptError: near its beginning, in its middle, near its end.
 
     Why: just the checkpoints of real models are large.
     Fix: verify while the file is read, whatever its size.
@@ -164,7 +164,7 @@ def saved_again(context: CheckContext) -> None:
 
 @check("CIO-65", since="0.2", features=["async"], after=("CIO-17",))
 def snapshot_of_everything(context: CheckContext) -> None:
-    """A snapshot copies plain values too, at any depth: lists, dictionaries, sets, buffers of bytes, and random states.
+    """A snapshot copies plain values too: lists and dictionaries, at any depth.
 
     Why: a checkpoint with the weights of one step and the counters of a later one leaves out batches when it is loaded.
     Fix: copy every container, not tensors alone.

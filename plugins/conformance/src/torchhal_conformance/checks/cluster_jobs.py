@@ -65,6 +65,8 @@ def other_jobs(context: CheckContext) -> None:
     Why: two steps of one job that meet at one place under one name train as one, or wait for each other.
     Fix: make the port and job_id() of all that tells a job from those beside it.
     """
+    if context.component.own_launcher == () or "owns_launch" in context.component.declared:
+        raise NotApplicable("the strategy or the environment starts the processes, and says where they meet")
     jobs = list(_other_jobs(context))
     if not jobs:
         raise NotApplicable("no variable of its launcher is known to tell jobs apart")

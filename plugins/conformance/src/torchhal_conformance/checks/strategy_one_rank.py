@@ -276,6 +276,8 @@ def evaluation_of_one_rank(rank: RankContext) -> None:
     with running(rank, _Normalized(), may_refuse=True) as run:
         if run.strategy.evaluation_communicates:
             raise NotApplicable("it declares that evaluation steps communicate")
+        if (run.strategy.distributed_sampler_kwargs or {}).get("num_replicas") != rank.size:
+            raise NotApplicable("its ranks share their batches")
         step, data = run.strategy.step_function("validation_step"), share(run.strategy, batch(rank, 0))
         run.train(0, 1)  # after one DDP sends buffers in the next forward
         run.module.eval()
