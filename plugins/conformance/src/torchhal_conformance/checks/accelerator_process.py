@@ -199,7 +199,7 @@ def regions_of_threads(context: CheckContext) -> None:
         thread.join()
     if not isinstance(profiled, torch.profiler.profile):
         raise NotApplicable("profile() is no torch.profiler.profile")
-    ends = {event.name: event.time_range.end for event in profiled.events() or ()}
+    ends = {event.name: event.time_range.end for event in profiled.events() or ()}  # type: ignore[no-untyped-call]
     if "of this thread" not in ends or "behind it" not in ends:
         raise CheckFailed(f"the trace lacks a region of this thread (it has {', '.join(sorted(ends)) or 'none'})")
     told = "the region of this thread ends before the next one of this thread"

@@ -88,7 +88,7 @@ def save_that_takes_long(context: CheckContext) -> None:
         return call
 
     io, path = context.create(), context.folder / "x.ckpt"
-    replaced = {name: slow(getattr(os, name)) for name in ("fsync", "replace", "rename", "link")}
+    replaced: dict[str, Any] = {name: slow(getattr(os, name)) for name in ("fsync", "replace", "rename", "link")}
     with mock.patch.multiple(os, **replaced):
         io.save_checkpoint(small_checkpoint(3), path)
         io.wait()

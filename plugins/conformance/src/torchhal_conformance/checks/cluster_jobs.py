@@ -294,7 +294,7 @@ def _address_with(context: CheckContext, table: Table, lists: Sequence[str], tex
     """Return main_address where the lists of hosts are this one, or the error that says why it isn't known."""
     with variables(table, dict.fromkeys(lists, text)):
         try:
-            return context.create().main_address
+            return str(context.create().main_address)
         except ConfigurationError as error:
             return f"no address: {error}"
 
