@@ -228,7 +228,11 @@ class FlatAverage(ParallelStrategy):
         self.average_gradients()
 
     def average_gradients(self):
-        gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
+        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        for parameter in trained:  # another rank may have used it: all send the same parameters
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = [parameter.grad for parameter in trained]
         flat = torch.cat([gradient.flatten() for gradient in gradients])
         with self.guard("averaging of the gradients"):
             dist.all_reduce(flat)
