@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 from sound_components import SameCPU
+from zoo import caught_by
 
 from torchhal.pytree import map_tensors, moves_itself
 
 
+@caught_by("ACC-02")
 class TrailingCommaAccelerator(SameCPU):
     """``"2,"`` selects the first two devices, as the comma at the end is dropped before the text is read."""
 
@@ -32,6 +34,7 @@ class TrailingCommaAccelerator(SameCPU):
         return super().parse_devices(devices)
 
 
+@caught_by("ACC-50")
 class StaticInputsAccelerator(SameCPU):
     """Each batch is copied into the input buffers of the batch before, to save allocations (and for graph replay)."""
 
@@ -133,6 +136,7 @@ class _AheadLoader:
         """Keep the given loader as it is: it isn't this one's to close."""
 
 
+@caught_by("ACC-28")
 class TransparentPrefetchAccelerator(SameCPU):
     """The loader that reads a batch ahead forwards every attribute it lacks, ``state_dict`` too, to the given one."""
 
@@ -149,6 +153,7 @@ class TransparentPrefetchAccelerator(SameCPU):
         return _AheadLoader(loader, lambda batch: self.batch_to_device(batch, device, non_blocking=True))
 
 
+@caught_by("ACC-31")
 class WarmUpAccelerator(SameCPU):
     """``setup`` warms the kernels up with matrices that it draws from the CPU's generator."""
 
@@ -187,6 +192,7 @@ class OneRegionPerNameAccelerator(SameCPU):
         return self._regions[name]
 
 
+@caught_by("ACC-26")
 class SinceLastReadAccelerator(SameCPU):
     """``device_stats`` divides by the time since it was read last, which two quick readings make zero."""
 

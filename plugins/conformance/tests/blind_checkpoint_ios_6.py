@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 from sound_components import SameTorch, ThreadedTorch, has_graph
+from zoo import caught_by
 
 from torchhal.errors import CheckpointCorruptError, CheckpointError
 from torchhal.pytree import map_tensors
 
 
+@caught_by("CIO-17")
 class TensorsOnlyCopiedCheckpointIO(ThreadedTorch):
     """An asynchronous save copies the tensors, and takes lists and dicts without a tensor as they are."""
 
@@ -34,6 +36,7 @@ class TensorsOnlyCopiedCheckpointIO(ThreadedTorch):
         return result
 
 
+@caught_by("CIO-60")
 class LatestOutcomeCheckpointIO(ThreadedTorch):
     """Only the outcome of the latest save is kept: one that succeeds clears the error of the one before."""
 
@@ -53,6 +56,7 @@ class LatestOutcomeCheckpointIO(ThreadedTorch):
         super()._start(kept)
 
 
+@caught_by("CIO-50")
 class MakesRoomCheckpointIO(SameTorch):
     """``link_checkpoint`` removes what is at the target first, as a link can't be made over a name that is taken."""
 
@@ -81,6 +85,7 @@ class TidiesFolderCheckpointIO(SameTorch):
                 os.rmdir(os.path.dirname(os.path.abspath(text)))
 
 
+@caught_by("CIO-26")
 class OwnEndingCheckpointIO(SameTorch):
     """``list_checkpoints`` leaves out files whose names don't end in the IO's extension."""
 
@@ -93,6 +98,7 @@ class OwnEndingCheckpointIO(SameTorch):
         return [path for path in super().list_checkpoints(folder) if path.endswith(self.extension)]
 
 
+@caught_by("CIO-14")
 class SecondTryCheckpointIO(SameTorch):
     """A load that is refused for a class in the file is tried again without the restriction, for convenience."""
 

@@ -7,7 +7,8 @@ import subprocess
 from datetime import timedelta
 from typing import Any, ClassVar
 
-from sound_components import AcmeEnvironment
+from sound_components import TABLES, AcmeEnvironment
+from zoo import caught_by
 
 from torchhal.cluster import port_from_job_id, read_text
 from torchhal.cluster._topology import gather_topology
@@ -28,6 +29,7 @@ class OutermostFirstEnvironment(AcmeEnvironment):
     priority: ClassVar[int] = 90
 
 
+@caught_by("ENV-74")
 class ArrayElementsAlikeEnvironment(LSFEnvironment):
     """Job id and port come from LSB_JOBID alone, which is the same for all elements of a job array."""
 
@@ -44,6 +46,7 @@ class ArrayElementsAlikeEnvironment(LSFEnvironment):
         return port_from_job_id(read_text("LSB_JOBID"))
 
 
+@caught_by("ENV-11", tables=TABLES)
 class ProductOnlyEnvironment(AcmeEnvironment):
     """``validate_settings`` compares the number of processes of the job only, as the product of what is requested."""
 
@@ -68,6 +71,7 @@ class ProductOnlyEnvironment(AcmeEnvironment):
             )
 
 
+@caught_by("ENV-77", tables=TABLES)
 class RequeueOrDieEnvironment(AcmeEnvironment):
     """``run_again`` raises where the scheduler's command isn't there, or refuses."""
 
@@ -84,6 +88,7 @@ class RequeueOrDieEnvironment(AcmeEnvironment):
         return f"job {job} is requeued"
 
 
+@caught_by("ENV-52")
 class OwnPatienceEnvironment(LSFEnvironment):
     """``join`` waits for the other ranks as long as the default says, not as long as it is told."""
 

@@ -10,10 +10,12 @@ import torch
 from sound_components import SameMixed16, SameMixedBf16
 from torch import nn
 from torch.optim import Optimizer
+from zoo import caught_by
 
 from torchhal.accelerators import Accelerator
 
 
+@caught_by("PRE-10")
 class PerGroupClipPrecision(SameMixedBf16):
     """Clipping by norm clips the gradients of each parameter group by themselves."""
 
@@ -32,6 +34,7 @@ class PerGroupClipPrecision(SameMixedBf16):
         return total
 
 
+@caught_by("PRE-16")
 class ScaleMattersOnlyPrecision(SameMixed16):
     """A loaded state sets the loss scale, while the count of good steps since its last change begins at zero."""
 
@@ -45,6 +48,7 @@ class ScaleMattersOnlyPrecision(SameMixed16):
         super().load_state_dict({**state, "_growth_tracker": 0} if state else state)
 
 
+@caught_by("PRE-29")
 class HighestAfterwardsPrecision(SameMixedBf16):
     """The matmul precision, which ``setup`` lowers, is set to torch's default by ``teardown``."""
 
@@ -64,6 +68,7 @@ class HighestAfterwardsPrecision(SameMixedBf16):
         super().teardown()
 
 
+@caught_by("PRE-06")
 class OneContextPrecision(SameMixedBf16):
     """``forward_context`` returns one ``torch.autocast``, made in ``setup``, to spare each step a new one."""
 
@@ -86,6 +91,7 @@ class OneContextPrecision(SameMixedBf16):
         return super().forward_context() if self._context is None else self._context
 
 
+@caught_by("PRE-09")
 class OwnBackwardPrecision(SameMixedBf16):
     """``backward`` always calls that of the loss, in float32, and never the function that it is given for it."""
 

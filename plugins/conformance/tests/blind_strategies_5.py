@@ -19,7 +19,7 @@ from torchhal.strategies import DDPStrategy, SingleDeviceStrategy
 from torchhal.strategies._module_structure import unshare_buffer_memory
 
 
-@caught_by("STR-78")
+@caught_by("STR-78", says="persistent=False")
 class StateDictSyncStrategy(FlatAverage):
     """Sends rank 0's state dict to the others, in which buffers that aren't persistent are missing."""
 

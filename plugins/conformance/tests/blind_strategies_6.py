@@ -11,12 +11,14 @@ import torch.distributed as dist
 from sound_components import FlatAverage, SameDDP, SameSingle
 from torch import nn
 from torch.optim import Optimizer
+from zoo import caught_by
 
 from torchhal.distributed import collectives
 from torchhal.precision import dense_gradient
 from torchhal.strategies._module_structure import unshare_buffer_memory
 
 
+@caught_by("STR-71")
 class OwnSliceStrategy(SameDDP):
     """``all_gather(sync_grads=True)`` puts this rank's tensor into its place of the result, and detaches the others."""
 
@@ -54,6 +56,7 @@ class ReportsAtEndStrategy(SameDDP):
         self.training_seconds = self.reduce(time.perf_counter() - self._began, "max")
 
 
+@caught_by("STR-78", says="persistent=False")
 class StateDictOnlyStrategy(FlatAverage):
     """The ranks get those parameters and buffers of rank 0 that are in its state dict."""
 
@@ -72,6 +75,7 @@ class StateDictOnlyStrategy(FlatAverage):
                 collectives.broadcast_tensors([tensor for name, tensor in tensors if name in saved])
 
 
+@caught_by("SYS-03", kind="strategy", says="CheckpointMismatchError")
 class FreesOptimizersStrategy(SameSingle):
     """``teardown`` lets go of the optimizers and schedulers, to free the memory of their states."""
 
@@ -85,6 +89,7 @@ class FreesOptimizersStrategy(SameSingle):
         self.optimizers, self.lr_scheduler_configs = [], []
 
 
+@caught_by("STR-36")
 class PlainOptimizersStrategy(SameSingle):
     """``setup_optimizers`` keeps the optimizers as they are, and doesn't ask the precision about them."""
 
@@ -98,6 +103,7 @@ class PlainOptimizersStrategy(SameSingle):
         self.lr_scheduler_configs = list(lr_scheduler_configs)
 
 
+@caught_by("STR-93")
 class BarrierAfterSaveStrategy(SameDDP):
     """``save_checkpoint`` writes on rank 0 and then has all ranks meet, to which a rank 0 that failed never comes."""
 
