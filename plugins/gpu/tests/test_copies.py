@@ -40,7 +40,10 @@ class MovesItself:
 @pytest.mark.parametrize("non_blocking", [True, False])
 def test_a_batch_arrives_whole(device, non_blocking):
     x = torch.arange(12.0).reshape(3, 4)
-    batch = {"pair": Pair(x.T, x[::2]), "empty": torch.empty(0), "name": "n", "own": MovesItself(x), "zero": x[0, 0]}
+    batch = {
+        "pair": Pair(x.T, x[::2]), "empty": torch.empty(0), "name": "n", "own": MovesItself(x), "zero": x[0, 0],
+        "expanded": x[0].expand(5, 4), "windows": x[0].unfold(0, 2, 1), "imaginary": (x + 1j).conj().imag,
+    }  # fmt: skip
     moved = SideStreamSim().batch_to_device(batch, device, non_blocking=non_blocking)
     assert type(moved["pair"]) is Pair and moved["name"] == "n"
     for there, here in (
@@ -49,6 +52,9 @@ def test_a_batch_arrives_whole(device, non_blocking):
         (moved["empty"], torch.empty(0)),
         (moved["own"].tensor, x),
         (moved["zero"], x[0, 0]),
+        (moved["expanded"], x[0].expand(5, 4)),
+        (moved["windows"], x[0].unfold(0, 2, 1)),
+        (moved["imaginary"], (x + 1j).conj().imag),
     ):
         assert there.device == device
         assert torch.equal(there.cpu(), here)

@@ -10,6 +10,11 @@ from torchhal.accelerators import Accelerator
 from torchhal.pytree import map_tensors, move_to_device, moves_itself
 
 
+def _page_locked(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of ``tensor`` in page-locked memory: ``Tensor.pin_memory`` refuses an expanded one."""
+    return torch.empty_like(tensor, pin_memory=True).copy_(tensor)
+
+
 class SideStreamAccelerator(Accelerator):
     """An accelerator with streams, whose batches are copied on one of their own.
 
@@ -37,7 +42,7 @@ class SideStreamAccelerator(Accelerator):
             if type(leaf) is not torch.Tensor or leaf.device.type != "cpu" or leaf.layout is not torch.strided:
                 return move_to_device(leaf, device, non_blocking=True)
             with self._module().stream(self._stream(device)):
-                moved = (leaf if leaf.is_pinned() else leaf.pin_memory()).to(device, non_blocking=True)
+                moved = (leaf if leaf.is_pinned() else _page_locked(leaf)).to(device, non_blocking=True)
             copied.append(moved)
             return moved
 
