@@ -172,6 +172,7 @@ class WarmUpAccelerator(SameCPU):
             matrix = torch.tanh(matrix @ matrix)
 
 
+@caught_by("ACC-58")
 class OneRegionPerNameAccelerator(SameCPU):
     """``profile_region`` keeps one context for each name and returns it again, to spare a hot path the objects."""
 

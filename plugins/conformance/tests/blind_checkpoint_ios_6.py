@@ -70,6 +70,7 @@ class MakesRoomCheckpointIO(SameTorch):
         return super().link_checkpoint(source, target)
 
 
+@caught_by("CIO-13")
 class TidiesFolderCheckpointIO(SameTorch):
     """``remove_checkpoint`` removes the folder too, once it is empty."""
 

@@ -17,6 +17,7 @@ from torchhal.cluster.lsf import LSFEnvironment
 from torchhal.errors import ConfigurationError
 
 
+@caught_by("ENV-12")
 class OutermostFirstEnvironment(AcmeEnvironment):
     """Its priority is above that of torchrun, which a task of acme-run may start on each node."""
 
@@ -102,6 +103,7 @@ class OwnPatienceEnvironment(LSFEnvironment):
             self._place = gather_topology(self)
 
 
+@caught_by("ENV-51")
 class CleansUpAddressEnvironment(FluxEnvironment):
     """``teardown`` deletes MASTER_ADDR and MASTER_PORT, which ``join`` exports, though the user had set them before."""
 

@@ -36,6 +36,7 @@ class OwnSliceStrategy(SameDDP):
         return torch.stack(parts)
 
 
+@caught_by("STR-87")
 class ReportsAtEndStrategy(SameDDP):
     """``on_train_end`` takes the longest training time of all ranks, whether or not the run has failed."""
 
@@ -123,6 +124,7 @@ class BarrierAfterSaveStrategy(SameDDP):
         self.barrier(f"save of {path!r}")
 
 
+@caught_by("STR-95")
 class ScaledNormStrategy(SameSingle):
     """``grad_norm`` measures the gradients as they are, scaled where the precision scales the loss."""
 

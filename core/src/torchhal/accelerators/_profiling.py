@@ -58,13 +58,13 @@ class DeviceProfiling:
     def profile_region(self, name: str) -> AbstractContextManager[Any]:
         """Return a context that names the work inside it in the traces of :meth:`profile`.
 
-        Called on any rank and thread, while nothing is profiled too; regions nest. The default is
+        Called on any rank and thread, while nothing is profiled too; regions nest, of one name too. The default is
         ``torch.profiler.record_function``; a vendor enters a region of its own profiler beside it.
 
         Args:
             name: what a reader of the trace sees, such as ``"forward"``.
 
-        Checks: ACC-27, ACC-57.
+        Checks: ACC-27, ACC-57, ACC-58.
 
         .. versionadded:: 0.2
         """

@@ -44,7 +44,8 @@ class ClusterEnvironment(Composable, ABC):
     priority: ClassVar[int] = 50
     """Priority among several detected environments, of which the highest is taken: the innermost launcher.
 
-    A tie is an error that names both.
+    Below 80, torchrun's, unless the launcher sets torchrun's variables itself: each process of a launcher may start
+    torchrun, which starts none. A tie is an error that names both.
 
     Checks: ENV-12.
     """
@@ -307,7 +308,7 @@ class ClusterEnvironment(Composable, ABC):
 
         Idempotent; called on every rank.
 
-        Checks: ENV-10, ENV-73, ENV-80.
+        Checks: ENV-10, ENV-51, ENV-73, ENV-80.
         """
 
     def __repr__(self) -> str:

@@ -52,7 +52,7 @@ class StrategyHooks:
         Called on every rank after the hooks ``on_train_end``, in which callbacks save, before ``on_fit_end``. Also
         after a stop by a signal, and after an error with :attr:`failure` set.
 
-        Checks: STR-55.
+        Checks: STR-55, STR-87.
 
         .. versionadded:: 0.2
         """
@@ -75,7 +75,7 @@ class StrategyHooks:
         Called on every rank after the hooks ``on_train_epoch_end``, in which callbacks save. Also after a stop by a
         signal, and after an error with :attr:`failure` set.
 
-        Checks: STR-55.
+        Checks: STR-55, STR-87.
 
         .. versionadded:: 0.2
         """
@@ -135,7 +135,7 @@ class StrategyHooks:
         Args:
             stage: as in :meth:`on_evaluation_start`.
 
-        Checks: STR-55.
+        Checks: STR-55, STR-87.
 
         .. versionadded:: 0.2
         """

@@ -232,7 +232,7 @@ class StrategySteps(StrategyCommunication):
         Returns:
             A 0-d tensor: the norm of the unscaled gradients.
 
-        Checks: STR-70.
+        Checks: STR-70, STR-95.
         """
         self.unscale_gradients(optimizer)
         parameters = [parameter for parameter in self.precision.main_params(optimizer) if parameter.grad is not None]

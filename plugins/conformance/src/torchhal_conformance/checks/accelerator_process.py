@@ -1,4 +1,4 @@
-"""ACC-54 to ACC-57: what a run and many questions leave behind in a process, and regions of several threads."""
+"""ACC-54 to ACC-58: what a run and many questions leave behind in a process, and regions of a profile."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ from torchhal_conformance._limits import scaled
 from torchhal_conformance.checks._open_files import open_files
 
 
-def _process_state() -> dict[str, Any]:
+def _process_state() -> dict[str, str]:
     """Return what a process has beside its memory, by a name for messages."""
     handled = {name: getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGCHLD")}
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     return {
-        "the cores that the process may use": sorted(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else 0,
+        "the cores that the process may use": str(cores),
         "its working folder": os.getcwd(),
-        **{f"its handler of {name}": signal.getsignal(number) for name, number in handled.items()},
+        **{f"its handler of {name}": repr(signal.getsignal(number)) for name, number in handled.items()},
     }
 
 
@@ -35,34 +34,51 @@ def _process_state() -> dict[str, Any]:
 def process_left_as_it_was(context: CheckContext) -> None:
     """After teardown() the process may use the cores that it could before, and has its signal handlers and folder.
 
+    They are those of the program that it is, where a launcher has bound it to a core and it handles signals itself, too.
+
     Why: each run in a notebook had half of the cores of the one before, and so had all child processes.
     Fix: keep in setup_device() what was there, and restore it in teardown().
     """
     context.restart_subprocess()
     try:
-        before, after = context.run_in_subprocess(_two_lives, context.component)
+        lives = context.run_in_subprocess(_three_lives, context.component)
     finally:
         context.restart_subprocess()
-    for life, found in enumerate(after, 1):
-        for name, value in found.items():
+    for life, (before, after) in enumerate(lives, 1):
+        for name, value in after.items():
             same(f"{name} after teardown() of life {life}", value, before[name])
 
 
-def _two_lives(component: ComponentUnderTest) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def _three_lives(component: ComponentUnderTest) -> list[tuple[dict[str, str], dict[str, str]]]:
+    """Return how the process was before and after each of three runs: two as it began, one with settings of its own."""
     if hasattr(os, "sched_setaffinity"):  # the kit's own process may have been left on some cores alone
         with contextlib.suppress(OSError):
             os.sched_setaffinity(0, range(os.cpu_count() or 1))
-    before, after = _process_state(), []
-    for _ in range(2):
+    lives, before = [], _process_state()
+    for life in range(3):
+        if life == 2:
+            _change_process_state()
+            before = _process_state()
         accelerator = component.create()
         device = accelerator.get_parallel_devices(accelerator.parse_devices(1))[0]
         accelerator.setup_device(device)
         torch.ones(8, device=device).sum()
         accelerator.synchronize(device)
         accelerator.teardown()
-        after.append(_process_state())
-    shown = [{name: repr(value) for name, value in one.items()} for one in (before, *after)]
-    return shown[0], shown[1:]
+        lives.append((before, _process_state()))
+    return lives
+
+
+def _change_process_state() -> None:
+    os.chdir(os.path.dirname(os.getcwd()))
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, _handle)
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])
+
+
+def _handle(number: int, frame: Any) -> None:
+    """Do nothing for a signal that the program handles."""
 
 
 @check("ACC-55", since="0.2", needs=["device", "posix"], after=("ACC-01",))
@@ -206,3 +222,33 @@ def regions_of_threads(context: CheckContext) -> None:
     require(ends["of this thread"] <= ends["behind it"], f"{told}, whatever another thread has entered")
     if "of another thread" in ends:
         require(ends["of another thread"] >= ends["of this thread"], "another thread's region ended with this one's")
+
+
+@check("ACC-58", since="0.2", needs=["device"], after=("ACC-27",))
+def regions_of_one_name(context: CheckContext) -> None:
+    """A profile_region() inside of another one of the same name is a region of its own: the outer one lasts longer.
+
+    Why: blocks that hold blocks; the trace shows the outer one too short, and the wrong part of the model is optimized.
+    Fix: return a new context for each call.
+    """
+    accelerator, device = context.setup_accelerator()
+    with accelerator.profile() as profiled:
+        with accelerator.profile_region("block"):
+            with accelerator.profile_region("block"):
+                torch.ones(4, device=device).sum()
+            with accelerator.profile_region("behind the inner block"):
+                time.sleep(0.01)
+    if not isinstance(profiled, torch.profiler.profile):
+        raise NotApplicable("profile() is no torch.profiler.profile")
+    spans: dict[str, list[tuple[float, float]]] = {"block": [], "behind the inner block": []}
+    for event in profiled.events() or ():  # type: ignore[no-untyped-call]
+        # a region may be shown a second time, on the device
+        if event.name in spans and event.device_type == torch.autograd.DeviceType.CPU:
+            spans[event.name].append((event.time_range.start, event.time_range.end))
+    same("regions named 'block' in the trace of two", len(spans["block"]), 2)
+    same("regions behind the inner one", len(spans["behind the inner block"]), 1)
+    (outer_start, outer_end), (inner_start, inner_end) = sorted(spans["block"], key=lambda span: span[0] - span[1])
+    start, end = spans["behind the inner block"][0]
+    require(outer_start <= inner_start and outer_end >= inner_end, "two regions of one name don't nest")
+    require(outer_end >= end, "the outer of two regions of one name ended before what it holds")
+    require(inner_end <= start, "the inner of two regions of one name lasted longer than its body")

@@ -88,6 +88,13 @@ def removal(context: CheckContext) -> None:
     io.remove_checkpoint(path)
     same("the folder after a save and its removal", file_sizes(context.folder), before)
     io.remove_checkpoint(path)
+    alone = context.folder / "alone"
+    alone.mkdir()
+    for told, saves in (("a removal of what isn't there", False), ("the removal of its one checkpoint", True)):
+        if saves:
+            save(io, small_checkpoint(), alone / "x.ckpt")
+        io.remove_checkpoint(alone / "x.ckpt")
+        require(alone.is_dir(), f"{told} has removed the folder too, which the user had made")
     target, link = context.folder / "kept.ckpt", context.folder / "link.ckpt"
     save(io, small_checkpoint(), target)
     try:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torchhal import registry
 from torchhal.accelerators import CPUAccelerator
 from torchhal.checkpoint import TorchCheckpointIO
-from torchhal.cluster import ClusterEnvironment
+from torchhal.cluster import ClusterEnvironment, TorchElasticEnvironment
 from torchhal.distributed.process import launched_by
 from torchhal.errors import ConfigurationError
 from torchhal.launchers import ExternalLauncher
@@ -250,14 +250,25 @@ def _check_validation(environment: ClusterEnvironment, layout: Layout) -> None:
 def precedence(context: CheckContext) -> None:
     """Inside of another launcher's job no other environment has the same priority: the choice is never a tie.
 
+    The priority is below torchrun's, which a process of its launcher may start, unless that launcher sets torchrun's
+    variables.
     The numbers there are those of its own launcher; in a process that torchhal has started for it, those of torchhal.
 
     Why: torchrun inside of a scheduler's step sets both sets of variables, and the outer numbers were taken.
-    Fix: a priority below 80 for schedulers, above for what they start.
+    Fix: a priority below 80 for what starts torchrun, above for what sets its variables as well.
     """
     cls = context.component.cls
     require(type(cls.priority) is int, f"'priority' must be an int (got {cls.priority!r})")
     own, alone = context.component.own_tables[0], None
+    with variables(own):
+        by_torchrun = TorchElasticEnvironment.detect()  # its launcher starts processes as torchrun does
+    with variables(own, TABLES["torchelastic"][0]):
+        outer = not by_torchrun and cls.detect() and cls.priority >= TorchElasticEnvironment.priority
+    require(
+        not outer,
+        f"its priority of {cls.priority} is not below torchrun's, {TorchElasticEnvironment.priority}: where a process of "
+        "its launcher starts torchrun, all workers of torchrun there would take the rank of that process",
+    )
     with variables(context.component.own_tables[3]), contextlib.suppress(ConfigurationError):
         alone = known_numbers(context.create())
     for name, other in TABLES.items():

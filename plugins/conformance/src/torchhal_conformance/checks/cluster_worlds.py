@@ -76,7 +76,8 @@ def _survey(environment: ClusterEnvironment, layout: Layout) -> tuple[Any, dict[
 def ranks_meet(context: CheckContext) -> None:
     """join() determines the numbers that no variable holds, each time that all ranks call it, and no others change.
 
-    A copy by pickle in another process lacks them, or has those of that process. os.environ is as it was.
+    A copy by pickle in another process lacks them, or has those of that process. os.environ is as it was, after
+    teardown() too.
 
     Why: a place that was exchanged once travelled to the workers, and each took itself for rank 0's neighbour.
     Fix: derive from ExternalEnvironment; leave what was exchanged out of the pickled state.
@@ -86,13 +87,14 @@ def ranks_meet(context: CheckContext) -> None:
         raise NotApplicable("variables hold all numbers")
     for world in worlds:
         layout, copies = world.layout, []
-        for rank, (before, first, second, written, copy) in enumerate(run_world(context, world, _join_twice)):
+        for rank, (before, first, second, written, copy, removed) in enumerate(run_world(context, world, _join_twice)):
             told = f"on global rank {rank} of a job of {layout}"
             right = world.numbers(rank)
             same(f"the numbers before join() {told}", before, {name: right[name] for name in before})
             same(f"the numbers after join() {told}", first, right)
             same(f"the numbers after another join() {told}", second, right)
             require(not written, f"join() wrote {', '.join(written)} to os.environ {told}")
+            require(not removed, f"teardown() after join() changed {', '.join(removed)} in os.environ {told}")
             copies.append(copy)
         for rank in range(layout.world_size):
             _check_copy(world, copies[rank], (rank + 1) % layout.world_size)
@@ -117,7 +119,7 @@ def _join_twice(component: ComponentUnderTest, world: LauncherWorld, port: int) 
         with meeting_here(environment, world, rank, port):
             kept = dict(os.environ)
             environment.join(timedelta(seconds=scaled(JOIN_TIMEOUT)))
-            written.extend(sorted(name for name in {*kept, *os.environ} if kept.get(name) != os.environ.get(name)))
+            written.extend(changed(kept))
         with variables(world.tables[rank]):
             return numbers(environment)
 
@@ -127,7 +129,16 @@ def _join_twice(component: ComponentUnderTest, world: LauncherWorld, port: int) 
             copy = pickle.dumps(environment)
         except Exception as error:
             raise CheckFailed(f"it doesn't pickle after join() ({type(error).__name__}: {error})") from error
-    return before, first, second, written, copy
+    with meeting_here(environment, world, rank, port):
+        kept = dict(os.environ)
+        environment.teardown()
+        removed = changed(kept)
+    return before, first, second, written, copy, removed
+
+
+def changed(kept: dict[str, str]) -> list[str]:
+    """Return the names of the variables that are not as in ``kept``."""
+    return sorted(name for name in {*kept, *os.environ} if kept.get(name) != os.environ.get(name))
 
 
 @check("ENV-52", since="0.2", needs=["table", "posix"], after=("ENV-51",))

@@ -1,14 +1,16 @@
-"""STR-70 to STR-75: norms, small gradients, gathered gradients, and gradients of some parameters only."""
+"""STR-70 to STR-75, STR-95: norms, small gradients, gathered gradients, and gradients of some parameters only."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from torchhal.precision import SinglePrecision
 from torchhal_conformance._assertions import close, require, same
 from torchhal_conformance._check import NotApplicable, check
 from torchhal_conformance._rank_context import WORLD_SIZES, RankContext
@@ -67,6 +69,54 @@ def norm_of_gradients(rank: RankContext) -> None:
         run.strategy.grad_norm(run.optimizer)
         run.strategy.optimizer_step(run.optimizer)
         weights_close("after a step whose infinite norm was asked for", run.weights(), plain, run.tolerance)
+
+
+class _Scales(SinglePrecision):
+    """A precision that scales the loss, and divides gradients once by the scale, before the step at the latest."""
+
+    SCALE = 1024.0
+    scaled = False
+
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        self.scaled = True
+        super().backward(loss * self.SCALE, *args, **kwargs)
+
+    def unscale_gradients(self, optimizer: Any) -> None:
+        if self.scaled:
+            self.scaled = False
+            for parameter in self.main_params(optimizer):
+                if parameter.grad is not None:
+                    parameter.grad.div_(self.SCALE)
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any] | None = None) -> bool:
+        self.unscale_gradients(optimizer)
+        return super().optimizer_step(optimizer, closure)
+
+
+@check("STR-95", since="0.2", world_sizes=(1, 2), after=("STR-70",))
+def norm_of_scaled_gradients(rank: RankContext) -> None:
+    """grad_norm is that of the gradients without the precision's scale, and the step after it is right.
+
+    Why: in 16-mixed the norm that hooks see is 65536 times too large; a rule that leaves out steps leaves out all.
+    Fix: call unscale_gradients(optimizer) first.
+    """
+    precision = _Scales()
+    plain = Regression()
+    x, y = batch(rank, 0)
+    F.mse_loss(plain(x), y).backward()  # type: ignore[no-untyped-call]
+    expected = float(nn.utils.clip_grad_norm_(plain.parameters(), 1e9))
+    with running(rank, Regression(), strategy=rank.create_strategy(precision=precision)) as run:
+        run.strategy.zero_grad(run.optimizer)
+        run.strategy.backward(run.step(share(run.strategy, (x, y)), 0))
+        if not precision.scaled:
+            raise NotApplicable("the strategy doesn't go back through the precision")
+        with clipping(rank):
+            norm = float(run.strategy.grad_norm(run.optimizer))
+        tolerance = tolerance_of(run.strategy, "gradient_norm", 1e-4)
+        close("the norm of gradients of a scaled loss", norm / expected, 1.0, tolerance)
+        run.strategy.optimizer_step(run.optimizer)
+        torch.optim.SGD(plain.parameters(), lr=0.1).step()
+        weights_close("after a step of a scaled loss", run.weights(), plain, run.tolerance)
 
 
 @check("STR-71", since="0.2", world_sizes=WORLD_SIZES, after=("STR-11",))

@@ -146,23 +146,42 @@ def hooks_of_one_rank(rank: RankContext) -> None:
 
 @check("STR-87", since="0.2", world_sizes=(2,), after=("STR-55",))
 def error_of_one_rank(rank: RankContext) -> None:
-    """on_exception returns on a rank that is alone with its error: it doesn't communicate where ``failure`` is set.
+    """on_exception and the end hooks after it return on a rank that is alone with its error: they don't communicate.
+
+    ``failure`` is set there, in on_evaluation_end, on_train_epoch_end and on_train_end.
 
     Why: the other ranks are in an averaging of gradients; the error is hidden behind a hang until the timeout.
-    Fix: say what this rank knows; torchhal reports the errors of all.
+    Fix: say what this rank knows; torchhal reports the errors of all. Look at ``failure`` before a collective.
     """
     require_several_ranks(rank)
-    with running(rank, Regression()) as run:
-        took = 0.0
+    strategy, error = rank.create_strategy(), DistributedError("of this rank alone")
+    strategy.timeout = timedelta(seconds=scaled(8.0))  # a collective raises before the other rank stops waiting
+    with running(rank, Regression(), strategy=strategy):
+        strategy.on_train_start()
+        strategy.on_train_epoch_start()
+        strategy.on_evaluation_start("validate")
+        ends: dict[str, Callable[[], None]] = {
+            "on_exception": lambda: strategy.on_exception(error),
+            "on_evaluation_end": lambda: strategy.on_evaluation_end("validate"),
+            "on_train_epoch_end": strategy.on_train_epoch_end,
+            "on_train_end": strategy.on_train_end,
+        }
+        took = dict.fromkeys(ends, 0.0)
+        strategy.failure = error
         if rank.rank == 0:
-            error, began = DistributedError("of this rank alone"), time.monotonic()
-            run.strategy.failure = error
-            with suppress(Exception):  # is logged
-                run.strategy.on_exception(error)
-            run.strategy.failure = None
-            took = time.monotonic() - began
+            for name, end in ends.items():
+                began = time.monotonic()
+                with suppress(Exception):  # is logged
+                    end()
+                took[name] = time.monotonic() - began
         took = rank.gather(took)[0]
-        require(took < scaled(5.0), f"on_exception of a rank that is alone with its error took {took:.0f} s")
+        if rank.rank != 0:
+            for end in ends.values():
+                with suppress(Exception):
+                    end()
+        strategy.failure = None
+        for name, seconds in took.items():
+            require(seconds < scaled(5.0), f"{name} of a rank that is alone with its error took {seconds:.0f} s")
 
 
 class _FailsLater(TorchCheckpointIO):
