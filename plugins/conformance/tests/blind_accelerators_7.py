@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 from sound_components import SameCPU
+from zoo import caught_by
 
 from torchhal.pytree import map_tensors
 
 
+@caught_by("ACC-50")
 class StagingBuffersAccelerator(SameCPU):
     """Copies each batch into the buffers that hold the batch before it."""
 
@@ -43,6 +45,7 @@ class StagingBuffersAccelerator(SameCPU):
         return map_tensors(super().batch_to_device(batch, device, non_blocking=non_blocking), stage)
 
 
+@caught_by("ACC-28")
 class ForwardedPositionAccelerator(SameCPU):
     """Reads one batch ahead, and forwards the loader's own state_dict with everything else of the loader."""
 
@@ -95,6 +98,7 @@ def _read(loaded: Iterator[Any]) -> tuple[Any, Exception | None]:
         return _END, error
 
 
+@caught_by("ACC-31")
 class FlushedDenormalsAccelerator(SameCPU):
     """Makes the process flush denormal numbers to zero when the device is set up."""
 
@@ -111,6 +115,7 @@ class FlushedDenormalsAccelerator(SameCPU):
         torch.set_flush_denormal(True)
 
 
+@caught_by("ACC-54")
 class AllCoresAccelerator(SameCPU):
     """Ends a run by giving the process every core of the machine."""
 
@@ -128,6 +133,7 @@ class AllCoresAccelerator(SameCPU):
             os.sched_setaffinity(0, range(os.cpu_count() or 1))  # the runtime may have bound the process
 
 
+@caught_by("ACC-14")
 class OneBufferStateAccelerator(SameCPU):
     """Returns each state of the generator in the same tensor."""
 
@@ -150,6 +156,7 @@ class OneBufferStateAccelerator(SameCPU):
         return self._state.copy_(state)
 
 
+@caught_by("ACC-58")
 class CachedRegionsAccelerator(SameCPU):
     """Makes one region per name and enters it again, also while it is entered."""
 

@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 from sound_components import SameTorch, ThreadedTorch
+from zoo import caught_by
 
 
 def _is_local(path: str | os.PathLike[str]) -> bool:
     return "://" not in os.fspath(path)
 
 
+@caught_by("CIO-60")
 class LastErrorCheckpointIO(ThreadedTorch):
     """Forgets that a save has failed as soon as the next one begins."""
 
@@ -27,6 +29,7 @@ class LastErrorCheckpointIO(ThreadedTorch):
         super()._start(work)
 
 
+@caught_by("CIO-14")
 class TrustingInspectionCheckpointIO(SameTorch):
     """Opens a checkpoint for inspection with weights_only=False."""
 
@@ -39,6 +42,7 @@ class TrustingInspectionCheckpointIO(SameTorch):
         return self.load_checkpoint(path, weights_only=False)
 
 
+@caught_by("CIO-13")
 class TidyFoldersCheckpointIO(SameTorch):
     """Removes the folder of a removed checkpoint too, if it is empty then."""
 
@@ -54,6 +58,7 @@ class TidyFoldersCheckpointIO(SameTorch):
                 os.rmdir(os.path.dirname(os.path.abspath(path)))
 
 
+@caught_by("CIO-06")
 class BackupBesideCheckpointIO(SameTorch):
     """Keeps what a save replaces beside it, as name.bak, before it begins."""
 
@@ -78,6 +83,7 @@ class BackupBesideCheckpointIO(SameTorch):
         super().save_checkpoint(checkpoint, path, storage_options=storage_options)
 
 
+@caught_by("CIO-52")
 class ChangeTimeOrderCheckpointIO(SameTorch):
     """Lists checkpoints by the change time of their files, which a second name sets to now."""
 
@@ -90,6 +96,7 @@ class ChangeTimeOrderCheckpointIO(SameTorch):
         return sorted(found, key=lambda path: os.stat(path).st_ctime_ns) if _is_local(folder) else found
 
 
+@caught_by("CIO-26")
 class CachedLoadCheckpointIO(SameTorch):
     """Returns the same dictionary again while the file is the same."""
 

@@ -8,6 +8,7 @@ import subprocess
 from typing import Any
 
 from sound_components import AcmeEnvironment
+from zoo import caught_by
 
 from torchhal.cluster import read_text
 from torchhal.cluster.local import LocalEnvironment
@@ -15,6 +16,7 @@ from torchhal.cluster.slurm import SlurmEnvironment
 from torchhal.errors import ConfigurationError
 
 
+@caught_by("ENV-12")
 class OutermostPriorityEnvironment(AcmeEnvironment):
     """Has a priority above those of the launchers that run inside of its tasks."""
 
@@ -26,6 +28,7 @@ class OutermostPriorityEnvironment(AcmeEnvironment):
     priority = 85
 
 
+@caught_by("ENV-11")
 class ProductOnlyEnvironment(AcmeEnvironment):
     """Compares the number of all processes with the request, and not those of nodes and of processes per node."""
 
@@ -48,6 +51,7 @@ class ProductOnlyEnvironment(AcmeEnvironment):
             )
 
 
+@caught_by("ENV-77")
 class RaisingResubmitEnvironment(AcmeEnvironment):
     """Raises where the scheduler's command is missing or refuses the job."""
 
@@ -63,6 +67,7 @@ class RaisingResubmitEnvironment(AcmeEnvironment):
         return f"job {self.job_id()} is requeued"
 
 
+@caught_by("ENV-73")
 class PoppedAddressEnvironment(LocalEnvironment):
     """Exports where the ranks meet, and at the end deletes these variables whoever has set them."""
 
@@ -90,6 +95,7 @@ class PoppedAddressEnvironment(LocalEnvironment):
         return {**super().__getstate__(), "_exported": False}
 
 
+@caught_by("ENV-76")
 class WrongDivisorEnvironment(AcmeEnvironment):
     """Divides a rank by the number of nodes to find its node."""
 
@@ -101,6 +107,7 @@ class WrongDivisorEnvironment(AcmeEnvironment):
         return rank // self.num_nodes()
 
 
+@caught_by("ENV-06")
 class FirstNodesTasksEnvironment(SlurmEnvironment):
     """Takes the first number of SLURM_STEP_TASKS_PER_NODE for every node."""
 

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from sound_components import SameMixed16, SameMixedBf16, SameTrueBf16
 from torch.optim import Optimizer
+from zoo import caught_by
 
 from torchhal.precision import cast_tensors, dense_gradient
 from torchhal.pytree import map_tensors
 
 
+@caught_by("PRE-11")
 class OneSidedClipPrecision(SameMixedBf16):
     """Clips by value at the upper end only."""
 
@@ -32,6 +34,7 @@ class OneSidedClipPrecision(SameMixedBf16):
         return None
 
 
+@caught_by("PRE-07")
 class ConvertsPixelsPrecision(SameTrueBf16):
     """Converts integers too, but for the dtypes of labels that its author knew."""
 
@@ -51,6 +54,7 @@ class ConvertsPixelsPrecision(SameTrueBf16):
         return map_tensors(batch, convert)
 
 
+@caught_by("PRE-06")
 class HighestAfterwardsPrecision(SameMixedBf16):
     """Leaves a step with torch's default for float32 products, not with what was set before."""
 
@@ -77,6 +81,7 @@ class _Faster:
         self._inner.__exit__(*error)
 
 
+@caught_by("PRE-61")
 class ForgottenGrowthPrecision(SameMixed16):
     """Saves the loss scale without the number of steps since it last changed."""
 
@@ -99,6 +104,7 @@ class ForgottenGrowthPrecision(SameMixed16):
         }
 
 
+@caught_by("PRE-08")
 class AlwaysFloat32OutputPrecision(SameMixedBf16):
     """Returns a step's output in float32, whatever torch's default dtype is."""
 
@@ -112,6 +118,7 @@ class AlwaysFloat32OutputPrecision(SameMixedBf16):
         return cast_tensors(output, torch.float32)
 
 
+@caught_by("PRE-29")
 class UndeclaredScalingPrecision(SameMixed16):
     """Scales the loss and skips steps, and doesn't say so in its features."""
 

@@ -9,10 +9,12 @@ import torch
 import torch.distributed as dist
 from sound_components import FlatAverage, SameDDP, SameSingle
 from torch.optim import Optimizer
+from zoo import caught_by
 
 from torchhal.capabilities import LOSS_SCALING
 
 
+@caught_by("STR-45")
 class PackedMetricsStrategy(SameDDP):
     """Reduces a dictionary of metrics as one tensor of its values, in each rank's own order of the keys."""
 
@@ -35,6 +37,7 @@ def _is_metric(value: Any) -> bool:
     return type(value) is torch.Tensor and value.dim() == 0 and value.is_floating_point()
 
 
+@caught_by("STR-96")
 class PerNodeAverageStrategy(FlatAverage):
     """Divides the sum of all ranks' gradients by the number of this node's processes."""
 
@@ -57,6 +60,7 @@ class PerNodeAverageStrategy(FlatAverage):
             gradient.copy_(part.view_as(gradient))
 
 
+@caught_by("STR-85")
 class CountingEvaluationStrategy(SameDDP):
     """Counts the evaluated batches of all ranks after each batch of an evaluation."""
 
@@ -78,6 +82,7 @@ class CountingEvaluationStrategy(SameDDP):
         self.evaluated += int(count.item())
 
 
+@caught_by("STR-22")
 class SharedResidualStrategy(FlatAverage):
     """Sends rounded gradients and saves what the rounding left on rank 0 for all ranks."""
 
@@ -124,6 +129,7 @@ class SharedResidualStrategy(FlatAverage):
         self.residual = None if residual is None else residual.to(self.root_device, copy=True)
 
 
+@caught_by("STR-83")
 class LonelyRemovalStrategy(SameDDP):
     """Removes a checkpoint on rank 0 without telling the other ranks how that went."""
 
@@ -137,6 +143,7 @@ class LonelyRemovalStrategy(SameDDP):
             self.checkpoint_io.remove_checkpoint(path)
 
 
+@caught_by("STR-22")
 class NewRatesStrategy(SameSingle):
     """Keeps the learning rates of the new optimizer when it loads a saved one's state."""
 

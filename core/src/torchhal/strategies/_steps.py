@@ -166,7 +166,7 @@ class StrategySteps(StrategyCommunication):
             *args: passed on to ``loss.backward``.
             **kwargs: passed on to ``loss.backward``.
 
-        Checks: STR-14, STR-15, STR-17, STR-18, STR-20, STR-64, STR-72, STR-74.
+        Checks: STR-14, STR-15, STR-17, STR-18, STR-20, STR-64, STR-72, STR-74, STR-96.
         """
         self.precision.backward(loss, *args, **kwargs)
         if self.mark_step is not None:

@@ -64,6 +64,7 @@ _MODULES: Final = (
     "strategy_gradients",
     "strategy_differences",
     "strategy_one_rank",
+    "strategy_nodes",
     "processes",
     "trainer",
     "strategy_hooks",

@@ -34,7 +34,7 @@ def _process_state() -> dict[str, str]:
 def process_left_as_it_was(context: CheckContext) -> None:
     """After teardown() the process may use the cores that it could before, and has its signal handlers and folder.
 
-    They are those of the program that it is, where a launcher has bound it to a core and it handles signals itself, too.
+    So it is in a program that a launcher has bound to one core, and that handles signals itself, too.
 
     Why: each run in a notebook had half of the cores of the one before, and so had all child processes.
     Fix: keep in setup_device() what was there, and restore it in teardown().
@@ -232,18 +232,17 @@ def regions_of_one_name(context: CheckContext) -> None:
     Fix: return a new context for each call.
     """
     accelerator, device = context.setup_accelerator()
-    with accelerator.profile() as profiled:
+    with accelerator.profile() as profiled, accelerator.profile_region("block"):
         with accelerator.profile_region("block"):
-            with accelerator.profile_region("block"):
-                torch.ones(4, device=device).sum()
-            with accelerator.profile_region("behind the inner block"):
-                time.sleep(0.01)
+            torch.ones(4, device=device).sum()
+        with accelerator.profile_region("behind the inner block"):
+            time.sleep(0.01)
     if not isinstance(profiled, torch.profiler.profile):
         raise NotApplicable("profile() is no torch.profiler.profile")
     spans: dict[str, list[tuple[float, float]]] = {"block": [], "behind the inner block": []}
     for event in profiled.events() or ():  # type: ignore[no-untyped-call]
         # a region may be shown a second time, on the device
-        if event.name in spans and event.device_type == torch.autograd.DeviceType.CPU:
+        if event.name in spans and event.device_type.name == "CPU":
             spans[event.name].append((event.time_range.start, event.time_range.end))
     same("regions named 'block' in the trace of two", len(spans["block"]), 2)
     same("regions behind the inner one", len(spans["behind the inner block"]), 1)

@@ -266,8 +266,8 @@ def precedence(context: CheckContext) -> None:
         outer = not by_torchrun and cls.detect() and cls.priority >= TorchElasticEnvironment.priority
     require(
         not outer,
-        f"its priority of {cls.priority} is not below torchrun's, {TorchElasticEnvironment.priority}: where a process of "
-        "its launcher starts torchrun, all workers of torchrun there would take the rank of that process",
+        f"its priority of {cls.priority} is not below torchrun's, {TorchElasticEnvironment.priority}: where a process "
+        "of its launcher starts torchrun, all workers of torchrun there would take the rank of that process",
     )
     with variables(context.component.own_tables[3]), contextlib.suppress(ConfigurationError):
         alone = known_numbers(context.create())

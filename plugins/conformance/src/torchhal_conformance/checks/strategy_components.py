@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
@@ -14,7 +13,7 @@ from torch.utils.data import DistributedSampler
 from torchhal import registry
 from torchhal.accelerators import CPUAccelerator
 from torchhal.checkpoint import TorchCheckpointIO
-from torchhal.errors import ConfigurationError, UnsupportedCombinationError
+from torchhal.errors import UnsupportedCombinationError
 from torchhal.precision import SinglePrecision
 from torchhal.resolve import Request, resolve
 from torchhal_conformance._assertions import raises, require, same
@@ -113,31 +112,6 @@ def sampler(rank: RankContext) -> None:
         distinct = {tuple(share) for share in shares}
         same("how many different shares there are", len(distinct), replicas)
         require(orders != shares, "the second epoch has the order of the first")
-
-
-@check("STR-91", since="0.2", world_sizes=(2,), after=("STR-28",))
-def sampler_of_several_nodes(rank: RankContext) -> None:
-    """On two nodes of one rank each distributed_sampler_kwargs divide the samples as they do on one node of two.
-
-    Why: the rank within the node is 0 on both, so that half of the data was never seen and the other half twice.
-    Fix: count among all ranks, not among those of a node.
-    """
-    alone = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(rank.rank), "GROUP_WORLD_SIZE": "2"}
-    refused, kwargs = "", None
-    with mock.patch.dict(os.environ, alone):
-        try:
-            kwargs = rank.create_strategy(one_per_node=True).distributed_sampler_kwargs  # it needs no set-up
-        except ConfigurationError as error:
-            refused = str(error)
-    if all(rank.gather(refused)):
-        raise NotApplicable(f"the strategy is for one node ({refused})")
-    everybody = rank.gather(kwargs)
-    if set(map(type, everybody)) == {type(None)}:
-        raise NotApplicable("the strategy divides no samples")
-    require(None not in everybody, f"distributed_sampler_kwargs on two nodes are {everybody}")
-    same("num_replicas on two nodes", len({one["num_replicas"] for one in everybody}), 1)
-    replicas, ranks = everybody[0]["num_replicas"], sorted({one["rank"] for one in everybody})
-    same("the ranks of the data on two nodes of one rank each", ranks, list(range(replicas)))
 
 
 @check("STR-36", world_sizes=(1,))
