@@ -17,7 +17,7 @@ from torchhal.cluster.lsf import LSFEnvironment
 from torchhal.errors import ConfigurationError
 
 
-@caught_by("ENV-12")
+@caught_by("ENV-12", tables=TABLES)
 class OutermostFirstEnvironment(AcmeEnvironment):
     """Its priority is above that of torchrun, which a task of acme-run may start on each node."""
 

@@ -7,7 +7,7 @@ import re
 import subprocess
 from typing import Any
 
-from sound_components import AcmeEnvironment
+from sound_components import TABLES, AcmeEnvironment
 from zoo import caught_by
 
 from torchhal.cluster import read_text
@@ -16,7 +16,7 @@ from torchhal.cluster.slurm import SlurmEnvironment
 from torchhal.errors import ConfigurationError
 
 
-@caught_by("ENV-12")
+@caught_by("ENV-12", tables=TABLES)
 class OutermostPriorityEnvironment(AcmeEnvironment):
     """Has a priority above those of the launchers that run inside of its tasks."""
 
@@ -28,7 +28,7 @@ class OutermostPriorityEnvironment(AcmeEnvironment):
     priority = 85
 
 
-@caught_by("ENV-11")
+@caught_by("ENV-11", tables=TABLES)
 class ProductOnlyEnvironment(AcmeEnvironment):
     """Compares the number of all processes with the request, and not those of nodes and of processes per node."""
 
@@ -51,7 +51,7 @@ class ProductOnlyEnvironment(AcmeEnvironment):
             )
 
 
-@caught_by("ENV-77")
+@caught_by("ENV-77", tables=TABLES)
 class RaisingResubmitEnvironment(AcmeEnvironment):
     """Raises where the scheduler's command is missing or refuses the job."""
 
@@ -95,7 +95,7 @@ class PoppedAddressEnvironment(LocalEnvironment):
         return {**super().__getstate__(), "_exported": False}
 
 
-@caught_by("ENV-76")
+@caught_by("ENV-76", tables=TABLES)
 class WrongDivisorEnvironment(AcmeEnvironment):
     """Divides a rank by the number of nodes to find its node."""
 

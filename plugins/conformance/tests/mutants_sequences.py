@@ -1,8 +1,10 @@
 """Components of all kinds that are each broken in one way that an order of calls or an odd value shows."""
 
 import os
+import signal
 
 import torch
+import torch.distributed as dist
 from zoo import caught_by
 
 from torchhal.accelerators import Accelerator, CPUAccelerator
@@ -256,3 +258,28 @@ class TakesAnyState(SingleDeviceStrategy):
 
     def load_optimizer_state(self, optimizer, state):
         optimizer.state.update(state)
+
+
+@caught_by("ACC-54")
+class IgnoresTermination(CPUAccelerator):
+    """``setup`` protects the device from a stop in the midst of a transfer, and nothing ends that."""
+
+    name = "ignores_termination"
+    auto_priority = None
+
+    def setup(self, module):
+        super().setup(module)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+@caught_by("STR-87")
+class WaitsForRankZero(DDPStrategy):
+    """``on_train_end`` takes a number from rank 0 through the store: rank 0 itself waits for nobody."""
+
+    def on_train_end(self):
+        super().on_train_end()
+        store = dist.distributed_c10d._get_default_store()
+        if self.is_global_zero:
+            store.set("training_ended", "1")
+        else:
+            store.wait(["training_ended"], self.timeout)

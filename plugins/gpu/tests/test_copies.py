@@ -43,6 +43,7 @@ def test_a_batch_arrives_whole(device, non_blocking):
     batch = {
         "pair": Pair(x.T, x[::2]), "empty": torch.empty(0), "name": "n", "own": MovesItself(x), "zero": x[0, 0],
         "expanded": x[0].expand(5, 4), "windows": x[0].unfold(0, 2, 1), "imaginary": (x + 1j).conj().imag,
+        "channels last": x.reshape(1, 3, 2, 2).to(memory_format=torch.channels_last), "float8": x.to(torch.float8_e5m2),
     }  # fmt: skip
     moved = SideStreamSim().batch_to_device(batch, device, non_blocking=non_blocking)
     assert type(moved["pair"]) is Pair and moved["name"] == "n"
@@ -55,6 +56,8 @@ def test_a_batch_arrives_whole(device, non_blocking):
         (moved["expanded"], x[0].expand(5, 4)),
         (moved["windows"], x[0].unfold(0, 2, 1)),
         (moved["imaginary"], (x + 1j).conj().imag),
+        (moved["channels last"], x.reshape(1, 3, 2, 2)),
+        (moved["float8"].view(torch.uint8), x.to(torch.float8_e5m2).view(torch.uint8)),
     ):
         assert there.device == device
         assert torch.equal(there.cpu(), here)

@@ -58,8 +58,8 @@ class DeviceProfiling:
     def profile_region(self, name: str) -> AbstractContextManager[Any]:
         """Return a context that names the work inside it in the traces of :meth:`profile`.
 
-        Called on any rank and thread, while nothing is profiled too; regions nest, of one name too. The default is
-        ``torch.profiler.record_function``; a vendor enters a region of its own profiler beside it.
+        Called on any rank and thread, while nothing is profiled too; regions nest, also those of one name. The default
+        is ``torch.profiler.record_function``; a vendor enters a region of its own profiler beside it.
 
         Args:
             name: what a reader of the trace sees, such as ``"forward"``.

@@ -135,8 +135,9 @@ class CheckpointIO(Composable, ABC):
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Delete exactly what a save wrote at ``path``; do nothing if there is nothing.
 
-        A link is removed itself, never its target. By default one file; a folder is refused, so an IO that writes
-        folders overrides this. Called on global rank 0, or on every rank of a ``"sharded"`` one.
+        The folder that it is in stays. A link is removed itself, never its target. By default one file; a folder is
+        refused, so an IO that writes folders overrides this. Called on global rank 0, or on every rank of a
+        ``"sharded"`` one.
 
         Args:
             path: as of :meth:`save_checkpoint`.

@@ -44,8 +44,8 @@ class ClusterEnvironment(Composable, ABC):
     priority: ClassVar[int] = 50
     """Priority among several detected environments, of which the highest is taken: the innermost launcher.
 
-    Below 80, torchrun's, unless the launcher sets torchrun's variables itself: each process of a launcher may start
-    torchrun, which starts none. A tie is an error that names both.
+    Below 80, torchrun's, since a process of the launcher may start torchrun; above it only where the launcher sets
+    torchrun's variables too, or is started by torchrun's workers. A tie is an error that names both.
 
     Checks: ENV-12.
     """

@@ -70,7 +70,7 @@ class StrategyCommunication(StrategyAttributes, ABC):
     def is_global_zero(self) -> bool:
         """True on exactly one process, before and after :meth:`setup_environment`.
 
-        Checks: STR-12.
+        Checks: STR-12, STR-96.
         """
         return self.global_rank == 0
 
@@ -114,7 +114,7 @@ class StrategyCommunication(StrategyAttributes, ABC):
             ValueError: ``op`` is none of these.
             DistributedError: on every rank, when their structures, types, dtypes or shapes differ.
 
-        Checks: STR-01 to STR-04, STR-45, STR-46, STR-76, STR-84.
+        Checks: STR-01 to STR-04, STR-45, STR-46, STR-76, STR-84, STR-96.
         """
 
     @abstractmethod

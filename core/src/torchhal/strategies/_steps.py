@@ -221,7 +221,9 @@ class StrategySteps(StrategyCommunication):
         return self.precision.clip_gradients(optimizer, clip_val, algorithm)
 
     def grad_norm(self, optimizer: Optimizer) -> torch.Tensor:
-        """Return the 2-norm over all gradients of ``optimizer``, on any rank; nothing is changed.
+        """Return the 2-norm over all gradients of ``optimizer``, on any rank.
+
+        Gradients of a scaled loss are unscaled first, where they aren't; nothing else is changed.
 
         For hooks between the last backward and the step, on every rank. Where ranks have different parameters, or
         shards of them, as in a pipeline, ``torch.nn.utils.get_total_norm`` computes the norm of this rank's alone.

@@ -21,6 +21,7 @@ from torchhal_conformance._context import CheckContext
 from torchhal_conformance._launcher_env import variables
 from torchhal_conformance._launcher_worlds import LauncherWorld, Table
 from torchhal_conformance._limits import scaled
+from torchhal_conformance._rank_context import meet
 
 NUMBERS: Final = ("world_size", "global_rank", "local_rank", "node_rank", "local_world_size")
 JOIN_TIMEOUT: Final = 20.0
@@ -114,7 +115,9 @@ def _join_and_call(
     with meeting_here(environment, world, rank, port):
         environment.join(timedelta(seconds=scaled(JOIN_TIMEOUT)))
     with variables(world.tables[rank]):
-        return function(environment, *arguments)
+        answer = function(environment, *arguments)
+    meet("before what a rank serves is dropped")
+    return answer
 
 
 @contextlib.contextmanager

@@ -21,9 +21,12 @@ from torchhal.strategies import Strategy
 from torchhal_conformance._author_model import create
 from torchhal_conformance._check import CheckFailed, NotApplicable
 from torchhal_conformance._component_under_test import ComponentUnderTest
+from torchhal_conformance._limits import scaled
 from torchhal_conformance._worker_pool import CALL
 
-PATIENCE = timedelta(seconds=20)
+PATIENCE: Final = 20.0
+"""Seconds that a rank waits for the others, on an idle machine."""
+
 WORLD_SIZES: Final = (2, 3)
 """Numbers of ranks for most distributed checks: two ranks alone hide mistakes in their order."""
 
@@ -72,11 +75,13 @@ class RankContext:
             precision = precision or self.component.create()
         if self.component.model is not None:
             self._refuse_other_models(strategy)
-        strategy.timeout = min(strategy.timeout, PATIENCE)
+        strategy.timeout = min(strategy.timeout, timedelta(seconds=scaled(PATIENCE)))
         accelerator = self.component.make_accelerator()
         if devices is None:
-            several = strategy.multi_device and not one_per_node
-            devices = accelerator.get_parallel_devices(range(self.size if several else 1))
+            indices: Sequence[int] = range(self.size if strategy.multi_device else 1)
+            if strategy.multi_device and one_per_node:
+                indices = [self.rank]  # the nodes are one machine here
+            devices = accelerator.get_parallel_devices(indices)
         strategy.configure(
             accelerator=accelerator,
             precision=precision or SinglePrecision(),
@@ -119,7 +124,8 @@ class RankContext:
             try:
                 values.append(pickle.loads(store.get(f"{prefix}/{rank}")))
             except RuntimeError as error:  # torch's own, when the time is over
-                raise CheckFailed(f"rank {rank} HANG: it didn't come this far in {PATIENCE.seconds} s") from error
+                seconds = f"{scaled(PATIENCE):g} s"
+                raise CheckFailed(f"rank {rank} HANG: it didn't come this far in {seconds}") from error
         return values
 
     def random(self, *shape: int, seed: int = 0) -> torch.Tensor:
@@ -134,5 +140,13 @@ def side_channel() -> Any:
     if pid not in _stores:
         make = cast(Any, dist).TCPStore
         port = int(os.environ["MASTER_PORT"])
-        _stores[pid] = make(os.environ["MASTER_ADDR"], port, None, False, timeout=PATIENCE)
+        timeout = timedelta(seconds=scaled(PATIENCE))
+        _stores[pid] = make(os.environ["MASTER_ADDR"], port, None, False, timeout=timeout)
     return _stores[pid]
+
+
+def meet(name: str) -> None:
+    """Return when each rank of the world has come here, once per call of a check and ``name``."""
+    prefix = f"torchhal-conformance/{os.environ[CALL]}/{name}"
+    side_channel().set(f"{prefix}/{os.environ['RANK']}", b"")
+    side_channel().wait([f"{prefix}/{rank}" for rank in range(int(os.environ["WORLD_SIZE"]))])

@@ -11,8 +11,9 @@ from torchhal.pytree import map_tensors, move_to_device, moves_itself
 
 
 def _page_locked(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of ``tensor`` in page-locked memory: ``Tensor.pin_memory`` refuses an expanded one."""
-    return torch.empty_like(tensor, pin_memory=True).copy_(tensor)
+    """Return a copy of ``tensor`` in page-locked memory: ``Tensor.pin_memory`` alone refuses an expanded one."""
+    # contiguous by itself, as empty_like fills what it makes with NaN under torch.use_deterministic_algorithms
+    return tensor.pin_memory() if tensor.is_contiguous() else torch.empty_like(tensor, pin_memory=True).copy_(tensor)
 
 
 class SideStreamAccelerator(Accelerator):

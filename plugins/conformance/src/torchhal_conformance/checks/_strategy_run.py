@@ -174,17 +174,18 @@ def running(
 ) -> Iterator[StrategyRun]:
     """Yield a StrategyRun; raise NotApplicable for a strategy that does the step itself.
 
-    With ``may_refuse`` also for one that refuses the model: one that steps by hand, or has no layers of the names that
-    the strategy was given.
+    With ``may_refuse`` also for one that refuses the model, such as one that steps by hand or has no layers of the
+    names that the strategy was given, or the ranks.
     """
     require_steps_of_the_loop(rank)
-    with rank.set_up_strategy(strategy) as strategy:
+    with contextlib.ExitStack() as stack:
         try:
+            strategy = stack.enter_context(rank.set_up_strategy(strategy))
             run = StrategyRun(rank, strategy, model, make, **options)
         except (UnsupportedCombinationError, ModelError, ConfigurationError) as error:
             if not may_refuse:
                 raise
-            raise NotApplicable(f"the strategy refuses such a model: {error}") from error
+            raise NotApplicable(f"the strategy refuses: {error}") from error
         yield run
 
 

@@ -21,7 +21,7 @@ from torchhal_conformance.checks._open_files import open_files
 
 def _process_state() -> dict[str, str]:
     """Return what a process has beside its memory, by a name for messages."""
-    handled = {name: getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGCHLD")}
+    handled = {name: getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGCHLD")}
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     return {
         "the cores that the process may use": str(cores),
@@ -34,14 +34,14 @@ def _process_state() -> dict[str, str]:
 def process_left_as_it_was(context: CheckContext) -> None:
     """After teardown() the process may use the cores that it could before, and has its signal handlers and folder.
 
-    So it is in a program that a launcher has bound to one core, and that handles signals itself, too.
+    This also holds in a process that is bound to one core, handles signals, and has changed its folder.
 
     Why: each run in a notebook had half of the cores of the one before, and so had all child processes.
     Fix: keep in setup_device() what was there, and restore it in teardown().
     """
     context.restart_subprocess()
     try:
-        lives = context.run_in_subprocess(_three_lives, context.component)
+        lives = context.run_in_subprocess(_three_lives, context.component, str(context.folder))
     finally:
         context.restart_subprocess()
     for life, (before, after) in enumerate(lives, 1):
@@ -49,7 +49,7 @@ def process_left_as_it_was(context: CheckContext) -> None:
             same(f"{name} after teardown() of life {life}", value, before[name])
 
 
-def _three_lives(component: ComponentUnderTest) -> list[tuple[dict[str, str], dict[str, str]]]:
+def _three_lives(component: ComponentUnderTest, folder: str) -> list[tuple[dict[str, str], dict[str, str]]]:
     """Return how the process was before and after each of three runs: two as it began, one with settings of its own."""
     if hasattr(os, "sched_setaffinity"):  # the kit's own process may have been left on some cores alone
         with contextlib.suppress(OSError):
@@ -57,11 +57,12 @@ def _three_lives(component: ComponentUnderTest) -> list[tuple[dict[str, str], di
     lives, before = [], _process_state()
     for life in range(3):
         if life == 2:
-            _change_process_state()
+            _change_process_state(folder)
             before = _process_state()
         accelerator = component.create()
         device = accelerator.get_parallel_devices(accelerator.parse_devices(1))[0]
         accelerator.setup_device(device)
+        accelerator.setup(None)
         torch.ones(8, device=device).sum()
         accelerator.synchronize(device)
         accelerator.teardown()
@@ -69,9 +70,9 @@ def _three_lives(component: ComponentUnderTest) -> list[tuple[dict[str, str], di
     return lives
 
 
-def _change_process_state() -> None:
-    os.chdir(os.path.dirname(os.getcwd()))
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+def _change_process_state(folder: str) -> None:
+    os.chdir(folder)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):  # SIGUSR1 is the kit's, for stacks of what hangs
         signal.signal(number, _handle)
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])
@@ -215,13 +216,20 @@ def regions_of_threads(context: CheckContext) -> None:
         thread.join()
     if not isinstance(profiled, torch.profiler.profile):
         raise NotApplicable("profile() is no torch.profiler.profile")
-    ends = {event.name: event.time_range.end for event in profiled.events() or ()}  # type: ignore[no-untyped-call]
+    ends = {name: end for name, _, end in _spans_of(profiled)}
     if "of this thread" not in ends or "behind it" not in ends:
         raise CheckFailed(f"the trace lacks a region of this thread (it has {', '.join(sorted(ends)) or 'none'})")
     told = "the region of this thread ends before the next one of this thread"
     require(ends["of this thread"] <= ends["behind it"], f"{told}, whatever another thread has entered")
     if "of another thread" in ends:
         require(ends["of another thread"] >= ends["of this thread"], "another thread's region ended with this one's")
+
+
+def _spans_of(profiled: torch.profiler.profile) -> list[tuple[str, float, float]]:
+    """Return name, start and end of what the host did; a trace may show a region a second time, on the device."""
+    events = profiled.events() or ()  # type: ignore[no-untyped-call]
+    host = [event for event in events if event.device_type.name == "CPU"]
+    return [(event.name, event.time_range.start, event.time_range.end) for event in host]
 
 
 @check("ACC-58", since="0.2", needs=["device"], after=("ACC-27",))
@@ -235,19 +243,17 @@ def regions_of_one_name(context: CheckContext) -> None:
     with accelerator.profile() as profiled, accelerator.profile_region("block"):
         with accelerator.profile_region("block"):
             torch.ones(4, device=device).sum()
-        with accelerator.profile_region("behind the inner block"):
+        with accelerator.profile_region("behind the inner block"):  # torch merges an only child of the same name
             time.sleep(0.01)
     if not isinstance(profiled, torch.profiler.profile):
         raise NotApplicable("profile() is no torch.profiler.profile")
-    spans: dict[str, list[tuple[float, float]]] = {"block": [], "behind the inner block": []}
-    for event in profiled.events() or ():  # type: ignore[no-untyped-call]
-        # a region may be shown a second time, on the device
-        if event.name in spans and event.device_type.name == "CPU":
-            spans[event.name].append((event.time_range.start, event.time_range.end))
-    same("regions named 'block' in the trace of two", len(spans["block"]), 2)
-    same("regions behind the inner one", len(spans["behind the inner block"]), 1)
-    (outer_start, outer_end), (inner_start, inner_end) = sorted(spans["block"], key=lambda span: span[0] - span[1])
-    start, end = spans["behind the inner block"][0]
+    spans = _spans_of(profiled)
+    blocks = [(start, end) for name, start, end in spans if name == "block"]
+    behind = [(start, end) for name, start, end in spans if name == "behind the inner block"]
+    same("regions named 'block' in the trace of two", len(blocks), 2)
+    same("regions behind the inner one", len(behind), 1)
+    (outer_start, outer_end), (inner_start, inner_end) = sorted(blocks, key=lambda block: block[0] - block[1])
+    start, end = behind[0]
     require(outer_start <= inner_start and outer_end >= inner_end, "two regions of one name don't nest")
     require(outer_end >= end, "the outer of two regions of one name ended before what it holds")
     require(inner_end <= start, "the inner of two regions of one name lasted longer than its body")

@@ -40,24 +40,25 @@ def repeated_teardown(context: CheckContext) -> None:
 
 @check("ACC-11", features=["memory_stats"], needs=["device"])
 def no_leak(context: CheckContext) -> None:
-    """After a set-up, work and teardown(), no more memory is allocated than before.
+    """After a set-up, work and teardown(), no more memory is allocated than after the ones before.
 
     Why: a second fit in one process runs out of memory that the first one never gave back.
     Fix: drop what the accelerator holds in teardown(), then empty the cache.
     """
     accelerator, device = context.setup_accelerator()
 
-    def work() -> None:
-        numbers = torch.ones(256, 256, device=device)
-        (numbers @ numbers).sum().item()
-
-    work()  # a library's first product takes a workspace for the life of the process: 32 MiB for cuBLAS on Hopper
-    baseline = accelerator.memory_stats(device)["allocated"]
-    for _ in range(3):
+    def live() -> None:
         accelerator.setup_device(device)
         accelerator.setup(None)
-        work()
+        work = torch.ones(256, 256, device=device)
+        (work @ work).sum().item()
+        del work
         accelerator.teardown()
+
+    live()  # a library's first product takes a workspace for the life of the process: 32 MiB for cuBLAS on Hopper
+    baseline = accelerator.memory_stats(device)["allocated"]
+    for _ in range(3):
+        live()
     left = accelerator.memory_stats(device)["allocated"]
     require(left <= baseline + 1024, f"{left - baseline} bytes more are allocated after teardown() than before")
 

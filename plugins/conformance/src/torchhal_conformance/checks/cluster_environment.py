@@ -250,12 +250,12 @@ def _check_validation(environment: ClusterEnvironment, layout: Layout) -> None:
 def precedence(context: CheckContext) -> None:
     """Inside of another launcher's job no other environment has the same priority: the choice is never a tie.
 
-    The priority is below torchrun's, which a process of its launcher may start, unless that launcher sets torchrun's
-    variables.
     The numbers there are those of its own launcher; in a process that torchhal has started for it, those of torchhal.
+    The priority is below torchrun's, which a process of its launcher may start, unless the launcher sets torchrun's
+    variables too.
 
     Why: torchrun inside of a scheduler's step sets both sets of variables, and the outer numbers were taken.
-    Fix: a priority below 80 for what starts torchrun, above for what sets its variables as well.
+    Fix: a priority below 80, unless the launcher sets torchrun's variables too or is started by torchrun's workers.
     """
     cls = context.component.cls
     require(type(cls.priority) is int, f"'priority' must be an int (got {cls.priority!r})")
@@ -267,7 +267,8 @@ def precedence(context: CheckContext) -> None:
     require(
         not outer,
         f"its priority of {cls.priority} is not below torchrun's, {TorchElasticEnvironment.priority}: where a process "
-        "of its launcher starts torchrun, all workers of torchrun there would take the rank of that process",
+        "of its launcher starts torchrun, all workers of torchrun there would take the rank of that process. If "
+        "torchrun's variables are set in the processes of its launcher, put them into its tables",
     )
     with variables(context.component.own_tables[3]), contextlib.suppress(ConfigurationError):
         alone = known_numbers(context.create())

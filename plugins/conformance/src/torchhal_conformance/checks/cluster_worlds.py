@@ -28,6 +28,7 @@ from torchhal_conformance._context import CheckContext
 from torchhal_conformance._launcher_env import variables
 from torchhal_conformance._launcher_worlds import LauncherWorld, Layout
 from torchhal_conformance._limits import scaled
+from torchhal_conformance._rank_context import meet
 
 SHORT: Final = 1.0
 """Seconds that the ranks wait for one that doesn't come."""
@@ -119,7 +120,7 @@ def _join_twice(component: ComponentUnderTest, world: LauncherWorld, port: int) 
         with meeting_here(environment, world, rank, port):
             kept = dict(os.environ)
             environment.join(timedelta(seconds=scaled(JOIN_TIMEOUT)))
-            written.extend(changed(kept))
+            written.extend(_changed(kept))
         with variables(world.tables[rank]):
             return numbers(environment)
 
@@ -129,14 +130,15 @@ def _join_twice(component: ComponentUnderTest, world: LauncherWorld, port: int) 
             copy = pickle.dumps(environment)
         except Exception as error:
             raise CheckFailed(f"it doesn't pickle after join() ({type(error).__name__}: {error})") from error
+    meet("before teardown()")  # what one rank serves may be needed by another that is still in join()
     with meeting_here(environment, world, rank, port):
         kept = dict(os.environ)
         environment.teardown()
-        removed = changed(kept)
+        removed = _changed(kept)
     return before, first, second, written, copy, removed
 
 
-def changed(kept: dict[str, str]) -> list[str]:
+def _changed(kept: dict[str, str]) -> list[str]:
     """Return the names of the variables that are not as in ``kept``."""
     return sorted(name for name in {*kept, *os.environ} if kept.get(name) != os.environ.get(name))
 

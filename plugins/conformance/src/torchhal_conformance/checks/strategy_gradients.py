@@ -10,7 +10,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from torchhal.capabilities import LOSS_SCALING
+from torchhal.errors import ConfigurationError
 from torchhal.precision import SinglePrecision
+from torchhal.resolve import check_fit, composition_of
 from torchhal_conformance._assertions import close, require, same
 from torchhal_conformance._check import NotApplicable, check
 from torchhal_conformance._rank_context import WORLD_SIZES, RankContext
@@ -36,6 +39,13 @@ def require_whole_parameters(run: StrategyRun) -> None:
         raise NotApplicable("the parameters are divided among the ranks, which must all use the same of them")
 
 
+def _gradients_of_the_joined_batch(rank: RankContext) -> tuple[Regression, tuple[torch.Tensor, ...], float]:
+    """Return the plain model with the gradients of the first batch, that batch, and the 2-norm of the gradients."""
+    plain, data = Regression(), batch(rank, 0)
+    plain.training_step(data, 0).backward()  # type: ignore[no-untyped-call]
+    return plain, data, float(nn.utils.clip_grad_norm_(plain.parameters(), 1e9))
+
+
 @check("STR-70", since="0.2", world_sizes=(1, 2, 3), after=("STR-14",))
 def norm_of_gradients(rank: RankContext) -> None:
     """grad_norm is the 2-norm of the gradient of the joined batch, on every rank, and changes no gradient.
@@ -45,10 +55,7 @@ def norm_of_gradients(rank: RankContext) -> None:
     Why: a norm that is added up over replicas grows with the number of ranks, and so does the clipping by it.
     Fix: add up the squares of what this rank alone has; a replica has all of them.
     """
-    plain = Regression()
-    x, y = batch(rank, 0)
-    F.mse_loss(plain(x), y).backward()  # type: ignore[no-untyped-call]
-    expected = float(nn.utils.clip_grad_norm_(plain.parameters(), 1e9))
+    plain, (x, y), expected = _gradients_of_the_joined_batch(rank)
     with running(rank, Regression()) as run:
         run.strategy.zero_grad(run.optimizer)
         run.strategy.backward(run.step(share(run.strategy, (x, y)), 0))
@@ -74,10 +81,13 @@ def norm_of_gradients(rank: RankContext) -> None:
 class _Scales(SinglePrecision):
     """A precision that scales the loss, and divides gradients once by the scale, before the step at the latest."""
 
+    features = frozenset({"scales_loss"})
     SCALE = 1024.0
+    backwards = 0
     scaled = False
 
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        self.backwards += 1
         self.scaled = True
         super().backward(loss * self.SCALE, *args, **kwargs)
 
@@ -97,18 +107,23 @@ class _Scales(SinglePrecision):
 def norm_of_scaled_gradients(rank: RankContext) -> None:
     """grad_norm is that of the gradients without the precision's scale, and the step after it is right.
 
-    Why: in 16-mixed the norm that hooks see is 65536 times too large; a rule that leaves out steps leaves out all.
+    Why: in 16-mixed the norm that hooks see is 65536 times too large; a rule that skips steps with a large norm skips
+    every step.
     Fix: call unscale_gradients(optimizer) first.
     """
     precision = _Scales()
-    plain = Regression()
-    x, y = batch(rank, 0)
-    F.mse_loss(plain(x), y).backward()  # type: ignore[no-untyped-call]
-    expected = float(nn.utils.clip_grad_norm_(plain.parameters(), 1e9))
-    with running(rank, Regression(), strategy=rank.create_strategy(precision=precision)) as run:
+    try:
+        strategy = rank.create_strategy(precision=precision)
+        check_fit("strategy", strategy, composition_of(strategy, rank.size))
+    except ConfigurationError as error:
+        raise NotApplicable(f"the strategy refuses a precision that scales the loss: {error}") from error
+    if LOSS_SCALING in strategy.lacks:
+        raise NotApplicable("the strategy carries no scaled loss")
+    plain, (x, y), expected = _gradients_of_the_joined_batch(rank)
+    with running(rank, Regression(), strategy=strategy) as run:
         run.strategy.zero_grad(run.optimizer)
         run.strategy.backward(run.step(share(run.strategy, (x, y)), 0))
-        if not precision.scaled:
+        if not precision.backwards:
             raise NotApplicable("the strategy doesn't go back through the precision")
         with clipping(rank):
             norm = float(run.strategy.grad_norm(run.optimizer))

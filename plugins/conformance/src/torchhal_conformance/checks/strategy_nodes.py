@@ -1,4 +1,4 @@
-"""STR-91, STR-96: a job on two nodes, of one rank each."""
+"""STR-91, STR-92, STR-96: jobs on several nodes, of one rank each or of unequal size."""
 
 from __future__ import annotations
 
@@ -9,40 +9,46 @@ from unittest import mock
 
 import torch
 
-from torchhal.errors import ConfigurationError
+from torchhal.errors import ConfigurationError, UnsupportedCombinationError
+from torchhal.resolve import check_fit, composition_of
+from torchhal.strategies import Strategy
 from torchhal_conformance._assertions import close, require, same
 from torchhal_conformance._check import NotApplicable, check
 from torchhal_conformance._rank_context import RankContext
-from torchhal_conformance.checks._strategy_run import (
-    reference,
-    require_several_ranks,
-    require_steps_of_the_loop,
-    running,
-    weights_close,
-)
+from torchhal_conformance.checks._strategy_run import reference, require_several_ranks, running, weights_close
 
 
-def _alone_on_a_node(rank: RankContext) -> AbstractContextManager[Any]:
-    """Give the process the variables of the only rank on its node."""
-    numbers = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(rank.rank), "GROUP_WORLD_SIZE": "2"}
-    return mock.patch.dict(os.environ, numbers)
+def _place_on_a_node(local_rank: int, size: int, node: int) -> AbstractContextManager[Any]:
+    """Give the process the variables of that rank on one of two nodes."""
+    numbers = {"LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": node, "GROUP_WORLD_SIZE": 2}
+    return mock.patch.dict(os.environ, {name: str(value) for name, value in numbers.items()})
+
+
+def _create_on_two_nodes(rank: RankContext) -> Strategy:
+    """Return the strategy for two nodes of one rank each; raise NotApplicable where it refuses them on all ranks."""
+    refused, strategy = "", None
+    try:
+        strategy = rank.create_strategy(one_per_node=True)
+        check_fit("strategy", strategy, composition_of(strategy, rank.size))
+    except ConfigurationError as error:
+        refused = str(error)
+    told = rank.gather(refused)
+    if all(told):
+        raise NotApplicable(f"the strategy is for one node ({told[0]})")
+    require(not any(told), f"the strategy refuses two nodes on one of them alone: {max(told, key=len)}")
+    assert strategy is not None
+    return strategy
 
 
 @check("STR-91", since="0.2", world_sizes=(2,), after=("STR-28",))
 def sampler_of_several_nodes(rank: RankContext) -> None:
-    """On two nodes of one rank each distributed_sampler_kwargs divide the samples as they do on one node of two.
+    """On two nodes of one rank each, distributed_sampler_kwargs divide the samples as on one node with two ranks.
 
     Why: the rank within the node is 0 on both, so that half of the data was never seen and the other half twice.
     Fix: count among all ranks, not among those of a node.
     """
-    refused, kwargs = "", None
-    with _alone_on_a_node(rank):
-        try:
-            kwargs = rank.create_strategy(one_per_node=True).distributed_sampler_kwargs  # it needs no set-up
-        except ConfigurationError as error:
-            refused = str(error)
-    if all(rank.gather(refused)):
-        raise NotApplicable(f"the strategy is for one node ({refused})")
+    with _place_on_a_node(0, 1, rank.rank):
+        kwargs = _create_on_two_nodes(rank).distributed_sampler_kwargs  # it needs no set-up
     everybody = rank.gather(kwargs)
     if set(map(type, everybody)) == {type(None)}:
         raise NotApplicable("the strategy divides no samples")
@@ -52,25 +58,40 @@ def sampler_of_several_nodes(rank: RankContext) -> None:
     same("the ranks of the data on two nodes of one rank each", ranks, list(range(replicas)))
 
 
+@check("STR-92", since="0.2", world_sizes=(3,), after=("STR-28", "STR-38"))
+def shares_on_unequal_nodes(rank: RankContext) -> None:
+    """distributed_sampler_kwargs on nodes of two ranks and of one are those of three ranks on one node.
+
+    Why: node_rank * devices + local_rank gives two ranks one share of the data, and leaves others out.
+    Fix: global_rank.
+    """
+    require_several_ranks(rank)
+    expected = rank.create_strategy().distributed_sampler_kwargs
+    node, local = divmod(rank.rank, 2)
+    size = 1 if node else 2
+    devices = rank.component.make_accelerator().get_parallel_devices(range(2 * node, 2 * node + size))
+    refused, got = "", None
+    with _place_on_a_node(local, size, node):
+        try:
+            got = rank.create_strategy(devices=devices).distributed_sampler_kwargs
+        except (ConfigurationError, UnsupportedCombinationError) as error:
+            refused = str(error)
+    if any(told := rank.gather(refused)):
+        raise NotApplicable(f"it refuses nodes of different sizes: {max(told, key=len)}")
+    same("distributed_sampler_kwargs on nodes of two ranks and of one", got, expected)
+
+
 @check("STR-96", since="0.2", world_sizes=(2,), after=("STR-14", "STR-91"))
 def training_on_several_nodes(rank: RankContext) -> None:
-    """On two nodes of one rank each training, sums, means and the rank that saves are as on one node of two.
+    """On two nodes of one rank each, training, sums, means and the rank that saves are as on one node with two ranks.
 
     Why: gradients that are divided by the number of a node's processes are as many times too large as there are nodes.
     Fix: divide by world_size; what only one rank does is done where is_global_zero is True.
     """
     require_several_ranks(rank)
-    require_steps_of_the_loop(rank)
-    with _alone_on_a_node(rank):
-        refused = ""
-        try:
-            strategy = rank.create_strategy(one_per_node=True)
-        except ConfigurationError as error:
-            refused = str(error)
-        if all(rank.gather(refused)):
-            raise NotApplicable(f"the strategy is for one node ({refused})")
-        require(not refused, f"the strategy is refused on one of two nodes: {refused}")
-        with running(rank, strategy=strategy) as run:
+    with _place_on_a_node(0, 1, rank.rank):
+        strategy = _create_on_two_nodes(rank)
+        with running(rank, strategy=strategy, may_refuse=True) as run:
             same("world_size on two nodes", strategy.world_size, 2)
             zeros = rank.gather(strategy.is_global_zero)
             same("is_global_zero on two nodes", zeros, [True, False])
@@ -81,5 +102,6 @@ def training_on_several_nodes(rank: RankContext) -> None:
                 close(f"a {operation} of 1 and 2 on two nodes", strategy.reduce(one, operation).cpu(), [expected], 1e-6)
             path = os.path.join(rank.folder, "nodes.ckpt")
             strategy.save_checkpoint({"rank": rank.rank}, path)
+            strategy.wait_for_checkpoints()
             strategy.barrier()
             same("the rank that saved, on two nodes", strategy.load_checkpoint(path), {"rank": 0})
