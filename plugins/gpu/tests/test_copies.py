@@ -7,6 +7,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from torchhal import Module, Trainer, seed_everything
+from torchhal_conformance import ComponentUnderTest, Session, checks_for
 from torchhal_gpu._stream_transfer import SideStreamAccelerator
 from torchhal_simulator._counters import counting
 from torchhal_simulator.accelerator import SimAccelerator
@@ -44,6 +45,7 @@ def test_a_batch_arrives_whole(device, non_blocking):
         "pair": Pair(x.T, x[::2]), "empty": torch.empty(0), "name": "n", "own": MovesItself(x), "zero": x[0, 0],
         "expanded": x[0].expand(5, 4), "windows": x[0].unfold(0, 2, 1), "imaginary": (x + 1j).conj().imag,
         "channels last": x.reshape(1, 3, 2, 2).to(memory_format=torch.channels_last), "float8": x.to(torch.float8_e5m2),
+        "complex leaf": torch.full((2,), 1j, requires_grad=True),
     }  # fmt: skip
     moved = SideStreamSim().batch_to_device(batch, device, non_blocking=non_blocking)
     assert type(moved["pair"]) is Pair and moved["name"] == "n"
@@ -57,6 +59,7 @@ def test_a_batch_arrives_whole(device, non_blocking):
         (moved["windows"], x[0].unfold(0, 2, 1)),
         (moved["imaginary"], (x + 1j).conj().imag),
         (moved["channels last"], x.reshape(1, 3, 2, 2)),
+        (moved["complex leaf"].detach(), torch.full((2,), 1j)),
         (moved["float8"].view(torch.uint8), x.to(torch.float8_e5m2).view(torch.uint8)),
     ):
         assert there.device == device
@@ -119,3 +122,11 @@ def test_training_is_the_same_to_the_bit(tmp_path):
         ).fit(model, data)
         weights.append(model.layer.weight.detach().cpu())
     assert torch.equal(*weights)
+
+
+def test_the_kit_finds_nothing():
+    """A GPU is seldom here: the kit's checks of accelerators, on streams and pinned memory that behave as a GPU's."""
+    with Session(ComponentUnderTest.of("accelerator", SideStreamSim)) as session:
+        results = [session.run(one) for one in checks_for("accelerator") if one.id.startswith("ACC")]
+    assert not [f"{result.check.id}: {result.reason}" for result in results if result.outcome == "failed"]
+    assert sum(result.outcome == "passed" for result in results) > 25

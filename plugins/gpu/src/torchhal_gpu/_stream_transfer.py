@@ -11,9 +11,14 @@ from torchhal.pytree import map_tensors, move_to_device, moves_itself
 
 
 def _page_locked(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of ``tensor`` in page-locked memory: ``Tensor.pin_memory`` alone refuses an expanded one."""
-    # contiguous by itself, as empty_like fills what it makes with NaN under torch.use_deterministic_algorithms
-    return tensor.pin_memory() if tensor.is_contiguous() else torch.empty_like(tensor, pin_memory=True).copy_(tensor)
+    """Return a copy of ``tensor`` in page-locked memory.
+
+    ``Tensor.pin_memory`` alone refuses expanded tensors, and complex ones that require gradients.
+    """
+    # where it can, as empty_like fills what it makes with NaN under torch.use_deterministic_algorithms
+    if tensor.is_contiguous() and not tensor.requires_grad:
+        return tensor.pin_memory()
+    return torch.empty_like(tensor, pin_memory=True).copy_(tensor)
 
 
 class SideStreamAccelerator(Accelerator):
