@@ -12,6 +12,7 @@ from torch import nn
 from torchhal.errors import ConfigurationError, ModelError, UnsupportedCombinationError
 from torchhal_conformance._assertions import close, require, same
 from torchhal_conformance._check import CheckFailed, NotApplicable, check
+from torchhal_conformance._limits import scaled
 from torchhal_conformance._rank_context import RankContext
 from torchhal_conformance.checks._strategy_examples import check_epochs, check_initial_state, check_unusual_models
 from torchhal_conformance.checks._strategy_run import (
@@ -353,7 +354,8 @@ def one_batch_more(rank: RankContext) -> None:
     """
     require_several_ranks(rank)
     strategy = rank.create_strategy()
-    strategy.timeout = timedelta(seconds=6)
+    strategy.timeout = timedelta(seconds=scaled(4.0))
+    rank.gather("ready")  # the set-up has this timeout too
     outcome = ""
     try:
         with running(rank, strategy=strategy) as run:
