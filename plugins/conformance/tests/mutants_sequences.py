@@ -283,3 +283,26 @@ class WaitsForRankZero(DDPStrategy):
             store.set("training_ended", "1")
         else:
             store.wait(["training_ended"], self.timeout)
+
+
+@caught_by("PRE-16")
+class ForgetsWhatConnectGave(SinglePrecision):
+    """Feeds back what rounding lost of each parameter that ``connect`` saw, and saves nothing of it."""
+
+    alias = "forgets_what_connect_gave"
+
+    def __init__(self):
+        self.lost = []
+
+    def connect(self, model=None, optimizers=(), lr_schedulers=()):
+        self.lost = [torch.zeros_like(p) for optimizer in optimizers for p in self.main_params(optimizer)]
+        return model, optimizers, lr_schedulers
+
+    def optimizer_step(self, optimizer, closure=None):
+        done = super().optimizer_step(optimizer, closure)
+        with torch.no_grad():
+            for lost, parameter in zip(self.lost, self.main_params(optimizer), strict=False):
+                whole = parameter + lost
+                parameter.copy_(whole.to(torch.bfloat16))
+                lost.copy_(whole - parameter)
+        return done

@@ -212,9 +212,26 @@ def test_compare_refuses_what_is_no_pair(tmp_path: Path, capsys) -> None:
     texts = {"a": json.dumps(report_of({})), "b": json.dumps(report_of({}, "sim")), "c": "{}", "d": "no json"}
     for name, text in texts.items():
         (tmp_path / name).write_text(text)
-    for name, words in (("b", "of one component"), ("c", "schema 1"), ("d", "can't be read"), ("e", "can't be read")):
+    broken = {"f": {"schema": 1, "checks": 3}, "g": {"schema": 1, "kind": "x", "alias": "y", "checks": [{"id": "X"}]}}
+    for name, report in broken.items():
+        (tmp_path / name).write_text(json.dumps(report))
+    for name, words in (
+        ("b", "of one component"), ("c", "schema 1"), ("d", "can't be read"), ("e", "can't be read"),
+        ("f", "schema 1"), ("g", "schema 1"),
+    ):  # fmt: skip
         assert main(["conformance", "compare", str(tmp_path / "a"), str(tmp_path / name)]) == 2
         assert words in capsys.readouterr().err
+
+
+def test_an_import_that_exits_is_no_verdict(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "ends_the_process.py").write_text("raise SystemExit(0)\n")
+    report = tmp_path / "report.json"
+    named = ["conformance", "run", "checkpoint_io", "ends_the_process:IO", "--report", str(report)]
+    assert main(named) == 2
+    assert "can't be imported" in capsys.readouterr().err
+    assert not report.exists()  # nor an empty one, where a run is interrupted
 
 
 # -- a whole distribution ------------------------------------------------------------------------------------

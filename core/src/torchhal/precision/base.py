@@ -327,7 +327,8 @@ class Precision(Composable):
         """Continue from the state of another instance; a step that was begun before counts no more.
 
         Args:
-            state: what :meth:`state_dict` returned.
+            state: what :meth:`state_dict` returned. One that is empty, of a run that had none, changes nothing, and so
+                does one of another precision, for which a CheckpointMismatchError may be raised as well.
 
         Checks: PRE-16, PRE-44, PRE-52.
         """

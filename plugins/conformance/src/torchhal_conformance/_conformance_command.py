@@ -150,6 +150,8 @@ def _target(text: str) -> Any:
         return import_object(module, name, None)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigurationError(f"{text!r} must be MODULE:CLASS of a class that can be imported: {error}") from error
+    except SystemExit as error:  # or the exit code would be taken for a verdict
+        raise ConfigurationError(f"{text!r} can't be imported: it ends the process with {error.code!r}") from error
 
 
 def _run_all(arguments: argparse.Namespace) -> int:
@@ -224,12 +226,15 @@ def _show(text: str) -> None:
 
 
 def _check_writable(path: str | None) -> None:
-    """Raise ConfigurationError for a path that can't be written, before the checks are made."""
+    """Raise ConfigurationError for a path that can't be written, before the checks are made; leave no empty file."""
     if path is None:
         return
+    new = not os.path.lexists(path)
     try:
         with open(path, "a", encoding="utf-8"):
             pass
+        if new:
+            os.remove(path)
     except OSError as error:
         raise ConfigurationError(f"{path!r} can't be written: {error}") from error
 

@@ -34,7 +34,9 @@ def read_report(path: str) -> dict[str, Any]:
         report = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"{path!r} can't be read as a report: {error}") from error
-    if not isinstance(report, dict) or report.get("schema") != 1 or "checks" not in report:
+    checks = report.get("checks") if isinstance(report, dict) and report.get("schema") == 1 else None
+    told = {"kind", "alias"} <= report.keys() if isinstance(checks, list) else False
+    if not told or not all(isinstance(one, dict) and {"id", "level", "outcome"} <= one.keys() for one in checks):
         raise ConfigurationError(f"{path!r} must hold a conformance report of schema 1, as --report writes it")
     return report
 

@@ -33,7 +33,8 @@ class PrecisionRun:
             nn.init.zeros_(parameter)
         self.model = self.precision.convert_module(self.model)
         move_module(self.model, self.device)
-        self.optimizer = make(self.model.parameters(), **{"lr": 1.0, **options})
+        optimizer = make(self.model.parameters(), **{"lr": 1.0, **options})
+        self.model, (self.optimizer,), _ = self.precision.connect(self.model, [optimizer], [])
         generator = context.generator()
         self.batch = [torch.randn(8, n, generator=generator).to(self.device) for n in (4, 3)]
         self.tolerance = TOLERANCE.get(self.precision.compute_dtype, 3e-2)

@@ -78,7 +78,8 @@ def disk_full(context: CheckContext) -> None:
 
     io, path = context.create(), context.folder / "x.ckpt"
     with _previous_stays(context, io, path):
-        state = {"large": torch.ones(2 * MIB)}  # 8 MiB
+        # 8 MiB, which an IO that compresses finds no room for either
+        state = {"large": torch.randn(2 * MIB, generator=torch.Generator().manual_seed(0))}
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (2 * MIB, hard))

@@ -27,7 +27,6 @@ from torchhal_conformance.checks._checkpoint_samples import (
     checkpoint_files,
     file_sizes,
     load,
-    numbered_checkpoint,
     save,
     small_checkpoint,
 )
@@ -332,7 +331,9 @@ def no_room(context: CheckContext) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
-        for limit, state in ((0, small_checkpoint(2)), (700, small_checkpoint(2)), (MIB, numbered_checkpoint(2))):
+        large = {"x": torch.randn(MIB, generator=torch.Generator().manual_seed(0))}  # 4 MiB, compressed too
+        half = max(file.stat().st_size for file in context.folder.rglob("*") if file.is_file()) // 2
+        for limit, state in ((0, small_checkpoint(2)), (half, small_checkpoint(2)), (MIB, large)):
             told = f"a save into {limit} bytes"
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
             try:

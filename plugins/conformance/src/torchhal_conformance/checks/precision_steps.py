@@ -84,7 +84,9 @@ def state(context: CheckContext) -> None:
     one = PrecisionRun(context)
     one.step()
     one.overflow_gradients()
-    one.precision.optimizer_step(one.optimizer)
+    if one.precision.optimizer_step(one.optimizer):  # it skips no step: its weights are NaN now, which hides all
+        one = PrecisionRun(context)
+        one.step()
     one.step()
     held = one.precision.state_dict()
     kept, given = copy.deepcopy(held), copy.deepcopy(held)
