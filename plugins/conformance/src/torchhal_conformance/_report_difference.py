@@ -31,14 +31,21 @@ class Difference:
 def read_report(path: str) -> dict[str, Any]:
     """Return the report in a file; ConfigurationError for a file that holds none of schema 1."""
     try:
-        report = json.loads(Path(path).read_text(encoding="utf-8"))
+        report: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"{path!r} can't be read as a report: {error}") from error
-    checks = report.get("checks") if isinstance(report, dict) and report.get("schema") == 1 else None
-    told = {"kind", "alias"} <= report.keys() if isinstance(checks, list) else False
-    if not told or not all(isinstance(one, dict) and {"id", "level", "outcome"} <= one.keys() for one in checks):
+    if not _is_report(report):
         raise ConfigurationError(f"{path!r} must hold a conformance report of schema 1, as --report writes it")
     return report
+
+
+def _is_report(report: Any) -> bool:
+    """Return whether it has what :func:`compare` reads; it may be of another release of the kit."""
+    if not isinstance(report, dict) or report.get("schema") != 1 or not {"kind", "alias"} <= report.keys():
+        return False
+    checks = report.get("checks")
+    read = {"id", "level", "outcome"}
+    return isinstance(checks, list) and all(isinstance(one, dict) and read <= one.keys() for one in checks)
 
 
 def compare(old: Mapping[str, Any], new: Mapping[str, Any]) -> Difference:
