@@ -44,8 +44,10 @@ def _is_report(report: Any) -> bool:
     if not isinstance(report, dict) or report.get("schema") != 1 or not {"kind", "alias"} <= report.keys():
         return False
     checks = report.get("checks")
-    read = {"id", "level", "outcome"}
-    return isinstance(checks, list) and all(isinstance(one, dict) and read <= one.keys() for one in checks)
+    read = {"id": str, "level": str, "outcome": str, "reason": str, "seconds": int | float}
+    return isinstance(checks, list) and all(
+        isinstance(one, dict) and all(isinstance(one.get(key), kind) for key, kind in read.items()) for one in checks
+    )
 
 
 def compare(old: Mapping[str, Any], new: Mapping[str, Any]) -> Difference:
