@@ -21,7 +21,7 @@ from torchhal_conformance._context import CheckContext
 from torchhal_conformance._launcher_env import variables
 from torchhal_conformance._launcher_worlds import LauncherWorld, Table
 from torchhal_conformance._limits import scaled
-from torchhal_conformance._rank_context import meet
+from torchhal_conformance._rank_context import exchange
 
 NUMBERS: Final = ("world_size", "global_rank", "local_rank", "node_rank", "local_world_size")
 JOIN_TIMEOUT: Final = 20.0
@@ -116,7 +116,7 @@ def _join_and_call(
         environment.join(timedelta(seconds=scaled(JOIN_TIMEOUT)))
     with variables(world.tables[rank]):
         answer = function(environment, *arguments)
-    meet("before what a rank serves is dropped")
+    exchange("before what a rank serves is dropped")
     return answer
 
 

@@ -96,7 +96,7 @@ def _run(arguments: argparse.Namespace) -> int:
         from torchhal_conformance import _report as reports
         from torchhal_conformance._component_under_test import ComponentUnderTest
         from torchhal_conformance._html import page
-        from torchhal_conformance._session import Session, shared_server
+        from torchhal_conformance._session import Session
         from torchhal_conformance._suite import check_features, choose
         from torchhal_conformance._tables import read_tables
 
@@ -111,8 +111,6 @@ def _run(arguments: argparse.Namespace) -> int:
         )  # fmt: skip
         check_features(component)
         chosen = choose(component, arguments.level, arguments.check or None, "--check")
-        if any(one.world_sizes for one in chosen):
-            shared_server().start()  # until the first of them
         with Session(component) as session:
             results = []
             for one in chosen:

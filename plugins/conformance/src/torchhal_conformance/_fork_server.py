@@ -46,8 +46,6 @@ class ForkServer:
         self._socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._pid = 0
-        self._ready = True
-        """False from the start of the server until it has imported."""
         self._lock = threading.Lock()
 
     @classmethod
@@ -130,20 +128,7 @@ class ForkServer:
         """True unless this process is a fork of the one that connected."""
         return self._pid in (0, os.getpid())
 
-    def start(self) -> None:
-        """Start the server, which imports for seconds beside what this process does until the first fork."""
-        with self._lock:
-            self._launch()
-
     def _connect(self) -> socket.socket:
-        connected = self._launch()
-        if not self._ready:
-            if receive(connected)[0] is None:
-                raise ConnectionResetError
-            self._ready = True
-        return connected
-
-    def _launch(self) -> socket.socket:
         gone = self._process is not None and self._process.poll() is not None
         if self._socket is None or gone or not self.usable:
             ours, theirs = socket.socketpair()
@@ -156,7 +141,9 @@ class ForkServer:
                     env=environ | {"TORCHHAL_FORK_SERVER_ROOM": " " * _ROOM},
                     pass_fds=(theirs.fileno(),),
                 )
-            self._socket, self._pid, self._ready = ours, os.getpid(), False
+            self._socket, self._pid = ours, os.getpid()
+            if receive(ours)[0] is None:  # it is ready, after seconds of importing
+                raise ConnectionResetError
         return self._socket
 
     def _disconnect(self) -> None:

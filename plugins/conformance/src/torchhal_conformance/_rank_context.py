@@ -116,17 +116,7 @@ class RankContext:
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's picklable value in rank order, through a store that no strategy knows."""
         self._exchanges += 1
-        prefix = f"torchhal-conformance/{os.environ[CALL]}/{self._exchanges}"
-        store = side_channel()
-        store.set(f"{prefix}/{self.rank}", pickle.dumps(value))
-        values = []
-        for rank in range(self.size):
-            try:
-                values.append(pickle.loads(store.get(f"{prefix}/{rank}")))
-            except RuntimeError as error:  # torch's own, when the time is over
-                seconds = f"{scaled(PATIENCE):g} s"
-                raise CheckFailed(f"rank {rank} HANG: it didn't come this far in {seconds}") from error
-        return values
+        return exchange(str(self._exchanges), value)
 
     def random(self, *shape: int, seed: int = 0) -> torch.Tensor:
         """Return a tensor of random numbers that depends on ``seed`` alone, not on the rank."""
@@ -145,8 +135,19 @@ def side_channel() -> Any:
     return _stores[pid]
 
 
-def meet(name: str) -> None:
-    """Return when each rank of the world has come here, once per call of a check and ``name``."""
-    prefix = f"torchhal-conformance/{os.environ[CALL]}/{name}"
-    side_channel().set(f"{prefix}/{os.environ['RANK']}", b"")
-    side_channel().wait([f"{prefix}/{rank}" for rank in range(int(os.environ["WORLD_SIZE"]))])
+def exchange(name: str, value: Any = None) -> list[Any]:
+    """Return every rank's picklable value in rank order, once per call of a check and ``name``.
+
+    Raises:
+        CheckFailed: a rank has not come here in time.
+    """
+    prefix, store = f"torchhal-conformance/{os.environ[CALL]}/{name}", side_channel()
+    store.set(f"{prefix}/{os.environ['RANK']}", pickle.dumps(value))
+    values = []
+    for rank in range(int(os.environ["WORLD_SIZE"])):
+        try:
+            values.append(pickle.loads(store.get(f"{prefix}/{rank}")))
+        except RuntimeError as error:  # torch's own, when the time is over
+            seconds = f"{scaled(PATIENCE):g} s"
+            raise CheckFailed(f"rank {rank} HANG: it didn't come this far in {seconds}") from error
+    return values

@@ -28,7 +28,7 @@ from torchhal_conformance._context import CheckContext
 from torchhal_conformance._launcher_env import variables
 from torchhal_conformance._launcher_worlds import LauncherWorld, Layout
 from torchhal_conformance._limits import scaled
-from torchhal_conformance._rank_context import meet
+from torchhal_conformance._rank_context import exchange
 
 SHORT: Final = 1.0
 """Seconds that the ranks wait for one that doesn't come."""
@@ -130,7 +130,7 @@ def _join_twice(component: ComponentUnderTest, world: LauncherWorld, port: int) 
             copy = pickle.dumps(environment)
         except Exception as error:
             raise CheckFailed(f"it doesn't pickle after join() ({type(error).__name__}: {error})") from error
-    meet("before teardown()")  # what one rank serves may be needed by another that is still in join()
+    exchange("before teardown()")  # what one rank serves may be needed by another that is still in join()
     with meeting_here(environment, world, rank, port):
         kept = dict(os.environ)
         environment.teardown()

@@ -120,7 +120,6 @@ def rank_that_does_not_come(rank: RankContext) -> None:
                 except Exception as error:
                     outcome = f"raised {type(error).__name__}"
             told = rank.gather(outcome)
-            strategy.failure = DistributedError("a rank didn't come")  # or the teardown waits for it as well
             require("returned" not in told[0], f"{name} with a rank that doesn't come {told[0]}")
 
 
