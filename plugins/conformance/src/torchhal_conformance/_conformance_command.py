@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
-import faulthandler
-import json
 import os
-import shlex
-import sys
 from pathlib import Path
-from typing import Any, Final
 
 import torchhal
 from torchhal.cli import echo, output_to_stderr, print_json
 from torchhal.errors import ConfigurationError
 from torchhal.plugin import KINDS
-
-CODES: Final = {"conformant": 0, "partial": 0, "failed": 1, "incomplete": 2}
-"""Verdict -> exit code."""
+from torchhal_conformance._supervised_process import OPTIONS, Request, run_supervised
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -88,68 +80,24 @@ def _run(arguments: argparse.Namespace) -> int:
         return _run_all(arguments)
     if arguments.watch:
         return _watch(arguments)
-    for path in (arguments.report, arguments.html, arguments.junit, arguments.badge):
+    request = _request(arguments)
+    for name, kinds in OPTIONS.items():
+        if getattr(request, name) != getattr(Request, name) and request.kind not in kinds:
+            raise ConfigurationError(f"--{name} is for a {' or '.join(kinds)}, not for a {request.kind}")
+    for path in (request.report, request.html, request.junit, request.badge):
         _check_writable(path)
-    with contextlib.suppress(OSError, ValueError):  # a stderr that is no file
-        faulthandler.enable(all_threads=False)  # a component that crashes this process shows amid which check
-    with output_to_stderr():
-        from torchhal_conformance import _report as reports
-        from torchhal_conformance._component_under_test import ComponentUnderTest
-        from torchhal_conformance._html import page
-        from torchhal_conformance._session import Session
-        from torchhal_conformance._suite import check_features, choose
-        from torchhal_conformance._tables import read_tables
-
-        features = [name.strip() for name in arguments.features.split(",") if name.strip()]
-        launcher = None if arguments.launcher is None else shlex.split(arguments.launcher)
-        if arguments.model or arguments.data:
-            sys.path.insert(0, os.getcwd())  # as under python -m
-        tables: dict[str, Any] = {} if arguments.tables is None else read_tables(arguments.tables)
-        component = ComponentUnderTest.of(
-            arguments.kind, _target(arguments.alias), features=features, accelerator=arguments.accelerator,
-            launcher=launcher, seed=arguments.seed, model=arguments.model, data=arguments.data, **tables,
-        )  # fmt: skip
-        check_features(component)
-        chosen = choose(component, arguments.level, arguments.check or None, "--check")
-        with Session(component) as session:
-            results = []
-            for one in chosen:
-                _show(f"{one.id} ...")
-                results.append(session.run(one))
-            _show("")
-        report = reports.build(component, results)
-    _write(arguments.report, json.dumps(report, indent=2) + "\n")
-    _write(arguments.html, page(report))
-    _write(arguments.junit, reports.junit(report))
-    _write(arguments.badge, json.dumps(reports.badge(report)) + "\n")
-    if arguments.json:
-        print_json(report)
-    else:
-        for result in results:
-            if result.outcome == "failed":
-                echo(f"{result.verbose_text if arguments.verbose else result.text}\n")
-        echo("\n".join(_summary(report)))
-    return CODES[report["verdict"]]
+    code = run_supervised(request)
+    assert code is not None  # nothing stops it
+    return code
 
 
-def _target(text: str) -> Any:
-    """Return an alias as it is, and the class of ``"MODULE:CLASS"``.
-
-    Raises:
-        ConfigurationError: there is no such module or class.
-    """
-    module, colon, name = text.partition(":")
-    if not colon:
-        return text
-    from torchhal_conformance._factory import import_object
-
-    sys.path.insert(0, os.getcwd())  # as under python -m
-    try:
-        return import_object(module, name, None)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigurationError(f"{text!r} must be MODULE:CLASS of a class that can be imported: {error}") from error
-    except SystemExit as error:  # or the exit code would be taken for a verdict
-        raise ConfigurationError(f"{text!r} can't be imported: it ends the process with {error.code!r}") from error
+def _request(arguments: argparse.Namespace) -> Request:
+    names = [one.name for one in dataclasses.fields(Request)]
+    given = {name: value for name, value in vars(arguments).items() if name in names and value is not None}
+    for name in ("tables", "report", "html", "junit", "badge"):  # a component may change the folder
+        if name in given:
+            given[name] = os.path.abspath(given[name])
+    return Request(**given)
 
 
 def _run_all(arguments: argparse.Namespace) -> int:
@@ -159,9 +107,7 @@ def _run_all(arguments: argparse.Namespace) -> int:
     with output_to_stderr():
         from torchhal_conformance import _distribution_run as runs
 
-        folder = Path(arguments.reports or "reports")
-        options = {name: value for name, value in _options(arguments) if name != "--check"}
-        rows = runs.run_each(arguments.all, folder, options, arguments.check)
+        rows = runs.run_each(arguments.all, Path(arguments.reports or "reports"), _request(arguments))
     echo("\n".join(runs.table_of(rows)))
     return runs.worst([row.code for row in rows])
 
@@ -169,21 +115,12 @@ def _run_all(arguments: argparse.Namespace) -> int:
 def _watch(arguments: argparse.Namespace) -> int:
     if given := [f"--{name}" for name in ("report", "html", "junit", "badge", "json") if getattr(arguments, name)]:
         raise ConfigurationError(f"{', '.join(given)} can't be given with --watch: each run would replace it")
+    request = _request(arguments)
     with output_to_stderr():
         from torchhal_conformance import _watch as watching
-        from torchhal_conformance._component_under_test import ComponentUnderTest
 
-        component = ComponentUnderTest.of(arguments.kind, _target(arguments.alias))
-        paths = watching.sources(component, [arguments.tables] if arguments.tables else [])
-    words = [word for name, value in _options(arguments) if name != "--check" for word in (name, value)]
-    return watching.watch([arguments.kind, arguments.alias, *words], paths, arguments.check)
-
-
-def _options(arguments: argparse.Namespace) -> list[tuple[str, str]]:
-    """Return the options that say what to check and how, with their values, as they were given."""
-    names = ("level", "features", "accelerator", "launcher", "tables", "model", "data", "seed")
-    given = [(f"--{name}", getattr(arguments, name)) for name in names]
-    return [(name, str(value)) for name, value in given if value is not None and value != ""]
+        paths = watching.sources(request)
+    return watching.watch(request, paths)
 
 
 def _compare(arguments: argparse.Namespace) -> int:
@@ -198,31 +135,6 @@ def _compare(arguments: argparse.Namespace) -> int:
     return 1 if found.worse else 0
 
 
-def _summary(report: dict[str, Any]) -> list[str]:
-    from torchhal_conformance._report import missing_inputs
-
-    lines = [
-        f"{one['id']} {one['outcome']:<7} {one['seconds']:6.2f} s  {_shown(one)}".rstrip() for one in report["checks"]
-    ]
-    for level, counts in report["levels"].items():
-        lines.append(f"{level}: {', '.join(f'{count} {outcome}' for outcome, count in counts.items())}")
-    for reason, ids in missing_inputs(report).items():
-        lines.append(f"{len(ids)} checks of the core were not made ({', '.join(ids)}): {reason}")
-    return [*lines, f"{report['kind']} {report['alias']} is {report['verdict']}"]
-
-
-def _shown(one: dict[str, Any]) -> str:
-    from torchhal_conformance._report import follows
-
-    return f"{follows(one)}{(one['reason'].splitlines() or [''])[0]}"
-
-
-def _show(text: str) -> None:
-    """Print the current check on a terminal; the next text overwrites it."""
-    if sys.stderr.isatty():
-        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
-
-
 def _check_writable(path: str | None) -> None:
     """Raise ConfigurationError for a path that can't be written, before the checks are made; leave no empty file."""
     if path is None:
@@ -233,15 +145,6 @@ def _check_writable(path: str | None) -> None:
             pass
         if new:
             os.remove(path)
-    except OSError as error:
-        raise ConfigurationError(f"{path!r} can't be written: {error}") from error
-
-
-def _write(path: str | None, text: str) -> None:
-    if path is None:
-        return
-    try:
-        Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigurationError(f"{path!r} can't be written: {error}") from error
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,17 +16,10 @@ from torchhal.errors import ConfigurationError
 from torchhal.plugin import KINDS
 from torchhal.registry._discovery import canonical
 from torchhal_conformance._report import file_name
+from torchhal_conformance._supervised_process import OPTIONS, Request, run_supervised
 
 WORST: Final = (1, 2, 0)
 """Exit codes, the worst one first: a failure counts more than what was not made."""
-OPTIONS: Final[Mapping[str, tuple[str, ...]]] = {
-    "--tables": ("cluster_environment",),
-    "--launcher": ("cluster_environment",),
-    "--model": ("strategy",),
-    "--data": ("strategy",),
-    "--accelerator": ("precision", "strategy"),
-}
-"""Option -> the kinds of components that it is passed on to; others are for all."""
 
 
 @dataclass(frozen=True)
@@ -56,14 +49,14 @@ def components_of(distribution: str) -> list[tuple[str, str]]:
     return found
 
 
-def run_each(distribution: str, folder: Path, options: Mapping[str, str], ids: Sequence[str] = ()) -> list[Row]:
+def run_each(distribution: str, folder: Path, request: Request) -> list[Row]:
     """Check each component of ``distribution`` and leave its report in ``folder``, one file per component.
 
     Args:
         distribution: its name, however written.
         folder: is made if missing.
-        options: of ``torchhal conformance run`` with their values; see :data:`OPTIONS`.
-        ids: of checks; each component has those that its kind has. Without any all checks are made.
+        request: how to check them. Each component has what is for its kind of the arguments and the ids of checks;
+            without ids all checks are made.
 
     Raises:
         ConfigurationError: an unknown distribution or id.
@@ -72,31 +65,33 @@ def run_each(distribution: str, folder: Path, options: Mapping[str, str], ids: S
 
     components = components_of(distribution)
     checks_for(KINDS[0])  # registers them
-    if unknown := sorted(set(ids) - set(CHECKS)):
+    if unknown := sorted(set(request.check) - set(CHECKS)):
         raise ConfigurationError(f"--check must name checks (got {', '.join(map(repr, unknown))})")
     folder.mkdir(parents=True, exist_ok=True)
     rows = []
     for kind, alias in components:
-        mine = [id for id in ids if kind in CHECKS[id].kinds]
-        if ids and not mine:
+        mine = [id for id in request.check if kind in CHECKS[id].kinds]
+        if request.check and not mine:
             continue
-        words = [word for name, value in options.items() if kind in OPTIONS.get(name, KINDS) for word in (name, value)]
-        rows.append(_run_one(kind, alias, folder, [*words, *(word for id in mine for word in ("--check", id))]))
+        others: dict[str, Any] = {name: getattr(Request, name) for name, kinds in OPTIONS.items() if kind not in kinds}
+        rows.append(_run_one(replace(request, kind=kind, alias=alias, check=mine, **others), folder))
     return rows
 
 
-def _run_one(kind: str, alias: str, folder: Path, options: Sequence[str]) -> Row:
+def _run_one(request: Request, folder: Path) -> Row:
     unfinished = folder / "unfinished.json"
     unfinished.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "torchhal.cli", "conformance", "run", kind, alias, "--report", str(unfinished)]
-    code = subprocess.run([*command, *options], stdout=subprocess.DEVNULL, check=False).returncode
     try:
+        code = run_supervised(replace(request, report=os.path.abspath(unfinished)), show=lambda line: None)
         report = json.loads(unfinished.read_text(encoding="utf-8"))
+    except ConfigurationError as error:
+        print(f"error: {request.kind} {request.alias!r}: {error}", file=sys.stderr)
+        return Row(request.kind, request.alias, 1, None)
     except (OSError, ValueError):  # it died, and has written its reason to stderr
         unfinished.unlink(missing_ok=True)
-        return Row(kind, alias, 1, None)
+        return Row(request.kind, request.alias, 1, None)
     unfinished.replace(folder / file_name(report))
-    return Row(kind, report["alias"], code, report)
+    return Row(request.kind, report["alias"], code or 0, report)
 
 
 def table_of(rows: Sequence[Row]) -> list[str]:

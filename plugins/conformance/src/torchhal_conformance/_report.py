@@ -14,7 +14,7 @@ import torchhal
 from torchhal_conformance._check import LEVELS, checks_for
 from torchhal_conformance._component_under_test import ComponentUnderTest
 from torchhal_conformance._hardware import describe_hardware
-from torchhal_conformance._session import ENVIRONMENT, INPUT, Result
+from torchhal_conformance._session import ENVIRONMENT, INPUT, NOT_MADE, Result
 
 SCHEMA: Final = 1
 KIT: Final = torchhal.__version__
@@ -94,7 +94,7 @@ def verdict(checks: Sequence[Mapping[str, Any]], *, complete: Collection[str] = 
     if any(one["level"] == "core" and _lacks(one, INPUT) for one in counting):
         return "incomplete"
     left_out = not set(complete) <= {one["id"] for one in checks} or any(
-        _lacks(one, ENVIRONMENT) or _lacks(one, INPUT) for one in counting
+        _lacks(one, ENVIRONMENT) or _lacks(one, INPUT) or _lacks(one, NOT_MADE) for one in counting
     )
     return "partial" if left_out or not any(one["outcome"] == "passed" for one in counting) else "conformant"
 
@@ -121,6 +121,24 @@ def missing_inputs(report: Mapping[str, Any]) -> dict[str, list[str]]:
         if one["level"] == "core" and _lacks(one, INPUT):
             found.setdefault(one["reason"].removeprefix(INPUT).strip(), []).append(one["id"])
     return found
+
+
+def summary(report: Mapping[str, Any]) -> list[str]:
+    """Return the last lines of the command's output: the outcomes at each level, what is to be given, the verdict."""
+    lines = [
+        f"{level}: {', '.join(f'{count} {outcome}' for outcome, count in counts.items())}"
+        for level, counts in report["levels"].items()
+    ]
+    for reason, ids in missing_inputs(report).items():
+        lines.append(f"{len(ids)} checks of the core were not made ({', '.join(ids)}): {reason}")
+    return [*lines, f"{report['kind']} {report['alias']} is {report['verdict']}"]
+
+
+def line_of(result: Result) -> str:
+    """Return the line that the command prints when a check has been made."""
+    follows_from = f"follows from {result.follows_from}: " if result.follows_from else ""
+    reason = (result.reason.splitlines() or [""])[0]
+    return f"{result.check.id} {result.outcome:<7} {result.seconds:6.2f} s  {follows_from}{reason}".rstrip()
 
 
 def _counts(checks: Sequence[Mapping[str, Any]], level: str) -> dict[str, int]:

@@ -11,18 +11,18 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 from types import FrameType
-from typing import Final
+from typing import Any, Final, NoReturn
 
 import torch
 
 from torchhal_conformance import _rank_check as rank_check
-from torchhal_conformance._check import Check, CheckFailed, MissingRequirement, NotApplicable, Skipped
+from torchhal_conformance._check import CHECKS, Check, CheckFailed, MissingRequirement, NotApplicable, Skipped
 from torchhal_conformance._component_error import ComponentError, locate
 from torchhal_conformance._component_under_test import ComponentUnderTest, missing
 from torchhal_conformance._context import CheckContext
@@ -35,8 +35,12 @@ ENVIRONMENT: Final = "environment:"
 """Beginning of the reason of a check that another machine could make."""
 INPUT: Final = "input:"
 """Beginning of the reason of a check that the component's author could have made, by an argument."""
-PATIENCE: Final = 240.0
-"""Seconds for a check that runs in this process: many times what any takes, and less than a user's patience."""
+NOT_MADE: Final = "not made:"
+"""Beginning of the reason of a check that was left out, since others before it hung."""
+PATIENCE: Final = 90.0
+"""Seconds for a check that runs in this process: six times what any takes, and less than a user's patience."""
+_START: Final = 150.0
+"""Seconds for a check whose ranks have to be started first."""
 _IMPORTED: Final = ("torch._dynamo", "torchhal_conformance._worker_pool", "torchhal.trainer")
 """Modules that the fork server imports once for all ranks: any optimizer imports torch._dynamo, which takes seconds."""
 
@@ -72,6 +76,15 @@ class Result:
         return f"{one.id}: {one.contract}\n\n{self.reason}\n\nWhy: {one.why}\nFix: {one.fix}"
 
     @property
+    def is_hang(self) -> bool:
+        """True for a failure that took the whole time of its check."""
+        return self.outcome == "failed" and "HANG" in self.reason
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data, from which :meth:`Session.recall` makes the result again."""
+        return {**{one.name: getattr(self, one.name) for one in fields(self)}, "check": self.check.id}
+
+    @property
     def verbose_text(self) -> str:
         """The text, with the traceback of an error."""
         return f"{self.text}\n{self.traceback}" if self.traceback else self.text
@@ -90,10 +103,15 @@ class Session:
     """Checks of one component, and their worker processes.
 
     Use it in a ``with`` block, or call :meth:`close`, which ends the processes.
+
+    Args:
+        component: what is checked.
+        interruptible: False in a process that Ctrl-C doesn't reach: a KeyboardInterrupt is the component's then.
     """
 
-    def __init__(self, component: ComponentUnderTest) -> None:
+    def __init__(self, component: ComponentUnderTest, *, interruptible: bool = True) -> None:
         self.component = component
+        self._interruptible = interruptible
         self._worker_pools: dict[int, WorkerPool] = {}
         self._failed: dict[str, str] = {}
         """Id of a failed check -> the failed check that it follows from, itself if there is none."""
@@ -118,6 +136,19 @@ class Session:
             self._worker_pools[size] = WorkerPool(shared_server(), size, one_per_node=self.component.one_per_node)
         return self._worker_pools[size]
 
+    def limit(self, one: Check) -> float:
+        """Return the seconds after which this session has reported a hang of ``one``."""
+        if one.world_sizes:
+            return scaled(_START + len(one.world_sizes) * one.timeout)
+        return _patience(one)
+
+    def recall(self, made: Mapping[str, Any]) -> Result:
+        """Return a result of an earlier session, whose failure those of this session may follow from."""
+        result = Result(**{**made, "check": CHECKS[made["check"]]})
+        if result.outcome == "failed":
+            self._failed[result.check.id] = result.follows_from or result.check.id
+        return result
+
     def run(self, one: Check) -> Result:
         """Make one check and return its Result; only Ctrl-C is raised, no error of the component."""
         start = time.perf_counter()
@@ -126,13 +157,13 @@ class Session:
         try:
             if lacking := missing(one, self.component):
                 raise Skipped(lacking)
-            with _kept_state(self.component.seed), _alarm(one):
+            with _kept_state(self.component.seed), _alarm(one), _without_exit():
                 self._make(one)
         except Skipped as skip:
             outcome, reason = "skipped", str(skip)
-        except KeyboardInterrupt:
-            raise
         except BaseException as error:  # SystemExit too: a component may do anything
+            if isinstance(error, KeyboardInterrupt) and self._interruptible:
+                raise
             outcome, reason = "failed", str(error)
             if not isinstance(error, CheckFailed) or error.raised:
                 raised = locate(error, self.component)
@@ -195,7 +226,7 @@ def _alarm(one: Check) -> Iterator[None]:
     if one.world_sizes or not usable or signal.getitimer(signal.ITIMER_REAL)[0]:
         yield
         return
-    seconds = scaled(max(PATIENCE, 2 * one.timeout))
+    seconds = _patience(one)
 
     def ring(signum: int, frame: FrameType | None) -> None:
         stack = "".join(traceback.format_stack(frame)[-6:])
@@ -208,6 +239,27 @@ def _alarm(one: Check) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+def _patience(one: Check) -> float:
+    return scaled(max(PATIENCE, 2 * one.timeout))
+
+
+@contextmanager
+def _without_exit() -> Iterator[None]:
+    """Let ``os._exit`` in this process raise CheckFailed: a test run that it ends with 0 counts as passed."""
+    exit, own = os._exit, os.getpid()
+
+    def refuse(status: int) -> NoReturn:
+        if os.getpid() != own:  # a fork may
+            exit(status)
+        raise CheckFailed(f"os._exit({status}) was called, which ends the user's process without a word")
+
+    os._exit = refuse
+    try:
+        yield
+    finally:
+        os._exit = exit
 
 
 @contextmanager

@@ -5,16 +5,19 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 from torchhal.cli import echo
+from torchhal.errors import ConfigurationError
+from torchhal.plugin import Component
 from torchhal_conformance._component_under_test import ComponentUnderTest
+from torchhal_conformance._supervised_process import Request, run_supervised
 
 INTERVAL: Final = 0.5
 """Seconds between two looks at the files."""
@@ -23,14 +26,25 @@ Stamp = dict[str, tuple[int, int]]
 """File -> its time of modification in ns and its size."""
 
 
-def sources(component: ComponentUnderTest, given: Iterable[str] = ()) -> list[Path]:
-    """Return the folders and files whose changes matter: the component's package and project, and ``given`` files."""
+def sources(request: Request) -> list[Path]:
+    """Return the folders and files whose changes matter: the component's package and project, and its tables.
+
+    Nothing of the component is imported: it may be what hangs.
+    """
+    _, colon, _ = request.alias.partition(":")
+    if colon:
+        sys.path.insert(0, os.getcwd())  # as under python -m
+        target: str | Component = Component("unnamed", request.alias)
+    else:
+        target = request.alias
+    component = ComponentUnderTest.of(request.kind, target)
     top = component.entry.component.target.partition(":")[0].partition(".")[0]
     spec = importlib.util.find_spec(top)
     found = [] if spec is None else [Path(place) for place in spec.submodule_search_locations or [spec.origin or ""]]
     if component.source is not None:
         found += [component.source / "src", component.source / "pyproject.toml"]
-    return [path for path in [*found, *map(Path, given)] if path.exists()]
+    found += [] if request.tables is None else [Path(request.tables)]
+    return [path for path in found if path.exists()]
 
 
 def stamp(paths: Iterable[Path]) -> Stamp:
@@ -47,22 +61,16 @@ def stamp(paths: Iterable[Path]) -> Stamp:
 
 
 def watch(
-    arguments: Sequence[str],
-    paths: Sequence[Path],
-    ids: Sequence[str],
-    *,
-    sleep: Callable[[float], Any] = time.sleep,
-    runs: int | None = None,
+    request: Request, paths: Sequence[Path], *, sleep: Callable[[float], Any] = time.sleep, runs: int | None = None
 ) -> int:
-    """Run ``torchhal conformance run`` with ``arguments`` at once and after each change in ``paths``, until Ctrl-C.
+    """Make the checks at once and after each change in ``paths``, until Ctrl-C.
 
-    Each run is a process of its own, which imports the changed code. After a run with failures only the failed checks
-    are made, after one without all of them.
+    Each run is a process of its own, which imports the changed code; a change ends the run before. After a run with
+    failures only the failed checks are made, after one without all of them.
 
     Args:
-        arguments: of the command, without ``--check``, ``--report`` and ``--watch``.
+        request: what to check.
         paths: folders and files to look at.
-        ids: of the checks; empty for all.
         sleep: waits between two looks.
         runs: after so many the exit code of the last one is returned; None for no limit.
     """
@@ -72,21 +80,29 @@ def watch(
         report = Path(folder, "report.json")
         while True:
             before = stamp(paths)
-            code = _run(arguments, failed or ids, report)
+            report.unlink(missing_ok=True)
+            chosen = replace(request, check=failed or request.check, report=str(report))
+            code = _run(chosen, lambda: stamp(paths) != before)  # noqa: B023  called within this round
             made += 1
             if made == runs:
-                return code
+                return 1 if code is None else code
             failed = _failed(report, failed)
-            echo(f"{', '.join(failed)} will run again" if failed else "waiting for a change")
+            if code is not None:
+                echo(f"{', '.join(failed)} will run again" if failed else "waiting for a change")
             while stamp(paths) == before:
                 sleep(INTERVAL)
 
 
-def _run(arguments: Sequence[str], ids: Sequence[str], report: Path) -> int:
-    chosen = [word for id in ids for word in ("--check", id)]
-    command = [sys.executable, "-m", "torchhal.cli", "conformance", "run", *arguments, *chosen, "--report", str(report)]
-    report.unlink(missing_ok=True)
-    return subprocess.run(command, check=False).returncode
+def _run(request: Request, changed: Callable[[], bool]) -> int | None:
+    """Return the exit code of a run, None where ``changed`` ended it."""
+    try:
+        code = run_supervised(request, stop=changed)
+    except ConfigurationError as error:  # a class that an edit has renamed, say
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if code is None:
+        echo("a file has changed: the run begins again")
+    return code
 
 
 def _failed(report: Path, before: list[str]) -> list[str]:

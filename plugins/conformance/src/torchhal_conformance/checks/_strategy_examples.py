@@ -20,7 +20,6 @@ from torchhal_conformance.checks._strategy_run import (
     running,
     share,
     two_groups,
-    weights_close,
 )
 
 ACCUMULATED = (2, 1, 2)
@@ -101,7 +100,7 @@ def check_unusual_models(rank: RankContext) -> None:
             with running(rank, kind()) as run:
                 run.train(0, 3)
                 plain = reference(rank, 3, model=kind())[0]
-                weights_close(f"after three steps of {kind.__name__}", run.weights(), plain, run.tolerance)
+                run.require_weights(f"after three steps of {kind.__name__}", plain)
 
         _or_refused(rank, run)
 
@@ -172,4 +171,4 @@ def check_epochs(rank: RankContext) -> None:
             if not strategy.evaluation_communicates:
                 with torch.no_grad():
                     F.mse_loss(run.module(mine[0]), mine[1])
-        weights_close(f"after {len(ACCUMULATED)} epochs", run.weights(), plain, max(1e-4, run.tolerance))
+        run.require_weights(f"after {len(ACCUMULATED)} epochs", plain, 1e-4)

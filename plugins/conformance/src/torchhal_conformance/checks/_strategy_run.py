@@ -148,6 +148,10 @@ class StrategyRun:
         """The tolerance of weights after a few steps."""
         return tolerance_of(self.strategy, "weights", TOLERANCE)
 
+    def require_weights(self, what: str, expected: nn.Module, exact: float = TOLERANCE) -> None:
+        """Fail unless the weights are those of ``expected`` within the strategy's tolerance, or ``exact``."""
+        weights_close(what, self.weights(), expected, tolerance_of(self.strategy, "weights", exact))
+
     def weights(self) -> dict[str, torch.Tensor]:
         """Return the whole state of the module; empty on ranks that write no checkpoints and have no values."""
         return values(self.strategy)
@@ -212,7 +216,8 @@ def tolerance_of(strategy: Strategy, name: str, exact: float) -> float:
     return float(strategy.tolerances.get(name, exact)) if "lossy" in strategy.features else exact
 
 
-def weights_close(what: str, got: dict[str, torch.Tensor], expected: nn.Module, tolerance: float = TOLERANCE) -> None:
+def weights_close(what: str, got: dict[str, torch.Tensor], expected: nn.Module, tolerance: float) -> None:
+    """Fail unless what ``got`` has, where it has values, differs from ``expected`` by ``tolerance`` at most."""
     for name, tensor in expected.state_dict().items():
         if got:
             close(f"{what}: {name}", got[name], tensor, tolerance)

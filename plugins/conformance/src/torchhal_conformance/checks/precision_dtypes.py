@@ -331,7 +331,8 @@ def master_weights(context: CheckContext) -> None:
     for name, parameter in trained.model.named_parameters():
         same(f"dtype of {name} after a step", parameter.dtype, precision.param_dtype)
         moment = trained.optimizer.state[parameter]["exp_avg"]
-        same(f"dtype of the optimizer's state for {name}", moment.dtype, precision.param_dtype)
+        stored = precision.optimizer_state_dtype(parameter, "exp_avg") or precision.param_dtype
+        same(f"dtype of the optimizer's state for {name}", moment.dtype, stored)
 
 
 @check("PRE-23", needs=["device"], after=("PRE-01",))

@@ -13,7 +13,7 @@ from torchhal.errors import CheckpointMismatchError, TorchhalError
 from torchhal_conformance._assertions import raises, require, same
 from torchhal_conformance._check import NotApplicable, check
 from torchhal_conformance._rank_context import RankContext
-from torchhal_conformance.checks._strategy_run import Regression, batch, running, weights_close
+from torchhal_conformance.checks._strategy_run import Regression, batch, running
 
 FROZEN = ((), ("body.0",), ("body.0", "body.2", "body.4"), ("body.2", "body.4"), ())
 """The layers that are frozen in the steps of one number; where all are, no step is made."""
@@ -53,7 +53,7 @@ def frozen_during_the_run(rank: RankContext) -> None:
                 optimizer.zero_grad()
                 plain.training_step(batch(rank, step), step).backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
-            weights_close(f"with {layers or 'no layers'} frozen", run.weights(), plain)
+            run.require_weights(f"with {layers or 'no layers'} frozen", plain)
 
 
 def _without_group(state: dict[str, Any]) -> None:

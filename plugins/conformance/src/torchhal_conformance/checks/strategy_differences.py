@@ -24,7 +24,6 @@ from torchhal_conformance.checks._strategy_run import (
     require_several_ranks,
     running,
     share,
-    weights_close,
 )
 from torchhal_conformance.checks.strategy_lifecycle import group_of_the_user
 from torchhal_conformance.checks.strategy_optimizers import setup_several, two_optimizers
@@ -86,7 +85,7 @@ def part_of_the_weights(rank: RankContext) -> None:
         given = {name: value.clone() for name, value in part.items()}
         run.strategy.load_module_state_dict(given, strict=False)
         run.train(0, 2)
-        weights_close("after a part was loaded, and two steps", run.weights(), plain, run.tolerance)
+        run.require_weights("after a part was loaded, and two steps", plain)
         for name, value in part.items():
             same(f"{name} of the state that was given, after two steps", given[name].cpu(), value)
 
@@ -201,7 +200,7 @@ def step_that_raises(rank: RankContext) -> None:
                 plain.training_step(batch(rank, number), number).backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
             same(f"how often the precision's context is entered after step {number}", precision.depth, 0)
-        weights_close("after a step that raised, and another one", run.weights(), plain, run.tolerance)
+        run.require_weights("after a step that raised, and another one", plain)
 
 
 @check("STR-81", since="0.2", world_sizes=(1, 2), after=("STR-22",))
@@ -273,7 +272,7 @@ def another_module(rank: RankContext) -> None:
     second = Regression(0)
     with running(rank, second, strategy=strategy) as run:
         run.train(0, 2)
-        weights_close("of the second module after two steps", run.weights(), reference(rank, 2)[0], run.tolerance)
+        run.require_weights("of the second module after two steps", reference(rank, 2)[0])
     for name, value in first.state_dict().items():
         if name in before and not value.is_meta:  # a rank that isn't rank 0 may have none
             told = f"{name} of the first module, after steps of the second"

@@ -28,7 +28,6 @@ from torchhal_conformance.checks._strategy_run import (
     running,
     share,
     tolerance_of,
-    weights_close,
 )
 from torchhal_conformance.checks.strategy_optimizers import setup_several, two_optimizers
 
@@ -67,7 +66,7 @@ def norm_of_gradients(rank: RankContext) -> None:
             close(f"the norm of the gradients{told}", float(norm) / expected, 1.0, tolerance)
         run.strategy.optimizer_step(run.optimizer)
         torch.optim.SGD(plain.parameters(), lr=0.1).step()
-        weights_close("after a step whose norm was asked for", run.weights(), plain, run.tolerance)
+        run.require_weights("after a step whose norm was asked for", plain)
     if "lossy" in rank.component.declared:
         return
     with running(rank, Regression(), lr=1e-25) as run:
@@ -75,7 +74,7 @@ def norm_of_gradients(rank: RankContext) -> None:
         run.strategy.backward(run.step(share(run.strategy, (x, y)), 0) * 1e24)
         run.strategy.grad_norm(run.optimizer)
         run.strategy.optimizer_step(run.optimizer)
-        weights_close("after a step whose infinite norm was asked for", run.weights(), plain, run.tolerance)
+        run.require_weights("after a step whose infinite norm was asked for", plain)
 
 
 class _Scales(SinglePrecision):
@@ -131,7 +130,7 @@ def norm_of_scaled_gradients(rank: RankContext) -> None:
         close("the norm of gradients of a scaled loss", norm / expected, 1.0, tolerance)
         run.strategy.optimizer_step(run.optimizer)
         torch.optim.SGD(plain.parameters(), lr=0.1).step()
-        weights_close("after a step of a scaled loss", run.weights(), plain, run.tolerance)
+        run.require_weights("after a step of a scaled loss", plain)
 
 
 @check("STR-71", since="0.2", world_sizes=WORLD_SIZES, after=("STR-11",))

@@ -25,7 +25,6 @@ from torchhal_conformance.checks._strategy_run import (
     reference,
     require_several_ranks,
     running,
-    weights_close,
 )
 from torchhal_conformance.checks.trainer import children
 
@@ -133,7 +132,7 @@ def _train_in_two_lives(rank: RankContext) -> None:
         with running(rank, model, strategy=strategy) as run:
             run.train(2 * life, 2 * life + 2)
             gc.collect()  # what the life before has left ends now, with the finalizers of its vendor's objects
-            weights_close(f"after life {life + 1} of one module", run.weights(), reference(rank, 2 * life + 2)[0])
+            run.require_weights(f"after life {life + 1} of one module", reference(rank, 2 * life + 2)[0])
             strategy.restore_module()
         rank.gather("done")
 

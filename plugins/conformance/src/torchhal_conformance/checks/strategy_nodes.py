@@ -15,7 +15,7 @@ from torchhal.strategies import Strategy
 from torchhal_conformance._assertions import close, require, same
 from torchhal_conformance._check import NotApplicable, check
 from torchhal_conformance._rank_context import RankContext
-from torchhal_conformance.checks._strategy_run import reference, require_several_ranks, running, weights_close
+from torchhal_conformance.checks._strategy_run import reference, require_several_ranks, running
 
 
 def _place_on_a_node(local_rank: int, size: int, node: int) -> AbstractContextManager[Any]:
@@ -96,7 +96,7 @@ def training_on_several_nodes(rank: RankContext) -> None:
             zeros = rank.gather(strategy.is_global_zero)
             same("is_global_zero on two nodes", zeros, [True, False])
             run.train(0, 3)
-            weights_close("after three steps on two nodes", run.weights(), reference(rank, 3)[0], run.tolerance)
+            run.require_weights("after three steps on two nodes", reference(rank, 3)[0])
             one = torch.full((1,), float(rank.rank + 1), device=strategy.root_device)
             for operation, expected in (("sum", 3.0), ("mean", 1.5)):
                 close(f"a {operation} of 1 and 2 on two nodes", strategy.reduce(one, operation).cpu(), [expected], 1e-6)

@@ -23,6 +23,7 @@ from torchhal_conformance.checks._strategy_run import (
     tolerance_of,
     values,
 )
+from torchhal_conformance.checks._strategy_state import load_own_state, states_of_ranks
 
 
 @check("STR-90", since="0.2", world_sizes=(1, 2), timeout=60, after=("STR-22",))
@@ -48,7 +49,8 @@ def several_optimizers(rank: RankContext) -> None:
         step = _set_up(rank, strategy, 0)
         _train(rank, strategy, step, 0, 2)
         states = [strategy.optimizer_state(optimizer) for optimizer in strategy.optimizers]
-        strategy.save_checkpoint({"model": strategy.module_state_dict(), "optimizers": states}, path)
+        state = {"model": strategy.module_state_dict(), "optimizers": states, "ranks": states_of_ranks(rank, strategy)}
+        strategy.save_checkpoint(state, path)
         strategy.wait_for_checkpoints()
         _train(rank, strategy, step, 2, 4)
         _require_weights("after four steps of two optimizers", strategy, plain)
@@ -59,6 +61,7 @@ def several_optimizers(rank: RankContext) -> None:
         strategy.load_module_state_dict(loaded["model"])
         for optimizer, state in zip(strategy.optimizers, loaded["optimizers"], strict=True):
             strategy.load_optimizer_state(optimizer, state)
+        load_own_state(rank, strategy, loaded["ranks"])
         _train(rank, strategy, step, 2, 4)
         _require_weights("after a resume of two optimizers, and two more steps", strategy, plain)
         rank.gather("done")

@@ -9,28 +9,21 @@ from typing import Any
 import torch
 
 from torchhal.errors import CheckpointMismatchError
-from torchhal.pytree import map_tensors
-from torchhal.strategies import Strategy
 from torchhal_conformance._assertions import close, plain, require, same
 from torchhal_conformance._check import CheckFailed, NotApplicable, check
 from torchhal_conformance._rank_context import RankContext
 from torchhal_conformance.checks._strategy_run import Regression, StrategyRun, running
+from torchhal_conformance.checks._strategy_state import load_own_state, own_state, states_of_ranks
 
 
 def _saved(rank: RankContext, run: StrategyRun) -> dict[str, Any]:
     return {
-        "model": run.strategy.module_state_dict(),
-        "optimizer": run.strategy.optimizer_state(run.optimizer),
-        "strategy": run.strategy.state_dict(),
-        "ranks": rank.gather(_own(run.strategy)),
+        # copies: what these return may be the tensors that the next step changes, as torch's state dicts are
+        "model": copy.deepcopy(run.strategy.module_state_dict()),
+        "optimizer": copy.deepcopy(run.strategy.optimizer_state(run.optimizer)),
+        "strategy": copy.deepcopy(run.strategy.state_dict()),
+        "ranks": states_of_ranks(rank, run.strategy),
     }
-
-
-def _own(strategy: Strategy) -> dict[str, Any]:
-    """Return this rank's state, on the CPU."""
-    state = strategy.rank_state_dict()
-    require(isinstance(state, dict), f"rank_state_dict() must return a dict (got {state!r})")
-    return copy.deepcopy(map_tensors(state, lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf))
 
 
 @check("STR-49", since="0.2", world_sizes=(2,), timeout=60)
@@ -48,18 +41,18 @@ def rank_state(rank: RankContext) -> None:
             raise NotApplicable("the strategy has no per-rank state")
         plain("rank_state_dict()", saved["ranks"][rank.rank])
         run.train(4, 6)
-        expected, expected_own = run.weights(), _own(run.strategy)
+        expected, expected_own = run.weights(), own_state(run.strategy)
         everybody = rank.gather(saved)
     with running(rank, Regression(7), make=torch.optim.Adam, lr=0.05) as run:
         run.strategy.load_state_dict(everybody[0]["strategy"])
         run.strategy.load_module_state_dict(everybody[0]["model"])
         run.strategy.load_optimizer_state(run.optimizer, everybody[0]["optimizer"])
-        run.strategy.load_rank_state_dict(copy.deepcopy(saved["ranks"][rank.rank]))
-        same("rank_state_dict() after it was loaded", _own(run.strategy), saved["ranks"][rank.rank])
+        load_own_state(rank, run.strategy, saved["ranks"])
+        same("rank_state_dict() after it was loaded", own_state(run.strategy), saved["ranks"][rank.rank])
         run.train(4, 6)
         for name, tensor in run.weights().items():
             close(f"{name} after a resume", tensor, expected[name], 1e-6)
-        same("rank_state_dict() two steps after a resume", _own(run.strategy), expected_own)
+        same("rank_state_dict() two steps after a resume", own_state(run.strategy), expected_own)
         rank.gather("done")
 
 
@@ -74,8 +67,8 @@ def resharded_rank_state(rank: RankContext) -> None:
     """
     with running(rank, make=torch.optim.Adam, lr=0.05) as run:
         run.train(0, 3)
-        states = rank.gather(_own(run.strategy))
-        check_resharding(run.strategy, states, lambda: _own(run.strategy))
+        states = states_of_ranks(rank, run.strategy)
+        check_resharding(run.strategy, states, lambda: own_state(run.strategy))
         rank.gather("done")
 
 

@@ -58,7 +58,7 @@ def averaged_gradient(rank: RankContext) -> None:
     """
     with running(rank) as run:
         run.train(0, 1)
-        weights_close("after one step", run.weights(), reference(rank, 1)[0], run.tolerance)
+        run.require_weights("after one step", reference(rank, 1)[0])
     check_unusual_models(rank)
 
 
@@ -113,14 +113,12 @@ def accumulation(rank: RankContext) -> None:
                     "gradients under no_backward_sync() are the same on all ranks: they were sent",
                 )
         strategy.optimizer_step(run.optimizer)
-        weights_close("after three micro-batches", run.weights(), reference(rank, 1)[0], run.tolerance)
+        run.require_weights("after three micro-batches", reference(rank, 1)[0])
         if paused is not None:
             with contextlib.suppress(_Stop), paused:
                 raise _Stop
             run.train(1, 3)
-            weights_close(
-                "after an error under no_backward_sync()", run.weights(), reference(rank, 3)[0], run.tolerance
-            )
+            run.require_weights("after an error under no_backward_sync()", reference(rank, 3)[0])
 
 
 @check("STR-16", world_sizes=(2,))
@@ -268,11 +266,11 @@ def global_norm(rank: RankContext) -> None:
             tolerance = tolerance_of(run.strategy, "gradient_norm", 1e-4)
             close("the norm that clip_gradients returned", float(whole), expected, tolerance)
         run.strategy.optimizer_step(run.optimizer)
-        weights_close("after a clipped step", run.weights(), reference(rank, 1, clip=expected / 3)[0], run.tolerance)
+        run.require_weights("after a clipped step", reference(rank, 1, clip=expected / 3)[0])
     with running(rank, make=two_groups) as run:
         run.train(0, 3, clip=expected / 3)
         plain = reference(rank, 3, make=two_groups, clip=expected / 3)[0]
-        weights_close("after clipped steps of two parameter groups", run.weights(), plain, run.tolerance)
+        run.require_weights("after clipped steps of two parameter groups", plain)
 
 
 class _Empty(nn.Module):
@@ -342,7 +340,7 @@ def trained_from_rank_zero(rank: RankContext) -> None:
     """
     with running(rank, make_model(rank, rank.rank)) as run:
         run.train(0, 3)
-        weights_close("after three steps from rank 0's weights", run.weights(), reference(rank, 3)[0], run.tolerance)
+        run.require_weights("after three steps from rank 0's weights", reference(rank, 3)[0])
 
 
 @check("STR-48", world_sizes=(2,), timeout=45)

@@ -28,6 +28,7 @@ from torchhal_conformance._component_under_test import ComponentUnderTest
 from torchhal_conformance._context import CheckContext
 from torchhal_conformance._rank_context import RankContext
 from torchhal_conformance._subprocesses import Job
+from torchhal_conformance.checks._strategy_run import tolerance_of
 
 BATCH = 12
 SAMPLES = 48
@@ -152,14 +153,21 @@ def from_string(context: CheckContext) -> None:
 def regression(rank: RankContext) -> None:
     """A Trainer fits a line, and its weights are those of the plain loop on the joined batches.
 
+    Those of a lossy strategy within its tolerance, after one epoch.
+
     Why: each component may keep its contract and the whole not train.
     Fix: the checks of its kind first; then compare the first step.
     """
     model = ThreeLayers()
-    trainer(rank, max_epochs=4).fit(model, loader(rank))
-    plain = plain_loop(4)  # after it: a backward on the CPU settles for good which devices torch's autograd knows
+    lossy = "lossy" in rank.component.declared
+    epochs = 1 if lossy else 4
+    used = trainer(rank, max_epochs=epochs)
+    used.fit(model, loader(rank))
+    plain = plain_loop(epochs)  # after it: a backward on the CPU settles for good which devices torch's autograd knows
     tolerance = 0.05 if rank.component.kind == "precision" else 1e-4
-    close("the weights after four epochs", learned(model), learned(plain), tolerance)
+    if lossy:  # its four steps add up to 2.5 times the five of 0.1 for which the tolerance is declared
+        tolerance = 2.5 * tolerance_of(used.strategy, "weights", tolerance)
+    close(f"the weights after {epochs} epoch(s)", learned(model), learned(plain), tolerance)
     rank.gather("done")
 
 

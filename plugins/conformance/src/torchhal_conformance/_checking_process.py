@@ -1,0 +1,167 @@
+"""Make the checks of one component, and send each result to the process that supervises this one."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import shlex
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from os import _exit  # as it is before a check takes it away from components
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from torchhal.errors import ConfigurationError, TorchhalError, UnknownAliasError
+from torchhal_conformance._supervised_process import STACK
+
+if TYPE_CHECKING:
+    from torchhal_conformance._check import Check
+    from torchhal_conformance._component_under_test import ComponentUnderTest
+    from torchhal_conformance._session import Result
+
+CODES: Final = {"conformant": 0, "partial": 0, "failed": 1, "incomplete": 2}
+"""Verdict -> exit code."""
+MAX_HANGS: Final = 5
+"""After so many checks that hung the rest is not made: each takes as long as its limit."""
+
+Send = Callable[..., None]
+"""Sends an event to the supervising process."""
+
+
+def main(descriptor: int) -> None:
+    """Make the checks that the request at the socket ``descriptor`` names, and end this process.
+
+    Events are lines of JSON: ``begin`` and ``limit`` before a check, ``end`` after it, ``print`` for a line of the
+    command's output, ``error`` for an argument that can't be, ``code`` for the exit code.
+    """
+    end = socket.socket(fileno=descriptor)
+    stream = end.makefile("r", encoding="utf-8")
+    request = json.loads(stream.readline())
+    threading.Thread(target=_end_with_supervisor, args=(end,), daemon=True, name="torchhal-conformance-end").start()
+    faulthandler.enable(all_threads=False)  # a component that crashes this process shows amid which check
+    faulthandler.register(signal.SIGUSR1, open(Path(tempfile.gettempdir(), STACK), "w", encoding="utf-8"))  # noqa: SIM115
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # "&" in a script ignores it: checks send it to ranks
+
+    def send(**event: Any) -> None:
+        end.sendall(json.dumps(event).encode() + b"\n")
+
+    try:
+        send(code=_run(request, send))
+    except TorchhalError as error:
+        send(error=("; " if isinstance(error, UnknownAliasError) else "\n").join(str(error).splitlines()))
+    except BaseException as error:  # SystemExit and KeyboardInterrupt too: the component has raised it
+        traceback.print_exc()
+        send(
+            error=f"{request['kind']} {request['alias']!r} can't be checked: it raised {type(error).__name__}: {error}"
+        )
+
+
+def _end_with_supervisor(end: socket.socket) -> None:
+    """Wait for the end of the supervising process, and end this one then, with what it has left."""
+    with contextlib.suppress(OSError):
+        end.recv(1)  # it sends nothing after the request
+    shutil.rmtree(tempfile.gettempdir(), ignore_errors=True)
+    _exit(1)
+
+
+def _run(request: dict[str, Any], send: Send) -> int:
+    from torchhal_conformance import _report as reports
+    from torchhal_conformance._html import page
+    from torchhal_conformance._suite import check_features, choose
+
+    component = _component(request)
+    check_features(component)
+    chosen = choose(component, request["level"], request["check"] or None, "--check")
+    results = _results(component, chosen, request["made"], send, quiet=request["json"])
+    report = reports.build(component, results)
+    for name, text in (
+        ("report", json.dumps(report, indent=2) + "\n"), ("html", page(report)), ("junit", reports.junit(report)),
+        ("badge", json.dumps(reports.badge(report)) + "\n"),
+    ):  # fmt: skip
+        _write(request[name], text)
+    if request["json"]:
+        send(print=json.dumps(report, indent=2))
+    else:
+        failed = [result for result in results if result.outcome == "failed"]
+        texts = [f"\n{result.verbose_text if request['verbose'] else result.text}" for result in failed]
+        send(print="\n".join([*texts, *([""] if texts else []), *reports.summary(report)]))
+    return CODES[report["verdict"]]
+
+
+def _component(request: dict[str, Any]) -> ComponentUnderTest:
+    from torchhal_conformance._component_under_test import ComponentUnderTest
+    from torchhal_conformance._tables import read_tables
+
+    if request["model"] or request["data"]:
+        sys.path.insert(0, os.getcwd())  # as under python -m
+    tables: dict[str, Any] = {} if request["tables"] is None else read_tables(request["tables"])
+    return ComponentUnderTest.of(
+        request["kind"], _target(request["alias"]), accelerator=request["accelerator"], seed=request["seed"],
+        features=[name.strip() for name in request["features"].split(",") if name.strip()],
+        launcher=None if request["launcher"] is None else shlex.split(request["launcher"]),
+        model=request["model"], data=request["data"], **tables,
+    )  # fmt: skip
+
+
+def _target(text: str) -> Any:
+    """Return an alias as it is, and the class of ``"MODULE:CLASS"``.
+
+    Raises:
+        ConfigurationError: there is no such module or class.
+    """
+    module, colon, name = text.partition(":")
+    if not colon:
+        return text
+    from torchhal_conformance._factory import import_object
+
+    sys.path.insert(0, os.getcwd())  # as under python -m
+    try:
+        return import_object(module, name, None)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigurationError(f"{text!r} must be MODULE:CLASS of a class that can be imported: {error}") from error
+    except SystemExit as error:
+        raise ConfigurationError(f"{text!r} can't be imported: it ends the process with {error.code!r}") from error
+
+
+def _results(
+    component: ComponentUnderTest, chosen: Sequence[Check], made: Sequence[dict[str, Any]], send: Send, *, quiet: bool
+) -> list[Result]:
+    """Make the checks of ``chosen`` that are not among ``made``, the results of processes that died; return all."""
+    from torchhal_conformance._report import line_of
+    from torchhal_conformance._session import NOT_MADE, Result, Session
+
+    results = {}
+    with Session(component, interruptible=False) as session:
+        for one in made:
+            results[one["check"]] = session.recall(one)
+        for one in chosen:
+            if one.id in results:
+                continue
+            send(begin=one.id, limit=session.limit(one))
+            hung = [id for id, result in results.items() if result.is_hang]
+            if len(hung) < MAX_HANGS:
+                result = session.run(one)
+            else:
+                result = Result(one, "skipped", f"{NOT_MADE} {len(hung)} checks before it hung ({', '.join(hung)})")
+            results[one.id] = result
+            send(end=result.as_dict())
+            if not quiet:
+                send(print=line_of(result))
+    return [results[one.id] for one in chosen]
+
+
+def _write(path: str | None, text: str) -> None:
+    if path is None:
+        return
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(f"{path!r} can't be written: {error}") from error
