@@ -557,3 +557,46 @@ def test_bodies_are_empty():
     for name in HOOKS:
         assert getattr(strategy, name)(*arguments.get(name, ())) is None
     assert vars(strategy) == {}
+
+
+class Shrinking(SingleDeviceStrategy):
+    """Changes weights and its own state at the end of each epoch, as local SGD averages there."""
+
+    ended = 0
+
+    def on_train_epoch_end(self):
+        self.ended += 1
+        with torch.no_grad():
+            for parameter in self.module.parameters():
+                parameter.mul_(0.5)
+
+    def state_dict(self):
+        return {**super().state_dict(), "ended": self.ended}
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        self.ended = state.get("ended", 0)
+
+
+def test_a_checkpoint_of_an_epochs_end_has_what_the_strategy_did_there(tmp_path):
+    saves = {
+        "end": {},
+        "last_step": {"every_n_train_steps": STEPS, "save_on_train_epoch_end": False},
+        "validated": {"save_on_train_epoch_end": False},
+    }
+
+    def fit(name, ckpt_path=None):
+        torch.manual_seed(0)
+        model, strategy = Net(), Shrinking()
+        folder = tmp_path / (name if ckpt_path is None else f"{name}-again")
+        saving = ModelCheckpoint(folder, "{epoch}-{step}", save_top_k=-1, **saves[name])
+        trainer = make(saving, strategy=strategy, max_epochs=3)
+        trainer.fit(model, BATCHES, BATCHES, ckpt_path=ckpt_path)
+        return strategy.ended, [parameter.detach().clone() for parameter in model.parameters()]
+
+    for name in saves:
+        ended, whole = fit(name)
+        for path in sorted((tmp_path / name).glob("*.ckpt"))[:2]:
+            again, resumed = fit(name, path)
+            assert (ended, again) == (3, 3), (name, path.name)
+            assert all(torch.equal(one, other) for one, other in zip(whole, resumed, strict=True)), (name, path.name)

@@ -6,7 +6,6 @@ import html
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ import pytest
 from test_builtin import ENV
 
 from torchhal import registry
-from torchhal.accelerators import CPUAccelerator
 from torchhal.cli import main
 from torchhal.cluster import TorchElasticEnvironment
 from torchhal.errors import ConfigurationError
@@ -28,13 +26,21 @@ from torchhal_conformance import _report as reports
 from torchhal_conformance._check import Check, check, release
 from torchhal_conformance._distribution_run import components_of
 from torchhal_conformance._html import page
-from torchhal_conformance._launcher_env import TABLES, WORLDS
+from torchhal_conformance._launcher_env import TABLES
 from torchhal_conformance._session import Result
+from torchhal_conformance._supervised_process import Request
 from torchhal_conformance._watch import sources, stamp, watch
 
 
 def run(*arguments: str) -> int:
     return main(["conformance", "run", *arguments])
+
+
+def write_module(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str) -> None:
+    """Write a module into ``folder``, where the command finds it."""
+    (folder / f"{name}.py").write_text(text)
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", list(sys.path))
 
 
 def only(*ids: str) -> list[str]:
@@ -65,11 +71,12 @@ def test_tables_come_from_a_file(name: str, text: str, tmp_path: Path, capsys) -
     assert [one["outcome"] for one in report["checks"]] == ["passed", "passed"]
 
 
-def test_core_checks_without_tables_are_incomplete(monkeypatch, capsys) -> None:
-    monkeypatch.delitem(WORLDS, "env")
-    assert run("cluster_environment", "env", *only("ENV-01", "ENV-03", "ENV-04")) == 2
+def test_core_checks_without_tables_are_incomplete(tmp_path, monkeypatch, capsys) -> None:
+    given = "from torchhal.cluster.env_init import EnvVarEnvironment\nclass Unknown(EnvVarEnvironment):\n    alias = 'unknown'\n"
+    write_module(tmp_path, monkeypatch, "no_tables_in_work", given)
+    assert run("cluster_environment", "no_tables_in_work:Unknown", *only("ENV-01", "ENV-03", "ENV-04")) == 2
     *_, told, verdict = capsys.readouterr().out.splitlines()
-    assert verdict == "cluster_environment env is incomplete"
+    assert verdict == "cluster_environment unknown is incomplete"
     assert told.startswith("2 checks of the core were not made (ENV-03, ENV-04)") and "--tables FILE" in told
 
 
@@ -224,9 +231,7 @@ def test_compare_refuses_what_is_no_pair(tmp_path: Path, capsys) -> None:
 
 
 def test_an_import_that_exits_is_no_verdict(tmp_path: Path, monkeypatch, capsys) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    (tmp_path / "ends_the_process.py").write_text("raise SystemExit(0)\n")
+    write_module(tmp_path, monkeypatch, "ends_the_process", "raise SystemExit(0)\n")
     report = tmp_path / "report.json"
     named = ["conformance", "run", "checkpoint_io", "ends_the_process:IO", "--report", str(report)]
     assert main(named) == 2
@@ -245,18 +250,17 @@ def test_components_of_a_distribution() -> None:
         components_of("nobody")
 
 
-def fake_run(outcome: dict[str, tuple[int, str]], seen: list[list[str]]):
-    """Return a subprocess.run that writes a report for each component, by kind, and returns its exit code."""
+def fake_run(outcome: dict[str, tuple[int, str]], seen: list[Request]):
+    """Return a run_supervised that writes a report for each component, by kind, and returns its exit code."""
 
-    def fake(command: list[str], **options: object) -> subprocess.CompletedProcess:
-        words = command[command.index("run") + 1 :]
-        seen.append(words)
-        code, verdict = outcome.get(words[0], (0, "conformant"))
+    def fake(request: Request, **options: object) -> int:
+        seen.append(request)
+        code, verdict = outcome.get(request.kind, (0, "conformant"))
         if verdict:
-            told = {"kind": words[0], "plugin": "dist", "device": "cpu x 1", "arguments": {}, "levels": {}}
-            alias = words[1].rpartition("/")[2]
-            Path(words[words.index("--report") + 1]).write_text(json.dumps({**report_of({}, alias, verdict), **told}))
-        return subprocess.CompletedProcess(command, code)
+            told = {"kind": request.kind, "plugin": "dist", "device": "cpu x 1", "arguments": {}, "levels": {}}
+            alias = request.alias.rpartition("/")[2]
+            Path(request.report).write_text(json.dumps({**report_of({}, alias, verdict), **told}))
+        return code
 
     return fake
 
@@ -267,20 +271,20 @@ def fake_run(outcome: dict[str, tuple[int, str]], seen: list[list[str]]):
         ({}, 0),
         ({"precision": (2, "incomplete")}, 2),
         ({"precision": (2, "incomplete"), "strategy": (1, "failed")}, 1),
-        ({"strategy": (-11, "")}, 1),
+        ({"strategy": (1, "")}, 1),
     ],
 )
 def test_run_all_returns_the_worst(outcome: dict, code: int, tmp_path: Path, monkeypatch, capsys) -> None:
-    seen: list[list[str]] = []
+    seen: list[Request] = []
     pairs = [("precision", "dist/a"), ("strategy", "dist/b"), ("cluster_environment", "dist/c")]
     monkeypatch.setattr("torchhal_conformance._distribution_run.components_of", lambda distribution: pairs)
-    monkeypatch.setattr("torchhal_conformance._distribution_run.subprocess.run", fake_run(outcome, seen))
+    monkeypatch.setattr("torchhal_conformance._distribution_run.run_supervised", fake_run(outcome, seen))
     options = ["--reports", str(tmp_path), "--tables", "t.json", "--model", "m:f", "--seed", "3"]
     assert run("--all", "dist", *options, *only("GEN-01", "STR-14")) == code
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[1:]] == [kind for kind, _ in pairs]
     assert [line.split()[1].removeprefix("dist/") for line in lines[1:]] == ["a", "b", "c"]
-    assert [("--tables" in words, "--model" in words, words.count("--check")) for words in seen] == [
+    assert [(one.tables is not None, one.model is not None, len(one.check)) for one in seen] == [
         (False, False, 1),
         (False, True, 2),
         (True, False, 1),
@@ -320,12 +324,12 @@ def test_watch_runs_failed_checks_again(tmp_path: Path, monkeypatch) -> None:
     found = iter([["ACC-01", "ACC-02"], ["ACC-02"], None, [], []])
     seen: list[list[str]] = []
 
-    def fake(command: list[str], **options: object) -> subprocess.CompletedProcess:
-        seen.append([word for word in command if word.startswith("ACC")])
+    def fake(request: Request, **options: object) -> int:
+        seen.append(list(request.check))
         failed = next(found)
         if failed is not None:  # a process that dies writes no report
-            Path(command[-1]).write_text(json.dumps({"checks": [{"id": id, "outcome": "failed"} for id in failed]}))
-        return subprocess.CompletedProcess(command, 3)
+            Path(request.report).write_text(json.dumps({"checks": [{"id": id, "outcome": "failed"} for id in failed]}))
+        return 3
 
     slept = []
 
@@ -336,8 +340,8 @@ def test_watch_runs_failed_checks_again(tmp_path: Path, monkeypatch) -> None:
         else:
             (source / "part.py").write_text("1" * len(slept) * 2)
 
-    monkeypatch.setattr("torchhal_conformance._watch.subprocess.run", fake)
-    assert watch(["accelerator", "cpu"], [source], [], sleep=change, runs=5) == 3
+    monkeypatch.setattr("torchhal_conformance._watch.run_supervised", fake)
+    assert watch(Request("accelerator", "cpu"), [source], sleep=change, runs=5) == 3
     assert seen == [[], ["ACC-01", "ACC-02"], ["ACC-02"], ["ACC-02"], []]
     assert len(slept) == 8
 
@@ -345,7 +349,7 @@ def test_watch_runs_failed_checks_again(tmp_path: Path, monkeypatch) -> None:
 def test_watch_looks_at_the_package_of_the_component(tmp_path: Path) -> None:
     tables = tmp_path / "tables.json"
     tables.touch()
-    paths = sources(ComponentUnderTest.of("accelerator", "sim"), [str(tables)])
+    paths = sources(Request("accelerator", "sim", tables=str(tables)))
     module = ComponentUnderTest.of("accelerator", "sim").cls.__module__
     assert os.path.realpath(sys.modules[module].__file__) in stamp(paths) and str(tables) in stamp(paths)
 
@@ -435,15 +439,21 @@ def test_error_on_a_rank_is_one_line() -> None:
     assert "Traceback" in result.traceback and "Traceback" not in result.text
 
 
-def test_verbose_prints_the_traceback(monkeypatch, capsys) -> None:
-    def broken(self: object) -> int:
-        raise OSError("no count")
+BROKEN = """
+from torchhal.accelerators import CPUAccelerator
 
-    monkeypatch.setattr(CPUAccelerator, "device_count", broken)
-    assert run("accelerator", "cpu", *only("ACC-02")) == 1
+class Broken(CPUAccelerator):
+    def device_count(self):
+        raise OSError("no count")
+"""
+
+
+def test_verbose_prints_the_traceback(tmp_path, monkeypatch, capsys) -> None:
+    write_module(tmp_path, monkeypatch, "broken_in_work", BROKEN)
+    assert run("accelerator", "broken_in_work:Broken", *only("ACC-02")) == 1
     brief = capsys.readouterr().out
     assert "OSError: no count (" in brief and "Traceback" not in brief and "Fix:" not in brief
-    assert run("accelerator", "cpu", *only("ACC-02"), "--verbose") == 1
+    assert run("accelerator", "broken_in_work:Broken", *only("ACC-02"), "--verbose") == 1
     assert "Traceback" in capsys.readouterr().out
 
 
@@ -468,9 +478,7 @@ class Mine(CPUAccelerator):
 
 
 def test_a_class_is_checked_before_it_has_an_alias(tmp_path: Path, monkeypatch, capsys) -> None:
-    (tmp_path / "mine_in_work.py").write_text(MINE)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
+    write_module(tmp_path, monkeypatch, "mine_in_work", MINE)
     assert run("accelerator", "mine_in_work:Mine", *only("ACC-01", "ACC-21"), "--json") == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["alias"], report["plugin"]) == ("mine", "user")

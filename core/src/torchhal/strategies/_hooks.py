@@ -49,8 +49,9 @@ class StrategyHooks:
     def on_train_end(self) -> None:
         """Finish the training of a fit.
 
-        Called on every rank after the hooks ``on_train_end``, in which callbacks save, before ``on_fit_end``. Also
-        after a stop by a signal, and after an error with :attr:`failure` set.
+        Called on every rank after the hooks ``on_train_end``, in which callbacks save, before ``on_fit_end``: what is
+        done here is in none of their checkpoints. Also after a stop by a signal, and after an error with
+        :attr:`failure` set.
 
         Checks: STR-55, STR-87.
 
@@ -72,8 +73,9 @@ class StrategyHooks:
     def on_train_epoch_end(self) -> None:
         """Finish a training epoch, or the part of one after which the fit stops or takes another position in the data.
 
-        Called on every rank after the hooks ``on_train_epoch_end``, in which callbacks save. Also after a stop by a
-        signal, and after an error with :attr:`failure` set.
+        Called on every rank after the module's hook ``on_train_epoch_end`` and the schedulers, before the callbacks
+        that save: a checkpoint of the epoch's end has what is done here, and a run that continues from it doesn't do it
+        again. Also after a stop by a signal, and after an error with :attr:`failure` set.
 
         Checks: STR-55, STR-87.
 

@@ -412,8 +412,7 @@ class FitLoop(RunPart[Run]):
             self.optimization.check_losses()
         results.start_batch(None)
         results.finalize_epoch()
-        call_epoch_end(run, "on_train_epoch_end", before_monitors=lambda: self._epoch_schedulers(complete))
-        run.phases.end()
+        call_epoch_end(run, "on_train_epoch_end", before_monitors=lambda: self._before_monitors(complete))
         run.log_epoch()
         results.reset()
         self.stop.stop_if_late()
@@ -426,6 +425,11 @@ class FitLoop(RunPart[Run]):
         self.progress.settings_differ = False
         if complete:
             self.progress.next_epoch()
+
+    def _before_monitors(self, complete: bool) -> None:
+        """Step schedulers, and end the epoch of the strategy: what it does then is in the checkpoints of this place."""
+        self._epoch_schedulers(complete)
+        self.run.phases.end()
 
     def _epoch_schedulers(self, complete: bool) -> None:
         self.progress.epoch_done = complete
