@@ -71,9 +71,16 @@ def test_tables_come_from_a_file(name: str, text: str, tmp_path: Path, capsys) -
     assert [one["outcome"] for one in report["checks"]] == ["passed", "passed"]
 
 
+UNKNOWN = """
+from torchhal.cluster.env_init import EnvVarEnvironment
+
+class Unknown(EnvVarEnvironment):
+    alias = "unknown"
+"""
+
+
 def test_core_checks_without_tables_are_incomplete(tmp_path, monkeypatch, capsys) -> None:
-    given = "from torchhal.cluster.env_init import EnvVarEnvironment\nclass Unknown(EnvVarEnvironment):\n    alias = 'unknown'\n"
-    write_module(tmp_path, monkeypatch, "no_tables_in_work", given)
+    write_module(tmp_path, monkeypatch, "no_tables_in_work", UNKNOWN)
     assert run("cluster_environment", "no_tables_in_work:Unknown", *only("ENV-01", "ENV-03", "ENV-04")) == 2
     *_, told, verdict = capsys.readouterr().out.splitlines()
     assert verdict == "cluster_environment unknown is incomplete"

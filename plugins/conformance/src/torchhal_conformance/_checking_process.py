@@ -140,8 +140,8 @@ def _results(
 
     results = {}
     with Session(component, interruptible=False) as session:
-        for one in made:
-            results[one["check"]] = session.recall(one)
+        for earlier in made:
+            results[earlier["check"]] = session.recall(earlier)
         for one in chosen:
             if one.id in results:
                 continue

@@ -148,6 +148,14 @@ class ComponentUnderTest:
         return self.entry.component.alias
 
     @property
+    def reported_as(self) -> str:
+        """The alias, or the name of a class that has none of its own: what it inherits is another component's."""
+        target = self.target
+        if isinstance(target, (str, Component)) or {"alias", "name"} & set(vars(self.cls)):
+            return self.alias
+        return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", self.cls.__name__).lower()
+
+    @property
     def looked_up_as(self) -> str:
         """The name that finds it in a registry: the name given, which may be qualified by its distribution."""
         return self.target if isinstance(self.target, str) else self.alias

@@ -51,7 +51,7 @@ def build(
     return {
         "schema": SCHEMA,
         "kind": component.kind,
-        "alias": component.alias,
+        "alias": component.reported_as,
         "plugin": component.entry.distribution,
         "versions": versions,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),

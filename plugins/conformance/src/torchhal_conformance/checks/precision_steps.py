@@ -95,6 +95,8 @@ def state(context: CheckContext) -> None:
     other.precision.load_state_dict(given)
     same("the state that was loaded, afterwards", given, kept)
     same("the state after it was loaded", other.precision.state_dict(), kept)
+    if own := copy.deepcopy(one.precision.rank_state_dict()):
+        other.precision.load_rank_state_dict(own)
     for trained in (one, other):
         for _ in range(2):
             trained.step()

@@ -20,7 +20,6 @@ from torchhal_conformance.checks._strategy_run import (
     make_model,
     require_steps_of_the_loop,
     share,
-    tolerance_of,
     values,
 )
 from torchhal_conformance.checks._strategy_state import load_own_state, states_of_ranks
@@ -53,7 +52,10 @@ def several_optimizers(rank: RankContext) -> None:
         strategy.save_checkpoint(state, path)
         strategy.wait_for_checkpoints()
         _train(rank, strategy, step, 2, 4)
-        _require_weights("after four steps of two optimizers", strategy, plain)
+        expected = values(strategy)
+        if "lossy" not in strategy.features:  # whose tolerances are of SGD
+            for name, tensor in plain.state_dict().items() if expected else ():
+                close(f"after four steps of two optimizers: {name}", expected[name], tensor, 1e-4)
         rank.gather("saved")
     with rank.set_up_strategy() as strategy:
         step = _set_up(rank, strategy, 7)
@@ -63,7 +65,8 @@ def several_optimizers(rank: RankContext) -> None:
             strategy.load_optimizer_state(optimizer, state)
         load_own_state(rank, strategy, loaded["ranks"])
         _train(rank, strategy, step, 2, 4)
-        _require_weights("after a resume of two optimizers, and two more steps", strategy, plain)
+        for name, tensor in values(strategy).items():
+            close(f"after a resume of two optimizers, and two more steps: {name}", tensor, expected[name], 1e-6)
         rank.gather("done")
 
 
@@ -115,9 +118,3 @@ def _train(rank: RankContext, strategy: Strategy, step: Any, first: int, end: in
         strategy.backward(step(share(strategy, batch(rank, number)), number))
         for optimizer in strategy.optimizers:
             strategy.optimizer_step(optimizer)
-
-
-def _require_weights(what: str, strategy: Strategy, plain: Any) -> None:
-    got = values(strategy)
-    for name, tensor in plain.state_dict().items() if got else ():
-        close(f"{what}: {name}", got[name], tensor, tolerance_of(strategy, "weights", 1e-4))

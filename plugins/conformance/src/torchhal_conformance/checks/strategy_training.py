@@ -181,7 +181,7 @@ class _ByHand(Regression):
 
     def make_optimizers(self) -> list[torch.optim.Optimizer]:
         rest = [*self.body[2].parameters(), *self.body[4].parameters()]
-        return [torch.optim.SGD(self.body[0].parameters(), lr=0.1), torch.optim.SGD(rest, lr=0.2)]
+        return [torch.optim.SGD(self.body[0].parameters(), lr=0.05), torch.optim.SGD(rest, lr=0.1)]
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         strategy, optimizers = self.__dict__["parts"]
