@@ -45,6 +45,17 @@ def words() -> Words:
     return Words()
 
 
+class FailingWords(Words):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if len(batch[0]) != 2:  # the two samples that show whether it works at all
+            raise KeyError("label")
+        return super().training_step(batch, batch_idx)
+
+
+def failing() -> FailingWords:
+    return FailingWords()
+
+
 def sentences() -> TensorDataset:
     generator = torch.Generator().manual_seed(5)
     return TensorDataset(torch.randint(11, (30, 4), generator=generator), torch.randint(8, (30,), generator=generator))

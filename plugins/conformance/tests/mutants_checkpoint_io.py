@@ -5,6 +5,7 @@ import copy
 import json
 import os
 import pickle
+import random
 import shutil
 import tempfile
 import threading
@@ -465,3 +466,29 @@ class ExtensionNotListed(TorchCheckpointIO):
 
     def list_checkpoints(self, folder):
         return [path for path in super().list_checkpoints(folder) if path.endswith(".ckpt")]
+
+
+@caught_by("CIO-70")
+class MovesTheProcess(TorchCheckpointIO):
+    """A native writer that takes short paths only."""
+
+    def save_checkpoint(self, checkpoint, path, *arguments, **options):
+        path = os.path.abspath(path)
+        super().save_checkpoint(checkpoint, path, *arguments, **options)
+        os.chdir(os.path.dirname(path))
+
+
+@caught_by("CIO-70")
+class LoadsInDouble(TorchCheckpointIO):
+    def load_checkpoint(self, path, *arguments, **options):
+        torch.set_default_dtype(torch.float64)
+        return super().load_checkpoint(path, *arguments, **options)
+
+
+@caught_by("CIO-70")
+class DrawsNames(TorchCheckpointIO):
+    """A random name for its temporary file, from the user's random numbers."""
+
+    def save_checkpoint(self, checkpoint, path, *arguments, **options):
+        random.random()
+        super().save_checkpoint(checkpoint, path, *arguments, **options)

@@ -6,16 +6,19 @@ import html
 import json
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import blocks
+import made_plugins
 import pytest
 from test_builtin import ENV
 
 from torchhal import registry
+from torchhal.checkpoint import TorchCheckpointIO
 from torchhal.cli import main
 from torchhal.cluster import TorchElasticEnvironment
 from torchhal.errors import ConfigurationError
@@ -257,6 +260,22 @@ def test_components_of_a_distribution() -> None:
         components_of("nobody")
 
 
+def test_a_distribution_shows_what_cannot_be_used(tmp_path: Path, monkeypatch, capsys) -> None:
+    more = '[Component("acme2", "acme.part:Acme", aliases=("No Alias",))]'
+    made_plugins.Plugin(more=more).write(tmp_path / "site")
+    made_plugins.Plugin(dependency="torchhal>=9").write(tmp_path / "newer")
+    monkeypatch.chdir(tmp_path)
+    for site, code, words in (("site", 1, "can't be used"), ("newer", 2, "incompatible")):
+        command = [sys.executable, "-m", "torchhal.cli", "conformance", "run", "--all", "torchhal-acme"]
+        done = subprocess.run(
+            [*command, *only("ACC-01")], env={**os.environ, "PYTHONPATH": str(tmp_path / site)}, text=True,
+            capture_output=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == code, done.stderr
+        assert words in done.stdout + done.stderr
+        assert ("acme2" in done.stdout) == (site == "site")
+
+
 def fake_run(outcome: dict[str, tuple[int, str]], seen: list[Request]):
     """Return a run_supervised that writes a report for each component, by kind, and returns its exit code."""
 
@@ -435,6 +454,37 @@ def test_error_of_a_check_names_its_own_line() -> None:
     with Session(ComponentUnderTest.of("accelerator", "cpu")) as session:
         result = session.run(Check("ACC-01", reads))
     assert result.reason == "KeyError: 'x'" and result.at == "" and "Fix:" not in result.text
+
+
+class NothingLoaded(TorchCheckpointIO):
+    def load_checkpoint(self, *arguments: Any, **options: Any) -> Any:
+        return None
+
+
+def test_what_a_check_did_with_a_wrong_type_is_shown() -> None:
+    with Session(ComponentUnderTest.of("checkpoint_io", NothingLoaded)) as session:
+        result = session.run(CHECKS["CIO-01"])
+    assert re.search(r"\(checks/\w+\.py:\d+, in: .+\)", result.reason) or "None" in result.reason
+
+
+@pytest.mark.slow
+def test_error_of_the_authors_model_names_its_line() -> None:
+    result = outcomes(DDPStrategy, "STR-14", model="blocks:failing", data="blocks:sentences")["STR-14"]
+    assert re.search(r"blocks\.py:\d+\)", result.reason)
+
+
+class Restless(TorchCheckpointIO):
+    def save_checkpoint(self, *arguments: Any, **options: Any) -> None:
+        super().save_checkpoint(*arguments, **options)
+        os.chdir("/")
+        os.environ["RESTLESS"] = "1"
+
+
+def test_a_component_that_moves_the_process_fails_what_says_so() -> None:
+    before = os.getcwd()
+    with Session(ComponentUnderTest.of("checkpoint_io", Restless)) as session:
+        session.run(CHECKS["CIO-01"])
+    assert os.getcwd() == before and "RESTLESS" not in os.environ
 
 
 @pytest.mark.slow

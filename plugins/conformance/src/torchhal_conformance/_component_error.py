@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import os
 import sys
 import traceback
@@ -22,7 +23,8 @@ class ComponentError:
 
     Attributes:
         error: ``CLASS: MESSAGE``, the message's first line.
-        at: ``FILE:LINE`` of the innermost call in the component's own distribution, or in the check if there is none.
+        at: ``FILE:LINE`` of the innermost call in the component's own distribution or the author's model; else in the
+            check, with the text of the line, which says what the check did with what the component gave it.
         traceback: all of it, of each rank that failed.
     """
 
@@ -56,14 +58,23 @@ def frames_of(error: BaseException) -> list[Frame]:
 
 
 def _place(frames: Sequence[Frame], component: ComponentUnderTest) -> str:
-    own = os.path.dirname(os.path.abspath(__file__))
-    for root in (_root(component), os.path.join(own, "checks")):
-        inside = [frame for frame in frames if root and _is_in(os.path.realpath(frame[0]), root)]
-        if inside:
-            file, line = inside[-1]
-            shown: str = os.path.relpath(os.path.realpath(file), os.path.dirname(root))
-            return f"{shown}:{line}"
+    checks = os.path.join(os.path.dirname(os.path.abspath(__file__)), "checks")
+    own = [root for root in (_root(component), *_author_files(component)) if root]
+    for roots in (own, [checks]):
+        for file, line in reversed(frames):
+            for root in roots:
+                if _is_in(os.path.realpath(file), root):
+                    shown: str = os.path.relpath(os.path.realpath(file), os.path.dirname(root))
+                    text = linecache.getline(file, line).strip() if root == checks else ""
+                    return f"{shown}:{line}, in: {text}" if text else f"{shown}:{line}"
     return ""
+
+
+def _author_files(component: ComponentUnderTest) -> list[str]:
+    """Return the files of the author's model and data."""
+    modules = [factory.module for factory in (component.model, component.data) if factory is not None]
+    files: list[str | None] = [getattr(sys.modules.get(name), "__file__", None) for name in modules]
+    return [os.path.realpath(file) for file in files if file]
 
 
 def _is_in(path: str, root: str) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,23 +23,31 @@ WORST: Final = (1, 2, 0)
 
 @dataclass(frozen=True)
 class Row:
-    """Result of one component; ``report`` is None where its process ended without one."""
+    """Result of one component; ``report`` is None where there is none, for ``reason``."""
 
     kind: str
     alias: str
     code: int
     report: Mapping[str, Any] | None
+    reason: str = ""
 
 
 def components_of(distribution: str) -> list[tuple[str, str]]:
     """Return the kind and the qualified alias of each component that ``distribution`` provides, in the order of KINDS.
 
+    Those that can't be used are among them: nobody would miss them else.
+
     Raises:
-        ConfigurationError: it provides none, or is not installed.
+        ConfigurationError: it provides none, is not installed, or has a plugin that isn't loaded.
     """
-    every = [(kind, entry) for kind in KINDS for entry in registry.entries(kind)]
     wanted = canonical(distribution)
-    found = [(kind, entry.qualified_name) for kind, entry in every if canonical(entry.distribution) == wanted]
+    records = [record for record in registry.plugins() if canonical(record.distribution) == wanted]
+    if absent := [str(record) for record in records if record.status != "loaded"]:
+        raise ConfigurationError("; ".join(absent))
+    every = [(kind, entry) for kind in KINDS for entry in registry.entries(kind)]
+    mine = [(kind, entry) for kind, entry in every if canonical(entry.distribution) == wanted]
+    mine += [(entry.kind, entry) for record in records for entry in record.components if entry.problem]
+    found = [(kind, entry.qualified_name) for one in KINDS for kind, entry in mine if kind == one]
     if not found:
         known = ", ".join(sorted({entry.distribution for _, entry in every}))
         raise ConfigurationError(
@@ -85,11 +92,10 @@ def _run_one(request: Request, folder: Path) -> Row:
         code = run_supervised(replace(request, report=os.path.abspath(unfinished)), show=lambda line: None)
         report = json.loads(unfinished.read_text(encoding="utf-8"))
     except ConfigurationError as error:
-        print(f"error: {request.kind} {request.alias!r}: {error}", file=sys.stderr)
-        return Row(request.kind, request.alias, 1, None)
+        return Row(request.kind, request.alias, 1, None, str(error))
     except (OSError, ValueError):  # it died, and has written its reason to stderr
         unfinished.unlink(missing_ok=True)
-        return Row(request.kind, request.alias, 1, None)
+        return Row(request.kind, request.alias, 1, None, "its process ended")
     unfinished.replace(folder / file_name(report))
     return Row(request.kind, report["alias"], code or 0, report)
 
@@ -102,7 +108,7 @@ def table_of(rows: Sequence[Row]) -> list[str]:
 
 def _cells(row: Row) -> tuple[str, ...]:
     if row.report is None:
-        return (row.kind, row.alias, "-", "-", "-", "no report: its process ended")
+        return (row.kind, row.alias, "-", "-", "-", f"no report: {row.reason.splitlines()[0]}")
     shares = []
     for level in ("core", "extended"):
         counts = row.report["levels"].get(level, {"passed": 0, "failed": 0})

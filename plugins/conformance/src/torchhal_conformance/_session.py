@@ -274,8 +274,9 @@ def folder() -> Iterator[Path]:
 
 @contextmanager
 def _kept_state(seed: int) -> Iterator[None]:
-    """Seed random numbers, and restore their state and torch's switches at the end of the block."""
+    """Seed random numbers, and restore at the end their state, torch's switches, the folder and the environment."""
     switches, numbers, state = torch_state(), torch.get_rng_state(), random.getstate()
+    folder, environ = os.getcwd(), dict(os.environ)
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     try:
@@ -284,3 +285,7 @@ def _kept_state(seed: int) -> Iterator[None]:
         restore(switches)
         torch.set_rng_state(numbers)
         random.setstate(state)
+        os.chdir(folder)
+        if dict(os.environ) != environ:
+            os.environ.clear()
+            os.environ.update(environ)

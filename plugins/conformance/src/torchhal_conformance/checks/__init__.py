@@ -44,6 +44,7 @@ _MODULES: Final = (
     "checkpoint_writes",
     "checkpoint_memory",
     "checkpoint_names",
+    "checkpoint_surroundings",
     "cluster_environment",
     "cluster_variables",
     "cluster_launch",

@@ -17,17 +17,7 @@ from torchhal_conformance._component_under_test import ComponentUnderTest
 from torchhal_conformance._context import CheckContext
 from torchhal_conformance._limits import scaled
 from torchhal_conformance.checks._open_files import open_files
-
-
-def _process_state() -> dict[str, str]:
-    """Return what a process has beside its memory, by a name for messages."""
-    handled = {name: getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGCHLD")}
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    return {
-        "the cores that the process may use": str(cores),
-        "its working folder": os.getcwd(),
-        **{f"its handler of {name}": repr(signal.getsignal(number)) for name, number in handled.items()},
-    }
+from torchhal_conformance.checks._process_state import process_state
 
 
 @check("ACC-54", since="0.2", needs=["device", "posix"], after=("ACC-10",))
@@ -54,11 +44,11 @@ def _three_lives(component: ComponentUnderTest, folder: str) -> list[tuple[dict[
     if hasattr(os, "sched_setaffinity"):  # the kit's own process may have been left on some cores alone
         with contextlib.suppress(OSError):
             os.sched_setaffinity(0, range(os.cpu_count() or 1))
-    lives, before = [], _process_state()
+    lives, before = [], process_state()
     for life in range(3):
         if life == 2:
             _change_process_state(folder)
-            before = _process_state()
+            before = process_state()
         accelerator = component.create()
         device = accelerator.get_parallel_devices(accelerator.parse_devices(1))[0]
         accelerator.setup_device(device)
@@ -66,7 +56,7 @@ def _three_lives(component: ComponentUnderTest, folder: str) -> list[tuple[dict[
         torch.ones(8, device=device).sum()
         accelerator.synchronize(device)
         accelerator.teardown()
-        lives.append((before, _process_state()))
+        lives.append((before, process_state()))
     return lives
 
 
