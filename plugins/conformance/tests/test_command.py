@@ -114,8 +114,11 @@ def test_verdict_of_missing_input(level: str, outcome: str, reason: str, verdict
         ("{", "can't be read as JSON"),
         ("{}", "must hold tables named 'tables'"),
         ('{"table": []}', "named 'tables'.*got 'table'"),
-        ('{"tables": {}}', "list with the variables of each rank .got dict"),
-        ('[{"RANK": 0}]', "RANK in row 0 must be a string.*got 0"),
+        ('{"tables": {}}', "list with the variables of each rank.*got {}"),
+        ("[null]", r"row 0 of 'tables' in .*tables.json.* must hold variables.*got None"),
+        ('[{"A=B": "0"}]', "row 0 of .* has 'A=B', which can't name a variable"),
+        ('{"tables": {"2+q": []}}', "'tables' in .*tables.json.*processes of each node.*got '2.q'"),
+        ('[{"RANK": 0}]', "RANK in row 0 of .* must be a string.*got 0"),
         ('[{"RANK": "0"}]', "4 rows.*got 1"),
     ],
 )

@@ -102,12 +102,12 @@ def _component(request: dict[str, Any]) -> ComponentUnderTest:
 
     if request["model"] or request["data"]:
         sys.path.insert(0, os.getcwd())  # as under python -m
-    tables: dict[str, Any] = {} if request["tables"] is None else read_tables(request["tables"])
     return ComponentUnderTest.of(
         request["kind"], _target(request["alias"]), accelerator=request["accelerator"], seed=request["seed"],
         features=[name.strip() for name in request["features"].split(",") if name.strip()],
         launcher=None if request["launcher"] is None else shlex.split(request["launcher"]),
-        model=request["model"], data=request["data"], **tables,
+        model=request["model"], data=request["data"],
+        tables=() if request["tables"] is None else read_tables(request["tables"]),
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from torchhal.cli import echo, output_to_stderr, print_json
 from torchhal.errors import ConfigurationError
 from torchhal.plugin import KINDS
 from torchhal_conformance._supervised_process import OPTIONS, Request, run_supervised
+from torchhal_conformance._tables import read_tables
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -84,6 +85,8 @@ def _run(arguments: argparse.Namespace) -> int:
     for name, kinds in OPTIONS.items():
         if getattr(request, name) != getattr(Request, name) and request.kind not in kinds:
             raise ConfigurationError(f"--{name} is for a {' or '.join(kinds)}, not for a {request.kind}")
+    if request.tables is not None:
+        read_tables(request.tables)  # an error in it is told before the checks, and seconds before torch is imported
     for path in (request.report, request.html, request.junit, request.badge):
         _check_writable(path)
     code = run_supervised(request)

@@ -108,7 +108,10 @@ def parse_worlds(given: Sequence[Table] | Mapping[str, Sequence[Table]], where: 
         given = {"2+2": given} if given else {}
     worlds = {}
     for text, tables in given.items():
-        layout = Layout.parse(text)
+        try:
+            layout = Layout.parse(text)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{where}: {error}") from None
         worlds[str(layout)] = LauncherWorld(layout, _tables(tables, layout, f"{where} of layout '{layout}'"))
     return worlds
 
@@ -116,6 +119,16 @@ def parse_worlds(given: Sequence[Table] | Mapping[str, Sequence[Table]], where: 
 def _tables(given: Any, layout: Layout, where: str) -> tuple[Table, ...]:
     if isinstance(given, str | Mapping) or not isinstance(given, Sequence):
         raise ConfigurationError(f"{where} must be a list with the variables of each rank (got {given!r})")
+    for number, row in enumerate(given):
+        if not isinstance(row, Mapping):
+            raise ConfigurationError(f"row {number} of {where} must hold variables by their names (got {row!r})")
+        for name, value in row.items():
+            if not isinstance(name, str) or not name or set(name) & {"=", "\0"}:
+                raise ConfigurationError(f"row {number} of {where} has {name!r}, which can't name a variable")
+            if not isinstance(value, str) or "\0" in value:
+                raise ConfigurationError(
+                    f"{name} in row {number} of {where} must be a string, as in os.environ (got {value!r})"
+                )
     if len(given) != layout.world_size:
         raise ConfigurationError(
             f"{where} must have {layout.world_size} rows, one for each rank (got {len(given)}); those of another "
