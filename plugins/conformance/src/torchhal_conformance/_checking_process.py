@@ -9,7 +9,6 @@ import os
 import shlex
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -36,22 +35,26 @@ Send = Callable[..., None]
 """Sends an event to the supervising process."""
 
 
-def main(descriptor: int) -> None:
-    """Make the checks that the request at the socket ``descriptor`` names, and end this process.
+def main() -> None:
+    """Make the checks that the first line of stdin names, and end this process.
 
-    Events are lines of JSON: ``begin`` and ``limit`` before a check, ``end`` after it, ``print`` for a line of the
-    command's output, ``error`` for an argument that can't be, ``code`` for the exit code.
+    Events are lines of JSON at stdout: ``begin`` and ``limit`` before a check, ``end`` after it, ``print`` for a line
+    of the command's output, ``error`` for an argument that can't be, ``code`` for the exit code.
     """
-    end = socket.socket(fileno=descriptor)
-    stream = end.makefile("r", encoding="utf-8")
-    request = json.loads(stream.readline())
-    threading.Thread(target=_end_with_supervisor, args=(end,), daemon=True, name="torchhal-conformance-end").start()
+    request = json.loads(sys.stdin.readline())
+    events = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
+    supervisor = os.dup(0)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 0)  # a component that reads gets nothing
+    os.dup2(nothing if sys.stderr is None else 2, 1)  # and what it prints is no event
+    threading.Thread(target=_end_with, args=(supervisor,), daemon=True, name="torchhal-conformance-end").start()
     faulthandler.enable(all_threads=False)  # a component that crashes this process shows amid which check
-    faulthandler.register(signal.SIGUSR1, open(Path(tempfile.gettempdir(), STACK), "w", encoding="utf-8"))  # noqa: SIM115
+    if hasattr(faulthandler, "register"):
+        faulthandler.register(signal.SIGUSR1, open(Path(tempfile.gettempdir(), STACK), "w", encoding="utf-8"))  # noqa: SIM115
     signal.signal(signal.SIGINT, signal.default_int_handler)  # "&" in a script ignores it: checks send it to ranks
 
     def send(**event: Any) -> None:
-        end.sendall(json.dumps(event).encode() + b"\n")
+        events.write(json.dumps(event) + "\n")
 
     try:
         send(code=_run(request, send))
@@ -64,10 +67,10 @@ def main(descriptor: int) -> None:
         )
 
 
-def _end_with_supervisor(end: socket.socket) -> None:
+def _end_with(supervisor: int) -> None:
     """Wait for the end of the supervising process, and end this one then, with what it has left."""
     with contextlib.suppress(OSError):
-        end.recv(1)  # it sends nothing after the request
+        os.read(supervisor, 1)  # it sends nothing after the request
     shutil.rmtree(tempfile.gettempdir(), ignore_errors=True)
     _exit(1)
 

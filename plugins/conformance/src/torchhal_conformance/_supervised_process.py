@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
+import queue
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -33,8 +32,8 @@ _GRACE: Final = 15.0
 """Seconds beyond a check's own limit: the process itself reports a hang, unless it waits in C code."""
 _INTERVAL: Final = 0.2
 _CODE: Final = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
-    "from torchhal_conformance._checking_process import main; main(int(sys.argv[1]))"
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from torchhal_conformance._checking_process import main; main()"
 )
 
 
@@ -91,18 +90,20 @@ def run_supervised(
     """
     made: list[dict[str, Any]] = []
     while True:
+        before = len(made)
         with _Process(request, made, show) as process:
             code = process.follow(stop)
         if code is not None or process.stopped:
             return code
-        if process.running is None:
-            died = process.death(f"the import of {request.kind} {request.alias!r}")
-            print(f"error: {died}", file=sys.stderr)
+        if process.running is not None:
+            died = process.death("the check")
+            made.append({"check": process.running, "outcome": "failed", "reason": died, "seconds": process.seconds})
+            if not request.json:
+                show(f"{process.running} failed  {process.seconds:6.2f} s  {died.splitlines()[0]}")
+        elif len(made) == before:  # another process would end at the same place
+            place = f"the import of {request.kind} {request.alias!r}" if not made else "the report, after the checks,"
+            print(f"error: {process.death(place)}", file=sys.stderr)
             return 1
-        died = process.death("the check")
-        made.append({"check": process.running, "outcome": "failed", "reason": died, "seconds": process.seconds})
-        if not request.json:
-            show(f"{process.running} failed  {process.seconds:6.2f} s  {died.splitlines()[0]}")
 
 
 class _Process:
@@ -111,70 +112,70 @@ class _Process:
     def __init__(self, request: Request, made: list[dict[str, Any]], show: Callable[[str], None]) -> None:
         self.running: str | None = None
         """Id of the check that is being made."""
+        self.seconds = 0.0
+        """Time since that check began, when the process had ended."""
         self.stopped = False
         self._hang = ""
         self._began = time.monotonic()
         self._limit = scaled(_START)
         self._request, self._made, self._show_line = request, made, show
+        self._events: queue.SimpleQueue[str | None] = queue.SimpleQueue()
 
     def __enter__(self) -> _Process:
-        self._stack = contextlib.ExitStack()
-        with self._stack as stack:
+        with contextlib.ExitStack() as stack:
             self.folder = stack.enter_context(_temporary_folder())
             stack.enter_context(_ended_by_sigterm())
-            self._socket, theirs = socket.socketpair()
-            stack.enter_context(self._socket)
-            with theirs:
-                self._process = subprocess.Popen(
-                    [
-                        sys.executable, *subprocess._args_from_interpreter_flags(),  # type: ignore[attr-defined]
-                        "-c", _CODE, str(theirs.fileno()), json.dumps([os.path.abspath(path) for path in sys.path]),
-                    ],
-                    stdin=subprocess.DEVNULL, stdout=_stderr(), pass_fds=[theirs.fileno()],
-                    env={**os.environ, "TMPDIR": self.folder},
-                    start_new_session=True,  # Ctrl-C in a terminal reaches this process, which ends the other
-                )  # fmt: skip
+            self._process = subprocess.Popen(
+                [
+                    sys.executable, *subprocess._args_from_interpreter_flags(),  # type: ignore[attr-defined]
+                    "-c", _CODE, json.dumps([os.path.abspath(path) for path in sys.path]),
+                ],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8",
+                env={**os.environ, "TMPDIR": self.folder},
+                start_new_session=True,  # Ctrl-C in a terminal reaches this process, which ends the other
+            )  # fmt: skip
             stack.callback(self._end)
+            threading.Thread(target=self._read, daemon=True, name="torchhal-conformance-events").start()
+            assert self._process.stdin is not None
             with contextlib.suppress(OSError):  # it is dead already, which follow() sees
-                self._socket.sendall(json.dumps({**asdict(self._request), "made": self._made}).encode() + b"\n")
+                self._process.stdin.write(json.dumps({**asdict(self._request), "made": self._made}) + "\n")
+                self._process.stdin.flush()
             self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._stack.__exit__(*error)
 
-    @property
-    def seconds(self) -> float:
-        """Seconds since the check that is being made began."""
-        return round(time.monotonic() - self._began, 3)
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        with contextlib.suppress(OSError, ValueError):  # closed, or ended in the midst of a letter
+            for line in self._process.stdout:
+                self._events.put(line)
+        self._events.put(None)
 
     def follow(self, stop: Callable[[], bool]) -> int | None:
         """Print what the process has to tell and keep its results; return its exit code, None if it died."""
-        rest = b""
         while True:
-            ready, _, _ = select.select([self._socket], [], [], _INTERVAL)
-            if stop():
-                self.stopped = True
-                return None
-            if not ready:
-                if self._process.poll() is not None:  # a process that it has left may hold the socket
+            try:
+                line = self._events.get(timeout=_INTERVAL)
+            except queue.Empty:
+                if stop():
+                    self.stopped = True
                     return None
-                if time.monotonic() > self._began + self._limit:
+                self.seconds = round(time.monotonic() - self._began, 3)
+                if self._process.poll() is not None:  # a process that it has left may hold its stdout
+                    return None
+                if self.seconds > self._limit:
                     self._hang = f"after {self._limit:g} s; it was at\n{self._stack_of_threads()}"
                     return None
                 continue
-            try:
-                received = self._socket.recv(1 << 16)
-            except OSError:
-                received = b""
-            if not received:
+            if line is None:
+                self.seconds = round(time.monotonic() - self._began, 3)
                 return None
-            *lines, rest = (rest + received).split(b"\n")
-            for line in lines:
-                event = json.loads(line)
-                if "code" in event:
-                    return int(event["code"])
-                self._take(event)
+            event = json.loads(line)
+            if "code" in event:
+                return int(event["code"])
+            self._take(event)
 
     def _take(self, event: dict[str, Any]) -> None:
         if "error" in event:
@@ -185,7 +186,7 @@ class _Process:
             _show(f"{self.running} ...")
         if "end" in event:
             self._made.append(event["end"])
-            self._began, self._limit = time.monotonic(), scaled(_START)
+            self.running, self._began, self._limit = None, time.monotonic(), scaled(_START)
         if "print" in event:
             _show("")
             self._show_line(event["print"])
@@ -200,9 +201,9 @@ class _Process:
 
     def _stack_of_threads(self) -> str:
         path = Path(self.folder, STACK)
-        with contextlib.suppress(OSError):
-            os.kill(self._process.pid, signal.SIGUSR1)
-        time.sleep(0.5)
+        if hasattr(signal, "SIGUSR1"):
+            self._process.send_signal(signal.SIGUSR1)
+            time.sleep(0.5)
         try:
             return path.read_text(encoding="utf-8", errors="replace") or "(unknown)"
         except OSError:
@@ -212,9 +213,14 @@ class _Process:
         """End the process and those of its group; one that has sent its exit code may end by itself."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(0 if self._hang or self.stopped or sys.exc_info()[0] else 5)
-        with contextlib.suppress(OSError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        if hasattr(os, "killpg"):
+            with contextlib.suppress(OSError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()
         self._process.wait()
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # a request that it didn't read
+            self._process.stdin.close()
         _show("")
 
 
@@ -247,15 +253,6 @@ def _ended_by_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def _stderr() -> int:
-    """Return where the process's stdout goes: what a component prints is no part of the command's output."""
-    try:
-        os.fstat(2)
-    except OSError:
-        return subprocess.DEVNULL
-    return 2
 
 
 def _signal_name(number: int) -> str:
