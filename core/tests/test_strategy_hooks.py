@@ -583,6 +583,7 @@ def test_a_checkpoint_of_an_epochs_end_has_what_the_strategy_did_there(tmp_path)
         "end": {},
         "last_step": {"every_n_train_steps": STEPS, "save_on_train_epoch_end": False},
         "validated": {"save_on_train_epoch_end": False},
+        "stopped": {},
     }
 
     def fit(name, ckpt_path=None):
@@ -590,12 +591,15 @@ def test_a_checkpoint_of_an_epochs_end_has_what_the_strategy_did_there(tmp_path)
         model, strategy = Net(), Shrinking()
         folder = tmp_path / (name if ckpt_path is None else f"{name}-again")
         saving = ModelCheckpoint(folder, "{epoch}-{step}", save_top_k=-1, **saves[name])
-        trainer = make(saving, strategy=strategy, max_epochs=3)
+        stops = name == "stopped" and ckpt_path is None
+        trainer = make(saving, strategy=strategy, max_epochs=3, max_steps=STEPS + 1 if stops else -1)
         trainer.fit(model, BATCHES, BATCHES, ckpt_path=ckpt_path)
         return strategy.ended, [parameter.detach().clone() for parameter in model.parameters()]
 
     for name in saves:
         ended, whole = fit(name)
+        if name == "stopped":
+            ended, whole = fit("end")
         for path in sorted((tmp_path / name).glob("*.ckpt"))[:2]:
             again, resumed = fit(name, path)
             assert (ended, again) == (3, 3), (name, path.name)

@@ -467,7 +467,8 @@ class NothingLoaded(TorchCheckpointIO):
 def test_what_a_check_did_with_a_wrong_type_is_shown() -> None:
     with Session(ComponentUnderTest.of("checkpoint_io", NothingLoaded)) as session:
         result = session.run(CHECKS["CIO-01"])
-    assert re.search(r"\(checks/\w+\.py:\d+, in: .+\)", result.reason) or "None" in result.reason
+    assert re.search(r"NoneType.* \(checks/\w+\.py:\d+, in: .+\)$", result.reason)
+    assert re.fullmatch(r"checks/\w+\.py:\d+", result.at)
 
 
 @pytest.mark.slow
@@ -486,8 +487,10 @@ class Restless(TorchCheckpointIO):
 def test_a_component_that_moves_the_process_fails_what_says_so() -> None:
     before = os.getcwd()
     with Session(ComponentUnderTest.of("checkpoint_io", Restless)) as session:
-        session.run(CHECKS["CIO-01"])
+        found = {id: session.run(CHECKS[id]) for id in ("CIO-01", "CIO-02", "CIO-70")}
     assert os.getcwd() == before and "RESTLESS" not in os.environ
+    assert {id: result.outcome for id, result in found.items() if result.outcome == "failed"} == {"CIO-70": "failed"}
+    assert "its working folder" in found["CIO-70"].reason and "RESTLESS" in found["CIO-70"].reason
 
 
 @pytest.mark.slow

@@ -73,9 +73,10 @@ class StrategyHooks:
     def on_train_epoch_end(self) -> None:
         """Finish a training epoch, or the part of one after which the fit stops or takes another position in the data.
 
-        Called on every rank after the module's hook ``on_train_epoch_end`` and the schedulers, before the callbacks
-        that save: a checkpoint of the epoch's end has what is done here, and a run that continues from it doesn't do it
-        again. Also after a stop by a signal, and after an error with :attr:`failure` set.
+        Called on every rank after the module's hook ``on_train_epoch_end`` and the schedulers. At the end of a whole
+        epoch that is before the callbacks that save: their checkpoint has what is done here, and a run that continues
+        from it doesn't do it again. After a part it comes behind them, and again when a continued run has done the
+        rest. Also after a stop by a signal, and after an error with :attr:`failure` set.
 
         Checks: STR-55, STR-87.
 

@@ -191,10 +191,12 @@ class CheckFailed(AssertionError):
     Attributes:
         raised: ``CLASS: MESSAGE`` of an error that a rank raised in the place of a measured difference; else empty.
         frames: file and line of each call in which it was raised, the innermost last.
+        hung: whether nothing came until the check's time was over.
     """
 
     raised: str = ""
     frames: Sequence[tuple[str, int]] = ()
+    hung: bool = False
 
 
 class Skipped(Exception):

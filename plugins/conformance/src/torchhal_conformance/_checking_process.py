@@ -10,7 +10,6 @@ import shlex
 import shutil
 import signal
 import sys
-import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Sequence
@@ -19,7 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from torchhal.errors import ConfigurationError, TorchhalError, UnknownAliasError
-from torchhal_conformance._supervised_process import STACK
+from torchhal_conformance._subprocesses import processes_with
+from torchhal_conformance._supervised_process import STACK, result_line
 
 if TYPE_CHECKING:
     from torchhal_conformance._check import Check
@@ -41,37 +41,48 @@ def main() -> None:
     Events are lines of JSON at stdout: ``begin`` and ``limit`` before a check, ``end`` after it, ``print`` for a line
     of the command's output, ``error`` for an argument that can't be, ``code`` for the exit code.
     """
-    request = json.loads(sys.stdin.readline())
+    request, own = json.loads(sys.stdin.readline()), os.getpid()
     events = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
     supervisor = os.dup(0)
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)  # a component that reads gets nothing
-    os.dup2(nothing if sys.stderr is None else 2, 1)  # and what it prints is no event
-    threading.Thread(target=_end_with, args=(supervisor,), daemon=True, name="torchhal-conformance-end").start()
+    os.dup2(2, 1)  # and what it prints is no event
+    folder = request["folder"]
+    threading.Thread(target=_exit_with, args=(supervisor, folder), daemon=True, name="torchhal-conformance-end").start()
     faulthandler.enable(all_threads=False)  # a component that crashes this process shows amid which check
     if hasattr(faulthandler, "register"):
-        faulthandler.register(signal.SIGUSR1, open(Path(tempfile.gettempdir(), STACK), "w", encoding="utf-8"))  # noqa: SIM115
+        faulthandler.register(signal.SIGUSR1, open(Path(folder, STACK), "w", encoding="utf-8"))  # noqa: SIM115
     signal.signal(signal.SIGINT, signal.default_int_handler)  # "&" in a script ignores it: checks send it to ranks
+    begun = False
 
     def send(**event: Any) -> None:
+        nonlocal begun
+        if os.getpid() != own:  # a fork that a component has made, and that came back to the kit
+            _exit(1)
+        begun = begun or "begin" in event
         events.write(json.dumps(event) + "\n")
 
     try:
         send(code=_run(request, send))
     except TorchhalError as error:
+        # the command's error line joins the lines of others by spaces: each of these is a sentence
         send(error=("; " if isinstance(error, UnknownAliasError) else "\n").join(str(error).splitlines()))
     except BaseException as error:  # SystemExit and KeyboardInterrupt too: the component has raised it
         traceback.print_exc()
-        send(
-            error=f"{request['kind']} {request['alias']!r} can't be checked: it raised {type(error).__name__}: {error}"
-        )
+        if begun:  # the supervising process keeps the results
+            _exit(1)
+        named = f"{request['kind']} {request['alias']!r}"
+        send(error=f"{named} can't be checked: it raised {type(error).__name__}: {error}")
 
 
-def _end_with(supervisor: int) -> None:
+def _exit_with(supervisor: int, folder: str) -> None:
     """Wait for the end of the supervising process, and end this one then, with what it has left."""
     with contextlib.suppress(OSError):
         os.read(supervisor, 1)  # it sends nothing after the request
-    shutil.rmtree(tempfile.gettempdir(), ignore_errors=True)
+    for pid in set(processes_with("TMPDIR", folder)) - {os.getpid()}:
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+    shutil.rmtree(folder, ignore_errors=True)
     _exit(1)
 
 
@@ -83,7 +94,7 @@ def _run(request: dict[str, Any], send: Send) -> int:
     component = _component(request)
     check_features(component)
     chosen = choose(component, request["level"], request["check"] or None, "--check")
-    results = _results(component, chosen, request["made"], send, quiet=request["json"])
+    results = _results(component, chosen, request["results"], send, quiet=request["json"])
     report = reports.build(component, results)
     for name, text in (
         ("report", json.dumps(report, indent=2) + "\n"), ("html", page(report)), ("junit", reports.junit(report)),
@@ -135,30 +146,29 @@ def _target(text: str) -> Any:
 
 
 def _results(
-    component: ComponentUnderTest, chosen: Sequence[Check], made: Sequence[dict[str, Any]], send: Send, *, quiet: bool
+    component: ComponentUnderTest, chosen: Sequence[Check], known: Sequence[dict[str, Any]], send: Send, *, quiet: bool
 ) -> list[Result]:
-    """Make the checks of ``chosen`` that are not among ``made``, the results of processes that died; return all."""
-    from torchhal_conformance._report import line_of
+    """Make the checks of ``chosen`` that have no result among ``known``, of processes that died; return all results."""
     from torchhal_conformance._session import NOT_MADE, Result, Session
 
     results = {}
     with Session(component, interruptible=False) as session:
-        for earlier in made:
-            results[earlier["check"]] = session.recall(earlier)
-        for one in chosen:
-            if one.id in results:
+        for one in known:
+            results[one["check"]] = session.restore_result(one)
+        for check in chosen:
+            if check.id in results:
                 continue
-            send(begin=one.id, limit=session.limit(one))
-            hung = [id for id, result in results.items() if result.is_hang]
+            send(begin=check.id, limit=session.limit(check))
+            hung = [id for id, result in results.items() if result.hung]
             if len(hung) < MAX_HANGS:
-                result = session.run(one)
+                result = session.run(check)
             else:
-                result = Result(one, "skipped", f"{NOT_MADE} {len(hung)} checks before it hung ({', '.join(hung)})")
-            results[one.id] = result
+                result = Result(check, "skipped", f"{NOT_MADE} {len(hung)} checks before it hung ({', '.join(hung)})")
+            results[check.id] = result
             send(end=result.as_dict())
             if not quiet:
-                send(print=line_of(result))
-    return [results[one.id] for one in chosen]
+                send(print=result_line(check.id, result.outcome, result.seconds, result.told))
+    return [results[check.id] for check in chosen]
 
 
 def _write(path: str | None, text: str) -> None:

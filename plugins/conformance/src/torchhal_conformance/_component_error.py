@@ -24,26 +24,31 @@ class ComponentError:
     Attributes:
         error: ``CLASS: MESSAGE``, the message's first line.
         at: ``FILE:LINE`` of the innermost call in the component's own distribution or the author's model; else in the
-            check, with the text of the line, which says what the check did with what the component gave it.
+            check.
         traceback: all of it, of each rank that failed.
+        line: text of the line in the check, if it was raised there: what it did with what the component gave it.
     """
 
     error: str
     at: str
     traceback: str
+    line: str = ""
 
     @property
     def reason(self) -> str:
         """The error and its place, in one line."""
-        return f"{self.error} ({self.at})" if self.at else self.error
+        place = f"{self.at}, in: {self.line}" if self.line else self.at
+        return f"{self.error} ({place})" if place else self.error
 
 
 def locate(error: BaseException, component: ComponentUnderTest) -> ComponentError:
     """Return what ``error``, one that is no measured difference, says and where in ``component`` it was raised."""
     if isinstance(error, CheckFailed):  # a rank's, which has been sent as text
-        return ComponentError(error.raised, _place(error.frames, component), str(error))
+        at, line = _place(error.frames, component)
+        return ComponentError(error.raised, at, str(error), line)
     told = "".join(traceback.format_exception(error)).rstrip()
-    return ComponentError(first_line(error), _place(frames_of(error), component), told)
+    at, line = _place(frames_of(error), component)
+    return ComponentError(first_line(error), at, told, line)
 
 
 def first_line(error: BaseException) -> str:
@@ -57,7 +62,7 @@ def frames_of(error: BaseException) -> list[Frame]:
     return [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
 
 
-def _place(frames: Sequence[Frame], component: ComponentUnderTest) -> str:
+def _place(frames: Sequence[Frame], component: ComponentUnderTest) -> tuple[str, str]:
     checks = os.path.join(os.path.dirname(os.path.abspath(__file__)), "checks")
     own = [root for root in (_root(component), *_author_files(component)) if root]
     for roots in (own, [checks]):
@@ -65,9 +70,8 @@ def _place(frames: Sequence[Frame], component: ComponentUnderTest) -> str:
             for root in roots:
                 if _is_in(os.path.realpath(file), root):
                     shown: str = os.path.relpath(os.path.realpath(file), os.path.dirname(root))
-                    text = linecache.getline(file, line).strip() if root == checks else ""
-                    return f"{shown}:{line}, in: {text}" if text else f"{shown}:{line}"
-    return ""
+                    return f"{shown}:{line}", linecache.getline(file, line).strip() if root == checks else ""
+    return "", ""
 
 
 def _author_files(component: ComponentUnderTest) -> list[str]:

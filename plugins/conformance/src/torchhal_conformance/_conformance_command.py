@@ -79,14 +79,14 @@ def _run(arguments: argparse.Namespace) -> int:
         raise ConfigurationError("--reports is for --all; --report FILE writes that of one component")
     if arguments.all is not None:
         return _run_all(arguments)
-    if arguments.watch:
-        return _watch(arguments)
     request = _request(arguments)
     for name, kinds in OPTIONS.items():
-        if getattr(request, name) != getattr(Request, name) and request.kind not in kinds:
+        if getattr(request, name) is not None and request.kind not in kinds:
             raise ConfigurationError(f"--{name} is for a {' or '.join(kinds)}, not for a {request.kind}")
     if request.tables is not None:
         read_tables(request.tables)  # an error in it is told before the checks, and seconds before torch is imported
+    if arguments.watch:
+        return _watch(request, arguments)
     for path in (request.report, request.html, request.junit, request.badge):
         _check_writable(path)
     code = run_supervised(request)
@@ -97,6 +97,8 @@ def _run(arguments: argparse.Namespace) -> int:
 def _request(arguments: argparse.Namespace) -> Request:
     names = [one.name for one in dataclasses.fields(Request)]
     given = {name: value for name, value in vars(arguments).items() if name in names and value is not None}
+    if arguments.all is not None:  # each component's
+        given |= {"kind": "", "alias": ""}
     for name in ("tables", "report", "html", "junit", "badge"):  # a component may change the folder
         if name in given:
             given[name] = os.path.abspath(given[name])
@@ -115,10 +117,9 @@ def _run_all(arguments: argparse.Namespace) -> int:
     return runs.worst([row.code for row in rows])
 
 
-def _watch(arguments: argparse.Namespace) -> int:
+def _watch(request: Request, arguments: argparse.Namespace) -> int:
     if given := [f"--{name}" for name in ("report", "html", "junit", "badge", "json") if getattr(arguments, name)]:
         raise ConfigurationError(f"{', '.join(given)} can't be given with --watch: each run would replace it")
-    request = _request(arguments)
     with output_to_stderr():
         from torchhal_conformance import _watch as watching
 

@@ -80,7 +80,7 @@ def run_each(distribution: str, folder: Path, request: Request) -> list[Row]:
         mine = [id for id in request.check if kind in CHECKS[id].kinds]
         if request.check and not mine:
             continue
-        others: dict[str, Any] = {name: getattr(Request, name) for name, kinds in OPTIONS.items() if kind not in kinds}
+        others: dict[str, Any] = {name: None for name, kinds in OPTIONS.items() if kind not in kinds}
         rows.append(_run_one(replace(request, kind=kind, alias=alias, check=mine, **others), folder))
     return rows
 
@@ -90,14 +90,17 @@ def _run_one(request: Request, folder: Path) -> Row:
     unfinished.unlink(missing_ok=True)
     try:
         code = run_supervised(replace(request, report=os.path.abspath(unfinished)), show=lambda line: None)
-        report = json.loads(unfinished.read_text(encoding="utf-8"))
+        assert code is not None  # nothing stops it
+        try:
+            report = json.loads(unfinished.read_text(encoding="utf-8"))
+        except (OSError, ValueError):  # it died, and has written its reason to stderr
+            return Row(request.kind, request.alias, 1, None, "its process ended")
+        unfinished.replace(folder / file_name(report))
+        return Row(request.kind, report["alias"], code, report)
     except ConfigurationError as error:
         return Row(request.kind, request.alias, 1, None, str(error))
-    except (OSError, ValueError):  # it died, and has written its reason to stderr
+    finally:
         unfinished.unlink(missing_ok=True)
-        return Row(request.kind, request.alias, 1, None, "its process ended")
-    unfinished.replace(folder / file_name(report))
-    return Row(request.kind, report["alias"], code or 0, report)
 
 
 def table_of(rows: Sequence[Row]) -> list[str]:
@@ -108,7 +111,7 @@ def table_of(rows: Sequence[Row]) -> list[str]:
 
 def _cells(row: Row) -> tuple[str, ...]:
     if row.report is None:
-        return (row.kind, row.alias, "-", "-", "-", f"no report: {row.reason.splitlines()[0]}")
+        return (row.kind, row.alias, "-", "-", "-", f"no report: {row.reason.partition(chr(10))[0]}")
     shares = []
     for level in ("core", "extended"):
         counts = row.report["levels"].get(level, {"passed": 0, "failed": 0})

@@ -134,13 +134,6 @@ def summary(report: Mapping[str, Any]) -> list[str]:
     return [*lines, f"{report['kind']} {report['alias']} is {report['verdict']}"]
 
 
-def line_of(result: Result) -> str:
-    """Return the line that the command prints when a check has been made."""
-    follows_from = f"follows from {result.follows_from}: " if result.follows_from else ""
-    reason = (result.reason.splitlines() or [""])[0]
-    return f"{result.check.id} {result.outcome:<7} {result.seconds:6.2f} s  {follows_from}{reason}".rstrip()
-
-
 def _counts(checks: Sequence[Mapping[str, Any]], level: str) -> dict[str, int]:
     mine = [one["outcome"] for one in checks if one["level"] == level]
     return {outcome: mine.count(outcome) for outcome in ("passed", "failed", "skipped")}

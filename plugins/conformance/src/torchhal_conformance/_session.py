@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from types import FrameType
@@ -37,9 +37,9 @@ INPUT: Final = "input:"
 """Beginning of the reason of a check that the component's author could have made, by an argument."""
 NOT_MADE: Final = "not made:"
 """Beginning of the reason of a check that was left out, since others before it hung."""
-PATIENCE: Final = 90.0
+TIMEOUT_HERE: Final = 90.0
 """Seconds for a check that runs in this process: six times what any takes, and less than a user's patience."""
-_START: Final = 150.0
+_RANK_START_TIMEOUT: Final = 150.0
 """Seconds for a check whose ranks have to be started first."""
 _IMPORTED: Final = ("torch._dynamo", "torchhal_conformance._worker_pool", "torchhal.trainer")
 """Modules that the fork server imports once for all ranks: any optimizer imports torch._dynamo, which takes seconds."""
@@ -54,6 +54,7 @@ class Result:
         at: ``FILE:LINE`` where the component raised it.
         traceback: of that error.
         follows_from: id of the failed check that this failure follows from.
+        hung: True for a failure that took the whole time of its check.
     """
 
     check: Check
@@ -64,6 +65,12 @@ class Result:
     at: str = ""
     traceback: str = ""
     follows_from: str = ""
+    hung: bool = False
+
+    @property
+    def told(self) -> str:
+        """The reason, behind the check that it follows from."""
+        return f"follows from {self.follows_from}: {self.reason}" if self.follows_from else self.reason
 
     @property
     def text(self) -> str:
@@ -75,13 +82,8 @@ class Result:
             return f"{one.id}: {self.reason}: {one.contract}"
         return f"{one.id}: {one.contract}\n\n{self.reason}\n\nWhy: {one.why}\nFix: {one.fix}"
 
-    @property
-    def is_hang(self) -> bool:
-        """True for a failure that took the whole time of its check."""
-        return self.outcome == "failed" and "HANG" in self.reason
-
     def as_dict(self) -> dict[str, Any]:
-        """Return plain data, from which :meth:`Session.recall` makes the result again."""
+        """Return plain data, from which :meth:`Session.restore_result` makes the result again."""
         return {**{one.name: getattr(self, one.name) for one in fields(self)}, "check": self.check.id}
 
     @property
@@ -139,20 +141,21 @@ class Session:
     def limit(self, one: Check) -> float:
         """Return the seconds after which this session has reported a hang of ``one``."""
         if one.world_sizes:
-            return scaled(_START + len(one.world_sizes) * one.timeout)
-        return _patience(one)
+            return scaled(_RANK_START_TIMEOUT + len(one.world_sizes) * one.timeout)
+        return _timeout_here(one)
 
-    def recall(self, made: Mapping[str, Any]) -> Result:
+    def restore_result(self, data: Mapping[str, Any]) -> Result:
         """Return a result of an earlier session, whose failure those of this session may follow from."""
-        result = Result(**{**made, "check": CHECKS[made["check"]]})
-        if result.outcome == "failed":
-            self._failed[result.check.id] = result.follows_from or result.check.id
-        return result
+        result = Result(**{**data, "check": CHECKS[data["check"]]})
+        if result.outcome != "failed":
+            return result
+        raised = ComponentError(result.error, result.at, result.traceback) if result.error else None
+        return replace(result, follows_from=self._cause(result.check, raised))
 
     def run(self, one: Check) -> Result:
         """Make one check and return its Result; only Ctrl-C is raised, no error of the component."""
         start = time.perf_counter()
-        outcome, reason = "passed", ""
+        outcome, reason, hung = "passed", "", False
         raised: ComponentError | None = None
         try:
             if lacking := missing(one, self.component):
@@ -164,7 +167,7 @@ class Session:
         except BaseException as error:  # SystemExit too: a component may do anything
             if isinstance(error, KeyboardInterrupt) and self._interruptible:
                 raise
-            outcome, reason = "failed", str(error)
+            outcome, reason, hung = "failed", str(error), isinstance(error, CheckFailed) and error.hung
             if not isinstance(error, CheckFailed) or error.raised:
                 raised = locate(error, self.component)
         seconds = round(time.perf_counter() - start, 3)
@@ -172,8 +175,8 @@ class Session:
             return Result(one, outcome, reason, seconds)
         cause = self._cause(one, raised)
         if raised is None:
-            return Result(one, outcome, reason, seconds, follows_from=cause)
-        return Result(one, outcome, raised.reason, seconds, raised.error, raised.at, raised.traceback, cause)
+            return Result(one, outcome, reason, seconds, follows_from=cause, hung=hung)
+        return Result(one, outcome, raised.reason, seconds, raised.error, raised.at, raised.traceback, cause, hung)
 
     def _cause(self, one: Check, raised: ComponentError | None) -> str:
         """Return the id of the failed check that a failure of ``one`` follows from, empty for one of its own."""
@@ -226,11 +229,13 @@ def _alarm(one: Check) -> Iterator[None]:
     if one.world_sizes or not usable or signal.getitimer(signal.ITIMER_REAL)[0]:
         yield
         return
-    seconds = _patience(one)
+    seconds = _timeout_here(one)
 
     def ring(signum: int, frame: FrameType | None) -> None:
         stack = "".join(traceback.format_stack(frame)[-6:])
-        raise CheckFailed(f"HANG: the check was not done after {seconds:g} s; it was at\n{stack}")
+        error = CheckFailed(f"HANG: the check was not done after {seconds:g} s; it was at\n{stack}")
+        error.hung = True
+        raise error
 
     before = signal.signal(signal.SIGALRM, ring)
     signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -241,42 +246,62 @@ def _alarm(one: Check) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def _patience(one: Check) -> float:
-    return scaled(max(PATIENCE, 2 * one.timeout))
+def _timeout_here(one: Check) -> float:
+    """Return the limit of a check that runs in this process."""
+    return scaled(max(TIMEOUT_HERE, 2 * one.timeout))
 
 
 @contextmanager
 def _without_exit() -> Iterator[None]:
-    """Let ``os._exit`` in this process raise CheckFailed: a test run that it ends with 0 counts as passed."""
-    exit, own = os._exit, os.getpid()
+    """Fail a check that calls ``os._exit`` in this process: a test run that it ends with 0 counts as passed."""
+    exit, process, thread = os._exit, os.getpid(), threading.get_ident()
+    told = ""
 
     def refuse(status: int) -> NoReturn:
-        if os.getpid() != own:  # a fork may
+        nonlocal told
+        if os.getpid() != process:  # a fork may
             exit(status)
-        raise CheckFailed(f"os._exit({status}) was called, which ends the user's process without a word")
+        if threading.get_ident() != thread:  # a watchdog, such as pytest-timeout's, means it
+            exit(status or 1)
+        told = f"os._exit({status}) was called, which ends the user's process without a word"
+        raise CheckFailed(told)
 
     os._exit = refuse
     try:
         yield
+    except Exception as error:
+        if told and str(error) != told:  # what follows from a call that the component has caught
+            raise CheckFailed(told) from error
+        raise
     finally:
         os._exit = exit
+    if told:
+        raise CheckFailed(told)
 
 
 @contextmanager
 def folder() -> Iterator[Path]:
     """Yield an empty folder, which is removed at the end of the block."""
-    made = tempfile.mkdtemp(prefix="torchhal-conformance-")
+    made = tempfile.mkdtemp(prefix="torchhal-")
     try:
         yield Path(made)
     finally:
         shutil.rmtree(made, ignore_errors=True)
 
 
+def _working_folder() -> str | None:
+    """Return the working folder; None where it has been removed."""
+    try:
+        return os.getcwd()
+    except OSError:
+        return None
+
+
 @contextmanager
 def _kept_state(seed: int) -> Iterator[None]:
     """Seed random numbers, and restore at the end their state, torch's switches, the folder and the environment."""
     switches, numbers, state = torch_state(), torch.get_rng_state(), random.getstate()
-    folder, environ = os.getcwd(), dict(os.environ)
+    folder, environ, temporary = _working_folder(), dict(os.environ), tempfile.tempdir
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     try:
@@ -285,7 +310,10 @@ def _kept_state(seed: int) -> Iterator[None]:
         restore(switches)
         torch.set_rng_state(numbers)
         random.setstate(state)
-        os.chdir(folder)
-        if dict(os.environ) != environ:
-            os.environ.clear()
-            os.environ.update(environ)
+        tempfile.tempdir = temporary
+        for name in {*environ, *os.environ}:  # one by one: threads may read the others
+            if environ.get(name) != os.environ.get(name):
+                os.environ.pop(name, None)
+                os.environ.update({name: environ[name]} if name in environ else {})
+        if folder is not None and _working_folder() != folder:
+            os.chdir(folder)

@@ -87,16 +87,21 @@ class Job:
         return self._written.read_text(encoding="utf-8", errors="replace")[-6000:].strip()
 
     def _descendants(self) -> list[int]:
-        """Return living processes with the tag; none where there is no /proc."""
-        needle, found = f"{TAG}={self._tag}".encode(), []
-        for entry in Path("/proc").glob("[0-9]*"):
-            try:
-                tagged = needle in (entry / "environ").read_bytes().split(b"\0")
-                if tagged and (entry / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
-                    found.append(int(entry.name))
-            except OSError:
-                pass
-        return found
+        return processes_with(TAG, self._tag)
+
+
+def processes_with(name: str, value: str) -> list[int]:
+    """Return the living processes that began with the variable; none where there is no /proc."""
+    needle, found = f"{name}={value}".encode(), []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if needle not in (entry / "environ").read_bytes().split(b"\0"):
+                continue
+            if (entry / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                found.append(int(entry.name))
+        except OSError:
+            pass
+    return found
 
 
 def call(folder: Path, function: Callable[..., None], *arguments: Any) -> list[str]:

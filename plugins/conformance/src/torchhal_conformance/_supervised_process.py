@@ -21,12 +21,13 @@ from typing import Any, Final
 
 from torchhal.cli import echo
 from torchhal.errors import ConfigurationError
-from torchhal_conformance._limits import scaled
+from torchhal_conformance._limits import SLOWNESS, scaled
+from torchhal_conformance._subprocesses import processes_with
 
 STACK: Final = "stack"
 """File in the process's folder for temporary files, into which SIGUSR1 writes the stack of every thread."""
 
-_START: Final = 180.0
+_IMPORT_TIMEOUT: Final = 180.0
 """Seconds for the imports of torch and of the component, and for the author's factories."""
 _GRACE: Final = 15.0
 """Seconds beyond a check's own limit: the process itself reports a hang, unless it waits in C code."""
@@ -50,8 +51,8 @@ OPTIONS: Final[Mapping[str, tuple[str, ...]]] = {
 class Request:
     """What to check and how: the arguments of ``torchhal conformance run``, as texts."""
 
-    kind: str = ""
-    alias: str = ""
+    kind: str
+    alias: str
     level: str | None = None
     features: str = ""
     accelerator: str = "cpu"
@@ -79,7 +80,7 @@ def run_supervised(
 
     Args:
         request: what to check.
-        show: gets each line of the command's output.
+        show: prints a line of the command's output.
         stop: is asked some times per second; True ends the run.
 
     Returns:
@@ -88,116 +89,142 @@ def run_supervised(
     Raises:
         ConfigurationError: an argument that can't be; no check was made.
     """
-    made: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     while True:
-        before = len(made)
-        with _Process(request, made, show) as process:
-            code = process.follow(stop)
+        before = len(results)
+        with _Process(request, results, show) as process:
+            code = process.read_events(stop)
         if code is not None or process.stopped:
             return code
         if process.running is not None:
-            died = process.death("the check")
-            made.append({"check": process.running, "outcome": "failed", "reason": died, "seconds": process.seconds})
+            died = process.describe_exit("check")
+            results.append({
+                "check": process.running, "outcome": "failed", "reason": died, "seconds": process.seconds,
+                "hung": process.hung,
+            })  # fmt: skip
             if not request.json:
-                show(f"{process.running} failed  {process.seconds:6.2f} s  {died.splitlines()[0]}")
-        elif len(made) == before:  # another process would end at the same place
-            place = f"the import of {request.kind} {request.alias!r}" if not made else "the report, after the checks,"
-            print(f"error: {process.death(place)}", file=sys.stderr)
+                show(result_line(process.running, "failed", process.seconds, died))
+        elif len(results) == before:  # another process would end at the same place
+            place = f"import of {request.kind} {request.alias!r}" if not results else "report, after the checks,"
+            _tell(f"error: {process.describe_exit(place)}")
             return 1
+
+
+def result_line(id: str, outcome: str, seconds: float, reason: str) -> str:
+    """Return the line that is printed when a check has been made."""
+    return f"{id} {outcome:<7} {seconds:6.2f} s  {(reason.splitlines() or [''])[0]}".rstrip()
 
 
 class _Process:
     """A process that makes checks, from its start to its end."""
 
-    def __init__(self, request: Request, made: list[dict[str, Any]], show: Callable[[str], None]) -> None:
+    def __init__(self, request: Request, results: list[dict[str, Any]], show: Callable[[str], None]) -> None:
         self.running: str | None = None
         """Id of the check that is being made."""
         self.seconds = 0.0
-        """Time since that check began, when the process had ended."""
+        """Time since that check began, when the process was last looked at."""
         self.stopped = False
-        self._hang = ""
+        self.hung = False
+        self._stack = ""
         self._began = time.monotonic()
-        self._limit = scaled(_START)
-        self._request, self._made, self._show_line = request, made, show
-        self._events: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._limit = scaled(_IMPORT_TIMEOUT)
+        self._request, self._results, self._show = request, results, show
+        self._events: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
 
     def __enter__(self) -> _Process:
         with contextlib.ExitStack() as stack:
             self.folder = stack.enter_context(_temporary_folder())
-            stack.enter_context(_ended_by_sigterm())
+            stack.enter_context(ended_by_sigterm())
             self._process = subprocess.Popen(
                 [
                     sys.executable, *subprocess._args_from_interpreter_flags(),  # type: ignore[attr-defined]
                     "-c", _CODE, json.dumps([os.path.abspath(path) for path in sys.path]),
                 ],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8",
-                env={**os.environ, "TMPDIR": self.folder},
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=_stderr(), text=True, encoding="utf-8",
+                errors="replace", env={**os.environ, "TMPDIR": self.folder},
                 start_new_session=True,  # Ctrl-C in a terminal reaches this process, which ends the other
             )  # fmt: skip
-            stack.callback(self._end)
-            threading.Thread(target=self._read, daemon=True, name="torchhal-conformance-events").start()
+            stack.push(self._end)
+            self._reader = threading.Thread(target=self._read, daemon=True, name="torchhal-conformance-events")
+            self._reader.start()
             assert self._process.stdin is not None
-            with contextlib.suppress(OSError):  # it is dead already, which follow() sees
-                self._process.stdin.write(json.dumps({**asdict(self._request), "made": self._made}) + "\n")
+            request = {**asdict(self._request), "results": self._results, "folder": self.folder}
+            with contextlib.suppress(OSError):  # it is dead already, which read_events() sees
+                self._process.stdin.write(json.dumps(request) + "\n")
                 self._process.stdin.flush()
-            self._stack = stack.pop_all()
+            self._exits = stack.pop_all()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._stack.__exit__(*error)
+        self._exits.__exit__(*error)
 
     def _read(self) -> None:
+        """Put the events into the queue, and None behind the last one; run in a thread."""
         assert self._process.stdout is not None
-        with contextlib.suppress(OSError, ValueError):  # closed, or ended in the midst of a letter
+        with contextlib.suppress(OSError, ValueError):  # it was closed
             for line in self._process.stdout:
-                self._events.put(line)
+                try:
+                    event = json.loads(line)
+                except ValueError:
+                    event = None
+                if isinstance(event, dict):
+                    self._events.put(event)
+                elif line.endswith("\n"):  # what a sitecustomize prints, say; else the process died amid an event
+                    _tell(line.rstrip())
         self._events.put(None)
 
-    def follow(self, stop: Callable[[], bool]) -> int | None:
+    def read_events(self, stop: Callable[[], bool]) -> int | None:
         """Print what the process has to tell and keep its results; return its exit code, None if it died."""
+        ended = False
         while True:
             try:
-                line = self._events.get(timeout=_INTERVAL)
+                event = self._events.get(timeout=_INTERVAL)
             except queue.Empty:
-                if stop():
+                if ended:  # a process that it has left holds its stdout
+                    return None
+                ended = self._process.poll() is not None  # what it has sent comes before the next look
+                self._look()
+                if not ended and self.seconds > self._limit:
+                    self.hung, self._stack = True, self._stack_of_threads()
+                    return None
+                if not ended and stop():
                     self.stopped = True
                     return None
-                self.seconds = round(time.monotonic() - self._began, 3)
-                if self._process.poll() is not None:  # a process that it has left may hold its stdout
-                    return None
-                if self.seconds > self._limit:
-                    self._hang = f"after {self._limit:g} s; it was at\n{self._stack_of_threads()}"
-                    return None
                 continue
-            if line is None:
-                self.seconds = round(time.monotonic() - self._began, 3)
+            if event is None:
+                self._look()
                 return None
-            event = json.loads(line)
             if "code" in event:
                 return int(event["code"])
-            self._take(event)
+            self._handle(event)
 
-    def _take(self, event: dict[str, Any]) -> None:
+    def _look(self) -> None:
+        self.seconds = round(time.monotonic() - self._began, 3)
+
+    def _handle(self, event: dict[str, Any]) -> None:
         if "error" in event:
             raise ConfigurationError(event["error"])
         if "begin" in event:
             self.running, self._began = event["begin"], time.monotonic()
             self._limit = event["limit"] + scaled(_GRACE)
-            _show(f"{self.running} ...")
+            _show_progress(f"{self.running} ...")
         if "end" in event:
-            self._made.append(event["end"])
-            self.running, self._began, self._limit = None, time.monotonic(), scaled(_START)
+            self._results.append(event["end"])
+            self.running, self._began, self._limit = None, time.monotonic(), scaled(_IMPORT_TIMEOUT)
         if "print" in event:
-            _show("")
-            self._show_line(event["print"])
+            _show_progress("")
+            self._show(event["print"])
 
-    def death(self, what: str) -> str:
-        """Return how the process ended while ``what`` was being run."""
-        if self._hang:
-            return f"HANG: the process of {what} was not done {self._hang}"
+    def describe_exit(self, what: str) -> str:
+        """Return how the process ended amid ``what``."""
+        if self.hung:
+            return (
+                f"HANG: the {what} was not done after {self._limit:g} s ({SLOWNESS} makes limits longer); it was at\n"
+                f"{self._stack}"
+            )
         code = self._process.returncode
         how = f"with exit code {code}" if code >= 0 else f"by {_signal_name(-code)}"
-        return f"DIED: the process of {what} ended {how}, which only the kit may do: stderr may say why"
+        return f"DIED: the process ended {how} amid the {what}; stderr may say why"
 
     def _stack_of_threads(self) -> str:
         path = Path(self.folder, STACK)
@@ -209,19 +236,26 @@ class _Process:
         except OSError:
             return "(unknown)"
 
-    def _end(self) -> None:
-        """End the process and those of its group; one that has sent its exit code may end by itself."""
+    def _end(self, *error: Any) -> None:
+        """End the process and all that it has started; one that has sent its exit code may end by itself."""
+        ends_itself = not (self.hung or self.stopped or error[0])
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(0 if self._hang or self.stopped or sys.exc_info()[0] else 5)
+            self._process.wait(5 if ends_itself else 0)
         if hasattr(os, "killpg"):
             with contextlib.suppress(OSError):
                 os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
         self._process.wait()
-        assert self._process.stdin is not None
+        for pid in processes_with("TMPDIR", self.folder):  # jobs with sessions of their own
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        assert self._process.stdin is not None and self._process.stdout is not None
         with contextlib.suppress(OSError):  # a request that it didn't read
             self._process.stdin.close()
-        _show("")
+        self._reader.join(1)
+        if not self._reader.is_alive():
+            self._process.stdout.close()
+        _show_progress("")
 
 
 @contextlib.contextmanager
@@ -239,8 +273,8 @@ def _temporary_folder() -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM end this process by SystemExit, so that it ends the other one and removes its files."""
+def ended_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM end this process by SystemExit, so that it ends the others and removes its files."""
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         yield
         return
@@ -255,6 +289,15 @@ def _ended_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
+def _stderr() -> int | None:
+    """Return what the process gets as stderr: this one's, unless that is closed."""
+    try:
+        os.fstat(2)
+    except OSError:
+        return subprocess.DEVNULL
+    return None
+
+
 def _signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
@@ -262,7 +305,12 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _show(text: str) -> None:
+def _tell(text: str) -> None:
+    if sys.stderr is not None:
+        print(text, file=sys.stderr, flush=True)
+
+
+def _show_progress(text: str) -> None:
     """Print the current check on a terminal; the next text overwrites it."""
     if sys.stderr is not None and sys.stderr.isatty():
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)

@@ -15,9 +15,8 @@ from typing import Any, Final
 
 from torchhal.cli import echo
 from torchhal.errors import ConfigurationError
-from torchhal.plugin import Component
 from torchhal_conformance._component_under_test import ComponentUnderTest
-from torchhal_conformance._supervised_process import Request, run_supervised
+from torchhal_conformance._supervised_process import Request, ended_by_sigterm, run_supervised
 
 INTERVAL: Final = 0.5
 """Seconds between two looks at the files."""
@@ -31,18 +30,18 @@ def sources(request: Request) -> list[Path]:
 
     Nothing of the component is imported: it may be what hangs.
     """
-    _, colon, _ = request.alias.partition(":")
+    module, colon, _ = request.alias.partition(":")
+    source = None
     if colon:
         sys.path.insert(0, os.getcwd())  # as under python -m
-        target: str | Component = Component("unnamed", request.alias)
     else:
-        target = request.alias
-    component = ComponentUnderTest.of(request.kind, target)
-    top = component.entry.component.target.partition(":")[0].partition(".")[0]
+        component = ComponentUnderTest.of(request.kind, request.alias)
+        module, source = component.entry.component.target.partition(":")[0], component.source
+    top = module.partition(".")[0]
     spec = importlib.util.find_spec(top)
     found = [] if spec is None else [Path(place) for place in spec.submodule_search_locations or [spec.origin or ""]]
-    if component.source is not None:
-        found += [component.source / "src", component.source / "pyproject.toml"]
+    if source is not None:
+        found += [source / "src", source / "pyproject.toml"]
     found += [] if request.tables is None else [Path(request.tables)]
     return [path for path in found if path.exists()]
 
@@ -58,6 +57,20 @@ def stamp(paths: Iterable[Path]) -> Stamp:
                 continue
             found[os.path.realpath(file)] = (state.st_mtime_ns, state.st_size)
     return found
+
+
+class _Changes:
+    """Whether files have changed, which is looked at every INTERVAL seconds at most."""
+
+    def __init__(self, paths: Sequence[Path], before: Stamp) -> None:
+        self._paths, self._before, self._next = paths, before, 0.0
+
+    def __call__(self) -> bool:
+        now = time.monotonic()
+        if now < self._next:
+            return False
+        self._next = now + INTERVAL
+        return stamp(self._paths) != self._before
 
 
 def watch(
@@ -76,13 +89,13 @@ def watch(
     """
     failed: list[str] = []
     made = 0
-    with tempfile.TemporaryDirectory(prefix="torchhal-watch-") as folder:
+    with ended_by_sigterm(), tempfile.TemporaryDirectory(prefix="torchhal-watch-") as folder:
         report = Path(folder, "report.json")
         while True:
             before = stamp(paths)
             report.unlink(missing_ok=True)
             chosen = replace(request, check=failed or request.check, report=str(report))
-            code = _run(chosen, lambda: stamp(paths) != before)  # noqa: B023  called within this round
+            code = _run(chosen, _Changes(paths, before))
             made += 1
             if made == runs:
                 return 1 if code is None else code

@@ -138,9 +138,11 @@ class WorkerPool:
             raise self._with_cause(WorkerUnresponsive(told), failed)
         stacks = "\n".join(f"rank {rank} is at:\n{self._stack(rank)}" for rank in waiting)
         silent = ", ".join(f"rank {rank} HANG" for rank in waiting)
-        raise WorkerUnresponsive(
+        error = WorkerUnresponsive(
             f"world of {self.size}: {silent} after {timeout:g} s\n{stacks}{self._printed(waiting)}"
         )
+        error.hung = True
+        raise error
 
     def _printed(self, ranks: Iterable[int]) -> str:
         """Return the last 2000 characters of each rank's stdout and stderr, a crash's own message included."""
@@ -187,7 +189,7 @@ class WorkerPool:
         if self._connections:
             return
         self._store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-        self._folder = tempfile.mkdtemp(prefix="torchhal-world-")
+        self._folder = tempfile.mkdtemp(prefix="torchhal-")
         per_node = self.size // self._nodes
         key, job = secrets.token_bytes(16), uuid.uuid4().hex
         for rank in range(self.size):

@@ -413,6 +413,8 @@ class FitLoop(RunPart[Run]):
         results.start_batch(None)
         results.finalize_epoch()
         call_epoch_end(run, "on_train_epoch_end", before_monitors=lambda: self._before_monitors(complete))
+        if not complete:  # a run that continues from what was saved comes to the end again
+            run.phases.end()
         run.log_epoch()
         results.reset()
         self.stop.stop_if_late()
@@ -427,9 +429,9 @@ class FitLoop(RunPart[Run]):
             self.progress.next_epoch()
 
     def _before_monitors(self, complete: bool) -> None:
-        """Step schedulers, and end the epoch of the strategy: what it does then is in the checkpoints of this place."""
         self._epoch_schedulers(complete)
-        self.run.phases.end()
+        if complete:  # what the strategy does at its end is in the checkpoints of this place
+            self.run.phases.end()
 
     def _epoch_schedulers(self, complete: bool) -> None:
         self.progress.epoch_done = complete

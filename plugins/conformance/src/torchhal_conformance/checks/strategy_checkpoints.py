@@ -21,7 +21,7 @@ from torchhal_conformance.checks._strategy_run import (
     two_groups,
     weights_close,
 )
-from torchhal_conformance.checks._strategy_state import load_own_state, states_of_ranks
+from torchhal_conformance.checks._strategy_state import load_rank_state, states_of_ranks
 
 
 @check("STR-21", world_sizes=(2,))
@@ -90,7 +90,7 @@ def resume(rank: RankContext) -> None:
         run.strategy.load_optimizer_state(run.optimizer, loaded["optimizer"])
         run.strategy.precision.load_state_dict(loaded["precision"])
         scheduler.load_state_dict(loaded["scheduler"])
-        load_own_state(rank, run.strategy, loaded["ranks"])
+        load_rank_state(rank, run.strategy, loaded["ranks"])
         train(run, scheduler, 2, 4)
         for name, tensor in run.weights().items():
             close(f"{name} after a resume", tensor, expected[name], 1e-6)
@@ -107,6 +107,7 @@ def _resume_two_groups(rank: RankContext) -> None:
         state = {
             "model": run.strategy.module_state_dict(),
             "optimizer": run.strategy.optimizer_state(run.optimizer),
+            "strategy": run.strategy.state_dict(),
             "ranks": states_of_ranks(rank, run.strategy),
         }
         run.strategy.save_checkpoint(state, path)
@@ -116,10 +117,11 @@ def _resume_two_groups(rank: RankContext) -> None:
         rank.gather("saved")
     with running(rank, Regression(7), make=two_groups, lr=0.3) as run:
         loaded = run.strategy.load_checkpoint(path)
+        run.strategy.load_state_dict(loaded["strategy"])
         run.strategy.load_module_state_dict(loaded["model"])
         run.strategy.load_optimizer_state(run.optimizer, loaded["optimizer"])
         rates = [float(group["lr"]) for group in run.optimizer.param_groups]
-        load_own_state(rank, run.strategy, loaded["ranks"])
+        load_rank_state(rank, run.strategy, loaded["ranks"])
         close("the learning rates of two groups after a resume", rates, [0.05, 0.025], 1e-6)
         run.train(2, 4)
         for name, tensor in run.weights().items():

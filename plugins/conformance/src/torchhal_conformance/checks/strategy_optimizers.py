@@ -22,7 +22,7 @@ from torchhal_conformance.checks._strategy_run import (
     share,
     values,
 )
-from torchhal_conformance.checks._strategy_state import load_own_state, states_of_ranks
+from torchhal_conformance.checks._strategy_state import load_rank_state, states_of_ranks
 
 
 @check("STR-90", since="0.2", world_sizes=(1, 2), timeout=60, after=("STR-22",))
@@ -48,7 +48,10 @@ def several_optimizers(rank: RankContext) -> None:
         step = _set_up(rank, strategy, 0)
         _train(rank, strategy, step, 0, 2)
         states = [strategy.optimizer_state(optimizer) for optimizer in strategy.optimizers]
-        state = {"model": strategy.module_state_dict(), "optimizers": states, "ranks": states_of_ranks(rank, strategy)}
+        state = {
+            "model": strategy.module_state_dict(), "optimizers": states, "strategy": strategy.state_dict(),
+            "ranks": states_of_ranks(rank, strategy),
+        }  # fmt: skip
         strategy.save_checkpoint(state, path)
         strategy.wait_for_checkpoints()
         _train(rank, strategy, step, 2, 4)
@@ -60,10 +63,11 @@ def several_optimizers(rank: RankContext) -> None:
     with rank.set_up_strategy() as strategy:
         step = _set_up(rank, strategy, 7)
         loaded = strategy.load_checkpoint(path)
+        strategy.load_state_dict(loaded["strategy"])
         strategy.load_module_state_dict(loaded["model"])
         for optimizer, state in zip(strategy.optimizers, loaded["optimizers"], strict=True):
             strategy.load_optimizer_state(optimizer, state)
-        load_own_state(rank, strategy, loaded["ranks"])
+        load_rank_state(rank, strategy, loaded["ranks"])
         _train(rank, strategy, step, 2, 4)
         for name, tensor in values(strategy).items():
             close(f"after a resume of two optimizers, and two more steps: {name}", tensor, expected[name], 1e-6)

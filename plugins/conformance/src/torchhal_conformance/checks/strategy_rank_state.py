@@ -13,7 +13,7 @@ from torchhal_conformance._assertions import close, plain, require, same
 from torchhal_conformance._check import CheckFailed, NotApplicable, check
 from torchhal_conformance._rank_context import RankContext
 from torchhal_conformance.checks._strategy_run import Regression, StrategyRun, running
-from torchhal_conformance.checks._strategy_state import load_own_state, own_state, states_of_ranks
+from torchhal_conformance.checks._strategy_state import load_rank_state, rank_state_of, states_of_ranks
 
 
 def _saved(rank: RankContext, run: StrategyRun) -> dict[str, Any]:
@@ -41,18 +41,18 @@ def rank_state(rank: RankContext) -> None:
             raise NotApplicable("the strategy has no per-rank state")
         plain("rank_state_dict()", saved["ranks"][rank.rank])
         run.train(4, 6)
-        expected, expected_own = run.weights(), own_state(run.strategy)
+        expected, expected_own = run.weights(), rank_state_of(run.strategy)
         everybody = rank.gather(saved)
     with running(rank, Regression(7), make=torch.optim.Adam, lr=0.05) as run:
         run.strategy.load_state_dict(everybody[0]["strategy"])
         run.strategy.load_module_state_dict(everybody[0]["model"])
         run.strategy.load_optimizer_state(run.optimizer, everybody[0]["optimizer"])
-        load_own_state(rank, run.strategy, saved["ranks"])
-        same("rank_state_dict() after it was loaded", own_state(run.strategy), saved["ranks"][rank.rank])
+        load_rank_state(rank, run.strategy, saved["ranks"])
+        same("rank_state_dict() after it was loaded", rank_state_of(run.strategy), saved["ranks"][rank.rank])
         run.train(4, 6)
         for name, tensor in run.weights().items():
             close(f"{name} after a resume", tensor, expected[name], 1e-6)
-        same("rank_state_dict() two steps after a resume", own_state(run.strategy), expected_own)
+        same("rank_state_dict() two steps after a resume", rank_state_of(run.strategy), expected_own)
         rank.gather("done")
 
 
@@ -68,7 +68,7 @@ def resharded_rank_state(rank: RankContext) -> None:
     with running(rank, make=torch.optim.Adam, lr=0.05) as run:
         run.train(0, 3)
         states = states_of_ranks(rank, run.strategy)
-        check_resharding(run.strategy, states, lambda: own_state(run.strategy))
+        check_resharding(run.strategy, states, lambda: rank_state_of(run.strategy))
         rank.gather("done")
 
 

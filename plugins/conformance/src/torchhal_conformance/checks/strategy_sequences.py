@@ -25,7 +25,7 @@ from torchhal_conformance.checks._strategy_run import (
     values,
     weights_close,
 )
-from torchhal_conformance.checks._strategy_state import load_own_state, states_of_ranks
+from torchhal_conformance.checks._strategy_state import load_rank_state, states_of_ranks
 
 PARTS = 3
 
@@ -69,8 +69,8 @@ def interrupted_accumulation(rank: RankContext) -> None:
         run.require_weights("after the interrupted step", reference(rank, 1)[0])
     with running(rank) as run:
         run.strategy.load_state_dict(rank.gather(state)[0])
-        load_own_state(rank, run.strategy, ranks)
         run.strategy.load_accumulated_gradients(rank.gather(kept)[0])
+        load_rank_state(rank, run.strategy, ranks)
         _accumulate(rank, run, PARTS - 1, PARTS)
         run.strategy.optimizer_step(run.optimizer)
         run.require_weights("after the continued step", reference(rank, 1)[0])
