@@ -243,13 +243,13 @@ def test_hanging_check_fails_with_stack(monkeypatch) -> None:
         time.sleep(60)
 
     running = signal.setitimer(signal.ITIMER_REAL, 0)  # pytest-timeout's, which the kit would leave alone
-    monkeypatch.setattr(sys.modules["torchhal_conformance._session"], "PATIENCE", 0.2)
+    monkeypatch.setattr(sys.modules["torchhal_conformance._session"], "TIMEOUT_HERE", 0.2)
     try:
         with Session(ComponentUnderTest.of("accelerator", "cpu")) as session:
             result = session.run(Check("ACC-01", sleeps, timeout=0.1))
     finally:
         signal.setitimer(signal.ITIMER_REAL, *running)
-    assert result.outcome == "failed" and "HANG" in result.reason and "time.sleep(60)" in result.reason
+    assert result.outcome == "failed" and result.hung and "time.sleep(60)" in result.reason
 
 
 # -- worker pools --------------------------------------------------------------------------------------------------

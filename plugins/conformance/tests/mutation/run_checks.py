@@ -22,7 +22,7 @@ from mutation.instrument import select_row
 
 def main(specification: str) -> None:
     given = json.loads(Path(specification).read_text(encoding="utf-8"))
-    vars(_session)["PATIENCE"] = given["patience"]
+    vars(_session)["TIMEOUT_HERE"] = given["patience"]
     with open(given["output"], "w", encoding="utf-8") as output:
         for carrier in given["carriers"]:
             if not _run(carrier, given, output):

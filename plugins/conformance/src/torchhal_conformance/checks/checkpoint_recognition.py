@@ -114,20 +114,20 @@ def extension(context: CheckContext) -> None:
     )
     folder = context.folder / "run"
 
-    def fit(**arguments: Any) -> tuple[str, str | None]:
+    def fit(max_epochs: int, **arguments: Any) -> tuple[str, str | None]:
         """Return the path of the checkpoint that is saved, and of the one that the run went on from."""
         callback = ModelCheckpoint(folder, "{step}")
         trainer = Trainer(
-            accelerator="cpu", devices=1, plugins=[context.create(), "local"], max_epochs=1, logger=False,
+            accelerator="cpu", devices=1, plugins=[context.create(), "local"], max_epochs=max_epochs, logger=False,
             callbacks=[callback], enable_progress_bar=False, enable_model_summary=False,
         )  # fmt: skip
         trainer.fit(_Net(), [torch.ones(2, 2), torch.ones(2, 2)], **arguments)
         return str(callback.best_model_path), trainer.ckpt_path
 
-    saved, _ = fit()
+    saved, _ = fit(1)
     name = os.path.basename(saved)
     require(name == f"step=2{ending}", f"the run's checkpoint must be called 'step=2{ending}' (got {name!r})")
-    _, found = fit(ckpt_path="last")
+    _, found = fit(2, ckpt_path="last")
     require(found == saved, f"ckpt_path='last' must find {saved!r} (got {found!r})")
 
 

@@ -81,7 +81,7 @@ def component_argument(component: ComponentUnderTest) -> Any:
 def trainer(rank: RankContext, **options: Any) -> Any:
     """Return a Trainer with the component under test, which uses one of these processes per device."""
     if rank.component.kind == "cluster_environment":
-        raise NotApplicable("these processes were started as torchrun starts them")
+        raise NotApplicable("the kit starts these processes, and not its launcher")
     return trainer_of(rank.component, rank.size, rank.folder, **options)
 
 
