@@ -37,6 +37,14 @@ def load(what: str, io: CheckpointIO, path: str | os.PathLike[str]) -> dict[str,
         raise CheckFailed(f"{what} can't be loaded ({type(error).__name__}: {error})") from error
 
 
+def slow_data() -> list[int]:
+    """Return plain data that takes long to serialize, for the first key of a checkpoint.
+
+    What follows it, and is shared with the caller, is not yet written when an asynchronous save returns.
+    """
+    return list(range(200_000))
+
+
 def small_checkpoint(value: float = 1.0) -> dict[str, Any]:
     return {"weights": {"w": torch.full((64,), float(value)), "b": torch.arange(5)}, "step": int(value)}
 

@@ -11,7 +11,7 @@ from torchhal_conformance._assertions import raises, same
 from torchhal_conformance._check import check
 from torchhal_conformance._component_under_test import ComponentUnderTest
 from torchhal_conformance._context import CheckContext
-from torchhal_conformance.checks._checkpoint_samples import MIB, save, small_checkpoint
+from torchhal_conformance.checks._checkpoint_samples import MIB, save, slow_data, small_checkpoint
 
 
 @check("CIO-17", features=["async"])
@@ -22,13 +22,18 @@ def snapshot(context: CheckContext) -> None:
     Fix: copy every value before returning.
     """
     io, path = context.create(), context.folder / "x.ckpt"
-    state: dict[str, Any] = {"w": torch.zeros(4 * MIB), "list": [1], "optimizer": {"step": torch.tensor(1)}}
+
+    def state_at_first() -> dict[str, Any]:
+        rest = {"w": torch.zeros(4 * MIB), "list": [1], "optimizer": {"step": torch.tensor(1)}}
+        return {"before": slow_data(), **rest}
+
+    state = state_at_first()
     io.save_checkpoint(state, path)
-    state["w"].add_(1)
     state["list"].append(2)
+    state["w"].add_(1)
     state["optimizer"]["step"].add_(1)
     io.wait()
-    expected = {"w": torch.zeros(4 * MIB), "list": [1], "optimizer": {"step": torch.tensor(1)}}
+    expected = state_at_first()
     same("what was saved before the change", io.load_checkpoint(path), expected)
 
 

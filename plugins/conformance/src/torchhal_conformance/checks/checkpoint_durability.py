@@ -158,7 +158,7 @@ def concurrent_reader(context: CheckContext) -> None:
         thread.join()
     require(not problems, f"a save failed: {problems}")
     if os.name == "posix" and "sharded" not in context.component.declared:  # whose ranks save together
-        told = context.run_on_ranks(2, _save_and_load, context.component, str(path), 12, timeout=60)
+        told = context.run_on_ranks(2, _save_and_load, context.component, str(path), 25, timeout=90)
         require(not any(told), f"two processes saved over one name: {next(filter(None, told), None)}")
         loaded = load("the checkpoint that two processes have saved over", context.create(), path)
         same("the checkpoint that two processes have saved over", loaded, numbered_checkpoint(loaded["version"]))
@@ -169,6 +169,7 @@ def _save_and_load(component: ComponentUnderTest, path: str, times: int) -> str:
     io, rank = component.create(), int(os.environ["RANK"])
     try:
         for number in range(times):
+            time.sleep(-time.time() % 0.02)  # the saves of both begin together
             save(io, numbered_checkpoint(100 * (rank + 1) + number), path)
             loaded = load("a checkpoint that two processes save over", io, path)
             same("a checkpoint that two processes save over", loaded, numbered_checkpoint(loaded["version"]))

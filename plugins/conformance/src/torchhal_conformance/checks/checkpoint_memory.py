@@ -12,7 +12,7 @@ from torchhal.errors import CheckpointCorruptError
 from torchhal_conformance._assertions import raises, require, same
 from torchhal_conformance._check import CheckFailed, NotApplicable, check
 from torchhal_conformance._context import CheckContext
-from torchhal_conformance.checks._checkpoint_samples import MIB, checkpoint_files, save, small_checkpoint
+from torchhal_conformance.checks._checkpoint_samples import MIB, checkpoint_files, save, slow_data, small_checkpoint
 
 
 @check("CIO-60", since="0.2", features=["async"], after=("CIO-18",))
@@ -172,11 +172,12 @@ def snapshot_of_everything(context: CheckContext) -> None:
     io, path = context.create(), context.folder / "x.ckpt"
     history: list[Any] = [[1], {"loss": [0.5]}]
     state: dict[str, Any] = {
-        "large": torch.zeros(8 * MIB), "history": history, "loops": {"fit": {"batches": [1, 2], "epoch": 3}},
+        "before": slow_data(), "large": torch.zeros(8 * MIB), "history": history,
+        "loops": {"fit": {"batches": [1, 2], "epoch": 3}},
         "strided": torch.arange(16.0).view(4, 4).t(),
     }  # fmt: skip
     expected = {
-        "large": torch.zeros(8 * MIB), "history": [[1], {"loss": [0.5]}],
+        "before": slow_data(), "large": torch.zeros(8 * MIB), "history": [[1], {"loss": [0.5]}],
         "loops": {"fit": {"batches": [1, 2], "epoch": 3}}, "strided": torch.arange(16.0).view(4, 4).t().clone(),
     }  # fmt: skip
     io.save_checkpoint(state, path)
