@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from torchhal.errors import ConfigurationError, TorchhalError, UnknownAliasError
-from torchhal_conformance._subprocesses import processes_with
+from torchhal_conformance._subprocesses import kill_all, processes_with
 from torchhal_conformance._supervised_process import STACK, result_line
 
 if TYPE_CHECKING:
@@ -79,9 +79,7 @@ def _exit_with(supervisor: int, folder: str) -> None:
     """Wait for the end of the supervising process, and end this one then, with what it has left."""
     with contextlib.suppress(OSError):
         os.read(supervisor, 1)  # it sends nothing after the request
-    for pid in set(processes_with("TMPDIR", folder)) - {os.getpid()}:
-        with contextlib.suppress(OSError):
-            os.kill(pid, signal.SIGKILL)
+    kill_all(set(processes_with("TMPDIR", folder)) - {os.getpid()})
     shutil.rmtree(folder, ignore_errors=True)
     _exit(1)
 
@@ -114,7 +112,7 @@ def _component(request: dict[str, Any]) -> ComponentUnderTest:
     from torchhal_conformance._component_under_test import ComponentUnderTest
     from torchhal_conformance._tables import read_tables
 
-    if request["model"] or request["data"]:
+    if ":" in request["alias"] or request["model"] or request["data"]:
         sys.path.insert(0, os.getcwd())  # as under python -m
     return ComponentUnderTest.of(
         request["kind"], _target(request["alias"]), accelerator=request["accelerator"], seed=request["seed"],
@@ -136,7 +134,6 @@ def _target(text: str) -> Any:
         return text
     from torchhal_conformance._factory import import_object
 
-    sys.path.insert(0, os.getcwd())  # as under python -m
     try:
         return import_object(module, name, None)
     except (ImportError, AttributeError, ValueError) as error:

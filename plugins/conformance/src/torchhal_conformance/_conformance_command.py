@@ -80,9 +80,9 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.all is not None:
         return _run_all(arguments)
     request = _request(arguments)
-    for name, kinds in OPTIONS.items():
-        if getattr(request, name) is not None and request.kind not in kinds:
-            raise ConfigurationError(f"--{name} is for a {' or '.join(kinds)}, not for a {request.kind}")
+    for name, kind in OPTIONS.items():
+        if getattr(request, name) is not None and request.kind != kind:
+            raise ConfigurationError(f"--{name} is for a {kind}, not for a {request.kind}")
     if request.tables is not None:
         read_tables(request.tables)  # an error in it is told before the checks, and seconds before torch is imported
     if arguments.watch:

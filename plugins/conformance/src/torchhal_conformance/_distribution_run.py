@@ -80,7 +80,7 @@ def run_each(distribution: str, folder: Path, request: Request) -> list[Row]:
         mine = [id for id in request.check if kind in CHECKS[id].kinds]
         if request.check and not mine:
             continue
-        others: dict[str, Any] = {name: None for name, kinds in OPTIONS.items() if kind not in kinds}
+        others: dict[str, Any] = {name: None for name, only in OPTIONS.items() if kind != only}
         rows.append(_run_one(replace(request, kind=kind, alias=alias, check=mine, **others), folder))
     return rows
 

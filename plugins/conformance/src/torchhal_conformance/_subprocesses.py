@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -75,11 +75,7 @@ class Job:
     def kill(self) -> None:
         """Kill the program and its descendants."""
         own = [self._process.pid] if self.running else []
-        for pid in {*own, *self._descendants()}:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except OSError:
-                pass
+        kill_all({*own, *self._descendants()})
         self._process.wait()
 
     def output(self) -> str:
@@ -102,6 +98,15 @@ def processes_with(name: str, value: str) -> list[int]:
         except OSError:
             pass
     return found
+
+
+def kill_all(pids: Iterable[int]) -> None:
+    """Kill processes, of which some may have ended."""
+    for pid in pids:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except OSError:
+            pass
 
 
 def call(folder: Path, function: Callable[..., None], *arguments: Any) -> list[str]:

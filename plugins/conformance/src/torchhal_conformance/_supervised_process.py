@@ -22,7 +22,7 @@ from typing import Any, Final
 from torchhal.cli import echo
 from torchhal.errors import ConfigurationError
 from torchhal_conformance._limits import SLOWNESS, scaled
-from torchhal_conformance._subprocesses import processes_with
+from torchhal_conformance._subprocesses import kill_all, processes_with
 
 STACK: Final = "stack"
 """File in the process's folder for temporary files, into which SIGUSR1 writes the stack of every thread."""
@@ -38,13 +38,10 @@ _CODE: Final = (
 )
 
 
-OPTIONS: Final[Mapping[str, tuple[str, ...]]] = {
-    "tables": ("cluster_environment",),
-    "launcher": ("cluster_environment",),
-    "model": ("strategy",),
-    "data": ("strategy",),
-}
-"""Argument -> the kinds of components that it means something for; others are for all."""
+OPTIONS: Final[Mapping[str, str]] = {
+    "tables": "cluster_environment", "launcher": "cluster_environment", "model": "strategy", "data": "strategy",
+}  # fmt: skip
+"""Argument -> the kind of components that it means something for; others are for all."""
 
 
 @dataclass(frozen=True)
@@ -246,9 +243,7 @@ class _Process:
                 os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
         self._process.wait()
-        for pid in processes_with("TMPDIR", self.folder):  # jobs with sessions of their own
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
+        kill_all(processes_with("TMPDIR", self.folder))  # jobs with sessions of their own
         assert self._process.stdin is not None and self._process.stdout is not None
         with contextlib.suppress(OSError):  # a request that it didn't read
             self._process.stdin.close()
