@@ -47,7 +47,7 @@ def for_each(
         corners: inputs that always run, the smallest first.
         generated: a Hypothesis strategy of further inputs; None for the corner cases alone.
         seed: of the generated inputs.
-        examples: the number of generated inputs.
+        examples: the number of generated inputs; 0 for none.
         seconds: the time for them, with the shrinking of one that fails.
         agree: for a check of several ranks, returns the problems of all of them for this rank's problem, on every
             rank: all ranks then draw the same next input.
@@ -78,7 +78,7 @@ def for_each(
     for corner in corners:
         if run(corner):
             break
-    if not found and generated is not None:
+    if not found and generated is not None and examples:
         _generate(run, generated, seed, examples, seconds, agree)
     if found:
         raise CheckFailed(min(found)[1])

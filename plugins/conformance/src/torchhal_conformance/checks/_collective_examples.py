@@ -9,7 +9,7 @@ import torch
 
 from torchhal.strategies import Strategy
 from torchhal_conformance._assertions import close, require, same
-from torchhal_conformance._generated_inputs import for_each, nests, tensors
+from torchhal_conformance._generated_inputs import EXAMPLES, for_each, nests, tensors
 from torchhal_conformance._rank_context import RankContext
 from torchhal_conformance._tensor_specs import (
     ALL_DTYPES,
@@ -27,6 +27,8 @@ CONTAINERS: Final = ("list", "tuple", "dict", "OrderedDict", "Pair", "Sample")
 TOLERANCE: Final = {torch.float64: 1e-12, torch.complex128: 1e-12, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 """Of a reduced value, relative to the greatest; 1e-6 for other dtypes."""
 OPS: Final = ("sum", "mean", "avg", "min", "max", "product")
+LARGE: Final = 3
+"""Ranks of a world in which not all examples run: each takes milliseconds on every core."""
 SHAPES: Final[tuple[tuple[int, ...], ...]] = ((), (2, 3), (0, 3))
 
 
@@ -98,7 +100,8 @@ def reduced_tensors(rank: RankContext, strategy: Strategy) -> None:
         for op, shape in (("sum", (2, 3)), *((("mean", ()), ("sum", (0, 3))) if layout == "contiguous" else ()))
     ]
     generated = st.tuples(st.sampled_from(OPS), tensors(real))
-    for_each("op and tensor", each, corners=corners, generated=generated, seed=rank.component.seed, agree=rank.gather)
+    for_each("op and tensor", each, corners=_for_world(rank, corners), generated=generated, seed=rank.component.seed,
+             examples=EXAMPLES if rank.size < LARGE else 0, agree=rank.gather)  # fmt: skip
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -128,8 +131,8 @@ def reduced_nests(rank: RankContext, strategy: Strategy) -> None:
         same("the input after reduce", mine, spec.build(rank.rank))
 
     generated = nests(tensors([torch.float32]), containers=CONTAINERS)
-    for_each("a nest", each, corners=_nests(TensorSpec()), generated=generated,
-             seed=rank.component.seed, examples=20, agree=rank.gather)  # fmt: skip
+    for_each("a nest", each, corners=_for_world(rank, _nests(TensorSpec())), generated=generated,
+             seed=rank.component.seed, examples=20 if rank.size < LARGE else 0, agree=rank.gather)  # fmt: skip
 
 
 def broadcast_values(rank: RankContext, strategy: Strategy) -> None:
@@ -159,7 +162,7 @@ def broadcast_values(rank: RankContext, strategy: Strategy) -> None:
         for shape in (SHAPES if layout == "contiguous" else SHAPES[1:2])
     ]
     corners += [(number % rank.size, nest) for number, nest in enumerate(_nests(TensorSpec(torch.float64)))]
-    for_each("source and value", each, corners=corners, agree=rank.gather)
+    for_each("source and value", each, corners=_for_world(rank, corners), agree=rank.gather)
 
 
 def gathered_tensors(rank: RankContext, strategy: Strategy) -> None:
@@ -187,8 +190,21 @@ def gathered_tensors(rank: RankContext, strategy: Strategy) -> None:
         for shape in (SHAPES if layout in ("contiguous", "transposed") else SHAPES[1:2])
     ]
     again = [TensorSpec(torch.float32, (3,)), TensorSpec(torch.float32, (3,), "middle")]
-    for_each("a tensor", each, corners=[*again, *corners], generated=tensors(dtypes), seed=rank.component.seed,
-             examples=20, agree=rank.gather)  # fmt: skip
+    for_each("a tensor", each, corners=[*again, *_for_world(rank, corners)], generated=tensors(dtypes),
+             seed=rank.component.seed, examples=20 if rank.size < LARGE else 0, agree=rank.gather)  # fmt: skip
+
+
+def _for_world(rank: RankContext, corners: Sequence[Any]) -> list[Any]:
+    """Return the corner cases for this world: in a large one each dtype, each layout of float32, and flat nests."""
+    return [one for one in corners if rank.size < LARGE or _depends_on_world(one)]
+
+
+def _depends_on_world(corner: Any) -> bool:
+    """Whether another number of ranks may change what becomes of an input: not by its layout, nor by its depth."""
+    spec = corner[1] if isinstance(corner, tuple) else corner
+    if isinstance(spec, NestSpec):
+        return not any(isinstance(child, NestSpec) for child in spec.items)
+    return spec.layout == "contiguous" or spec.dtype is torch.float32
 
 
 def _nests(leaf: TensorSpec) -> list[NestSpec]:

@@ -108,11 +108,11 @@ def rank_that_does_not_come(rank: RankContext) -> None:
         "reduce": lambda strategy: strategy.reduce(torch.ones(2, device=strategy.root_device), "sum"),
         "reduce_boolean_decision": lambda strategy: strategy.reduce_boolean_decision(True),
     }
-    for name, call in calls.items():
-        strategy = rank.create_strategy()
-        strategy.timeout = timedelta(seconds=scaled(2.5))
-        rank.gather("ready")  # the set-up has this timeout too
-        with rank.set_up_strategy(strategy):
+    strategy = rank.create_strategy()
+    strategy.timeout = timedelta(seconds=scaled(2.5))
+    rank.gather("ready")  # the set-up has this timeout too
+    with rank.set_up_strategy(strategy):
+        for name, call in calls.items():
             outcome = ""
             if rank.rank == 0:
                 try:

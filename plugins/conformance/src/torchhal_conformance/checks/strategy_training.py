@@ -352,7 +352,7 @@ def one_batch_more(rank: RankContext) -> None:
     """
     require_several_ranks(rank)
     strategy = rank.create_strategy()
-    strategy.timeout = timedelta(seconds=scaled(4.0))
+    strategy.timeout = timedelta(seconds=scaled(2.5))
     rank.gather("ready")  # the set-up has this timeout too
     outcome = ""
     try:
