@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 XLA := .venv-xla
 NEWEST := .venv-newest
+# Engines that want a build or pins of their own: each is tested in .venv-NAME, which plugins/NAME/environment installs.
+ENGINES := $(patsubst plugins/%/environment/install.py,%,$(wildcard plugins/*/environment/install.py))
 NEWEST_PYTHON ?= python3.13
 # Core on the oldest torch that CI has: every contract, the loops, and real processes. What is left out (how processes
 # start and fail, the command line, packaging) is the same code on any torch and takes most of the time.
@@ -27,7 +29,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # The contracts of [tool.importlinter] in pyproject.toml: layers, no cycles, nothing private in a plugin.
 IMPORTS = PYTHONWARNINGS=ignore $(BIN)/lint-imports --no-cache
 
-.PHONY: help demo test test-all test-rest test-xla test-newest check lint bench conformance cluster-tools clean
+.PHONY: help demo test test-all test-rest test-xla test-engines $(ENGINES:%=test-%) test-newest check lint bench conformance cluster-tools clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -54,6 +56,11 @@ check: $(VENV)/dev.stamp  ## linters, import contracts and types
 test-xla: $(XLA)/packages.stamp  ## the XLA plugin, and core, on torch 2.9.1 in an environment of their own
 	$(PYTEST_XLA) plugins/xla
 	$(PYTEST_XLA) -rfE $(CORE_ON_OLD_TORCH)
+
+test-engines: $(ENGINES:%=test-%)  ## Horovod, FairScale and Colossal-AI, each in an environment of its own, as test-horovod
+
+$(ENGINES:%=test-%): test-%: .venv-%/packages.stamp
+	$(RUNNER) .venv-$*/bin/python -m pytest --numprocesses 4 --dist loadfile plugins/$*
 
 test-newest: $(NEWEST)/packages.stamp  ## the tests of `make test` on the newest torch that pip gives, and Python 3.13
 	$(NEWEST)/bin/python -m pytest $(WORKSTEAL) -m "not slow"
@@ -111,6 +118,22 @@ $(XLA)/packages.stamp: $(XLA)/torch.stamp core/pyproject.toml plugins/conformanc
 	$(XLA)/bin/python -m pip install --quiet --no-deps --no-build-isolation $(patsubst %,--editable ./%,core plugins/conformance plugins/parallel plugins/xla)
 	touch $@
 
+.PRECIOUS: .venv-%/torch.stamp .venv-%/engine.stamp
+.venv-%/torch.stamp: requirements-test.txt constraints.txt
+	$(PYTHON) -m venv --clear .venv-$*
+	.venv-$*/bin/python -m pip install --quiet --no-deps --constraint constraints.txt $(TORCH_INDEX) torch
+	.venv-$*/bin/python -m pip install --quiet --constraint constraints.txt --requirement requirements-test.txt torch
+	touch $@
+
+.venv-%/engine.stamp: .venv-%/torch.stamp plugins/%/environment/install.py
+	.venv-$*/bin/python plugins/$*/environment/install.py
+	touch $@
+
+OWN_PACKAGES = core plugins/conformance plugins/parallel plugins/simulator
+.venv-%/packages.stamp: .venv-%/engine.stamp $(OWN_PACKAGES:=/pyproject.toml) plugins/%/pyproject.toml
+	.venv-$*/bin/python -m pip install --quiet --no-deps --no-build-isolation $(OWN_PACKAGES:%=--editable ./%) --editable ./plugins/$*
+	touch $@
+
 # The newest torch is several gigabytes where pip's has CUDA. Where it is none that the simulator is for, the tests that
 # run on it skip.
 $(NEWEST)/packages.stamp: requirements-dev.txt core/pyproject.toml $(PLUGINS:=/pyproject.toml)
@@ -121,4 +144,4 @@ $(NEWEST)/packages.stamp: requirements-dev.txt core/pyproject.toml $(PLUGINS:=/p
 	touch $@
 
 clean:  ## remove the environments and the runs
-	rm -rf $(VENV) $(XLA) $(NEWEST) torchhal_runs
+	rm -rf $(VENV) $(XLA) $(ENGINES:%=.venv-%) $(NEWEST) torchhal_runs
