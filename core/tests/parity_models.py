@@ -1,7 +1,7 @@
 """Five models, each with the plain loop that an engine's training of two ranks has to reproduce.
 
-The plain loop runs in one process. It computes the gradients of each rank's half of a batch by itself and adds halves of
-them, which is what an average over two ranks computes, to the bit.
+The plain loop runs in one process. It computes the gradients of each rank's half of a batch by itself and adds halves
+of them, which is what an average over two ranks computes, to the bit.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     .venv-horovod/bin/python plugins/horovod/environment/install.py
 
-Needs g++ and make. Horovod's CMake files ask for C++14, and torch's headers since 2.1 need C++17, so the compiler is one
-that puts the one in the place of the other. ``CMAKE_POLICY_VERSION_MINIMUM`` is for the CMake 4 that pip installs.
+Needs g++ and make. Horovod's CMake files ask for C++14, and torch's headers since 2.1 need C++17, so the compiler is
+one that puts the one in the place of the other. ``CMAKE_POLICY_VERSION_MINIMUM`` is for the CMake 4 that pip installs.
 """
 
 from __future__ import annotations
