@@ -113,12 +113,35 @@ class Accumulated(Perceptron):
     accumulate = 2
 
 
+class SparseSum(ParityModel):
+    """The sum of two embeddings and a layer's output: torch gives all three gradients in one memory.
+
+    DistributedDataParallel divides the sparse ones in place, before backward has used the third.
+    """
+
+    def build(self):
+        self.words, self.places = nn.Embedding(8, 64, sparse=True), nn.Embedding(2, 64, sparse=True)
+        self.layer = nn.Linear(64, 64)
+        return nn.Linear(64, 4)
+
+    def forward(self, x):
+        words, places = (x[:, 0] * 4).long().clamp(-4, 3) + 4, (x[:, 1] > 0).long()
+        return self.body(torch.tanh(self.words(words) + self.places(places) + self.layer(x)))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
 MODELS = {cls.__name__.lower(): cls for cls in (Perceptron, Convolution, Attention, Tied, Accumulated)}
+
+
+def _make(name):
+    return SparseSum() if name == "sparsesum" else MODELS[name]()
 
 
 def plain(name):
     """Return the losses of each rank and the weights, from a loop with nothing but torch."""
-    model = MODELS[name]()
+    model = _make(name)
     made = model.configure_optimizers()
     optimizer = made["optimizer"] if isinstance(made, dict) else made
     scheduler = made["lr_scheduler"]["scheduler"] if isinstance(made, dict) else None
@@ -158,7 +181,7 @@ def plain(name):
 
 def trained(name, strategy, **options):
     """In a rank of two: return what :func:`plain` returns, trained by a Trainer under ``strategy``."""
-    model = MODELS[name]()
+    model = _make(name)
     trainer = Trainer(
         accelerator="cpu", strategy=strategy, devices=RANKS, max_epochs=EPOCHS, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,

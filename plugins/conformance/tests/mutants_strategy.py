@@ -570,3 +570,14 @@ class RefusesNothing(DDPStrategy):
 class CastsMoments(DDPStrategy):
     def load_optimizer_state(self, optimizer, state):
         optimizer.load_state_dict(state)
+
+
+@caught_by("STR-97")
+class SparseDividedInPlaceStrategy(DDPStrategy):
+    """Wraps the model in DistributedDataParallel, and copies no sparse gradient."""
+
+    def wrap_model(self, *, training: bool) -> None:
+        super().wrap_model(training=training)
+        for part in self.module.modules():
+            if isinstance(part, torch.nn.Embedding) and part.weight._backward_hooks:
+                part.weight._backward_hooks.clear()

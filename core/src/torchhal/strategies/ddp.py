@@ -19,6 +19,7 @@ from torchhal.memory_estimate import MemoryEstimate, ModelMemory
 from torchhal.strategies._comm_hook_state import registered_state
 from torchhal.strategies._ddp_state import DDPState
 from torchhal.strategies._forward_through import forward_through
+from torchhal.strategies._sparse_gradients import copy_sparse_gradients
 
 _requires_grad = attrgetter("requires_grad")
 _DDP_OPTIONS = set(inspect.signature(DistributedDataParallel.__init__).parameters) - {"self", "module", "device_ids"}
@@ -84,6 +85,7 @@ class DDPStrategy(DDPState):
         self._same_values = False
         """True if the ranks have the same weights when the model is wrapped."""
         self._registered_state = comm_state
+        self._sparse_hooks: list[Any] = []
 
     def wrap_model(self, *, training: bool) -> None:
         assert self.module is not None
@@ -108,10 +110,19 @@ class DDPStrategy(DDPState):
             finally:
                 for parameter in frozen:
                     parameter.requires_grad_(False)
+            self._remove_sparse_hooks()
+            if self.world_size > 1:
+                assert self.module is not None
+                self._sparse_hooks = copy_sparse_gradients(self.module)
             if isinstance(self.model, DistributedDataParallel):
                 _free_group_last(self.model)
                 self._has_hook = self.comm_hook is not None or bool(getattr(self.model, "_comm_hooks", ()))
                 self._registered_state = registered_state(self.model, self.comm_state)
+
+    def _remove_sparse_hooks(self) -> None:
+        for hook in self._sparse_hooks:
+            hook.remove()
+        self._sparse_hooks = []
 
     @property
     def _averaged(self) -> list[torch.nn.Parameter]:
@@ -274,6 +285,7 @@ class DDPStrategy(DDPState):
 
     def _release_model(self) -> None:
         super()._release_model()
+        self._remove_sparse_hooks()
         self._parameters, self._is_averaged, self._was_trained, self._trained_in_epoch = [], [], [], []
 
     def check_replicas(self) -> None:

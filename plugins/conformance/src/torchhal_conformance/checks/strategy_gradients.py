@@ -1,4 +1,4 @@
-"""STR-70 to STR-75, STR-95: norms, small gradients, gathered gradients, and gradients of some parameters only."""
+"""STR-70 to STR-75, STR-95, STR-97: norms, small gradients, gathered gradients, and gradients of some parameters only."""
 
 from __future__ import annotations
 
@@ -194,6 +194,51 @@ def small_gradients_of_large_layers(rank: RankContext) -> None:
             change, expected = value - before[name], plain.state_dict()[name] - before[name]
             unit = float(expected.abs().max())
             close(f"the change of {name} (in units of {unit:.3g})", change / unit, expected / unit, 1e-3)
+
+
+class _SumOfTables(nn.Module):
+    """Two embeddings with sparse gradients and a layer, whose outputs are added up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(7)
+        self.words, self.places = nn.Embedding(4, 5, sparse=True), nn.Embedding(2, 5, sparse=True)
+        self.layer, self.head = nn.Linear(6, 5), nn.Linear(5, 2)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.4, generator=generator)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        words, places = (x[:, 0] > 0).long() + 2 * (x[:, 1] > 0).long(), (x[:, 2] > 0).long()
+        return F.mse_loss(self.head(torch.tanh(self.words(words) + self.places(places) + self.layer(x))), y)
+
+
+@check("STR-97", since="0.2", world_sizes=(2,), after=("STR-14",))
+def sparse_gradients_of_a_sum(rank: RankContext) -> None:
+    """Embeddings with ``sparse=True`` whose outputs are added up are trained as in one process, or refused.
+
+    So is the layer whose output is added to them.
+
+    Why: autograd gives the summands one gradient in one memory. DistributedDataParallel divides a sparse one there
+    while backward still needs the others.
+    Fix: let a hook on such a weight return ``gradient.clone()``; change no gradient in place before backward has ended.
+    """
+    require_several_ranks(rank)
+    plain = _SumOfTables()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
+    plain.training_step(batch(rank, 0), 0).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    with running(rank, _SumOfTables(), lr=0.5, may_refuse=True) as run:
+        refused = ""
+        try:
+            run.train(0, 1)
+        except Exception as error:
+            refused = f"{type(error).__name__}: {error}"
+        told = rank.gather(refused)
+        require(all(told) or not any(told), f"some ranks refused sparse gradients, others didn't: {told}")
+        if any(told):
+            raise NotApplicable(f"the strategy refuses sparse gradients ({refused})")
+        run.require_weights("after a step with sparse gradients of a sum", plain)
 
 
 class _Experts(nn.Module):

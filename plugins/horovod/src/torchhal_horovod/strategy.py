@@ -1,0 +1,174 @@
+"""Train data parallel with Horovod: a replica per process, gradients averaged by Horovod's allreduce."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
+
+import torch
+from torch.optim import Optimizer
+
+from torchhal.distributed import collectives
+from torchhal.distributed.stores import Store
+from torchhal.errors import ConfigurationError, DistributedError
+from torchhal.plugin import Availability
+from torchhal.strategies import ParallelStrategy
+from torchhal_horovod import _sdk as sdk
+from torchhal_horovod._gradients import GradientAverager
+from torchhal_horovod._session import Session
+
+_COMPRESSIONS = (None, "fp16")
+
+
+class HorovodStrategy(ParallelStrategy):
+    """One process per device; Horovod averages gradients, torch's process group does everything else.
+
+    The processes may be started by ``horovodrun``, torchrun, MPI, Slurm, or by torchhal itself: rank 0 serves the
+    rendezvous of Horovod's gloo. What Horovod doesn't add up travels in another form: bfloat16 as float32, complex
+    numbers as pairs, sparse gradients in torch's process group.
+
+    Args:
+        compression: ``"fp16"`` sends float32 gradients as float16, which halves the traffic and rounds them; None
+            sends them as they are.
+        find_unused_parameters: allow parameters that a step does not use, at the cost of one more message per step.
+            One that no rank uses keeps no gradient.
+        options: ``start_method``, ``process_group_backend``, ``timeout`` and the parts, as in
+            :class:`ParallelStrategy`.
+
+    Raises:
+        ConfigurationError: Horovod is missing or doesn't fit this torch; a value that can't be.
+    """
+
+    compares_replicas: ClassVar[bool] = True
+    synchronizes_batchnorms: ClassVar[bool] = True
+
+    @classmethod
+    def availability(cls) -> Availability:
+        return sdk.HOROVOD.availability()
+
+    def __init__(self, *, compression: str | None = None, find_unused_parameters: bool = False, **options: Any) -> None:
+        if compression not in _COMPRESSIONS:
+            raise ConfigurationError(f"'compression' must be None or 'fp16' (got {compression!r})")
+        if not isinstance(find_unused_parameters, bool):
+            raise ConfigurationError(f"'find_unused_parameters' must be a bool (got {find_unused_parameters!r})")
+        super().__init__(**options)
+        sdk.HOROVOD.check()
+        self.compression = compression
+        self.find_unused_parameters = find_unused_parameters
+        self._session = Session()
+        self._hvd: Any = None
+        self._averager: GradientAverager | None = None
+
+    @property
+    def features(self) -> frozenset[str]:  # type: ignore[override]
+        """The feature ``lossy`` where gradients are rounded."""
+        return frozenset({"lossy"}) if self.compression else frozenset()
+
+    @property
+    def tolerances(self) -> Mapping[str, float]:  # type: ignore[override]
+        """The greatest differences from training in one process."""
+        return {"weights": 1e-2, "losses": 1e-2, "norms": 1e-2} if self.compression else {}
+
+    # -- life cycle ------------------------------------------------------------------------------------------
+
+    def setup_communication(self) -> Store | None:
+        store = super().setup_communication()
+        with self.guard("set-up of Horovod"):
+            self._hvd = self._session.begin(self.environment, self.timeout.total_seconds())
+        return store
+
+    def setup_optimizers(self, optimizers: Sequence[Optimizer], lr_scheduler_configs: Sequence[Any] = ()) -> None:
+        super().setup_optimizers(optimizers, lr_scheduler_configs)
+        assert self.module is not None
+        if self.world_size > 1:
+            self._averager = GradientAverager(
+                self._hvd,
+                self.module,
+                compressed=self.compression == "fp16",
+                finds_unused=self.find_unused_parameters,
+                timeout=self.timeout.total_seconds(),
+                explain_unused=self._unused,
+            )
+            # the backward passes of manual optimization are averaged after each
+            self._averager.paused = not self._is_automatic
+
+    @property
+    def _is_automatic(self) -> bool:
+        return bool(getattr(self.module, "automatic_optimization", True))
+
+    def restore_module(self) -> None:
+        super().restore_module()
+        self._release()
+        self._share_buffers()
+
+    def teardown(self) -> None:
+        try:
+            self._release()
+            self._session.end()
+        finally:
+            self._hvd = None
+            super().teardown()
+
+    def _release(self) -> None:
+        averager, self._averager = self._averager, None
+        if averager is not None:
+            averager.remove()
+
+    # -- steps -----------------------------------------------------------------------------------------------
+
+    def on_train_epoch_start(self) -> None:
+        super().on_train_epoch_start()
+        if self._averager is not None:
+            self._averager.watch()  # parameters may have been replaced, frozen or unfrozen
+
+    def on_evaluation_start(self, stage: str) -> None:
+        """Evaluate with rank 0's buffers everywhere, as ``ddp`` does."""
+        super().on_evaluation_start(stage)
+        self._share_buffers()
+
+    def _share_buffers(self) -> None:
+        if self.module is not None and self.world_size > 1:
+            with self.guard("broadcast of the buffers"):
+                collectives.broadcast_tensors(list(self.module.buffers()))
+
+    def no_backward_sync(self) -> AbstractContextManager[Any] | None:
+        return _Paused(self) if self.world_size > 1 else None
+
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        super().backward(loss, *args, **kwargs)
+        if self._averager is not None and not self._averager.paused:
+            with self.guard("averaging of the gradients"):
+                self._averager.finish()
+
+    def sync_gradients(self) -> None:
+        if self._averager is None:
+            super().sync_gradients()
+            return
+        with self.guard("averaging of the gradients"):
+            self._averager.finish(frozen=True)
+        self.gradients_synced = True
+
+    def _unused(self, names: Sequence[str]) -> DistributedError:
+        shown = ", ".join(map(repr, names[:8])) + (" and others" if len(names) > 8 else "")
+        return DistributedError(
+            f"the parameters {shown} were not used by training_step on rank {self.global_rank}, and the others wait "
+            f"for their gradients: use strategy={type(self).__name__}(find_unused_parameters=True), or freeze them "
+            "with requires_grad_(False)"
+        )
+
+
+class _Paused:
+    """``no_backward_sync()``, which can be entered many times and costs two assignments."""
+
+    def __init__(self, strategy: HorovodStrategy) -> None:
+        self.strategy = strategy
+        self.before = False
+
+    def __enter__(self) -> None:
+        if (averager := self.strategy._averager) is not None:
+            self.before, averager.paused = averager.paused, True
+
+    def __exit__(self, *exc_info: Any) -> None:
+        if (averager := self.strategy._averager) is not None:
+            averager.paused = self.before
