@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -42,12 +43,14 @@ class Slot:
     cross_size: int = 1
 
 
-def assign(everybody: list[tuple[int, int, int, int]]) -> list[Slot]:
-    """Return the slot of each rank, given its local rank, its host's number of processes and the host's rank."""
+def assign(nodes: Sequence[int]) -> list[Slot]:
+    """Return the slot of each rank, given the node of each."""
+    size, local = len(nodes), [list(nodes[:rank]).count(node) for rank, node in enumerate(nodes)]
     slots = []
-    for rank, local_rank, local_size, node in everybody:
-        peers = sorted(other for _, its_local_rank, _, other in everybody if its_local_rank == local_rank)
-        slots.append(Slot(f"node-{node}", rank, len(everybody), local_rank, local_size, peers.index(node), len(peers)))
+    for rank, node in enumerate(nodes):
+        peers = sorted(other for other, its_local in zip(nodes, local, strict=True) if its_local == local[rank])
+        local_size = list(nodes).count(node)
+        slots.append(Slot(f"node-{node}", rank, size, local[rank], local_size, peers.index(node), len(peers)))
     return slots
 
 
@@ -99,8 +102,8 @@ class Session:
     def _variables(self, environment: ClusterEnvironment, timeout: float) -> dict[str, str]:
         """Return the variables that Horovod is initialised with; rank 0 starts the server that they name."""
         rank, size = environment.global_rank(), environment.world_size()
-        own = (rank, environment.local_rank(), environment.local_world_size(), environment.node_rank())
-        slots = assign([own] if size == 1 else collectives.all_gather_object(own, name="set-up of Horovod"))
+        node = environment.node_rank()
+        slots = assign([node] if size == 1 else collectives.all_gather_object(node, name="set-up of Horovod"))
         variables = {f"HOROVOD_{name.upper()}": str(value) for name, value in asdict(slots[rank]).items()}
         variables |= {
             "HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo",
