@@ -44,6 +44,7 @@ REFUSED = {
     ("strategy", "xla_spmd"): XLA,
     ("strategy", "xla_fsdp"): XLA,
     ("checkpoint_io", "xla"): XLA,
+    ("strategy", "horovod"): "needs the package horovod, which is not installed",
     ("precision", "tf32"): "needs matmul:tf32, which accelerator 'cpu' doesn't have",
     ("precision", "hpu-fp8"): "needs Intel's transformer engine",
 }

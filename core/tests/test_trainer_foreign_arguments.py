@@ -213,7 +213,6 @@ def test_what_a_property_lacks_is_said():
         ({"strategy": "dddp"}, "did you mean 'ddp'?"),
         ({"strategy": "ddp_spwan"}, "did you mean 'ddp_spawn'?"),
         ({"strategy": "mirrored"}, "did you mean 'ddp'?"),
-        ({"strategy": "horovod"}, "did you mean 'ddp'?"),
         ({"strategy": "fully_sharded_data_parallel"}, "did you mean 'fsdp'?"),
         ({"strategy": nn.parallel.DistributedDataParallel}, "write strategy='ddp'"),
         ({"strategy": None}, "leave it out, or write strategy='auto'"),

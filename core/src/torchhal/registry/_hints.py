@@ -20,6 +20,7 @@ _ALIASES: Final[Mapping[str, str]] = {
     ),
     "torchhal-bagua": "bagua",
     "torchhal-hivemind": "hivemind collaborative",
+    "torchhal-horovod": "horovod",
     "torchhal-torchft": "torchft",
     "torchhal-ray": "ray",
     "torchhal-simulator": "sim",
@@ -68,7 +69,7 @@ _WORDS: Final[Mapping[str, Mapping[str, str]]] = {
         "single_device": "single one_device onedevice onedevicestrategy",
         "ddp": (
             "distributed distributed_data_parallel distributeddataparallel ddp_cpu ddp2d multi_gpu multi_cpu mirrored "
-            "mirroredstrategy multiworkermirroredstrategy horovod"
+            "mirroredstrategy multiworkermirroredstrategy"
         ),
         "ddp dp": "data_parallel dataparallel",
         "zero1 zero2 zero3": "zero zero_redundancy_optimizer zeroredundancyoptimizer",

@@ -12,7 +12,6 @@ def torchhal_strategies() -> list[Component]:
             "horovod",
             "torchhal_horovod.strategy:HorovodStrategy",
             "data parallel with Horovod: gradients averaged while backward runs",
-            requires=("horovod",),
         )
     ]
 

@@ -56,7 +56,9 @@ if __name__ == "__main__":
         enable_model_summary=False,
     )  # fmt: skip
     model = Net()
-    trainer.fit(model, DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4), ckpt_path=OPTIONS.get("ckpt"))
+    trainer.fit(
+        model, DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4), ckpt_path=OPTIONS.get("ckpt")
+    )
     if trainer.is_global_zero:
         weights = {name: value.tolist() for name, value in model.state_dict().items()}
         environment = type(trainer.strategy.cluster_environment).__name__
