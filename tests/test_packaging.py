@@ -239,6 +239,7 @@ def test_first_party_environments_are_announced() -> None:
         if entry.kind == "cluster_environment"
     }
     assert environments == {
+        "horovod": {"HOROVOD_RANK"},
         "ray": {"RAY_JOB_ID", "TORCHHAL_RAY_WORKER"},
         "pjrt": {"TPU_WORKER_HOSTNAMES", "PJRT_LOCAL_PROCESS_COUNT"},
     }

@@ -29,3 +29,13 @@ TestEnvironment = pytest.mark.slow(conformance_suite("cluster_environment", "hor
 TestStrategy = pytest.mark.usefixtures("horovod")(
     pytest.mark.slow(conformance_suite("strategy", "horovod", features={"groups", "portable", "sync_grads"}))
 )
+TestCompressed = pytest.mark.usefixtures("horovod")(
+    pytest.mark.slow(
+        conformance_suite(
+            "strategy",
+            "horovod",
+            arguments={"compression": "fp16"},
+            only={"STR-14", "STR-20", "STR-36", "STR-70"},
+        )
+    )
+)
