@@ -219,8 +219,8 @@ def _carriers(kind: str) -> str:
             f"try:\n    from {module} import {cls} as Real",
             "except ImportError:  # a plugin that isn't installed\n    Real = None",
             f"from {PACKAGE}.{one.module} import {one.cls} as Copy",
-            f"if Real is not None:\n    class {one.class_name}(Copy, Real, metaclass=copies_first(Copy, Real)):\n        "
-            + one.body.replace("\n", "\n    "),
+            f"if Real is not None:\n    class {one.class_name}(Copy, Real, metaclass=copies_first(Copy, Real)):",
+            "        " + one.body.replace("\n", "\n    "),
         ]
     return "\n".join(lines) + "\n"
 

@@ -147,11 +147,10 @@ def step_marks(rank: RankContext) -> None:
             if kind is _Manual:
                 require(marks, "no mark after a training step with manual optimization")
                 return
-            for told, call in (
-                ("backward", lambda: strategy.backward(loss)),
-                ("optimizer_step", lambda: strategy.optimizer_step(run.optimizer)),
-            ):
-                marks.clear()
-                call()
-                require(marks, f"no mark after {told}")
+            marks.clear()
+            strategy.backward(loss)
+            require(marks, "no mark after backward")
+            marks.clear()
+            strategy.optimizer_step(run.optimizer)
+            require(marks, "no mark after optimizer_step")
         require(strategy.mark_step is None, "mark_step is still set after teardown()")

@@ -1,4 +1,4 @@
-"""STR-70 to STR-75, STR-95, STR-97: norms, small gradients, gathered gradients, and gradients of some parameters only."""
+"""STR-70 to STR-75, STR-95, STR-97: norms, small or gathered gradients, and gradients of some parameters only."""
 
 from __future__ import annotations
 

@@ -95,7 +95,9 @@ def batch_norms_of_all_ranks(rank: RankContext) -> None:
     with running(rank, _Normed(), strategy=strategy, may_refuse=True) as run:
         require((strategy.batch_group() is None) == (strategy.world_size == 1), "batch_group() isn't that of all ranks")
         run.train(0, 3)
-        run.require_weights("after three steps with a batch norm over all ranks", reference(rank, 3, model=_Normed())[0], 1e-4)
+        run.require_weights(
+            "after three steps with a batch norm over all ranks", reference(rank, 3, model=_Normed())[0], 1e-4
+        )
 
 
 class _Table(Regression):

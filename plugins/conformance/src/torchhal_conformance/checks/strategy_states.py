@@ -119,7 +119,7 @@ def _accepted(run: StrategyRun, state: dict[str, Any], what: str) -> None:
 
 
 def _through_hooks(run: StrategyRun, kept: dict[str, Any]) -> None:
-    """Check that a state is what the optimizer's hooks make of it, and that they can't change the one that was given."""
+    """Check that a state is what the optimizer's hooks make of it, and that they don't change the one given."""
 
     def renamed(_: Any, state: dict[str, Any]) -> None:
         for group in state["param_groups"]:
