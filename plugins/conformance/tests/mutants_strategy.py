@@ -620,12 +620,6 @@ class NormalizesItsShare(DDPStrategy):
         return None
 
 
-@caught_by("STR-57", says="without synchronizes_batchnorms")
-class AcceptsEveryBatchNorm(DDPStrategy):
-    def check_sync_batchnorm(self, world_size):
-        pass
-
-
 @caught_by("STR-58", says="refused in one process")
 class RefusesTables(DDPStrategy):
     def setup_model(self, *, training=True):

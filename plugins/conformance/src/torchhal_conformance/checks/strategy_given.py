@@ -66,8 +66,8 @@ def components_of_the_constructor(rank: RankContext) -> None:
 def _environment_is_heard(rank: RankContext) -> None:
     strategy = rank.create_strategy()
     strategy.cluster_environment = _Refuses()
-    if not isinstance(strategy.environment, _Refuses):
-        return
+    if not isinstance(getattr(strategy, "environment", None), _Refuses):
+        return  # it starts no processes, or has an environment of its own
 
     def start() -> None:
         strategy.make_launcher()
