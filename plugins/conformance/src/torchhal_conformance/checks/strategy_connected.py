@@ -47,7 +47,8 @@ class _Connects(SinglePrecision):
     """A precision whose library needs the model."""
 
     def __init__(self, make: Any) -> None:
-        self.make, self.made = make, None
+        self.make = make
+        self.made: Any = None
 
     def connect(
         self, model: Any = None, optimizers: Sequence[Any] = (), lr_schedulers: Sequence[Any] = ()

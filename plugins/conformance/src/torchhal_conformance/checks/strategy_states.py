@@ -149,7 +149,7 @@ class _Warmup(torch.optim.lr_scheduler.LRScheduler):
         self.seen: list[float] = []
         super().__init__(optimizer)
 
-    def get_lr(self) -> list[float]:
+    def get_lr(self) -> Any:
         return [group["lr"] for group in self.optimizer.param_groups]
 
 
