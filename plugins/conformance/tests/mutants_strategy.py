@@ -640,6 +640,7 @@ class LeavesTheFrozen(DDPStrategy):
 @caught_by("STR-66", says="unfroze")
 class LeavesTheUnfrozen(DDPStrategy):
     def _unfrozen_in_step(self):
+        super()._unfrozen_in_step()
         return []
 
 
