@@ -708,3 +708,9 @@ class WatchesItselfAlone(DDPStrategy):
     def _watch_ranks(self, store):
         if self._watch is None:
             super()._watch_ranks(store)
+
+
+@caught_by("STR-59", says="the user's code returns None")
+class ExplainsItsOwnErrors(DDPStrategy):
+    def explain(self, error):
+        return super().explain(error) if isinstance(error, RuntimeError) else None

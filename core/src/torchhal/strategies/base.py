@@ -455,5 +455,7 @@ class Strategy(Composable, CarriedPrecisions, StrategyHooks, StrategySteps, Stra
         """Return a clearer error for one that a step raised, or ``error`` itself.
 
         Called once in a process in which a run fails, with what the step raised.
+
+        Checks: STR-59.
         """
         return error

@@ -66,6 +66,7 @@ _MODULES: Final = (
     "strategy_differences",
     "strategy_one_rank",
     "strategy_nodes",
+    "strategy_errors",
     "strategy_given",
     "strategy_states",
     "strategy_freezing",
