@@ -629,6 +629,20 @@ class RefusesTables(DDPStrategy):
         super().setup_model(training=training)
 
 
+@caught_by("STR-58", says="scale_grad_by_freq")
+class CountsInItsShare(DDPStrategy):
+    """Lets each rank count how often its own share of the batch looks a row up."""
+
+    def setup_model(self, *, training=True):
+        tables = [part for part in self.module.modules() if isinstance(part, nn.Embedding)]
+        counted = [part.scale_grad_by_freq for part in tables]
+        for part in tables:
+            part.scale_grad_by_freq = False
+        super().setup_model(training=training)
+        for part, before in zip(tables, counted, strict=True):
+            part.scale_grad_by_freq = before
+
+
 @caught_by("STR-66", says="after an accumulation")
 class LeavesTheFrozen(DDPStrategy):
     """Averages nothing of what was accumulated before a change."""

@@ -123,8 +123,9 @@ class _Repeated(Regression):
 def layers_that_write(rank: RankContext) -> None:
     """Embeddings with ``max_norm`` or ``scale_grad_by_freq`` train in one process as in plain torch, and are evaluated.
 
-    Several ranks may refuse them, all by a ModelError, and so may one whose parameters are in parts. A
-    buffer that repeats one element is rank 0's after the set-up.
+    Several ranks may refuse them, all by a ModelError, and so may one whose parameters are in parts; otherwise a row's
+    gradient is divided by how often the joined batch looks it up. A buffer that repeats one element is rank 0's
+    after the set-up.
 
     Why: each rank takes the rows of its own samples shorter, and replicas diverge; a check for it refused evaluation.
     Fix: refuse only a training on several replicas.
@@ -139,7 +140,7 @@ def layers_that_write(rank: RankContext) -> None:
         try:
             with running(rank, _Table(**options)) as run:
                 run.train(0, 2)
-                if rank.size == 1:
+                if rank.size == 1 or "scale_grad_by_freq" in options:
                     run.require_weights(f"after two steps of {told}", reference(rank, 2, model=_Table(**options))[0])
                 elif getattr(rank.component.cls, "compares_replicas", False):
                     run.strategy.check_replicas()
