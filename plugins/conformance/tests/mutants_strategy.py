@@ -13,7 +13,7 @@ from torch import nn
 from zoo import caught_by
 
 from torchhal.checkpoint import TorchCheckpointIO
-from torchhal.errors import CheckpointMismatchError
+from torchhal.errors import CheckpointMismatchError, ModelError
 from torchhal.precision import SinglePrecision
 from torchhal.strategies import DDPStrategy
 
@@ -581,3 +581,150 @@ class SparseDividedInPlaceStrategy(DDPStrategy):
         for part in self.module.modules():
             if isinstance(part, torch.nn.Embedding) and part.weight._backward_hooks:
                 part.weight._backward_hooks.clear()
+
+
+@caught_by("STR-55", says="set-up")
+class SetsUpTwice(DDPStrategy):
+    def setup(self, trainer):
+        super().setup(trainer)
+        self.setup_model(training=trainer.state.fn == "fit")
+
+
+@caught_by("STR-55", says="leaves trainer set")
+class KeepsTheTrainer(DDPStrategy):
+    def teardown(self):
+        before = self.trainer
+        super().teardown()
+        self.trainer = before
+
+
+@caught_by("STR-56", says="must raise DistributedError")
+class ComparesNothing(DDPStrategy):
+    def check_replicas(self):
+        pass
+
+
+@caught_by("STR-56")
+class ComparesAlways(DDPStrategy):
+    def check_replicas(self):
+        declared, type(self).compares_replicas = self.compares_replicas, True
+        try:
+            super().check_replicas()
+        finally:
+            type(self).compares_replicas = declared
+
+
+@caught_by("STR-57", says="batch_group")
+class NormalizesItsShare(DDPStrategy):
+    def batch_group(self):
+        return None
+
+
+@caught_by("STR-58", says="refused in one process")
+class RefusesTables(DDPStrategy):
+    def setup_model(self, *, training=True):
+        for part in self.module.modules():
+            if isinstance(part, nn.Embedding) and part.max_norm is not None:
+                raise ModelError("an embedding with max_norm")
+        super().setup_model(training=training)
+
+
+@caught_by("STR-58", says="scale_grad_by_freq")
+class CountsInItsShare(DDPStrategy):
+    """Lets each rank count how often its own share of the batch looks a row up."""
+
+    def setup_model(self, *, training=True):
+        tables = [part for part in self.module.modules() if isinstance(part, nn.Embedding)]
+        counted = [part.scale_grad_by_freq for part in tables]
+        for part in tables:
+            part.scale_grad_by_freq = False
+        super().setup_model(training=training)
+        for part, before in zip(tables, counted, strict=True):
+            part.scale_grad_by_freq = before
+
+
+@caught_by("STR-66", says="after an accumulation")
+class LeavesTheFrozen(DDPStrategy):
+    """Averages nothing of what was accumulated before a change."""
+
+    def _compare_trained(self):
+        pass
+
+
+@caught_by("STR-66", says="unfroze")
+class LeavesTheUnfrozen(DDPStrategy):
+    def _unfrozen_in_step(self):
+        super()._unfrozen_in_step()
+        return []
+
+
+@caught_by("STR-67", says="ran through the wrapper")
+class PassesTheWrapperBy(DDPStrategy):
+    def setup_optimizers(self, optimizers, lr_scheduler_configs=()):
+        model = self.model
+        super().setup_optimizers(optimizers, lr_scheduler_configs)
+        self.model, self.model_is_connected = model, False
+
+
+@caught_by("STR-68", says="with None for a beta")
+class ComparesNumbersOfGroups(DDPStrategy):
+    def check_optimizer_state(self, optimizer, state):
+        if len(state.get("param_groups", ())) != len(optimizer.param_groups) or "state" not in state:
+            raise CheckpointMismatchError("other groups")
+        for group, own in zip(state["param_groups"], optimizer.param_groups, strict=True):
+            if own.keys() - group.keys():
+                raise CheckpointMismatchError("another group")
+
+
+@caught_by("STR-68", says="must not raise")
+class WantsTheSameTypes(DDPStrategy):
+    def check_optimizer_state(self, optimizer, state):
+        super().check_optimizer_state(optimizer, state)
+        for group, own in zip(state["param_groups"], optimizer.param_groups, strict=True):
+            if any(type(group[name]) is not type(value) for name, value in own.items()):
+                raise CheckpointMismatchError("another type")
+
+
+@caught_by("STR-68", says="check_scheduler_state")
+class TakesAnySchedule(DDPStrategy):
+    def check_scheduler_state(self, config, state):
+        pass
+
+
+@caught_by("STR-69", says="no mark after a validation step")
+class MarksTrainingAlone(DDPStrategy):
+    def marked(self, name, step):
+        return step
+
+
+@caught_by("STR-69", says="what the validation step returns")
+class MarksInPlaceOfTheOutput(DDPStrategy):
+    def marked(self, name, step):
+        marked = super().marked(name, step)
+        return step if marked is step else lambda *arguments: (marked(*arguments), None)[1]
+
+
+@caught_by("STR-98", says="precision is not what the constructor was given")
+class PrecisionOfItsOwn(DDPStrategy):
+    def __init__(self, **options):
+        super().__init__(**options)
+        self._precision = SinglePrecision()
+
+
+@caught_by("STR-98", says="two precisions")
+class TakesTheLastPrecision(DDPStrategy):
+    def __init__(self, *, precision=None, precision_plugin=None, **options):
+        super().__init__(precision=precision_plugin or precision, **options)
+
+
+@caught_by("STR-99", says="after the set-up")
+class WatchesItselfAlone(DDPStrategy):
+    def _watch_ranks(self, store):
+        if self._watch is None:
+            super()._watch_ranks(store)
+
+
+@caught_by("STR-59", says="the user's code returns None")
+class ExplainsItsOwnErrors(DDPStrategy):
+    def explain(self, error):
+        return super().explain(error) if isinstance(error, RuntimeError) else None

@@ -46,6 +46,8 @@ class StrategyAttributes:
         Raises:
             ConfigurationError: ``precision`` and ``precision_plugin`` are both given and differ.
             TypeError: an argument is no instance of its contract.
+
+        Checks: STR-98.
         """
         if precision is not None and precision_plugin is not None and precision is not precision_plugin:
             raise ConfigurationError("'precision' and 'precision_plugin' are one argument: give one of them (got both)")
@@ -140,7 +142,7 @@ class StrategyAttributes:
     def precision(self) -> Precision:
         """The precision of the run; ConfigurationError before one is chosen.
 
-        Checks: STR-36.
+        Checks: STR-36, STR-98.
         """
         return self._part(self._precision, "precision")
 
@@ -153,7 +155,7 @@ class StrategyAttributes:
     def checkpoint_io(self) -> CheckpointIO:
         """The checkpoint IO of the run; ConfigurationError before one is chosen. It may be set.
 
-        Checks: STR-24.
+        Checks: STR-24, STR-98.
         """
         return self._part(self._checkpoint_io, "checkpoint_io")
 

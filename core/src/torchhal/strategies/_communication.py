@@ -17,7 +17,10 @@ class StrategyCommunication(StrategyAttributes, ABC):
 
     @property
     def watch(self) -> RankMonitor:
-        """The monitor of the other ranks' failures and requests to stop; of this rank alone before the set-up."""
+        """The monitor of the other ranks' failures and requests to stop; of this rank alone before the set-up.
+
+        Checks: STR-99.
+        """
         if self._watch is None:
             self._watch = RankMonitor(None, 0, 1)
         return self._watch

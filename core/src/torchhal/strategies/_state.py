@@ -165,7 +165,7 @@ class StrategyState(StrategyCommunication):
         Raises:
             CheckpointMismatchError: it can't be.
 
-        Checks: STR-65.
+        Checks: STR-65, STR-68.
         """
         own_form = overrides(self, StrategyState, "optimizer_state")
         unchecked = own_form and not overrides(self, StrategyState, "check_optimizer_state")
@@ -223,6 +223,8 @@ class StrategyState(StrategyCommunication):
 
         Raises:
             CheckpointMismatchError: it can't be.
+
+        Checks: STR-68.
         """
         check_scheduler_state(config.scheduler, state)
 

@@ -37,7 +37,7 @@ class StrategySteps(StrategyCommunication):
             A function that takes the arguments of the module's own step and returns its output, for every batch. Where
             the step raises, nothing of the precision's context stays entered, and the next call is as ever.
 
-        Checks: STR-36, STR-80.
+        Checks: STR-36, STR-69, STR-80.
         """
         own = getattr(self, name, None)
         if own is not None:
@@ -166,7 +166,7 @@ class StrategySteps(StrategyCommunication):
             *args: passed on to ``loss.backward``.
             **kwargs: passed on to ``loss.backward``.
 
-        Checks: STR-14, STR-15, STR-17, STR-18, STR-20, STR-64, STR-72, STR-74, STR-96.
+        Checks: STR-14, STR-15, STR-17, STR-18, STR-20, STR-64, STR-66, STR-69, STR-72, STR-74, STR-96.
         """
         self.precision.backward(loss, *args, **kwargs)
         if self.mark_step is not None:
@@ -253,7 +253,7 @@ class StrategySteps(StrategyCommunication):
             The number of steps to count, and whether parameters changed; an override may also return a bool, as
             :meth:`.StepResult.of` takes it.
 
-        Checks: STR-16, STR-79.
+        Checks: STR-16, STR-69, STR-79.
         """
         stepped = (self._precision_step or self.precision.optimizer_step)(optimizer, closure)
         if self.mark_step is not None:

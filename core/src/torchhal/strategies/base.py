@@ -153,6 +153,8 @@ class Strategy(Composable, CarriedPrecisions, StrategyHooks, StrategySteps, Stra
 
         Raises:
             UnsupportedCombinationError: they can't.
+
+        Checks: STR-57.
         """
         raise UnsupportedCombinationError(
             f"strategy {self.alias or type(self).__name__!r} can't let batch norms compute over the batches of all "
@@ -164,6 +166,8 @@ class Strategy(Composable, CarriedPrecisions, StrategyHooks, StrategySteps, Stra
         """Return the process group of the ranks that have different samples of one batch, or None for this rank alone.
 
         Called on every rank after :meth:`setup_environment`.
+
+        Checks: STR-57.
         """
         return None
 
@@ -250,6 +254,8 @@ class Strategy(Composable, CarriedPrecisions, StrategyHooks, StrategySteps, Stra
 
         Args:
             trainer: the Trainer of the run.
+
+        Checks: STR-55.
         """
         self.trainer = trainer
         self.accelerator.setup(trainer)
@@ -306,7 +312,7 @@ class Strategy(Composable, CarriedPrecisions, StrategyHooks, StrategySteps, Stra
         Raises:
             ModelError: a parameter or buffer has no values to move.
 
-        Checks: STR-13, STR-41, STR-47, STR-61, STR-78, STR-88.
+        Checks: STR-13, STR-41, STR-47, STR-58, STR-61, STR-78, STR-88.
         """
         assert self.module is not None, "connect() comes first"
         self.module = self.model = self.precision.convert_module(self.module)
@@ -368,7 +374,7 @@ class Strategy(Composable, CarriedPrecisions, StrategyHooks, StrategySteps, Stra
             ConfigurationError: the precision's ``connect`` returns something else than a model, optimizers and
                 schedulers.
 
-        Checks: STR-16.
+        Checks: STR-16, STR-67.
         """
         for optimizer in optimizers:
             self.precision.check_optimizer(optimizer)
@@ -399,6 +405,8 @@ class Strategy(Composable, CarriedPrecisions, StrategyHooks, StrategySteps, Stra
 
         Raises:
             DistributedError: replicas differ.
+
+        Checks: STR-56.
         """
 
     def restore_module(self) -> None:
@@ -447,5 +455,7 @@ class Strategy(Composable, CarriedPrecisions, StrategyHooks, StrategySteps, Stra
         """Return a clearer error for one that a step raised, or ``error`` itself.
 
         Called once in a process in which a run fails, with what the step raised.
+
+        Checks: STR-59.
         """
         return error

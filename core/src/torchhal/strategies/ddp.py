@@ -250,7 +250,7 @@ class DDPStrategy(DDPState):
 
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         late: list[torch.nn.Parameter] = []
-        if self.world_size > 1 and self._is_automatic and self._trained_others:
+        if self._is_automatic and self._trained_others:
             late = self._unfrozen_in_step()
         super().backward(loss, *args, **kwargs)
         if late:

@@ -279,10 +279,10 @@ class ParallelStrategy(Strategy):
         super().setup_model(training=training)
 
     def sync_module(self, module: nn.Module) -> None:
+        unshare_buffer_memory(module)  # a wrapper writes to the buffers of one rank, too
         if self.world_size > 1:
             with self.guard("broadcast of the initial weights"):
                 self.check_same_module(module)
-                unshare_buffer_memory(module)
                 collectives.broadcast_tensors([*module.parameters(), *module.buffers()])
 
     def check_same_module(self, module: nn.Module) -> None:

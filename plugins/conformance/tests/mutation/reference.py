@@ -191,8 +191,26 @@ def target(carrier: Carrier) -> str:
     return f"{PACKAGE}.carriers:{carrier.class_name}"
 
 
+_COPIES_FIRST: Final = """\
+def copies_first(copy, real):
+    \"\"\"Return a metaclass that puts what ``real`` alone is derived from last.
+
+    A class that both are derived from would put the originals before the copies of what comes after it, and so between
+    a copy's method and the copy that its ``super()`` means.
+    \"\"\"
+
+    class CopiesFirst(type(copy)):
+        def mro(cls):
+            found = super().mro()
+            originals = [one for one in found if one in real.__mro__ and one not in copy.__mro__]
+            return [*(one for one in found[:-1] if one not in originals), *originals, object]
+
+    return CopiesFirst
+"""
+
+
 def _carriers(kind: str) -> str:
-    lines = []
+    lines = [_COPIES_FIRST]
     if kind == "checkpoint_io":
         lines.append(f"from {PACKAGE}.checkpoint.torch_file import TorchCheckpointIO as Torch")
     for one in KINDS[kind].carriers:
@@ -201,8 +219,8 @@ def _carriers(kind: str) -> str:
             f"try:\n    from {module} import {cls} as Real",
             "except ImportError:  # a plugin that isn't installed\n    Real = None",
             f"from {PACKAGE}.{one.module} import {one.cls} as Copy",
-            f"if Real is not None:\n    class {one.class_name}(Copy, Real):\n        "
-            + one.body.replace("\n", "\n    "),
+            f"if Real is not None:\n    class {one.class_name}(Copy, Real, metaclass=copies_first(Copy, Real)):",
+            "        " + one.body.replace("\n", "\n    "),
         ]
     return "\n".join(lines) + "\n"
 

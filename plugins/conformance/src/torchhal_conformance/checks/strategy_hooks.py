@@ -30,7 +30,8 @@ def paired_hooks(rank: RankContext) -> None:
     """Each on_..._start of a run has its on_..._end, innermost first; nobody but the loops calls them.
 
     So it is in two runs after each other, and in one that fails, whose error reaches the caller as it was. There
-    on_exception comes first, and neither it nor an end hook raises.
+    on_exception comes first, and neither it nor an end hook raises. A fit runs setup_model and setup_optimizers once,
+    with ``trainer`` set from the set-up to the teardown.
 
     Why: an end that takes for granted what its start made hides the error of a run that failed, or breaks the next one.
     Fix: keep what a start makes until its end; look at ``failure`` before communicating; call no hook yourself.
@@ -43,13 +44,20 @@ def paired_hooks(rank: RankContext) -> None:
     for name in dir(Strategy):
         if name.startswith("on_"):
             setattr(strategy, name, _recorded(name, getattr(strategy, name), log, raised))
+    set_ups: list[tuple[str, bool]] = []
+    for name in ("setup_model", "setup_optimizers"):
+        setattr(strategy, name, _counted(strategy, name, set_ups))
     model = ThreeLayers()
     tested = trainer(rank, strategy=strategy, max_epochs=1, num_sanity_val_steps=0)
     for number in ("first", "second"):
         log.clear()
+        set_ups.clear()
         tested.fit_loop.max_epochs = 1 if number == "first" else 2
         tested.fit(model, loader(rank), loader(rank))
         _require_pairs(f"the {number} fit", log)
+        expected = [("setup_model", True), ("setup_optimizers", True)]
+        same(f"(set-up, whether trainer was set) in the {number} fit", set_ups, expected)
+        require(strategy.trainer is None, "teardown() leaves trainer set")
         same(f"hooks of training in the {number} fit", [log.count(f"on_{name}") for name in _TRAINED], [1] * 4)
     log.clear()
     try:
@@ -70,6 +78,16 @@ def paired_hooks(rank: RankContext) -> None:
 
 
 _TRAINED = ("train_start", "train_epoch_start", "train_epoch_end", "train_end")
+
+
+def _counted(strategy: Strategy, name: str, calls: list[tuple[str, bool]]) -> Callable[..., Any]:
+    method = getattr(strategy, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        calls.append((name, strategy.trainer is not None))
+        return method(*args, **kwargs)
+
+    return call
 
 
 def _recorded(name: str, hook: Callable[..., Any], log: list[str], raised: list[str]) -> Callable[..., Any]:
