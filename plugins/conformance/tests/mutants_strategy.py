@@ -620,7 +620,7 @@ class NormalizesItsShare(DDPStrategy):
         return None
 
 
-@caught_by("STR-58", says="refused in one process")
+@caught_by("STR-58")
 class RefusesTables(DDPStrategy):
     def setup_model(self, *, training=True):
         for part in self.module.modules():

@@ -114,6 +114,21 @@ def check_model(
     _check_parameters(name, module, optimizers)
 
 
+def frozen_in_the_run(
+    module: nn.Module, parameters: Sequence[nn.Parameter], were_trained: Sequence[bool]
+) -> ModelError:
+    """Return the error for parameters that were frozen or unfrozen since Bagua began to average."""
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    changed = [one for one, before in zip(parameters, were_trained, strict=True) if one.requires_grad is not before]
+    done = "unfrozen" if changed[0].requires_grad else "frozen"
+    others = f" and {len(changed) - 1} other(s) were" if len(changed) > 1 else " was"
+    return ModelError(
+        f"{names.get(changed[0], 'a parameter')!r} of {type(module).__name__}{others} {done} in a run, and Bagua goes "
+        "on averaging what was trained when the run began: fit the model anew from a checkpoint, with these parameters "
+        "as they are to be, or use strategy='ddp'"
+    )
+
+
 def _check_parameters(name: str, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     trained = {key: parameter for key, parameter in module.named_parameters() if parameter.requires_grad}
     known = (torch.float32,) if name == "async" else (torch.float32, torch.float16)

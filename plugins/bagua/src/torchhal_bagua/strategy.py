@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
@@ -16,6 +17,7 @@ from torchhal.distributed.stores import Store
 from torchhal.errors import DistributedError
 from torchhal.memory_estimate import MemoryEstimate, ModelMemory
 from torchhal.plugin import Availability
+from torchhal.precision import Precision
 from torchhal.pytree import map_tensors
 from torchhal.strategies import ParallelStrategy
 from torchhal.vendor_package import availability_from
@@ -34,6 +36,7 @@ _OWN = (
     "start_method", "process_group_backend", "timeout", "accelerator", "precision", "precision_plugin",
     "checkpoint_io", "cluster_environment",
 )  # fmt: skip
+_requires_grad = attrgetter("requires_grad")
 _STOPPING = 1.0  # seconds for averages in the background to end where the others may be gone
 
 
@@ -75,6 +78,11 @@ class BaguaStrategy(ParallelStrategy):
 
     lacks: frozenset[str] = other_stores(torch.float32, torch.float16)  # it sends gradients in these dtypes alone
 
+    # all but connect, which would put another model in the place of the one that Bagua has
+    precision_methods: ClassVar[frozenset[str] | None] = frozenset(
+        name for name, value in vars(Precision).items() if callable(value) and not name.startswith("_")
+    ) - {"connect"}
+
     @classmethod
     def availability(cls) -> Availability:
         return availability_from(sdk.check_usable)
@@ -108,6 +116,9 @@ class BaguaStrategy(ParallelStrategy):
         self._wrapped: DDPWrapper | None = None
         self._arrived: set[torch.Tensor] = set()  # parameters with a gradient from the latest backward
         self._watched: list[Any] = []
+        self._parameters: list[torch.nn.Parameter] = []
+        self._were_trained: list[bool] = []
+        """True for those of the parameters that were trained when Bagua began to average."""
 
     @property
     def features(self) -> frozenset[str]:  # type: ignore[override]
@@ -180,6 +191,8 @@ class BaguaStrategy(ParallelStrategy):
                 batches=batches,
             )
         self.model = self._wrapped.wrapper
+        self._parameters = list(self.module.parameters())
+        self._were_trained = list(map(_requires_grad, self._parameters))
         if not self.find_unused_parameters and self._sends_gradients:
             self._watched = [
                 parameter.register_post_accumulate_grad_hook(self._arrived.add)  # type: ignore[no-untyped-call]
@@ -273,6 +286,9 @@ class BaguaStrategy(ParallelStrategy):
         if wrapped is None:
             super().backward(loss, *args, **kwargs)
             return
+        if list(map(_requires_grad, self._parameters)) != self._were_trained:
+            assert self.module is not None
+            raise compatibility.frozen_in_the_run(self.module, self._parameters, self._were_trained)
         if self.find_unused_parameters:
             loss = TouchAllParameters.apply(loss, *wrapped.parameters)  # type: ignore[no-untyped-call]
         self._arrived.clear()

@@ -50,6 +50,9 @@ class DeepSpeedEngineBase(ParallelStrategy):
         self._wrapping: ModuleSnapshot | None = None
         self._left: dict[str, Any] = {}
         self._trained: frozenset[str] = frozenset()
+        self._parameters: list[torch.nn.Parameter] = []
+        self._were_trained: list[bool] = []
+        """True for those of the parameters that were trained when the engine began."""
         self._compared = True
         self._recomputing: Callable[[], None] | None = None
         self._life = ExitStack()
@@ -142,7 +145,7 @@ class DeepSpeedEngineBase(ParallelStrategy):
         if self._is_divided():
             with self.guard("division of a model that an earlier run has built"):
                 divide_anew(self.module, self._deepspeed.zero.Init(config_dict_or_path=config))
-        if training and (self.stage == 3 or self.world_size > 1):
+        if training and (self.stage >= 1 or self.world_size > 1):  # the engine steps a copy of the weights
             check_lookups(self.module, "each rank would look up, and scale, other rows, or those of a copy")
         if training and self.world_size > 1:
             check_frequencies(self.module, "each rank")
@@ -215,6 +218,8 @@ class DeepSpeedEngineBase(ParallelStrategy):
         if not groups:
             groups = [list(self.module.parameters())]
         self._trained = compatibility.trained(self.module)
+        self._parameters = list(self.module.parameters())
+        self._were_trained = [parameter.requires_grad for parameter in self._parameters]
         self._compared = self.world_size == 1 or self.stage == 0
         self.state = EngineState(PartitionMap(self.engine, self.module, groups), self.module, keep=self.is_global_zero)
 

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
@@ -39,6 +40,8 @@ _PARTS = (
 
 _LATER = ("state_dict", "optimizer_states")
 """The parts of a checkpoint whose tensors are read when they are written into the engine."""
+
+_requires_grad = attrgetter("requires_grad")
 
 
 class DeepSpeedStrategy(DeepSpeedEngineBase):
@@ -175,7 +178,12 @@ class DeepSpeedStrategy(DeepSpeedEngineBase):
             assert self.module is not None
             self._compared = True
             compatibility.check_used_alike(self.module, loss, self.all_gather_object)
+        if list(map(_requires_grad, self._parameters)) != self._were_trained:  # a step has frozen or unfrozen some
+            assert self.module is not None
+            compatibility.check_still_trained(self.module, self._trained)
         self.engine.backward(loss, scale_wrt_gas=False)
+        if self.mark_step is not None:
+            self.mark_step()
 
     def clip_gradients(self, optimizer: Optimizer, clip_val: float, algorithm: str = "norm") -> torch.Tensor | None:
         """Refuse to clip: the engine has the gradients, in parts, and clips when it steps.
@@ -212,6 +220,8 @@ class DeepSpeedStrategy(DeepSpeedEngineBase):
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
         self.engine.step()
+        if self.mark_step is not None:
+            self.mark_step()
         return StepResult.UPDATED if self.engine.was_step_applied() else StepResult.SKIPPED
 
     def sync_gradients(self) -> None:

@@ -292,6 +292,8 @@ class HivemindStrategy(SingleDeviceStrategy):
             raise DistributedError(self._lost)
         taken = peer.taken
         peer.step(batch_size=samples)
+        if self.mark_step is not None:
+            self.mark_step()
         if peer.step_error is not None:
             raise peer.step_error
         replaced = peer.taken != taken
@@ -310,7 +312,8 @@ class HivemindStrategy(SingleDeviceStrategy):
         (optimizer,) = self.optimizers
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if not parameter.requires_grad:  # hivemind has given it zeros, with which weight decay would act
+                # hivemind has given zeros to what was frozen in all batches, with which weight decay would act
+                if not parameter.requires_grad and parameter.grad is not None and not parameter.grad.any():
                     parameter.grad = None
         if self.gradient_clip_val is not None:
             super().clip_gradients(optimizer, self.gradient_clip_val, self.gradient_clip_algorithm)

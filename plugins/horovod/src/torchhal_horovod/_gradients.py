@@ -121,9 +121,11 @@ class GradientAverager:
             DistributedError: parameters lack a gradient, and neither ``finds_unused`` nor ``frozen`` allow it.
             RuntimeError: the other ranks are gone, or didn't send theirs in time.
         """
-        parameters = [parameter for parameter in self._names if frozen or parameter.requires_grad]
+        agreed = self._finds_unused or frozen
+        # what was frozen in an accumulation has gradients from before
+        parameters = [one for one in self._names if agreed or one.requires_grad or one.grad is not None]
         kinds = [_kind(parameter) for parameter in parameters]
-        if self._finds_unused or frozen:
+        if agreed:
             kinds = self._agreed(kinds)
         elif _NO in kinds:
             raise self._explain_unused(

@@ -100,7 +100,7 @@ def states_alike(rank: RankContext) -> None:
             state = copy.deepcopy(kept)
             change(state)
             _accepted(run, state, what)
-        if type(run.optimizer) is torch.optim.Adam:
+        if type(run.optimizer) is torch.optim.Adam and "owns_optimizer_state" not in run.strategy.features:
             _through_hooks(run, kept)
         if not rank.component.declared & {"owns_step", "owns_schedulers"}:
             _schedulers(run)
