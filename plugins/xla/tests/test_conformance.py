@@ -34,14 +34,14 @@ TestFile = conformance_suite("checkpoint_io", "xla")
 """
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(800)
 @pytest.mark.usefixtures("torch_xla")
 def test_they_conform(tmp_path):
     (tmp_path / "test_suite.py").write_text(SUITE)
     shutil.copy(SLICES, tmp_path)
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_suite.py"], cwd=tmp_path,
-        env={**os.environ, "PJRT_DEVICE": "CPU"}, capture_output=True, text=True, timeout=380, check=False,
+        env={**os.environ, "PJRT_DEVICE": "CPU"}, capture_output=True, text=True, timeout=780, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
