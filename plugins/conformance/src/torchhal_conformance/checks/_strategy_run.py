@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -78,6 +79,33 @@ def require_several_ranks(rank: RankContext) -> None:
     """Raise NotApplicable where the strategy trains in one process."""
     if rank.size == 1:
         raise NotApplicable("there is one rank")
+
+
+@dataclass
+class Refusal:
+    """Error with which every rank refuses something; ``reason`` is empty where none does."""
+
+    reason: str = ""
+
+
+@contextlib.contextmanager
+def refused_alike(
+    rank: RankContext, what: str, errors: type[Exception] | tuple[type[Exception], ...] = Exception
+) -> Iterator[Refusal]:
+    """Yield what becomes the refusal of this block, which is an error of the check unless all ranks agree.
+
+    Args:
+        rank: of this process; every rank has to come here.
+        what: is refused, for the message.
+        errors: classes of a refusal.
+    """
+    refusal = Refusal()
+    try:
+        yield refusal
+    except errors as error:
+        refusal.reason = f"{type(error).__name__}: {error}"
+    told = rank.gather(refusal.reason)
+    require(all(told) or not any(told), f"some ranks refused {what}, others didn't: {told}")
 
 
 def require_steps_of_the_loop(rank: RankContext) -> None:

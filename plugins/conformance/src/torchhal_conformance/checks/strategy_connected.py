@@ -13,7 +13,7 @@ from torchhal.precision import SinglePrecision
 from torchhal_conformance._assertions import raises, require
 from torchhal_conformance._check import NotApplicable, check
 from torchhal_conformance._rank_context import RankContext
-from torchhal_conformance.checks._strategy_run import Regression, batch, reference, running
+from torchhal_conformance.checks._strategy_run import Regression, batch, reference, refused_alike, running
 
 
 class _Around(nn.Module):
@@ -93,14 +93,9 @@ def _wrapped(rank: RankContext) -> None:
         require(wrapper.calls == 2, f"{wrapper.calls} of 2 steps ran through the wrapper that connect() returned")
         run.require_weights("after two steps through a wrapper", reference(rank, 2, model=Regression())[0])
         run.module.body[0].requires_grad_(False)
-        refused = ""
-        try:
+        with refused_alike(rank, "a frozen layer under a wrapper", TorchhalError) as refusal:
             run.train(2, 3)
-        except TorchhalError as error:
-            refused = str(error)
-        told = rank.gather(refused)
-        require(all(told) or not any(told), f"some ranks refused a frozen layer under a wrapper: {told}")
-        if not refused:
+        if not refusal.reason:
             require(wrapper.calls == 3, "the step after a layer was frozen didn't run through the wrapper")
         rank.gather("done")
     require(run.strategy.model is run.module, "the model is still wrapped after teardown()")

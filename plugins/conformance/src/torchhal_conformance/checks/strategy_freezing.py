@@ -11,10 +11,9 @@ import torch
 from torch.nn import functional as F
 
 from torchhal.errors import TorchhalError
-from torchhal_conformance._assertions import require
 from torchhal_conformance._check import NotApplicable, check
 from torchhal_conformance._rank_context import RankContext
-from torchhal_conformance.checks._strategy_run import Regression, batch, running, share
+from torchhal_conformance.checks._strategy_run import Regression, batch, refused_alike, running, share
 
 PARTS = 3
 
@@ -59,16 +58,9 @@ def frozen_in_the_midst(rank: RankContext) -> None:
 
 def _outcome(rank: RankContext, run: Callable[[RankContext], None]) -> str:
     """Return the error with which every rank refuses this, or an empty string."""
-    refused = ""
-    try:
+    with refused_alike(rank, "what was frozen in the midst", TorchhalError) as refusal:
         run(rank)
-    except NotApplicable:
-        raise
-    except TorchhalError as error:
-        refused = str(error)
-    told = rank.gather(refused)
-    require(all(told) or not any(told), f"some ranks refused what was frozen in the midst, others didn't: {told}")
-    return refused
+    return refusal.reason
 
 
 def _accumulated(rank: RankContext) -> None:

@@ -22,6 +22,7 @@ from torchhal_conformance.checks._strategy_run import (
     StrategyRun,
     batch,
     clipping,
+    refused_alike,
     require_gradients,
     require_several_ranks,
     require_steps_of_the_loop,
@@ -229,15 +230,10 @@ def sparse_gradients_of_a_sum(rank: RankContext) -> None:
     plain.training_step(batch(rank, 0), 0).backward()  # type: ignore[no-untyped-call]
     optimizer.step()
     with running(rank, _SumOfTables(), lr=0.5, may_refuse=True) as run:
-        refused = ""
-        try:
+        with refused_alike(rank, "sparse gradients") as refusal:
             run.train(0, 1)
-        except Exception as error:
-            refused = f"{type(error).__name__}: {error}"
-        told = rank.gather(refused)
-        require(all(told) or not any(told), f"some ranks refused sparse gradients, others didn't: {told}")
-        if any(told):
-            raise NotApplicable(f"the strategy refuses sparse gradients ({refused})")
+        if refusal.reason:
+            raise NotApplicable(f"the strategy refuses sparse gradients ({refusal.reason})")
         run.require_weights("after a step with sparse gradients of a sum", plain)
 
 
@@ -281,17 +277,12 @@ def ranks_of_other_branches(rank: RankContext) -> None:
         require_whole_parameters(run)
         strategy, module = run.strategy, run.module
         rows = tuple(tensor.to(strategy.root_device)[rank.rank :: 2] for tensor in data)
-        refused = ""
-        try:
+        with refused_alike(rank, "other branches") as refusal:
             with strategy.no_backward_sync() or contextlib.nullcontext():
                 strategy.backward(module.loss(rows, rank.rank))
             strategy.sync_gradients()
-        except Exception as error:
-            refused = f"{type(error).__name__}: {error}"
-        told = rank.gather(refused)
-        require(all(told) or not any(told), f"some ranks refused other branches, others didn't: {told}")
-        if any(told):
-            raise NotApplicable(f"the strategy refuses ranks that use other parameters ({refused})")
+        if refusal.reason:
+            raise NotApplicable(f"the strategy refuses ranks that use other parameters ({refusal.reason})")
         require_gradients(module)
         for name, parameter in module.named_parameters():
             close(f"the averaged gradient of {name}", parameter.grad, expected[name], run.tolerance)

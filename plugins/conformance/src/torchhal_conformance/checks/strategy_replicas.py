@@ -16,6 +16,7 @@ from torchhal_conformance.checks._strategy_run import (
     Regression,
     batch,
     reference,
+    refused_alike,
     require_several_ranks,
     require_steps_of_the_loop,
     running,
@@ -138,18 +139,12 @@ def layers_that_write(rank: RankContext) -> None:
         run.train(0, 1)
     for options in ({"max_norm": 0.5}, {"scale_grad_by_freq": True}):
         told = f"an embedding with {next(iter(options))}"
-        refused = ""
-        try:
-            with running(rank, _Table(**options)) as run:
-                run.train(0, 2)
-                if rank.size == 1 or "scale_grad_by_freq" in options:
-                    run.require_weights(f"after two steps of {told}", reference(rank, 2, model=_Table(**options))[0])
-                elif getattr(rank.component.cls, "compares_replicas", False):
-                    run.strategy.check_replicas()
-        except ModelError as error:
-            refused = str(error)
-        everybody = rank.gather(refused)
-        require(all(everybody) or not any(everybody), f"some ranks refused {told}, others didn't: {everybody}")
+        with refused_alike(rank, told, ModelError), running(rank, _Table(**options)) as run:
+            run.train(0, 2)
+            if rank.size == 1 or "scale_grad_by_freq" in options:
+                run.require_weights(f"after two steps of {told}", reference(rank, 2, model=_Table(**options))[0])
+            elif getattr(rank.component.cls, "compares_replicas", False):
+                run.strategy.check_replicas()
         with rank.set_up_strategy() as strategy:
             strategy.connect(_Table(**options))
             strategy.setup_model(training=False)

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from torchhal.errors import CheckpointMismatchError, TorchhalError
-from torchhal_conformance._assertions import raises, require, same
+from torchhal_conformance._assertions import raises, same
 from torchhal_conformance._check import CheckFailed, NotApplicable, check
 from torchhal_conformance._rank_context import RankContext
-from torchhal_conformance.checks._strategy_run import StrategyRun, batch, running, share
+from torchhal_conformance.checks._strategy_run import StrategyRun, batch, refused_alike, running, share
 
 
 def _option(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
@@ -187,15 +187,10 @@ def _without_example(rank: RankContext) -> None:
     def lbfgs(parameters: Any, lr: float) -> Any:
         return torch.optim.LBFGS(parameters, lr=lr, max_iter=2)
 
-    refused = ""
     with rank.set_up_strategy() as strategy:
-        try:
+        with refused_alike(rank, "LBFGS", (TorchhalError, TypeError, NotApplicable)) as refusal:
             run = StrategyRun(rank, strategy, make=lbfgs)
-        except (TorchhalError, TypeError, NotApplicable) as error:
-            refused = f"{type(error).__name__}: {error}"
-        told = rank.gather(refused)
-        require(all(told) or not any(told), f"some ranks refused LBFGS, others didn't: {told}")
-        if any(told):
+        if refusal.reason:
             return
 
         def closure() -> torch.Tensor:
