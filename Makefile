@@ -57,7 +57,7 @@ test-xla: $(XLA)/packages.stamp  ## the XLA plugin, and core, on torch 2.9.1 in 
 	$(PYTEST_XLA) plugins/xla
 	$(PYTEST_XLA) -rfE $(CORE_ON_OLD_TORCH)
 
-test-engines: $(ENGINES:%=test-%)  ## Horovod, FairScale and Colossal-AI, each in an environment of its own, as test-horovod
+test-engines: $(ENGINES:%=test-%)  ## engines that are built or pinned in an environment of their own each; one alone is test-horovod
 
 $(ENGINES:%=test-%): test-%: .venv-%/packages.stamp
 	$(RUNNER) .venv-$*/bin/python -m pytest --numprocesses 4 --dist loadfile plugins/$*
