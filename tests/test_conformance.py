@@ -15,7 +15,6 @@ sys.path.insert(0, str(KIT_TESTS))
 
 import made_plugins  # noqa: E402
 import results_page  # noqa: E402
-from test_plugins import installed  # noqa: E402
 
 from torchhal_conformance import CHECKS, Session  # noqa: E402
 
@@ -63,7 +62,7 @@ def test_wheels(about: str, entry: str, typed: bool, words: str, tmp_path: Path)
     if typed:
         (project / "src" / "acme" / "py.typed").touch()
     (project / "pyproject.toml").write_text(PROJECT.format(about=about, entry=entry))
-    with installed(plugin, site) as subject, Session(subject) as session:
+    with made_plugins.installed(plugin, site) as subject, Session(subject) as session:
         (site / "torchhal_acme-1.0.dist-info" / "direct_url.json").write_text(
             json.dumps({"url": project.as_uri(), "dir_info": {"editable": True}})
         )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -194,3 +196,14 @@ def test_simulator_tests_skip_on_other_torch(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
     assert " passed" in done.stdout and "this torchhal-simulator is for torch 1.0" in done.stdout
+
+
+def test_each_module_that_tests_import_has_a_name_of_its_own():
+    """All folders of tests are on one path: of two modules of a name, the first would answer for both."""
+    files = [file for folder in ("core", "plugins/*", ".") for file in ROOT.glob(f"{folder}/tests/*.py")]
+    tested = {file.stem for file in files if file.stem.startswith("test_")}
+    shared = collections.Counter(file.stem for file in files if file.stem not in (*tested, "conftest"))
+    assert [name for name, count in shared.items() if count > 1] == []
+    for file in files:
+        taken = set(re.findall(r"^\s*(?:from|import) (test_\w+)", file.read_text(), re.MULTILINE)) & tested
+        assert taken <= {file.stem}, f"{file} imports {taken}: what tests share stands in a module that is no test"

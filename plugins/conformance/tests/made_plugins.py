@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import dedent, indent
+
+import importlib_metadata
+
+from torchhal.testing import isolated_registry
+from torchhal_conformance import ComponentUnderTest
 
 MANIFEST = """
 from torchhal.plugin import Component, hookimpl
@@ -231,3 +240,21 @@ MUTANTS: list[tuple[str, str, Plugin]] = [
     ("SYS-07", "no Trainer", replace(WITH_README, readme="Install it and be happy.")),
     ("SYS-01", "makes something else", replace(SOUND, members="def __new__(cls):\n    return object()")),
 ]  # fmt: skip
+
+
+@contextmanager
+def installed(plugin: Plugin, folder: Path) -> Iterator[ComponentUnderTest]:
+    """The plugin, written into ``folder`` and installed in this process and in those that it starts."""
+    plugin.write(folder)
+    distributions = importlib_metadata.distributions(path=[str(folder)])
+    sys.path.insert(0, str(folder))
+    before = os.environ.get("PYTHONPATH", "")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), before]))
+    try:
+        with isolated_registry(distributions=distributions):
+            yield ComponentUnderTest("accelerator", "acme", frozenset(plugin.features))
+    finally:
+        sys.path.remove(str(folder))
+        os.environ["PYTHONPATH"] = before
+        for name in [name for name in sys.modules if name.partition(".")[0] in ("acme", "acme_sdk", "acme_shim")]:
+            del sys.modules[name]

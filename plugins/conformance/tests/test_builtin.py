@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from environment_tables import ENV, NODES
 
 from torchhal import registry
 from torchhal.checkpoint import CheckpointIO, TorchCheckpointIO
@@ -70,17 +71,6 @@ def test_component_without_features_is_conformant(kind: str, part: type[Any]) ->
     assert report["verdict"] == "conformant"
     assert report["features"] == []
     assert report["levels"]["extended"]["passed"] == 0
-
-
-# With the variables that a job may set for it, a process knows by itself what the ranks of these launchers exchange
-# otherwise. Real jobs: tests/test_clusters.py.
-NODES = tuple(
-    {"MASTER_ADDR": "n1", "MASTER_PORT": "29500", "NODE_RANK": str(node), "NNODES": "2"} for node in (0, 0, 1, 1)
-)
-ENV = tuple(
-    {**nodes, "RANK": str(rank), "WORLD_SIZE": "4", "LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": "2"}
-    for rank, nodes in enumerate(NODES)
-)
 
 
 def with_nodes(launcher: str) -> list[dict[str, str]]:

@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 import blocks
 import made_plugins
 import pytest
-from test_builtin import ENV
+from environment_tables import ENV
 
 from torchhal import registry
 from torchhal.checkpoint import TorchCheckpointIO

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import importlib_metadata
 import made_plugins
 import pytest
 import torch
 import zoo
-from made_plugins import Plugin
+from made_plugins import Plugin, installed
 
 from torchhal import memory_estimate
-from torchhal.testing import isolated_registry
 from torchhal_conformance import CHECKS, ComponentUnderTest, Result, Session
 from torchhal_conformance import _report as reports
 from torchhal_conformance._suite import choose
@@ -30,23 +24,6 @@ def nothing_stays_patched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Restoration of torch's and torchhal's attributes after a GEN-16 mutant, which patches this process too."""
     monkeypatch.setattr(torch.optim.Optimizer, "step", torch.optim.Optimizer.step)
     monkeypatch.setattr(memory_estimate, "ModelMemory", memory_estimate.ModelMemory)
-
-
-@contextmanager
-def installed(plugin: Plugin, folder: Path) -> Iterator[ComponentUnderTest]:
-    plugin.write(folder)
-    distributions = importlib_metadata.distributions(path=[str(folder)])
-    sys.path.insert(0, str(folder))
-    before = os.environ.get("PYTHONPATH", "")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), before]))
-    try:
-        with isolated_registry(distributions=distributions):
-            yield ComponentUnderTest("accelerator", "acme", frozenset(plugin.features))
-    finally:
-        sys.path.remove(str(folder))
-        os.environ["PYTHONPATH"] = before
-        for name in [name for name in sys.modules if name.partition(".")[0] in ("acme", "acme_sdk", "acme_shim")]:
-            del sys.modules[name]
 
 
 def run(plugin: Plugin, folder: Path, *ids: str) -> dict[str, Result]:

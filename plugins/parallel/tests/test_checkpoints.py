@@ -8,7 +8,7 @@ import models
 import pytest
 import torch
 import training
-from test_parity import TRANSFORMER, check, plain
+from parity import TRANSFORMER, check, plain
 from tiers import slow
 
 from torchhal.checkpoint import TorchCheckpointIO

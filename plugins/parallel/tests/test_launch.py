@@ -66,7 +66,7 @@ def test_the_names_that_users_know():
     ],
 )
 def test_a_script_trains(tmp_path, alias, accelerator):
-    from test_parity import plain
+    from parity import plain
 
     _, state = plain("Transformer")
     expected = sum(value.double().abs().sum().item() for value in state.values())

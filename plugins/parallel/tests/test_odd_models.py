@@ -5,7 +5,7 @@ import pytest
 import torch
 import training
 import wrong
-from test_parity import check, label, world
+from parity import check, label, world
 
 from torchhal_parallel._module_restore import ForwardOverride, recompute
 

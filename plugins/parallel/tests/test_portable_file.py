@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 import training
-from test_parity import TRANSFORMER
+from parity import TRANSFORMER
 
 from torchhal import cli
 from torchhal.checkpoint import TorchCheckpointIO

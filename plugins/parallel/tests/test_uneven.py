@@ -5,7 +5,7 @@ import os
 
 import pytest
 import torch
-from test_parity import world
+from parity import world
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from training import build
