@@ -540,9 +540,9 @@ def test_an_element_of_an_array_is_requeued_alone(slurm):
     )
     job = slurm.run("sbatch", "--parsable", "-J", "elements", str(script)).strip()
     first, second = (slurm.folder / f"element-{number}" for number in range(2))
-    deadline = time.monotonic() + scaled(150)
 
     def wait(what: str, done: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + scaled(120)
         while not done():
             assert time.monotonic() < deadline, f"{what}: {(slurm.folder / 'out-0').read_text()}"
             time.sleep(0.2)

@@ -92,19 +92,25 @@ def batch_norms_of_all_ranks(rank: RankContext) -> None:
         share_of = strategy.distributed_sampler_kwargs
         alone = share_of is None or share_of["num_replicas"] == 1  # or ranks with parts of one model see one batch
         require((strategy.batch_group() is None) == alone, "batch_group() isn't that of the ranks with other samples")
-        run.train(0, 3)
-        expected, _ = reference(rank, 3, model=_Normed())
-        if weights := run.weights():
-            _accept_biased_variance(expected.norm, weights["norm.running_var"], len(batch(rank, 0)[0]), steps=3)
-        run.require_weights("after three steps with a batch norm over all ranks", expected, 1e-4)
+        for first, steps in ((0, 1), (1, 3)):
+            run.train(first, steps)
+            after = f"after {steps} step(s) with a batch norm over all ranks"
+            expected, _ = reference(rank, steps, model=_Normed())
+            if weights := run.weights():
+                _compare_statistics(after, weights, expected.norm, len(batch(rank, 0)[0]), steps)
+            if "lossy" in strategy.features:  # the statistics of the first step don't depend on gradients
+                break
+            expected.norm.running_var = weights.get("norm.running_var", expected.norm.running_var)
+            run.require_weights(after, expected, 1e-4)
 
 
-def _accept_biased_variance(norm: Any, got: torch.Tensor, samples: int, steps: int) -> None:
-    """Expect a batch norm's variance without n / (n - 1) where ``got`` is that: some devices' kernels keep it so."""
+def _compare_statistics(after: str, weights: Any, norm: Any, samples: int, steps: int) -> None:
+    """Compare with those of ``norm``; the variance may lack n / (n - 1), as some devices' kernels have it."""
+    close(f"{after}: norm.running_mean", weights["norm.running_mean"], norm.running_mean, 1e-4)
     initial = (1 - norm.momentum) ** steps
     biased = initial + (norm.running_var - initial) * (samples - 1) / samples
-    if torch.allclose(got, biased, rtol=1e-4, atol=1e-4):
-        norm.running_var.copy_(biased)
+    expected = biased if torch.allclose(weights["norm.running_var"], biased, 1e-4, 1e-4) else norm.running_var
+    close(f"{after}: norm.running_var", weights["norm.running_var"], expected, 1e-4)
 
 
 class _Table(Regression):
