@@ -136,7 +136,7 @@ class TeardownInSequence(SameSingle):
     """Tears the components down one after the other, each once: an error in one leaves the rest as they are."""
 
     def teardown(self):
-        self._release_model()
+        self.release_model()
         for part in (self._checkpoint_io, self._precision, self.cluster_environment, self._accelerator):
             if part is not None:
                 part.teardown()

@@ -12,7 +12,8 @@ from torch import nn
 
 from torchhal.accelerators import CPUAccelerator
 from torchhal.errors import ConfigurationError, ModelError
-from torchhal_parallel._optimizer_checks import MOST_STEPS, check_separable, with_parameters
+from torchhal.strategies._optimizer_trials import MOST_STEPS
+from torchhal.strategies.sharded_optimizers import check_separable, with_parameters
 from torchhal_parallel._remote_tensor import RemoteWriteError, remote, remote_gradient
 from torchhal_parallel._sample_independence import buffer_versions
 

@@ -61,8 +61,8 @@ class LocalEnvironment(ClusterEnvironment):
         self._num_nodes = num_nodes
         self._local_world_size = local_world_size
         if num_nodes > 1:
-            self._node_rank_of_several()
-            self._meeting_place()
+            self.read_node_rank()
+            self.read_rendezvous()
 
     def set_rendezvous(self, address: str, port: int) -> None:
         """Receive the address from the launcher in its own process when that is a rank: from now on the job exists."""
@@ -87,7 +87,7 @@ class LocalEnvironment(ClusterEnvironment):
     def node_rank(self) -> int:
         if self._launched():
             return read_int("NODE_RANK", 0)
-        return self._node_rank_of_several() if self._num_nodes > 1 else 0
+        return self.read_node_rank() if self._num_nodes > 1 else 0
 
     def local_world_size(self) -> int:
         if self._launched():
@@ -112,14 +112,14 @@ class LocalEnvironment(ClusterEnvironment):
             return read_address("MASTER_ADDR")
         if self._rendezvous is not None:
             return self._rendezvous[0]
-        return self._meeting_place()[0] if self._num_nodes > 1 else "127.0.0.1"
+        return self.read_rendezvous()[0] if self._num_nodes > 1 else "127.0.0.1"
 
     @property
     def main_port(self) -> int:
         if self._launched():
             return read_port("MASTER_PORT")
         if self._rendezvous is None and self._num_nodes > 1:
-            return self._meeting_place()[1]
+            return self.read_rendezvous()[1]
         if self._rendezvous is None:
             # No process has to connect yet, and a port without a listener would be misleading.
             raise ConfigurationError("'main_port' is known after the launch: the system chooses a free one")
@@ -158,14 +158,23 @@ class LocalEnvironment(ClusterEnvironment):
     def _launched(self) -> bool:
         return launched_by() is not None
 
-    def _meeting_place(self) -> tuple[str, int]:
-        """Return address and port for several nodes, before a launch.
+    def read_rendezvous(self) -> tuple[str, int]:
+        """Return the address and the port at which several nodes meet, before a launch.
 
-        An environment in which they are recorded elsewhere overrides this and :meth:`_node_rank_of_several`.
+        MASTER_ADDR and MASTER_PORT; an environment in which they are recorded elsewhere overrides this and
+        :meth:`read_node_rank`.
+
+        Raises:
+            ConfigurationError: they are missing, or no address and port.
         """
         return read_address("MASTER_ADDR"), read_port("MASTER_PORT")
 
-    def _node_rank_of_several(self) -> int:
+    def read_node_rank(self) -> int:
+        """Return the number of this node among several, before a launch: NODE_RANK.
+
+        Raises:
+            ConfigurationError: it is missing, or not below the number of nodes.
+        """
         node_rank = read_int("NODE_RANK", 0, hint=_how_to_start_nodes())
         if node_rank >= self._num_nodes:
             raise ConfigurationError(f"NODE_RANK must be below 'num_nodes' ({self._num_nodes}) (got {node_rank})")

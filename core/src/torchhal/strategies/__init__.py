@@ -6,10 +6,11 @@ from torchhal.strategies._replica_consistency import check_frequencies, check_lo
 from torchhal.strategies._step_result import StepResult
 from torchhal.strategies.base import Strategy
 from torchhal.strategies.ddp import DDPStrategy
-from torchhal.strategies.parallel import ParallelStrategy
+from torchhal.strategies.parallel import PARALLEL_ARGUMENTS, ParallelStrategy
 from torchhal.strategies.single_device import SingleDeviceStrategy
 
 __all__ = [
+    "PARALLEL_ARGUMENTS",
     "DDPStrategy",
     "ParallelStrategy",
     "SingleDeviceStrategy",

@@ -74,10 +74,6 @@ class StrategyAttributes:
         self.num_nodes = 1
         self.left_to_launcher: frozenset[str] = frozenset()
         """``devices`` or ``num_nodes``, where they are "auto" and determined when the ranks have met."""
-        self._reset()
-
-    def _reset(self) -> None:
-        """Set the attributes of one run to their initial values."""
         self.module: nn.Module | None = None
         self.model: Any = None
         self.model_is_connected = False

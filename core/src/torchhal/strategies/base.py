@@ -382,10 +382,19 @@ class Strategy(Composable, CarriedPrecisions, StrategyHooks, StrategySteps, Stra
         given = (self.model, list(optimizers), list(lr_scheduler_configs))
         model, self.optimizers, self.lr_scheduler_configs = connected(self.precision, *given)
         if model is not self.model:
-            self._take_connected(model)
+            self.take_connected(model)
 
-    def _take_connected(self, model: Any) -> None:
-        """Continue with a model that the precision has returned as a replacement or wrapper of :attr:`model`."""
+    def take_connected(self, model: Any) -> None:
+        """Continue with a model that the precision has returned as a replacement or wrapper of :attr:`model`.
+
+        Called by :meth:`setup_optimizers`, on every rank.
+
+        Args:
+            model: what the precision's ``connect`` has returned.
+
+        Raises:
+            ConfigurationError: it is neither, or a strategy that drives the model in parts can't use it.
+        """
         if self.model is self.module and callable(getattr(model, "training_step", None)):
             self.module = self.model = model
         elif isinstance(model, nn.Module) and any(part is self.module for part in model.modules()):
@@ -433,10 +442,14 @@ class Strategy(Composable, CarriedPrecisions, StrategyHooks, StrategySteps, Stra
                 stack.callback(self._precision.teardown)
             if self._checkpoint_io is not None:
                 stack.callback(self._checkpoint_io.teardown)
-            stack.callback(self._release_model)
+            stack.callback(self.release_model)
 
-    def _release_model(self) -> None:
-        """Unwrap the module, reset the run's attributes, move the module and its optimizers' state to the CPU."""
+    def release_model(self) -> None:
+        """Unwrap the module, reset the run's attributes, move the module and its optimizers' state to the CPU.
+
+        Called by :meth:`teardown`, first; an override releases what the run has set up around the module, then calls
+        the inherited one.
+        """
         restore_batchnorms(self._synchronized)
         self._synchronized = []
         self.model = self.module

@@ -20,6 +20,7 @@ from torchhal.strategies._comm_hook_state import registered_state
 from torchhal.strategies._ddp_state import DDPState
 from torchhal.strategies._forward_through import forward_through
 from torchhal.strategies._sparse_gradients import copy_sparse_gradients
+from torchhal.strategies.parallel import PARALLEL_ARGUMENTS
 
 _requires_grad = attrgetter("requires_grad")
 _DDP_OPTIONS = set(inspect.signature(DistributedDataParallel.__init__).parameters) - {"self", "module", "device_ids"}
@@ -59,14 +60,7 @@ class DDPStrategy(DDPState):
         comm_state: Any = None,
         **options: Any,
     ) -> None:
-        own = {
-            name: options.pop(name)
-            for name in (
-                "start_method", "process_group_backend", "timeout", "accelerator", "precision", "precision_plugin",
-                "checkpoint_io", "cluster_environment",
-            )
-            if name in options
-        }  # fmt: skip
+        own = {name: options.pop(name) for name in PARALLEL_ARGUMENTS if name in options}
         _check_ddp_options(options)
         super().__init__(**own)
         self.find_unused_parameters = find_unused_parameters
@@ -283,8 +277,8 @@ class DDPStrategy(DDPState):
         named = self.module.named_parameters()
         return [each for name, each in named if each.requires_grad and each not in before and name not in ignored]
 
-    def _release_model(self) -> None:
-        super()._release_model()
+    def release_model(self) -> None:
+        super().release_model()
         self._remove_sparse_hooks()
         self._parameters, self._is_averaged, self._was_trained, self._trained_in_epoch = [], [], [], []
 

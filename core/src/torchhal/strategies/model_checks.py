@@ -13,8 +13,10 @@ begins the message and is continued with "and"::
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -24,6 +26,8 @@ from torchhal.precision import needs_closure
 __all__ = [
     "check_automatic_optimization",
     "check_dense_gradients",
+    "check_disjoint_optimizers",
+    "check_disjoint_storage",
     "check_metric_schedulers",
     "check_no_closure",
     "check_one_optimizer",
@@ -111,6 +115,66 @@ def check_dense_gradients(
     for name, layer in module.named_modules():
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse:
             raise error(f"{reason}, and {name or type(module).__name__!r} has sparse=True: {instead}")
+
+
+def check_disjoint_optimizers(
+    module: nn.Module,
+    optimizers: Sequence[Optimizer],
+    reason: str,
+    instead: str = "give each parameter to one optimizer",
+    *,
+    error: type[TorchhalError] = ModelError,
+) -> None:
+    """Raise an error for a parameter that two optimizers have.
+
+    Args:
+        module: the whole model.
+        optimizers: all of them.
+        reason: why this strategy can't let both step it.
+        instead: what to do, to end the message with.
+        error: the class of the error.
+
+    .. versionadded:: 0.2
+    """
+    names = {id(each): name for name, each in module.named_parameters()}
+    seen: set[int] = set()
+    for optimizer in optimizers:
+        own = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        if shared := [names.get(each, "a parameter") for each in own & seen]:
+            raise error(f"{reason}, and two optimizers of {type(module).__name__} have {min(shared)!r}: {instead}")
+        seen |= own
+
+
+def check_disjoint_storage(
+    module: nn.Module,
+    reason: str,
+    instead: str = "make them parameters of their own, or use one parameter in both places",
+    *,
+    error: type[TorchhalError] = ModelError,
+) -> None:
+    """Raise an error for two parameters that are views of the same memory.
+
+    Args:
+        module: the whole model.
+        reason: why this strategy needs parameters in memory of their own.
+        instead: what to do, to end the message with.
+        error: the class of the error.
+
+    .. versionadded:: 0.2
+    """
+    spans: dict[int, list[tuple[int, int, str]]] = {}
+    for name, each in module.named_parameters():
+        if not (each.numel() and each.layout is torch.strided and not each.is_meta):
+            continue
+        first = int(each.storage_offset()) * each.element_size()
+        extent = sum((int(size) - 1) * int(step) for size, step in zip(each.shape, each.stride(), strict=True)) + 1
+        span = (first, first + extent * each.element_size(), name)
+        spans.setdefault(each.untyped_storage().data_ptr(), []).append(span)
+    for found in spans.values():
+        found.sort()
+        for (_, end, name), (start, _, other) in pairwise(found):
+            if start < end:
+                raise error(f"{reason}, and {name!r} and {other!r} are views of the same memory: {instead}")
 
 
 def check_optimized_parameters(

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Final, cast
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,12 @@ from torchhal.strategies._replica_consistency import check_frequencies, check_lo
 from torchhal.strategies.base import Strategy
 
 START_METHODS = ("subprocess", "spawn", "fork", "forkserver")
+
+PARALLEL_ARGUMENTS: Final = (
+    "start_method", "process_group_backend", "timeout", "accelerator", "precision", "precision_plugin", "checkpoint_io",
+    "cluster_environment",
+)  # fmt: skip
+"""Arguments of :class:`ParallelStrategy`, for a subclass whose other options go to an engine."""
 
 
 class ParallelStrategy(Strategy):
@@ -232,7 +238,7 @@ class ParallelStrategy(Strategy):
                     f"a process group of {dist.get_world_size()} processes exists already, and this process is rank "
                     f"{dist.get_rank()} in it, but the strategy was set up as rank {rank} of {world_size}"
                 )
-            self._check_group(dist.group.WORLD)
+            self.check_group(dist.group.WORLD)
             # its store may hold keys of an earlier set-up: this one's prefix separates them
             name = collectives.all_gather_object(uuid.uuid4().hex)[0]
             store = PrefixedStore(f"torchhal/{name}", dist.distributed_c10d._get_default_store())
@@ -244,7 +250,7 @@ class ParallelStrategy(Strategy):
             reset_group_count()
             with failures.one_rank_prefix():
                 dist.init_process_group(
-                    self._backend(), store=store, rank=rank, world_size=world_size, timeout=self.timeout
+                    self.group_backend(), store=store, rank=rank, world_size=world_size, timeout=self.timeout
                 )
             self._owns_process_group = True
             # a rank that has finished, and fails, would close connections that others are about to use
@@ -253,12 +259,24 @@ class ParallelStrategy(Strategy):
         return store
 
     def _name_default_backend(self, group: Any) -> None:
-        set_default_backend(group, self._backend(), self.root_device.type)
+        set_default_backend(group, self.group_backend(), self.root_device.type)
 
-    def _check_group(self, group: Any) -> None:
-        check_supports_device(group, self.root_device.type, self._backend())
+    def check_group(self, group: Any) -> None:
+        """Raise an error if the process group that the user has made can't carry tensors of this rank's device.
 
-    def _backend(self) -> str:
+        Args:
+            group: the default process group.
+
+        Raises:
+            ConfigurationError: it can't.
+        """
+        check_supports_device(group, self.root_device.type, self.group_backend())
+
+    def group_backend(self) -> str:
+        """Return the backend of the process group, as ``init_process_group`` takes it.
+
+        That of ``process_group_backend``, else the accelerator's; on a device, gloo for objects beside it.
+        """
         backend = self.process_group_backend or self.accelerator.backend
         if ":" in backend or self.root_device.type == "cpu":
             return backend

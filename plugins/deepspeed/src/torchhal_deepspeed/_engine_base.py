@@ -40,8 +40,8 @@ class DeepSpeedEngineBase(ParallelStrategy):
     activation_checkpointing: Any
     logging_level: int
 
-    def _reset(self) -> None:
-        super()._reset()
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
         self.engine: Any = None
         """DeepSpeed's engine, between the set-up and the tear-down."""
         self.state: EngineState | None = None

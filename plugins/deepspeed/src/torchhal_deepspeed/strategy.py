@@ -21,7 +21,7 @@ from torchhal.errors import CheckpointError, ConfigurationError
 from torchhal.memory_estimate import MemoryEstimate, ModelMemory
 from torchhal.plugin import Availability
 from torchhal.precision import MixedPrecision, Precision, cast_tensors
-from torchhal.strategies import StepResult
+from torchhal.strategies import PARALLEL_ARGUMENTS, StepResult
 from torchhal_deepspeed import _compatibility as compatibility
 from torchhal_deepspeed import _config as settings
 from torchhal_deepspeed import _sdk as sdk
@@ -31,12 +31,6 @@ from torchhal_deepspeed._engine_base import DeepSpeedEngineBase
 from torchhal_deepspeed._engine_state import EXTRA
 from torchhal_deepspeed._uneven_inputs import uneven_forward
 from torchhal_deepspeed.checkpoint import DeepSpeedCheckpointIO
-
-_PARTS = (
-    "start_method", "process_group_backend", "timeout", "accelerator", "precision", "precision_plugin", "checkpoint_io",
-    "cluster_environment",
-)  # fmt: skip
-
 
 _LATER = ("state_dict", "optimizer_states")
 """The parts of a checkpoint whose tensors are read when they are written into the engine."""
@@ -101,7 +95,7 @@ class DeepSpeedStrategy(DeepSpeedEngineBase):
         **options: Any,
     ) -> None:
         sdk.DEEPSPEED.check()
-        super().__init__(**{name: options.pop(name) for name in _PARTS if name in options})
+        super().__init__(**{name: options.pop(name) for name in PARALLEL_ARGUMENTS if name in options})
         self.config = settings.combine(
             config,
             stage=stage,

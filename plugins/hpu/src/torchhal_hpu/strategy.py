@@ -83,12 +83,12 @@ class _WithVendorParts(Strategy):
         norm: torch.Tensor = self._clippers[key].clip_norm(parameters)
         return norm.reshape(())
 
-    def _release_model(self) -> None:
+    def release_model(self) -> None:
         self._clippers.clear()
         if self._compiled is not None:
             self._compiled._compiled_call_impl = None
             self._compiled = None
-        super()._release_model()
+        super().release_model()
 
 
 class HPUSingleStrategy(_WithVendorParts, SingleDeviceStrategy):

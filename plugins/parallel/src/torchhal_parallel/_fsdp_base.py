@@ -18,6 +18,7 @@ from torchhal.distributed import collectives
 from torchhal.errors import TorchhalError
 from torchhal.memory_estimate import ModelMemory, ParameterMemory
 from torchhal.strategies import StepResult
+from torchhal.strategies.sharded_optimizers import find_differing_settings
 from torchhal_parallel._device_mesh import groups_of, release_groups
 from torchhal_parallel._fsdp_units import (
     called_submodules,
@@ -29,7 +30,6 @@ from torchhal_parallel._inner_backward import InnerBackward
 from torchhal_parallel._lost_writes import LostWrites
 from torchhal_parallel._module_restore import recompute
 from torchhal_parallel._optimizer_checks import one_by_one
-from torchhal_parallel._same_settings import find_differing_settings
 from torchhal_parallel._shard_sizes import gathered_bytes
 from torchhal_parallel._sharded_base import ShardedStrategy
 from torchhal_parallel._sharding_errors import explain_unit
@@ -107,8 +107,8 @@ class FullyShardedStrategy(ShardedStrategy):
             self._watched_hooks = trainer.hooks
             trainer.hooks.wrap(self._lost_writes.around_hook)
 
-    def _release_model(self) -> None:
-        super()._release_model()
+    def release_model(self) -> None:
+        super().release_model()
         if self._watched_hooks is not None:
             self._watched_hooks.wrap(None)
             self._watched_hooks = None

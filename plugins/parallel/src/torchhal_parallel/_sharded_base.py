@@ -72,8 +72,8 @@ class ShardedStrategy(ParallelStrategy):
     _divided: AbstractSet[nn.Parameter] = frozenset()
     """The parameters that there were when the model was divided."""
 
-    def _reset(self) -> None:
-        super()._reset()
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
         self._carried_hooks = CarriedHandles()
         self._plain_semantics = PlainSemantics(self.guard, self._parameters)
 
@@ -236,14 +236,14 @@ class ShardedStrategy(ParallelStrategy):
         ]  # fmt: skip
         return {name: full_tensor(tensor.detach()).cpu() for name, tensor in tensors if not tensor.is_meta}
 
-    def _release_model(self) -> None:
+    def release_model(self) -> None:
         self._allow_replacement()
         if self.module is not None:
             ForwardOverride.remove(self.module)  # also of one that a failed run has left in parts
         self._carried_hooks.remove()
         self._plain_semantics.disable()
         self._divided, self._runner, self._objects, self._snapshot = frozenset(), None, None, None
-        super()._release_model()
+        super().release_model()
 
     @property
     def saves_shards(self) -> bool:

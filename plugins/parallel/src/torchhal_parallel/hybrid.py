@@ -18,6 +18,7 @@ from torchhal.errors import (
 )
 from torchhal.memory_estimate import MemoryEstimate, ModelMemory
 from torchhal.strategies import StepResult, Strategy, check_frequencies
+from torchhal.strategies.sharded_optimizers import OptimizerTrials, with_parameters
 from torchhal_parallel._device_mesh import (
     ParallelDims,
     build_mesh,
@@ -34,7 +35,7 @@ from torchhal_parallel._fsdp_base import FullyShardedStrategy
 from torchhal_parallel._fsdp_units import check_torch
 from torchhal_parallel._gradient_averaging import average_gradients
 from torchhal_parallel._microbatches import check_loader
-from torchhal_parallel._optimizer_checks import OptimizerTrials, one_by_one, with_parameters
+from torchhal_parallel._optimizer_checks import one_by_one
 from torchhal_parallel._pipeline_compatibility import (
     check_automatic_optimization,
     check_precision,
@@ -380,10 +381,10 @@ class HybridStrategy(FullyShardedStrategy):
                 self._trials.add(optimizer, self.alias or "hybrid", self.accelerator, self.root_device)
         super().setup_optimizers(optimizers, lr_scheduler_configs)
 
-    def _take_connected(self, model: Any) -> None:
+    def take_connected(self, model: Any) -> None:
         if self.pipe is not None:
             raise connected_model_error(self.precision, model, self.alias or "hybrid")
-        super()._take_connected(model)
+        super().take_connected(model)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
         if self.pipe is None:
@@ -464,11 +465,11 @@ class HybridStrategy(FullyShardedStrategy):
         self._ended_stages = self._stage_state or self._ended_stages
         self.pipe = self._stage_state = None
 
-    def _release_model(self) -> None:
+    def release_model(self) -> None:
         # the other stages' weights are not here: what stays is this rank's part
         if self.pipe is None:
-            super()._release_model()
+            super().release_model()
             return
         module, self.module = self.module, None
-        super()._release_model()
+        super().release_model()
         self.module = self.model = module

@@ -15,9 +15,9 @@ from torchhal.distributed import collectives
 from torchhal.errors import CheckpointMismatchError, DistributedError
 from torchhal.memory_estimate import MemoryEstimate, ModelMemory
 from torchhal.strategies import DDPStrategy, StepResult, find_difference
+from torchhal.strategies.sharded_optimizers import OptimizerTrials, find_differing_settings, with_parameters
 from torchhal_parallel._gathering import on_first_rank
-from torchhal_parallel._optimizer_checks import OptimizerTrials, check_divisible, with_parameters
-from torchhal_parallel._same_settings import find_differing_settings
+from torchhal_parallel._optimizer_checks import check_divisible
 
 
 class ZeRO1Strategy(DDPStrategy):
@@ -127,8 +127,8 @@ class ZeRO1Strategy(DDPStrategy):
             if moved := [each for each in parameters if each.requires_grad or each.grad is not None]:
                 collectives.broadcast_tensors(moved, src=rank)
 
-    def _release_model(self) -> None:
-        super()._release_model()
+    def release_model(self) -> None:
+        super().release_model()
         self._trials = OptimizerTrials()  # without the copies of the optimizers
 
     # -- memory ----------------------------------------------------------------------------------------------

@@ -78,10 +78,10 @@ class XLAStrategy(LazyStrategy, ParallelStrategy):
 
     # -- communication: what hosts tell each other through gloo, tensors of the devices within their graphs --------
 
-    def _backend(self) -> str:
+    def group_backend(self) -> str:
         return self.process_group_backend or "gloo"
 
-    def _check_group(self, group: Any) -> None:
+    def check_group(self, group: Any) -> None:
         """Do nothing: a group of the user's own carries what the hosts know, and the devices need none."""
 
     def reduce(self, value: Any, op: str = "mean", *, group: Any = None) -> Any:

@@ -83,11 +83,11 @@ class XLAEnvironment(LocalEnvironment):
                 f"on {num_nodes} node(s) are asked for: make both the same, or say devices='auto'"
             )
 
-    def _meeting_place(self) -> tuple[str, int]:
+    def read_rendezvous(self) -> tuple[str, int]:
         hosts = self._checked_hosts()
         return hosts[0], _main_port()
 
-    def _node_rank_of_several(self) -> int:
+    def read_node_rank(self) -> int:
         return read_int(_HOST, 0, len(self._checked_hosts()) - 1)
 
     def _checked_hosts(self) -> list[str]:

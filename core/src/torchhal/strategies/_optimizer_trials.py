@@ -1,0 +1,271 @@
+"""Try on small copies of an optimizer whether it treats each parameter by itself, and draws no random numbers."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from torchhal import rng
+from torchhal.accelerators import Accelerator
+from torchhal.errors import ConfigurationError, TorchhalError
+
+STEPS = 3
+"""How many steps an optimizer is tried with at first: some depend on all parameters from their second step on."""
+
+STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+MOST_STEPS = 256
+"""How many steps are tried in all, while as many are done."""
+
+
+def check_separable(
+    optimizer: Optimizer, alias: str, accelerator: Accelerator, device: torch.device
+) -> OptimizerTrial | None:
+    """Refuse an optimizer whose step on one parameter depends on others, or that draws random numbers.
+
+    It may depend on them by a global norm or by how many there are. A copy of it is tried on tensors of a few elements,
+    as there is no other way to detect it. Those of torch need no trial: all but LBFGS treat each parameter by itself.
+    Returns the object that tries later steps (:meth:`OptimizerTrial.before_step`).
+    """
+    if type(optimizer).__module__.partition(".")[0] == "torch":
+        return None
+    trial = OptimizerTrial(optimizer, alias, accelerator, device)
+    trial.run(STEPS)
+    return trial
+
+
+class OptimizerTrial:
+    """Copies of an optimizer with small parameters: of every second one gradients differ, or it is missing."""
+
+    def __init__(self, optimizer: Optimizer, alias: str, accelerator: Accelerator, device: torch.device) -> None:
+        self.name = type(optimizer).__name__
+        self.alias = alias
+        self.accelerator = accelerator
+        self.device = device
+        self.tried = self.done = 0
+        self.has_failed = False
+        """Whether a copy has failed, as one does that keeps a list of buffers beside its groups."""
+        self._copies: list[_SmallCopy] = []
+        state = rng.collect(accelerator, device)
+        try:
+            for scale, divided in ((1.0, False), (None, False), (1.0, True)):
+                torch.manual_seed(0)
+                self._copies.append(_SmallCopy(optimizer, scale, accelerator, device, divided))
+        except Exception as error:
+            self._give_up(error)
+        finally:
+            rng.restore(state, accelerator, device)
+
+    def before_step(self) -> None:
+        """Before the second step, the fourth, the eighth, ... try those up to the next of these."""
+        self.done += 1
+        if 2 * self.done > self.tried and self.tried < MOST_STEPS and self.done & (self.done - 1) == 0:
+            self.run(min(2 * self.done, MOST_STEPS) - self.tried)
+
+    def run(self, steps: int) -> None:
+        """Let each take ``steps`` more; raise ConfigurationError if what they train has become another."""
+        if not self._copies:
+            return
+        state = rng.collect(self.accelerator, self.device)
+        quiet, loud, *divided = self._copies
+        try:
+            for each in self._copies:
+                torch.manual_seed(1 + self.tried)
+                each.run(steps)
+        except Exception as error:
+            if divided and each is divided[0]:  # one that can't do without the others, perhaps with an empty group
+                self._copies = [quiet, loud]
+                self.has_failed = True
+            else:
+                self._give_up(error)
+                return
+        finally:
+            rng.restore(state, self.accelerator, self.device)
+        self.tried += steps
+        part = self._copies[2] if len(self._copies) > 2 else None
+        if any(each.drew for each in self._copies):
+            raise self._drawing()
+        if not _same(quiet, loud):
+            why = "the gradient of one changes its step on others, as by the norm of all gradients"
+        elif part and not _same(quiet, part):
+            why = "without some of them its step on the others changes, as by how many there are"
+        else:
+            return
+        raise ConfigurationError(
+            f"strategy {self.alias!r} divides the parameters among the ranks, and {self.name} looks at all of them "
+            f"together: {why}. Use another optimizer, with Trainer(gradient_clip_val=...) if it is to clip, or "
+            "strategy='ddp'"
+        )
+
+    @contextmanager
+    def watched(self, optimizer: Optimizer, step: int) -> Iterator[None]:
+        """Refuse an optimizer that draws inside, in steps that are a power of two: it may begin to after all trials.
+
+        What a hook of its step draws can't be distinguished from that, so an optimizer with such hooks isn't checked.
+        """
+        if step & (step - 1) or any(getattr(optimizer, name, None) for name in STEP_HOOKS):
+            with self.explained():
+                yield
+            return
+        before = self._generators()
+        with self.explained():
+            yield
+        if not all(map(torch.equal, before, self._generators())):
+            raise self._drawing()
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Say what an error inside means where the optimizer can't do without some of its parameters."""
+        try:
+            yield
+        except (RuntimeError, ValueError, IndexError, KeyError, AssertionError, TypeError) as error:
+            if not self.has_failed or isinstance(error, TorchhalError):
+                raise
+            raise ConfigurationError(
+                f"{self.name} failed in its step ({type(error).__name__}: {error}), and strategy {self.alias!r} lets "
+                "each rank step some of the parameters alone, perhaps none of a group: if it keeps something for each "
+                "of them in a list beside its groups, keep it in self.state[parameter], or use strategy='ddp'"
+            ) from error
+
+    def _generators(self) -> list[torch.Tensor]:
+        """States of torch's generators of the host and the device."""
+        return _generators(self.accelerator, self.device)
+
+    def _drawing(self) -> ConfigurationError:
+        return ConfigurationError(
+            f"{self.name} draws random numbers in its step, and strategy {self.alias!r} lets each rank step parameters "
+            "of its own: ranks that are seeded alike would draw the same for different parameters. Use strategy='ddp' "
+            "or 'zero3', or add the noise to gradients in on_before_optimizer_step"
+        )
+
+    def _give_up(self, error: Exception) -> None:
+        self.has_failed = True
+        self._copies = []
+        warnings.warn(
+            f"whether {self.name} treats each parameter by itself could not be tried ({type(error).__name__}: {error}):"
+            f" if it looks at all of them together, by the norm of all gradients, say, strategy {self.alias!r} steps "
+            "otherwise than one process",
+            stacklevel=2,
+        )
+
+
+class OptimizerTrials:
+    """The trials of a strategy's optimizers, those of torch left out, which need none."""
+
+    def __init__(self) -> None:
+        self._trials: dict[int, OptimizerTrial | None] = {}
+
+    def add(self, optimizer: Optimizer, alias: str, accelerator: Accelerator, device: torch.device) -> None:
+        """Try ``optimizer`` as :func:`check_separable` does, and keep what tries its later steps."""
+        self._trials[id(optimizer)] = check_separable(optimizer, alias, accelerator, device)
+
+    def before_step(self, optimizer: Optimizer, *, with_closure: bool = False) -> AbstractContextManager[None]:
+        """Try further steps of ``optimizer`` when they are due, and return a context for its own step.
+
+        Args:
+            optimizer: the one that is about to step.
+            with_closure: its step runs a training step, which may draw random numbers, and so is not checked for that.
+        """
+        trial = self._trials.get(id(optimizer))
+        if trial is None:
+            return nullcontext()
+        trial.before_step()
+        return nullcontext() if with_closure else trial.watched(optimizer, trial.done)
+
+
+class _SmallCopy:
+    """An optimizer, every second one of whose parameters has gradients ``scale`` times as large as they are drawn.
+
+    Args:
+        scale: None: as much as their dtype can have without an overflow of their squares.
+        divided: it has none of these parameters.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, scale: float | None, accelerator: Accelerator, device: torch.device, divided: bool
+    ) -> None:
+        small = {
+            parameter: _small_parameter(parameter, device)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+        memo = {id(parameter): small_parameter for parameter, small_parameter in small.items()}
+        self.step = type(optimizer).step
+        self.optimizer = _copy_of(optimizer, small, memo)
+        self.parameters = list(small.values())
+        self.scale = scale
+        self.accelerator = accelerator
+        self.device = device
+        self.drew = False
+        """Whether a step has drawn random numbers from torch's generator of the host or the device."""
+        if divided:
+            kept = set(self.parameters[::2])
+            for group in self.optimizer.param_groups:
+                group["params"] = [parameter for parameter in group["params"] if parameter in kept]
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            for index, parameter in enumerate(self.parameters):
+                large = self.scale or (1e2 if parameter.dtype is torch.float16 else 1e6)
+                gradient = torch.randn(parameter.shape, dtype=parameter.dtype) * (large if index % 2 else 1.0)
+                parameter.grad = gradient.to(self.device)
+            before = _generators(self.accelerator, self.device)
+            self.step(self.optimizer)
+            self.drew = self.drew or not all(map(torch.equal, before, _generators(self.accelerator, self.device)))
+
+    def values(self) -> list[torch.Tensor]:
+        return [parameter.detach().nan_to_num() for parameter in self.parameters]
+
+
+def _generators(accelerator: Accelerator, device: torch.device) -> list[torch.Tensor]:
+    host = torch.get_rng_state()
+    return [host] if device.type == "cpu" else [host, torch.as_tensor(accelerator.get_rng_state(device))]
+
+
+def _same(one: _SmallCopy, other: _SmallCopy) -> bool:
+    """Return whether the parameters that every copy trains alike are equal: the first, the third and so on."""
+    return all(map(torch.equal, one.values()[::2], other.values()[::2]))
+
+
+def _small_parameter(parameter: torch.Tensor, device: torch.device) -> torch.Tensor:
+    values = torch.randn([min(size, 3) for size in parameter.shape], dtype=parameter.dtype)
+    small_parameter = torch.nn.Parameter(values.to(device), requires_grad=parameter.requires_grad)
+    vars(small_parameter).update(vars(parameter))  # what users mark their parameters with
+    return small_parameter
+
+
+def _copy_of(optimizer: Optimizer, small: dict[torch.Tensor, torch.Tensor], memo: dict[int, Any]) -> Optimizer:
+    """Return a copy with ``small`` ones for its parameters, and without hooks, which may change what isn't copied."""
+    copied: Optimizer = object.__new__(type(optimizer))
+    memo[id(optimizer)] = copied
+    for value in vars(optimizer).values():  # of one that wraps another: deepcopy would omit what torch's state lacks
+        if isinstance(value, Optimizer) and id(value) not in memo:
+            _copy_of(value, small, memo)
+    for name, value in vars(optimizer).items():
+        if name.startswith("_optimizer_"):
+            copied.__dict__[name] = OrderedDict()
+        elif name not in ("state", "step"):  # a scheduler puts its own step on the object
+            copied.__dict__[name] = copy.deepcopy(value, memo)
+    copied.state = defaultdict(dict)
+    for key, entry in optimizer.state.items():
+        small_parameter = small.get(key) if isinstance(key, torch.Tensor) else None
+        if small_parameter is None:
+            copied.state[key] = copy.deepcopy(entry, memo)
+        else:
+            copied.state[small_parameter] = {
+                name: _small(value, key, small_parameter, memo) for name, value in entry.items()
+            }
+    return copied
+
+
+def _small(value: Any, parameter: torch.Tensor, small_parameter: torch.Tensor, memo: dict[int, Any]) -> Any:
+    if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim():
+        return torch.full_like(small_parameter, 0.1, dtype=value.dtype)
+    return copy.deepcopy(value, memo)
