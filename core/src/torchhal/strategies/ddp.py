@@ -19,7 +19,7 @@ from torchhal.memory_estimate import MemoryEstimate, ModelMemory
 from torchhal.strategies._comm_hook_state import registered_state
 from torchhal.strategies._ddp_state import DDPState
 from torchhal.strategies._forward_through import forward_through
-from torchhal.strategies._sparse_gradients import copy_sparse_gradients
+from torchhal.strategies._sparse_gradients import MISSING, copy_sparse_gradients, names_of_unused, sparse_weights
 from torchhal.strategies.parallel import PARALLEL_ARGUMENTS
 
 _requires_grad = attrgetter("requires_grad")
@@ -79,6 +79,8 @@ class DDPStrategy(DDPState):
         self._same_values = False
         """True if the ranks have the same weights when the model is wrapped."""
         self._registered_state = comm_state
+        self._sparse: dict[torch.nn.Parameter, str] = {}
+        """The weights whose gradients are sparse, with their names, when the model was wrapped."""
         self._sparse_hooks: list[Any] = []
 
     def wrap_model(self, *, training: bool) -> None:
@@ -91,9 +93,11 @@ class DDPStrategy(DDPState):
         self._was_trained = list(map(_requires_grad, self._parameters))
         self._trained_in_epoch = list(self._was_trained)
         self._is_averaged = list(self._was_trained)
+        self._sparse = sparse_weights(self.module)
         if self._may_leave_out:  # averaged too: they may be unfrozen again, alternating with others
             self._is_averaged = [
-                now or before.get(each, False) for each, now in zip(self._parameters, self._was_trained, strict=True)
+                now or (before.get(each, False) and each not in self._sparse)
+                for each, now in zip(self._parameters, self._was_trained, strict=True)
             ]
         if any(self._is_averaged):  # torch refuses to wrap a module with nothing to train; there is nothing to average
             frozen = [each for each in self._averaged if not each.requires_grad]
@@ -106,8 +110,7 @@ class DDPStrategy(DDPState):
                     parameter.requires_grad_(False)
             self._remove_sparse_hooks()
             if self.world_size > 1:
-                assert self.module is not None
-                self._sparse_hooks = copy_sparse_gradients(self.module)
+                self._sparse_hooks = copy_sparse_gradients(self._sparse)
             if isinstance(self.model, DistributedDataParallel):
                 _free_group_last(self.model)
                 self._has_hook = self.comm_hook is not None or bool(getattr(self.model, "_comm_hooks", ()))
@@ -162,7 +165,10 @@ class DDPStrategy(DDPState):
     def _follow_trained(self) -> None:
         """Average the parameters trained now, with a new wrapper if the present one can't."""
         now = list(map(_requires_grad, self._parameters))
-        averaged = all(there for there, trained in zip(self._is_averaged, now, strict=True) if trained)
+        averaged = all(
+            there if trained else not (there and each in self._sparse)  # which the wrapper would wait for
+            for each, there, trained in zip(self._parameters, self._is_averaged, now, strict=True)
+        )
         if not (averaged and self._may_leave_out and isinstance(self.model, DistributedDataParallel)):
             self._wrap_again()
             return
@@ -246,7 +252,13 @@ class DDPStrategy(DDPState):
         late: list[torch.nn.Parameter] = []
         if self._is_automatic and self._trained_others:
             late = self._unfrozen_in_step()
-        super().backward(loss, *args, **kwargs)
+        try:
+            super().backward(loss, *args, **kwargs)
+        except RuntimeError as error:
+            if self._sparse and MISSING in message_of(error):
+                averaged = {weight: self._sparse[weight] for weight in self._averaged if weight in self._sparse}
+                raise self._unused_sparse(names_of_unused(averaged, loss)) from error
+            raise
         if late:
             with self.guard("averaging of the gradients"):
                 collectives.average_gradients(late)
@@ -280,6 +292,7 @@ class DDPStrategy(DDPState):
     def release_model(self) -> None:
         super().release_model()
         self._remove_sparse_hooks()
+        self._sparse = {}
         self._parameters, self._is_averaged, self._was_trained, self._trained_in_epoch = [], [], [], []
 
     def check_replicas(self) -> None:
@@ -306,11 +319,24 @@ class DDPStrategy(DDPState):
         """Return DDP's message for an unused parameter, with its name and the remedy here."""
         said = message_of(error)
         if "Expected to have finished reduction in the prior iteration" in said:
+            names = self._unused(said)
+            if sparse := [name for name in names if name in self._sparse.values()]:
+                return self._unused_sparse(sparse)
+            which = f"the parameters {_listed(names)} were" if names else "some parameters were"
             return DistributedError(
-                f"{self._unused(said)} not used by training_step on rank {self.global_rank}, and their gradients "
+                f"{which} not used by training_step on rank {self.global_rank}, and their gradients "
                 f"are waited for: use strategy={self._allowing_unused()}, or freeze them with requires_grad_(False)"
             )
         return super().explain(error)
+
+    def _unused_sparse(self, names: list[str]) -> DistributedError:
+        """Return the error for sparse gradients that a step doesn't compute, which torch can't leave out."""
+        which = f"the sparse embeddings {_listed(names)} were" if names else "a sparse embedding was"
+        return DistributedError(
+            f"{which} not used by training_step on rank {self.global_rank}, and DistributedDataParallel leaves out "
+            "none whose gradient is sparse, with find_unused_parameters neither: use it in every step, give it "
+            "sparse=False, or freeze it between the steps with requires_grad_(False)"
+        )
 
     def _allowing_unused(self) -> str:
         """Return this strategy with unused parameters allowed: an alias of the core, or the object to create."""
@@ -319,15 +345,18 @@ class DDPStrategy(DDPState):
         start = self.alias.split("_find_unused_parameters_")[0]
         return repr(f"{start if start.startswith('ddp') else 'ddp'}_find_unused_parameters_true")
 
-    def _unused(self, message: str) -> str:
+    def _unused(self, message: str) -> list[str]:
         match = re.search(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)", message)
         if match is None or self.module is None:
-            return "some parameters were"
+            return []
         known = {parameter: name for name, parameter in self.module.named_parameters()}
         wrapped = zip(self._parameters, self._is_averaged, strict=True)
         trained = [known.get(parameter, "a parameter of before") for parameter, was_trained in wrapped if was_trained]
-        names = [repr(trained[index]) for index in map(int, match.group(1).split()) if index < len(trained)]
-        return f"the parameters {', '.join(names[:8])}{' and others' if len(names) > 8 else ''} were"
+        return [trained[index] for index in map(int, match.group(1).split()) if index < len(trained)]
+
+
+def _listed(names: list[str]) -> str:
+    return f"{', '.join(map(repr, names[:8]))}{' and others' if len(names) > 8 else ''}"
 
 
 def _free_group_last(wrapper: DistributedDataParallel) -> None:
@@ -342,24 +371,28 @@ def _free_group_last(wrapper: DistributedDataParallel) -> None:
 
 
 class _Paused:
-    """``no_sync()`` of the current wrapper, which can be entered many times and costs two assignments."""
+    """``no_sync()`` of the current wrapper, which can be entered many times, inside of itself too."""
 
     def __init__(self, strategy: DDPStrategy) -> None:
         self.strategy = strategy
-        self.context: AbstractContextManager[Any] | None = None
+        self.entered: list[tuple[bool, AbstractContextManager[Any] | None]] = []
+        """Of each time that it was entered, whether gradients were averaged before, and another wrapper's context."""
 
     def __enter__(self) -> None:
         model = self.strategy.model
+        context: AbstractContextManager[Any] | None = None
+        synced = True
         if isinstance(model, DistributedDataParallel):
-            model.require_backward_grad_sync = False
+            synced, model.require_backward_grad_sync = model.require_backward_grad_sync, False
         elif hasattr(model, "no_sync"):  # another wrapper's, made anew each time it is entered
-            self.context = model.no_sync()
-            self.context.__enter__()
+            context = model.no_sync()
+            context.__enter__()
+        self.entered.append((synced, context))
 
     def __exit__(self, *exc_info: Any) -> None:
-        context, self.context = self.context, None
+        synced, context = self.entered.pop()
         if isinstance(self.strategy.model, DistributedDataParallel):
-            self.strategy.model.require_backward_grad_sync = True
+            self.strategy.model.require_backward_grad_sync = synced
         if context is not None:
             context.__exit__(*exc_info)
 
