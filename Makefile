@@ -75,9 +75,11 @@ lint: $(VENV)/dev.stamp  ## fix what the linters can, then check imports and typ
 	$(BIN)/mypy
 
 REPORTS := $(CURDIR)/torchhal_runs/conformance
-conformance: $(VENV)/dev.stamp $(XLA)/packages.stamp  ## every part's report, and the page of reports
+conformance: $(VENV)/dev.stamp $(XLA)/packages.stamp $(ENGINES:%=.venv-%/packages.stamp)  ## every part's report, and the page of reports
 	TORCHHAL_CONFORMANCE_REPORTS=$(REPORTS) $(BIN)/python -m pytest plugins/conformance/tests/test_builtin.py plugins/*/tests/test_conformance.py
 	TORCHHAL_CONFORMANCE_REPORTS=$(REPORTS) $(XLA)/bin/python -m pytest plugins/xla/tests/test_conformance.py
+	for engine in $(ENGINES); do \
+	TORCHHAL_CONFORMANCE_REPORTS=$(REPORTS) .venv-$$engine/bin/python -m pytest plugins/$$engine/tests/test_conformance.py || exit 1; done
 	$(BIN)/python plugins/conformance/tests/results_page.py $(REPORTS)
 
 bench: $(VENV)/dev.stamp  ## ratios against raw PyTorch

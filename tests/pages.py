@@ -1,11 +1,18 @@
-"""The blocks of a page of the documentation, as docs/README.md says that they are marked."""
+"""The blocks of a page of the documentation, as docs/README.md says that they are marked, and how they are run."""
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
+ROOT = Path(__file__).parents[1]
 FENCE = re.compile(r"^```(\w*)\s*$")
 MARKER = re.compile(r"^<!-- (?:test: (?P<test>.+?)|no-run: (?P<reason>.+?)) -->$")
 
@@ -18,6 +25,8 @@ class Block:
     text: list[str]
     marker: list[str]
     """The words of ``test: ...``; ``["no-run"]`` for a block that is left out."""
+    reason: str = ""
+    """Why it is left out."""
 
     @property
     def verb(self) -> str:
@@ -31,6 +40,7 @@ class Block:
 def blocks_of(page: Path) -> list[Block]:
     found: list[Block] = []
     marker: list[str] = []
+    reason = ""
     open_block: Block | None = None
     for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
         if open_block is not None:
@@ -40,10 +50,10 @@ def blocks_of(page: Path) -> list[Block]:
             else:
                 open_block.text.append(line)
         elif match := FENCE.match(line):
-            open_block = Block(match[1], number, [], marker)
-            marker = []
+            open_block = Block(match[1], number, [], marker, reason)
+            marker, reason = [], ""
         elif match := MARKER.match(line):
-            marker = ["no-run"] if match["reason"] else match["test"].split()
+            marker, reason = (["no-run"], match["reason"]) if match["reason"] else (match["test"].split(), "")
         elif line.strip():
             assert not marker, f"{page.name}:{number}: a marker must stand right before a block"
     assert open_block is None, f"{page.name}: a block is not closed"
@@ -69,3 +79,43 @@ def write_files(blocks: list[Block], folder: Path) -> None:
             target = folder / block.marker[1]
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_text(padded([block]) if block.language == "python" else "\n".join(block.text) + "\n")
+
+
+def blocks_that_need(package: str) -> list[tuple[str, str]]:
+    """Return the Python blocks that are left out because of ``package``, each with the path of its page.
+
+    ``tests/test_docs.py`` leaves out what is marked ``<!-- no-run: PACKAGE -->``; the tests of the plugin run it, where
+    the package is. The code keeps its line numbers, so that a traceback names the line of the page.
+    """
+    pages = [*sorted((ROOT / "docs" / "how-to").glob("*.md")), *sorted((ROOT / "plugins").glob("*/README.md"))]
+    return [
+        (str(page.relative_to(ROOT)), padded([block]))
+        for page in pages
+        for block in blocks_of(page)
+        if block.language == "python" and block.reason == package
+    ]
+
+
+def run_alone(code: str, folder: Path, *, timeout: float = 150, **environ: str) -> None:
+    """Run ``code`` as the program of an empty folder, with these variables too; fail unless it ends well."""
+    (folder / "block.py").write_text(code, encoding="utf-8")
+    done = run_command([sys.executable, "block.py"], folder, {**os.environ, **environ}, timeout)
+    assert done.returncode == 0, done.stderr
+
+
+def run_command(
+    command: list[str], folder: Path, environ: Mapping[str, str], timeout: float
+) -> subprocess.CompletedProcess[str]:
+    """Run ``command`` in ``folder``; fail if it still runs after ``timeout`` seconds."""
+    # A group of its own, so that whatever a hung example has started ends with it.
+    with subprocess.Popen(
+        command, cwd=folder, env=environ, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, start_new_session=True,
+    ) as process:  # fmt: skip
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, 9)
+            out, err = process.communicate()
+            pytest.fail(f"{' '.join(command)} still ran after {timeout:g} s\n{out}\n{err}")
+    return subprocess.CompletedProcess(command, process.returncode, out, err)

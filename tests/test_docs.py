@@ -23,11 +23,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from pages import MARKER, Block, blocks_of, padded, write_files
+from pages import MARKER, ROOT, Block, blocks_of, padded, run_command, write_files
 
 pytestmark = pytest.mark.timeout(330)
 
-ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "core" / "README.md", ROOT / "docs" / "README.md"]
 PAGES += sorted((ROOT / "docs" / "how-to").glob("*.md")) + sorted((ROOT / "plugins").glob("*/README.md"))
 PLUGIN_PAGE = ROOT / "docs" / "how-to" / "write-a-strategy.md"
@@ -51,18 +50,7 @@ def run(command: list[str], folder: Path, site: Path, hidden: str) -> subprocess
     environ = {name: value for name, value in os.environ.items() if not dropped.match(name)}
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH", "")]))
     environ["TORCHHAL_DISABLE_PLUGINS"] = hidden
-    # A group of its own, so that whatever a hung example has started ends with it.
-    with subprocess.Popen(
-        command, cwd=folder, env=environ, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, start_new_session=True,
-    ) as process:  # fmt: skip
-        try:
-            out, err = process.communicate(timeout=TIMEOUT)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)
-            out, err = process.communicate()
-            pytest.fail(f"{' '.join(command)} still ran after {TIMEOUT} s\n{out}\n{err}")
-    return subprocess.CompletedProcess(command, process.returncode, out, err)
+    return run_command(command, folder, environ, TIMEOUT)
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ MISSING = "Expected sparse gradient to be defined"
 """Beginning of torch's error for a sparse gradient that a step doesn't compute."""
 
 
-def sparse_weights(module: nn.Module) -> dict[nn.Parameter, str]:
+def sparse_weights(module: nn.Module) -> dict[torch.Tensor, str]:
     """Return the weights of which DistributedDataParallel expects sparse gradients, with their names.
 
     A sparse gradient of any other parameter is an error of its.
@@ -31,7 +31,7 @@ def sparse_weights(module: nn.Module) -> dict[nn.Parameter, str]:
     }
 
 
-def copy_sparse_gradients(weights: Iterable[nn.Parameter]) -> list[Any]:
+def copy_sparse_gradients(weights: Iterable[torch.Tensor]) -> list[Any]:
     """Let backward accumulate copies of the sparse gradients of ``weights``; return the handles of the hooks.
 
     What is frozen has no gradient, and can't have a hook.
@@ -47,7 +47,7 @@ def _copy(gradient: torch.Tensor) -> torch.Tensor | None:
     return gradient.clone() if gradient.is_sparse else None
 
 
-def names_of_unused(weights: Mapping[nn.Parameter, str], loss: torch.Tensor) -> list[str]:
+def names_of_unused(weights: Mapping[torch.Tensor, str], loss: torch.Tensor) -> list[str]:
     """Return the names of the ``weights`` on which ``loss`` doesn't depend."""
     used, seen, left = set(), set(), [loss.grad_fn]
     while left:

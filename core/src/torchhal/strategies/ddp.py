@@ -79,7 +79,7 @@ class DDPStrategy(DDPState):
         self._same_values = False
         """True if the ranks have the same weights when the model is wrapped."""
         self._registered_state = comm_state
-        self._sparse: dict[torch.nn.Parameter, str] = {}
+        self._sparse: dict[torch.Tensor, str] = {}
         """The weights whose gradients are sparse, with their names, when the model was wrapped."""
         self._sparse_hooks: list[Any] = []
 
@@ -256,8 +256,9 @@ class DDPStrategy(DDPState):
             super().backward(loss, *args, **kwargs)
         except RuntimeError as error:
             if self._sparse and MISSING in message_of(error):
-                averaged = {weight: self._sparse[weight] for weight in self._averaged if weight in self._sparse}
-                raise self._unused_sparse(names_of_unused(averaged, loss)) from error
+                averaged = set(self._averaged)
+                sparse = {weight: name for weight, name in self._sparse.items() if weight in averaged}
+                raise self._unused_sparse(names_of_unused(sparse, loss)) from error
             raise
         if late:
             with self.guard("averaging of the gradients"):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ class _Message:
     """A gradient on its way: what travels is averaged in place, and copied back where it isn't the gradient itself."""
 
     handle: int
+    what: str
     gradient: torch.Tensor
     sent: torch.Tensor
 
@@ -37,9 +39,11 @@ class GradientAverager:
     Args:
         hvd: ``horovod.torch``.
         module: whose parameters have the same names on all ranks.
+        devices: types of the devices whose tensors Horovod takes; those of others travel through host memory.
         compressed: send float32 as float16.
         finds_unused: parameters may lack a gradient, on some ranks or on all.
         timeout: the longest wait for other ranks, in seconds.
+        guard: given what is waited for, returns the context in which an error of the communication is explained.
         explain_unused: returns the error for parameters without a gradient, given their names.
     """
 
@@ -48,18 +52,24 @@ class GradientAverager:
         hvd: Any,
         module: nn.Module,
         *,
+        devices: Collection[str],
         compressed: bool,
         finds_unused: bool,
         timeout: float,
+        guard: Callable[[str], AbstractContextManager[None]],
         explain_unused: Callable[[Sequence[str]], Exception],
     ) -> None:
         self.paused = False
         """True while gradients are accumulated, and not sent."""
         self._hvd = hvd
         self._module = module
+        self._devices = devices
+        self._share = 1 / hvd.size()
+        """The factor of each rank's gradient in the average."""
         self._compressed = compressed
         self._finds_unused = finds_unused
         self._timeout = timeout
+        self._guard = guard
         self._explain_unused = explain_unused
         self._names: dict[nn.Parameter, str] = {}
         self._hooks: list[Any] = []
@@ -101,15 +111,21 @@ class GradientAverager:
         assert gradient is not None
         gradient = gradient.detach()
         sent = torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
-        if self._compressed and sent.dtype is torch.float32:
-            sent = sent.half()
-        elif sent.dtype not in _NATIVE:
-            sent = sent.float()
-        if sent.device.type not in ("cpu", "cuda"):
+        if sent.device.type not in self._devices:
             sent = sent.cpu()
+        # Divided before they are added up, as DistributedDataParallel does, and before they are rounded to float16.
+        # Horovod's own average divides the sum, which may be too large for a float16 where the mean is not, and its
+        # prescale_factor is none on ROCm.
+        if self._compressed and sent.dtype is torch.float32:
+            sent = (sent * self._share).half()
+        elif sent.dtype in _NATIVE:
+            sent = sent.contiguous().mul_(self._share)
+        else:
+            sent = sent.float().mul_(self._share)
         sent = sent.contiguous()
-        handle = self._hvd.allreduce_async_(sent, name=f"gradient.{self._names[parameter]}", op=self._hvd.Average)
-        self._messages[parameter] = _Message(handle, gradient, sent)
+        name = self._names[parameter]
+        handle = self._hvd.allreduce_async_(sent, name=f"gradient.{name}", op=self._hvd.Sum)
+        self._messages[parameter] = _Message(handle, f"averaging of the gradient of {name!r}", gradient, sent)
 
     def finish(self, *, frozen: bool = False) -> None:
         """Average what is not on its way yet, and wait for the end.
@@ -119,7 +135,7 @@ class GradientAverager:
 
         Raises:
             DistributedError: parameters lack a gradient, and neither ``finds_unused`` nor ``frozen`` allow it.
-            RuntimeError: the other ranks are gone, or didn't send theirs in time.
+            DistributedError, RuntimeError: the other ranks are gone, or didn't send theirs in time.
         """
         agreed = self._finds_unused or frozen
         # what was frozen in an accumulation has gradients from before
@@ -138,13 +154,15 @@ class GradientAverager:
                 self._send(parameter)
         self._wait_for_all()
         if sparse := [one for one, kind in zip(parameters, kinds, strict=True) if kind == _SPARSE]:
-            collectives.average_gradients(sparse, frozen=True)
+            names = ", ".join(repr(self._names[one]) for one in sparse)
+            with self._guard(f"averaging of the sparse gradients of {names}"):
+                collectives.average_gradients(sparse, frozen=True)
 
     def _agreed(self, kinds: list[int]) -> list[int]:
         """Return the kind of each parameter's gradient on all ranks together."""
         mine = torch.tensor(kinds, dtype=torch.int32)
         handle = self._hvd.allreduce_async_(mine, name="gradient kinds", op=self._hvd.Max)
-        self._wait(handle, time.monotonic() + self._timeout)
+        self._wait(handle, "comparison of the gradients that the ranks have", time.monotonic() + self._timeout)
         return mine.tolist()
 
     @torch.no_grad()
@@ -152,26 +170,27 @@ class GradientAverager:
         deadline = time.monotonic() + self._timeout
         messages, self._messages = self._messages, {}
         for message in messages.values():
-            self._wait(message.handle, deadline)
+            self._wait(message.handle, message.what, deadline)
             gradient = message.gradient
             if message.sent.data_ptr() == gradient.data_ptr():
                 continue
             back = torch.view_as_complex(message.sent) if gradient.is_complex() else message.sent
             gradient.copy_(back)
 
-    def _wait(self, handle: int, deadline: float) -> None:
+    def _wait(self, handle: int, what: str, deadline: float) -> None:
         """Wait as :func:`hvd.synchronize` does, but let signals and the timeout through."""
         hvd, pause = self._hvd, _FIRST_PAUSE
         while not hvd.poll(handle):
             if time.monotonic() > deadline:
-                raise RuntimeError(f"collective of Horovod timed out after {self._timeout:g} s")
+                with self._guard(what):
+                    raise RuntimeError(f"collective of Horovod timed out after {self._timeout:g} s: {what}")
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
         try:
             hvd.synchronize(handle)
         except hvd.HorovodInternalError as error:
-            # in the words by which torchhal knows a consequence of another rank's failure
-            raise RuntimeError(f"the process group of Horovod was aborted: {error}") from error
+            with self._guard(what):  # in the words by which torchhal knows a consequence of another rank's failure
+                raise RuntimeError(f"the process group of Horovod was aborted in the {what}: {error}") from error
 
 
 def _kind(parameter: nn.Parameter) -> int:

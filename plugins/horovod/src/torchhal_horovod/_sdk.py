@@ -39,6 +39,14 @@ def load() -> ModuleType:
     return module
 
 
+def device_types(hvd: Any) -> frozenset[str]:
+    """Return the types of the devices whose tensors Horovod adds up: GPUs' only where it was built with NCCL or RCCL.
+
+    Without, gloo takes a GPU's address for one of the host, or Horovod has no function for such a tensor.
+    """
+    return frozenset({"cpu", "cuda"} if hvd.nccl_built() else {"cpu"})
+
+
 def call(function: Callable[[], Any], what: str, timeout: float) -> None:
     """Call a function of Horovod that may block in C++, where this thread handles no signals.
 

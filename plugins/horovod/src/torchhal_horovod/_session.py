@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
@@ -21,6 +20,7 @@ _START = 120.0
 _END = 10.0
 """Seconds for ending it: ranks that are gone answer no more."""
 
+_LOOPBACK = "127.0.0.1"
 _SERVER = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
 _VARIABLES = (
     "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE", "HOROVOD_CROSS_RANK",
@@ -110,30 +110,19 @@ class Session:
             "HOROVOD_GLOO_TIMEOUT_SECONDS": str(max(1, round(timeout))),
         }  # fmt: skip
         if size > 1:  # without a server, Horovod is for one process
-            port = self._serve(slots) if rank == 0 else 0
+            host = _LOOPBACK if _on_one_host(slots) else environment.main_address
+            port = self._serve(slots, host) if rank == 0 else 0
             port = collectives.all_gather_object(port, name="set-up of Horovod")[0]
-            variables |= dict(zip(_SERVER, (environment.main_address, str(port)), strict=True))
+            variables |= dict(zip(_SERVER, (host, str(port)), strict=True))
             if interface := os.environ.get("HOROVOD_GLOO_IFACE") or _interface(environment, slots):
                 variables["HOROVOD_GLOO_IFACE"] = interface
         return variables
 
-    def _serve(self, slots: list[Slot]) -> int:
+    def _serve(self, slots: list[Slot], host: str) -> int:
         """Start the rendezvous server, which runs to the end of the session, and return its port."""
-        from horovod.runner.common.util.hosts import SlotInfo
-        from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
+        from torchhal_horovod import _rendezvous as rendezvous
 
-        server = RendezvousHTTPServer(("", 0), RendezvousHandler, False)
-        server.init([SlotInfo(**asdict(slot)) for slot in slots])
-        thread = threading.Thread(
-            target=server.serve_forever, args=(0.05,), name="torchhal-horovod-rendezvous", daemon=True
-        )
-        thread.start()
-
-        def stop() -> None:
-            server.shutdown()
-            server.server_close()
-            thread.join()
-
+        server, stop = rendezvous.serve(slots, host)
         self._owned.callback(stop)
         port: int = server.server_port
         return port
@@ -152,6 +141,10 @@ class Session:
         self._owned.close()
 
 
+def _on_one_host(slots: Sequence[Slot]) -> bool:
+    return len({slot.hostname for slot in slots}) == 1
+
+
 def _shut_down(hvd: Any) -> None:
     with suppress(DistributedError):  # a rank that is stuck: this process is about to end
         sdk.call(hvd.shutdown, "shutdown", _END)
@@ -165,7 +158,7 @@ def _interface(environment: ClusterEnvironment, slots: list[Slot]) -> str:
     if chosen := os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0].strip():
         return chosen
     names = [name for _, name in socket.if_nameindex()]
-    if len({slot.hostname for slot in slots}) == 1:
+    if _on_one_host(slots):
         return next((name for name in ("lo", "lo0") if name in names), "")
     return _interface_towards(environment.main_address)
 

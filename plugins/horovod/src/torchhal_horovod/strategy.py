@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
@@ -26,7 +26,8 @@ class HorovodStrategy(ParallelStrategy):
 
     The processes may be started by ``horovodrun``, torchrun, MPI, Slurm, or by torchhal itself: rank 0 serves the
     rendezvous of Horovod's gloo. What Horovod doesn't add up travels in another form: bfloat16 as float32, complex
-    numbers as pairs, sparse gradients in torch's process group.
+    numbers as pairs, tensors of a device that it wasn't built for through host memory, sparse gradients in torch's
+    process group. Rank 0's buffers are broadcast before a training step, as under ``ddp``.
 
     Args:
         compression: ``"fp16"`` sends float32 gradients as float16, which halves the traffic and rounds them; None
@@ -59,6 +60,8 @@ class HorovodStrategy(ParallelStrategy):
         self._session = Session()
         self._hvd: Any = None
         self._averager: GradientAverager | None = None
+        self._shares_buffers = True
+        """True if the next training step begins with rank 0's buffers."""
 
     @property
     def features(self) -> frozenset[str]:  # type: ignore[override]
@@ -82,12 +85,15 @@ class HorovodStrategy(ParallelStrategy):
         super().setup_optimizers(optimizers, lr_scheduler_configs)
         assert self.module is not None
         if self.world_size > 1:
+            self._shares_buffers = True
             self._averager = GradientAverager(
                 self._hvd,
                 self.module,
+                devices=sdk.device_types(self._hvd),
                 compressed=self.compression == "fp16",
                 finds_unused=self.find_unused_parameters,
                 timeout=self.timeout.total_seconds(),
+                guard=self.guard,
                 explain_unused=self._unused,
             )
             # the backward passes of manual optimization are averaged after each
@@ -122,15 +128,29 @@ class HorovodStrategy(ParallelStrategy):
         if self._averager is not None:
             self._averager.watch()  # parameters may have been replaced, frozen or unfrozen
 
-    def on_evaluation_start(self, stage: str) -> None:
-        """Evaluate with rank 0's buffers everywhere, as ``ddp`` does."""
-        super().on_evaluation_start(stage)
-        self._share_buffers()
-
     def _share_buffers(self) -> None:
         if self.module is not None and self.world_size > 1:
             with self.guard("broadcast of the buffers"):
-                collectives.broadcast_tensors(list(self.module.buffers()))
+                # ``data``: a graph that has saved a buffer may still run backward, as under DistributedDataParallel
+                collectives.broadcast_tensors([buffer.data for buffer in self.module.buffers()])
+
+    def module_step(self, name: str) -> Callable[..., Any]:
+        step = super().module_step(name)
+        if name != "training_step" or self.world_size == 1 or not self._is_automatic:
+            return step
+
+        def call(*args: Any) -> Any:
+            """Run the step with rank 0's buffers, unless the one before it was in an accumulation.
+
+            When is as in DistributedDataParallel's forward (``require_forward_param_sync``).
+            """
+            if self._shares_buffers:
+                self._share_buffers()
+            output = step(*args)
+            self._shares_buffers = self._averager is not None and not self._averager.paused
+            return output
+
+        return call
 
     def no_backward_sync(self) -> AbstractContextManager[Any] | None:
         return _Paused(self) if self.world_size > 1 else None
@@ -159,16 +179,19 @@ class HorovodStrategy(ParallelStrategy):
 
 
 class _Paused:
-    """``no_backward_sync()``, which can be entered many times and costs two assignments."""
+    """``no_backward_sync()``, which can be entered many times, inside of itself too."""
 
     def __init__(self, strategy: HorovodStrategy) -> None:
         self.strategy = strategy
-        self.before = False
+        self.before: list[bool] = []
 
     def __enter__(self) -> None:
-        if (averager := self.strategy._averager) is not None:
-            self.before, averager.paused = averager.paused, True
+        averager = self.strategy._averager
+        self.before.append(averager is not None and averager.paused)
+        if averager is not None:
+            averager.paused = True
 
     def __exit__(self, *exc_info: Any) -> None:
+        paused = self.before.pop()
         if (averager := self.strategy._averager) is not None:
-            averager.paused = self.before
+            averager.paused = paused
