@@ -82,8 +82,9 @@ conformance: $(VENV)/dev.stamp $(XLA)/packages.stamp $(ENGINES:%=.venv-%/package
 	TORCHHAL_CONFORMANCE_REPORTS=$(REPORTS) .venv-$$engine/bin/python -m pytest plugins/$$engine/tests/test_conformance.py || exit 1; done
 	$(BIN)/python plugins/conformance/tests/results_page.py $(REPORTS)
 
-bench: $(VENV)/dev.stamp  ## ratios against raw PyTorch
+bench: $(VENV)/dev.stamp $(ENGINES:%=.venv-%/packages.stamp)  ## ratios against raw PyTorch
 	for script in benchmarks/*.py; do $(BIN)/python $$script || exit 1; done
+	for engine in $(ENGINES); do .venv-$$engine/bin/python benchmarks/engines.py || exit 1; done
 
 $(BIN)/python:
 	@echo "== a virtual environment in $(VENV) =="

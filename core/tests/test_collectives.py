@@ -746,7 +746,10 @@ def averaging():
             some.grad = torch.full((4, 4), float(n))
         strided.grad = (torch.arange(16.0).view(4, 4) * (r + 1)).t()
         half.grad = torch.full((3,), r + 1.0, dtype=torch.bfloat16)
-        impl.average_gradients([dense, unused, some, frozen, strided, half])
+        steep = nn.Parameter(torch.zeros(3, dtype=torch.float16))
+        steep.grad = torch.full((3,), 60000.0, dtype=torch.float16)  # the sum of two is none
+        impl.average_gradients([dense, unused, some, frozen, strided, half, steep])
+        equal(steep.grad, torch.full((3,), 60000.0, dtype=torch.float16))
         equal(frozen.grad, torch.full((4, 4), r + 1.0))
         impl.average_gradients([frozen], frozen=True)
         mean = (n + 1) / 2
@@ -770,7 +773,10 @@ def averaging_of_sparse():
         mixed.grad = rows if r else torch.ones(4, 2)
         if r == 1:
             late.grad = rows
-        impl.average_gradients([dense, table, mixed, late])
+        steep = nn.Parameter(torch.zeros(4, 2, dtype=torch.float16))
+        steep.grad = torch.sparse_coo_tensor([[1]], torch.full((1, 2), 60000.0, dtype=torch.float16), (4, 2))
+        impl.average_gradients([dense, table, mixed, late, steep])
+        equal(steep.grad.to_dense()[1], torch.full((2,), 60000.0, dtype=torch.float16))
         equal(dense.grad, torch.full((4, 4), (n + 1) / 2))
         everyone = torch.zeros(4, 2)
         everyone[:n] = 1 / n

@@ -1,6 +1,8 @@
 """What is said where Horovod is missing, of another version, or has what a Trainer can't do."""
 
+import re
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
@@ -70,3 +72,12 @@ def test_a_job_of_one_process_and_one_of_mpi_are_others(monkeypatch):
     monkeypatch.setenv("HOROVOD_SIZE", "2")
     monkeypatch.delenv("HOROVOD_GLOO_RENDEZVOUS_ADDR")  # horovodrun --mpi
     assert not HorovodEnvironment.detect()
+
+
+@pytest.mark.usefixtures("horovod")
+def test_the_extra_holds_what_horovod_asks_for():
+    """And not Horovod itself, whose build by pip fails on torch's headers."""
+    project = (Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")
+    (extra,) = re.findall(r"^vendor = \[(.*)\]$", project, re.MULTILINE)
+    asked = {re.split(r"[^\w-]", one)[0].lower() for one in metadata.requires("horovod") if "extra ==" not in one}
+    assert {re.split(r"[^\w-]", one)[0] for one in re.findall(r'"(.*?)"', extra)} == asked - {"dataclasses"}

@@ -44,6 +44,25 @@ def test_a_mean_that_is_a_float16_does_not_overflow(world2, strategy, precision)
         assert torch.allclose(weight.float(), torch.tensor([-55000.0, 12000.0]) / 2**14, rtol=1e-3)
 
 
+def horovods_own_average():
+    """Return Horovod's average of two numbers in float16 whose sum is none."""
+    found = []
+
+    class Asks(Perceptron):
+        def on_train_start(self):
+            import horovod.torch as hvd
+
+            found.append(float(hvd.allreduce(torch.tensor([60000.0], dtype=torch.float16), op=hvd.Average)))
+
+    training.fit("horovod", Asks(), max_epochs=1)
+    return found
+
+
+def test_horovods_own_average_overflows_which_is_why_it_is_not_used(world2):
+    """It divides the sum (0.28.1), so gradients are divided before they travel."""
+    assert world2.run(horovods_own_average) == [[float("inf")]] * 2
+
+
 class ReadsBuffers(Perceptron):
     """Centres its input with a running mean, which training updates and reads, and has a batch norm."""
 

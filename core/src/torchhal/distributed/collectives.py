@@ -409,14 +409,21 @@ def average_gradients(parameters: Sequence[nn.Parameter], group: Any = None, *, 
             dense.setdefault((parameter.grad.dtype, parameter.grad.device), []).append(parameter.grad)
         elif is_sparse:
             gradient = _empty_sparse(parameter) if parameter.grad is None else parameter.grad.coalesce()
+            dtype = gradient.dtype
+            gradient = _summable(gradient)
             dist.all_reduce(gradient, group=group)
-            parameter.grad = gradient / world_size
+            parameter.grad = (gradient / world_size).to(dtype)
     for gradients in dense.values():
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        flat = _summable(torch.cat([gradient.reshape(-1) for gradient in gradients]))
         dist.all_reduce(flat, group=group)
         flat /= world_size
         for gradient, part in zip(gradients, _split(flat, [gradient.numel() for gradient in gradients]), strict=True):
             gradient.copy_(part.view_as(gradient))
+
+
+def _summable(gradient: torch.Tensor) -> torch.Tensor:
+    """Return ``gradient`` in a dtype that holds a sum over the ranks where its own holds the mean."""
+    return gradient.float() if gradient.dtype is torch.float16 else gradient
 
 
 def _empty_sparse(parameter: nn.Parameter) -> torch.Tensor:
