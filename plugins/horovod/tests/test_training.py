@@ -14,11 +14,15 @@ def same(results, reference, tolerance=0.0):
         assert result["losses"] == pytest.approx(other["losses"], rel=tolerance or 1e-12)
 
 
-@pytest.mark.parametrize("model", ["Manual", "ManyKinds", "FrozenInTheMiddle"])
-def test_equals_ddp(world2, model):
+@pytest.mark.parametrize(
+    ("model", "accumulate"),
+    [("Manual", 1), ("ManyKinds", 1), ("ManyKinds", 4), ("FrozenInTheMiddle", 1), ("FrozenInTheMiddle", 4)],
+)
+def test_equals_ddp(world2, model, accumulate):
+    options = {"accumulate_grad_batches": accumulate}  # of six batches: the last step has fewer
     same(
-        world2.run(training.train, "horovod", model),
-        world2.run(training.train, "ddp_unused" if model == "FrozenInTheMiddle" else "ddp", model),
+        world2.run(training.train, "horovod", model, options),
+        world2.run(training.train, "ddp_unused" if model == "FrozenInTheMiddle" else "ddp", model, options),
         1e-6 if model == "ManyKinds" else 0.0,
     )
 
@@ -63,9 +67,11 @@ def test_unused_parameters_are_refused_by_name(world2):
         assert told.startswith("DistributedError") and "'idle.weight'" in told and "find_unused_parameters=True" in told
 
 
-def test_unused_parameters_that_are_allowed(world2):
-    results = world2.run(training.train, "unused", "Unused")
-    same(results, world2.run(training.train, "ddp_unused", "Unused"))
+@pytest.mark.parametrize("accumulate", [1, 2, 3])
+def test_unused_parameters_that_are_allowed(world2, accumulate):
+    options = {"accumulate_grad_batches": accumulate}
+    results = world2.run(training.train, "unused", "Unused", options)
+    same(results, world2.run(training.train, "ddp_unused", "Unused", options))
     untouched = training.Unused().state_dict()["idle.weight"]
     assert torch.equal(results[0]["state"]["idle.weight"], untouched)  # weight decay has nothing to act on
     assert not torch.equal(results[0]["state"]["seldom.weight"], training.Unused().state_dict()["seldom.weight"])
