@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from pages import blocks_of
 
-from torchhal_conformance._extension_api import MODULES, foreign_uses, public_names
+from torchhal_conformance._extension_api import MODULES, foreign_uses, overridden_private_names, public_names
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "plugins" / "conformance" / "tests"))
@@ -51,6 +51,23 @@ def test_foreign_uses_are_found(source: str, uses: list[str]) -> None:
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: "/".join(path.parts[-2:]))
 def test_a_plugin_imports_the_extension_api_only(path: Path) -> None:
     assert list(foreign_uses(path.read_text(encoding="utf-8"))) == []
+
+
+@pytest.mark.parametrize(
+    ("member", "found"),
+    [
+        ("def _release(self): ...", []),
+        ("def __init__(self): ...", []),
+        ("def _watch_ranks(self, store): ...", ["Strategy._watch_ranks"]),
+        ("_environment_ready: bool = True", []),  # core has it in objects only
+        ("_lists_precisions = True", ["CarriedPrecisions._lists_precisions"]),
+    ],
+)
+def test_private_names_that_are_overridden_are_found(member: str, found: list[str]) -> None:
+    source = f"from torchhal.strategies import Strategy\n\nclass Own(Strategy):\n  {member}"
+    namespace: dict[str, object] = {}
+    exec(source, namespace)
+    assert [use.split(".", 3)[-1] for _, use in overridden_private_names(source, namespace)] == found
 
 
 def test_the_plugins_are_looked_at() -> None:

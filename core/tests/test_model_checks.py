@@ -12,6 +12,8 @@ from torchhal.errors import ModelError, UnsupportedCombinationError
 from torchhal.strategies.model_checks import (
     check_automatic_optimization,
     check_dense_gradients,
+    check_disjoint_optimizers,
+    check_disjoint_storage,
     check_metric_schedulers,
     check_no_closure,
     check_one_optimizer,
@@ -43,6 +45,8 @@ def test_a_model_that_fits() -> None:
     check_one_optimizer(module, [optimizer], WHY)
     check_no_closure(optimizer, WHY)
     check_dense_gradients(module, WHY)
+    check_disjoint_optimizers(module, [optimizer, sgd(module.frozen)], WHY)
+    check_disjoint_storage(module, WHY)
     check_optimized_parameters(module, [optimizer], WHY)
     check_metric_schedulers([SimpleNamespace(reduce_on_plateau=False)], WHY, "each rank", "leave it out")
 
@@ -79,3 +83,34 @@ def test_each_property_has_its_message() -> None:
 def test_the_class_of_the_error_is_the_callers() -> None:
     with pytest.raises(UnsupportedCombinationError):
         check_one_optimizer(Net(), [], WHY, error=UnsupportedCombinationError)
+
+
+class Views(nn.Module):
+    """Two parameters in one memory: ``apart`` rows of it, or overlapping."""
+
+    def __init__(self, *, overlap: bool) -> None:
+        super().__init__()
+        memory = torch.zeros(4, 3)
+        self.first = nn.Parameter(memory[: 3 if overlap else 2])
+        self.second = nn.Parameter(memory[2:])
+
+
+def test_one_memory_for_two_parameters() -> None:
+    check_disjoint_storage(Views(overlap=False), WHY)
+    with pytest.raises(ModelError, match="'first' and 'second' are views of the same memory: make them parameters"):
+        check_disjoint_storage(Views(overlap=True), WHY)
+    tied = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    tied[1].weight = tied[0].weight
+    check_disjoint_storage(tied, WHY)  # one parameter in two places
+    check_disjoint_storage(nn.Linear(2, 2, device="meta"), WHY)
+    columns = nn.Module()
+    columns.left, columns.right = map(nn.Parameter, torch.zeros(2, 4).split(2, 1))
+    with pytest.raises(ModelError, match="views of the same memory"):
+        check_disjoint_storage(columns, WHY)  # their elements alternate, and their extents overlap
+
+
+def test_one_parameter_of_two_optimizers() -> None:
+    module = Net()
+    optimizers = [sgd(module), sgd(module.words)]
+    with pytest.raises(ModelError, match=r"two optimizers of Net have 'words.weight': give each parameter to one"):
+        check_disjoint_optimizers(module, optimizers, WHY)

@@ -6,7 +6,10 @@ from typing import Any
 
 import torch
 
+from torchhal._overrides import declares_hooks
 
+
+@declares_hooks
 class ModuleHooks:
     """The hooks of a model, each with an empty body; the Trainer calls those that a model overrides."""
 

@@ -206,6 +206,7 @@ MUTANTS: list[tuple[str, str, Plugin]] = [
     ("GEN-15", "a name that is not listed", replace(SOUND, part_top="import torchhal.strategies.ddp")),
     ("GEN-15", "another of a listed module", replace(SOUND, part_top="import torchhal.rng\nx = torchhal.rng.Any")),
     ("GEN-15", "a private name", replace(SOUND, part_top="from torchhal import registry\nx = registry._default")),
+    ("GEN-15", "a private method overridden", replace(SOUND, members="def _register(self):\n    pass")),
     ("GEN-16", "patches torch", replace(SOUND, part_top="import torch\ntorch.optim.Optimizer.step = None")),
     ("GEN-16", "patches torchhal", replace(SOUND, part_top="from torchhal import module\nmodule.Module = 1")),
     ("GEN-18", "an alias that can't be looked up", replace(SOUND, more='[Component("cpu", "acme.part:Acme")]')),

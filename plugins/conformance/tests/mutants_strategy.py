@@ -30,6 +30,37 @@ class AnyOp(DDPStrategy):
         return super().reduce(value, op if op in ("sum", "max", "min") else "mean")
 
 
+@caught_by("STR-52", says="how often the closure ran")
+class IgnoresClosure(DDPStrategy):
+    def optimizer_step(self, optimizer, closure=None):
+        return super().optimizer_step(optimizer)
+
+
+@caught_by("STR-52", says="after three steps with a closure")
+class EvaluatesAfterwards(DDPStrategy):
+    """Evaluates the closure when the step is done, whose gradients it then has in the next one."""
+
+    def optimizer_step(self, optimizer, closure=None):
+        done = super().optimizer_step(optimizer)
+        if closure is not None:
+            closure()
+        return done
+
+
+@caught_by("STR-52", says="after three steps with a closure")
+class ClearsItsShare(DDPStrategy):
+    """Has one group of parameters in the optimizer while it evaluates the closure, as one that divides them has."""
+
+    def optimizer_step(self, optimizer, closure=None):
+        if closure is None:
+            return super().optimizer_step(optimizer)
+        groups = list(optimizer.param_groups)
+        del optimizer.param_groups[1:]
+        closure()
+        optimizer.param_groups[:] = groups
+        return super().optimizer_step(optimizer)
+
+
 @caught_by("STR-02")
 class InPlace(DDPStrategy):
     def reduce(self, value, op="mean", *, group=None):

@@ -247,13 +247,14 @@ class StrategySteps(StrategyCommunication):
 
         Args:
             optimizer: the optimizer to step.
-            closure: runs inside the step: forward, backward and clipping included.
+            closure: runs inside the step, with gradients on and all parameters in ``optimizer``: forward, backward and
+                clipping included.
 
         Returns:
             The number of steps to count, and whether parameters changed; an override may also return a bool, as
             :meth:`.StepResult.of` takes it.
 
-        Checks: STR-16, STR-69, STR-79.
+        Checks: STR-16, STR-52, STR-69, STR-79.
         """
         stepped = (self._precision_step or self.precision.optimizer_step)(optimizer, closure)
         if self.mark_step is not None:

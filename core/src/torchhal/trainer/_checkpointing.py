@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchhal import rng
 from torchhal._hyperparameters import NotPlainError, to_plain
+from torchhal._overrides import implements
 from torchhal._rank_state import STATES_KEY
 from torchhal.checkpoint import CheckpointIO
 from torchhal.checkpoint._inspection import is_tensor
@@ -90,10 +91,9 @@ def dump_checkpoint(run: Run, *, weights_only: bool = False) -> dict[str, Any]:
         if datamodule is not None and hasattr(datamodule, "state_dict"):
             checkpoint[type(datamodule).__qualname__] = datamodule.state_dict()
     for callback in run.callbacks:
-        hook = getattr(callback, "on_save_checkpoint", None)
-        if hook is not None:
-            hook(run.trainer, module, checkpoint)
-    if hasattr(module, "on_save_checkpoint"):
+        if implements(callback, "on_save_checkpoint"):
+            callback.on_save_checkpoint(run.trainer, module, checkpoint)
+    if implements(module, "on_save_checkpoint"):
         module.on_save_checkpoint(checkpoint)
     sharded = "sharded" in strategy.checkpoint_io.features
     if not weights_only and (sharded or run.is_global_zero):
@@ -138,10 +138,9 @@ def read_checkpoint(run: Run, path: str) -> dict[str, Any]:
         checkpoint_digests.check_digests(checkpoint, path)
     check_weights(checkpoint, path)
     for callback in run.callbacks:
-        hook = getattr(callback, "on_load_checkpoint", None)
-        if hook is not None:
-            hook(run.trainer, module, checkpoint)
-    if hasattr(module, "on_load_checkpoint"):
+        if implements(callback, "on_load_checkpoint"):
+            callback.on_load_checkpoint(run.trainer, module, checkpoint)
+    if implements(module, "on_load_checkpoint"):
         module.on_load_checkpoint(checkpoint)
     check_weights(checkpoint, path)
     if training:

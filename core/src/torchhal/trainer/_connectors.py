@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from torchhal._overrides import implements
 from torchhal.checkpoint._location import is_url
 from torchhal.errors import ConfigurationError, ModelError
 from torchhal.registry._hints import NAMES
@@ -97,7 +98,7 @@ def check_can_fit(run: Run, module: Any) -> None:
         ("training_step", "takes (batch, batch_idx) and returns the loss"),
         ("configure_optimizers", "returns the optimizer"),
     ):
-        if not callable(getattr(module, method, None)):
+        if not implements(module, method):
             other = near_miss(module, method)
             said = f" (its {other} is no hook, and never called)" if other else ""
             raise ModelError(f"{name} can't be fitted: it has no {method}{said}. Define one that {what}")

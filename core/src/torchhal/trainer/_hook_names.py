@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
+from torchhal._overrides import declares
 from torchhal.errors import ModelError
 from torchhal.module import ModuleHooks
 from torchhal.strategies._hooks import StrategyHooks
@@ -150,7 +151,7 @@ def _own_methods(owner: Any) -> Iterator[str]:
     if owner is None:
         return
     for cls in type(owner).__mro__:
-        if cls is object or cls.__module__.partition(".")[0] in _LIBRARIES:
+        if declares(cls) or cls.__module__.partition(".")[0] in _LIBRARIES:
             continue
         yield from (name for name, value in vars(cls).items() if callable(value) and not name.startswith("_"))
     yield from (name for name, value in vars(owner).items() if inspect.isroutine(value) and not name.startswith("_"))

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from torchhal._overrides import overrides
-from torchhal.module import ModuleHooks
+from torchhal._overrides import implements
 from torchhal.trainer._call_signatures import adapt_batch_hook
 from torchhal.trainer._run_part import RunPart
-from torchhal.trainer.callbacks import Callback
 
 
 def module_hook(module: Any, name: str) -> Callable[..., Any] | None:
     """Return the model's own body of a hook, or None."""
-    if not hasattr(module, name) or not overrides(module, ModuleHooks, name):
+    if not implements(module, name):
         return None
     function: Callable[..., Any] = getattr(module, name)
     return function
@@ -65,7 +63,7 @@ class Hooks(RunPart[HookContext]):
         if bound is None:
             bound = self._bound[name] = ([], [])
             for callback in self.run.callbacks:
-                if hasattr(callback, name) and overrides(callback, Callback, name):
+                if implements(callback, name):
                     bound[_comes_after(callback, name)].append(self._made(name, getattr(callback, name)))
         return bound
 

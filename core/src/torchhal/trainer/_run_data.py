@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from torchhal._overrides import implements
 from torchhal.errors import ModelError
 from torchhal.trainer import _resume as resume
 from torchhal.trainer.data._evaluation_data import EvaluationData
@@ -45,7 +46,7 @@ def load_validation_data(run: Run) -> EvaluationData:
     Under ``overfit_batches`` the training loader replaces each validation loader.
     """
     module, given = run.module, run.sources.validate
-    if not callable(getattr(module, "validation_step", None)):
+    if not implements(module, "validation_step"):
         if given is not None:
             run.warn_once(f"{type(module).__name__} has no validation_step, so val_dataloaders is not used")
         return EvaluationData()

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from torchhal import rng
+from torchhal._overrides import implements
 from torchhal.distributed import rendezvous
 from torchhal.distributed.failures import exit_for_signal
 from torchhal.distributed.signals import DEFAULT_SIGNALS, StopRequested, StopSignals, at_once
@@ -215,21 +216,20 @@ def set_up(run: Run, loop: FitLoop, fn: str, ckpt_path: Any, on_refusal: ExitSta
     """Set up hooks, model, weights, optimizers and state, in the order that every strategy can carry."""
     strategy, module, datamodule = run.strategy, run.module, run.datamodule
     for owner in (datamodule, module):
-        prepare = getattr(owner, "prepare_data", None)
-        if prepare is not None and strategy.local_rank == 0:
-            prepare()
+        if strategy.local_rank == 0 and implements(owner, "prepare_data"):
+            owner.prepare_data()
     strategy.barrier("prepare_data")
     add_model_callbacks(run)
     if fn == "fit":
         on_refusal.callback(begin_anew(run.callbacks, run.trainer_id))
     for callback in run.callbacks:
-        if hasattr(callback, "setup"):
+        if implements(callback, "setup"):
             callback.setup(run.trainer, module, fn)
     for owner in (datamodule, module):
-        if hasattr(owner, "setup"):
+        if implements(owner, "setup"):
             owner.setup(fn)
     run.hooks.refresh()
-    if hasattr(module, "configure_model"):
+    if implements(module, "configure_model"):
         with strategy.init_context():
             module.configure_model()
     run.ckpt_path = checkpointing.resolve_path(run, ckpt_path)
@@ -267,12 +267,11 @@ def set_up(run: Run, loop: FitLoop, fn: str, ckpt_path: Any, on_refusal: ExitSta
 
 
 def add_model_callbacks(run: Run) -> None:
-    configure = getattr(run.module, "configure_callbacks", None)
-    if configure is None:
+    if not implements(run.module, "configure_callbacks"):
         return
     if run.sources.callbacks_asked_of is run.module:
         return  # those of its last call, which hold the best checkpoint
-    own = configure() or []
+    own = run.module.configure_callbacks() or []
     own = list(own) if isinstance(own, Sequence) else [own]
     for sentence in check_hook_names(None, None, own):
         run.warn_once(sentence)
@@ -376,11 +375,10 @@ def report_failure(run: Run, error: BaseException) -> BaseException:
     raised = strategy.explain(error)
     strategy.watch.report_failure(raised)
     for callback in run.callbacks:
-        on_exception = getattr(callback, "on_exception", None)
-        if on_exception is None:
+        if not implements(callback, "on_exception"):
             continue
         try:
-            on_exception(run.trainer, run.module, raised)
+            callback.on_exception(run.trainer, run.module, raised)
         except Exception:  # the first error is raised
             _log.exception("%s.on_exception failed", type(callback).__name__)
     run.phases.fail(raised)
@@ -402,7 +400,7 @@ def tear_down_hooks(run: Run, fn: str, *, failed: bool = False) -> None:
     first: Exception | None = None
     for owner, given in calls:
         try:
-            if hasattr(owner, "teardown"):
+            if implements(owner, "teardown"):
                 owner.teardown(*given)
         except Exception as error:
             if failed or first is not None:

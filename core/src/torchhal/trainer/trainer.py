@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torchhal import _arguments as arguments
+from torchhal._overrides import implements
 from torchhal._text_table import format_table
 from torchhal.distributed.rendezvous import expect
 from torchhal.errors import ModelError
@@ -343,7 +344,7 @@ class Trainer(TrainerProperties):
         if find_source(model, datamodule, fn, given) is None:
             raise ModelError(f"{fn} needs data: pass dataloaders or a datamodule, or define the loader on the model")
         step = {"validate": "validation_step", "test": "test_step", "predict": "predict_step"}[fn]
-        if not callable(getattr(model, step, None)):
+        if not implements(model, step):
             raise ModelError(f"{type(model).__name__} has no {step}: define it to {fn}")
         results = self._launch(fn, model, sources, datamodule, ckpt_path)
         if verbose and self.is_global_zero and results:

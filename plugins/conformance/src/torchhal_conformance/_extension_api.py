@@ -98,6 +98,38 @@ def foreign_uses(source: str) -> Iterator[tuple[int, str]]:
                 yield node.lineno, f"uses {wrong}"
 
 
+def overridden_private_names(source: str, namespace: Mapping[str, object]) -> Iterator[tuple[int, str]]:
+    """Yield the names with an underscore that a class of ``source`` takes from a class of torchhal's.
+
+    An attribute is found where the class body defines it, as ``(line, what)``: core calls the plugin's by accident, or
+    misses its own.
+
+    Args:
+        source: of the module.
+        namespace: the module's, after its import.
+    """
+    for node in ast.parse(source).body:
+        if not isinstance(node, ast.ClassDef) or not isinstance(cls := namespace.get(node.name), type):
+            continue
+        for line, name in _defined(node):
+            if name[0] != "_" or _is_dunder(name):
+                continue
+            for base in cls.__mro__[1:]:
+                if base.__module__.partition(".")[0] == "torchhal" and name in vars(base):
+                    yield line, f"overrides {base.__module__}.{base.__qualname__}.{name}"
+                    break
+
+
+def _defined(node: ast.ClassDef) -> Iterator[tuple[int, str]]:
+    for statement in node.body:
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield statement.lineno, statement.name
+        elif isinstance(statement, ast.Assign):
+            yield from ((statement.lineno, target.id) for target in statement.targets if isinstance(target, ast.Name))
+        elif isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            yield statement.lineno, statement.target.id
+
+
 def _is_public(module: str, name: str) -> bool:
     return name in public_names().get(module, ()) or (_is_dunder(name) and module in public_names())
 

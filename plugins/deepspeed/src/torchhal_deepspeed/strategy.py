@@ -213,6 +213,9 @@ class DeepSpeedStrategy(DeepSpeedEngineBase):
         """Do nothing: the engine has cleared the gradients with its step."""
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
+        if closure is not None:  # as of an optimizer that evaluates once; others are refused
+            with torch.enable_grad():
+                closure()
         self.engine.step()
         if self.mark_step is not None:
             self.mark_step()

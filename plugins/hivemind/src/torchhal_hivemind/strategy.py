@@ -284,7 +284,10 @@ class HivemindStrategy(SingleDeviceStrategy):
         With ``averaging="state"`` each call is a step of this peer's own.
         """
         peer, schedule = self._collaboration, self._schedule
-        assert peer is not None and schedule is not None and closure is None
+        assert peer is not None and schedule is not None
+        if closure is not None:  # as of an optimizer that evaluates once; others are refused
+            with torch.enable_grad():
+                closure()
         samples, self._samples = self._samples, 0
         if not samples:
             return StepResult.NOT_DUE

@@ -85,17 +85,36 @@ class ZeRO1Strategy(DDPStrategy):
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
         if self.world_size == 1:
             return super().optimizer_step(optimizer, closure)
-        self.unscale_gradients(optimizer)  # over all parameters: every rank must come to the same decision
+        with_closure = closure is not None
+        if closure is None:
+            self.unscale_gradients(optimizer)  # over all parameters: every rank must come to the same decision
+        else:
+            closure = self._with_all_parameters(optimizer, closure)
         self._steps[id(optimizer)] = step = self._steps[id(optimizer)] + 1
         if step & (step - 1) == 0:  # a power of two
             self._check_alike_before_step(optimizer, step)
-        watched = self._trials.before_step(optimizer, with_closure=closure is not None)
+        watched = self._trials.before_step(optimizer, with_closure=with_closure)
         with self.only_mine(optimizer), watched:
             result = super().optimizer_step(optimizer, closure)
         if result.updated:
             with self.guard("sending of the updated parameters"):
                 self._share(optimizer)
         return result
+
+    def _with_all_parameters(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return ``closure`` for the time in which the optimizer has this rank's parameters alone.
+
+        It clears the gradients of all of them, and all are unscaled.
+        """
+        everything = [list(group["params"]) for group in optimizer.param_groups]
+
+        def evaluate() -> Any:
+            with with_parameters(optimizer, everything):
+                result = closure()
+                self.unscale_gradients(optimizer)
+            return result
+
+        return evaluate
 
     def _check_alike_before_step(self, optimizer: Optimizer, step: int) -> None:
         """Raise DistributedError, on every rank alike, where replicas of a parameter or its gradient differ.

@@ -8,6 +8,8 @@ import inspect
 from itertools import chain, islice, zip_longest
 from typing import TYPE_CHECKING, Any
 
+from torchhal._overrides import declares_hooks
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from torchhal import Trainer
 
 
+@declares_hooks
 class Callback:
     """Base class of callbacks, of which only the overridden hooks are called.
 

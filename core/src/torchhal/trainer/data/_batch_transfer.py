@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torchhal._overrides import overrides
+from torchhal._overrides import implements, overrides
 from torchhal.accelerators import Accelerator
-from torchhal.module import ModuleHooks
 from torchhal.strategies import Strategy
 
 
@@ -19,7 +18,7 @@ def batch_transfer(strategy: Strategy, datamodule: Any, module: Any) -> Callable
 
     def hook(name: str) -> Callable[..., Any] | None:
         for owner in (datamodule, module):
-            if owner is not None and hasattr(owner, name) and overrides(owner, ModuleHooks, name):
+            if implements(owner, name):
                 function: Callable[..., Any] = getattr(owner, name)
                 return function
         return None

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from torchhal._overrides import implements
 from torchhal.errors import ConfigurationError, ModelError
 
 LOADER_HOOKS = {
@@ -130,7 +131,6 @@ def find_loaders(stage: str, given: Any, module: Any, datamodule: Any) -> Any:
         return given
     hook = LOADER_HOOKS[stage]
     for owner in (datamodule, module):
-        function = getattr(owner, hook, None)
-        if callable(function):
-            return function()
+        if implements(owner, hook):
+            return getattr(owner, hook)()
     return None

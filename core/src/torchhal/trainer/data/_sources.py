@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from torchhal._overrides import implements
 from torchhal.errors import ConfigurationError, ModelError
 from torchhal.trainer.data._evaluation_data import EvaluationData
 from torchhal.trainer.data._loaders import LOADER_HOOKS
@@ -32,7 +33,7 @@ def check_datamodule(datamodule: Any) -> None:
     if isinstance(datamodule, type):
         raise ModelError(f"'datamodule' must be a DataModule (got {datamodule!r}): make an object, as Data(...)")
     hooks = LOADER_HOOKS.values()
-    if datamodule is not None and not any(callable(getattr(datamodule, hook, None)) for hook in hooks):
+    if datamodule is not None and not any(implements(datamodule, hook) for hook in hooks):
         raise ModelError(
             f"'datamodule' must be a DataModule, or have one of {', '.join(dict.fromkeys(hooks))} (got "
             f"{datamodule!r}); loaders go into the arguments before it"
@@ -51,6 +52,6 @@ def find_source(model: Any, datamodule: Any, stage: str, given: Any) -> Any:
     if given is not None:
         return given
     for owner in (datamodule, model):
-        if callable(getattr(owner, LOADER_HOOKS[stage], None)):
+        if implements(owner, LOADER_HOOKS[stage]):
             return owner
     return None

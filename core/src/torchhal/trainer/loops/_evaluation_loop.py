@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from torchhal._overrides import implements
 from torchhal.errors import ModelError
 from torchhal.pytree import move_to_device
 from torchhal.trainer._call_signatures import adapt_step
@@ -39,11 +40,8 @@ def evaluation_mode(run: Run, word: str) -> Iterator[None]:
     """Put the model into evaluation mode without gradients; restore the mode of each submodule afterwards."""
     module: nn.Module = run.module
     modes = {name: child.training for name, child in module.named_modules()}
-    set_eval = getattr(module, f"on_{word}_model_eval", None)
-    if set_eval is not None:
-        set_eval()
-    else:
-        module.eval()
+    set_eval = run.hooks.of_module(f"on_{word}_model_eval") or module.eval
+    set_eval()
     no_grad = torch.inference_mode if run.inference_mode and run.strategy.inference_mode else torch.no_grad
     try:
         with no_grad():
@@ -73,7 +71,7 @@ class EvaluationLoop(RunPart[Run]):
         run = self.run
         step_name, word = _STAGES[stage]
         module = run.module
-        if not callable(getattr(module, step_name, None)):
+        if not implements(module, step_name):
             raise ModelError(f"{type(module).__name__} has no {step_name}: define it, or don't ask for it")
         results, hooks = run.results, run.hooks
         with evaluation_mode(run, word):

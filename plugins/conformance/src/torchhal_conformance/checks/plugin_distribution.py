@@ -21,7 +21,7 @@ from torchhal.registry._entry import BASES, resolve_target
 from torchhal_conformance._assertions import require, same
 from torchhal_conformance._check import MissingRequirement, check
 from torchhal_conformance._context import CheckContext
-from torchhal_conformance._extension_api import foreign_uses
+from torchhal_conformance._extension_api import foreign_uses, overridden_private_names
 from torchhal_conformance.checks._plugin_facts import discovery_facts, measure_discovery, plugin_record
 
 
@@ -54,17 +54,43 @@ def bounded_requirement(context: CheckContext) -> None:
 def public_names(context: CheckContext) -> None:
     """The package's source imports from torchhal what docs/reference/extension-api.md lists, and nothing else.
 
+    Its classes override no method and no attribute of torchhal's that begins with an underscore.
+
     Why: anything else may change in a patch release, and the plugin is then broken for everybody at once.
     Fix: use a name of the extension API, or ask for one.
     """
-    plugin_record(context)
+    record = plugin_record(context)
     root = Path(discovery_facts(context)["record"]["file"]).parent
     problems = [
         f"{file.name}:{line} {use}"
         for file in sorted(root.rglob("*.py"))
         for line, use in foreign_uses(file.read_text(encoding="utf-8"))
     ]
+    context.restart_subprocess()
+    problems += context.run_in_subprocess(_private_overrides, record.distribution, str(root))
     require(not problems, "; ".join(problems[:10]))
+
+
+def _private_overrides(distribution: str, root: str) -> list[str]:
+    _load_available(distribution)
+    found = []
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None)
+        if file and file.endswith(".py") and Path(file).is_relative_to(root):
+            source = Path(file).read_text(encoding="utf-8")
+            found += [f"{Path(file).name}:{line} {use}" for line, use in overridden_private_names(source, vars(module))]
+    return sorted(found)
+
+
+def _load_available(distribution: str) -> None:
+    """Load the classes of a distribution that can be used here."""
+    for kind in BASES:
+        for entry in registry.entries(kind):
+            if entry.distribution == distribution and entry.availability():
+                try:
+                    entry.load()
+                except ComponentError:
+                    pass
 
 
 @check("GEN-16", needs=["posix"])
@@ -94,13 +120,7 @@ def _rebound_by_loading(distribution: str) -> list[str]:
     owners += [module for name, module in list(sys.modules.items()) if name.partition(".")[0] == "torchhal"]
     owners += [resolve_target(target) for target in BASES.values()]
     before = [(owner, dict(vars(owner))) for owner in owners]
-    for kind in BASES:
-        for entry in registry.entries(kind):
-            if entry.distribution == distribution and entry.availability():
-                try:
-                    entry.load()
-                except ComponentError:
-                    pass
+    _load_available(distribution)
     rebound = []
     for owner, names in before:
         now = vars(owner)

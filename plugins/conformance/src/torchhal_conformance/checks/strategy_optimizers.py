@@ -1,4 +1,4 @@
-"""STR: several optimizers, each with a state of its own."""
+"""STR-52, STR-90: several optimizers, each with a state of its own, and a step with a closure."""
 
 from __future__ import annotations
 
@@ -9,17 +9,21 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from torchhal.errors import ConfigurationError, ModelError
+from torchhal.errors import ConfigurationError, ModelError, TorchhalError
 from torchhal.strategies import Strategy
-from torchhal_conformance._assertions import close
+from torchhal_conformance._assertions import close, same
 from torchhal_conformance._check import NotApplicable, check
 from torchhal_conformance._rank_context import RankContext
 from torchhal_conformance.checks._strategy_run import (
     Regression,
     batch,
     make_model,
+    reference,
+    refused_alike,
     require_steps_of_the_loop,
+    running,
     share,
+    two_groups,
     values,
     weights_close,
 )
@@ -72,6 +76,39 @@ def several_optimizers(rank: RankContext) -> None:
         for name, tensor in values(strategy).items():
             close(f"after a resume of two optimizers, and two more steps: {name}", tensor, expected[name], 1e-6)
         rank.gather("done")
+
+
+@check("STR-52", since="0.2", world_sizes=(1, 2), after=("STR-16", "STR-19"))
+def step_with_a_closure(rank: RankContext) -> None:
+    """optimizer_step evaluates its closure once, with SGD, and steps with the gradients that this leaves.
+
+    The closure clears the optimizer's gradients, and runs forward and backward. A strategy that can't evaluate one
+    raises an error on every rank.
+
+    Why: the closure was ignored, and steps were made with the gradients of before; or the optimizer had a part of its
+    parameters meanwhile, and the gradients of the others were never cleared.
+    Fix: evaluate the closure first, with gradients on and all parameters in the optimizer.
+    """
+    plain, _ = reference(rank, 3, make=two_groups)
+    with running(rank, make=two_groups) as run:
+        strategy, optimizer = run.strategy, run.optimizer
+        losses: list[torch.Tensor] = []
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            number = len(losses)
+            loss: torch.Tensor = run.step(share(strategy, batch(rank, number)), number)
+            losses.append(loss)
+            strategy.backward(loss)
+            return loss
+
+        for number in range(3):
+            with refused_alike(rank, "a closure", TorchhalError) as refusal:
+                strategy.optimizer_step(optimizer, closure)
+            if refusal.reason:
+                raise NotApplicable(f"the strategy refuses a closure ({refusal.reason})")
+            same("how often the closure ran", len(losses), number + 1)
+        run.require_weights("after three steps with a closure", plain)
 
 
 def _optimizers(module: Any) -> list[Optimizer]:

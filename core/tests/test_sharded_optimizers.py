@@ -1,0 +1,106 @@
+"""What lets an optimizer step some of its parameters alone, and tells whether it can."""
+
+import pytest
+import torch
+from torch import nn
+
+from torchhal.accelerators import CPUAccelerator
+from torchhal.errors import ConfigurationError
+from torchhal.strategies._optimizer_trials import MOST_STEPS
+from torchhal.strategies.sharded_optimizers import check_separable, with_parameters
+
+
+def test_hooks_of_the_step_come_and_go_within_one():
+    calls = []
+
+    def once(optimizer, args, kwargs):
+        calls.append([len(group["params"]) for group in optimizer.param_groups])
+        optimizer.register_step_post_hook(lambda *_: calls.append("late"))
+        handle.remove()
+
+    weights = [nn.Parameter(torch.ones(2)) for _ in range(3)]
+    sgd = torch.optim.SGD([{"params": weights[:2]}, {"params": weights[2:]}], lr=0.1)
+    handle = sgd.register_step_pre_hook(once)
+    sgd.register_step_post_hook(lambda *_: calls.append("after"))
+    for expected in ([[2, 1], "after", "late"], ["after", "late"]):
+        calls.clear()
+        with with_parameters(sgd, [weights[:1], []]):
+            assert [len(group["params"]) for group in sgd.param_groups] == [1, 0]
+            sgd.step()
+        assert calls == expected
+        assert [len(group["params"]) for group in sgd.param_groups] == [2, 1]
+
+
+def test_optimizer_drawing_after_trials_refused():
+    """An optimizer that draws after all that is tried is refused."""
+    late = type("LateNoise", (torch.optim.SGD,), {})([nn.Parameter(torch.ones(2))])
+    trial = check_separable(late, "zero1", CPUAccelerator(), torch.device("cpu"))
+    trial.tried = trial.done = MOST_STEPS
+    with trial.watched(late, 2 * MOST_STEPS):
+        pass
+    with pytest.raises(ConfigurationError, match="LateNoise draws random numbers"), trial.watched(late, 2 * MOST_STEPS):
+        torch.rand(2)
+    late.register_step_post_hook(lambda *_: None)
+    with trial.watched(late, 2 * MOST_STEPS), trial.watched(late, 2 * MOST_STEPS + 1):
+        torch.rand(2)  # by a hook, which sees all parameters
+
+
+def test_late_global_optimizer_refused():
+    """An optimizer that looks at all parameters later is refused before that step."""
+
+    class Late(torch.optim.SGD):
+        steps = 0
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            self.steps += 1
+            parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+            norm = torch.stack([parameter.grad.norm() for parameter in parameters]).norm() if self.steps > 20 else 1.0
+            for parameter in parameters:
+                parameter.sub_(parameter.grad / norm)
+
+    late = Late(nn.Linear(3, 2).parameters())
+    trial = check_separable(late, "pipeline", CPUAccelerator(), torch.device("cpu"))
+    generator = torch.get_rng_state()
+    with pytest.raises(ConfigurationError, match=r"Late looks at all of them together"):
+        for _ in range(21):
+            trial.before_step()
+    assert trial.done <= 21 and late.steps == 0 and torch.equal(generator, torch.get_rng_state())
+
+
+def test_optimizer_refusing_empty_group_tried():
+    """An optimizer that takes no empty group is still tried."""
+
+    class NormPerGroup(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure=None):
+            for group in self.param_groups:
+                norm = torch.stack([each.grad.norm() for each in group["params"]]).norm()
+                for each in group["params"]:
+                    each.sub_(each.grad / norm)
+
+    weights = [nn.Parameter(torch.ones(2)) for _ in range(4)]
+    optimizer = NormPerGroup([{"params": some} for some in (weights[:1], weights[1:2], weights[2:])])
+    with pytest.raises(ConfigurationError, match="NormPerGroup looks at all of them"):
+        check_separable(optimizer, "pipeline", CPUAccelerator(), torch.device("cpu"))
+
+
+def test_number_of_tried_steps():
+    """Steps are tried before they are done up to a number."""
+    sgd = type("Own", (torch.optim.SGD,), {})(nn.Linear(3, 2).parameters(), lr=0.1)
+    trial = check_separable(sgd, "pipeline", CPUAccelerator(), torch.device("cpu"))
+    for done in range(1, 2 * MOST_STEPS):
+        trial.before_step()
+        assert trial.tried >= min(done, MOST_STEPS)
+    assert trial.tried == MOST_STEPS
+
+
+def test_untriable_optimizer_warns():
+    """An optimizer that cannot be tried is told of."""
+
+    class Odd(torch.optim.SGD):
+        def step(self, closure=None):
+            raise RuntimeError("no copies")
+
+    with pytest.warns(UserWarning, match="Odd treats each parameter by itself could not be tried .*no copies"):
+        check_separable(Odd([nn.Parameter(torch.ones(2))]), "pipeline", CPUAccelerator(), torch.device("cpu"))
