@@ -16,28 +16,30 @@ class InternalError(RuntimeError):
 
 
 class FakeHorovod:
-    """Two ranks of which the other has the same gradients; ``fails`` and ``hangs`` are what happens to a message."""
+    """Two ranks, the other with the same gradients; a message ``fails``, ``hangs``, or is ``refused`` at once."""
 
     Sum, Max, HorovodInternalError = "sum", "max", InternalError
 
-    def __init__(self, *, fails=False, hangs=False):
-        self.fails, self.hangs, self.sent = fails, hangs, {}
+    def __init__(self, what=""):
+        self.what, self.sent = what, {}
 
     def size(self):
         return 2
 
     def allreduce_async_(self, tensor, name, op):
         assert tensor.device.type == "cpu" and tensor.is_contiguous()
+        if self.what == "refused":
+            raise InternalError("Horovod has been shut down")
         self.sent[name] = tensor.clone()
         if op == self.Sum:
             tensor.mul_(2)
         return name
 
     def poll(self, handle):
-        return not self.hangs
+        return self.what != "hangs"
 
     def synchronize(self, handle):
-        if self.fails:
+        if self.what == "fails":
             raise InternalError("connection closed")
 
 
@@ -93,12 +95,10 @@ def test_is_divided_before_it_travels(dtype, compressed):
     assert before.dtype is (torch.float16 if compressed and dtype in (torch.float32, torch.complex64) else sent)
 
 
-@pytest.mark.parametrize("what", ["fails", "hangs"])
+@pytest.mark.parametrize("what", ["refused", "fails", "hangs"])
 def test_an_error_names_what_was_waited_for(what):
     layer = nn.Linear(3, 2)
-    averages = averager(layer, FakeHorovod(**{what: True}), timeout=0.05)
-    layer(torch.ones(4, 3)).sum().backward()
-    with pytest.raises(
-        RuntimeError, match=r"<averaging of the gradient of '(weight|bias)'> .*gradient of '(weight|bias)'"
-    ):
+    averages = averager(layer, FakeHorovod(what), timeout=0.05)
+    with pytest.raises(RuntimeError, match=r"<averaging of the gradient of '(weight|bias)'> .* gradient of '"):
+        layer(torch.ones(4, 3)).sum().backward()
         averages.finish()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,8 +124,10 @@ class GradientAverager:
             sent = sent.float().mul_(self._share)
         sent = sent.contiguous()
         name = self._names[parameter]
-        handle = self._hvd.allreduce_async_(sent, name=f"gradient.{name}", op=self._hvd.Sum)
-        self._messages[parameter] = _Message(handle, f"averaging of the gradient of {name!r}", gradient, sent)
+        what = f"averaging of the gradient of {name!r}"
+        with self._explained(what):
+            handle = self._hvd.allreduce_async_(sent, name=f"gradient.{name}", op=self._hvd.Sum)
+        self._messages[parameter] = _Message(handle, what, gradient, sent)
 
     def finish(self, *, frozen: bool = False) -> None:
         """Average what is not on its way yet, and wait for the end.
@@ -161,8 +163,10 @@ class GradientAverager:
     def _agreed(self, kinds: list[int]) -> list[int]:
         """Return the kind of each parameter's gradient on all ranks together."""
         mine = torch.tensor(kinds, dtype=torch.int32)
-        handle = self._hvd.allreduce_async_(mine, name="gradient kinds", op=self._hvd.Max)
-        self._wait(handle, "comparison of the gradients that the ranks have", time.monotonic() + self._timeout)
+        what = "comparison of the gradients that the ranks have"
+        with self._explained(what):
+            handle = self._hvd.allreduce_async_(mine, name="gradient kinds", op=self._hvd.Max)
+        self._wait(handle, what, time.monotonic() + self._timeout)
         return mine.tolist()
 
     @torch.no_grad()
@@ -186,9 +190,15 @@ class GradientAverager:
                     raise RuntimeError(f"collective of Horovod timed out after {self._timeout:g} s: {what}")
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
-        try:
+        with self._explained(what):
             hvd.synchronize(handle)
-        except hvd.HorovodInternalError as error:
+
+    @contextmanager
+    def _explained(self, what: str) -> Iterator[None]:
+        """Raise Horovod's bare error as one that says what was averaged, and which rank's failure was the cause."""
+        try:
+            yield
+        except self._hvd.HorovodInternalError as error:
             with self._guard(what):  # in the words by which torchhal knows a consequence of another rank's failure
                 raise RuntimeError(f"the process group of Horovod was aborted in the {what}: {error}") from error
 
