@@ -1,6 +1,6 @@
 """A training step of each engine that is installed here through torchhal, as a ratio to raw DistributedDataParallel.
 
-    .venv-horovod/bin/python benchmarks/engines.py [--steps 100] [--rounds 5]
+    .venv-horovod/bin/python benchmarks/engines.py [--steps 50] [--rounds 12]
 
 Two processes on the CPU, over gloo. In each round the raw loop, ddp and the engines train the same model on the same
 batches, one after the other, so that a slow moment of the machine falls on all of them. The ratio is that of the
@@ -10,6 +10,7 @@ Nothing here is a bound.
 """
 
 import argparse
+import gc
 import os
 import statistics
 import subprocess
@@ -89,21 +90,24 @@ def worker(steps: int, rounds: int, aliases: list[str]) -> None:
         strategy = Trainer(accelerator="cpu", strategy="ddp", devices=2, logger=False).strategy
         strategy.setup_environment()  # the process group that the Trainer's runs have
         try:
-            module = Model()
-            model, optimizer = DistributedDataParallel(module), module.configure_optimizers()
-            last = 0.0
-            sampler = DistributedSampler(data, **strategy.distributed_sampler_kwargs)
-            for index, (x, y) in enumerate(DataLoader(data, 16, sampler=sampler)):
-                now = time.perf_counter()
-                if index > WARM_UP:
-                    times.append(now - last)
-                last = now
-                loss = F.mse_loss(model(x), y)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
+            loop(DistributedSampler(data, **strategy.distributed_sampler_kwargs), times)
+            gc.collect()  # the wrapper, which hangs now and then if it is freed after its process group
         finally:
             strategy.teardown()
+
+    def loop(sampler: DistributedSampler, times: list[float]) -> None:
+        module = Model()
+        model, optimizer = DistributedDataParallel(module), module.configure_optimizers()
+        last = 0.0
+        for index, (x, y) in enumerate(DataLoader(data, 16, sampler=sampler)):
+            now = time.perf_counter()
+            if index > WARM_UP:
+                times.append(now - last)
+            last = now
+            loss = F.mse_loss(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
 
     times: dict[str, list[float]] = {name: [] for name in ("by hand", *aliases)}
     for _ in range(rounds):
@@ -123,8 +127,8 @@ def worker(steps: int, rounds: int, aliases: list[str]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:

@@ -1,86 +1,24 @@
 """Jobs of two processes: how they are started, by whatever, and how they end when something happens to them."""
 
-import json
 import os
 import signal
-import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
-from limits import scaled
+from job_processes import job_starter, wait_for_end
 
-HERE = Path(__file__).parent
-SCRIPT = str(HERE / "scripts" / "train.py")
+SCRIPT = Path(__file__).parent / "scripts" / "train.py"
 HOROVODRUN = (str(Path(sys.executable).parent / "horovodrun"), "--gloo", "-np", "2")
 LAUNCHERS = {"torchhal": (), "horovodrun": HOROVODRUN}
 
 pytestmark = [pytest.mark.usefixtures("horovod"), pytest.mark.timeout(240)]
 
 
-class Job:
-    """A program whose processes are killed in the end."""
-
-    def __init__(self, folder, *options, launcher=(), variables=()):
-        folder.mkdir(exist_ok=True)
-        self.folder, self.output = folder, folder / "output"
-        environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
-        environ |= {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{environ['PATH']}", **dict(variables)}
-        with open(self.output, "ab") as output:
-            self.process = subprocess.Popen(
-                [*launcher, sys.executable, SCRIPT, str(folder), *options], env=environ, stdin=subprocess.DEVNULL,
-                stdout=output, stderr=output, start_new_session=True,
-            )  # fmt: skip
-
-    @property
-    def said(self):
-        return self.output.read_text(errors="replace")
-
-    def pid_of(self, rank):
-        """Wait for the first step of a rank."""
-        path, deadline = self.folder / f"rank-{rank}", time.monotonic() + scaled(60)
-        while not (path.exists() and path.read_text()):
-            assert self.process.poll() is None and time.monotonic() < deadline, self.said
-            time.sleep(0.05)
-        return int(path.read_text())
-
-    def ends(self, timeout=60):
-        return self.process.wait(scaled(timeout))
-
-    def result(self):
-        assert self.ends() == 0, self.said
-        return json.loads((self.folder / "result.json").read_text())
-
-
-def gone(pids):
-    """Wait until these processes have ended."""
-    deadline = time.monotonic() + scaled(30)
-    while left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
-        assert time.monotonic() < deadline, f"{left} are left"
-        time.sleep(0.05)
-
-
 @pytest.fixture
 def start(tmp_path):
-    jobs = []
-
-    def started(name, *options, **how):
-        jobs.append(Job(tmp_path / name, *options, **how))
-        return jobs[-1]
-
-    yield started
-    for job in jobs:
-        try:
-            os.killpg(job.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        for path in job.folder.glob("rank-*"):
-            try:
-                os.kill(int(path.read_text()), signal.SIGKILL)
-            except (ProcessLookupError, ValueError):
-                pass
+    yield from job_starter(tmp_path, SCRIPT)
 
 
 def test_started_by_torchhal_by_horovodrun_and_by_torchrun(start):
@@ -132,7 +70,7 @@ def test_a_killed_rank_ends_the_job(start, launcher):
     assert job.ends() != 0
     if launcher == "torchhal":
         assert "SIGKILL" in job.said, job.said
-    gone({other})
+    wait_for_end({other})
 
 
 def test_sigterm_saves_and_the_run_goes_on_from_there(start):
@@ -150,7 +88,7 @@ def test_ctrl_c_ends_every_process(start):
     pids = [job.pid_of(0), job.pid_of(1)]
     os.killpg(job.process.pid, signal.SIGINT)
     assert job.ends() == -signal.SIGINT, job.said
-    gone(pids)
+    wait_for_end(pids)
 
 
 def test_a_rank_that_hangs_is_named(start):
