@@ -105,12 +105,12 @@ class GradientReduction:
         self._hooks = []
 
     def _accumulated(self, index: int) -> Callable[[torch.Tensor], None]:
-        def note(parameter: torch.Tensor) -> None:
+        def note(parameter: nn.Parameter) -> None:
             if self.is_paused or self._finds_unused:
                 return
             if index in self._seen:
                 raise DistributedError(
-                    f"parameter {self._name(index)!r} got a second gradient in one backward, while the first was on "
+                    f"parameter {self.name_of(parameter)!r} got a second gradient in one backward, while the first was on "
                     "its way to the rank that steps it, as one does that is used in several checkpointed layers: use "
                     f"find_unused_parameters=True, which sends gradients after backward, or strategy='fairscale_oss'"
                 )
@@ -119,8 +119,9 @@ class GradientReduction:
 
         return note
 
-    def _name(self, index: int) -> str:
-        return self._names.get(self.wrapper._trainable_params[index], "a parameter")
+    def name_of(self, parameter: nn.Parameter) -> str:
+        """Return the name of a parameter in the module."""
+        return self._names.get(parameter, "a parameter")
 
     def backward(self, run: Callable[[], None]) -> bool:
         """Call ``run``, which computes the gradients; return whether they were reduced.
@@ -143,7 +144,7 @@ class GradientReduction:
         trained = len(self.wrapper._trainable_params)
         if len(self._order) < trained:
             missing = [index for index in range(trained) if index not in self._seen]
-            raise self._explain_unused(list(map(self._name, missing)))
+            raise self._explain_unused([self.name_of(self.wrapper._trainable_params[index]) for index in missing])
         self._check_order()
         return True
 

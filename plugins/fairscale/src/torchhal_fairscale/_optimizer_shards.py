@@ -8,6 +8,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.optim import Optimizer
 
 from torchhal.strategies.sharded_optimizers import with_parameters
@@ -41,6 +42,7 @@ class OptimizerShards:
         """Of parameters that were not contiguous."""
         self._everything: list[list[torch.Tensor]] = []
         """The parameters of each group, when the present step began."""
+        self._released = False
         self.update()
 
     def parameters(self) -> Iterator[torch.Tensor]:
@@ -136,7 +138,13 @@ class OptimizerShards:
         return bucket is not None and bool(parameter.untyped_storage().data_ptr() == bucket.buffer.untyped_storage().data_ptr())
 
     def release(self) -> None:
-        """Give each parameter memory of its own again, laid out as before."""
+        """Give each parameter memory of its own again, laid out as before; what is known for :meth:`gathered_state` stays.
+
+        A checkpoint may be saved when a run has ended.
+        """
+        if self._released:
+            return
+        self._released = True
         with torch.no_grad():
             for parameter in self.owner:
                 strides = self._strides.get(parameter)
@@ -148,7 +156,7 @@ class OptimizerShards:
                     ).copy_(parameter.data)
         for part in self.parts:
             part.buckets.clear()
-        self.parts, self.owner, self._place, self._strides = [], {}, {}, {}
+        self._strides = {}
 
     # -- state -----------------------------------------------------------------------------------------------
 
@@ -162,6 +170,7 @@ class OptimizerShards:
         whole = dict(state)
         for part in self.parts:
             groups = part.partition_parameters()[self.rank]
+            part.group = dist.group.WORLD  # a new one, where the run has ended
             part.optim.state = {}
             for place, parameter in enumerate(chain.from_iterable(group["params"] for group in groups)):
                 if parameter in numbers and numbers[parameter] in state:

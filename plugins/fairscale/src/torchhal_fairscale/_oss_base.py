@@ -68,7 +68,7 @@ class OSSBase(ParallelStrategy):
 
     def setup_optimizers(self, optimizers: Sequence[Optimizer], lr_scheduler_configs: Sequence[Any] = ()) -> None:
         assert self.module is not None
-        self._trials, self._steps = OptimizerTrials(), Counter()
+        self._trials, self._steps, self._shards = OptimizerTrials(), Counter(), {}
         if self.world_size > 1:
             reason = f"strategy {self._name!r} divides the optimizer among the ranks"
             check_disjoint_optimizers(self.module, optimizers, reason)
@@ -95,8 +95,7 @@ class OSSBase(ParallelStrategy):
         self._trials = OptimizerTrials()  # without the copies of the optimizers
 
     def _release_shards(self) -> None:
-        shards, self._shards = self._shards, {}
-        for each in shards.values():
+        for each in self._shards.values():
             each.release()
 
     # -- the ranks compare -----------------------------------------------------------------------------------
@@ -198,7 +197,6 @@ class OSSBase(ParallelStrategy):
         if shards is None or "sharded" in self.checkpoint_io.features:
             return state
         with self.guard("gathering of the optimizer's state"):
-            shards.update()
             return {**state, "state": shards.gathered_state(state["state"])}
 
     def check_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from torchhal.capabilities import LOSS_SCALING
 from torchhal.distributed import collectives
-from torchhal.errors import ConfigurationError, DistributedError
+from torchhal.errors import ConfigurationError, DistributedError, ModelError
 from torchhal.memory_estimate import MemoryEstimate, ModelMemory
 from torchhal.strategies import forward_through
 from torchhal.strategies.model_checks import check_dense_gradients
@@ -167,11 +167,31 @@ class FairscaleSDPStrategy(OSSBase):
             return
         if self._reduced:
             self._send_reduced_to_all()
+        late = [] if reduction.is_paused else self._unfrozen_in_step(reduction)
         backward = super().backward
         with self.guard("reduction of the gradients"):
             reduced = reduction.backward(lambda: backward(loss, *args, **kwargs))
+            if late:
+                collectives.average_gradients(late)
         if reduced:
             self._reduced = set(self._shards)
+
+    def _unfrozen_in_step(self, reduction: GradientReduction) -> list[nn.Parameter]:
+        """Return parameters that the step unfroze after its forward began, which ShardedDataParallel doesn't reduce yet.
+
+        The next step's does.
+        """
+        if not (changed := reduction.changed()):
+            return []
+        if not self.find_unused_parameters and (frozen := [each for each in changed if not each.requires_grad]):
+            raise ModelError(
+                f"{', '.join(map(repr, map(reduction.name_of, frozen[:3])))}{' and others' if len(frozen) > 3 else ''} of "
+                f"{type(self.module).__name__} were frozen while a step ran, and the ranks reduce what was trained when "
+                "it began: freeze parameters between the steps, in on_train_batch_start or on_train_epoch_start, or use "
+                f"strategy={type(self).__name__}(find_unused_parameters=True)"
+            )
+        self.check_same_trained(changed)
+        return [each for each in changed if each.requires_grad]
 
     @property
     def has_all_gradients(self) -> bool:
