@@ -1,12 +1,15 @@
 """In a rank of a test's world: train small models under a strategy, with a Trainer."""
 
+import os
+from datetime import timedelta
+
 import torch
-from parity_models import Perceptron
+from parity_models import Attention, Convolution, Perceptron
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from torchhal import ModelCheckpoint, Trainer
+from torchhal import Callback, ModelCheckpoint, Trainer
 from torchhal.strategies import DDPStrategy
 
 QUIET = {
@@ -15,16 +18,26 @@ QUIET = {
 }  # fmt: skip
 
 
-def horovod(**options):
-    from torchhal_horovod import fairscaleStrategy
+def oss(**options):
+    from torchhal_fairscale import FairscaleOSSStrategy
 
-    return fairscaleStrategy(**options)
+    return FairscaleOSSStrategy(**options)
+
+
+def sdp(**options):
+    from torchhal_fairscale import FairscaleSDPStrategy
+
+    return FairscaleSDPStrategy(**options)
 
 
 STRATEGIES = {
-    "horovod": horovod,
-    "unused": lambda: horovod(find_unused_parameters=True),
-    "fp16": lambda: horovod(compression="fp16"),
+    "oss": oss,
+    "sdp": sdp,
+    "oss_unused": lambda: oss(find_unused_parameters=True),
+    "sdp_unused": lambda: sdp(find_unused_parameters=True),
+    "oss_checkpointed": lambda: oss(activation_checkpointing=nn.TransformerEncoderLayer),
+    "sdp_checkpointed": lambda: sdp(activation_checkpointing=nn.TransformerEncoderLayer),
+    "sdp_soon": lambda: sdp(timeout=timedelta(seconds=4)),
     "ddp": DDPStrategy,
     "ddp_unused": lambda: DDPStrategy(find_unused_parameters=True),
 }
@@ -33,13 +46,23 @@ STRATEGIES = {
 def fit(strategy, model, *, batch=4, **options):
     """Train and return the weights, with the losses of this rank."""
     options = {"max_epochs": 2, "enable_checkpointing": False, **options}
-    trainer = Trainer(strategy=STRATEGIES[strategy](), **{**QUIET, **options})
+    made = STRATEGIES[strategy]() if isinstance(strategy, str) else strategy
+    trainer = Trainer(strategy=made, **{**QUIET, **options})
     trainer.fit(model, DataLoader(model.dataset(), batch_size=batch))
     return {"state": {name: value.clone() for name, value in model.state_dict().items()}, "losses": model.losses}
 
 
 def train(strategy, name, options=None):
     return fit(strategy, MODELS[name](), **(options or {}))
+
+
+def error_of(strategy, name, options=None):
+    """Train, and return the error."""
+    try:
+        train(strategy, name, options)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 class Manual(Perceptron):
@@ -54,6 +77,7 @@ class Manual(Perceptron):
             for _ in range(1 + (batch_idx + turn) % 2):
                 loss = self.loss(batch)
                 self.manual_backward(loss)
+            self.clip_gradients(optimizer, 0.5)
             optimizer.step()
         self.losses.append(float(loss.detach()))
 
@@ -62,21 +86,59 @@ class Manual(Perceptron):
         return [torch.optim.Adam(first, lr=1e-2), torch.optim.SGD(rest, lr=0.1, momentum=0.9)]
 
 
+class Toggled(Manual):
+    """Two optimizers by hand, of which one's parameters are frozen while the other's are trained."""
+
+    def training_step(self, batch, batch_idx):
+        first, second = self.optimizers()
+        for optimizer, frozen in ((first, self.body[1:]), (second, self.body[:1])):
+            frozen.requires_grad_(False)
+            loss = self.loss(batch)
+            self.manual_backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            frozen.requires_grad_(True)
+        self.losses.append(float(loss.detach()))
+
+
+class TwoGroups(Perceptron):
+    """Two parameter groups, and a scheduler."""
+
+    def configure_optimizers(self):
+        first, rest = self.body[0].parameters(), self.body[1:].parameters()
+        optimizer = torch.optim.AdamW([{"params": first, "lr": 1e-2}, {"params": rest, "weight_decay": 0.1}], lr=2e-2)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+
+
 class ManyKinds(Perceptron):
-    """A complex parameter, a sparse gradient, one that isn't contiguous, float64, and two uses of one layer."""
+    """A complex parameter, one that isn't contiguous, float64, an empty one, and two uses of one layer."""
 
     def build(self):
         self.phases = nn.Parameter(torch.ones(4, dtype=torch.complex64))
-        self.rows = nn.Embedding(8, 64, sparse=True)
         self.turned = nn.Parameter(torch.randn(64, 32).t())
         self.wide = nn.Parameter(torch.ones(4, dtype=torch.float64))
+        self.empty = nn.Parameter(torch.zeros(0))
         self.twice = nn.Linear(64, 64)
         return nn.Linear(32, 4)
 
     def forward(self, x):
-        x = torch.tanh(self.twice(torch.tanh(self.twice(x))) + self.rows((x[:, 0] > 0).long()))
-        logits = self.body(F.linear(x, self.turned)) * self.wide.float()
+        x = torch.tanh(self.twice(torch.tanh(self.twice(x))))
+        logits = self.body(F.linear(x, self.turned)) * self.wide.float() + self.empty.sum()
         return (logits.to(torch.complex64) * self.phases).abs()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+class Sparse(Perceptron):
+    """An embedding with sparse gradients."""
+
+    def build(self):
+        self.rows = nn.Embedding(8, 64, sparse=True)
+        return nn.Linear(64, 4)
+
+    def forward(self, x):
+        return self.body(torch.tanh(self.rows((x[:, 0] > 0).long()) + x))
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.05)
@@ -101,8 +163,37 @@ class Unused(Perceptron):
         return torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.1)
 
 
+class OtherOrder(Perceptron):
+    """Two layers of one shape, which rank 1 steps, and which the ranks use in another order."""
+
+    def build(self):
+        self.large = nn.Linear(64, 256)
+        self.one, self.other = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
+        return nn.Linear(256, 4)
+
+    def forward(self, x):
+        layers = [self.one, self.other]
+        if self.trainer.global_rank:
+            layers.reverse()
+        for layer in layers:
+            x = torch.tanh(layer(x))
+        return self.body(self.large(x))
+
+    def configure_optimizers(self):
+        named = dict(self.named_parameters())
+        first = ["large.weight", "one.weight", "other.weight"]
+        return torch.optim.Adam([named[name] for name in [*first, *sorted(set(named) - set(first))]], lr=1e-2)
+
+
+class OtherOwners(OtherOrder):
+    """The same, but each of the layers is stepped by another rank."""
+
+    def configure_optimizers(self):
+        return torch.optim.Adam([*self.one.parameters(), *self.other.parameters(), *self.body.parameters()], lr=1e-2)
+
+
 class Alternating(Perceptron):
-    """Freezes and unfreezes layers from epoch to epoch, and replaces one before the third."""
+    """Freezes and unfreezes layers from epoch to epoch."""
 
     def on_train_epoch_start(self):
         self.body[0].requires_grad_(self.current_epoch % 2 == 0)
@@ -119,43 +210,148 @@ class FrozenInTheMiddle(Perceptron):
         self.body[2].requires_grad_(False)
 
 
-class HalfPrecision(Perceptron):
-    """Weights in bfloat16, whose gradients fairscale can't add up."""
+class AllFrozenAtTimes(Perceptron):
+    """Trains the last layer alone for an epoch: some ranks own nothing that is trained."""
+
+    def on_train_epoch_start(self):
+        self.body[:4].requires_grad_(self.current_epoch != 1)
+
+
+class ReplacedMemory(Perceptron):
+    """Gives a parameter other memory between two steps, as an average of weights does that is swapped in."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.body[0].weight.data = self.body[0].weight.data * 1.0
+
+
+class GroupAdded(Perceptron):
+    """Adds a parameter group to the optimizer before the second epoch."""
+
+    def on_train_epoch_start(self):
+        if self.current_epoch == 1:
+            self.trainer.optimizers[0].add_param_group({"params": list(self.body[2:].parameters()), "lr": 1e-3})
 
     def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return torch.optim.Adam(self.body[0].parameters(), lr=1e-2)
+
+
+class Clipped(Perceptron):
+    """Notes the norm of the gradients that the strategy tells."""
+
+    norms = ()
+
+    def on_before_optimizer_step(self, optimizer):
+        self.norms = [*self.norms, float(self.trainer.strategy.grad_norm(optimizer))]
+
+
+class Normed(Convolution):
+    """A batch norm whose statistics are those of each rank, or of all of them."""
+
+
+class OwnLBFGS(Perceptron):
+    """An optimizer that evaluates the model several times in a step."""
+
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters())
+
+
+class ByTheNorm(torch.optim.SGD):
+    """Scales its step by the norm of all gradients."""
+
+    def step(self, closure=None):
+        found = [one.grad for group in self.param_groups for one in group["params"] if one.grad is not None]
+        norm = nn.utils.get_total_norm(found)
+        for one in found:
+            one.div_(norm + 1)
+        return super().step(closure)
+
+
+class Coupled(Perceptron):
+    """An optimizer that looks at all gradients together."""
+
+    def configure_optimizers(self):
+        return ByTheNorm(self.parameters(), lr=0.1)
+
+
+class Views(Perceptron):
+    """Two parameters in the same memory."""
+
+    def build(self):
+        both = torch.randn(8, 64)
+        self.upper, self.lower = nn.Parameter(both[:5]), nn.Parameter(both[3:])
+        return nn.Linear(64, 4)
+
+    def forward(self, x):
+        return self.body(x) + (self.upper.sum() + self.lower.sum()) * 1e-3
+
+
+class OwnRate(Perceptron):
+    """Sets the learning rate by the loss of a rank's own batch."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.trainer.optimizers[0].param_groups[0]["lr"] = 1e-2 + 1e-3 * self.trainer.global_rank
+
+
+class OwnNoise(Perceptron):
+    """Writes other numbers into a weight on each rank."""
+
+    def on_train_start(self):
+        with torch.no_grad():
+            self.body[0].weight.add_(self.trainer.global_rank)
+
+
+class FullySharded(Perceptron):
+    """A layer in fairscale's FullyShardedDataParallel."""
+
+    def configure_model(self):
+        from fairscale.nn import FullyShardedDataParallel
+
+        self.body[4] = FullyShardedDataParallel(self.body[4])
 
 
 MODELS = {cls.__name__: cls for cls in (
-    Perceptron, Manual, ManyKinds, Unused, Alternating, FrozenInTheMiddle, HalfPrecision
+    Perceptron, Attention, Manual, Toggled, TwoGroups, ManyKinds, Sparse, Unused, OtherOrder, OtherOwners, Alternating,
+    FrozenInTheMiddle, AllFrozenAtTimes, ReplacedMemory, GroupAdded, Clipped, Normed, OwnLBFGS, Coupled, Views, OwnRate,
+    OwnNoise, FullySharded,
 )}  # fmt: skip
 
 
-def save(strategy, folder):
+def norms(strategy, options):
+    model = Clipped()
+    return {**fit(strategy, model, **options), "norms": model.norms}
+
+
+def save(strategy, folder, devices=2, accumulate=1):
     """Train three epochs and keep the checkpoint of the first; return what came of it, and the checkpoint's path."""
     callback = ModelCheckpoint(dirpath=folder, save_top_k=-1)
-    trained = fit(strategy, Perceptron(), max_epochs=3, callbacks=[callback], enable_checkpointing=True)
-    return trained, f"{folder}/epoch=0-step=6.ckpt"
+    model = TwoGroups()
+    trained = fit(
+        strategy, model, max_epochs=3, callbacks=[callback], enable_checkpointing=True, devices=devices,
+        accumulate_grad_batches=accumulate,
+    )  # fmt: skip
+    return trained, sorted(str(path) for path in callback_files(folder))
 
 
-def resume(strategy, path):
-    model = Perceptron()
-    trainer = Trainer(strategy=STRATEGIES[strategy](), **QUIET, max_epochs=3, enable_checkpointing=False)
+def callback_files(folder):
+    return [os.path.join(folder, name) for name in os.listdir(folder) if "epoch=0" in name]
+
+
+def resume(strategy, path, devices=2):
+    model = TwoGroups()
+    trainer = Trainer(
+        strategy=STRATEGIES[strategy](), **{**QUIET, "devices": devices}, max_epochs=3, enable_checkpointing=False
+    )
     trainer.fit(model, DataLoader(model.dataset(), batch_size=4), ckpt_path=path)
     return {"state": dict(model.state_dict()), "losses": model.losses}
 
 
 def one_batch_more(strategy):
     """Train with a batch more on rank 0; return the error."""
-    from datetime import timedelta
-
     made = STRATEGIES[strategy]()
     made.timeout = timedelta(seconds=4)
     model = Perceptron()
     trainer = Trainer(strategy=made, **QUIET, max_epochs=1, enable_checkpointing=False, use_distributed_sampler=False)
     batches = [part for number, part in enumerate(DataLoader(model.dataset(), batch_size=8)) if number < 3]
-    import os
-
     if os.environ["RANK"] == "0":
         batches.append(batches[0])
     try:
@@ -165,7 +361,7 @@ def one_batch_more(strategy):
     return ""
 
 
-def error_of_one_rank():
+def error_of_one_rank(strategy):
     """Raise on rank 1 while rank 0 averages; return the error of each."""
     model = Perceptron()
 
@@ -176,57 +372,63 @@ def error_of_one_rank():
 
     model.training_step = fail
     try:
-        fit("horovod", model)
+        fit(strategy, model)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
 
-def refused_unused():
-    try:
-        fit("horovod", Unused())
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+def runs_of_one_object(strategy):
+    """Return the losses of two fits by one strategy object, of one model and of another, and an evaluation between."""
+    made = STRATEGIES[strategy]()
+    first = Perceptron()
+    trained = fit(made, first)["losses"][:]
+    trainer = Trainer(strategy=made, **QUIET)
+    first.validation_step = lambda batch, batch_idx: first.log("loss", first.loss(batch))
+    loader = DataLoader(first.dataset(), batch_size=4)
+    evaluated = trainer.validate(first, loader, verbose=False)[0]["loss"]
+    again = fit(made, first)["losses"][len(trained) :]
+    return trained, float(evaluated), again, fit(made, Perceptron())["losses"]
 
 
-def environment_afterwards():
-    """Return what is left of fairscale, its variables and its threads after a run, and what a second run computes."""
-    import os
-    import threading
+def left_behind(strategy):
+    """Return what a run leaves on the module: memory shared by parameters, hooks, own forwards, optimizer objects."""
+    model, seen = Attention(), []
 
-    import horovod.torch as hvd
+    class See(Callback):
+        def on_train_start(self, trainer, module):
+            seen.append(trainer.optimizers[0])
 
-    before = {name: value for name, value in os.environ.items() if name.startswith("HOROVOD")}
-    first = train("horovod", "Perceptron")
-    after = {name: value for name, value in os.environ.items() if name.startswith("HOROVOD")}
-    threads = [thread.name for thread in threading.enumerate() if "horovod" in thread.name]
-    return before == after, hvd.is_initialized(), threads, first["losses"] == train("horovod", "Perceptron")["losses"]
+        def on_train_end(self, trainer, module):
+            seen.append(trainer.optimizers[0])
+
+    made = model.configure_optimizers
+    optimizers = []
+    model.configure_optimizers = lambda: optimizers.append(made()) or optimizers[0]
+    fit(strategy, model, callbacks=[See()])
+    memory = [one.untyped_storage().data_ptr() for one in model.parameters()]
+    sizes = [one.untyped_storage().nbytes() == one.numel() * one.element_size() for one in model.parameters()]
+    hooks = [
+        bool(one._backward_hooks) or bool(getattr(one, "_post_accumulate_grad_hooks", None))
+        for one in model.parameters()
+    ]
+    forwards = [name for name, layer in model.named_modules() if "forward" in vars(layer)]
+    return {
+        "own memory": len(set(memory)) == len(memory) and all(sizes), "hooks": any(hooks), "forwards": forwards,
+        "same optimizer": all(each is optimizers[0] for each in seen),
+    }  # fmt: skip
 
 
-def initialised_before():
-    """Initialise fairscale as a program of its own would, alone, and return the error of a run."""
-    import horovod.torch as hvd
+def share_of_state(strategy):
+    """Return the numbers of parameters of which this rank has optimizer state, and gradients after backward."""
+    found = []
 
-    hvd.init()
-    try:
-        train("horovod", "Perceptron")
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    finally:
-        hvd.shutdown()
-    return ""
+    class See(Callback):
+        def on_train_batch_end(self, trainer, module, *rest):
+            found.append(sum(one in trainer.optimizers[0].state for one in module.parameters()))
 
+        def on_before_optimizer_step(self, trainer, module, optimizer):
+            found.append(sum(one.grad is not None for one in module.parameters()))
 
-def broadcast_trap():
-    """Return the step of a fresh Adam after fairscale's own broadcast of its state."""
-    import horovod.torch as hvd
-
-    hvd.init()
-    try:
-        layer = nn.Linear(2, 2)
-        optimizer = torch.optim.Adam(layer.parameters())
-        hvd.broadcast_optimizer_state(optimizer, 0)
-        return [float(state["step"]) for state in optimizer.state.values()]
-    finally:
-        hvd.shutdown()
+    fit(strategy, Perceptron(), max_epochs=1, callbacks=[See()], limit_train_batches=1)
+    return found

@@ -93,11 +93,13 @@ class GradientReduction:
         ]
 
     def remove(self) -> None:
-        """Take all hooks from the parameters."""
+        """Take all hooks from the parameters, and let go of the process group, which closes its connections."""
         self._remove_hooks()
         while self.wrapper._grad_hooks:
             self.wrapper._grad_hooks.pop().remove()
-        self.wrapper._grad_accs = []
+        self.wrapper._grad_accs, self.wrapper._manual_reduce, self.wrapper._sharded_optimizers = [], [], []
+        self.wrapper._work_handles.clear()
+        self.wrapper._process_group = None
 
     def _remove_hooks(self) -> None:
         for hook in self._hooks:

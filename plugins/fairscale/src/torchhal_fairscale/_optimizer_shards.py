@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -71,6 +71,7 @@ class OptimizerShards:
                     self._strides[parameter] = parameter.stride()
             part = OSS([{"params": parameters} for parameters in groups], optim=_Step)
             self.parts.append(part)
+            self._keep_strides()
             for parameter in chain.from_iterable(groups):
                 self.owner[parameter] = part._param_to_rank[parameter]
                 self._place[parameter] = part
@@ -127,8 +128,21 @@ class OptimizerShards:
             left = [each for each in self.parameters() if not each.requires_grad and self._is_in_buffer(each)]
             for part in again.values():
                 part.refresh_trainable()
+            self._keep_strides()
             outside += [each for each in left if not self._is_in_buffer(each)]
         return [each for each in outside if not each.requires_grad and each.grad is not None]
+
+    @torch.no_grad()
+    def _keep_strides(self) -> None:
+        """Lay parameters out in OSS's buffers as they were, which it makes contiguous.
+
+        DistributedDataParallel gives wrong gradients for a parameter whose strides have changed since it was wrapped.
+        """
+        for parameter, strides in self._strides.items():
+            if parameter.stride() != strides and _is_dense(parameter.shape, strides):
+                values, memory = parameter.detach().clone(), parameter.data
+                parameter.data = memory.as_strided(parameter.shape, strides, memory.storage_offset())
+                parameter.copy_(values)
 
     def _is_in_buffer(self, parameter: torch.Tensor) -> bool:
         part = self._place.get(parameter)
@@ -156,6 +170,7 @@ class OptimizerShards:
                     ).copy_(parameter.data)
         for part in self.parts:
             part.buckets.clear()
+            part.group = None  # or the process group would outlive the run, and other ranks wait for this one
         self._strides = {}
 
     # -- state -----------------------------------------------------------------------------------------------
@@ -185,9 +200,22 @@ class OptimizerShards:
                             whole[numbers[places[place]]] = entry
             finally:
                 part.optim.state, part.optim.sizes, part._all_states = {}, [], []
+                if self._released:
+                    part.group = None
         indices = {number: entry for number, entry in whole.items() if isinstance(number, int)}
         others = {key: entry for key, entry in whole.items() if not isinstance(key, int)}
         return {**dict(sorted(indices.items())), **others}
+
+
+def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Return whether a tensor of these strides fills its memory without gaps, each place once."""
+    expected = 1
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
 
 
 class _Step:
