@@ -98,14 +98,19 @@ def balanced(sizes: Sequence[int], parts: int) -> list[int]:
     return counts[::-1]
 
 
-def check_no_batch_statistics(layers: nn.Sequential, chunks: int, alias: str) -> None:
-    """Raise ModelError for a layer that computes with the whole batch, of which it would get a part."""
-    if chunks == 1:
-        return
+def check_no_batch_statistics(layers: nn.Sequential, chunks: int, checkpoint: str, alias: str) -> None:
+    """Raise ModelError for a layer that computes with the whole batch, or that counts it twice when computed again."""
     for name, layer in layers.named_modules():
-        if isinstance(layer, _BatchNorm) or (isinstance(layer, _InstanceNorm) and layer.track_running_stats):
+        if not (isinstance(layer, _BatchNorm) or (isinstance(layer, _InstanceNorm) and layer.track_running_stats)):
+            continue
+        if chunks > 1:
             raise ModelError(
                 f"strategy {alias!r} runs the layers on {chunks} parts of a batch, and {name!r}, a "
                 f"{type(layer).__name__}, would compute its statistics of each: use chunks=1, or a norm over samples, "
                 "such as GroupNorm"
+            )
+        if checkpoint == "always":
+            raise ModelError(
+                f"strategy {alias!r} computes the layers again in backward, and {name!r}, a {type(layer).__name__}, "
+                "would count each batch twice in its running statistics: use checkpoint='never'"
             )

@@ -122,7 +122,8 @@ class FairscalePipeStrategy(SingleDeviceStrategy):
             name, layers = found
             if "forward" in vars(layers):
                 raise ModelError(f"{name!r} has a forward of its own on the object, which Pipe would leave out")
-            check_no_batch_statistics(layers, self._num_chunks if training else 1, self._name)
+            if training:
+                check_no_batch_statistics(layers, self._num_chunks, self.checkpoint, self._name)
             self._piped = layers
         super().setup_model(training=training)
 
