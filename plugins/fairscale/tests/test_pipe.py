@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import time
 
 import parity_models
 import pytest
@@ -40,12 +41,17 @@ def same(found, expected, tolerance=0.0):
     assert losses == pytest.approx(expected[1], rel=tolerance or 1e-12)
 
 
-@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
-@pytest.mark.parametrize("name", parity_models.MODELS)
+@pytest.mark.parametrize(
+    ("name", "checkpoint"),
+    [
+        (name, checkpoint)
+        for name in parity_models.MODELS
+        for checkpoint in ("always", "except_last", "never")
+        if (name, checkpoint) != ("convolution", "always")  # a batch norm would count its batch twice: refused
+    ],
+)
 def test_one_micro_batch_equals_one_device_to_the_bit(name, checkpoint):
     strategy = FairscalePipeStrategy(chunks=1, checkpoint=checkpoint)
-    if name == "convolution" and checkpoint == "always":
-        pytest.skip("a batch norm would count its batch twice, which the next test sees refused")
     same(fit(parity_models.MODELS[name](), strategy), fit(parity_models.MODELS[name]()))
 
 
@@ -168,7 +174,11 @@ def test_resumes_under_one_device_and_back(tmp_path):
 def test_a_run_leaves_nothing_behind_and_one_object_runs_again():
     before, strategy, model = threading.active_count(), FairscalePipeStrategy(), parity_models.Perceptron()
     fit(model, strategy)
-    assert "forward" not in vars(model.body) and threading.active_count() == before
+    assert "forward" not in vars(model.body)
+    deadline = time.monotonic() + 5  # a thread of Pipe says that it ends, and then does
+    while threading.active_count() > before:
+        assert time.monotonic() < deadline, threading.enumerate()
+        time.sleep(0.01)
     first = model.losses[:]
     assert fit(parity_models.Perceptron(), strategy)[1] == first
     fit(model, strategy)
