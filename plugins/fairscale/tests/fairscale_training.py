@@ -7,6 +7,7 @@ import torch
 from parity_models import Attention, Convolution, Perceptron
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from torchhal import Callback, ModelCheckpoint, Trainer
@@ -128,6 +129,27 @@ class ManyKinds(Perceptron):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+class Twice(Perceptron):
+    """A layer that is used twice."""
+
+    def build(self):
+        self.twice = nn.Linear(64, 64)
+        return nn.Linear(64, 4)
+
+    def use(self, x):
+        return torch.tanh(self.twice(x))
+
+    def forward(self, x):
+        return self.body(self.use(self.use(x + 0 * self.twice.bias)))
+
+
+class TwiceCheckpointed(Twice):
+    """The same, computed again in backward each time, in a backward of its own."""
+
+    def use(self, x):
+        return checkpoint(super().use, x, use_reentrant=True)
 
 
 class Sparse(Perceptron):
@@ -310,7 +332,7 @@ class FullySharded(Perceptron):
 
 
 MODELS = {cls.__name__: cls for cls in (
-    Perceptron, Attention, Manual, Toggled, TwoGroups, ManyKinds, Sparse, Unused, OtherOrder, OtherOwners, Alternating,
+    Perceptron, Attention, Manual, Toggled, TwoGroups, ManyKinds, Twice, TwiceCheckpointed, Sparse, Unused, OtherOrder, OtherOwners, Alternating,
     FrozenInTheMiddle, AllFrozenAtTimes, ReplacedMemory, GroupAdded, Clipped, Normed, OwnLBFGS, Coupled, Views, OwnRate,
     OwnNoise, FullySharded,
 )}  # fmt: skip

@@ -156,7 +156,7 @@ def in_another_order(path):
 
         expected = sum(torch.autograd.grad(loss(which), model["a"].weight)[0] for which in (0, 1)) / 2
         optimizer = OSS(order, optim=torch.optim.SGD, lr=0.1)
-        model.forward = lambda which: loss(which)
+        model.forward = loss
         ShardedDataParallel(model, optimizer, reduce_buffer_size=0)(rank).backward()
         if optimizer._param_to_rank[model["a"].weight] != rank:
             return True

@@ -59,7 +59,9 @@ def test_a_package_that_does_not_import(version, monkeypatch, tmp_path):
     monkeypatch.setattr(_sdk.FAIRSCALE, "_import_failure", "")
     version("0.4.13")
     strategy = FairscaleOSSStrategy(accelerator=CPUAccelerator())
-    with pytest.raises(ConfigurationError, match="fairscale can't be imported with torch .*_a_name_of_another_release"):
+    with pytest.raises(
+        ConfigurationError, match=r"fairscale can't be imported with torch .*_a_name_of_another_release"
+    ):
         strategy.setup_environment()
     monkeypatch.delitem(sys.modules, "fairscale", raising=False)
 

@@ -246,7 +246,12 @@ class OwnForward(nn.Sequential):
     ("make", "options", "error", "said"),
     [
         (NoBody, {}, ModelError, "NoBody has none"),
-        (TwoBodies, {}, ConfigurationError, r"FairscalePipeStrategy\(layers='body'\)|FairscalePipeStrategy\(layers='head'\)"),
+        (
+            TwoBodies,
+            {},
+            ConfigurationError,
+            r"FairscalePipeStrategy\(layers='body'\)|FairscalePipeStrategy\(layers='head'\)",
+        ),
         (parity_models.Perceptron, {"layers": "nothing"}, ConfigurationError, "'layers' must name"),
         (parity_models.Perceptron, {"balance": [1, 1]}, ConfigurationError, "must share 5 layers out to 2 devices"),
         (lambda: net(linear()), {}, ConfigurationError, "can't give 1 layers to 2 devices"),

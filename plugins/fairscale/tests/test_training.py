@@ -50,7 +50,7 @@ def test_freezing_equals_ddp(world2, strategy, model):
         {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
         {"sync_batchnorm": True},
     ],
-    ids=lambda options: "-".join(options),
+    ids="-".join,
 )
 def test_options_equal_ddp(world2, strategy, options):
     model = "Normed" if "sync_batchnorm" in options else "Perceptron"
@@ -107,6 +107,7 @@ def test_sparse_gradients_under_oss_equal_ddp(world2):
     ("strategy", "model", "kind", "said"),
     [
         ("sdp", "Sparse", "ModelError", "use strategy='fairscale_oss'"),
+        ("sdp", "TwiceCheckpointed", "DistributedError", "got a second gradient in one backward"),
         ("oss", "OwnLBFGS", "ConfigurationError", "use strategy='ddp'"),
         ("sdp", "OwnLBFGS", "ConfigurationError", "use strategy='ddp'"),
         ("oss", "Coupled", "ConfigurationError", "looks at all of them together"),
@@ -138,14 +139,21 @@ def test_unused_parameters_that_are_allowed(world2, strategy):
 
 
 def test_another_order_that_is_allowed(world2):
+    same(world2.run(training.train, "sdp_unused", "OtherOrder"), world2.run(training.train, "ddp", "OtherOrder"), 1e-6)
+
+
+def test_a_layer_that_is_checkpointed_twice(world2):
     same(
-        world2.run(training.train, "sdp_unused", "OtherOrder"), world2.run(training.train, "ddp", "OtherOrder"), 1e-6
+        world2.run(training.train, "sdp_unused", "TwiceCheckpointed"), world2.run(training.train, "ddp", "Twice"), 1e-6
     )
 
 
 @BOTH
 def test_activation_checkpointing_equals_ddp(world2, strategy):
-    same(world2.run(training.train, f"{strategy}_checkpointed", "Attention"), world2.run(training.train, "ddp", "Attention"))
+    same(
+        world2.run(training.train, f"{strategy}_checkpointed", "Attention"),
+        world2.run(training.train, "ddp", "Attention"),
+    )
 
 
 @pytest.mark.parametrize(
@@ -171,7 +179,9 @@ def test_checkpoints_are_those_of_ddp(world2, tmp_path, strategy):
         assert mine["param_groups"] == other["param_groups"]
         assert list(mine["state"]) == list(other["state"])
         for index, entry in other["state"].items():
-            assert all(torch.equal(mine["state"][index][key], value) for key, value in entry.items() if value is not None)
+            assert all(
+                torch.equal(mine["state"][index][key], value) for key, value in entry.items() if value is not None
+            )
 
 
 @BOTH

@@ -1,4 +1,4 @@
-"""What fairscale 0.4.13 does wrong beside torch 2.13: each is gone around, and the way around can go when this fails."""
+"""What fairscale 0.4.13 does wrong beside torch 2.13; what goes around it can go when a test here fails."""
 
 import fairscale_traps as traps
 import pytest

@@ -21,12 +21,13 @@ class ActivationCheckpointing:
     """
 
     def __init__(self, classes: Any) -> None:
-        self.classes: tuple[type[nn.Module], ...] = (classes,) if inspect.isclass(classes) else tuple(classes)
-        for each in self.classes:
+        several: tuple[Any, ...] = (classes,) if inspect.isclass(classes) else tuple(classes)
+        for each in several:
             if not (inspect.isclass(each) and issubclass(each, nn.Module)):
                 raise ConfigurationError(
-                    f"'activation_checkpointing' must be a class of layers or several of them (got {each!r})"
+                    f"'activation_checkpointing' must be a class of layers or several of them (got {classes!r})"
                 )
+        self.classes: tuple[type[nn.Module], ...] = several
         self._wrapped: list[nn.Module] = []
         self._hooks: list[tuple[Any, set[int]]] = []
 
@@ -47,8 +48,8 @@ class ActivationCheckpointing:
         for layer in found:
             if "forward" in vars(layer):
                 raise ModelError(
-                    f"a {type(layer).__name__} of {type(module).__name__} has a forward of its own on the object, which "
-                    "fairscale's checkpoint_wrapper would replace: leave its class out of activation_checkpointing"
+                    f"a {type(layer).__name__} of {type(module).__name__} has a forward of its own on the object, "
+                    "which fairscale's checkpoint_wrapper would replace: leave its class out of activation_checkpointing"
                 )
             for each in layer.modules():
                 for hooks in (each._forward_pre_hooks, each._forward_hooks):

@@ -107,19 +107,22 @@ class GradientReduction:
         self._hooks = []
 
     def _accumulated(self, index: int) -> Callable[[torch.Tensor], None]:
-        def note(parameter: nn.Parameter) -> None:
+        def note(_: torch.Tensor) -> None:
             if self.is_paused or self._finds_unused:
                 return
             if index in self._seen:
                 raise DistributedError(
-                    f"parameter {self.name_of(parameter)!r} got a second gradient in one backward, while the first was on "
-                    "its way to the rank that steps it, as one does that is used in several checkpointed layers: use "
-                    f"find_unused_parameters=True, which sends gradients after backward, or strategy='fairscale_oss'"
+                    f"parameter {self._name(index)!r} got a second gradient in one backward, while the first was "
+                    "on its way to the rank that steps it, as one does that is used in several checkpointed layers: use "
+                    "find_unused_parameters=True, which sends gradients after backward, or strategy='fairscale_oss'"
                 )
             self._seen.add(index)
             self._order.append(index)
 
         return note
+
+    def _name(self, index: int) -> str:
+        return self.name_of(self.wrapper._trainable_params[index])
 
     def name_of(self, parameter: nn.Parameter) -> str:
         """Return the name of a parameter in the module."""
@@ -146,7 +149,7 @@ class GradientReduction:
         trained = len(self.wrapper._trainable_params)
         if len(self._order) < trained:
             missing = [index for index in range(trained) if index not in self._seen]
-            raise self._explain_unused([self.name_of(self.wrapper._trainable_params[index]) for index in missing])
+            raise self._explain_unused(list(map(self._name, missing)))
         self._check_order()
         return True
 
@@ -157,8 +160,8 @@ class GradientReduction:
         dist.all_reduce(both, op=dist.ReduceOp.MAX)
         if int(both[0]) != -int(both[1]):
             raise DistributedError(
-                "backward reached the parameters in another order on some ranks than on others, and ShardedDataParallel "
-                "adds up what they send at the same time: use find_unused_parameters=True, which sends gradients after "
+                "backward reached the parameters in another order on some ranks than on others, and "
+                "ShardedDataParallel adds up what they send at the same time: use find_unused_parameters=True, which sends gradients after "
                 "backward, or strategy='fairscale_oss'"
             )
 

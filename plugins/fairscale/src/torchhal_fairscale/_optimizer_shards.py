@@ -109,28 +109,29 @@ class OptimizerShards:
         return missing
 
     def evaluate(self, closure: Callable[[], Any]) -> Any:
-        """Call ``closure`` inside of a step with all parameters in the optimizer's groups, whose gradients it clears."""
+        """Call ``closure`` inside of a step with all parameters in the groups: it clears their gradients."""
         everything = [list(parameters) for parameters in self._everything]
         everything += [list(group["params"]) for group in self.optimizer.param_groups[len(everything) :]]
         with with_parameters(self.optimizer, everything):
             return closure()
 
     def _refresh(self) -> list[torch.Tensor]:
-        """Put parameters that OSS must send into its buffers: those unfrozen since, and those whose memory was replaced.
+        """Put into OSS's buffers what was unfrozen since, and what has got other memory.
 
         Returns:
-            Frozen parameters that have a gradient, with which an optimizer steps, and are in no buffer.
+            Frozen parameters that are in no buffer, and that an optimizer may step, as they have a gradient.
         """
         self._everything = [list(group["params"]) for group in self.optimizer.param_groups]
         outside = [parameter for parameter in self.parameters() if not self._is_in_buffer(parameter)]
         again = {id(self._place[each]): self._place[each] for each in outside if each.requires_grad}
+        stepped = [each for each in outside if not each.requires_grad and each.grad is not None]
         if again:
             left = [each for each in self.parameters() if not each.requires_grad and self._is_in_buffer(each)]
             for part in again.values():
                 part.refresh_trainable()
             self._keep_strides()
-            outside += [each for each in left if not self._is_in_buffer(each)]
-        return [each for each in outside if not each.requires_grad and each.grad is not None]
+            stepped += [each for each in left if not self._is_in_buffer(each)]  # their owner may have a gradient
+        return stepped
 
     @torch.no_grad()
     def _keep_strides(self) -> None:
@@ -149,12 +150,14 @@ class OptimizerShards:
         if part is None:
             return True
         bucket = part.buckets.get(parameter.device, {}).get(self.owner[parameter])
-        return bucket is not None and bool(parameter.untyped_storage().data_ptr() == bucket.buffer.untyped_storage().data_ptr())
+        return bucket is not None and bool(
+            parameter.untyped_storage().data_ptr() == bucket.buffer.untyped_storage().data_ptr()
+        )
 
     def release(self) -> None:
-        """Give each parameter memory of its own again, laid out as before; what is known for :meth:`gathered_state` stays.
+        """Give each parameter memory of its own again, laid out as before.
 
-        A checkpoint may be saved when a run has ended.
+        What :meth:`gathered_state` needs stays: a checkpoint may be saved when a run has ended.
         """
         if self._released:
             return

@@ -11,9 +11,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torchhal.errors import ConfigurationError, ModelError
 
 
-def find_layers(
-    module: nn.Module, name: str | None, alias: str, *, required: bool
-) -> tuple[str, nn.Sequential] | None:
+def find_layers(module: nn.Module, name: str | None, alias: str, *, required: bool) -> tuple[str, nn.Sequential] | None:
     """Return name and object of the ``nn.Sequential`` to divide: the outermost, if there is one only.
 
     Args:

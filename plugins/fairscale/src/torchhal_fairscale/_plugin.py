@@ -13,7 +13,9 @@ def torchhal_strategies() -> list[Component]:
         return Component(alias, f"torchhal_fairscale.{target}", summary, requires=_VENDOR)
 
     return [
-        strategy("fairscale_oss", "oss:FairscaleOSSStrategy", "data parallel, optimizer state divided by fairscale's OSS"),
+        strategy(
+            "fairscale_oss", "oss:FairscaleOSSStrategy", "data parallel, optimizer state divided by fairscale's OSS"
+        ),
         strategy(
             "fairscale_sdp",
             "sharded_ddp:FairscaleSDPStrategy",

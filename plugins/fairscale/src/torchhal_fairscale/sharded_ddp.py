@@ -31,7 +31,7 @@ class FairscaleSDPStrategy(OSSBase):
 
     Args:
         find_unused_parameters: allow parameters that a step does not use, and steps that use them in another order on
-            some ranks: gradients then travel after backward, not while it runs. One that no rank uses keeps no gradient.
+            some ranks: gradients then travel after backward, not while it runs. What no rank uses keeps no gradient.
         activation_checkpointing: a class of layers, or several, whose activations fairscale's ``checkpoint_wrapper``
             computes again in backward.
         options: ``start_method``, ``process_group_backend``, ``timeout`` and the parts, as in
@@ -177,17 +177,14 @@ class FairscaleSDPStrategy(OSSBase):
             self._reduced = set(self._shards)
 
     def _unfrozen_in_step(self, reduction: GradientReduction) -> list[nn.Parameter]:
-        """Return parameters that the step unfroze after its forward began, which ShardedDataParallel doesn't reduce yet.
-
-        The next step's does.
-        """
+        """Return parameters that the step unfroze after its forward began, which nothing reduces before the next one."""
         if not (changed := reduction.changed()):
             return []
         if not self.find_unused_parameters and (frozen := [each for each in changed if not each.requires_grad]):
+            names = ", ".join(repr(reduction.name_of(each)) for each in frozen[:3])
             raise ModelError(
-                f"{', '.join(map(repr, map(reduction.name_of, frozen[:3])))}{' and others' if len(frozen) > 3 else ''} of "
-                f"{type(self.module).__name__} were frozen while a step ran, and the ranks reduce what was trained when "
-                "it began: freeze parameters between the steps, in on_train_batch_start or on_train_epoch_start, or use "
+                f"{names}{' and others' if len(frozen) > 3 else ''} of {type(self.module).__name__} were frozen while a "
+                "step ran, and the ranks reduce what was trained when it began: freeze parameters between the steps, in on_train_batch_start or on_train_epoch_start, or use "
                 f"strategy={type(self).__name__}(find_unused_parameters=True)"
             )
         self.check_same_trained(changed)
