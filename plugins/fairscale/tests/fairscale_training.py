@@ -332,9 +332,9 @@ class FullySharded(Perceptron):
 
 
 MODELS = {cls.__name__: cls for cls in (
-    Perceptron, Attention, Manual, Toggled, TwoGroups, ManyKinds, Twice, TwiceCheckpointed, Sparse, Unused, OtherOrder, OtherOwners, Alternating,
-    FrozenInTheMiddle, AllFrozenAtTimes, ReplacedMemory, GroupAdded, Clipped, Normed, OwnLBFGS, Coupled, Views, OwnRate,
-    OwnNoise, FullySharded,
+    Perceptron, Attention, Manual, Toggled, TwoGroups, ManyKinds, Twice, TwiceCheckpointed, Sparse, Unused,
+    OtherOrder, OtherOwners, Alternating, FrozenInTheMiddle, AllFrozenAtTimes, ReplacedMemory, GroupAdded, Clipped,
+    Normed, OwnLBFGS, Coupled, Views, OwnRate, OwnNoise, FullySharded,
 )}  # fmt: skip
 
 

@@ -49,7 +49,7 @@ class ActivationCheckpointing:
             if "forward" in vars(layer):
                 raise ModelError(
                     f"a {type(layer).__name__} of {type(module).__name__} has a forward of its own on the object, "
-                    "which fairscale's checkpoint_wrapper would replace: leave its class out of activation_checkpointing"
+                    "which checkpoint_wrapper would replace: leave its class out of activation_checkpointing"
                 )
             for each in layer.modules():
                 for hooks in (each._forward_pre_hooks, each._forward_hooks):

@@ -113,8 +113,8 @@ class GradientReduction:
             if index in self._seen:
                 raise DistributedError(
                     f"parameter {self._name(index)!r} got a second gradient in one backward, while the first was "
-                    "on its way to the rank that steps it, as one does that is used in several checkpointed layers: use "
-                    "find_unused_parameters=True, which sends gradients after backward, or strategy='fairscale_oss'"
+                    "on its way to the rank that steps it, as one does that is used in several checkpointed layers: "
+                    "use find_unused_parameters=True, which sends gradients after backward, or strategy='fairscale_oss'"
                 )
             self._seen.add(index)
             self._order.append(index)
@@ -161,8 +161,8 @@ class GradientReduction:
         if int(both[0]) != -int(both[1]):
             raise DistributedError(
                 "backward reached the parameters in another order on some ranks than on others, and "
-                "ShardedDataParallel adds up what they send at the same time: use find_unused_parameters=True, which sends gradients after "
-                "backward, or strategy='fairscale_oss'"
+                "ShardedDataParallel adds up what they send at the same time: use find_unused_parameters=True, which "
+                "sends gradients after backward, or strategy='fairscale_oss'"
             )
 
     @torch.no_grad()

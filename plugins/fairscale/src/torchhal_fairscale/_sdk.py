@@ -29,8 +29,8 @@ def load() -> ModuleType:
 FULLY_SHARDED: Final = (
     "fairscale's FullyShardedDataParallel is not offered: it needs CUDA streams also where there is no GPU (KeyError: "
     "'all_gather'), gloo refuses its bucketed reduce_scatter, and the optimizers' state is in shards of a form of "
-    "its own. Use strategy='fsdp' or 'zero3' of torchhal-parallel on the bare model, which divide parameters, gradients and "
-    "optimizer state with what torch brings"
+    "its own. Use strategy='fsdp' or 'zero3' of torchhal-parallel on the bare model, which divide parameters, "
+    "gradients and optimizer state with what torch brings"
 )
 
 

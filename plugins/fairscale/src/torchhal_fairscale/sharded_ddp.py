@@ -177,14 +177,15 @@ class FairscaleSDPStrategy(OSSBase):
             self._reduced = set(self._shards)
 
     def _unfrozen_in_step(self, reduction: GradientReduction) -> list[nn.Parameter]:
-        """Return parameters that the step unfroze after its forward began, which nothing reduces before the next one."""
+        """Return parameters that the step unfroze after its forward began, and nothing reduces yet."""
         if not (changed := reduction.changed()):
             return []
         if not self.find_unused_parameters and (frozen := [each for each in changed if not each.requires_grad]):
             names = ", ".join(repr(reduction.name_of(each)) for each in frozen[:3])
             raise ModelError(
-                f"{names}{' and others' if len(frozen) > 3 else ''} of {type(self.module).__name__} were frozen while a "
-                "step ran, and the ranks reduce what was trained when it began: freeze parameters between the steps, in on_train_batch_start or on_train_epoch_start, or use "
+                f"{names}{' and others' if len(frozen) > 3 else ''} of {type(self.module).__name__} were frozen while "
+                "a step ran, and the ranks reduce what was trained when it began: freeze parameters between the steps, "
+                "in on_train_batch_start or on_train_epoch_start, or use "
                 f"strategy={type(self).__name__}(find_unused_parameters=True)"
             )
         self.check_same_trained(changed)
