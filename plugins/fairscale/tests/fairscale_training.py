@@ -1,5 +1,6 @@
 """In a rank of a test's world: train small models under a strategy, with a Trainer."""
 
+import logging
 import os
 from datetime import timedelta
 
@@ -109,6 +110,13 @@ class TwoGroups(Perceptron):
         first, rest = self.body[0].parameters(), self.body[1:].parameters()
         optimizer = torch.optim.AdamW([{"params": first, "lr": 1e-2}, {"params": rest, "weight_decay": 0.1}], lr=2e-2)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+
+
+class OwnStep(Perceptron):
+    """Steps in a hook of its own, with the closure that it is given."""
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, closure):
+        optimizer.step(closure)
 
 
 class ManyKinds(Perceptron):
@@ -332,7 +340,7 @@ class FullySharded(Perceptron):
 
 
 MODELS = {cls.__name__: cls for cls in (
-    Perceptron, Attention, Manual, Toggled, TwoGroups, ManyKinds, Twice, TwiceCheckpointed, Sparse, Unused,
+    Perceptron, Attention, Manual, Toggled, TwoGroups, OwnStep, ManyKinds, Twice, TwiceCheckpointed, Sparse, Unused,
     OtherOrder, OtherOwners, Alternating, FrozenInTheMiddle, AllFrozenAtTimes, ReplacedMemory, GroupAdded, Clipped,
     Normed, OwnLBFGS, Coupled, Views, OwnRate, OwnNoise, FullySharded,
 )}  # fmt: skip
@@ -416,6 +424,7 @@ def runs_of_one_object(strategy):
 def left_behind(strategy):
     """Return what a run leaves on the module: memory shared by parameters, hooks, own forwards, optimizer objects."""
     model, seen = Attention(), []
+    handlers, logging.root.handlers = logging.root.handlers, []
 
     class See(Callback):
         def on_train_start(self, trainer, module):
@@ -434,9 +443,11 @@ def left_behind(strategy):
         bool(one._backward_hooks) or bool(getattr(one, "_post_accumulate_grad_hooks", None))
         for one in model.parameters()
     ]
+    added, logging.root.handlers = logging.root.handlers, handlers
     forwards = [name for name, layer in model.named_modules() if "forward" in vars(layer)]
     return {
         "own memory": len(set(memory)) == len(memory) and all(sizes), "hooks": any(hooks), "forwards": forwards,
+        "handlers of the root logger": added,
         "same optimizer": all(each is optimizers[0] for each in seen),
     }  # fmt: skip
 

@@ -20,7 +20,7 @@ def same(results, reference, tolerance=0.0):
 
 @BOTH
 @pytest.mark.parametrize(
-    "model", ["Manual", "TwoGroups", "ManyKinds", "GroupAdded", "Normed", "ReplacedMemory", "Attention"]
+    "model", ["Manual", "TwoGroups", "ManyKinds", "OwnStep", "GroupAdded", "Normed", "ReplacedMemory", "Attention"]
 )
 def test_equals_ddp(world2, strategy, model):
     same(world2.run(training.train, strategy, model), world2.run(training.train, "ddp", model))
@@ -215,7 +215,13 @@ def test_one_object_runs_several_times(world2, strategy):
 @pytest.mark.parametrize("strategy", ["oss", "sdp", "oss_checkpointed", "sdp_checkpointed"])
 def test_a_run_leaves_nothing_on_the_model(world2, strategy):
     for left in world2.run(training.left_behind, strategy):
-        assert left == {"own memory": True, "hooks": False, "forwards": [], "same optimizer": True}
+        assert left == {
+            "own memory": True,
+            "hooks": False,
+            "forwards": [],
+            "handlers of the root logger": [],
+            "same optimizer": True,
+        }
 
 
 def test_state_and_gradients_are_divided(world2):

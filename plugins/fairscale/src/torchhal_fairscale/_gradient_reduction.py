@@ -14,6 +14,7 @@ from torch import nn
 
 from torchhal.distributed import collectives
 from torchhal.errors import DistributedError
+from torchhal_fairscale._sdk import root_logger_kept
 
 _requires_grad = attrgetter("requires_grad")
 
@@ -45,14 +46,15 @@ class GradientReduction:
     ) -> None:
         from fairscale.nn import ShardedDataParallel
 
-        self.wrapper: Any = ShardedDataParallel(
-            model,
-            list(parts),
-            broadcast_buffers=False,
-            sync_models_at_startup=False,
-            reduce_buffer_size=0,
-            auto_refresh_trainable=False,
-        )
+        with root_logger_kept():
+            self.wrapper: Any = ShardedDataParallel(
+                model,
+                list(parts),
+                broadcast_buffers=False,
+                sync_models_at_startup=False,
+                reduce_buffer_size=0,
+                auto_refresh_trainable=False,
+            )
         self._finds_unused = finds_unused
         self._host = collectives.host(device)
         self._names = names

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from torchhal.strategies.sharded_optimizers import with_parameters
+from torchhal_fairscale._sdk import root_logger_kept
 
 
 class OptimizerShards:
@@ -69,7 +70,8 @@ class OptimizerShards:
             for parameter in chain.from_iterable(groups):
                 if not parameter.is_contiguous():
                     self._strides[parameter] = parameter.stride()
-            part = OSS([{"params": parameters} for parameters in groups], optim=_Step)
+            with root_logger_kept():
+                part = OSS([{"params": parameters} for parameters in groups], optim=_Step)
             self.parts.append(part)
             self._keep_strides()
             for parameter in chain.from_iterable(groups):
@@ -195,7 +197,8 @@ class OptimizerShards:
                     part.optim.state[place] = state[numbers[parameter]]
             part.optim.sizes = [len(group["params"]) for group in groups]
             try:
-                part.consolidate_state_dict(recipient_rank=0)
+                with root_logger_kept():
+                    part.consolidate_state_dict(recipient_rank=0)
                 if self.rank == 0:
                     places = list(chain.from_iterable(group["params"] for group in part.param_groups))
                     for place, entry in part.state_dict()["state"].items():

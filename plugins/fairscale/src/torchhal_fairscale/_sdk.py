@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, Final
 
@@ -24,6 +27,21 @@ def load() -> ModuleType:
         ConfigurationError: it is missing, of another version, or doesn't import beside this torch.
     """
     return FAIRSCALE.load()
+
+
+@contextmanager
+def root_logger_kept() -> Iterator[None]:
+    """Take the handler away that Python gives the root logger inside, if that has none, when fairscale logs anything.
+
+    With it, a program's own ``logging.basicConfig`` would have no effect.
+    """
+    before = list(logging.root.handlers)
+    try:
+        yield
+    finally:
+        for handler in list(logging.root.handlers):
+            if handler not in before:
+                logging.root.removeHandler(handler)
 
 
 FULLY_SHARDED: Final = (
