@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from torchhal.plugin import Component, hookimpl
 
-_VENDOR = ("fairscale",)
-
 
 @hookimpl
 def torchhal_strategies() -> list[Component]:
     def strategy(alias: str, target: str, summary: str) -> Component:
-        return Component(alias, f"torchhal_fairscale.{target}", summary, requires=_VENDOR)
+        return Component(alias, f"torchhal_fairscale.{target}", summary)
 
     return [
         strategy(
