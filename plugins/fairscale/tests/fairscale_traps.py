@@ -194,3 +194,15 @@ def flag_after_an_error(path):
         except ValueError:
             pass
         return wrapper._should_accumulate_grads
+
+
+def error_of_fully_sharded(path):
+    from fairscale.nn import FullyShardedDataParallel
+
+    with group(path) as rank:
+        model = FullyShardedDataParallel(net(), compute_device=torch.device("cpu"))
+        try:
+            model(own_batch(rank))
+        except KeyError as error:
+            return str(error)
+        return ""

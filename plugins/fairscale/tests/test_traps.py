@@ -57,3 +57,8 @@ def test_sharded_ddp_does_not_wait_after_a_checkpointed_layers_backward(world2, 
 
 def test_no_sync_stays_after_an_error(world2, path):
     assert world2.run(traps.flag_after_an_error, path) == [True, True]
+
+
+def test_fully_sharded_data_parallel_needs_cuda_streams_on_the_cpu_too(world2, path):
+    """Which is why it is refused: see ``FairscaleFSDPStrategy``."""
+    assert world2.run(traps.error_of_fully_sharded, path) == ["'all_gather'"] * 2
