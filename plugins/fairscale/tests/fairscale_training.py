@@ -351,13 +351,13 @@ def norms(strategy, options):
     return {**fit(strategy, model, **options), "norms": model.norms}
 
 
-def save(strategy, folder, devices=2, accumulate=1):
+def save(strategy, folder, devices=2, io=None):
     """Train three epochs and keep the checkpoint of the first; return what came of it, and the checkpoint's path."""
     callback = ModelCheckpoint(dirpath=folder, save_top_k=-1)
     model = TwoGroups()
     trained = fit(
         strategy, model, max_epochs=3, callbacks=[callback], enable_checkpointing=True, devices=devices,
-        accumulate_grad_batches=accumulate,
+        **({} if io is None else {"plugins": [io]}),
     )  # fmt: skip
     return trained, sorted(str(path) for path in callback_files(folder))
 
@@ -366,11 +366,12 @@ def callback_files(folder):
     return [os.path.join(folder, name) for name in os.listdir(folder) if "epoch=0" in name]
 
 
-def resume(strategy, path, devices=2):
+def resume(strategy, path, devices=2, io=None):
     model = TwoGroups()
     trainer = Trainer(
-        strategy=STRATEGIES[strategy](), **{**QUIET, "devices": devices}, max_epochs=3, enable_checkpointing=False
-    )
+        strategy=STRATEGIES[strategy](), **{**QUIET, "devices": devices}, max_epochs=3, enable_checkpointing=False,
+        **({} if io is None else {"plugins": [io]}),
+    )  # fmt: skip
     trainer.fit(model, DataLoader(model.dataset(), batch_size=4), ckpt_path=path)
     return {"state": dict(model.state_dict()), "losses": model.losses}
 

@@ -168,6 +168,16 @@ def test_resumes_under_another_strategy(world2, tmp_path, saved_by, resumed_by):
         assert all(torch.equal(result["state"][name], value) for name, value in trained["state"].items())
 
 
+@pytest.mark.parametrize("resumed_by", ["oss", "sdp", "ddp"])
+@BOTH
+def test_each_rank_saves_its_share_into_a_sharded_checkpoint(world2, tmp_path, strategy, resumed_by):
+    pytest.importorskip("torchhal_parallel")
+    saved = world2.run(training.save, strategy, str(tmp_path), 2, "dcp")
+    resumed = world2.run(training.resume, resumed_by, saved[0][1][0], 2, "dcp")
+    for (trained, _), result in zip(saved, resumed, strict=True):
+        assert result["losses"] == trained["losses"][-len(result["losses"]) :]
+
+
 @BOTH
 def test_checkpoints_are_those_of_ddp(world2, tmp_path, strategy):
     files = []
