@@ -34,6 +34,7 @@ ENVIRONMENT = {
 }
 """By plugin: what stands for its hardware here, or what it can't do without."""
 
+FAIRSCALE = "needs the package fairscale, which is not installed"
 XLA = "'torch_xla' is not installed"
 REFUSED = {
     ("strategy", "deepspeed_stage_3_offload_nvme"): "needs a folder on the NVMe drive",
@@ -44,6 +45,9 @@ REFUSED = {
     ("strategy", "xla_spmd"): XLA,
     ("strategy", "xla_fsdp"): XLA,
     ("checkpoint_io", "xla"): XLA,
+    ("strategy", "fairscale_oss"): FAIRSCALE,
+    ("strategy", "fairscale_sdp"): FAIRSCALE,
+    ("strategy", "fairscale_pipe"): FAIRSCALE,
     ("strategy", "horovod"): "needs the package horovod, which is not installed",
     ("precision", "tf32"): "needs matmul:tf32, which accelerator 'cpu' doesn't have",
     ("precision", "hpu-fp8"): "needs Intel's transformer engine",

@@ -131,6 +131,7 @@ def test_a_rank_that_only_followed_reports_nothing(crew):
     ("text", "transport", "timeout"),
     [
         ("Connection closed by peer [127.0.0.1]:18847. This is typically caused by a remote worker", True, False),
+        ("Application timeout caused pair closure", True, True),  # gloo, of a reduce
         ("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection reset by peer", True, False),
         ("Timed out waiting 8000ms for recv operation to complete", True, True),
         ("Wait timeout", True, True),

@@ -48,7 +48,7 @@ _CLOSED = re.compile(
 )
 _TIMEOUT = re.compile(
     r"timed out waiting \d+ ?ms|wait timeout|socket timeout|(collective|watchdog|barrier|store|operation|socket)"
-    r".{0,80}(timed out|timeout)|failed to pass monitoredbarrier",
+    r".{0,80}(timed out|timeout)|failed to pass monitoredbarrier|application timeout caused pair closure",
     re.IGNORECASE,
 )
 

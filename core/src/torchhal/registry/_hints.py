@@ -19,6 +19,7 @@ _ALIASES: Final[Mapping[str, str]] = {
         "deepspeed_stage_3_offload deepspeed_stage_3_offload_nvme"
     ),
     "torchhal-bagua": "bagua",
+    "torchhal-fairscale": "fairscale_oss fairscale_sdp fairscale_pipe",
     "torchhal-hivemind": "hivemind collaborative",
     "torchhal-horovod": "horovod",
     "torchhal-torchft": "torchft",
@@ -78,12 +79,14 @@ _WORDS: Final[Mapping[str, Mapping[str, str]]] = {
         "zero3": "zero_3 zero-3 zero_stage_3",
         "fsdp": (
             "fsdp2 fsdp_native fully_shard fully_sharded fully_sharded_data_parallel fullyshardeddataparallel "
-            "full_shard fairscale"
+            "full_shard fairscale_fsdp"
         ),
         "tensor_parallel": "tp tensor modelparallel modelparallelstrategy",
         "pipeline": "pp pipe pipeline_parallel gpipe",
         "hybrid": "2d 3d",
         "deepspeed": "ds deepspeed_zero",
+        "fairscale_oss fairscale_sdp": "fairscale fairscale_zero oss",
+        "fairscale_sdp": "shardeddataparallel sharded_data_parallel sharded_ddp",
     },
 }
 

@@ -1,0 +1,183 @@
+"""Reduce each gradient to the rank that steps its parameter, with fairscale's ShardedDataParallel."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from operator import attrgetter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from torchhal.distributed import collectives
+from torchhal.errors import DistributedError
+from torchhal_fairscale._sdk import root_logger_kept
+
+_requires_grad = attrgetter("requires_grad")
+
+
+class GradientReduction:
+    """The ShardedDataParallel around a model, with what it leaves to its user.
+
+    It is made without buckets: their gradients are views of them, which ``optimizer.zero_grad()`` drops, and then zeros
+    are reduced in silence. Broadcasting of buffers and looking for frozen parameters are the strategy's.
+
+    Args:
+        model: the module, or the precision's wrapper of it.
+        parts: the OSS objects of all optimizers.
+        finds_unused: parameters may lack a gradient, on some ranks or on all: gradients are reduced after backward.
+        device: of this rank.
+        names: of the parameters.
+        explain_unused: returns the error for parameters without a gradient, given their names.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parts: Sequence[Any],
+        *,
+        finds_unused: bool,
+        device: torch.device,
+        names: dict[nn.Parameter, str],
+        explain_unused: Callable[[Sequence[str]], Exception],
+    ) -> None:
+        from fairscale.nn import ShardedDataParallel
+
+        with root_logger_kept():
+            self.wrapper: Any = ShardedDataParallel(
+                model,
+                list(parts),
+                broadcast_buffers=False,
+                sync_models_at_startup=False,
+                reduce_buffer_size=0,
+                auto_refresh_trainable=False,
+            )
+        self._finds_unused = finds_unused
+        self._host = collectives.host(device)
+        self._names = names
+        self._explain_unused = explain_unused
+        self._seen: set[int] = set()
+        self._order: list[int] = []
+        """The parameters whose gradients were accumulated in this backward, in their order."""
+        self._hooks: list[Any] = []
+        self._trained: list[bool] = []
+        self.refresh()
+
+    def no_sync(self) -> AbstractContextManager[Any]:
+        """Return a context in which forward and backward send nothing."""
+        context: AbstractContextManager[Any] = self.wrapper.no_sync()
+        return context
+
+    @property
+    def is_paused(self) -> bool:
+        """True inside of :meth:`no_sync`."""
+        return bool(self.wrapper._should_accumulate_grads)
+
+    def changed(self) -> list[nn.Parameter]:
+        """Return what was frozen or unfrozen since the last :meth:`refresh`."""
+        now = list(map(_requires_grad, self.wrapper._all_params))
+        if now == self._trained:
+            return []
+        return [one for one, a, b in zip(self.wrapper._all_params, now, self._trained, strict=True) if a != b]
+
+    def refresh(self) -> None:
+        """Reduce the gradients of the parameters that are trained now."""
+        self._trained = list(map(_requires_grad, self.wrapper._all_params))
+        self.wrapper._grad_to_be_reduced = []  # those of an accumulation wait there, of which it would warn
+        self.wrapper.refresh_trainable()
+        self._remove_hooks()
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._accumulated(index))
+            for index, parameter in enumerate(self.wrapper._trainable_params)
+        ]
+
+    def remove(self) -> None:
+        """Take all hooks from the parameters, and let go of the process group, which closes its connections."""
+        self._remove_hooks()
+        while self.wrapper._grad_hooks:
+            self.wrapper._grad_hooks.pop().remove()
+        self.wrapper._grad_accs, self.wrapper._manual_reduce, self.wrapper._sharded_optimizers = [], [], []
+        self.wrapper._work_handles.clear()
+        self.wrapper._process_group = None
+
+    def _remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _accumulated(self, index: int) -> Callable[[torch.Tensor], None]:
+        def note(_: torch.Tensor) -> None:
+            if self.is_paused or self._finds_unused:
+                return
+            if index in self._seen:
+                raise DistributedError(
+                    f"parameter {self._name(index)!r} got a second gradient in one backward, while the first was "
+                    "on its way to the rank that steps it, as one does that is used in several checkpointed layers: "
+                    "use find_unused_parameters=True, which sends gradients after backward, or strategy='fairscale_oss'"
+                )
+            self._seen.add(index)
+            self._order.append(index)
+
+        return note
+
+    def _name(self, index: int) -> str:
+        return self.name_of(self.wrapper._trainable_params[index])
+
+    def name_of(self, parameter: nn.Parameter) -> str:
+        """Return the name of a parameter in the module."""
+        return self._names.get(parameter, "a parameter")
+
+    def backward(self, run: Callable[[], None]) -> bool:
+        """Call ``run``, which computes the gradients; return whether they were reduced.
+
+        Raises:
+            DistributedError: parameters lack a gradient, or ranks have sent theirs in different orders.
+        """
+        self._order, self._seen = [], set()
+        if self.is_paused:
+            run()
+            return False
+        if self._finds_unused:
+            with self.no_sync():
+                run()
+            self.reduce()
+            return True
+        run()
+        # A checkpointed layer's backward runs inside of this one, and then nothing waits for gradients sent after it.
+        self.wrapper._flush_reduce_calls()
+        trained = len(self.wrapper._trainable_params)
+        if len(self._order) < trained:
+            missing = [index for index in range(trained) if index not in self._seen]
+            raise self._explain_unused(list(map(self._name, missing)))
+        self._check_order()
+        return True
+
+    def _check_order(self) -> None:
+        """Raise on every rank if some have sent their gradients in another order: other gradients were added up."""
+        checksum = zlib.crc32(repr(self._order).encode())
+        both = torch.tensor([checksum, -checksum], device=self._host)
+        dist.all_reduce(both, op=dist.ReduceOp.MAX)
+        if int(both[0]) != -int(both[1]):
+            raise DistributedError(
+                "backward reached the parameters in another order on some ranks than on others, and "
+                "ShardedDataParallel adds up what they send at the same time: use find_unused_parameters=True, which "
+                "sends gradients after backward, or strategy='fairscale_oss'"
+            )
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Reduce what was accumulated, in the same order on every rank; leave out what no rank has a gradient of."""
+        parameters = self.wrapper._trainable_params
+        there = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32)
+        there = there.to(self._host)
+        dist.all_reduce(there, op=dist.ReduceOp.MAX)
+        anywhere = [bool(each) for each in there.tolist()]
+        for parameter, is_there in zip(parameters, anywhere, strict=True):
+            if is_there and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        if any(anywhere):
+            self.wrapper._grad_to_be_reduced = anywhere
+            self.wrapper.reduce()

@@ -1,0 +1,306 @@
+"""Train with fairscale's Pipe: the layers of an ``nn.Sequential`` on several devices, a batch in micro-batches."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from contextlib import ExitStack
+from operator import is_
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from torchhal import rng
+from torchhal.composition import Composition
+from torchhal.distributed.process import launched_by
+from torchhal.errors import ConfigurationError, ModelError, UnsupportedCombinationError
+from torchhal.plugin import Availability
+from torchhal.pytree import move_to_device
+from torchhal.strategies import SingleDeviceStrategy
+from torchhal_fairscale import _sdk as sdk
+from torchhal_fairscale._pipe_layers import balanced, check_no_batch_statistics, find_layers
+
+_CHECKPOINTS = ("always", "except_last", "never")
+
+
+class FairscalePipeStrategy(SingleDeviceStrategy):
+    """``fairscale.nn.Pipe`` in one process: while a device computes on a micro-batch, the next one has the one before.
+
+    The module's ``nn.Sequential`` runs through Pipe when it is called, so ``training_step`` and the names in a state
+    dict stay. What it returns is on the first device, where the loss and everything else is computed.
+
+    Args:
+        layers: the name of the ``nn.Sequential``, as ``"body"``; not needed where the module has a single one.
+        balance: number of layers of each device, in order; by default their parameters are shared out.
+        chunks: number of micro-batches of a batch; by default as many as devices. Losses are of the whole batch, and
+            gradients of micro-batches are added up.
+        checkpoint: for which micro-batches activations are computed again in backward instead of being kept:
+            ``"always"``, ``"except_last"`` or ``"never"``.
+        parts: as of :class:`.Strategy`.
+
+    Raises:
+        ConfigurationError: fairscale is missing or doesn't fit; a value that can't be.
+        ModelError: there is no ``nn.Sequential``, or a layer of it works on whole batches.
+    """
+
+    multi_device: ClassVar[bool] = True
+    inference_mode: ClassVar[bool] = False  # Pipe's threads aren't in it, and couldn't write to what was made in it
+
+    autocasts: Sequence[tuple[str, torch.dtype, bool]] = ()
+    """Device type, dtype and whether it is on, of the autocast in which the layers were called."""
+
+    @classmethod
+    def availability(cls) -> Availability:
+        return sdk.FAIRSCALE.availability()
+
+    def __init__(
+        self,
+        *,
+        layers: str | None = None,
+        balance: Sequence[int] | None = None,
+        chunks: int | None = None,
+        checkpoint: str = "except_last",
+        **parts: Any,
+    ) -> None:
+        if checkpoint not in _CHECKPOINTS:
+            raise ConfigurationError(f"'checkpoint' must be one of {', '.join(_CHECKPOINTS)} (got {checkpoint!r})")
+        if chunks is not None and (not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1):
+            raise ConfigurationError(f"'chunks' must be an int of at least 1 (got {chunks!r})")
+        if balance is not None and not (balance and all(isinstance(each, int) and each > 0 for each in balance)):
+            raise ConfigurationError(f"'balance' must be numbers of layers, at least 1 each (got {balance!r})")
+        super().__init__(**parts)
+        sdk.FAIRSCALE.check()
+        self.layers = layers
+        self.balance = balance
+        self.chunks = chunks
+        self.checkpoint = checkpoint
+        self._pipe: Any = None
+        self._piped: nn.Sequential | None = None
+        self._divided: list[nn.Module] = []
+        """The layers that Pipe has."""
+        self._compared = False
+
+    # -- life cycle ------------------------------------------------------------------------------------------
+
+    def check_fit(self, composition: Composition) -> None:
+        super().check_fit(composition)
+        if composition.num_nodes is not None and composition.num_nodes > 1:
+            raise UnsupportedCombinationError(
+                f"strategy {self._name!r} drives the devices of one node from one process (got num_nodes="
+                f"{composition.num_nodes}): use strategy='pipeline' or 'hybrid' of torchhal-parallel"
+            )
+        environment = composition.cluster_environment
+        outside = environment is not None and environment.creates_processes_externally and environment.world_size() > 1
+        if outside or launched_by() is not None:
+            raise UnsupportedCombinationError(
+                f"strategy {self._name!r} drives all devices from one process, but this is one of several that were "
+                "started, each of which would train by itself: start the script once, or use strategy='pipeline'"
+            )
+
+    def num_local_processes(self, num_devices: int) -> int:
+        return 1
+
+    def setup_environment(self) -> None:
+        if not self.is_set_up:
+            sdk.load()
+            for device in self.devices[1:]:
+                self.accelerator.setup_device(device)
+        super().setup_environment()
+
+    @property
+    def _name(self) -> str:
+        return self.alias or type(self).__name__
+
+    def setup_model(self, *, training: bool = True) -> None:
+        assert self.module is not None, "connect() comes first"
+        sdk.check_not_fully_sharded(self.module, self._name)
+        self._remove()
+        self._compared = not training
+        found = find_layers(self.module, self.layers, self._name, required=len(self.devices) > 1)
+        if found is not None:
+            name, layers = found
+            if "forward" in vars(layers):
+                raise ModelError(f"{name!r} has a forward of its own on the object, which Pipe would leave out")
+            if training:
+                check_no_batch_statistics(layers, self._num_chunks, self.checkpoint, self._name)
+            self._piped = layers
+        super().setup_model(training=training)
+
+    def model_to_device(self) -> None:
+        """Move each layer to its device; what isn't one of the layers goes to the first."""
+        layers = self._piped
+        if layers is None:  # on one device
+            super().model_to_device()
+            return
+        if any(tensor.is_meta for tensor in (*layers.parameters(), *layers.buffers())):
+            super().model_to_device()  # which says so
+        children, layers._modules = layers._modules, {}
+        try:
+            super().model_to_device()
+        finally:
+            layers._modules = children
+        self._pipe = self._make_pipe(layers)
+        vars(layers)["forward"] = self._forward
+
+    def _make_pipe(self, layers: nn.Sequential) -> Any:
+        from fairscale.nn import Pipe
+
+        devices = list(self.devices) or [self.root_device]
+        if len(layers) < len(devices):
+            raise ConfigurationError(
+                f"strategy {self._name!r} can't give {len(layers)} layers to {len(devices)} devices: use fewer"
+            )
+        sizes = [sum(each.numel() for each in layer.parameters()) for layer in layers]
+        balance = list(self.balance) if self.balance is not None else balanced(sizes, len(devices))
+        if len(balance) != len(devices) or sum(balance) != len(layers):
+            raise ConfigurationError(
+                f"'balance' must share {len(layers)} layers out to {len(devices)} devices (got {self.balance!r})"
+            )
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # for a Pipe that torch has removed
+                pipe = Pipe(layers, balance, devices=devices, chunks=self._num_chunks, checkpoint=self.checkpoint)
+        except ValueError as error:  # one layer in two places, one weight on two devices
+            raise ModelError(f"fairscale's Pipe can't divide the layers: {error}") from error
+        self._divided = list(layers)
+        for part in pipe.partitions:
+            vars(part)["forward"] = _Part(part, self)
+        return pipe
+
+    @property
+    def _num_chunks(self) -> int:
+        return self.chunks or max(1, len(self.devices))
+
+    def restore_module(self) -> None:
+        super().restore_module()
+        self._remove()
+
+    def release_model(self) -> None:
+        self._remove()
+        super().release_model()
+
+    def _remove(self) -> None:
+        """Give the layers their own forward back, and end Pipe's threads."""
+        layers, self._piped, self._pipe, self._divided = self._piped, None, None, []
+        if layers is not None:
+            vars(layers).pop("forward", None)
+
+    # -- forward ---------------------------------------------------------------------------------------------
+
+    def _forward(self, input: Any) -> Any:
+        """Run the layers through Pipe, with tensors that come from, and go back to, the first device."""
+        layers = self._piped
+        assert layers is not None
+        self._check_input(input)
+        current = list(layers)
+        if len(current) != len(self._divided) or not all(map(is_, current, self._divided)):  # a layer was replaced
+            self._pipe = self._make_pipe(layers)
+        pipe = self._pipe
+        self.autocasts = [
+            (name, torch.get_autocast_dtype(name), torch.is_autocast_enabled(name))
+            for name in sorted({"cpu", self.root_device.type})
+        ]
+        for part in pipe.partitions:
+            part.training = layers.training  # by which it decides about checkpoints
+        first, home = pipe.devices[0], self.root_device
+        if not self._compared and layers.training and self._num_chunks > 1:
+            self._compared = True
+            self._compare(input)
+        try:
+            return move_to_device(pipe(move_to_device(input, first)), home)
+        except _LayerExit as error:
+            raise error.error from error
+
+    def _check_input(self, input: Any) -> None:
+        tensors = input if isinstance(input, tuple) else (input,)
+        if not all(isinstance(each, torch.Tensor) and each.dim() for each in tensors):
+            raise ModelError(
+                f"strategy {self._name!r} divides what the layers are called with along its first dimension: call them "
+                "with a tensor, or a tuple of tensors"
+            )
+        if len({len(each) for each in tensors}) > 1:  # Pipe would leave out the micro-batches that one hasn't got
+            raise ModelError(
+                f"strategy {self._name!r} divides a batch along the first dimension, and the layers were called with "
+                f"tensors of {', '.join(str(len(each)) for each in tensors)} samples: expand what belongs to all"
+            )
+
+    @torch.no_grad()
+    def _compare(self, input: Any) -> None:
+        """Raise ModelError where micro-batches give another output than the batch, without dropout."""
+        layers, pipe = self._piped, self._pipe
+        assert layers is not None
+        modes = {layer: layer.training for layer in layers.modules()}
+        buffers = {buffer: buffer.clone() for buffer in layers.buffers()}
+        state = rng.collect(self.accelerator, self.root_device)
+        layers.eval()
+        try:
+            for part in pipe.partitions:
+                part.training = False
+            whole = input
+            for part, device in zip(pipe.partitions, pipe.devices, strict=True):
+                whole = part(move_to_device(whole, device))
+            divided = pipe(move_to_device(input, pipe.devices[0]))
+            alike = _are_alike(whole, divided)
+        finally:
+            for layer, mode in modes.items():
+                layer.training = mode
+            for part in pipe.partitions:
+                part.training = layers.training
+            for buffer, value in buffers.items():
+                buffer.copy_(value)
+            rng.restore(state, self.accelerator, self.root_device)
+        if not alike:
+            raise ModelError(
+                f"strategy {self._name!r} divides a batch along its first dimension, and the layers compute something "
+                "else with parts of it than with all of it: they use other samples, or have them along another "
+                "dimension, as an LSTM with batch_first=False. Use chunks=1, or layers that compute sample by sample"
+            )
+
+
+class _Part:
+    """The forward of a part of the layers, in one of Pipe's threads.
+
+    The thread doesn't have the autocast of the one that calls Pipe, and an error that is no Exception, as that of
+    ``sys.exit``, would end it, and leave the caller waiting.
+    """
+
+    def __init__(self, part: nn.Sequential, strategy: FairscalePipeStrategy) -> None:
+        self._layers = tuple(part)
+        self._strategy = strategy
+
+    def __call__(self, input: Any) -> Any:
+        try:
+            with ExitStack() as stack:
+                for device_type, dtype, enabled in self._strategy.autocasts:
+                    stack.enter_context(torch.autocast(device_type, dtype, enabled=enabled))
+                for layer in self._layers:
+                    input = layer(input)
+            return input
+        except Exception:
+            raise
+        except BaseException as error:
+            raise _LayerExit(error) from error
+
+
+class _LayerExit(Exception):
+    """A layer has raised ``error``, which is no Exception."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def _are_alike(whole: Any, divided: Any) -> bool:
+    one = whole if isinstance(whole, tuple) else (whole,)
+    other = divided if isinstance(divided, tuple) else (divided,)
+    if len(one) != len(other):
+        return False
+    for a, b in zip(one, other, strict=True):
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return False
+        rough = 1e-3 if a.dtype in (torch.float32, torch.float64, torch.complex64, torch.complex128) else 5e-2
+        scale = float(a.abs().max()) if a.numel() else 0.0
+        if not torch.allclose(a, b, rtol=rough, atol=rough * scale, equal_nan=True):
+            return False
+    return True
