@@ -1,0 +1,26 @@
+"""What needs Colossal-AI runs in its environment (``make test-colossalai``); elsewhere it skips and says why."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+# world.py and parity_models.py are core's; test modules import them and what stands here, in this process and in ranks
+CORE_TESTS = Path(__file__).parents[3] / "core" / "tests"
+sys.path[:0] = [str(Path(__file__).parent), str(CORE_TESTS)]
+
+from world import crowd_control, shared_world, stop_after_failure  # noqa: E402
+
+crowded_worlds_end = crowd_control()
+pytest_runtest_logreport = stop_after_failure
+world2 = shared_world(2)
+world3 = shared_world(3)
+
+
+@pytest.fixture(scope="session")
+def colossalai():
+    """Skips where Colossal-AI can't be used."""
+    from torchhal_colossalai import _sdk as sdk
+
+    if why := sdk.COLOSSALAI.problem():
+        pytest.skip(why)
