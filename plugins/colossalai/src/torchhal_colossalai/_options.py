@@ -30,18 +30,37 @@ CARRIED: Final[Mapping[str, Mapping[str, Any]]] = {
         "gradient_as_bucket_view": False, "static_graph": False,
     },
     "low_level_zero": {"stage": 1, "reduce_bucket_size_in_m": 12, "verbose": False},
-    "gemini": {},
-    "hybrid_parallel": {},
 }  # fmt: skip
 """The options of each plugin that are handed on, with Colossal-AI's defaults."""
 
 REFUSED: Final[Mapping[str, Mapping[str, str]]] = {
     "torch_ddp": {"fp8_communication": _FP8},
     "low_level_zero": _ZERO,
-    "gemini": {},
-    "hybrid_parallel": {},
 }
 """The options of each plugin that Colossal-AI has and that aren't handed on, with the reason."""
+
+NAMED: Final[Mapping[str, tuple[str, ...]]] = {
+    "gemini": (
+        "chunk_config_dict", "chunk_init_device", "placement_policy", "enable_gradient_accumulation", "max_prefetch",
+        "shard_param_frac", "offload_optim_frac", "offload_param_frac", "warmup_non_model_data_ratio",
+        "steady_cuda_cap_ratio", "precision", "master_weights", "pin_memory", "force_outputs_fp32", "strict_ddp_mode",
+        "search_range_m", "hidden_dim", "min_chunk_size_m", "memstats", "gpu_margin_mem_ratio", *_SCALER, "max_norm",
+        "norm_type", "tp_size", "extra_dp_size", "enable_all_optimization", "enable_fused_normalization",
+        "enable_flash_attention", "enable_sequence_parallelism", "enable_jit_fused", "enable_async_reduce", "use_fp8",
+        "verbose", "fp8_communication",
+    ),
+    "hybrid_parallel": (
+        "tp_size", "pp_size", "sp_size", "precision", "zero_stage", "enable_all_optimization",
+        "enable_fused_normalization", "enable_flash_attention", "enable_jit_fused", "enable_sequence_parallelism",
+        "sequence_parallelism_mode", "parallel_output", "num_microbatches", "microbatch_size", *_SCALER, "max_norm",
+        "broadcast_buffers", "ddp_bucket_cap_mb", "find_unused_parameters", "check_reduction",
+        "gradient_as_bucket_view", "static_graph", "zero_bucket_size_in_m", "cpu_offload", "communication_dtype",
+        "overlap_communication", "custom_policy", "pp_style", "num_model_chunks", "scheduler_nodes",
+        "num_layers_per_stage", "gradient_checkpoint_config", "enable_metadata_cache", "make_vocab_size_divisible_by",
+        "dp_outside", "overlap_p2p", "overlap_allgather", "fp8_communication", "use_fp8", "inner_ring_size",
+    ),
+}  # fmt: skip
+"""The options of plugins that are refused before launch, of which the names alone are checked."""
 
 CLASSES: Final = {
     "torch_ddp": "TorchDDPPlugin",
@@ -76,20 +95,25 @@ def check_options(plugin: str, options: Any) -> dict[str, Any]:
         return {}
     if not isinstance(options, Mapping):
         raise ConfigurationError(f"'options' must be a dict of arguments of {CLASSES[plugin]} (got {options!r})")
+    refused, carried = REFUSED.get(plugin, {}), CARRIED.get(plugin, {})
+    known = tuple(carried) or NAMED[plugin]
     for name, value in options.items():
-        if name in REFUSED[plugin]:
-            raise ConfigurationError(f"option {name!r} of {CLASSES[plugin]} isn't handed on: {REFUSED[plugin][name]}")
-        if name not in CARRIED[plugin]:
-            known = CARRIED[plugin]
-            raise ConfigurationError(
-                f"{CLASSES[plugin]} has no option {name!r}: {one_of(known)} can be given{did_you_mean(str(name), known)}"
-            )
-        default = CARRIED[plugin][name]
-        if isinstance(value, bool) != isinstance(default, bool) or not isinstance(value, int | float):
-            kind = "a bool" if isinstance(default, bool) else "a number"
-            raise ConfigurationError(f"option {name!r} of {CLASSES[plugin]} must be {kind} (got {value!r})")
-        if name == "stage" and value not in _STAGES:
-            raise ConfigurationError(f"option 'stage' of {CLASSES[plugin]} must be 1 or 2 (got {value!r})")
-        if not isinstance(default, bool) and value <= 0:
-            raise ConfigurationError(f"option {name!r} of {CLASSES[plugin]} must be positive (got {value!r})")
+        if name in refused:
+            raise ConfigurationError(f"option {name!r} of {CLASSES[plugin]} isn't handed on: {refused[name]}")
+        if name not in known:
+            meant = did_you_mean(str(name), known)
+            raise ConfigurationError(f"{CLASSES[plugin]} has no option {name!r}: it takes {one_of(known)}{meant}")
+        if name in carried:
+            _check_value(f"option {name!r} of {CLASSES[plugin]}", value, carried[name])
+    if options.get("stage", 1) not in _STAGES:
+        raise ConfigurationError(f"option 'stage' of {CLASSES[plugin]} must be 1 or 2 (got {options['stage']!r})")
     return dict(options)
+
+
+def _check_value(what: str, value: Any, default: Any) -> None:
+    """Raise ConfigurationError for a value of another kind than the default."""
+    if isinstance(default, bool):
+        if not isinstance(value, bool):
+            raise ConfigurationError(f"{what} must be a bool (got {value!r})")
+    elif isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        raise ConfigurationError(f"{what} must be a positive number (got {value!r})")

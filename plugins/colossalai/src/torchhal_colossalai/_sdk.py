@@ -121,15 +121,29 @@ def session(device_type: str) -> Iterator[None]:
     accelerator, name = api._ACCELERATOR, LowLevelZeroPlugin.__name__
     instances: dict[type, Any] = SingletonMeta._instances
     coordinator = instances.pop(DistCoordinator, None)
+    ignored = _ignore_deprecated_names()
     api.set_accelerator(_host_accelerator() if device_type == "cpu" else accelerator_name(device_type))
     try:
         yield
     finally:
         api._ACCELERATOR = accelerator
         LowLevelZeroPlugin.__name__ = name
+        _stop_ignoring(ignored)
         instances.pop(DistCoordinator, None)
         if coordinator is not None:
             instances[DistCoordinator] = coordinator
+
+
+def _ignore_deprecated_names() -> list[Any]:
+    """Leave out torch's warnings of old names, which Colossal-AI uses in each step; return the filters."""
+    names = (r"torch\.distributed\.\w+_tensor", "broadcast_buffers")
+    for name in names:
+        warnings.filterwarnings("ignore", f"`{name}` is deprecated", FutureWarning)
+    return list(warnings.filters[: len(names)])
+
+
+def _stop_ignoring(entries: list[Any]) -> None:
+    warnings.filters[:] = [entry for entry in warnings.filters if all(entry is not each for each in entries)]  # type: ignore[index]
 
 
 def _host_accelerator() -> Any:

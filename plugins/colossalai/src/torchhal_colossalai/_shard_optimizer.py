@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -41,8 +41,8 @@ class _Group(MutableMapping[str, Any]):
 class ShardOptimizer:
     """The user's optimizer as Colossal-AI's ZeRO has it: it writes shards into the parameter groups.
 
-    The user's groups keep the parameters that they have, for schedulers and callbacks; only inside of
-    :meth:`on_shards` does the optimizer itself have the shards.
+    The user's groups keep the parameters that they have, for schedulers and callbacks, and its state is by these, with
+    this rank's part in it; only inside of :meth:`on_shards` does the optimizer itself have the shards.
 
     Args:
         optimizer: the user's.
@@ -55,16 +55,34 @@ class ShardOptimizer:
         # Colossal-AI takes the dtype of the first group's first parameter
         self.param_groups = [group for group in self._groups if group["params"]]
         self.defaults = optimizer.defaults
+        self.shard_of: dict[torch.Tensor, torch.Tensor] = {}
+        """This rank's part of each parameter that is divided."""
         self.run_step: Callable[[], None] = optimizer.step  # type: ignore[assignment]
         """Steps the user's optimizer, as the strategy and the precision do it."""
 
     @property
-    def state(self) -> Any:
-        return self.optimizer.state
+    def state(self) -> dict[Any, Any]:
+        """The optimizer's state by shards."""
+        return {self.shard_of.get(each, each): entry for each, entry in self.optimizer.state.items()}
 
-    def on_shards(self) -> AbstractContextManager[None]:
-        """Give the optimizer the shards inside; its hooks and everybody's code there see the whole parameters."""
-        return with_parameters(self.optimizer, [list(group["params"]) for group in self._groups])
+    @contextmanager
+    def on_shards(self, *, others: bool = False) -> Iterator[None]:
+        """Give the optimizer the shards inside; hooks of its step see the groups' whole parameters.
+
+        Args:
+            others: leave the parameters that aren't divided in their places, so that all keep their numbers.
+        """
+        if others:
+            users = self.optimizer.param_groups
+            groups = [[self.shard_of.get(each, each) for each in group["params"]] for group in users]
+        else:
+            groups = [list(group["params"]) for group in self._groups]
+        with with_parameters(self.optimizer, groups):
+            _rename(self.optimizer, self.shard_of)
+            try:
+                yield
+            finally:
+                _rename(self.optimizer, {shard: parameter for parameter, shard in self.shard_of.items()})
 
     def step(self) -> None:
         with self.on_shards():
@@ -77,3 +95,11 @@ class ShardOptimizer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         with self.on_shards():
             self.optimizer.load_state_dict(state)
+
+
+def _rename(optimizer: Optimizer, names: dict[torch.Tensor, torch.Tensor]) -> None:
+    """Give the entries of an optimizer's state other keys."""
+    state = optimizer.state
+    for before, now in names.items():
+        if before in state:
+            state[now] = state.pop(before)

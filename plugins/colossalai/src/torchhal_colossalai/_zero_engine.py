@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from torchhal.strategies.sharded_optimizers import with_parameters
 from torchhal_colossalai import _sdk as sdk
 from torchhal_colossalai._shard_optimizer import ShardOptimizer
 
@@ -53,6 +52,8 @@ class ZeroEngine:
         finally:
             for parameter in frozen:
                 parameter.requires_grad_(False)
+        shards: dict[int, torch.Tensor] = self.zero.working_to_master_param
+        self.shards.shard_of = {parameter: shards[id(parameter)] for parameter in self.parameters}
         # its hooks would send gradients before the ranks have compared which parameters have some
         for hook in self.zero.grad_handles:
             hook.remove()
@@ -67,8 +68,7 @@ class ZeroEngine:
 
     def shard_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """Return this rank's part of a parameter, flat and padded, which shares its memory; None if undivided."""
-        shard: torch.Tensor | None = self.zero.working_to_master_param.get(id(parameter))
-        return shard
+        return self.shards.shard_of.get(parameter)
 
     def is_current(self) -> bool:
         """Return whether the groups have the parameters that were divided, in the memory in which they were."""
@@ -80,27 +80,23 @@ class ZeroEngine:
                 return False
         return [parameter.data_ptr() for parameter in self.parameters] == self._addresses
 
-    def take_state(self, other: ZeroEngine) -> None:
-        """Continue with the state of an engine of the same optimizer that divided it before."""
-        state = self.optimizer.state
+    def take_gradients(self, other: ZeroEngine) -> None:
+        """Continue with the gradients in store of an engine of the same optimizer that divided it before."""
+        if self.stage == 1:
+            return
         for parameter in self.parameters:
-            before, now = other.shard_of(parameter), self.shard_of(parameter)
-            if before is None or now is None:
-                continue
-            if before in state:
-                state[now] = state.pop(before)
-            for part in other._stored(parameter) if self.stage == 2 else ():
+            for part in other._stored(parameter) if other.shard_of(parameter) is not None else ():
                 self._store(parameter, part)
 
     def release(self, entries: dict[int, dict[str, Any]] | None) -> None:
-        """Give the parameters memory of their own, without padding, and the optimizer a state by parameter.
+        """Give the parameters memory of their own, without padding, and the optimizer whole state.
 
         Args:
             entries: what :meth:`gather_state` has returned; None without it, after a failure.
         """
         numbered = [parameter for group in self.groups for parameter in group]
         for parameter in self.parameters:
-            self.optimizer.state.pop(self.shard_of(parameter), None)
+            self.optimizer.state.pop(parameter, None)
             if parameter.untyped_storage().nbytes() > parameter.numel() * parameter.element_size():
                 parameter.data = parameter.data.clone()
         for number, entry in (entries or {}).items():
@@ -201,14 +197,6 @@ class ZeroEngine:
 
     # -- the optimizer's state -----------------------------------------------------------------------------------
 
-    def with_shards(self) -> AbstractContextManager[None]:
-        """Give the optimizer a shard in the place of each parameter that is divided, so that all keep their numbers."""
-        return with_parameters(self.optimizer, [list(map(self._shard_or_whole, group)) for group in self.groups])
-
-    def _shard_or_whole(self, parameter: torch.Tensor) -> torch.Tensor:
-        shard = self.shard_of(parameter)
-        return parameter if shard is None else shard
-
     @torch.no_grad()
     def gather_state(self, *, keep: bool) -> dict[int, dict[str, Any]]:
         """Return the state of every parameter by its number, whole and on the CPU. Called on every rank.
@@ -221,7 +209,7 @@ class ZeroEngine:
         entries: dict[int, dict[str, Any]] = {}
         for number, parameter in enumerate(each for group in self.groups for each in group):
             shard = self.shard_of(parameter)
-            entry = self.optimizer.state.get(parameter if shard is None else shard)
+            entry = self.optimizer.state.get(parameter)
             if not entry:
                 continue
             whole = {name: self._gathered(value, shard, parameter) for name, value in entry.items()}

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from torchhal.distributed import collectives
-from torchhal.errors import CheckpointError, DistributedError
+from torchhal.errors import CheckpointError, CheckpointMismatchError, DistributedError
 from torchhal.memory_estimate import MemoryEstimate, ModelMemory
 from torchhal.strategies import StepResult, find_difference
 from torchhal.strategies.sharded_optimizers import OptimizerTrials, find_differing_settings
@@ -31,8 +31,8 @@ class ColossalAIZeroStrategy(ColossalAIStrategy):
     ``parameter.grad`` is None after backward: :meth:`clip_gradients` and :meth:`grad_norm` see all of them.
 
     The Trainer's precision decides the dtypes and scales the loss, and the Trainer clips. The user's optimizer stays
-    the one that schedulers, callbacks and loops hold, with the whole parameters in its groups; its ``state`` is by
-    shards while a run lasts.
+    the one that schedulers, callbacks and loops hold, with the whole parameters in its groups; its ``state``
+    has this rank's parts while a run lasts.
     """
 
     default_plugin: ClassVar[str] = "low_level_zero"
@@ -90,7 +90,7 @@ class ColossalAIZeroStrategy(ColossalAIStrategy):
         module = self.module if self.boosted_module is None else self.boosted_module
         engine, before = ZeroEngine(self.booster, module, optimizer, self.stage), self.engines.get(optimizer)
         if before is not None:
-            engine.take_state(before)
+            engine.take_gradients(before)
         self.boosted_module, self.engines[optimizer] = engine.boosted_module, engine
 
     def follow_parameters(self) -> None:
@@ -297,10 +297,18 @@ class ColossalAIZeroStrategy(ColossalAIStrategy):
                     "continue from a checkpoint that was saved while it ran"
                 )
             return super().optimizer_state(optimizer)
-        with engine.with_shards():
-            state = super().optimizer_state(optimizer)
+        state = super().optimizer_state(optimizer)
         with self.guard("gathering of the optimizer's state"):
             return {**state, "state": engine.gather_state(keep=self.is_global_zero)}
+
+    def check_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        super().check_optimizer_state(optimizer, state)
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        if unknown := [index for index in state["state"] if not isinstance(index, int) or index >= count]:
+            raise CheckpointMismatchError(
+                f"the optimizer state belongs to another {type(optimizer).__name__}: it has parameter {unknown[0]}, "
+                f"and there are {count} here"
+            )
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         if (engine := self.engines.get(optimizer)) is None:
@@ -309,7 +317,7 @@ class ColossalAIZeroStrategy(ColossalAIStrategy):
         self.check_optimizer_state(optimizer, state)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         mine = {i: engine.part_of_state(parameters[i], entry) for i, entry in state["state"].items()}
-        with engine.with_shards():
+        with engine.shards.on_shards(others=True):
             super().load_optimizer_state(optimizer, {**state, "state": mine})
 
     def accumulated_gradients(self) -> dict[str, torch.Tensor]:
