@@ -44,6 +44,10 @@ REFUSED = {
     ("strategy", "xla_spmd"): XLA,
     ("strategy", "xla_fsdp"): XLA,
     ("checkpoint_io", "xla"): XLA,
+    **{
+        ("strategy", f"colossalai{stage}"): "needs the package colossalai, which is not installed"
+        for stage in ("", "_zero1", "_zero2", "_gemini")
+    },
     ("strategy", "horovod"): "needs the package horovod, which is not installed",
     ("precision", "tf32"): "needs matmul:tf32, which accelerator 'cpu' doesn't have",
     ("precision", "hpu-fp8"): "needs Intel's transformer engine",

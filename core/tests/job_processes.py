@@ -36,7 +36,9 @@ class Job:
         variables: added to the environment.
     """
 
-    def __init__(self, folder: Path, script: str | Path, *options: str, launcher: Any = (), variables: Any = ()) -> None:
+    def __init__(
+        self, folder: Path, script: str | Path, *options: str, launcher: Any = (), variables: Any = ()
+    ) -> None:
         folder.mkdir(exist_ok=True)
         self.folder, self.output = folder, folder / "output"
         environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}

@@ -463,7 +463,7 @@ def globals_of_the_process():
     import warnings
 
     found = {
-        "environ": {name: value for name, value in os.environ.items()},
+        "environ": dict(os.environ),
         "validates": torch.distributions.Distribution._validate_args,
         "filters": list(warnings.filters),
         "disabled": logging.root.manager.disable,

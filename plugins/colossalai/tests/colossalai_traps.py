@@ -203,7 +203,7 @@ def gemini():
     from colossalai.zero.gemini import gemini_optimizer
 
     assert own.SUPPORTED_PRECISION == ["fp16", "bf16"]
-    assert gemini_optimizer._AVAIL_OPTIM_LIST == {FusedAdam, CPUAdam, HybridAdam}
+    assert {FusedAdam, CPUAdam, HybridAdam} == gemini_optimizer._AVAIL_OPTIM_LIST
     module = nn.Linear(4, 4)
     plugin = GeminiPlugin(precision="bf16", pin_memory=True)
     Booster(plugin=plugin).boost(module, torch.optim.Adam(module.parameters()))

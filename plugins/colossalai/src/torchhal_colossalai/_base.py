@@ -49,7 +49,8 @@ class ColossalAIStrategy(ParallelStrategy):
 
     def __new__(cls, *, plugin: str | None = None, **arguments: Any) -> ColossalAIStrategy:
         if cls is ColossalAIStrategy:
-            cls = cls.classes[cls.default_plugin if plugin is None else _options.check_plugin(plugin)]
+            chosen = cls.default_plugin if plugin is None else _options.check_plugin(plugin)
+            return super().__new__(cls.classes[chosen])
         return super().__new__(cls)
 
     def __init__(

@@ -96,12 +96,12 @@ def _steps_elements(optimizer: Optimizer) -> bool:
     values = torch.randn(2, 4, generator=generator)
     scale = torch.tensor([1.0, 1.0, 1.0, 1.0, 1e3, 1e3, 1e3, 1e3]).view(2, 4)
     whole = [values.clone().requires_grad_()]
-    halves = [part.clone().flatten().requires_grad_() for part in values.flatten().split(4)]
+    halves = [part.clone().flatten().requires_grad_() for part in torch.split(values.flatten(), 4)]
     steppers = [(_copy_of(optimizer, parameters), parameters) for parameters in (whole, halves)]
     for _ in range(3):
         gradient = torch.randn(2, 4, generator=generator) * scale
         for copied, parameters in steppers:
-            parts = [gradient] if len(parameters) == 1 else list(gradient.flatten().split(4))
+            parts = [gradient] if len(parameters) == 1 else list(torch.split(gradient.flatten(), 4))
             for parameter, part in zip(parameters, parts, strict=True):
                 parameter.grad = part.clone()
             type(copied).step(copied)

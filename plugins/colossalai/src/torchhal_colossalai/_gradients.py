@@ -56,7 +56,9 @@ class GradientReducer:
             frozen: average whatever gradient there is on some rank, those of frozen parameters too.
 
         Raises:
-            DistributedError: parameters lack a gradient, and neither ``find_unused_parameters`` nor ``frozen`` allow it.
+            DistributedError: parameters lack a gradient, and neither ``find_unused_parameters`` nor ``frozen`` allows
+                it.
+            ModelError: a gradient is sparse.
         """
         strategy = self._strategy
         strategy.follow_parameters()

@@ -43,7 +43,9 @@ class ColossalAIGeminiStrategy(_RefusedStrategy):
         "it trains in fp16 or bf16 by rules and a loss scale of its own, in place of the Trainer's precision, steps "
         "Colossal-AI's FusedAdam, HybridAdam and CPUAdam alone, and has not been tried with this package on a GPU"
     )
-    instead: ClassVar[str] = "'zero3' of torchhal-parallel, or 'colossalai_zero2' where the parameters fit on each device"
+    instead: ClassVar[str] = (
+        "'zero3' of torchhal-parallel, or 'colossalai_zero2' where the parameters fit on each device"
+    )
 
 
 class ColossalAIHybridStrategy(_RefusedStrategy):

@@ -33,7 +33,7 @@ class _ColossalAI(VendorPackage):
         if not missing:
             return ""
         are = "are" if len(missing) > 1 else "is"
-        return f"{self.needed_by} needs {', '.join(missing)}, which colossalai imports and {are} missing: {self.install}"
+        return f"{self.needed_by} needs {', '.join(missing)}, which colossalai imports and {are} missing: {_INSTALL}"
 
 
 COLOSSALAI: Final = _ColossalAI(
@@ -155,7 +155,7 @@ def _host_accelerator() -> Any:
     class HostAccelerator(CpuAccelerator):  # type: ignore[misc]
         """The CPU, on which everything is in order without streams."""
 
-        def Stream(self, *args: Any, **kwargs: Any) -> None:  # noqa: N802
+        def Stream(self, *args: Any, **kwargs: Any) -> None:
             return None
 
         def current_stream(self, device: Any = None) -> None:

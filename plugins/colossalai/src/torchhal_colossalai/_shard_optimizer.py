@@ -57,7 +57,7 @@ class ShardOptimizer:
         self.defaults = optimizer.defaults
         self.shard_of: dict[torch.Tensor, torch.Tensor] = {}
         """This rank's part of each parameter that is divided."""
-        self.run_step: Callable[[], None] = optimizer.step  # type: ignore[assignment]
+        self.run_step: Callable[[], None] = optimizer.step
         """Steps the user's optimizer, as the strategy and the precision do it."""
 
     @property

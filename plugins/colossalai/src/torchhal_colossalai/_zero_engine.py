@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from torchhal_colossalai import _sdk as sdk
 from torchhal_colossalai._shard_optimizer import ShardOptimizer
 
-
 _NUMBERS = ("step", "mu_product", "eta", "mu")
 """Names of what torch's optimizers keep of a parameter in a tensor without a dimension."""
 
@@ -238,7 +237,7 @@ class ZeroEngine:
             return value
         flat = value.detach().reshape(-1)
         flat = nn.functional.pad(flat, [0, shard.numel() * self._world_size - flat.numel()])
-        return flat.split(shard.numel())[self._rank].clone()
+        return torch.split(flat, shard.numel())[self._rank].clone()
 
 
 def is_divided(parameter: torch.Tensor) -> bool:
@@ -247,8 +246,9 @@ def is_divided(parameter: torch.Tensor) -> bool:
 
 
 def _is_of(value: Any, name: str, parameter: torch.Tensor) -> bool:
-    """Return whether a value of a parameter's state has a number for each element; one without a dimension is told by
-    its name.
+    """Return whether a value of a parameter's state has a number for each element.
+
+    Where the parameter has no dimension, the name tells.
     """
     if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
         return False

@@ -1,4 +1,7 @@
-"""Train twelve short epochs under Colossal-AI: ``train.py FOLDER [slow] [fails] [strategy=ALIAS] [ckpt=PATH] [timeout=S] [devices=N]``."""
+"""Train twelve short epochs under Colossal-AI.
+
+``train.py FOLDER [slow] [fails] [strategy=ddp|zero1|zero2] [ckpt=PATH] [timeout=S] [devices=N]``
+"""
 
 import json
 import os
