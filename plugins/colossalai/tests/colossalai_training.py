@@ -196,6 +196,28 @@ class GroupAdded(Perceptron):
             self.body[4].weight.data = self.body[4].weight.data.clone()
 
 
+class Replaced(Perceptron):
+    """Has another layer from the second epoch on, which no optimizer has."""
+
+    def on_train_epoch_start(self):
+        if self.current_epoch == 1:
+            torch.manual_seed(4)
+            self.body[2] = nn.Linear(32, 32)
+
+
+class Running(Perceptron):
+    """Computes with a buffer that follows each rank's own data."""
+
+    def build(self):
+        self.register_buffer("mean", torch.zeros(64))
+        return super().build()
+
+    def forward(self, x):
+        if self.training:
+            self.mean.lerp_(x.mean(0), 0.3)
+        return self.body(x - self.mean)
+
+
 class LossesInFloat(Perceptron):
     """Computes its loss in float32, whatever the model's dtype."""
 
@@ -380,6 +402,49 @@ class Interrupt(Callback):
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         if trainer.current_epoch == 0 and batch_idx == 0:
             trainer.save_checkpoint(self.path)
+
+
+class SaveByBooster(Callback):
+    """Writes Colossal-AI's own files, and keeps what a checkpoint has of the optimizer."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.state = None
+
+    def on_train_end(self, trainer, module):
+        strategy, (optimizer,) = trainer.strategy, trainer.optimizers
+        strategy.booster.save_model(strategy.boosted_module, f"{self.folder}/model.pt")
+        if (engine := getattr(strategy, "engines", {}).get(optimizer)) is not None:
+            strategy.booster.save_optimizer(engine.zero, f"{self.folder}/optimizer.pt")
+        self.state = strategy.optimizer_state(optimizer)["state"]
+
+
+def save_by_booster(strategy, folder):
+    callback = SaveByBooster(folder)
+    result = fit(strategy, Perceptron(), callbacks=[callback])
+    return result["state"], callback.state
+
+
+def saved_after_a_failure(strategy, path):
+    """Fail in a step, on every rank, and save; return the error of that."""
+    model = Perceptron()
+
+    def fail(batch, batch_idx):
+        if batch_idx == 2:
+            raise ValueError("the cause")
+        return Perceptron.training_step(model, batch, batch_idx)
+
+    model.training_step = fail
+    trainer = Trainer(strategy=STRATEGIES[strategy](), **QUIET, max_epochs=1, enable_checkpointing=False)
+    try:
+        trainer.fit(model, DataLoader(model.dataset(), batch_size=4))
+    except ValueError:
+        pass
+    try:
+        trainer.strategy.optimizer_state(trainer.optimizers[0])
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def save_in_accumulation(strategy, path):

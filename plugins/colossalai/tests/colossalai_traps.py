@@ -151,7 +151,7 @@ def closure():
 def plugins_name():
     from colossalai.booster.plugin import LowLevelZeroPlugin
 
-    before = LowLevelZeroPlugin.__name__
+    LowLevelZeroPlugin.__name__ = before = "LowLevelZeroPlugin"
     LowLevelZeroPlugin(stage=2, precision="fp32")
     return before, LowLevelZeroPlugin.__name__
 

@@ -13,8 +13,28 @@ from world import crowd_control, shared_world, stop_after_failure  # noqa: E402
 
 crowded_worlds_end = crowd_control()
 pytest_runtest_logreport = stop_after_failure
-world2 = shared_world(2)
-world3 = shared_world(3)
+shared2 = shared_world(2)
+shared3 = shared_world(3)
+
+
+class PatientWorld:
+    """A world whose first call may have to import Colossal-AI, which takes long where other tests run beside it."""
+
+    def __init__(self, world):
+        self.world = world
+
+    def run(self, function, *args, timeout=120):
+        return self.world.run(function, *args, timeout=timeout)
+
+
+@pytest.fixture
+def world2(shared2):
+    return PatientWorld(shared2)
+
+
+@pytest.fixture
+def world3(shared3):
+    return PatientWorld(shared3)
 
 
 @pytest.fixture(scope="session")

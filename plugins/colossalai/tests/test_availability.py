@@ -126,6 +126,19 @@ def test_the_alias_of_gemini_is_refused_before_launch(installed):
         Trainer(accelerator="cpu", devices=2, strategy="colossalai_gemini", logger=False)
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+def test_memory_is_estimated(installed, stage):
+    import torch
+
+    from torchhal.memory_estimate import model_memory
+
+    model, size = torch.nn.Linear(1024, 1024, bias=False, device="meta"), 4 * 1024 * 1024
+    strategy = ColossalAIStrategy(plugin="low_level_zero", options={"stage": stage})
+    estimate = strategy.memory_per_rank(model_memory(model, [torch.optim.Adam(model.parameters())]), 4)
+    assert (estimate.optimizer, estimate.gradients, estimate.parameters) == (2 * size // 4, size, size)
+    assert ("whole gradients until backward has ended" in estimate.note) is (stage == 2)
+
+
 def test_importing_the_package_imports_neither_torch_nor_colossalai():
     code = (
         "import sys; before = set(sys.modules)\n"

@@ -11,16 +11,22 @@ ALL = ("colossalai", *ZERO)
 
 
 def same(results, reference, tolerance=0.0):
-    for result, other in zip(results, reference, strict=True):
+    for rank, (result, other) in enumerate(zip(results, reference, strict=True)):
         for name, value in other["state"].items():
+            if rank and name in ("mean", "body.2.running_mean", "body.2.running_var"):
+                continue  # a buffer: rank 0's in the end, where ddp leaves each rank its own
             assert torch.allclose(result["state"][name], value, rtol=tolerance, atol=tolerance), name
         assert result["losses"] == pytest.approx(other["losses"], rel=tolerance or 1e-12)
 
 
 @pytest.mark.parametrize("strategy", ALL)
 @pytest.mark.parametrize(
-    "model", ["Manual", "Toggled", "ManualClosure", "OwnStep", "Shapes", "Scheduled", "BySign", "ByASGD", "ByRprop"]
-)
+    "model",
+    [
+        "Manual", "Toggled", "ManualClosure", "OwnStep", "Shapes", "Scheduled", "Replaced", "Running", "BySign",
+        "ByASGD", "ByRprop",
+    ],
+)  # fmt: skip
 def test_equals_ddp(world2, strategy, model):
     # stage 2 adds up averages of two backward passes by hand, where others average sums
     tolerance = 1e-6 if (strategy, model) == ("zero2", "Manual") else 0.0
@@ -142,7 +148,7 @@ def test_ranks_that_step_by_other_numbers_are_refused(world2, strategy):
 
 @pytest.mark.parametrize("strategy", ZERO)
 def test_a_layer_frozen_on_one_rank_is_an_error_everywhere(world2, strategy):
-    assert all(world2.run(training.frozen_on_one_rank, strategy, timeout=60))
+    assert all(world2.run(training.frozen_on_one_rank, strategy, timeout=100))
 
 
 @pytest.mark.parametrize("strategy", ZERO)
@@ -191,6 +197,22 @@ def test_a_checkpoint_after_the_fit_is_that_of_its_end(world2, tmp_path, strateg
 
 
 @pytest.mark.parametrize("strategy", ALL)
+def test_the_boosters_files_have_what_a_checkpoint_has(world2, tmp_path, strategy):
+    state, optimizer = world2.run(training.save_by_booster, strategy, str(tmp_path))[0]
+    weights = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert all(torch.equal(weights[name], value) for name, value in state.items())
+    if strategy != "colossalai":
+        saved = torch.load(tmp_path / "optimizer.pt", weights_only=True)["state"]
+        assert all(torch.equal(saved[0][name], value) for name, value in optimizer[0].items())
+
+
+@pytest.mark.parametrize("strategy", ZERO)
+def test_after_a_failure_the_optimizers_state_is_refused(world2, tmp_path, strategy):
+    for error in world2.run(training.saved_after_a_failure, strategy, str(tmp_path / "after.ckpt")):
+        assert error.startswith("CheckpointError") and "parts of the state of Adam were with other ranks" in error
+
+
+@pytest.mark.parametrize("strategy", ALL)
 def test_a_checkpoint_in_the_middle_of_an_accumulation(world2, tmp_path, strategy):
     path = str(tmp_path / "middle.ckpt")
     whole = world2.run(training.save_in_accumulation, strategy, path)
@@ -219,7 +241,7 @@ def test_evaluates_without_a_fit(world2, strategy):
 
 @pytest.mark.parametrize("strategy", ALL)
 def test_one_batch_more_is_an_error_everywhere(world2, strategy):
-    told = world2.run(training.one_batch_more, strategy, timeout=60)
+    told = world2.run(training.one_batch_more, strategy, timeout=100)
     assert all(told), told
 
 
