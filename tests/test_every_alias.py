@@ -45,6 +45,10 @@ REFUSED = {
     ("strategy", "xla_spmd"): XLA,
     ("strategy", "xla_fsdp"): XLA,
     ("checkpoint_io", "xla"): XLA,
+    **{
+        ("strategy", f"colossalai{stage}"): "needs the package colossalai, which is not installed"
+        for stage in ("", "_zero1", "_zero2", "_gemini")
+    },
     ("strategy", "fairscale_oss"): FAIRSCALE,
     ("strategy", "fairscale_sdp"): FAIRSCALE,
     ("strategy", "fairscale_pipe"): FAIRSCALE,

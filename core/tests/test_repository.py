@@ -13,8 +13,9 @@ SOURCE = Path(__file__).parents[1] / "src" / "torchhal"
 FILES = sorted(SOURCE.rglob("*.py"))
 
 VENDORS = (
-    "amd|ascend|bagua|cuda|cudnn|deepspeed|fairscale|gaudi|google|graphcore|habana|habana_frameworks|hccl|hivemind|horovod|hpu|"
-    "inferentia|intel|ipu|mlu|mps|musa|nccl|neuron|npu|nvidia|oneccl|poptorch|rocm|torch_xla|torchft|tpu|trainium|xla|xpu"
+    "amd|ascend|bagua|colossalai|cuda|cudnn|deepspeed|fairscale|gaudi|google|graphcore|habana|habana_frameworks|hccl|"
+    "hivemind|horovod|hpu|inferentia|intel|ipu|mlu|mps|musa|nccl|neuron|npu|nvidia|oneccl|poptorch|rocm|torch_xla|torchft|"
+    "tpu|trainium|xla|xpu"
 )
 # "_" is a letter to \b, yet torch_xla and cuda_stream name a vendor.
 VENDOR = re.compile(rf"(?<![a-z0-9])({VENDORS})(?![a-z0-9])", re.IGNORECASE)

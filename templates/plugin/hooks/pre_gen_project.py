@@ -20,7 +20,8 @@ ALL_KINDS = ("accelerator", "precision", "checkpoint_io", "cluster_environment",
 # Names of the core and of the plugins beside it, and words with a meaning: a component of such a name would be shadowed
 # by another one, or be an error.
 TAKEN = {
-    "async", "auto", "bagua", "bf16", "collaborative", "core", "cpu", "cuda", "dcp", "dcp_async", "ddp", "ddp2",
+    "async", "auto", "bagua", "bf16", "collaborative", "colossalai",
+    "colossalai_gemini", "colossalai_zero1", "colossalai_zero2", "core", "cpu", "cuda", "dcp", "dcp_async", "ddp", "ddp2",
     "ddp_fork", "ddp_forkserver", "ddp_fully_sharded", "ddp_notebook", "ddp_sharded", "ddp_sharded_spawn",
     "ddp_spawn", "deepspeed", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_2_offload",
     "deepspeed_stage_3", "deepspeed_stage_3_offload", "deepspeed_stage_3_offload_nvme", "dp", "env", "fairscale",

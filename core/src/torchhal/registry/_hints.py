@@ -19,6 +19,7 @@ _ALIASES: Final[Mapping[str, str]] = {
         "deepspeed_stage_3_offload deepspeed_stage_3_offload_nvme"
     ),
     "torchhal-bagua": "bagua",
+    "torchhal-colossalai": "colossalai colossalai_zero1 colossalai_zero2 colossalai_gemini",
     "torchhal-fairscale": "fairscale_oss fairscale_sdp fairscale_pipe",
     "torchhal-hivemind": "hivemind collaborative",
     "torchhal-horovod": "horovod",

@@ -1,0 +1,123 @@
+"""Refuse models and optimizers that Colossal-AI's ZeRO can't train, before a batch, with what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from torchhal.errors import ConfigurationError, ModelError
+from torchhal.strategies.model_checks import (
+    check_dense_gradients,
+    check_disjoint_optimizers,
+    check_disjoint_storage,
+    check_no_closure,
+)
+from torchhal.trainer.loops import module_hook
+from torchhal_colossalai._zero_engine import is_divided
+
+_DDP = "use strategy='ddp' or 'colossalai'"
+
+
+def check_trainable(module: nn.Module, optimizers: Sequence[Optimizer], alias: str, stage: int) -> None:
+    """Raise an error for what would fail in the midst of training, or train something else.
+
+    Args:
+        module: the whole model.
+        optimizers: what its ``configure_optimizers`` returned.
+        alias: of the strategy.
+        stage: of ZeRO.
+    """
+    model, named = type(module).__name__, dict(module.named_parameters())
+    names = {id(parameter): name for name, parameter in named.items()}
+    divides = f"strategy {alias!r} divides the elements of each parameter among the ranks"
+    check_dense_gradients(module, divides, f"set it to False, or {_DDP}")
+    check_disjoint_optimizers(module, optimizers, divides, f"give each to one optimizer, or {_DDP}")
+    check_disjoint_storage(module, f"{divides}, in memory of its own", f"make them one parameter, or {_DDP}")
+    for optimizer in optimizers:
+        check_no_closure(optimizer, divides, f"{_DDP}, or another optimizer", error=ConfigurationError)
+        check_elements(optimizer, alias)
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        for parameter in parameters:
+            if parameter.is_complex():
+                raise ModelError(
+                    f"{names.get(id(parameter), 'a parameter')!r} of {model} is complex, and Colossal-AI's ZeRO "
+                    f"computes the norm of real gradients: train its real view, or {_DDP}"
+                )
+        dtypes = {parameter.dtype for parameter in parameters if is_divided(parameter)}
+        if len(dtypes) > 1:
+            first = next(each for each in parameters if is_divided(each))
+            other = next(each for each in parameters if is_divided(each) and each.dtype is not first.dtype)
+            raise ModelError(
+                f"{names.get(id(other), 'a parameter')!r} of {model} is {other.dtype} and "
+                f"{names.get(id(first), 'a parameter')!r} is {first.dtype}, and Colossal-AI's ZeRO sends the weights "
+                f"of an optimizer in one dtype: convert them, give each dtype an optimizer, or {_DDP}"
+            )
+    if stage == 2 and module_hook(module, "configure_gradient_clipping") is not None:
+        raise ModelError(
+            f"{model}.configure_gradient_clipping would never see a gradient, for at stage 2 each rank has a part of "
+            "it: use Trainer(gradient_clip_val=...), stage 1, or strategy='ddp'"
+        )
+
+
+_OF_TORCH = (torch.optim.Adafactor, *((torch.optim.Muon,) if hasattr(torch.optim, "Muon") else ()))
+"""Optimizers of torch's that look at all elements of a parameter together."""
+
+
+def check_elements(optimizer: Optimizer, alias: str) -> None:
+    """Raise ConfigurationError for an optimizer whose step on one element depends on others of the parameter.
+
+    Those of torch are known; one from elsewhere is tried on tensors of a few elements, as a whole and divided.
+    """
+    name = type(optimizer).__name__
+    if isinstance(optimizer, _OF_TORCH):
+        together = True
+    elif type(optimizer).__module__.partition(".")[0] == "torch":
+        return
+    else:
+        try:
+            together = not _steps_elements(optimizer)
+        except Exception as error:
+            raise ConfigurationError(
+                f"{name} failed when it was tried on a part of a parameter ({type(error).__name__}: {error}), and "
+                f"strategy {alias!r} divides the elements of each among the ranks: use another optimizer, or {_DDP}"
+            ) from error
+    if together:
+        raise ConfigurationError(
+            f"strategy {alias!r} divides the elements of each parameter among the ranks, and {name} looks at all "
+            f"elements of a parameter together, as by their norm: use another optimizer, strategy='zero1', or {_DDP}"
+        )
+
+
+def _steps_elements(optimizer: Optimizer) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(2, 4, generator=generator)
+    scale = torch.tensor([1.0, 1.0, 1.0, 1.0, 1e3, 1e3, 1e3, 1e3]).view(2, 4)
+    whole = [values.clone().requires_grad_()]
+    halves = [part.clone().flatten().requires_grad_() for part in torch.split(values.flatten(), 4)]
+    steppers = [(_copy_of(optimizer, parameters), parameters) for parameters in (whole, halves)]
+    for _ in range(3):
+        gradient = torch.randn(2, 4, generator=generator) * scale
+        for copied, parameters in steppers:
+            parts = [gradient] if len(parameters) == 1 else list(torch.split(gradient.flatten(), 4))
+            for parameter, part in zip(parameters, parts, strict=True):
+                parameter.grad = part.clone()
+            type(copied).step(copied)
+    return torch.allclose(whole[0].flatten(), torch.cat(halves), rtol=1e-4, atol=1e-6)
+
+
+def _copy_of(optimizer: Optimizer, parameters: list[torch.Tensor]) -> Optimizer:
+    """Return a fresh optimizer of the same class and settings over other parameters, without hooks."""
+    copied: Optimizer = object.__new__(type(optimizer))
+    for name, value in vars(optimizer).items():
+        copied.__dict__[name] = value
+    fresh = torch.optim.SGD(parameters, lr=1e-3)
+    for name, value in vars(fresh).items():
+        if name.startswith("_optimizer_") or name == "state":
+            copied.__dict__[name] = value
+    group = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+    copied.param_groups = [{**group, "params": parameters}]
+    copied.__dict__.pop("step", None)  # of a scheduler's
+    return copied

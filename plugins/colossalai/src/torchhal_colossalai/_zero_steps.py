@@ -1,0 +1,219 @@
+"""Steps under Colossal-AI's ZeRO: buffers, gradients that are averaged and clipped, and the optimizer's step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from torchhal.distributed import collectives
+from torchhal.errors import DistributedError
+from torchhal.strategies import StepResult, find_difference
+from torchhal.strategies.sharded_optimizers import OptimizerTrials
+from torchhal_colossalai._base import ColossalAIStrategy
+from torchhal_colossalai._gradients import GradientReducer
+from torchhal_colossalai._zero_engine import ZeroEngine
+
+
+class ZeroSteps(ColossalAIStrategy):
+    """The part of :class:`.ColossalAIZeroStrategy` that runs steps with its engines."""
+
+    def __init__(
+        self,
+        *,
+        plugin: str | None = None,
+        options: Mapping[str, Any] | None = None,
+        find_unused_parameters: bool = False,
+        **arguments: Any,
+    ) -> None:
+        super().__init__(plugin=plugin, options=options, **arguments)
+        self.stage: int = self.plugin_options.get("stage", 1)
+        self.find_unused_parameters = find_unused_parameters
+        self.engines: dict[Optimizer, ZeroEngine] = {}
+        """Colossal-AI's part of each optimizer, in a fit of several ranks; ``engine.zero`` is its own object."""
+        self.boosted_module: Any = None
+        """What the booster has returned for the module, as its methods for checkpoints take it."""
+        self._reducer: GradientReducer | None = None
+        self._trials = OptimizerTrials()
+        self._steps: Counter[int] = Counter()
+        self._unscaled: set[int] = set()
+        self._lost_state = False
+        self._shares_buffers = True
+
+    def _divide(self, optimizer: Optimizer) -> None:
+        """Let Colossal-AI divide the parameters that the optimizer has now."""
+        assert self.module is not None
+        module = self.module if self.boosted_module is None else self.boosted_module
+        engine, before = ZeroEngine(self.booster, module, optimizer, self.stage), self.engines.get(optimizer)
+        if before is not None:
+            engine.take_gradients(before)
+        self.boosted_module, self.engines[optimizer] = engine.boosted_module, engine
+
+    def follow_parameters(self) -> None:
+        """Divide again where a group was added to an optimizer, or a parameter has other memory."""
+        for optimizer, engine in list(self.engines.items()):
+            if not engine.is_current():
+                self._divide(optimizer)
+
+    @property
+    def _is_automatic(self) -> bool:
+        return bool(getattr(self.module, "automatic_optimization", True))
+
+    # -- buffers ---------------------------------------------------------------------------------------------
+
+    def module_step(self, name: str) -> Callable[..., Any]:
+        step = super().module_step(name)
+        assert self.module is not None
+        if name != "training_step" or self._reducer is None or not self._is_automatic:
+            return step
+
+        def with_buffers(*args: Any) -> Any:
+            """Run the step with rank 0's buffers, when DistributedDataParallel would have sent them."""
+            if self._shares_buffers:
+                self._share_buffers()
+            output = step(*args)
+            self._shares_buffers = self._reducer is not None and not self._reducer.paused
+            return output
+
+        return with_buffers
+
+    def on_evaluation_start(self, stage: str) -> None:
+        """Evaluate with rank 0's buffers everywhere, as ``ddp`` does."""
+        super().on_evaluation_start(stage)
+        self._share_buffers()
+
+    def _share_buffers(self) -> None:
+        if self.module is not None and self.world_size > 1 and (buffers := list(self.module.buffers())):
+            with self.guard("broadcast of the buffers"):
+                collectives.broadcast_tensors(buffers)
+
+    # -- gradients -------------------------------------------------------------------------------------------
+
+    def no_backward_sync(self) -> AbstractContextManager[Any] | None:
+        return _Paused(self) if self.world_size > 1 else None
+
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        if self._reducer is not None and any(id(each) in self._unscaled for each in self.engines):
+            self._reducer.check_unscaled(self._unscaled)
+        super().backward(loss, *args, **kwargs)
+        if self._reducer is not None and not self._reducer.paused:
+            with self.guard("averaging of the gradients"):
+                self._reducer.reduce()
+
+    def sync_gradients(self) -> None:
+        if self._reducer is None:
+            super().sync_gradients()
+            return
+        with self.guard("averaging of the gradients"):
+            self._reducer.reduce(frozen=True)
+        self.gradients_synced = True
+
+    def _divided_gradients(self, optimizer: Optimizer) -> ZeroEngine | None:
+        """Return the engine that has the gradients of ``optimizer`` in parts, if there is one."""
+        return self.engines.get(optimizer) if self.stage == 2 else None
+
+    def zero_grad(self, optimizer: Optimizer) -> None:
+        super().zero_grad(optimizer)
+        if (engine := self._divided_gradients(optimizer)) is not None:
+            engine.zero_grad()
+            self._unscaled.discard(id(optimizer))
+
+    def unscale_gradients(self, optimizer: Optimizer) -> None:
+        if (engine := self._divided_gradients(optimizer)) is None:
+            super().unscale_gradients(optimizer)
+            return
+        with engine.gradients_on_shards() as shards:
+            if "scales_loss" in self.precision.features and shards:
+                self._agree_on_overflow(shards)
+                self._unscaled.add(id(optimizer))
+            super().unscale_gradients(optimizer)
+
+    def _agree_on_overflow(self, shards: Sequence[torch.Tensor]) -> None:
+        """Let an infinite gradient be one on every rank: all come to the same decision whether to step."""
+        gradients = [shard.grad for shard in shards if shard.grad is not None]
+        finite = all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
+        flag = torch.tensor([0.0 if finite else 1.0], device=self.root_device)
+        with self.guard("comparison of infinite gradients"):
+            dist.all_reduce(flag, dist.ReduceOp.MAX)
+        if float(flag):
+            gradients[0].view(-1)[0] = torch.inf
+
+    def clip_gradients(self, optimizer: Optimizer, clip_val: float, algorithm: str = "norm") -> torch.Tensor | None:
+        """Clip by the norm over all ranks' parts, in the order of sums of one process, or by value."""
+        if (engine := self._divided_gradients(optimizer)) is None:
+            return super().clip_gradients(optimizer, clip_val, algorithm)
+        if algorithm != "norm":
+            self.unscale_gradients(optimizer)
+            with engine.gradients_on_shards():
+                return self.precision.clip_gradients(optimizer, clip_val, algorithm)
+        norm = self.grad_norm(optimizer)
+        with engine.gradients_on_shards() as shards:
+            torch.nn.utils.clip_grads_with_norm_(shards, clip_val, norm)
+        return norm
+
+    def grad_norm(self, optimizer: Optimizer) -> torch.Tensor:
+        if (engine := self._divided_gradients(optimizer)) is None:
+            return super().grad_norm(optimizer)
+        self.unscale_gradients(optimizer)
+        with self.guard("the norm of the gradients"):
+            norms = [torch.linalg.vector_norm(whole) for _, whole in engine.whole_gradients()]
+        return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device=self.root_device)
+
+    # -- the step --------------------------------------------------------------------------------------------
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
+        if optimizer not in self.engines:
+            return super().optimizer_step(optimizer, closure)
+        if closure is not None:  # it has the gradients of all parameters, as in one process
+            with torch.enable_grad():
+                closure()
+        self.follow_parameters()
+        self.unscale_gradients(optimizer)  # the same on all ranks, which come to the same decision
+        self._steps[id(optimizer)] = step = self._steps[id(optimizer)] + 1
+        if step & (step - 1) == 0:  # a power of two
+            self._check_alike_before_step(optimizer, step)
+        results: list[StepResult] = []
+
+        def run_step() -> None:
+            results.append(super(ZeroSteps, self).optimizer_step(optimizer, None))
+
+        with self._trials.before_step(optimizer), self.guard("sending of the updated parameters"):
+            self.engines[optimizer].step(run_step)
+        self._unscaled.discard(id(optimizer))
+        return results[0]
+
+    def _check_alike_before_step(self, optimizer: Optimizer, step: int) -> None:
+        """Raise DistributedError, on every rank alike, where replicas of a parameter or its gradient differ.
+
+        Something has written to them by what is in a rank's batch: the step would mix the elements of all ranks.
+        """
+        assert self.module is not None
+        own = {id(each) for each in self.engines[optimizer].parameters}
+        named = [(name, each) for name, each in self.module.named_parameters() if id(each) in own]
+        parts: list[tuple[str, Any, torch.Tensor]] = [(name, None, each) for name, each in named]
+        parts += [(f"the gradient of {name}", None, each.grad) for name, each in named if each.grad is not None]
+        with self.guard("comparison of the replicas"):
+            difference = find_difference(parts, f"before step {step} of its optimizer")
+        if difference:
+            raise DistributedError(difference)
+
+
+class _Paused:
+    """``no_backward_sync()``, which can be entered many times and costs two assignments."""
+
+    def __init__(self, strategy: ZeroSteps) -> None:
+        self.strategy = strategy
+        self.before = False
+
+    def __enter__(self) -> None:
+        if (reducer := self.strategy._reducer) is not None:
+            self.before, reducer.paused = reducer.paused, True
+
+    def __exit__(self, *exc_info: Any) -> None:
+        if (reducer := self.strategy._reducer) is not None:
+            reducer.paused = self.before
