@@ -6,7 +6,8 @@ import threading
 
 import pytest
 
-from torchhal_horovod._session import Session, assign
+from torchhal_horovod._session import Session
+from torchhal_horovod._slots import assign
 
 pytestmark = pytest.mark.usefixtures("horovod")
 

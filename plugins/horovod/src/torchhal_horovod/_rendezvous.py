@@ -7,13 +7,11 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from http import HTTPStatus
-from typing import TYPE_CHECKING
 
 from horovod.runner.common.util.hosts import SlotInfo
 from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
-if TYPE_CHECKING:
-    from torchhal_horovod._session import Slot
+from torchhal_horovod._slots import Slot
 
 
 class _Handler(RendezvousHandler):  # type: ignore[misc]

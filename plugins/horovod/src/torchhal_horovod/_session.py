@@ -6,7 +6,6 @@ import os
 import socket
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
 from typing import Any
 
 from torchhal.cluster import ClusterEnvironment
@@ -14,6 +13,7 @@ from torchhal.distributed import collectives
 from torchhal.errors import ConfigurationError, DistributedError
 from torchhal.vendor_package import restored_environ
 from torchhal_horovod import _sdk as sdk
+from torchhal_horovod._slots import Slot, assign
 
 _START = 120.0
 """Seconds that Horovod has for connecting ranks that have met just before."""
@@ -27,31 +27,6 @@ _VARIABLES = (
     "HOROVOD_CROSS_SIZE", "HOROVOD_HOSTNAME", "HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS", "HOROVOD_GLOO_IFACE",
     "HOROVOD_GLOO_TIMEOUT_SECONDS", "HOROVOD_ELASTIC", *_SERVER,
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Slot:
-    """The numbers of one process, with the names that Horovod gives them."""
-
-    hostname: str
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    cross_rank: int = 0
-    """Its place among the processes of the same ``local_rank``, host by host."""
-    cross_size: int = 1
-
-
-def assign(nodes: Sequence[int]) -> list[Slot]:
-    """Return the slot of each rank, given the node of each."""
-    size, local = len(nodes), [list(nodes[:rank]).count(node) for rank, node in enumerate(nodes)]
-    slots = []
-    for rank, node in enumerate(nodes):
-        peers = sorted(other for other, its_local in zip(nodes, local, strict=True) if its_local == local[rank])
-        local_size = list(nodes).count(node)
-        slots.append(Slot(f"node-{node}", rank, size, local[rank], local_size, peers.index(node), len(peers)))
-    return slots
 
 
 class Session:

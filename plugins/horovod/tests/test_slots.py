@@ -1,6 +1,6 @@
 """What Horovod is told about the places of processes, without Horovod."""
 
-from torchhal_horovod._session import Slot, assign
+from torchhal_horovod._slots import Slot, assign
 
 
 def test_slots_of_nodes_of_different_sizes():
