@@ -43,6 +43,9 @@ class Job:
         self.folder, self.output = folder, folder / "output"
         environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
         environ |= {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{environ['PATH']}", **dict(variables)}
+        # where job_training.py is, which the script may import
+        paths = [str(Path(__file__).parent), *filter(None, [environ.get("PYTHONPATH")])]
+        environ["PYTHONPATH"] = os.pathsep.join(paths)
         with open(self.output, "ab") as output:
             self.process = subprocess.Popen(
                 [*launcher, sys.executable, str(script), str(folder), *options], env=environ, stdin=subprocess.DEVNULL,

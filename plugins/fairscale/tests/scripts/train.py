@@ -1,67 +1,10 @@
-"""Train twelve short epochs: ``train.py FOLDER STRATEGY [slow] [ckpt=PATH] [timeout=S]``, of two devices."""
+"""Trains under fairscale what ``job_training`` does: ``train.py FOLDER strategy=OSS|SDP|Pipe [OPTION ...]``."""
 
-import json
-import os
-import sys
-import time
-from datetime import timedelta
-from pathlib import Path
-
-import torch
-from torch import nn
-from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
-
-import torchhal
-from torchhal import Callback, Trainer
-
-FOLDER = Path(sys.argv[1])
-STRATEGY = sys.argv[2]
-OPTIONS = dict(option.partition("=")[::2] for option in sys.argv[3:])
-
-
-class Net(torchhal.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(1)
-        self.body = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
-
-    def training_step(self, batch, batch_idx):
-        if "slow" in OPTIONS:
-            time.sleep(0.1)
-        x, y = batch
-        return F.mse_loss(self.body(x), y)
-
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters(), lr=1e-2)
-
-
-class Tell(Callback):
-    """Leaves the process id of each rank when the first step is done."""
-
-    def on_train_batch_end(self, trainer, *args):
-        path = FOLDER / f"rank-{trainer.global_rank}"
-        if not path.exists():
-            path.write_text(str(os.getpid()))
-
+from job_training import OPTIONS, TIMEOUT, train
 
 if __name__ == "__main__":
     import torchhal_fairscale
 
-    options = {} if STRATEGY == "Pipe" else {"timeout": timedelta(seconds=float(OPTIONS.get("timeout", 60)))}
-    strategy = getattr(torchhal_fairscale, f"Fairscale{STRATEGY}Strategy")(**options)
-    generator = torch.Generator().manual_seed(2)
-    x = torch.randn(32, 8, generator=generator)
-    trainer = Trainer(
-        accelerator="cpu", devices=2, strategy=strategy,
-        max_epochs=12, logger=False, default_root_dir=FOLDER, callbacks=[Tell()], enable_progress_bar=False,
-        enable_model_summary=False,
-    )  # fmt: skip
-    model = Net()
-    trainer.fit(
-        model, DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4), ckpt_path=OPTIONS.get("ckpt")
-    )
-    if trainer.is_global_zero:
-        weights = {name: value.tolist() for name, value in model.state_dict().items()}
-        told = {"weights": weights, "world": trainer.world_size}
-        (FOLDER / "result.json").write_text(json.dumps(told))
+    name = OPTIONS["strategy"]
+    arguments = {} if name == "Pipe" else {"timeout": TIMEOUT}
+    train(getattr(torchhal_fairscale, f"Fairscale{name}Strategy")(**arguments))
