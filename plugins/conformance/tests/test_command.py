@@ -173,6 +173,18 @@ def test_command_takes_model_and_data(capsys) -> None:
         ({"model": "blocks:stepless"}, "must return an nn.Module with a training_step"),
         ({"data": "blocks:sentences"}, "give 'model' too"),
         ({"model": "blocks:words", "data": "blocks:sentences_of_text"}, "must be tuples of tensors or numbers"),
+        ({"model": "blocks:words"}, "training_step of blocks:words with two samples of the kit's own net: "),
+        ({"model": "blocks:frozen", "data": "blocks:sentences"}, "a parameter that is trained"),
+        ({"model": "blocks:unseeded", "data": "blocks:sentences"}, "'bias' differs between two calls"),
+        ({"model": "blocks:lossless", "data": "blocks:sentences"}, r"must return the loss, .* \(got None\)"),
+        ({"model": "blocks:not_finite", "data": "blocks:sentences"}, r"must return a finite loss \(got nan\)"),
+        ({"model": "blocks:detached", "data": "blocks:sentences"}, "must require a gradient"),
+        ({"model": "blocks:dropping", "data": "blocks:sentences"}, "must return the same loss each time"),
+        ({"model": "blocks:words", "data": "blocks:nothing_at_all"}, r"at least 12 samples.*\(got 0\)"),
+        ({"model": "blocks:words", "data": "blocks:one_sentence"}, r"at least 12 samples.*\(got 1\)"),
+        ({"model": "blocks:words", "data": "blocks:repeated"}, "at least 12 samples that differ"),
+        ({"model": "blocks:words", "data": "blocks:augmented"}, "sample 0 of blocks:augmented differs between two"),
+        ({"model": "blocks:words", "data": "blocks:endless"}, "must make a map-style dataset, which has a length"),
     ],
 )
 def test_unusable_model_is_refused(options: dict, words: str) -> None:
