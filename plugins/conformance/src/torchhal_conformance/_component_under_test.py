@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import unquote
 
 from torchhal import registry
@@ -72,6 +72,9 @@ class ComponentUnderTest:
     seed: int = 0
     model: Factory | None = None
     data: Factory | None = None
+
+    makes_instances: ClassVar[bool] = True
+    """False where an instance, made outside of a check, has ended or blocked the process: none is made there then."""
 
     @classmethod
     def of(
@@ -175,8 +178,10 @@ class ComponentUnderTest:
         if not self.entry.availability():
             return self.features
         try:  # an instance's, where they depend on its arguments
-            own = self.create().features
+            own = self.create().features if self.makes_instances else None
         except Exception:
+            own = None
+        if own is None:
             own = getattr(self.cls, "features", None)
         return self.features | (own if isinstance(own, frozenset) else frozenset())
 

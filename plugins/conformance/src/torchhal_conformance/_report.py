@@ -140,6 +140,8 @@ def _counts(checks: Sequence[Mapping[str, Any]], level: str) -> dict[str, int]:
 
 
 def _device(component: ComponentUnderTest) -> str:
+    if component.kind == "accelerator" and not component.makes_instances:
+        return "none: an instance ends or blocks the process"
     try:
         accelerator = component.make_accelerator()
         state = type(accelerator).availability()
@@ -149,6 +151,8 @@ def _device(component: ComponentUnderTest) -> str:
 
 
 def _hardware(component: ComponentUnderTest) -> str:
+    if component.kind == "accelerator" and not component.makes_instances:
+        return "none"
     try:
         accelerator = component.make_accelerator()
         state = type(accelerator).availability()

@@ -158,9 +158,9 @@ class Session:
         outcome, reason, hung = "passed", "", False
         raised: ComponentError | None = None
         try:
-            if lacking := missing(one, self.component):
-                raise Skipped(lacking)
-            with _kept_state(self.component.seed), _alarm(one), _without_exit():
+            with _kept_state(self.component.seed), _alarm(one), _without_exit(supervised=not self._interruptible):
+                if lacking := missing(one, self.component):
+                    raise Skipped(lacking)
                 self._make(one)
         except Skipped as skip:
             outcome, reason = "skipped", str(skip)
@@ -252,8 +252,11 @@ def _timeout_here(one: Check) -> float:
 
 
 @contextmanager
-def _without_exit() -> Iterator[None]:
-    """Fail a check that calls ``os._exit`` in this process: a test run that it ends with 0 counts as passed."""
+def _without_exit(*, supervised: bool) -> Iterator[None]:
+    """Fail a check that calls ``os._exit`` in this process: a test run that it ends with 0 counts as passed.
+
+    ``supervised``: another process sees that this one ends, and its exit code.
+    """
     exit, process, thread = os._exit, os.getpid(), threading.get_ident()
     told = ""
 
@@ -262,7 +265,7 @@ def _without_exit() -> Iterator[None]:
         if os.getpid() != process:  # a fork may
             exit(status)
         if threading.get_ident() != thread:  # a watchdog, such as pytest-timeout's, means it
-            exit(status or 1)
+            exit(status if supervised else status or 1)
         told = f"os._exit({status}) was called, which ends the user's process without a word"
         raise CheckFailed(told)
 
