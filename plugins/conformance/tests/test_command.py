@@ -349,10 +349,54 @@ def test_run_refuses_mixed_arguments(capsys) -> None:
         (("accelerator", "cpu", "--reports", "x"), "--reports is for --all"),
         (("--all", "torchhal", "--html", "x"), "--html can't be given with --all"),
         (("--all", "nobody"), "'nobody'"),
+        (("--all", "torchhal-simulator", "--reports", "/dev/null/x"), "--reports '/dev/null/x' can't be written"),
+        (("--all", "torchhal-simulator", "--reports", ""), "--reports must be a path (got '')"),
+        (("accelerator", "cpu", "--report", ""), "--report must be a path (got '')"),
+        (("cluster_environment", "env", "--tables", ""), "--tables must be a path (got '')"),
         (("accelerator", "cpu", "--watch", "--json"), "--json can't be given with --watch"),
     ):
         assert run(*arguments) == 2
         assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", ["0.5", "much", "inf", ""])
+def test_slowness_is_checked_before_the_checks(value: str, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("TORCHHAL_CONFORMANCE_SLOWNESS", value)
+    assert run("accelerator", "cpu", *only("ACC-01")) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: TORCHHAL_CONFORMANCE_SLOWNESS must be a number of at least 1")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_at_stdout_is_an_error() -> None:
+    command = [sys.executable, "-m", "torchhal.cli", "conformance", "run", "accelerator", "cpu", *only("ACC-01")]
+    for more in ([], ["--json"]):
+        with open("/dev/full", "w", encoding="utf-8") as full:
+            done = subprocess.run([*command, *more], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+        assert done.returncode == 2
+        assert done.stderr.splitlines() == ["error: stdout can't be written: [Errno 28] No space left on device"]
+
+
+def test_run_all_tells_each_component_and_what_it_lacks(tmp_path: Path, monkeypatch, capsys) -> None:
+    pairs = [("cluster_environment", "dist/a"), ("strategy", "dist/b")]
+    monkeypatch.setattr("torchhal_conformance._distribution_run.components_of", lambda distribution: pairs)
+    shown: list[str] = []
+
+    def fake(request: Request, **options: object) -> int:
+        shown.append(capsys.readouterr().err)
+        told = {"kind": request.kind, "plugin": "dist", "device": "cpu x 1", "arguments": {}, "levels": {}}
+        report = report_of({}, request.alias.rpartition("/")[2], "incomplete")
+        report["checks"] = [{"id": "ENV-01", "level": "core", "outcome": "skipped", "reason": "input: give --tables"}]
+        Path(request.report).write_text(json.dumps({**report, **told}))
+        return 2
+
+    monkeypatch.setattr("torchhal_conformance._distribution_run.run_supervised", fake)
+    assert run("--all", "dist", "--reports", str(tmp_path)) == 2
+    assert shown[1] == "cluster_environment a: incomplete\n"  # before the second one begins
+    assert (
+        "cluster_environment a: 1 check of the core was not made (ENV-01): give --tables"
+        in capsys.readouterr().out.splitlines()
+    )
 
 
 # -- watching ------------------------------------------------------------------------------------------------
@@ -406,6 +450,29 @@ class WrongRank(TorchElasticEnvironment):
 class NoRank(TorchElasticEnvironment):
     def global_rank(self) -> int:
         raise OSError("no launcher\nsecond line")
+
+
+class _Wordless(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+class Wordless(TorchElasticEnvironment):
+    def global_rank(self) -> int:
+        raise _Wordless
+
+
+class Wordy(TorchElasticEnvironment):
+    def global_rank(self) -> int:
+        raise OSError("A" * 5_000_000)
+
+
+def test_a_message_that_is_none_or_huge_is_told_by_its_class() -> None:
+    wordless, wordy = (checked(part, "ENV-03")[0]["ENV-03"] for part in (Wordless, Wordy))
+    assert wordless.outcome == "failed"
+    assert "_Wordless: (its __str__ raises RuntimeError)" in wordless.reason
+    assert wordy.reason.startswith("OSError: AAAA") and "characters left out)" in wordy.reason
+    assert len(json.dumps(wordy.as_dict(), default=str)) < 30_000
 
 
 class NoReduce(DDPStrategy):

@@ -71,8 +71,10 @@ def main() -> None:
         traceback.print_exc()
         if begun:
             _exit(1)
+        from torchhal_conformance._error_text import text_of
+
         named = f"{request['kind']} {request['alias']!r}"
-        send(error=f"{named} can't be checked: it raised {type(error).__name__}: {error}")
+        send(error=f"{named} can't be checked: it raised {type(error).__name__}: {text_of(error)}")
 
 
 def _exit_with(supervisor: int, folder: str) -> None:

@@ -123,15 +123,22 @@ def missing_inputs(report: Mapping[str, Any]) -> dict[str, list[str]]:
     return found
 
 
+def missing_inputs_lines(report: Mapping[str, Any]) -> list[str]:
+    """Return a line for each reason of :func:`missing_inputs`."""
+    return [
+        f"{len(ids)} check{'s' if len(ids) > 1 else ''} of the core {'were' if len(ids) > 1 else 'was'} not made "
+        f"({', '.join(ids)}): {reason}"
+        for reason, ids in missing_inputs(report).items()
+    ]
+
+
 def summary(report: Mapping[str, Any]) -> list[str]:
     """Return the last lines of the command's output: the outcomes at each level, what is to be given, the verdict."""
     lines = [
         f"{level}: {', '.join(f'{count} {outcome}' for outcome, count in counts.items())}"
         for level, counts in report["levels"].items()
     ]
-    for reason, ids in missing_inputs(report).items():
-        lines.append(f"{len(ids)} checks of the core were not made ({', '.join(ids)}): {reason}")
-    return [*lines, f"{report['kind']} {report['alias']} is {report['verdict']}"]
+    return [*lines, *missing_inputs_lines(report), f"{report['kind']} {report['alias']} is {report['verdict']}"]
 
 
 def _counts(checks: Sequence[Mapping[str, Any]], level: str) -> dict[str, int]:

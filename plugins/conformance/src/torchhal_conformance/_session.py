@@ -26,6 +26,7 @@ from torchhal_conformance._check import CHECKS, Check, CheckFailed, MissingRequi
 from torchhal_conformance._component_error import ComponentError, locate
 from torchhal_conformance._component_under_test import ComponentUnderTest, missing
 from torchhal_conformance._context import CheckContext
+from torchhal_conformance._error_text import text_of
 from torchhal_conformance._fork_server import ForkServer
 from torchhal_conformance._limits import scaled
 from torchhal_conformance._torch_globals import restore, torch_state
@@ -167,7 +168,7 @@ class Session:
         except BaseException as error:  # SystemExit too: a component may do anything
             if isinstance(error, KeyboardInterrupt) and self._interruptible:
                 raise
-            outcome, reason, hung = "failed", str(error), isinstance(error, CheckFailed) and error.hung
+            outcome, reason, hung = "failed", text_of(error), isinstance(error, CheckFailed) and error.hung
             if not isinstance(error, CheckFailed) or error.raised:
                 raised = locate(error, self.component)
         seconds = round(time.perf_counter() - start, 3)
@@ -273,7 +274,7 @@ def _without_exit(*, supervised: bool) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if told and str(error) != told:  # what follows from a call that the component has caught
+        if told and text_of(error) != told:  # what follows from a call that the component has caught
             raise CheckFailed(told) from error
         raise
     finally:
