@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 from torchhal import registry
@@ -73,7 +73,7 @@ class ComponentUnderTest:
     model: Factory | None = None
     data: Factory | None = None
 
-    makes_instances: ClassVar[bool] = True
+    makes_instances = True
     """False where an instance, made outside of a check, has ended or blocked the process: none is made there then."""
 
     @classmethod
