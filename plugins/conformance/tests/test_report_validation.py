@@ -70,7 +70,7 @@ NAMED = "torchhal-acme.accelerator.acme."
 
 @pytest.mark.parametrize("file", ["acme.json", f"{NAMED}a](x) b|.json", f"{NAMED}A1\n.json"])
 def test_a_file_name_that_the_page_can_t_link_is_refused(file: str, vendor: Report, tmp_path: Path) -> None:
-    with pytest.raises(ReportRefused, match="the file must be named torchhal-acme.accelerator.acme.json"):
+    with pytest.raises(ReportRefused, match=r"the file must be named torchhal-acme\.accelerator\.acme\.json"):
         read_report(write(tmp_path, vendor, file))
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from torchhal.errors import ConfigurationError
+from torchhal_conformance._error_text import with_article
 from torchhal_conformance._factory import Factory
 
 GLOBAL_BATCH: Final = 12
@@ -50,7 +51,7 @@ def check_model(kind: str, model: Factory | None, data: Factory | None) -> None:
         return
     if kind != "strategy":
         raise ConfigurationError(
-            f"'model' and 'data' are for strategies: the checks of a {kind} train none of their own"
+            f"'model' and 'data' are for strategies: the checks of {with_article(kind)} train none of their own"
         )
     if model is None:
         raise ConfigurationError(f"'data' ({data}) is for an author's model: give 'model' too")
@@ -108,7 +109,9 @@ def _check_loss(model: Any, batch: tuple[torch.Tensor, ...], told: str) -> None:
             except Exception as error:
                 raise ConfigurationError(f"training_step of {told}: {_told(error)}") from error
         if not isinstance(loss, torch.Tensor) or loss.dim():
-            raise ConfigurationError(f"training_step of {told} must return the loss, a scalar tensor (got {loss!r:.80})")
+            raise ConfigurationError(
+                f"training_step of {told} must return the loss, a scalar tensor (got {loss!r:.80})"
+            )
         if not loss.isfinite():
             raise ConfigurationError(f"training_step of {told} must return a finite loss (got {loss.item()})")
         if not loss.requires_grad:

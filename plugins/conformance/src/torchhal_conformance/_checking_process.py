@@ -38,8 +38,9 @@ Send = Callable[..., None]
 def main() -> None:
     """Make the checks that the first line of stdin names, and end this process.
 
-    Events are lines of JSON at stdout: ``imported`` when the component's class is loaded, ``begin`` and ``limit`` before a check, ``end`` after it, ``print`` for a line
-    of the command's output, ``error`` for an argument that can't be, ``code`` for the exit code.
+    Events are lines of JSON at stdout: ``imported`` when the component's class is loaded, ``begin`` and ``limit``
+    before a check, ``end`` after it, ``print`` for a line of the command's output, ``error`` for an argument that can't
+    be, ``code`` for the exit code.
     """
     request, own = json.loads(sys.stdin.readline()), os.getpid()
     events = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)

@@ -13,6 +13,7 @@ import torchhal
 from torchhal.cli import echo, output_to_stderr, print_json
 from torchhal.errors import ConfigurationError
 from torchhal.plugin import KINDS
+from torchhal_conformance._error_text import with_article
 from torchhal_conformance._limits import scaled
 from torchhal_conformance._supervised_process import OPTIONS, Request, run_supervised
 from torchhal_conformance._tables import read_tables
@@ -95,7 +96,7 @@ def _run(arguments: argparse.Namespace) -> int:
     request = _request(arguments)
     for name, kind in OPTIONS.items():
         if getattr(request, name) is not None and request.kind != kind:
-            raise ConfigurationError(f"--{name} is for a {kind}, not for a {request.kind}")
+            raise ConfigurationError(f"--{name} is for a {kind}, not for {with_article(request.kind)}")
     if request.tables is not None:
         read_tables(request.tables)  # an error in it is told before the checks, and seconds before torch is imported
     if arguments.watch:

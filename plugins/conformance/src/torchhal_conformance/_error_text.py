@@ -10,6 +10,11 @@ _TEXT: Final = 10_000
 """Characters of a text that are kept: reports are read by people and sent over pipes."""
 
 
+def with_article(name: str) -> str:
+    """Return ``name`` behind "a" or "an"."""
+    return f"{'an' if name[:1].lower() in 'aeio' else 'a'} {name}"
+
+
 def first_line(error: BaseException) -> str:
     """Return ``CLASS: MESSAGE`` with the first line of the message."""
     lines = text_of(error).strip().splitlines()

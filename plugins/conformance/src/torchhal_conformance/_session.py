@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shutil
 import signal
 import sys
@@ -183,12 +184,12 @@ class Session:
         """Return the id of the failed check that a failure of ``one`` follows from, empty for one of its own."""
         causes = [self._failed[other] for other in one.after if other in self._failed]
         if raised is not None and raised.at:
-            place = (raised.error, raised.at)
+            place = _place(raised)
             causes += [self._errors[place]] if place in self._errors else []
         cause = causes[0] if causes else ""
         self._failed[one.id] = cause or one.id
         if raised is not None:
-            self._errors.setdefault((raised.error, raised.at), self._failed[one.id])
+            self._errors.setdefault(_place(raised), self._failed[one.id])
         return cause if cause != one.id else ""
 
     def _make(self, one: Check) -> None:
@@ -218,6 +219,11 @@ class Session:
             raise MissingRequirement("; ".join(dict.fromkeys(lacking)))
         if len(refused) == len(sizes):
             raise NotApplicable("; ".join(dict.fromkeys(refused)))
+
+
+def _place(raised: ComponentError) -> tuple[str, str]:
+    """Return what is the same for one error in one line, whichever rank of whichever world has raised it."""
+    return re.sub(r"^rank \d+ of \d+: ", "", raised.error), raised.at
 
 
 @contextmanager

@@ -141,12 +141,16 @@ def map_location(context: CheckContext) -> None:
 
     def to_meta(storage: Any, location: Any) -> torch.UntypedStorage:
         given.append((isinstance(storage, torch.UntypedStorage) and storage.device.type == "cpu", location))
-        return torch.UntypedStorage(storage.nbytes(), device="meta")
+        return torch.UntypedStorage(storage.nbytes(), device="meta")  # type: ignore[no-untyped-call]
 
     loaded = io.load_checkpoint(path, map_location=to_meta)["weights"]
     require(bool(given), "a callable map_location must be called for each storage (it was not called)")
     same("(an untyped storage on the CPU, its location) in each call of map_location", given, [(True, "cpu")] * 2)
-    same("devices with a map_location that returns other storages", [x.device.type for x in loaded.values()], ["meta"] * 2)
+    same(
+        "devices with a map_location that returns other storages",
+        [x.device.type for x in loaded.values()],
+        ["meta"] * 2,
+    )
     kept = io.load_checkpoint(path, map_location=lambda storage, location: None)["weights"]["w"]
     same("a tensor with a map_location that returns None", kept, small_checkpoint()["weights"]["w"])
 
@@ -227,8 +231,7 @@ def unknown_options(context: CheckContext) -> None:
 def golden_files(context: CheckContext) -> None:
     """Checkpoints of golden_state() that earlier releases wrote load as what they were.
 
-    Changed: the files are those of the folder given as ``golden=``, for only an author has them; without it the rule
-    says nothing.
+    They are the files in the folder that the suite's ``golden=`` names.
 
     Why: a format that changes quietly makes every archived run unreadable.
     Fix: keep one file of each release in the tests, and read what it holds.

@@ -406,9 +406,8 @@ def _ask_all(component: ComponentUnderTest) -> tuple[float, list[str]]:
 def unequal_nodes(context: CheckContext) -> None:
     """On nodes of three processes and of one every number is right, the size of each node too.
 
-    That holds whether the ranks fill one node after the other or are dealt to them in turn.
-
-    Changed: tables of unequal nodes are those that the kit has recorded, by the launcher's name, and the author's.
+    That holds whether the ranks fill one node after the other or are dealt to them in turn. The tables are those that the
+    kit has recorded, by the launcher's name, and those given, such as of "3+1".
 
     Why: schedulers pack 3 + 1 by themselves, and rank // tasks_per_node is then another node.
     Fix: take each number as the launcher gives it.
