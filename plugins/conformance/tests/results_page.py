@@ -21,6 +21,7 @@ from torchhal.plugin import KINDS
 from torchhal.registry._discovery import CORE
 from torchhal.registry._entry import RegistryEntry
 from torchhal_conformance._check import checks_for
+from torchhal_conformance._report import notes
 from torchhal_conformance._report_validation import made_before, newest, read_report, read_reports
 
 ROOT = Path(__file__).parents[3]
@@ -91,14 +92,14 @@ def text(shown: list[tuple[str, dict[str, Any]]]) -> str:
     """Return the page of these rows, and of our own components that have none."""
     components = first_party()
     lines = [HEAD]
-    notes: dict[str, int] = {}
+    numbers_of: dict[str, int] = {}
     for kind in KINDS:
         lines += [f"\n## {kind.replace('_', ' ').capitalize()}\n"]
         lines += ["| component | distribution | torch | verdict | level | date | hardware | report | |"]
         lines += ["|---|---|---|---|---|---|---|---|---|"]
         for file, report in shown:
             if report["kind"] == kind:
-                numbers = "".join(f"[{_number(notes, note)}]" for note in _notes(report))
+                numbers = "".join(f"[{_number(numbers_of, note)}]" for note in _notes(report))
                 lines.append(f"| {' | '.join(_cells(file, report))} | {numbers} |")
         own = sorted((alias, entry) for (of, alias), entry in components.items() if of == kind)
         reported = {(report["plugin"], report["alias"]) for _, report in shown if report["kind"] == kind}
@@ -110,7 +111,7 @@ def text(shown: list[tuple[str, dict[str, Any]]]) -> str:
                 f"- `{alias}` of {entry.distribution}: {_why_none(entry, components, aliases)}"
                 for alias, entry in without
             ]
-    lines += ["\n## Notes\n", *(f"{number}. {note}" for note, number in notes.items())]
+    lines += ["\n## Notes\n", *(f"{number}. {note}" for note, number in numbers_of.items())]
     return "\n".join([*lines, ""])
 
 
@@ -150,8 +151,8 @@ def _escaped(words: str) -> str:
     return words.replace("&", "&amp;").replace("<", "&lt;")
 
 
-def _number(notes: dict[str, int], note: str) -> int:
-    return notes.setdefault(note, len(notes) + 1)
+def _number(numbers: dict[str, int], note: str) -> int:
+    return numbers.setdefault(note, len(numbers) + 1)
 
 
 def _notes(report: Mapping[str, Any]) -> Iterator[str]:
@@ -165,6 +166,7 @@ def _notes(report: Mapping[str, Any]) -> Iterator[str]:
         mine = {id: words.removeprefix(begins).rstrip(".") for id, words in skipped.items() if words.startswith(begins)}
         for reason, ids in _by_reason(mine):
             yield f"{_count(ids)} could not be made: {reason}."
+    yield from (f"{_escaped(note).rstrip('.')}." for note in notes(report))
     made |= set(made_before(report))
     if left_out := sorted(one.id for one in checks_for(report["kind"], level="core") if one.id not in made):
         yield f"{_listed(left_out)} left out of the run."

@@ -12,6 +12,7 @@ from torchhal.cli import main
 from torchhal.cluster import TorchElasticEnvironment
 from torchhal.precision import Precision
 from torchhal_conformance import CHECKS, ComponentUnderTest, Session
+from torchhal_conformance import _report as reports
 from torchhal_conformance._component_error import ComponentError
 from torchhal_conformance._error_text import with_article
 from torchhal_conformance._launcher_env import TABLES
@@ -53,6 +54,19 @@ def test_one_error_in_worlds_of_several_sizes_has_one_cause() -> None:
         raised = [ComponentError(f"rank 0 of {size}: TypeError: setup()", "acme.py:3", "") for size in (1, 2)]
         causes = [session._cause(CHECKS[id], one) for id, one in zip(ids, raised, strict=True)]
     assert causes == ["", "STR-01"]
+
+
+class Unknown(TorchElasticEnvironment):
+    """One that the kit has no tables of."""
+
+    name = "unknown"
+
+
+def test_unequal_nodes_that_were_not_tried_are_told() -> None:
+    component = ComponentUnderTest.of("cluster_environment", Unknown, tables=TABLES["torchelastic"])  # of "2+2"
+    with Session(component) as session:
+        report = reports.build(component, [session.run(CHECKS["ENV-20"])])
+    assert reports.summary(report)[-2].startswith("ENV-20 was not made: no unequal nodes of its")
 
 
 def test_notes_for_those_who_change_the_kit_are_no_contract() -> None:

@@ -222,6 +222,13 @@ class MissingInput(Skipped):
         super().__init__(f"input: {reason}")
 
 
+class NotGiven(Skipped):
+    """Skip of a check for want of an argument that not every component has: the verdict doesn't change."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"not given: {reason}")
+
+
 class NotApplicable(Skipped):
     """Skip of a check that doesn't apply to the component: the verdict doesn't change."""
 

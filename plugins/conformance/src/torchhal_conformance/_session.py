@@ -37,6 +37,8 @@ ENVIRONMENT: Final = "environment:"
 """Beginning of the reason of a check that another machine could make."""
 INPUT: Final = "input:"
 """Beginning of the reason of a check that the component's author could have made, by an argument."""
+NOT_GIVEN: Final = "not given:"
+"""Beginning of the reason of a check that an argument would make, and that changes no verdict without it."""
 NOT_MADE: Final = "not made:"
 """Beginning of the reason of a check that was left out, since others before it hung."""
 TIMEOUT_HERE: Final = 90.0

@@ -259,8 +259,8 @@ def peers_come_and_go(context: CheckContext) -> None:
 
     The strategy's ``joining`` says how: the constructor's arguments for one that joins, empty while none can.
 
-    Changed: that weights which are the same everywhere stay so is what the kit can ask of any average; what is averaged, and
-    when, differs from library to library, and is for the plugin's own tests.
+    Changed: that weights which are the same everywhere stay so is what the kit can ask of any average; what is
+    averaged, and when, differs from library to library, and is for the plugin's own tests.
 
     Why: who came late trained a model of its own, and who left took the run along.
     Fix: take over weights and optimizer state before the first step; wait for no peer that is gone.
