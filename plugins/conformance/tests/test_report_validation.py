@@ -107,6 +107,13 @@ def deny_a_declared_feature(report: Report) -> None:
     report["levels"]["extended"] = {"passed": 0, "failed": 0, "skipped": 1}
 
 
+def make_what_is_not_declared(report: Report) -> None:
+    deny_a_declared_feature(report)
+    report["checks"][-1] |= {"outcome": "passed", "reason": ""}
+    report["levels"]["extended"] = {"passed": 1, "failed": 0, "skipped": 0}
+    report["features"] = []
+
+
 def fail_one(report: Report) -> None:
     report["checks"][0] |= {"outcome": "failed", "reason": "off by 2"}
     report["levels"]["core"] |= {"passed": len(report["checks"]) - 1, "failed": 1}
@@ -168,6 +175,7 @@ def skip_one(report: Report) -> None:
         (lambda report: report["checks"][0].update(seconds=10**400), "'seconds' must be a number"),
         (lambda report: report["checks"][0].update(error="\ud800"), "can't be written as JSON in UTF-8"),
         (deny_a_declared_feature, "ACC-22 skipped, since feature 'threads' is not declared, and 'features' has it"),
+        (make_what_is_not_declared, "ACC-22 passed, which is for the feature 'threads', and 'features' lacks it"),
         (lambda report: report["features"].append("threads"), "its checks make 'partial', without ACC-22"),
         (lambda report: report.update(schema=2), "'schema' must be 1 (got 2, which a newer kit has written"),
         (lambda report: report.update(schema=True), "'schema' must be 1 (got True)"),
