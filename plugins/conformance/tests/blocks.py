@@ -62,7 +62,73 @@ def sentences() -> TensorDataset:
 
 
 def sentences_of_text() -> list[str]:
-    return ["a", "b"]
+    return [str(number) for number in range(30)]
+
+
+def nothing_at_all() -> TensorDataset:
+    return TensorDataset(torch.zeros(0, 4), torch.zeros(0))
+
+
+def one_sentence() -> Any:
+    return list(sentences())[:1]
+
+
+def repeated() -> Any:
+    return one_sentence() * 30
+
+
+class _Augmented(TensorDataset):
+    def __getitem__(self, index: int) -> Any:
+        words, label = super().__getitem__(index)
+        return words + torch.rand(4), label
+
+
+def augmented() -> TensorDataset:
+    return _Augmented(*sentences().tensors)
+
+
+def endless() -> Any:
+    return iter(sentences())
+
+
+class _Changed(Words):
+    """Words whose loss goes through a function."""
+
+    def __init__(self, change: Any) -> None:
+        super().__init__()
+        self.change = change
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.change(super().training_step(batch, batch_idx))
+
+
+def lossless() -> nn.Module:
+    return _Changed(lambda loss: None)
+
+
+def not_finite() -> nn.Module:
+    return _Changed(lambda loss: loss * float("nan"))
+
+
+def detached() -> nn.Module:
+    return _Changed(lambda loss: loss.detach())
+
+
+def dropping() -> nn.Module:
+    return _Changed(lambda loss: loss * torch.rand(()))
+
+
+def frozen() -> nn.Module:
+    return Words().requires_grad_(False)
+
+
+def unseeded() -> nn.Module:
+    model = Words()
+    model.bias = nn.Parameter(torch.tensor([float(next(_numbers))]))
+    return model
+
+
+_numbers = iter(range(1000))
 
 
 def stepless() -> nn.Module:

@@ -38,6 +38,15 @@ class Naive(CheckpointIO):
             return torch.load(file, map_location=map_location, weights_only=weights_only)
 
 
+@caught_by("CIO-03")
+class CallsNoMapLocation(TorchCheckpointIO):
+    """Takes a callable for "wherever it is"."""
+
+    def load_checkpoint(self, path, *, map_location="cpu", weights_only=True):
+        place = "cpu" if callable(map_location) else map_location
+        return super().load_checkpoint(path, map_location=place, weights_only=weights_only)
+
+
 @caught_by("CIO-08", "CIO-09")
 class RemovesFirst(TorchCheckpointIO):
     """Between the old checkpoint and the new one there is none, and for a while half of one."""

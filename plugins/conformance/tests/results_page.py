@@ -21,7 +21,8 @@ from torchhal.plugin import KINDS
 from torchhal.registry._discovery import CORE
 from torchhal.registry._entry import RegistryEntry
 from torchhal_conformance._check import checks_for
-from torchhal_conformance._report_validation import newest, read_report, read_reports
+from torchhal_conformance._report import notes
+from torchhal_conformance._report_validation import made_before, newest, read_report, read_reports
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "reference" / "conformance-results.md"
@@ -37,7 +38,8 @@ verdict and counts are refused unless they follow from the checks that it lists.
 
 "level" is the highest level of which a check was made and none failed, with how many passed of those made; a check that
 says nothing about a component, or is about a feature that it doesn't declare, is not made. `partial`: the machine of
-the run could not make some.
+the run could not make some. "made before CHECK existed": the kit of the run was older than that check, of which the
+verdict says nothing.
 
 Of the components in torchhal's own repository, `sim` is a simulated device; Gaudi, the IPU and Bagua are the stubs of
 `plugins/*/stub`, and XLA is its own CPU device. Their rows say that the plugin keeps its contract on these, not what
@@ -90,14 +92,14 @@ def text(shown: list[tuple[str, dict[str, Any]]]) -> str:
     """Return the page of these rows, and of our own components that have none."""
     components = first_party()
     lines = [HEAD]
-    notes: dict[str, int] = {}
+    numbers_of: dict[str, int] = {}
     for kind in KINDS:
         lines += [f"\n## {kind.replace('_', ' ').capitalize()}\n"]
         lines += ["| component | distribution | torch | verdict | level | date | hardware | report | |"]
         lines += ["|---|---|---|---|---|---|---|---|---|"]
         for file, report in shown:
             if report["kind"] == kind:
-                numbers = "".join(f"[{_number(notes, note)}]" for note in _notes(report))
+                numbers = "".join(f"[{_number(numbers_of, note)}]" for note in _notes(report))
                 lines.append(f"| {' | '.join(_cells(file, report))} | {numbers} |")
         own = sorted((alias, entry) for (of, alias), entry in components.items() if of == kind)
         reported = {(report["plugin"], report["alias"]) for _, report in shown if report["kind"] == kind}
@@ -109,7 +111,7 @@ def text(shown: list[tuple[str, dict[str, Any]]]) -> str:
                 f"- `{alias}` of {entry.distribution}: {_why_none(entry, components, aliases)}"
                 for alias, entry in without
             ]
-    lines += ["\n## Notes\n", *(f"{number}. {note}" for note, number in notes.items())]
+    lines += ["\n## Notes\n", *(f"{number}. {note}" for note, number in numbers_of.items())]
     return "\n".join([*lines, ""])
 
 
@@ -117,7 +119,7 @@ def _cells(file: str, report: Mapping[str, Any]) -> Iterator[str]:
     yield _named(report)
     yield f"{report['plugin']} {report['versions'][report['plugin']]}"
     yield report["versions"]["torch"]
-    yield report["verdict"]
+    yield report["verdict"] + (f", made before {_listed(ids)} existed" if (ids := made_before(report)) else "")
     yield _level(report)
     yield report["date"][:10]
     on = report["device"].partition(" x ")[0] if " x " in report["device"] else "no device"
@@ -149,8 +151,8 @@ def _escaped(words: str) -> str:
     return words.replace("&", "&amp;").replace("<", "&lt;")
 
 
-def _number(notes: dict[str, int], note: str) -> int:
-    return notes.setdefault(note, len(notes) + 1)
+def _number(numbers: dict[str, int], note: str) -> int:
+    return numbers.setdefault(note, len(numbers) + 1)
 
 
 def _notes(report: Mapping[str, Any]) -> Iterator[str]:
@@ -164,8 +166,10 @@ def _notes(report: Mapping[str, Any]) -> Iterator[str]:
         mine = {id: words.removeprefix(begins).rstrip(".") for id, words in skipped.items() if words.startswith(begins)}
         for reason, ids in _by_reason(mine):
             yield f"{_count(ids)} could not be made: {reason}."
+    yield from (f"{_escaped(note).rstrip('.')}." for note in notes(report))
+    made |= set(made_before(report))
     if left_out := sorted(one.id for one in checks_for(report["kind"], level="core") if one.id not in made):
-        yield f"{', '.join(left_out) if len(left_out) <= 4 else _count(left_out)} left out of the run."
+        yield f"{_listed(left_out)} left out of the run."
 
 
 def _by_reason(reasons: dict[str, str]) -> list[tuple[str, list[str]]]:
@@ -173,6 +177,10 @@ def _by_reason(reasons: dict[str, str]) -> list[tuple[str, list[str]]]:
     for id, reason in reasons.items():
         grouped.setdefault(reason, []).append(id)
     return list(grouped.items())
+
+
+def _listed(ids: list[str]) -> str:
+    return ", ".join(ids) if len(ids) <= 4 else _count(ids)
 
 
 def _count(ids: list[str]) -> str:
@@ -213,4 +221,4 @@ if __name__ == "__main__":
     try:
         write(Path(sys.argv[1]) if len(sys.argv) > 1 else None)
     except ConfigurationError as refused:
-        sys.exit(f"refused: {refused}")
+        sys.exit("\n".join(f"refused: {line}" for line in str(refused).splitlines()))

@@ -173,6 +173,18 @@ def test_command_takes_model_and_data(capsys) -> None:
         ({"model": "blocks:stepless"}, "must return an nn.Module with a training_step"),
         ({"data": "blocks:sentences"}, "give 'model' too"),
         ({"model": "blocks:words", "data": "blocks:sentences_of_text"}, "must be tuples of tensors or numbers"),
+        ({"model": "blocks:words"}, "training_step of blocks:words with two samples of the kit's own net: "),
+        ({"model": "blocks:frozen", "data": "blocks:sentences"}, "a parameter that is trained"),
+        ({"model": "blocks:unseeded", "data": "blocks:sentences"}, "'bias' differs between two calls"),
+        ({"model": "blocks:lossless", "data": "blocks:sentences"}, r"must return the loss, .* \(got None\)"),
+        ({"model": "blocks:not_finite", "data": "blocks:sentences"}, r"must return a finite loss \(got nan\)"),
+        ({"model": "blocks:detached", "data": "blocks:sentences"}, "must require a gradient"),
+        ({"model": "blocks:dropping", "data": "blocks:sentences"}, "must return the same loss each time"),
+        ({"model": "blocks:words", "data": "blocks:nothing_at_all"}, r"at least 12 samples.*\(got 0\)"),
+        ({"model": "blocks:words", "data": "blocks:one_sentence"}, r"at least 12 samples.*\(got 1\)"),
+        ({"model": "blocks:words", "data": "blocks:repeated"}, "at least 12 samples that differ"),
+        ({"model": "blocks:words", "data": "blocks:augmented"}, "sample 0 of blocks:augmented differs between two"),
+        ({"model": "blocks:words", "data": "blocks:endless"}, "must make a map-style dataset, which has a length"),
     ],
 )
 def test_unusable_model_is_refused(options: dict, words: str) -> None:
@@ -337,10 +349,54 @@ def test_run_refuses_mixed_arguments(capsys) -> None:
         (("accelerator", "cpu", "--reports", "x"), "--reports is for --all"),
         (("--all", "torchhal", "--html", "x"), "--html can't be given with --all"),
         (("--all", "nobody"), "'nobody'"),
+        (("--all", "torchhal-simulator", "--reports", "/dev/null/x"), "--reports '/dev/null/x' can't be written"),
+        (("--all", "torchhal-simulator", "--reports", ""), "--reports must be a path (got '')"),
+        (("accelerator", "cpu", "--report", ""), "--report must be a path (got '')"),
+        (("cluster_environment", "env", "--tables", ""), "--tables must be a path (got '')"),
         (("accelerator", "cpu", "--watch", "--json"), "--json can't be given with --watch"),
     ):
         assert run(*arguments) == 2
         assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", ["0.5", "much", "inf", ""])
+def test_slowness_is_checked_before_the_checks(value: str, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("TORCHHAL_CONFORMANCE_SLOWNESS", value)
+    assert run("accelerator", "cpu", *only("ACC-01")) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: TORCHHAL_CONFORMANCE_SLOWNESS must be a number of at least 1")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_at_stdout_is_an_error() -> None:
+    command = [sys.executable, "-m", "torchhal.cli", "conformance", "run", "accelerator", "cpu", *only("ACC-01")]
+    for more in ([], ["--json"]):
+        with open("/dev/full", "w", encoding="utf-8") as full:
+            done = subprocess.run([*command, *more], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+        assert done.returncode == 2
+        assert done.stderr.splitlines() == ["error: stdout can't be written: [Errno 28] No space left on device"]
+
+
+def test_run_all_tells_each_component_and_what_it_lacks(tmp_path: Path, monkeypatch, capsys) -> None:
+    pairs = [("cluster_environment", "dist/a"), ("strategy", "dist/b")]
+    monkeypatch.setattr("torchhal_conformance._distribution_run.components_of", lambda distribution: pairs)
+    shown: list[str] = []
+
+    def fake(request: Request, **options: object) -> int:
+        shown.append(capsys.readouterr().err)
+        told = {"kind": request.kind, "plugin": "dist", "device": "cpu x 1", "arguments": {}, "levels": {}}
+        report = report_of({}, request.alias.rpartition("/")[2], "incomplete")
+        report["checks"] = [{"id": "ENV-01", "level": "core", "outcome": "skipped", "reason": "input: give --tables"}]
+        Path(request.report).write_text(json.dumps({**report, **told}))
+        return 2
+
+    monkeypatch.setattr("torchhal_conformance._distribution_run.run_supervised", fake)
+    assert run("--all", "dist", "--reports", str(tmp_path)) == 2
+    assert shown[1] == "cluster_environment a: incomplete\n"  # before the second one begins
+    assert (
+        "cluster_environment a: 1 check of the core was not made (ENV-01): give --tables"
+        in capsys.readouterr().out.splitlines()
+    )
 
 
 # -- watching ------------------------------------------------------------------------------------------------

@@ -64,6 +64,56 @@ def test_a_vendor_s_report_becomes_a_row(vendor: Report, tmp_path: Path) -> None
         assert shown in row
 
 
+NAMED = "torchhal-acme.accelerator.acme."
+"""Beginning of the names of its report's files."""
+
+
+@pytest.mark.parametrize("file", ["acme.json", f"{NAMED}a](x) b|.json", f"{NAMED}A1\n.json"])
+def test_a_file_name_that_the_page_can_t_link_is_refused(file: str, vendor: Report, tmp_path: Path) -> None:
+    with pytest.raises(ReportRefused, match=r"the file must be named torchhal-acme\.accelerator\.acme\.json"):
+        read_report(write(tmp_path, vendor, file))
+
+
+def test_every_refused_file_is_named(vendor: Report, tmp_path: Path) -> None:
+    write(tmp_path, vendor)
+    for file in ("torn", "empty"):
+        (tmp_path / f"{file}.json").write_text("{", encoding="utf-8")
+    with pytest.raises(ReportRefused) as refused:
+        read_reports(tmp_path)
+    assert [line.partition(":")[0] for line in str(refused.value).splitlines()] == ["empty.json", "torn.json"]
+
+
+@pytest.mark.parametrize(("count", "shown"), [(1, "ACC-5"), (2, "ACC-5"), (6, "6 checks")])
+def test_a_report_of_an_older_kit_is_a_row_that_says_so(count: int, shown: str, vendor: Report, tmp_path: Path) -> None:
+    """A check that was added since is absent from the report, not skipped; its verdict is shown as that kit's."""
+    newer = [one.id for one in checks_for("accelerator", level="core") if one.since == "0.2" and one.id >= "ACC-5"]
+    absent = [id for id in newer if id.startswith("ACC-5")][:count]
+    vendor["checks"] = [one for one in vendor["checks"] if one["id"] not in absent]
+    vendor["levels"]["core"]["passed"] -= count
+    write(tmp_path, vendor)
+    (row,) = [line for line in results_page.text(results_page.rows(tmp_path)).splitlines() if "`acme`" in line]
+    words = shown if count > 4 else ", ".join(absent)
+    assert f"| conformant, made before {words} existed |" in row
+    vendor["verdict"] = "partial"  # as a run with --check says of itself
+    assert problem(vendor) == ""
+
+
+def deny_a_declared_feature(report: Report) -> None:
+    report["features"] = ["threads"]
+    report["checks"].append(
+        {"id": "ACC-22", "level": "extended", "outcome": "skipped", "reason": "feature 'threads' is not declared"}
+    )
+    report["checks"][-1]["seconds"] = 0
+    report["levels"]["extended"] = {"passed": 0, "failed": 0, "skipped": 1}
+
+
+def make_what_is_not_declared(report: Report) -> None:
+    deny_a_declared_feature(report)
+    report["checks"][-1] |= {"outcome": "passed", "reason": ""}
+    report["levels"]["extended"] = {"passed": 1, "failed": 0, "skipped": 0}
+    report["features"] = []
+
+
 def fail_one(report: Report) -> None:
     report["checks"][0] |= {"outcome": "failed", "reason": "off by 2"}
     report["levels"]["core"] |= {"passed": len(report["checks"]) - 1, "failed": 1}
@@ -115,6 +165,18 @@ def skip_one(report: Report) -> None:
         (lambda report: report.update(date="May"), "'date' must be an ISO 8601 date"),
         (lambda report: report.update(date="2026-05-01T12:00:00"), "'date' must have a time zone"),
         (lambda report: report.update(date="9999-05-01T12:00:00Z"), "'date' is in the future"),
+        (lambda report: report.update(arguments={"a": [1]}), "'arguments' must have a text for each name"),
+        (lambda report: report.update(arguments={"`a`\n": "1"}), "'arguments' must have a text for each name"),
+        (lambda report: report.update(features=[{}]), "'features' must be names"),
+        (lambda report: report.update(features=["a", "a"]), "'features' must be names, each there once"),
+        (lambda report: report.update(model=3), "'model' must be MODULE:FACTORY"),
+        (lambda report: report["checks"][0].update(traceback={}), "GEN-01: 'traceback' must be a text"),
+        (lambda report: report["checks"][0].update(at=[]), "GEN-01: 'at' must be a text"),
+        (lambda report: report["checks"][0].update(seconds=10**400), "'seconds' must be a number"),
+        (lambda report: report["checks"][0].update(error="\ud800"), "can't be written as JSON in UTF-8"),
+        (deny_a_declared_feature, "ACC-22 skipped, since feature 'threads' is not declared, and 'features' has it"),
+        (make_what_is_not_declared, "ACC-22 passed, which is for the feature 'threads', and 'features' lacks it"),
+        (lambda report: report["features"].append("threads"), "its checks make 'partial', without ACC-22"),
         (lambda report: report.update(schema=2), "'schema' must be 1 (got 2, which a newer kit has written"),
         (lambda report: report.update(schema=True), "'schema' must be 1 (got True)"),
         (lambda report: report.pop("schema"), "'schema' must be 1 (got None)"),
@@ -130,7 +192,7 @@ def test_a_report_that_contradicts_itself_is_refused(
     assert words in str(refused.value)
 
 
-@pytest.mark.parametrize("content", [b"", b'{"schema": 1, "ki', b"\xff\xfe\x00", b"[]", b"null"])
+@pytest.mark.parametrize("content", [b"", b'{"schema": 1, "ki', b"\xff\xfe\x00", b"[]", b"null", b"[" * 100_000])
 def test_a_damaged_file_is_refused(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "torn.json"
     path.write_bytes(content)
@@ -153,10 +215,10 @@ def test_newest_report_of_a_component_and_hardware_has_the_row(vendor: Report, t
         ("b.json", "2026-02-01T12:00:00+00:00", "ACME A1 x 8"),
         ("c.json", "2026-01-15T12:00:00+00:00", "ACME A2 x 1"),
     ):
-        write(tmp_path, {**vendor, "date": date, "hardware": hardware}, file)
-    assert newest(read_reports(tmp_path)) == ["b.json", "c.json"]
-    write(tmp_path, {**vendor, "date": "2026-02-01T12:00:00+00:00", "hardware": "ACME A1 x 8"}, "d.json")
-    with pytest.raises(ReportRefused, match=r"d\.json: it is of the same run as b\.json"):
+        write(tmp_path, {**vendor, "date": date, "hardware": hardware}, f"{NAMED}{file}")
+    assert newest(read_reports(tmp_path)) == [f"{NAMED}b.json", f"{NAMED}c.json"]
+    write(tmp_path, {**vendor, "date": "2026-02-01T12:00:00+00:00", "hardware": "ACME A1 x 8"}, f"{NAMED}d.json")
+    with pytest.raises(ReportRefused, match=r"d\.json: it is of the same run as .*\.b\.json"):
         read_reports(tmp_path)
 
 

@@ -68,7 +68,7 @@ def left(folder: Path) -> list[str]:
     [
         ("os._exit(0)", r"os._exit\(0\) was called"),
         ("try: os._exit(0)\nexcept BaseException: pass", r"os._exit\(0\) was called"),
-        ("threading.Thread(target=os._exit, args=(0,)).start(); time.sleep(5)", "DIED: .* exit code 1 amid the check"),
+        ("threading.Thread(target=os._exit, args=(0,)).start(); time.sleep(5)", "DIED: .* exit code 0 amid the check"),
         ("os.kill(os.getpid(), signal.SIGKILL)", "DIED: the process ended by SIGKILL amid the check"),
         ("__import__('ctypes').CDLL(None)._exit(0)", "DIED: the process ended with exit code 0 amid the check"),
         ("if os.fork() == 0: raise KeyError('child')\nos.wait(); raise OSError('parent')", "OSError: parent"),
@@ -94,6 +94,58 @@ def test_an_end_at_the_import_is_never_zero(end: str, written, capfd) -> None:
     told = capfd.readouterr().err
     assert code in (1, 2) and not rows
     assert "error: " in told and ("amid the import of" in told or "can't be " in told)
+
+
+INIT = """
+import ctypes, os, time
+from torchhal.checkpoint import TorchCheckpointIO
+made = 0
+
+
+class IO(TorchCheckpointIO):
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "words"),
+    [
+        ("os._exit(0)", r"os\._exit\(0\) was called"),
+        ("ctypes.CDLL(None)._exit(0)", "DIED: .* exit code 0 amid the check"),
+        ("raise SystemExit(0)", "SystemExit: 0"),
+        ("raise KeyboardInterrupt", "KeyboardInterrupt"),
+        (WITHOUT_SIGALRM.replace("signal.", "__import__('signal')."), "HANG: "),
+    ],
+)
+def test_a_component_that_ends_or_blocks_the_process_as_it_is_made_fails(
+    end: str, words: str, written, monkeypatch, capfd
+) -> None:
+    monkeypatch.setattr(supervised, "_GRACE", 6.0 - TIMEOUT_HERE)
+    monkeypatch.setattr(supervised, "_IMPORT_TIMEOUT", 12.0)
+    target = written(end, INIT)
+    code, rows = run(target, "CIO-01", "CIO-10")
+    assert code == 1 and [row["outcome"] for row in rows.values()] == ["failed", "failed"]
+    assert re.search(words, rows["CIO-01"]["reason"])
+    told = capfd.readouterr()
+    assert f"the making of an instance of checkpoint_io {target!r}" in told.err and ",;" not in told.err
+    assert "is failed" in told.out
+
+
+def test_an_end_after_the_checks_fails_the_last_one(written, capfd) -> None:
+    """The report has the features of an instance, which is made when all checks have passed."""
+    target = written("if os.path.exists('ready'): ctypes.CDLL(None)._exit(0)", INIT)
+    seen = []
+    request = Request("checkpoint_io", target, check=["CIO-02", "CIO-04"], report="r.json")
+
+    def show(line: str) -> None:
+        seen.append(line)
+        if line.startswith("CIO-04"):
+            Path("ready").touch()
+
+    assert run_supervised(request, show=show) == 1
+    outcomes = {one["id"]: one["outcome"] for one in json.loads(Path("r.json").read_text())["checks"]}
+    assert outcomes == {"CIO-02": "passed", "CIO-04": "failed"} and seen[-1].endswith("is failed")
 
 
 def test_a_factory_that_ends_the_process_is_never_zero(written, capfd) -> None:

@@ -101,7 +101,8 @@ class CheckpointIO(Composable, ABC):
 
         Args:
             path: a local path or, with the feature ``"fsspec"``, a URL.
-            map_location: as of ``torch.load``: a device or its name, a callable, or a dict of device names.
+            map_location: as of ``torch.load``: a device or its name, a dict of device names, or a callable, which is
+                called with each storage, on the CPU, and a device's name, and returns the storage to use or None.
             weights_only: execute nothing that the file holds.
 
         Raises:

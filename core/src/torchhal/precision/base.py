@@ -187,7 +187,8 @@ class Precision(Composable):
     def forward_context(self) -> AbstractContextManager[Any]:
         """Return a context for one training, validation, test or predict step.
 
-        It can be entered again and inside of itself. Leaving it restores what it changed, after an error too.
+        One object can be entered several times, inside of itself too, which those of ``contextlib.contextmanager``
+        can't. Leaving it restores what it changed, after an error too.
 
         Checks: PRE-05, PRE-06, PRE-23, PRE-43.
         """

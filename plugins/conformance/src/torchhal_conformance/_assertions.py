@@ -11,6 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from torchhal_conformance._check import CheckFailed, Skipped
+from torchhal_conformance._error_text import with_article
 
 
 def require(condition: object, message: str) -> None:
@@ -79,12 +80,16 @@ def raises(
     raise CheckFailed(f"{what}: must raise {names} (it returned {_show(value)})")
 
 
+def _type(value: Any) -> str:
+    return with_article(type(value).__name__)
+
+
 def _difference(got: Any, expected: Any) -> str:
     """Return where and how ``got`` differs from ``expected``, or an empty string."""
     if isinstance(expected, torch.Tensor):
         return _tensor_difference(got, expected)
     if type(got) is not type(expected):
-        return f"got a {type(got).__name__} ({_show(got)}), expected a {type(expected).__name__} ({_show(expected)})"
+        return f"got {_type(got)} ({_show(got)}), expected {_type(expected)} ({_show(expected)})"
     if isinstance(expected, Mapping):
         if list(got) != list(expected):
             return f"keys {_show(list(got))}, expected {_show(list(expected))}"
@@ -110,7 +115,7 @@ def _difference(got: Any, expected: Any) -> str:
 
 def _tensor_difference(got: Any, expected: torch.Tensor) -> str:
     if not isinstance(got, torch.Tensor):
-        return f"got a {type(got).__name__}, expected a tensor"
+        return f"got {_type(got)}, expected a tensor"
     if isinstance(got, DTensor) and isinstance(expected, DTensor):  # this rank's part of both
         if (got.placements, got.shape) != (expected.placements, expected.shape):
             told = (f"{tuple(one.shape)} placed by {one.placements}" for one in (got, expected))

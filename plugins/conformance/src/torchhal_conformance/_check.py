@@ -35,7 +35,8 @@ NEEDS: Final = ("device", "two devices", "posix", "table")
 """Requirements of a check on the machine; ``_component_under_test.missing`` returns the reason for a missing one."""
 
 _ID = re.compile(r"([A-Z]{3})-[0-9]{2}")
-_PARTS = re.compile(r"^(Why|Fix):", re.MULTILINE)
+_PARTS = re.compile(r"^(Changed|Why|Fix):", re.MULTILINE)
+"""Begins a section of a check's docstring; ``Changed`` is for those who change the kit, and shown to nobody else."""
 
 
 @dataclass(frozen=True)
@@ -219,6 +220,13 @@ class MissingInput(Skipped):
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"input: {reason}")
+
+
+class NotGiven(Skipped):
+    """Skip of a check for want of an argument that not every component has: the verdict doesn't change."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"not given: {reason}")
 
 
 class NotApplicable(Skipped):

@@ -38,8 +38,9 @@ Send = Callable[..., None]
 def main() -> None:
     """Make the checks that the first line of stdin names, and end this process.
 
-    Events are lines of JSON at stdout: ``begin`` and ``limit`` before a check, ``end`` after it, ``print`` for a line
-    of the command's output, ``error`` for an argument that can't be, ``code`` for the exit code.
+    Events are lines of JSON at stdout: ``imported`` when the component's class is loaded, ``begin`` and ``limit``
+    before a check, ``end`` after it, ``print`` for a line of the command's output, ``error`` for an argument that can't
+    be, ``code`` for the exit code.
     """
     request, own = json.loads(sys.stdin.readline()), os.getpid()
     events = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
@@ -53,13 +54,13 @@ def main() -> None:
     if hasattr(faulthandler, "register"):
         faulthandler.register(signal.SIGUSR1, open(Path(folder, STACK), "w", encoding="utf-8"))  # noqa: SIM115
     signal.signal(signal.SIGINT, signal.default_int_handler)  # "&" in a script ignores it: checks send it to ranks
-    begun = False
+    begun = False  # the supervising process goes on where this one ended
 
     def send(**event: Any) -> None:
         nonlocal begun
         if os.getpid() != own:  # a fork that a component has made, and that came back to the kit
             _exit(1)
-        begun = begun or "begin" in event
+        begun = begun or "begin" in event or ("imported" in event and request["instances"])
         events.write(json.dumps(event) + "\n")
 
     try:
@@ -69,10 +70,12 @@ def main() -> None:
         send(error=("; " if isinstance(error, UnknownAliasError) else "\n").join(str(error).splitlines()))
     except BaseException as error:  # SystemExit and KeyboardInterrupt too: the component has raised it
         traceback.print_exc()
-        if begun:  # the supervising process keeps the results
+        if begun:
             _exit(1)
+        from torchhal_conformance._error_text import text_of
+
         named = f"{request['kind']} {request['alias']!r}"
-        send(error=f"{named} can't be checked: it raised {type(error).__name__}: {error}")
+        send(error=f"{named} can't be checked: it raised {type(error).__name__}: {text_of(error)}")
 
 
 def _exit_with(supervisor: int, folder: str) -> None:
@@ -91,6 +94,10 @@ def _run(request: dict[str, Any], send: Send) -> int:
 
     component = _component(request)
     check_features(component)
+    component.makes_instances = request["instances"]
+    with contextlib.suppress(Exception):  # the checks say what is wrong with it
+        component.entry.load()
+    send(imported=True)
     chosen = choose(component, request["level"], request["check"] or None, "--check")
     results = _results(component, chosen, request["results"], send, quiet=request["json"])
     report = reports.build(component, results)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torchhal.errors import PluginError
 from torchhal_conformance._check import CheckFailed
 from torchhal_conformance._component_under_test import ComponentUnderTest
+from torchhal_conformance._error_text import LINE, first_line, shortened, text_of
 
 Frame = tuple[str, int]
 """File and line of a call."""
@@ -45,16 +46,10 @@ def locate(error: BaseException, component: ComponentUnderTest) -> ComponentErro
     """Return what ``error``, one that is no measured difference, says and where in ``component`` it was raised."""
     if isinstance(error, CheckFailed):  # a rank's, which has been sent as text
         at, line = _place(error.frames, component)
-        return ComponentError(error.raised, at, str(error), line)
-    told = "".join(traceback.format_exception(error)).rstrip()
+        return ComponentError(shortened(error.raised, LINE), at, text_of(error), line)
+    told = shortened("".join(traceback.format_exception(error)).rstrip())
     at, line = _place(frames_of(error), component)
     return ComponentError(first_line(error), at, told, line)
-
-
-def first_line(error: BaseException) -> str:
-    """Return ``CLASS: MESSAGE`` with the first line of the message."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def frames_of(error: BaseException) -> list[Frame]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import unquote
 
 from torchhal import registry
@@ -21,6 +21,7 @@ from torchhal.registry._discovery import CORE, USER
 from torchhal.registry._entry import RegistryEntry, class_problem
 from torchhal_conformance._author_model import KIT_MODEL, check_model, factory_of
 from torchhal_conformance._check import Check, MissingInput, MissingRequirement, NotApplicable
+from torchhal_conformance._error_text import with_article
 from torchhal_conformance._factory import Factory, import_object
 from torchhal_conformance._launcher_env import LAUNCHERS, WORLDS, owned_worlds
 from torchhal_conformance._launcher_worlds import LauncherWorld, Table, main_world, parse_worlds
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from torchhal.accelerators import Accelerator
     from torchhal.registry._plugin_loader import PluginRecord
     from torchhal.strategies import Strategy
+
+
+NO_LAUNCHER: Final = "how to start two processes is not known: give --launcher, or launcher=(...)"
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,9 @@ class ComponentUnderTest:
     seed: int = 0
     model: Factory | None = None
     data: Factory | None = None
+
+    makes_instances = True
+    """False where an instance, made outside of a check, has ended or blocked the process: none is made there then."""
 
     @classmethod
     def of(
@@ -138,7 +145,7 @@ class ComponentUnderTest:
         if isinstance(target, _Class):
             target = import_object(target.module, target.name, target.file)
         if problem := class_problem(self.kind, target):
-            raise ConfigurationError(f"{target!r} can't be checked as a {self.kind}: it {problem}")
+            raise ConfigurationError(f"{target!r} can't be checked as {with_article(self.kind)}: it {problem}")
         component = Component(_slug(target), f"{target.__module__}:{target.__qualname__}")
         return RegistryEntry(self.kind, component, USER, USER, _class=[target])
 
@@ -175,8 +182,10 @@ class ComponentUnderTest:
         if not self.entry.availability():
             return self.features
         try:  # an instance's, where they depend on its arguments
-            own = self.create().features
+            own = self.create().features if self.makes_instances else None
         except Exception:
+            own = None
+        if own is None:
             own = getattr(self.cls, "features", None)
         return self.features | (own if isinstance(own, frozenset) else frozenset())
 
@@ -285,7 +294,7 @@ def missing(check: Check, component: ComponentUnderTest) -> str:
     if "table" in check.needs and not component.own_tables:
         if "live_runtime" in component.declared:
             if component.own_launcher is None:
-                return str(MissingInput("how to start two processes is not known: give --launcher, or launcher=(...)"))
+                return str(MissingInput(NO_LAUNCHER))
             return str(NotApplicable("a runtime gives the numbers, and no variables: ENV-53 asks in real processes"))
         return str(
             MissingInput(

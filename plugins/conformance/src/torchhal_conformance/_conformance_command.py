@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import os
+import sys
 from pathlib import Path
 
 import torchhal
 from torchhal.cli import echo, output_to_stderr, print_json
 from torchhal.errors import ConfigurationError
 from torchhal.plugin import KINDS
+from torchhal_conformance._error_text import with_article
+from torchhal_conformance._limits import scaled
 from torchhal_conformance._supervised_process import OPTIONS, Request, run_supervised
 from torchhal_conformance._tables import read_tables
 
@@ -71,7 +75,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
     listing.set_defaults(run=_list)
 
 
+_FILES = ("tables", "report", "html", "junit", "badge", "reports")
+
+
 def _run(arguments: argparse.Namespace) -> int:
+    for name in _FILES:
+        if getattr(arguments, name) == "":
+            raise ConfigurationError(f"--{name} must be a path (got '')")
+    try:
+        scaled(1.0)
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from error
     named = arguments.kind is not None and arguments.alias is not None
     if (arguments.all is None) != named or (arguments.kind is not None and not named):
         raise ConfigurationError("give KIND and ALIAS, or MODULE:CLASS, of one component, or --all DIST")
@@ -82,14 +96,14 @@ def _run(arguments: argparse.Namespace) -> int:
     request = _request(arguments)
     for name, kind in OPTIONS.items():
         if getattr(request, name) is not None and request.kind != kind:
-            raise ConfigurationError(f"--{name} is for a {kind}, not for a {request.kind}")
+            raise ConfigurationError(f"--{name} is for a {kind}, not for {with_article(request.kind)}")
     if request.tables is not None:
         read_tables(request.tables)  # an error in it is told before the checks, and seconds before torch is imported
     if arguments.watch:
         return _watch(request, arguments)
     for path in (request.report, request.html, request.junit, request.badge):
         _check_writable(path)
-    code = run_supervised(request)
+    code = run_supervised(request, show=_print)
     assert code is not None  # nothing stops it
     return code
 
@@ -112,9 +126,32 @@ def _run_all(arguments: argparse.Namespace) -> int:
     with output_to_stderr():
         from torchhal_conformance import _distribution_run as runs
 
-        rows = runs.run_each(arguments.all, Path(arguments.reports or "reports"), _request(arguments))
-    echo("\n".join(runs.table_of(rows)))
+        rows = runs.run_each(arguments.all, Path(arguments.reports or "reports"), _request(arguments), done=_progress)
+    _print("\n".join([*runs.table_of(rows), *runs.missing_inputs_of(rows)]))
     return runs.worst([row.code for row in rows])
+
+
+def _print(text: str) -> None:
+    """Print a line of the command's output.
+
+    Raises:
+        ConfigurationError: stdout is a file that can't be written, such as one on a full disk.
+    """
+    try:
+        echo(text)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except BrokenPipeError:  # the reader has seen enough
+        raise
+    except OSError as error:
+        with contextlib.suppress(OSError, ValueError):  # Python flushes once more at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise ConfigurationError(f"stdout can't be written: {error}") from error
+
+
+def _progress(line: str) -> None:
+    if sys.stderr is not None:
+        print(line, file=sys.stderr, flush=True)
 
 
 def _watch(request: Request, arguments: argparse.Namespace) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -14,9 +14,10 @@ from torchhal.cli import format_table
 from torchhal.errors import ConfigurationError
 from torchhal.plugin import KINDS
 from torchhal.registry._discovery import canonical
-from torchhal_conformance._report import file_name
+from torchhal_conformance._report import file_name, missing_inputs_lines
 from torchhal_conformance._supervised_process import OPTIONS, Request, run_supervised
 
+UNFINISHED: Final = "unfinished.json"
 WORST: Final = (1, 2, 0)
 """Exit codes, the worst one first: a failure counts more than what was not made."""
 
@@ -56,7 +57,9 @@ def components_of(distribution: str) -> list[tuple[str, str]]:
     return found
 
 
-def run_each(distribution: str, folder: Path, request: Request) -> list[Row]:
+def run_each(
+    distribution: str, folder: Path, request: Request, *, done: Callable[[str], None] = lambda line: None
+) -> list[Row]:
     """Check each component of ``distribution`` and leave its report in ``folder``, one file per component.
 
     Args:
@@ -64,9 +67,10 @@ def run_each(distribution: str, folder: Path, request: Request) -> list[Row]:
         folder: is made if missing.
         request: how to check them. Each component has what is for its kind of the arguments and the ids of checks;
             without ids all checks are made.
+        done: is called with a line for each component when its checks have been made.
 
     Raises:
-        ConfigurationError: an unknown distribution or id.
+        ConfigurationError: an unknown distribution or id, or a folder that can't be written.
     """
     from torchhal_conformance._check import CHECKS, checks_for
 
@@ -74,19 +78,26 @@ def run_each(distribution: str, folder: Path, request: Request) -> list[Row]:
     checks_for(KINDS[0])  # registers them
     if unknown := sorted(set(request.check) - set(CHECKS)):
         raise ConfigurationError(f"--check must name checks (got {', '.join(map(repr, unknown))})")
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / UNFINISHED).touch()
+    except OSError as error:
+        raise ConfigurationError(f"--reports {str(folder)!r} can't be written: {error}") from error
     rows = []
     for kind, alias in components:
         mine = [id for id in request.check if kind in CHECKS[id].kinds]
         if request.check and not mine:
             continue
         others: dict[str, Any] = {name: None for name, only in OPTIONS.items() if kind != only}
-        rows.append(_run_one(replace(request, kind=kind, alias=alias, check=mine, **others), folder))
+        row = _run_one(replace(request, kind=kind, alias=alias, check=mine, **others), folder)
+        done(f"{kind} {row.alias}: {_verdict(row)}")
+        rows.append(row)
+    (folder / UNFINISHED).unlink(missing_ok=True)
     return rows
 
 
 def _run_one(request: Request, folder: Path) -> Row:
-    unfinished = folder / "unfinished.json"
+    unfinished = folder / UNFINISHED
     unfinished.unlink(missing_ok=True)
     try:
         code = run_supervised(replace(request, report=os.path.abspath(unfinished)), show=lambda line: None)
@@ -111,13 +122,30 @@ def table_of(rows: Sequence[Row]) -> list[str]:
 
 def _cells(row: Row) -> tuple[str, ...]:
     if row.report is None:
-        return (row.kind, row.alias, "-", "-", "-", f"no report: {row.reason.partition(chr(10))[0]}")
+        return (row.kind, row.alias, "-", "-", "-", _verdict(row))
     shares = []
     for level in ("core", "extended"):
         counts = row.report["levels"].get(level, {"passed": 0, "failed": 0})
         shares.append(f"{counts['passed']}/{counts['passed'] + counts['failed']}")
     failed = ", ".join(one["id"] for one in row.report["checks"] if one["outcome"] == "failed")
-    return (row.kind, row.alias, *shares, failed or "-", row.report["verdict"])
+    return (row.kind, row.alias, *shares, failed or "-", _verdict(row))
+
+
+def _verdict(row: Row) -> str:
+    if row.report is None:
+        return f"no report: {row.reason.partition(chr(10))[0]}"
+    verdict: str = row.report["verdict"]
+    return verdict
+
+
+def missing_inputs_of(rows: Sequence[Row]) -> list[str]:
+    """Return a line for each argument that an incomplete component lacks, and what it is for."""
+    return [
+        f"{row.kind} {row.alias}: {line}"
+        for row in rows
+        if row.report is not None
+        for line in missing_inputs_lines(row.report)
+    ]
 
 
 def worst(codes: Sequence[int]) -> int:

@@ -14,7 +14,7 @@ import torchhal
 from torchhal_conformance._check import LEVELS, checks_for
 from torchhal_conformance._component_under_test import ComponentUnderTest
 from torchhal_conformance._hardware import describe_hardware
-from torchhal_conformance._session import ENVIRONMENT, INPUT, NOT_MADE, Result
+from torchhal_conformance._session import ENVIRONMENT, INPUT, NOT_GIVEN, NOT_MADE, Result
 
 SCHEMA: Final = 1
 KIT: Final = torchhal.__version__
@@ -123,15 +123,33 @@ def missing_inputs(report: Mapping[str, Any]) -> dict[str, list[str]]:
     return found
 
 
+def missing_inputs_lines(report: Mapping[str, Any]) -> list[str]:
+    """Return a line for each reason of :func:`missing_inputs`."""
+    return [
+        f"{len(ids)} check{'s' if len(ids) > 1 else ''} of the core {'were' if len(ids) > 1 else 'was'} not made "
+        f"({', '.join(ids)}): {reason}"
+        for reason, ids in missing_inputs(report).items()
+    ]
+
+
+def notes(report: Mapping[str, Any]) -> list[str]:
+    """Return a line for each check that says nothing for want of an argument, which changes no verdict."""
+    skipped = [one for one in report["checks"] if _lacks(one, NOT_GIVEN)]
+    return [f"{one['id']} was not made: {one['reason'].removeprefix(NOT_GIVEN).strip()}" for one in skipped]
+
+
 def summary(report: Mapping[str, Any]) -> list[str]:
     """Return the last lines of the command's output: the outcomes at each level, what is to be given, the verdict."""
     lines = [
         f"{level}: {', '.join(f'{count} {outcome}' for outcome, count in counts.items())}"
         for level, counts in report["levels"].items()
     ]
-    for reason, ids in missing_inputs(report).items():
-        lines.append(f"{len(ids)} checks of the core were not made ({', '.join(ids)}): {reason}")
-    return [*lines, f"{report['kind']} {report['alias']} is {report['verdict']}"]
+    return [
+        *lines,
+        *notes(report),
+        *missing_inputs_lines(report),
+        f"{report['kind']} {report['alias']} is {report['verdict']}",
+    ]
 
 
 def _counts(checks: Sequence[Mapping[str, Any]], level: str) -> dict[str, int]:
@@ -140,6 +158,8 @@ def _counts(checks: Sequence[Mapping[str, Any]], level: str) -> dict[str, int]:
 
 
 def _device(component: ComponentUnderTest) -> str:
+    if component.kind == "accelerator" and not component.makes_instances:
+        return "none: an instance ends or blocks the process"
     try:
         accelerator = component.make_accelerator()
         state = type(accelerator).availability()
@@ -149,6 +169,8 @@ def _device(component: ComponentUnderTest) -> str:
 
 
 def _hardware(component: ComponentUnderTest) -> str:
+    if component.kind == "accelerator" and not component.makes_instances:
+        return "none"
     try:
         accelerator = component.make_accelerator()
         state = type(accelerator).availability()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shutil
 import signal
 import sys
@@ -26,6 +27,7 @@ from torchhal_conformance._check import CHECKS, Check, CheckFailed, MissingRequi
 from torchhal_conformance._component_error import ComponentError, locate
 from torchhal_conformance._component_under_test import ComponentUnderTest, missing
 from torchhal_conformance._context import CheckContext
+from torchhal_conformance._error_text import text_of
 from torchhal_conformance._fork_server import ForkServer
 from torchhal_conformance._limits import scaled
 from torchhal_conformance._torch_globals import restore, torch_state
@@ -35,6 +37,8 @@ ENVIRONMENT: Final = "environment:"
 """Beginning of the reason of a check that another machine could make."""
 INPUT: Final = "input:"
 """Beginning of the reason of a check that the component's author could have made, by an argument."""
+NOT_GIVEN: Final = "not given:"
+"""Beginning of the reason of a check that an argument would make, and that changes no verdict without it."""
 NOT_MADE: Final = "not made:"
 """Beginning of the reason of a check that was left out, since others before it hung."""
 TIMEOUT_HERE: Final = 90.0
@@ -158,16 +162,16 @@ class Session:
         outcome, reason, hung = "passed", "", False
         raised: ComponentError | None = None
         try:
-            if lacking := missing(one, self.component):
-                raise Skipped(lacking)
-            with _kept_state(self.component.seed), _alarm(one), _without_exit():
+            with _kept_state(self.component.seed), _alarm(one), _without_exit(supervised=not self._interruptible):
+                if lacking := missing(one, self.component):
+                    raise Skipped(lacking)
                 self._make(one)
         except Skipped as skip:
             outcome, reason = "skipped", str(skip)
         except BaseException as error:  # SystemExit too: a component may do anything
             if isinstance(error, KeyboardInterrupt) and self._interruptible:
                 raise
-            outcome, reason, hung = "failed", str(error), isinstance(error, CheckFailed) and error.hung
+            outcome, reason, hung = "failed", text_of(error), isinstance(error, CheckFailed) and error.hung
             if not isinstance(error, CheckFailed) or error.raised:
                 raised = locate(error, self.component)
         seconds = round(time.perf_counter() - start, 3)
@@ -182,12 +186,12 @@ class Session:
         """Return the id of the failed check that a failure of ``one`` follows from, empty for one of its own."""
         causes = [self._failed[other] for other in one.after if other in self._failed]
         if raised is not None and raised.at:
-            place = (raised.error, raised.at)
+            place = _place(raised)
             causes += [self._errors[place]] if place in self._errors else []
         cause = causes[0] if causes else ""
         self._failed[one.id] = cause or one.id
         if raised is not None:
-            self._errors.setdefault((raised.error, raised.at), self._failed[one.id])
+            self._errors.setdefault(_place(raised), self._failed[one.id])
         return cause if cause != one.id else ""
 
     def _make(self, one: Check) -> None:
@@ -217,6 +221,11 @@ class Session:
             raise MissingRequirement("; ".join(dict.fromkeys(lacking)))
         if len(refused) == len(sizes):
             raise NotApplicable("; ".join(dict.fromkeys(refused)))
+
+
+def _place(raised: ComponentError) -> tuple[str, str]:
+    """Return what is the same for one error in one line, whichever rank of whichever world has raised it."""
+    return re.sub(r"^rank \d+ of \d+: ", "", raised.error), raised.at
 
 
 @contextmanager
@@ -252,8 +261,11 @@ def _timeout_here(one: Check) -> float:
 
 
 @contextmanager
-def _without_exit() -> Iterator[None]:
-    """Fail a check that calls ``os._exit`` in this process: a test run that it ends with 0 counts as passed."""
+def _without_exit(*, supervised: bool) -> Iterator[None]:
+    """Fail a check that calls ``os._exit`` in this process: a test run that it ends with 0 counts as passed.
+
+    ``supervised``: another process sees that this one ends, and its exit code.
+    """
     exit, process, thread = os._exit, os.getpid(), threading.get_ident()
     told = ""
 
@@ -262,7 +274,7 @@ def _without_exit() -> Iterator[None]:
         if os.getpid() != process:  # a fork may
             exit(status)
         if threading.get_ident() != thread:  # a watchdog, such as pytest-timeout's, means it
-            exit(status or 1)
+            exit(status if supervised else status or 1)
         told = f"os._exit({status}) was called, which ends the user's process without a word"
         raise CheckFailed(told)
 
@@ -270,7 +282,7 @@ def _without_exit() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if told and str(error) != told:  # what follows from a call that the component has caught
+        if told and text_of(error) != told:  # what follows from a call that the component has caught
             raise CheckFailed(told) from error
         raise
     finally:

@@ -14,6 +14,7 @@ from torchhal.plugin import Component
 from torchhal_conformance import _report as reports
 from torchhal_conformance._check import CHECKS, Check, checks_for
 from torchhal_conformance._component_under_test import ComponentUnderTest
+from torchhal_conformance._error_text import with_article
 from torchhal_conformance._session import Result, Session
 
 REPORTS: Final = "TORCHHAL_CONFORMANCE_REPORTS"
@@ -161,6 +162,6 @@ def check_features(component: ComponentUnderTest) -> None:
     known = {name for one in checks_for(component.kind) for name in one.features}
     if unknown := sorted(component.features - known):
         raise ConfigurationError(
-            f"'features' must be of those that the checks of a {component.kind} know: "
+            f"'features' must be of those that the checks of {with_article(component.kind)} know: "
             f"{', '.join(map(repr, sorted(known))) or 'none'} (got {', '.join(map(repr, unknown))})"
         )

@@ -87,9 +87,10 @@ def run_supervised(
         ConfigurationError: an argument that can't be; no check was made.
     """
     results: list[dict[str, Any]] = []
+    instances = True
     while True:
         before = len(results)
-        with _Process(request, results, show) as process:
+        with _Process(request, results, show, instances=instances) as process:
             code = process.read_events(stop)
         if code is not None or process.stopped:
             return code
@@ -101,8 +102,15 @@ def run_supervised(
             })  # fmt: skip
             if not request.json:
                 show(result_line(process.running, "failed", process.seconds, died))
+        elif process.imported and instances and (not results or len(results) == before):
+            # an instance was made outside of a check, to read its features, and has ended or blocked the process
+            instances = False
+            died = process.describe_exit(f"making of an instance of {request.kind} {request.alias!r}")
+            _tell(f"error: {died}")
+            if results and not any(one["outcome"] == "failed" for one in results):
+                results[-1] = {**results[-1], "outcome": "failed", "reason": died, "hung": process.hung}
         elif len(results) == before:  # another process would end at the same place
-            place = f"import of {request.kind} {request.alias!r}" if not results else "report, after the checks,"
+            place = "report that follows the checks" if results else f"import of {request.kind} {request.alias!r}"
             _tell(f"error: {process.describe_exit(place)}")
             return 1
 
@@ -115,7 +123,11 @@ def result_line(id: str, outcome: str, seconds: float, reason: str) -> str:
 class _Process:
     """A process that makes checks, from its start to its end."""
 
-    def __init__(self, request: Request, results: list[dict[str, Any]], show: Callable[[str], None]) -> None:
+    def __init__(
+        self, request: Request, results: list[dict[str, Any]], show: Callable[[str], None], *, instances: bool
+    ) -> None:
+        self.imported = False
+        """Whether the component has been found and its class loaded."""
         self.running: str | None = None
         """Id of the check that is being made."""
         self.seconds = 0.0
@@ -126,6 +138,7 @@ class _Process:
         self._began = time.monotonic()
         self._limit = scaled(_IMPORT_TIMEOUT)
         self._request, self._results, self._show = request, results, show
+        self._instances = instances
         self._events: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
 
     def __enter__(self) -> _Process:
@@ -145,7 +158,9 @@ class _Process:
             self._reader = threading.Thread(target=self._read, daemon=True, name="torchhal-conformance-events")
             self._reader.start()
             assert self._process.stdin is not None
-            request = {**asdict(self._request), "results": self._results, "folder": self.folder}
+            request = {
+                **asdict(self._request), "results": self._results, "folder": self.folder, "instances": self._instances,
+            }  # fmt: skip
             with contextlib.suppress(OSError):  # it is dead already, which read_events() sees
                 self._process.stdin.write(json.dumps(request) + "\n")
                 self._process.stdin.flush()
@@ -201,6 +216,8 @@ class _Process:
     def _handle(self, event: dict[str, Any]) -> None:
         if "error" in event:
             raise ConfigurationError(event["error"])
+        if "imported" in event:
+            self.imported = True
         if "begin" in event:
             self.running, self._began = event["begin"], time.monotonic()
             self._limit = event["limit"] + scaled(_GRACE)

@@ -27,6 +27,7 @@ from typing import Any, Final
 
 from torchhal.distributed.stores import TCPStore
 from torchhal_conformance._check import CheckFailed, MissingInput, MissingRequirement, NotApplicable, Skipped
+from torchhal_conformance._error_text import shortened, text_of
 from torchhal_conformance._fork_server import ForkServer
 from torchhal_conformance._limits import scaled
 
@@ -286,7 +287,9 @@ def _serve(address: str, key: bytes, rank: int) -> None:
         except (EOFError, OSError):
             return
         except Exception as error:  # a value that can't be pickled
-            connection.send(Outcome(error=type(error).__name__, message=str(error), traceback=traceback.format_exc()))
+            connection.send(
+                Outcome(error=type(error).__name__, message=text_of(error), traceback=shortened(traceback.format_exc()))
+            )
 
 
 def _call(payload: bytes) -> Outcome:
@@ -301,7 +304,9 @@ def _call(payload: bytes) -> Outcome:
         kind = "CheckFailed" if isinstance(error, CheckFailed) else type(error).__name__
         frames = tuple((frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__))
         told = traceback.format_exc()
-        return Outcome(error=kind, message=str(error), traceback=told, at=time.monotonic(), frames=frames)
+        return Outcome(
+            error=kind, message=text_of(error), traceback=shortened(told), at=time.monotonic(), frames=frames
+        )
 
 
 CALL: Final = "TORCHHAL_CONFORMANCE_CALL"

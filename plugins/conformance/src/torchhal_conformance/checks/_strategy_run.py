@@ -15,15 +15,14 @@ from torch.optim import Optimizer
 from torchhal.errors import ConfigurationError, ModelError, UnsupportedCombinationError
 from torchhal.strategies import Strategy
 from torchhal_conformance._assertions import close, require
-from torchhal_conformance._author_model import collate, create_model
+from torchhal_conformance._author_model import GLOBAL_BATCH, collate, create_model
 from torchhal_conformance._check import NotApplicable
 from torchhal_conformance._rank_context import RankContext
 
 TOLERANCE = 2e-5
 """Of weights after a few steps, unless the strategy is lossy and declares its own."""
 
-BATCH = 12
-"""Samples of a global batch: divisible by 2 and 3 ranks."""
+BATCH = GLOBAL_BATCH
 
 SGD: Callable[..., Optimizer] = torch.optim.SGD
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from torchhal.accelerators import Accelerator
 from torchhal_conformance._assertions import require, same
 from torchhal_conformance._check import check
 from torchhal_conformance._context import CheckContext
@@ -40,12 +41,16 @@ def kept_batches(context: CheckContext) -> None:
 
 @check("ACC-51", since="0.2", needs=["device"], after=("ACC-12",))
 def views_of_one_memory(context: CheckContext) -> None:
-    """Tensors of one batch that begin at one address arrive with their own values, conjugated and of other dtypes, too.
+    """Tensors that begin at one address arrive with their own values, conjugated and of other dtypes, too.
+
+    Such are views in one batch, and the tensors of later batches in memory that was written or allocated anew.
 
     Why: a matrix and its transpose have one address, one shape and one dtype; the model trains on one of them twice.
-    Fix: tell tensors apart by identity, or copy each.
+    A loader fills one buffer again and again, and the model trains on its first batch in all epochs.
+    Fix: copy each tensor of each batch; tell those of one batch apart by identity, and keep none for a later batch.
     """
     accelerator, device = context.setup_accelerator()
+    _later_batches_of_one_address(accelerator, device)
     square = torch.randn(4, 4, generator=context.generator())
     pairs = {"real": square, "as integers": square.view(torch.int32)}
     batch: dict[str, Any] = {
@@ -71,6 +76,21 @@ def views_of_one_memory(context: CheckContext) -> None:
         accelerator.synchronize(device)
         for name in order:
             same(f"{name}, beside others at the same address", moved[name].cpu(), expected[name])
+
+
+def _later_batches_of_one_address(accelerator: Accelerator, device: torch.device) -> None:
+    buffer = torch.zeros(2, 3)
+    for number in range(_KEPT):
+        expected = torch.full((2, 3), float(number))
+        buffer.copy_(expected)
+        for told, batch in (("a bare tensor", buffer), ("a tensor in a dict", {"x": buffer})):
+            moved = accelerator.batch_to_device(batch, device)
+            accelerator.synchronize(device)
+            got = moved["x"] if isinstance(moved, dict) else moved
+            same(f"batch {number}, {told} that was written to after the batch before", got.cpu(), expected)
+        new = expected + 100  # it often gets the memory of the one that the last round has freed
+        same(f"batch {number}, of new memory", accelerator.batch_to_device(new, device).cpu(), expected + 100)
+        del new
 
 
 class _Fails(Dataset[Any]):

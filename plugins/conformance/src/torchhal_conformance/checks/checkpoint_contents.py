@@ -124,10 +124,11 @@ def shared_memory(context: CheckContext) -> None:
 def map_location(context: CheckContext) -> None:
     """A load gives tensors on the CPU unless told otherwise by map_location.
 
-    That may be a name, a device, a callable or a dict of names.
+    That may be a name, a device, a dict of names or a callable, which is called as torch.load does: with each storage,
+    on the CPU, and the name of its device, and it returns the storage to use, or None for the default.
 
     Why: an ignored map_location puts every rank's checkpoint on the device of the rank that saved it.
-    Fix: hand it on to torch.load, or move the tensors as it says.
+    Fix: hand it on to torch.load or torchhal.checkpoint.apply_map_location, or move the tensors as it says.
     """
     io, path = context.create(), context.folder / "x.ckpt"
     save(io, small_checkpoint(), path)
@@ -136,6 +137,22 @@ def map_location(context: CheckContext) -> None:
     for place, expected in zip(places, ("meta", "meta", "cpu", "cpu"), strict=True):
         got = io.load_checkpoint(path, map_location=place)["weights"]["w"].device.type
         same(f"device with map_location={place!r}", got, expected)
+    given: list[tuple[bool, Any]] = []
+
+    def to_meta(storage: Any, location: Any) -> torch.UntypedStorage:
+        given.append((isinstance(storage, torch.UntypedStorage) and storage.device.type == "cpu", location))
+        return torch.UntypedStorage(storage.nbytes(), device="meta")  # type: ignore[no-untyped-call]
+
+    loaded = io.load_checkpoint(path, map_location=to_meta)["weights"]
+    require(bool(given), "a callable map_location must be called for each storage (it was not called)")
+    same("(an untyped storage on the CPU, its location) in each call of map_location", given, [(True, "cpu")] * 2)
+    same(
+        "devices with a map_location that returns other storages",
+        [x.device.type for x in loaded.values()],
+        ["meta"] * 2,
+    )
+    kept = io.load_checkpoint(path, map_location=lambda storage, location: None)["weights"]["w"]
+    same("a tensor with a map_location that returns None", kept, small_checkpoint()["weights"]["w"])
 
 
 @check("CIO-04")
@@ -214,8 +231,7 @@ def unknown_options(context: CheckContext) -> None:
 def golden_files(context: CheckContext) -> None:
     """Checkpoints of golden_state() that earlier releases wrote load as what they were.
 
-    Changed: the files are those of the folder given as ``golden=``, for only an author has them; without it the rule
-    says nothing.
+    They are the files in the folder that the suite's ``golden=`` names.
 
     Why: a format that changes quietly makes every archived run unreadable.
     Fix: keep one file of each release in the tests, and read what it holds.

@@ -22,7 +22,7 @@ from torchhal.launchers import ExternalLauncher
 from torchhal.precision import SinglePrecision
 from torchhal.strategies import DDPStrategy
 from torchhal_conformance._assertions import raises, require, same
-from torchhal_conformance._check import CheckFailed, NotApplicable, check
+from torchhal_conformance._check import CheckFailed, NotApplicable, NotGiven, check
 from torchhal_conformance._cluster_world import known_numbers, numbers, on_every_rank, require_known, world_of
 from torchhal_conformance._component_under_test import ComponentUnderTest
 from torchhal_conformance._context import CheckContext
@@ -406,16 +406,15 @@ def _ask_all(component: ComponentUnderTest) -> tuple[float, list[str]]:
 def unequal_nodes(context: CheckContext) -> None:
     """On nodes of three processes and of one every number is right, the size of each node too.
 
-    That holds whether the ranks fill one node after the other or are dealt to them in turn.
-
-    Changed: tables of unequal nodes are those that the kit has recorded, by the launcher's name, and the author's.
+    That holds whether the ranks fill one node after the other or are dealt to them in turn. The tables are those that
+    the kit has recorded, by the launcher's name, and those given, such as of "3+1".
 
     Why: schedulers pack 3 + 1 by themselves, and rank // tasks_per_node is then another node.
     Fix: take each number as the launcher gives it.
     """
     unequal = [world for world in context.component.worlds.values() if not world.layout.is_even]
     if not unequal:
-        raise NotApplicable("no unequal nodes of its launcher are known: give such a layout in its tables")
+        raise NotGiven("no unequal nodes of its launcher are known: give such a layout in its tables")
     for world in unequal:
         sizes = " and ".join(map(str, world.layout.sizes))
         how = "in turn" if world.layout.cyclic else "one after the other"

@@ -18,9 +18,9 @@ from torchhal.errors import ConfigurationError
 from torchhal.precision import SinglePrecision
 from torchhal.strategies import DDPStrategy
 from torchhal_conformance._assertions import require, same
-from torchhal_conformance._check import MissingInput, MissingRequirement, NotApplicable, check
+from torchhal_conformance._check import MissingInput, MissingRequirement, NotApplicable, Skipped, check
 from torchhal_conformance._cluster_world import known_numbers, numbers
-from torchhal_conformance._component_under_test import ComponentUnderTest
+from torchhal_conformance._component_under_test import NO_LAUNCHER, ComponentUnderTest
 from torchhal_conformance._context import CheckContext
 from torchhal_conformance._subprocesses import START, Job, call
 
@@ -28,7 +28,7 @@ from torchhal_conformance._subprocesses import START, Job, call
 def _launcher(component: ComponentUnderTest) -> Sequence[str]:
     known = component.own_launcher
     if known is None:
-        raise MissingRequirement("how to start two processes is not known: give launcher=('srun', '-n', '2')")
+        raise MissingRequirement(NO_LAUNCHER)
     return known
 
 
@@ -91,7 +91,7 @@ def started_processes(context: CheckContext) -> None:
     Fix: set a variable that torchhal.detect declares in each process that you start.
     """
     if "launches" not in context.component.declared:
-        raise NotApplicable("feature 'launches' is not declared")
+        raise Skipped("feature 'launches' is not declared")  # as of ENV-18, which declares that it needs it
     _check_processes(context)
     plugin = context.component.plugin
     mine = [entry for entry in plugin.components if entry.component.alias == context.component.alias] if plugin else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -13,8 +14,9 @@ from torchhal.errors import UnknownAliasError
 from torchhal.precision import Precision
 from torchhal.resolve import Request, resolve
 from torchhal_conformance._assertions import close, raises, require, same
-from torchhal_conformance._check import check
+from torchhal_conformance._check import CheckFailed, check
 from torchhal_conformance._context import CheckContext
+from torchhal_conformance._error_text import first_line, with_article
 from torchhal_conformance._generated_inputs import for_each, nests, tensors
 from torchhal_conformance._tensor_specs import (
     COMPLEX,
@@ -187,12 +189,14 @@ def nested_contexts(context: CheckContext) -> None:
     Entering and leaving it draws no random number. After an error in the inner one the outer one goes on.
 
     Why: a validation step inside of a training step turned autocast off for the rest of it, or left it on for ever.
-    Fix: keep a stack of what to restore.
+    Fix: keep a stack of what to restore, in a class with __enter__ and __exit__: contextlib.contextmanager makes
+    objects that can be entered once.
     """
     trained = PrecisionRun(context)
     precision, before = trained.precision, _surroundings(trained)
     forward = precision.forward_context()
     with forward:
+        _require_reentrant(forward)
         inside = _surroundings(trained)
         same("the random state in the context", inside["the CPU's random state"], before["the CPU's random state"])
         for again in (forward, precision.forward_context()):
@@ -206,6 +210,18 @@ def nested_contexts(context: CheckContext) -> None:
     with forward:
         same("dtype and autocast when it is entered again", _surroundings(trained), inside)
     same("dtype and autocast after that", _surroundings(trained), before)
+
+
+def _require_reentrant(entered: AbstractContextManager[Any]) -> None:
+    """Fail the check for an object that can't be entered again inside of itself."""
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(entered)
+        except Exception as error:
+            raise CheckFailed(
+                "forward_context() must return one object that can be entered several times, inside of itself too "
+                f"(entering {with_article(type(entered).__name__)} again raised {first_line(error)})"
+            ) from error
 
 
 @check("PRE-07", needs=["device"])
@@ -268,7 +284,10 @@ def _same_structure(name: str, got: Any, given: Any, wanted: dict[torch.dtype, t
     for (path, new), (_, old) in zip(one, other, strict=True):
         place = f"value{path}"
         if not isinstance(old, torch.Tensor):
-            require(type(new) is type(old), f"{place} became a {type(new).__name__}, it was a {type(old).__name__}")
+            require(
+                type(new) is type(old),
+                f"{place} became {with_article(type(new).__name__)}, it was {with_article(type(old).__name__)}",
+            )
             continue
         dtype = wanted.get(old.dtype, old.dtype)
         if dtype is old.dtype:

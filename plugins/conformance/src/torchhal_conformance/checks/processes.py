@@ -257,9 +257,10 @@ class Still(Module):
 def peers_come_and_go(context: CheckContext) -> None:
     """A process that joins a run has the run's weights and not its own, and the run goes on when it leaves.
 
-    The strategy's ``joining`` says how: the constructor's arguments for one that joins, empty while none can. Changed:
-    that weights which are the same everywhere stay so is what the kit can ask of any average; what is averaged, and
-    when, differs from library to library, and is for the plugin's own tests.
+    The strategy's ``joining`` says how: the constructor's arguments for one that joins, empty while none can.
+
+    Changed: that weights which are the same everywhere stay so is what the kit can ask of any average; what is
+    averaged, and when, differs from library to library, and is for the plugin's own tests.
 
     Why: who came late trained a model of its own, and who left took the run along.
     Fix: take over weights and optimizer state before the first step; wait for no peer that is gone.

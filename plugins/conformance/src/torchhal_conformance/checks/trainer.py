@@ -316,8 +316,9 @@ def unavailable(context: CheckContext) -> None:
 def readme_example(context: CheckContext) -> None:
     """The first example with a Trainer in the plugin's README runs, with the Python blocks before it, as one script.
 
-    A block right after an HTML comment with the word no-run is left out. Changed: of the extended level, so that the
-    several suites of a plugin don't all run it.
+    A block right after an HTML comment with the word no-run is left out.
+
+    Changed: of the extended level, so that the several suites of a plugin don't all run it.
 
     Why: it is the first thing that anybody tries.
     Fix: make the example complete; say readme = "README.md" in pyproject.toml.
