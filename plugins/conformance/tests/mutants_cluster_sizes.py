@@ -123,7 +123,7 @@ class TrainsByItself(LocalEnvironment):
 
 @caught_by("ENV-62", says="NODE_RANK='2'", **LOCAL)
 class AnyNode(LocalEnvironment):
-    def _node_rank_of_several(self):
+    def read_node_rank(self):
         return read_int("NODE_RANK", 0)
 
 

@@ -43,12 +43,12 @@ class SageMakerEnvironment(LocalEnvironment):
     def num_nodes(self) -> int:
         return max(1, len(_hosts()))  # no variable, no job of several hosts
 
-    def _meeting_place(self) -> tuple[str, int]:
+    def read_rendezvous(self) -> tuple[str, int]:
         address = read_address("MASTER_ADDR") if given("MASTER_ADDR") else _hosts()[0]
         port = read_port("MASTER_PORT") if given("MASTER_PORT") else port_from_job_id(given("TRAINING_JOB_NAME"))
         return address, port
 
-    def _node_rank_of_several(self) -> int:
+    def read_node_rank(self) -> int:
         hosts, here = _hosts(), read_text("SM_CURRENT_HOST", hint="it is this host's name among SM_HOSTS")
         if here not in hosts:
             raise ConfigurationError(f"SM_CURRENT_HOST={here} is none of SM_HOSTS={given('SM_HOSTS')}")
