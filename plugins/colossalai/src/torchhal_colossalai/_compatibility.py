@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +17,8 @@ from torchhal.strategies.model_checks import (
     check_no_closure,
 )
 from torchhal.trainer.loops import module_hook
-from torchhal_colossalai._zero_engine import is_divided
+from torchhal_colossalai._element_trial import steps_elements
+from torchhal_colossalai._shard_state import is_divided
 
 _DDP = "use strategy='ddp' or 'colossalai'"
 
@@ -36,11 +38,17 @@ def check_trainable(module: nn.Module, optimizers: Sequence[Optimizer], alias: s
     check_dense_gradients(module, divides, f"set it to False, or {_DDP}")
     check_disjoint_optimizers(module, optimizers, divides, f"give each to one optimizer, or {_DDP}")
     check_disjoint_storage(module, f"{divides}, in memory of its own", f"make them one parameter, or {_DDP}")
+    ignored = ignored_names(module)
     for optimizer in optimizers:
         check_no_closure(optimizer, divides, f"{_DDP}, or another optimizer", error=ConfigurationError)
-        check_elements(optimizer, alias)
+        check_no_step_pre_hooks(module, optimizer, stage)
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
         for parameter in parameters:
+            if names.get(id(parameter)) in ignored:
+                raise ModelError(
+                    f"DistributedDataParallel is told to ignore {names[id(parameter)]!r} of {model}, which each rank "
+                    f"trains by itself, and {divides}: leave it out of the list, or use strategy='ddp'"
+                )
             if parameter.is_complex():
                 raise ModelError(
                     f"{names.get(id(parameter), 'a parameter')!r} of {model} is complex, and Colossal-AI's ZeRO "
@@ -55,11 +63,30 @@ def check_trainable(module: nn.Module, optimizers: Sequence[Optimizer], alias: s
                 f"{names.get(id(first), 'a parameter')!r} is {first.dtype}, and Colossal-AI's ZeRO sends the weights "
                 f"of an optimizer in one dtype: convert them, give each dtype an optimizer, or {_DDP}"
             )
+        check_elements(optimizer, alias)
     if stage == 2 and module_hook(module, "configure_gradient_clipping") is not None:
         raise ModelError(
             f"{model}.configure_gradient_clipping would never see a gradient, for at stage 2 each rank has a part of "
             "it: use Trainer(gradient_clip_val=...), stage 1, or strategy='ddp'"
         )
+
+
+def check_no_step_pre_hooks(module: Any, optimizer: Optimizer, stage: int) -> None:
+    """Raise ModelError, at stage 2, for a hook that runs before the optimizer's step: it would see no gradient."""
+    hooks = getattr(optimizer, "_optimizer_step_pre_hooks", None)
+    if stage == 2 and hooks:
+        hook = next(iter(hooks.values()))
+        raise ModelError(
+            f"{type(module).__name__} has registered {getattr(hook, '__qualname__', hook)!r} to run before the step "
+            f"of {type(optimizer).__name__}, and it would never see a gradient, for at stage 2 each rank has a part of "
+            "it: use Trainer(gradient_clip_val=...) to clip, stage 1, or strategy='ddp'"
+        )
+
+
+def ignored_names(module: nn.Module) -> Collection[str]:
+    """Return names of the parameters and buffers that DistributedDataParallel is told to leave to each rank."""
+    names: Collection[str] = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    return names
 
 
 _OF_TORCH = (torch.optim.Adafactor, *((torch.optim.Muon,) if hasattr(torch.optim, "Muon") else ()))
@@ -78,7 +105,7 @@ def check_elements(optimizer: Optimizer, alias: str) -> None:
         return
     else:
         try:
-            together = not _steps_elements(optimizer)
+            together = not steps_elements(optimizer)
         except Exception as error:
             raise ConfigurationError(
                 f"{name} failed when it was tried on a part of a parameter ({type(error).__name__}: {error}), and "
@@ -89,35 +116,3 @@ def check_elements(optimizer: Optimizer, alias: str) -> None:
             f"strategy {alias!r} divides the elements of each parameter among the ranks, and {name} looks at all "
             f"elements of a parameter together, as by their norm: use another optimizer, strategy='zero1', or {_DDP}"
         )
-
-
-def _steps_elements(optimizer: Optimizer) -> bool:
-    generator = torch.Generator().manual_seed(0)
-    values = torch.randn(2, 4, generator=generator)
-    scale = torch.tensor([1.0, 1.0, 1.0, 1.0, 1e3, 1e3, 1e3, 1e3]).view(2, 4)
-    whole = [values.clone().requires_grad_()]
-    halves = [part.clone().flatten().requires_grad_() for part in torch.split(values.flatten(), 4)]
-    steppers = [(_copy_of(optimizer, parameters), parameters) for parameters in (whole, halves)]
-    for _ in range(3):
-        gradient = torch.randn(2, 4, generator=generator) * scale
-        for copied, parameters in steppers:
-            parts = [gradient] if len(parameters) == 1 else list(torch.split(gradient.flatten(), 4))
-            for parameter, part in zip(parameters, parts, strict=True):
-                parameter.grad = part.clone()
-            type(copied).step(copied)
-    return torch.allclose(whole[0].flatten(), torch.cat(halves), rtol=1e-4, atol=1e-6)
-
-
-def _copy_of(optimizer: Optimizer, parameters: list[torch.Tensor]) -> Optimizer:
-    """Return a fresh optimizer of the same class and settings over other parameters, without hooks."""
-    copied: Optimizer = object.__new__(type(optimizer))
-    for name, value in vars(optimizer).items():
-        copied.__dict__[name] = value
-    fresh = torch.optim.SGD(parameters, lr=1e-3)
-    for name, value in vars(fresh).items():
-        if name.startswith("_optimizer_") or name == "state":
-            copied.__dict__[name] = value
-    group = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
-    copied.param_groups = [{**group, "params": parameters}]
-    copied.__dict__.pop("step", None)  # of a scheduler's
-    return copied

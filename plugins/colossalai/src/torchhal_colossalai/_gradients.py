@@ -36,14 +36,16 @@ class GradientReducer:
     def _watch_clearing(self) -> None:
         """Clear gradients in Colossal-AI's store, too, when somebody clears those of a module or an optimizer."""
         for cleared in (self._module, *self._strategy.engines):
-            vars(cleared)["zero_grad"] = _Clearing(self._strategy, cleared)
+            vars(cleared)["zero_grad"] = _Clearing(self._strategy, cleared, vars(cleared).get("zero_grad"))
             self._cleared.append(cleared)
 
     def release(self) -> None:
         """Take the watched ``zero_grad`` away."""
         for cleared in self._cleared:
-            if isinstance(vars(cleared).get("zero_grad"), _Clearing):
+            if isinstance(watching := vars(cleared).get("zero_grad"), _Clearing):
                 del vars(cleared)["zero_grad"]
+                if watching.before is not None:
+                    vars(cleared)["zero_grad"] = watching.before
         self._cleared = []
 
     def _requires_grad(self) -> dict[nn.Parameter, bool]:
@@ -62,26 +64,31 @@ class GradientReducer:
         """
         strategy = self._strategy
         strategy.follow_parameters()
-        self._compare_trained()
-        agrees = frozen or strategy.find_unused_parameters
+        newly_frozen = self._compare_trained()
+        if newly_frozen and not frozen:  # with what an accumulation has given them, on this rank or on others
+            self._send(newly_frozen, self._agreed([_kind(parameter) for parameter in newly_frozen]))
         names = {parameter: name for name, parameter in self._module.named_parameters()}
-        owner = {id(each): engine for engine in strategy.engines.values() for each in engine.parameters}
-        # what was frozen in an accumulation has gradients from before
-        parameters = [each for each in names if agrees or each.requires_grad or each.grad is not None]
+        parameters = [each for each in names if frozen or each.requires_grad]
         kinds = [_kind(parameter) for parameter in parameters]
-        if agrees:
+        if frozen or strategy.find_unused_parameters:
             kinds = self._agreed(kinds)
         elif _NO in kinds:
             lacking = [names[each] for each, kind in zip(parameters, kinds, strict=True) if kind == _NO]
             raise self._unused(lacking)
-        found = [each for each, kind in zip(parameters, kinds, strict=True) if kind != _NO]
+        self._send(parameters, kinds)
+
+    def _send(self, parameters: list[nn.Parameter], kinds: list[int]) -> None:
+        """Average the gradients of those parameters that have one on some rank."""
         if _SPARSE in kinds:
-            name = names[parameters[kinds.index(_SPARSE)]]
+            names = {parameter: name for name, parameter in self._module.named_parameters()}
             raise ModelError(
-                f"the gradient of {name!r} is a sparse tensor, and Colossal-AI's ZeRO divides dense ones: use "
-                "strategy='ddp' or 'colossalai'"
+                f"the gradient of {names[parameters[kinds.index(_SPARSE)]]!r} is a sparse tensor, and Colossal-AI's "
+                "ZeRO divides dense ones: use strategy='ddp' or 'colossalai'"
             )
-        for engine in strategy.engines.values():
+        found = [each for each, kind in zip(parameters, kinds, strict=True) if kind != _NO]
+        engines = self._strategy.engines.values()
+        owner = {id(each): engine for engine in engines for each in engine.parameters}
+        for engine in engines:
             if own := [each for each in found if owner.get(id(each)) is engine]:
                 engine.reduce(list(own))
         if rest := [each for each in found if id(each) not in owner]:  # of no optimizer
@@ -93,13 +100,15 @@ class GradientReducer:
         dist.all_reduce(mine, dist.ReduceOp.MAX)
         return [int(kind) for kind in mine.tolist()]
 
-    def _compare_trained(self) -> None:
-        """Compare with the other ranks what is trained, where that has changed."""
+    def _compare_trained(self) -> list[nn.Parameter]:
+        """Compare with the other ranks what is trained, where that has changed; return what was frozen."""
         now = self._requires_grad()
-        if now != self._trained:
-            changed = [each for each, trained in now.items() if self._trained.get(each) is not trained]
-            self._trained = now
-            self._strategy.check_same_trained(changed)
+        if now == self._trained:
+            return []
+        changed = [each for each, trained in now.items() if self._trained.get(each) is not trained]
+        self._trained = now
+        self._strategy.check_same_trained(changed)
+        return [each for each in changed if not each.requires_grad]
 
     def _unused(self, names: list[str]) -> DistributedError:
         shown = ", ".join(map(repr, names[:8])) + (" and others" if len(names) > 8 else "")
@@ -121,18 +130,38 @@ class GradientReducer:
 
 
 class _Clearing:
-    """``zero_grad`` of a module or an optimizer."""
+    """``zero_grad`` of a module or an optimizer; a copy of either has its own again.
 
-    def __init__(self, strategy: Any, cleared: Any) -> None:
+    Args:
+        strategy: whose engines are cleared, too.
+        cleared: the module or the optimizer.
+        before: what stood on the object in its place.
+    """
+
+    def __init__(self, strategy: Any, cleared: Any, before: Callable[..., Any] | None) -> None:
+        self.before = before
         self._strategy = strategy
         self._cleared = cleared
         self._own: Callable[..., Any] = cleared.zero_grad
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # a copied bound method of the object belongs to the copy of that
+        return (_same_value, (self.before,)) if self.before is not None else (_zero_grad_of, (self._cleared,))
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         self._own(*args, **kwargs)
         for optimizer, engine in self._strategy.engines.items():
             if self._cleared is optimizer or self._cleared is self._strategy.module:
                 engine.zero_grad()
+
+
+def _zero_grad_of(cleared: Any) -> Callable[..., Any]:
+    own: Callable[..., Any] = type(cleared).zero_grad.__get__(cleared)
+    return own
+
+
+def _same_value(value: Any) -> Any:
+    return value
 
 
 def _kind(parameter: nn.Parameter) -> int:

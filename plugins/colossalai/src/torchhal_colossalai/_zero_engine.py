@@ -13,9 +13,7 @@ from torch.optim import Optimizer
 
 from torchhal_colossalai import _sdk as sdk
 from torchhal_colossalai._shard_optimizer import ShardOptimizer
-
-_NUMBERS = ("step", "mu_product", "eta", "mu")
-"""Names of what torch's optimizers keep of a parameter in a tensor without a dimension."""
+from torchhal_colossalai._shard_state import is_divided, is_of
 
 
 class ZeroEngine:
@@ -29,16 +27,24 @@ class ZeroEngine:
         module: the user's, or the wrapper that an earlier engine of this run has returned as ``boosted_module``.
         optimizer: the user's.
         stage: of ZeRO.
+        before: the engine of the optimizer that this one replaces.
     """
 
-    def __init__(self, booster: Any, module: nn.Module, optimizer: Optimizer, stage: int) -> None:
+    def __init__(
+        self, booster: Any, module: nn.Module, optimizer: Optimizer, stage: int, before: ZeroEngine | None = None
+    ) -> None:
         self.optimizer = optimizer
         self.stage = stage
         self.groups = [list(group["params"]) for group in optimizer.param_groups]
         """The parameters of each group when it was divided."""
+        self.numbered = [parameter for group in self.groups for parameter in group]
+        """All of them, as a ``state_dict`` numbers them."""
         divided = [[each for each in group if is_divided(each)] for group in self.groups]
         self.parameters = [parameter for group in divided for parameter in group]
         self.shards = ShardOptimizer(optimizer, divided)
+        self._strides = {each: _strides_of(each) for each in self.parameters} | (
+            before._kept_strides() if before else {}
+        )
         for parameter in self.parameters:
             if not parameter.data.is_contiguous():
                 parameter.data = parameter.data.contiguous()
@@ -93,17 +99,28 @@ class ZeroEngine:
         Args:
             entries: what :meth:`gather_state` has returned; None without it, after a failure.
         """
-        numbered = [parameter for group in self.groups for parameter in group]
         for parameter in self.parameters:
             self.optimizer.state.pop(parameter, None)
-            if parameter.untyped_storage().nbytes() > parameter.numel() * parameter.element_size():
-                parameter.data = parameter.data.clone()
+            parameter.data = self._in_order(parameter.data, parameter)
         for number, entry in (entries or {}).items():
-            parameter = numbered[number]
+            parameter = self.numbered[number]
             self.optimizer.state[parameter] = {
-                name: value.to(parameter.device) if _is_of(value, name, parameter) else value
+                name: self._in_order(value.to(parameter.device), parameter) if is_of(value, name, parameter) else value
                 for name, value in entry.items()
             }
+
+    def _in_order(self, value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+        """Return ``value`` in the order in memory that the parameter had, such as channels_last, without padding."""
+        strides = self._strides.get(parameter, value.stride())
+        is_alone = value.untyped_storage().nbytes() == value.numel() * value.element_size()
+        if value.stride() == strides and is_alone:
+            return value
+        return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device).copy_(value)
+
+    def _kept_strides(self) -> dict[torch.Tensor, tuple[int, ...]]:
+        """Return the strides that parameters had, of those that still are in the memory of this engine."""
+        pairs = zip(self.parameters, self._addresses, strict=True)
+        return {each: self._strides[each] for each, address in pairs if each.data_ptr() == address}
 
     # -- gradients -----------------------------------------------------------------------------------------------
 
@@ -194,65 +211,10 @@ class ZeroEngine:
         store = self.zero.pid_to_grad_store[id(parameter)]
         store.append_gradients_by_param_id(part, self._group_of[id(parameter)], id(parameter))
 
-    # -- the optimizer's state -----------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def gather_state(self, *, keep: bool) -> dict[int, dict[str, Any]]:
-        """Return the state of every parameter by its number, whole and on the CPU. Called on every rank.
-
-        Colossal-AI's own takes every tensor but ``step`` for a shard; some optimizers have numbers in others, too.
-
-        Args:
-            keep: False on a rank that only helps.
-        """
-        entries: dict[int, dict[str, Any]] = {}
-        for number, parameter in enumerate(each for group in self.groups for each in group):
-            shard = self.shard_of(parameter)
-            entry = self.optimizer.state.get(parameter)
-            if not entry:
-                continue
-            whole = {name: self._gathered(value, shard, parameter) for name, value in entry.items()}
-            if keep:
-                entries[number] = whole
-        return entries
-
-    def _gathered(self, value: Any, shard: torch.Tensor | None, parameter: torch.Tensor) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        if shard is None or value.shape != shard.shape:
-            return value.detach().cpu().clone()
-        flat = value.new_empty(value.numel() * self._world_size)
-        dist.all_gather_into_tensor(flat, value.contiguous())
-        return flat[: parameter.numel()].view(parameter.shape).cpu()
-
-    def part_of_state(self, parameter: torch.Tensor, entry: dict[str, Any]) -> dict[str, Any]:
-        """Return this rank's part of a parameter's whole state."""
-        shard = self.shard_of(parameter)
-        if shard is None:
-            return entry
-        return {name: self._part(name, value, shard, parameter) for name, value in entry.items()}
-
-    def _part(self, name: str, value: Any, shard: torch.Tensor, parameter: torch.Tensor) -> Any:
-        if not _is_of(value, name, parameter):
-            return value
-        flat = value.detach().reshape(-1)
-        flat = nn.functional.pad(flat, [0, shard.numel() * self._world_size - flat.numel()])
-        return torch.split(flat, shard.numel())[self._rank].clone()
-
-
-def is_divided(parameter: torch.Tensor) -> bool:
-    """Return whether Colossal-AI can divide a parameter: one without an element, or of integers, it can't."""
-    return parameter.numel() > 0 and parameter.is_floating_point()
-
-
-def _is_of(value: Any, name: str, parameter: torch.Tensor) -> bool:
-    """Return whether a value of a parameter's state has a number for each element.
-
-    Where the parameter has no dimension, the name tells.
-    """
-    if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
-        return False
-    return parameter.dim() > 0 or name not in _NUMBERS
+def _strides_of(parameter: torch.Tensor) -> tuple[int, ...]:
+    """Return strides of a tensor in the order in memory of ``parameter``, without gaps."""
+    return torch.empty_like(parameter.detach(), device="meta").stride()
 
 
 def _not_now() -> None:

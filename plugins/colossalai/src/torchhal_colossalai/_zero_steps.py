@@ -15,8 +15,10 @@ from torchhal.distributed import collectives
 from torchhal.errors import DistributedError
 from torchhal.strategies import StepResult, find_difference
 from torchhal.strategies.sharded_optimizers import OptimizerTrials
+from torchhal_colossalai import _compatibility as compatibility
 from torchhal_colossalai._base import ColossalAIStrategy
 from torchhal_colossalai._gradients import GradientReducer
+from torchhal_colossalai._shard_state import divide_state
 from torchhal_colossalai._zero_engine import ZeroEngine
 
 
@@ -49,9 +51,13 @@ class ZeroSteps(ColossalAIStrategy):
         """Let Colossal-AI divide the parameters that the optimizer has now."""
         assert self.module is not None
         module = self.module if self.boosted_module is None else self.boosted_module
-        engine, before = ZeroEngine(self.booster, module, optimizer, self.stage), self.engines.get(optimizer)
+        before = self.engines.get(optimizer)
+        engine = ZeroEngine(self.booster, module, optimizer, self.stage, before)
         if before is not None:
             engine.take_gradients(before)
+        else:
+            with self.guard("division of the optimizer's state"):
+                divide_state(engine)
         self.boosted_module, self.engines[optimizer] = engine.boosted_module, engine
 
     def follow_parameters(self) -> None:
@@ -82,15 +88,14 @@ class ZeroSteps(ColossalAIStrategy):
 
         return with_buffers
 
-    def on_evaluation_start(self, stage: str) -> None:
-        """Evaluate with rank 0's buffers everywhere, as ``ddp`` does."""
-        super().on_evaluation_start(stage)
-        self._share_buffers()
-
     def _share_buffers(self) -> None:
-        if self.module is not None and self.world_size > 1 and (buffers := list(self.module.buffers())):
-            with self.guard("broadcast of the buffers"):
-                collectives.broadcast_tensors(buffers)
+        if self.module is None or self.world_size == 1:
+            return
+        ignored = compatibility.ignored_names(self.module)
+        # ``data``: a graph that has saved a buffer may still run backward, as under DistributedDataParallel
+        buffers = [buffer.data for name, buffer in self.module.named_buffers() if name not in ignored]
+        with self.guard("broadcast of the buffers"):
+            collectives.broadcast_tensors(buffers)
 
     # -- gradients -------------------------------------------------------------------------------------------
 
@@ -172,6 +177,7 @@ class ZeroSteps(ColossalAIStrategy):
         if closure is not None:  # it has the gradients of all parameters, as in one process
             with torch.enable_grad():
                 closure()
+        compatibility.check_no_step_pre_hooks(self.module, optimizer, self.stage)
         self.follow_parameters()
         self.unscale_gradients(optimizer)  # the same on all ranks, which come to the same decision
         self._steps[id(optimizer)] = step = self._steps[id(optimizer)] + 1
@@ -204,16 +210,19 @@ class ZeroSteps(ColossalAIStrategy):
 
 
 class _Paused:
-    """``no_backward_sync()``, which can be entered many times and costs two assignments."""
+    """``no_backward_sync()``, which can be entered many times, inside of itself too."""
 
     def __init__(self, strategy: ZeroSteps) -> None:
         self.strategy = strategy
-        self.before = False
+        self.before: list[bool] = []
 
     def __enter__(self) -> None:
-        if (reducer := self.strategy._reducer) is not None:
-            self.before, reducer.paused = reducer.paused, True
+        reducer = self.strategy._reducer
+        self.before.append(reducer is not None and reducer.paused)
+        if reducer is not None:
+            reducer.paused = True
 
     def __exit__(self, *exc_info: Any) -> None:
+        paused = self.before.pop()
         if (reducer := self.strategy._reducer) is not None:
-            reducer.paused = self.before
+            reducer.paused = paused

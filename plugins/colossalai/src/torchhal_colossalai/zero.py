@@ -9,11 +9,13 @@ from typing import Any, ClassVar
 import torch
 from torch.optim import Optimizer
 
+from torchhal import rng
 from torchhal.errors import CheckpointError, CheckpointMismatchError
 from torchhal.memory_estimate import MemoryEstimate, ModelMemory
 from torchhal.strategies.sharded_optimizers import OptimizerTrials, find_differing_settings
 from torchhal_colossalai import _compatibility as compatibility
 from torchhal_colossalai._gradients import GradientReducer
+from torchhal_colossalai._shard_state import gather_state, part_of_state
 from torchhal_colossalai._zero_steps import ZeroSteps
 
 
@@ -42,7 +44,11 @@ class ColossalAIZeroStrategy(ZeroSteps):
             return
         assert self.module is not None
         alias = self.alias or type(self).__name__
-        compatibility.check_trainable(self.module, self.optimizers, alias, self.stage)
+        generators = rng.collect(self.accelerator, self.root_device)
+        try:
+            compatibility.check_trainable(self.module, self.optimizers, alias, self.stage)
+        finally:  # an optimizer that is tried may draw
+            rng.restore(generators, self.accelerator, self.root_device)
         for optimizer in self.optimizers:
             self._trials.add(optimizer, alias, self.accelerator, self.root_device)
         self.booster = self.make_booster(
@@ -60,7 +66,7 @@ class ColossalAIZeroStrategy(ZeroSteps):
         super().restore_module()
         for engine in self.engines.values():
             with self.guard("gathering of the optimizer's state"):
-                entries = engine.gather_state(keep=self.is_global_zero)
+                entries = gather_state(engine, keep=self.is_global_zero)
             engine.release(entries)
         self._forget_engines()
         self._share_buffers()
@@ -114,7 +120,7 @@ class ColossalAIZeroStrategy(ZeroSteps):
             return super().optimizer_state(optimizer)
         state = super().optimizer_state(optimizer)
         with self.guard("gathering of the optimizer's state"):
-            return {**state, "state": engine.gather_state(keep=self.is_global_zero)}
+            return {**state, "state": gather_state(engine, keep=self.is_global_zero)}
 
     def check_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         super().check_optimizer_state(optimizer, state)
@@ -131,7 +137,7 @@ class ColossalAIZeroStrategy(ZeroSteps):
             return
         self.check_optimizer_state(optimizer, state)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        mine = {i: engine.part_of_state(parameters[i], entry) for i, entry in state["state"].items()}
+        mine = {i: part_of_state(engine, parameters[i], entry) for i, entry in state["state"].items()}
         with engine.shards.on_shards(others=True):
             super().load_optimizer_state(optimizer, {**state, "state": mine})
 
