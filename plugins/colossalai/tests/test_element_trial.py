@@ -1,0 +1,112 @@
+"""The trial of an optimizer finds what looks at a parameter as a whole, and leaves the user's objects as they are."""
+
+import random
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from torchhal.errors import ConfigurationError
+from torchhal_colossalai._compatibility import check_elements
+from torchhal_colossalai._element_trial import steps_elements
+
+
+class ByElements(torch.optim.SGD):
+    """SGD from elsewhere, which keeps what it does."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.steps, self.seen = 0, []
+
+    def step(self, closure=None):
+        self.steps += 1
+        self.seen.append(len(self.param_groups[0]["params"]))
+        torch.rand(3), random.random()
+        return super().step(closure)
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Wraps another, of which it has the groups and the state."""
+
+    def __init__(self, base):
+        super().__init__(base.param_groups, {})
+        self.base, self.param_groups, self.state = base, base.param_groups, base.state
+        self.slow = {each: each.detach().clone() for group in base.param_groups for each in group["params"]}
+
+    def step(self, closure=None):
+        self.base.step()
+
+
+class Rows(torch.optim.SGD):
+    """Centres the gradient of each row of a matrix."""
+
+    def step(self, closure=None):
+        with torch.no_grad():
+            for group in self.param_groups:
+                for each in group["params"]:
+                    if each.grad is not None:
+                        centred = each.grad - each.grad.mean(-1, keepdim=True) if each.dim() > 1 else each.grad
+                        each.add_(centred, alpha=-group["lr"])
+
+
+def layer(*, dtype=torch.float32):
+    module = nn.Conv2d(2, 3, 2, dtype=dtype)
+    module.scale = nn.Parameter(torch.tensor(1.5, dtype=dtype))
+    module.empty = nn.Parameter(torch.empty(0, 3, dtype=dtype))
+    for each in module.parameters():
+        each.grad = torch.ones_like(each)
+    return module
+
+
+def values(module):
+    return [value.clone() for each in module.parameters() for value in (each.detach(), each.grad)]
+
+
+@pytest.mark.parametrize("kind", ["of-its-own", "wrapped", "in-a-list"])
+def test_the_users_objects_stay_as_they_are(kind):
+    module = layer()
+    base = ByElements(module.parameters(), lr=0.1, momentum=0.9)
+    optimizer = base
+    if kind != "of-its-own":
+        optimizer = Lookahead(base)
+    if kind == "in-a-list":
+        optimizer.bases = [base]
+    base.step()
+    before, steps, seen = values(module), base.steps, list(base.seen)
+    momentum = [base.state[each]["momentum_buffer"].clone() for each in module.parameters()]
+    assert steps_elements(optimizer)
+    assert all(map(torch.equal, values(module), before))
+    assert (base.steps, base.seen) == (steps, seen)
+    assert list(base.state) == list(module.parameters())
+    for parameter, value in zip(module.parameters(), momentum, strict=True):
+        assert torch.equal(base.state[parameter]["momentum_buffer"], value)
+
+
+def test_hooks_of_the_users_optimizer_do_not_run():
+    called = []
+    optimizer = ByElements(layer().parameters(), lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: called.append("own"))
+    everywhere = register_optimizer_step_pre_hook(lambda *_: called.append("all"))
+    try:
+        assert steps_elements(optimizer)
+    finally:
+        everywhere.remove()
+    assert not called
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("lr", [0.1, 0.0, torch.tensor(0.0)], ids=["lr", "zero", "tensor"])
+def test_sees_more_than_elements(dtype, lr):
+    assert not steps_elements(Rows(layer(dtype=dtype).parameters(), lr=lr))
+    assert steps_elements(ByElements(layer(dtype=dtype).parameters(), lr=lr))
+
+
+def test_one_that_keeps_a_list_beside_its_groups_is_refused():
+    def step(self, closure=None):
+        for each, slow in self.slow.items():
+            each.data.lerp_(slow, 0.5)
+
+    kind = type("Slow", (Lookahead,), {"step": step})
+    with pytest.raises(ConfigurationError, match="Slow failed when it was tried on a part of a parameter"):
+        check_elements(kind(ByElements(layer().parameters(), lr=0.1)), "colossalai_zero1")
