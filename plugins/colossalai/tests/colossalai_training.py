@@ -99,7 +99,7 @@ class Toggled(Manual):
 
 
 class ManualClosure(Perceptron):
-    """Steps with a closure by hand, which accumulates over two backward passes."""
+    """Steps by hand with a closure that runs backward."""
 
     automatic_optimization = False
 
@@ -223,10 +223,6 @@ class LossesInFloat(Perceptron):
 
     def loss(self, batch):
         return F.cross_entropy(self(batch[0]).float(), batch[1])
-
-
-class Wide(Perceptron):
-    """In float64."""
 
 
 class Sparse(Perceptron):

@@ -20,7 +20,7 @@ class ColossalAIStrategy(ParallelStrategy):
 
     Args:
         plugin: ``"torch_ddp"``, data parallel; ``"low_level_zero"``, ZeRO stage 1 or 2; ``"gemini"`` or
-            ``"hybrid_parallel"``, which need another accelerator than the CPU. The object is of a subclass for it.
+            ``"hybrid_parallel"``, which are refused before launch. The object is of a subclass for it.
         options: arguments of the booster's plugin, such as ``{"stage": 2}``; those that a Trainer decides are refused.
         find_unused_parameters: allow parameters that a step does not use.
         arguments: ``start_method``, ``process_group_backend``, ``timeout`` and the parts, as in

@@ -17,5 +17,5 @@ def torchhal_strategies() -> list[Component]:
         strategy("colossalai", "Colossal-AI's booster: data parallel, or another of its plugins", "torch_ddp"),
         strategy("colossalai_zero1", "Colossal-AI: optimizer state divided among the ranks", "low_level_zero", stage=1),
         strategy("colossalai_zero2", "Colossal-AI: optimizer state and gradients divided", "low_level_zero", stage=2),
-        strategy("colossalai_gemini", "Colossal-AI: parameters divided in chunks, on accelerators only", "gemini"),
+        strategy("colossalai_gemini", "refused: Colossal-AI's Gemini, which no Trainer can drive yet", "gemini"),
     ]

@@ -1,4 +1,4 @@
-"""Declare the booster's plugins that a CPU can't run, and refuse them before launch with the reason."""
+"""Declare the booster's plugins that a Trainer can't drive, and refuse them before launch with the reason."""
 
 from __future__ import annotations
 
