@@ -24,6 +24,9 @@ from typing import Any
 
 from limits import scaled
 
+_FOLDER = "TORCHHAL_TEST_JOB_FOLDER"
+"""Environment variable of all processes of a job, by which they are distinguished from later ones with their ids."""
+
 
 class Job:
     """A program in a session of its own.
@@ -41,8 +44,12 @@ class Job:
     ) -> None:
         folder.mkdir(exist_ok=True)
         self.folder, self.output = folder, folder / "output"
+        for path in folder.glob("rank-*"):  # of a job in this folder that has ended
+            if self._running_pid(path) is None:
+                path.unlink()
         environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
         environ |= {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{environ['PATH']}", **dict(variables)}
+        environ[_FOLDER] = str(folder.resolve())
         # where job_training.py is, which the script may import
         paths = [str(Path(__file__).parent), *filter(None, [environ.get("PYTHONPATH")])]
         environ["PYTHONPATH"] = os.pathsep.join(paths)
@@ -81,11 +88,21 @@ class Job:
         except ProcessLookupError:
             pass
         for path in self.folder.glob("rank-*"):
-            try:
-                os.kill(int(path.read_text()), signal.SIGKILL)
-            except (ProcessLookupError, ValueError):
-                pass
+            if (pid := self._running_pid(path)) is not None:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    pass
         self.process.wait(scaled(30))
+
+    def _running_pid(self, path: Path) -> int | None:
+        """Return the process id in ``path`` if a job in this folder still has that process, else None."""
+        try:
+            pid = int(path.read_text())
+            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except (OSError, ValueError):  # ended, or somebody else's
+            return None
+        return pid if f"{_FOLDER}={self.folder.resolve()}".encode() in variables else None
 
 
 def wait_for_end(pids: Any) -> None:

@@ -264,6 +264,36 @@ class HookedLater(HookedStep):
     epoch = 1
 
 
+class HookedAfter(Perceptron):
+    """Bounds the norm of each weight after a step, and then keeps an average of the weights, both in hooks."""
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.05)
+        self.averages = [each.detach().clone() for each in self.parameters()]
+        optimizer.register_step_post_hook(self.bound)
+        optimizer.register_step_post_hook(self.average)
+        return optimizer
+
+    @staticmethod
+    def bound(optimizer, args, kwargs):
+        with torch.no_grad():
+            for number, each in enumerate(optimizer.param_groups[0]["params"]):
+                bounded = each * (0.9 * each.norm().clamp(max=2.0) / each.norm())
+                if number % 2:
+                    each.copy_(bounded)
+                else:
+                    each.data = bounded
+
+    def average(self, optimizer, args, kwargs):
+        for average, each in zip(self.averages, self.parameters(), strict=True):
+            average.lerp_(each.detach(), 0.3)
+
+
+def hooked_after(strategy, options):
+    model = HookedAfter()
+    return training.fit(strategy, model, **options), model.averages
+
+
 training.MODELS |= {cls.__name__: cls for cls in (Ignored, HookedStep, HookedLater, ComesWithState)}
 
 

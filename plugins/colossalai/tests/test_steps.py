@@ -95,3 +95,13 @@ def test_a_hook_before_the_step_is_refused_where_it_has_no_gradients(world2, mod
     same(world2.run(steps.train, "zero1", model), world2.run(steps.train, "ddp", model))
     for error in world2.run(steps.error_of, "zero2", model):
         assert error.startswith("ModelError") and "'HookedStep.clip' to run before the step of Adam" in error, error
+
+
+@pytest.mark.parametrize("strategy", ZERO)
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+def test_hooks_after_the_step_see_and_change_whole_weights(world2, strategy, precision):
+    options = {"precision": precision, "max_epochs": 2}
+    ours, reference = (world2.run(steps.hooked_after, each, options) for each in (strategy, "ddp"))
+    for (result, averages), (other, expected) in zip(ours, reference, strict=True):
+        same([result], [other])
+        assert all(map(torch.equal, averages, expected))

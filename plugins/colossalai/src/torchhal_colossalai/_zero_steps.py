@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torchhal.distributed import collectives
 from torchhal.errors import DistributedError
 from torchhal.strategies import StepResult, find_difference
-from torchhal.strategies.sharded_optimizers import OptimizerTrials
+from torchhal.strategies.sharded_optimizers import OptimizerTrials, deferred_step_hooks
 from torchhal_colossalai import _compatibility as compatibility
 from torchhal_colossalai._base import ColossalAIStrategy
 from torchhal_colossalai._gradients import GradientReducer
@@ -188,9 +188,10 @@ class ZeroSteps(ColossalAIStrategy):
         def run_step() -> None:
             results.append(super(ZeroSteps, self).optimizer_step(optimizer, None))
 
-        with self._trials.before_step(optimizer), self.guard("sending of the updated parameters"):
-            self.engines[optimizer].step(run_step)
-        self._unscaled.discard(id(optimizer))
+        with deferred_step_hooks(optimizer):  # which see, and may change, whole parameters
+            with self._trials.before_step(optimizer), self.guard("sending of the updated parameters"):
+                self.engines[optimizer].step(run_step)
+            self._unscaled.discard(id(optimizer))
         return results[0]
 
     def _check_alike_before_step(self, optimizer: Optimizer, step: int) -> None:
