@@ -145,7 +145,8 @@ def orders(strategy):
     """Return the strides of parameters and of the optimizer's state before a run and after it."""
     model = ChannelsLast()
     before = {name: each.stride() for name, each in model.named_parameters()}
-    trainer = Trainer(strategy=training.STRATEGIES[strategy](), **training.QUIET, max_epochs=2)
+    options = {**training.QUIET, "max_epochs": 2, "enable_checkpointing": False}
+    trainer = Trainer(strategy=training.STRATEGIES[strategy](), **options)
     trainer.fit(model, DataLoader(model.dataset(), batch_size=4))
     after = {name: each.stride() for name, each in model.named_parameters()}
     state = trainer.optimizers[0].state
