@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import random
 
 import colossalai_training as training
 import torch
@@ -263,6 +264,29 @@ class HookedStep(Perceptron):
 
 class HookedLater(HookedStep):
     epoch = 1
+
+
+class DrawsInStep(training.SignSGD):
+    """Draws from a generator that no trial looks at."""
+
+    def step(self, closure=None):
+        random.random()
+        return super().step(closure)
+
+
+class Draws(training.SteppingBy):
+    optimizer = DrawsInStep
+
+    def on_train_start(self):
+        self.drawn = [random.random(), float(torch.rand(()))]
+
+
+def drawn(strategy):
+    """Return what generators give when training starts."""
+    random.seed(1)
+    model = Draws()
+    training.fit(strategy, model, max_epochs=1)
+    return model.drawn
 
 
 class HookedAfter(Perceptron):

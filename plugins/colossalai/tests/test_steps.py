@@ -94,7 +94,9 @@ def test_parameters_that_ddp_is_told_to_ignore_are_refused(world2, strategy):
 def test_a_hook_before_the_step_is_refused_where_it_has_no_gradients(world2, model):
     same(world2.run(steps.train, "zero1", model), world2.run(steps.train, "ddp", model))
     for error in world2.run(steps.error_of, "zero2", model):
-        assert error.startswith("ModelError") and "'HookedStep.clip' to run before the step of Adam" in error, error
+        assert (
+            error.startswith("ModelError") and "'HookedStep.clip' is registered to run before the step of Adam" in error
+        ), error
 
 
 @pytest.mark.parametrize("strategy", ZERO)
@@ -105,3 +107,8 @@ def test_hooks_after_the_step_see_and_change_whole_weights(world2, strategy, pre
     for (result, averages), (other, expected) in zip(ours, reference, strict=True):
         same([result], [other])
         assert all(map(torch.equal, averages, expected))
+
+
+@pytest.mark.parametrize("strategy", ZERO)
+def test_the_trial_of_an_optimizer_draws_no_random_numbers_of_the_run(world2, strategy):
+    assert world2.run(steps.drawn, strategy) == world2.run(steps.drawn, "ddp")

@@ -77,9 +77,9 @@ def check_no_step_pre_hooks(module: Any, optimizer: Optimizer, stage: int) -> No
     if stage == 2 and hooks:
         hook = next(iter(hooks.values()))
         raise ModelError(
-            f"{type(module).__name__} has registered {getattr(hook, '__qualname__', hook)!r} to run before the step "
-            f"of {type(optimizer).__name__}, and it would never see a gradient, for at stage 2 each rank has a part of "
-            "it: use Trainer(gradient_clip_val=...) to clip, stage 1, or strategy='ddp'"
+            f"{getattr(hook, '__qualname__', hook)!r} is registered to run before the step of "
+            f"{type(optimizer).__name__} of {type(module).__name__}, and it would never see a gradient, for at stage 2 "
+            "each rank has a part of it: use Trainer(gradient_clip_val=...) to clip, stage 1, or strategy='ddp'"
         )
 
 
