@@ -148,7 +148,7 @@ def test_a_rank_without_a_parameter_skips_what_the_others_skip(world4):
     """Of four ranks two step nothing; a loss that overflows is no step for any of them."""
     results = world4.run(optimizer_shares.trained, "zero1", "Head", "16-mixed", 4, timeout=60)
     expected = world4.run(optimizer_shares.trained, "ddp", "Head", "16-mixed", 4, timeout=60)
-    assert expected[0][3] < len(expected[0][2]), "nothing overflowed"
+    assert expected[0][2].count(1e-2) > 2, "nothing overflowed: the scheduler waits for a step"
     for (weights, _, rates, steps), (others, _, other_rates, other_steps) in zip(results, expected, strict=True):
         assert (rates, steps) == (other_rates, other_steps)
         assert all(torch.equal(weights[name], value) for name, value in others.items())
