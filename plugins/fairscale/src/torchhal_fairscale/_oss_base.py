@@ -188,7 +188,7 @@ class OSSBase(ParallelStrategy):
         rank_of = {
             parameter: rank
             for optimizer in model.optimizers
-            for parameter, rank in _estimated_owners(optimizer, world_size).items()
+            for parameter, rank in estimated_owners(optimizer, world_size).items()
         }
         load = [0] * world_size
         for entry in model.parameters:
@@ -232,7 +232,7 @@ class OSSBase(ParallelStrategy):
         super().load_optimizer_state(optimizer, {**state, "state": mine})
 
 
-def _estimated_owners(optimizer: Optimizer, world_size: int) -> dict[torch.Tensor, int]:
+def estimated_owners(optimizer: Optimizer, world_size: int) -> dict[torch.Tensor, int]:
     """Return the rank of each parameter, as OSS chooses it: the one with the least elements of that dtype so far."""
     loads: dict[torch.dtype, list[int]] = {}
     owner: dict[torch.Tensor, int] = {}
