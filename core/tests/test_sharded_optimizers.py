@@ -7,7 +7,7 @@ from torch import nn
 from torchhal.accelerators import CPUAccelerator
 from torchhal.errors import ConfigurationError
 from torchhal.strategies._optimizer_trials import MOST_STEPS
-from torchhal.strategies.sharded_optimizers import check_separable, with_parameters
+from torchhal.strategies.sharded_optimizers import check_separable, deferred_step_hooks, with_parameters
 
 
 def test_hooks_of_the_step_come_and_go_within_one():
@@ -104,3 +104,37 @@ def test_untriable_optimizer_warns():
 
     with pytest.warns(UserWarning, match="Odd treats each parameter by itself could not be tried .*no copies"):
         check_separable(Odd([nn.Parameter(torch.ones(2))]), "pipeline", CPUAccelerator(), torch.device("cpu"))
+
+
+def test_post_hooks_run_when_the_context_is_left():
+    calls = []
+    weights = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    sgd = torch.optim.SGD(weights, lr=0.1)
+    sgd.register_step_pre_hook(lambda *_: calls.append("before"))
+
+    def once(optimizer, args, kwargs):
+        calls.append(("after", [len(group["params"]) for group in optimizer.param_groups]))
+        handle.remove()
+        optimizer.register_step_post_hook(lambda *_: calls.append("late"))
+
+    handle = sgd.register_step_post_hook(once)
+    for expected in (["before", "sent", ("after", [2])], ["before", "sent", "late"]):
+        calls.clear()
+        with deferred_step_hooks(sgd):
+            with with_parameters(sgd, [weights[:1]]):
+                sgd.step()
+            calls.append("sent")
+        assert calls == expected
+    calls.clear()
+    with deferred_step_hooks(sgd):  # without a step, as one that is skipped
+        pass
+    with pytest.raises(KeyError), deferred_step_hooks(sgd):
+        sgd.step()
+        raise KeyError
+    assert calls == ["before"]
+    with deferred_step_hooks(sgd):
+        sgd.register_step_post_hook(lambda *_: calls.append("new"))
+        sgd.step()
+    calls.clear()
+    sgd.step()
+    assert calls == ["before", "late", "new"]

@@ -1,5 +1,6 @@
 """zero1: what a rank leaves out, and the state that comes to rank 0."""
 
+import optimizer_shares
 import pytest
 import torch
 from training_script import assert_nothing_left
@@ -141,3 +142,26 @@ def test_what_ranks_bring_comes_one_tensor_at_a_time(world2):
                 assert part[name].dtype == whole.dtype and torch.equal(part[name], whole)
             assert part["n"] == [None, (torch.tensor(True), "x")]
             assert torch.equal(part["sparse"].to_dense(), torch.eye(2)) and part["conj"] == [1 - 2j]
+
+
+def test_a_rank_without_a_parameter_skips_what_the_others_skip(world4):
+    """Of four ranks two step nothing; a loss that overflows is no step for any of them."""
+    results = world4.run(optimizer_shares.trained, "zero1", "Head", "16-mixed", 4, timeout=60)
+    expected = world4.run(optimizer_shares.trained, "ddp", "Head", "16-mixed", 4, timeout=60)
+    assert expected[0][2].count(1e-2) > 2, "nothing overflowed: the scheduler waits for a step"
+    for (weights, _, rates, steps), (others, _, other_rates, other_steps) in zip(results, expected, strict=True):
+        assert (rates, steps) == (other_rates, other_steps)
+        assert all(torch.equal(weights[name], value) for name, value in others.items())
+
+
+def test_hooks_after_the_step_see_and_change_whole_weights(world2):
+    results = world2.run(optimizer_shares.trained, "zero1", "Averaging", "32-true", 2, timeout=60)
+    expected = world2.run(optimizer_shares.trained, "ddp", "Averaging", "32-true", 2, timeout=60)
+    for (weights, averages, _, _), (others, other_averages, _, _) in zip(results, expected, strict=True):
+        assert all(torch.equal(weights[name], value) for name, value in others.items())
+        assert all(torch.equal(averages[name], value) for name, value in other_averages.items())
+
+
+def test_a_parameter_that_each_rank_trains_by_itself_is_refused(world2):
+    for told in world2.run(optimizer_shares.refused_ignored, timeout=60):
+        assert told.startswith("ModelError") and "each rank trains 'head.bias' by itself" in told

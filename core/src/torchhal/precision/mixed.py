@@ -197,7 +197,8 @@ class MixedPrecision(Precision):
         """Step unless a gradient is infinite or NaN; return False if the step was skipped.
 
         For float16 a ``closure`` runs once, before the step rather than inside it: the gradients must be known to
-        be finite before the optimizer reads them. An optimizer without any gradient steps without a check.
+        be finite before the optimizer reads them. An optimizer without any gradient steps without a check, unless
+        :meth:`unscale_gradients` has found gradients since.
 
         Raises:
             RuntimeError: this optimizer has stepped already since the last :meth:`backward`.
@@ -225,7 +226,8 @@ class MixedPrecision(Precision):
         if closure is not None:
             with torch.enable_grad():
                 closure()
-        if not _has_gradients(optimizer):
+        # one that has a share of its parameters now, perhaps without a gradient, steps as all of them allow
+        if not _has_gradients(optimizer) and id(optimizer) not in self._unscaled:
             return super().optimizer_step(optimizer)
         if id(optimizer) in self._stepped:
             raise RuntimeError(

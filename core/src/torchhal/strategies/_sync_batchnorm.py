@@ -89,8 +89,10 @@ class _SynchronizedForward:
                 momentum = 1.0 / float(layer.num_batches_tracked)
         if input.is_cpu:
             return _synchronized_batch_norm(input, layer, momentum, self.group)
+        # whether statistics are tracked is the layer's to say, as in its own forward
+        mean, variance = (layer.running_mean, layer.running_var) if layer.track_running_stats else (None, None)
         output: torch.Tensor = _TorchSyncBatchNorm.apply(  # type: ignore[no-untyped-call]
-            input, layer.weight, layer.bias, layer.running_mean, layer.running_var, layer.eps, momentum, self.group,
+            input, layer.weight, layer.bias, mean, variance, layer.eps, momentum, self.group,
             dist.get_world_size(self.group),
         )  # fmt: skip
         return output

@@ -18,7 +18,16 @@ from torch.optim import Optimizer
 from torchhal.strategies._optimizer_settings import find_differing_settings
 from torchhal.strategies._optimizer_trials import STEP_HOOKS, OptimizerTrial, OptimizerTrials, check_separable
 
-__all__ = ["OptimizerTrial", "OptimizerTrials", "check_separable", "find_differing_settings", "with_parameters"]
+__all__ = [
+    "OptimizerTrial",
+    "OptimizerTrials",
+    "check_separable",
+    "deferred_step_hooks",
+    "find_differing_settings",
+    "with_parameters",
+]
+
+_POST_HOOKS = "_optimizer_step_post_hooks"
 
 
 @contextmanager
@@ -43,6 +52,32 @@ def with_parameters(optimizer: Optimizer, parameters: Sequence[list[torch.Tensor
         for name, (own, before) in hooks.items():  # of which some may be gone, and others new
             own.update((number, hook) for number, hook in getattr(optimizer, name).items() if number not in before)
             setattr(optimizer, name, own)
+
+
+@contextmanager
+def deferred_step_hooks(optimizer: Optimizer) -> Iterator[None]:
+    """Run the post hooks of the optimizer's steps inside this context when it is left, not in the step.
+
+    Around a step and what sends the updated parameters to the other ranks: hooks see, and may change, whole and equal
+    weights. Where the context is left by an error they don't run. Hooks of all optimizers
+    (``register_optimizer_step_post_hook``) run in the step.
+
+    .. versionadded:: 0.2
+    """
+    hooks: OrderedDict[int, Callable[..., Any]] | None = getattr(optimizer, _POST_HOOKS, None)
+    if not hooks:
+        yield
+        return
+    calls: list[tuple[Any, ...]] = []
+    setattr(optimizer, _POST_HOOKS, OrderedDict({-1: lambda _, *given: calls.append(given)}))
+    try:
+        yield
+    finally:
+        hooks.update((number, hook) for number, hook in getattr(optimizer, _POST_HOOKS).items() if number >= 0)
+        setattr(optimizer, _POST_HOOKS, hooks)
+    for given in calls:
+        for hook in list(hooks.values()):
+            hook(optimizer, *given)
 
 
 @contextmanager

@@ -12,10 +12,15 @@ import torch
 from torch.optim import Optimizer
 
 from torchhal.distributed import collectives
-from torchhal.errors import CheckpointMismatchError, DistributedError
+from torchhal.errors import CheckpointMismatchError, DistributedError, ModelError
 from torchhal.memory_estimate import MemoryEstimate, ModelMemory
 from torchhal.strategies import DDPStrategy, StepResult, find_difference
-from torchhal.strategies.sharded_optimizers import OptimizerTrials, find_differing_settings, with_parameters
+from torchhal.strategies.sharded_optimizers import (
+    OptimizerTrials,
+    deferred_step_hooks,
+    find_differing_settings,
+    with_parameters,
+)
 from torchhal_parallel._gathering import on_first_rank
 from torchhal_parallel._optimizer_checks import check_divisible
 
@@ -36,6 +41,7 @@ class ZeRO1Strategy(DDPStrategy):
 
     def setup_optimizers(self, optimizers: Sequence[Optimizer], lr_scheduler_configs: Sequence[Any] = ()) -> None:
         self._trials = OptimizerTrials()
+        self._check_ignored(optimizers)
         for optimizer in optimizers:
             check_divisible(optimizer, self.alias or "zero1")
             if self.world_size > 1:
@@ -45,6 +51,19 @@ class ZeRO1Strategy(DDPStrategy):
         self._shares: dict[Optimizer, tuple[int, list[list[torch.Tensor]]]] = {}
         self._steps: Counter[int] = Counter()
         """Of each optimizer."""
+
+    def _check_ignored(self, optimizers: Sequence[Optimizer]) -> None:
+        """Raise ModelError for a parameter of an optimizer that DistributedDataParallel is to ignore."""
+        assert self.module is not None
+        ignored = set(self.parameters_to_ignore())
+        names = {each: name for name, each in self.module.named_parameters() if name in ignored}
+        stepped = {each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
+        if self.world_size > 1 and (own := [name for each, name in names.items() if each in stepped]):
+            raise ModelError(
+                f"each rank trains {own[0]!r} by itself, as _ddp_params_and_buffers_to_ignore of "
+                f"{type(self.module).__name__} says, and strategy {self.alias or 'zero1'!r} lets one rank step each "
+                "parameter for all: use strategy='ddp', or take it out of the optimizer"
+            )
 
     def owner_of(self, optimizer: Optimizer) -> dict[torch.Tensor, int]:
         """Return the rank that steps each parameter."""
@@ -94,11 +113,12 @@ class ZeRO1Strategy(DDPStrategy):
         if step & (step - 1) == 0:  # a power of two
             self._check_alike_before_step(optimizer, step)
         watched = self._trials.before_step(optimizer, with_closure=with_closure)
-        with self.only_mine(optimizer), watched:
-            result = super().optimizer_step(optimizer, closure)
-        if result.updated:
-            with self.guard("sending of the updated parameters"):
-                self._share(optimizer)
+        with deferred_step_hooks(optimizer):
+            with self.only_mine(optimizer), watched:
+                result = super().optimizer_step(optimizer, closure)
+            if result.updated:
+                with self.guard("sending of the updated parameters"):
+                    self._share(optimizer)
         return result
 
     def _with_all_parameters(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
