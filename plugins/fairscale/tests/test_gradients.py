@@ -188,6 +188,53 @@ def test_all_ranks_skip_a_step_with_a_closure_whose_gradients_overflow(world2):
     equal(found, world2.run(fit_model, "ddp", OwnClosure, options))
 
 
+class LastLayerOverflows(Perceptron):
+    """Trains a bias alone, which one rank steps, though the optimizer has all; its gradient overflows at times."""
+
+    def on_train_start(self):
+        self.body.requires_grad_(False)
+        self.body[4].bias.requires_grad_(True)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.losses.append(self.trainer.precision_plugin.scaler.get_scale())
+        return loss + self.body[4].bias.sum() * 1e37 if batch_idx == 1 else loss
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=1e-2)
+
+
+def test_a_rank_that_steps_nothing_skips_with_the_others(world2):
+    options = {"precision": "16-mixed"}
+    found = world2.run(fit_model, "oss", LastLayerOverflows, options)
+    equal(found, world2.run(fit_model, "ddp", LastLayerOverflows, options))
+    assert found[0]["losses"] == found[1]["losses"] and len(set(found[0]["losses"])) == 2
+
+
+class Averaged(Perceptron):
+    """Keeps an average of the weights in a hook after the optimizer's step."""
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        self.average = [torch.zeros_like(one) for one in self.parameters()]
+        optimizer.register_step_post_hook(self.follow)
+        return optimizer
+
+    def follow(self, *_):
+        for mean, one in zip(self.average, self.parameters(), strict=True):
+            mean.lerp_(one.detach(), 0.5)
+
+
+def average_in_a_hook(strategy):
+    model = Averaged()
+    return {**training.fit(strategy, model), "state": {str(i): one for i, one in enumerate(model.average)}}
+
+
+@pytest.mark.parametrize("strategy", ["oss", "sdp"])
+def test_hooks_after_a_step_see_the_weights_of_all_ranks(world2, strategy):
+    equal(world2.run(average_in_a_hook, strategy), world2.run(average_in_a_hook, "ddp"))
+
+
 class Kept(Perceptron):
     """Has one optimizer for all of its runs; the first layer is frozen in the first of them."""
 

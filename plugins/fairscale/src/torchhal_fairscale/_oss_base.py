@@ -16,7 +16,7 @@ from torchhal.memory_estimate import MemoryEstimate, ModelMemory
 from torchhal.plugin import Availability
 from torchhal.strategies import ParallelStrategy, StepResult, find_difference
 from torchhal.strategies.model_checks import check_disjoint_optimizers, check_disjoint_storage, check_no_closure
-from torchhal.strategies.sharded_optimizers import OptimizerTrials, find_differing_settings
+from torchhal.strategies.sharded_optimizers import OptimizerTrials, deferred_step_hooks, find_differing_settings
 from torchhal_fairscale import _sdk as sdk
 from torchhal_fairscale._activation_checkpointing import ActivationCheckpointing
 from torchhal_fairscale._compatibility import check_none_ignored
@@ -176,7 +176,7 @@ class OSSBase(ParallelStrategy):
             with watched:
                 result = StepResult.of(super(OSSBase, self).optimizer_step(optimizer, evaluate))
 
-        with self.guard("sending of the updated parameters"):
+        with deferred_step_hooks(optimizer), self.guard("sending of the updated parameters"):
             for parameter in shards.step(run):
                 collectives.broadcast_tensors([parameter], src=shards.owner[parameter])
         return result
