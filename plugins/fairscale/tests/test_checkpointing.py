@@ -8,6 +8,7 @@ import pytest
 import torch
 from parity_models import Attention, Perceptron
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 pytestmark = [pytest.mark.usefixtures("fairscale"), pytest.mark.timeout(240)]
 
@@ -97,7 +98,7 @@ class Copied(Attention):
     """Copies itself when training begins, by copy and by pickle, as an average of weights does."""
 
     def on_train_start(self):
-        self.__dict__["copies"] = [copy.deepcopy(self.body), pickled(self.body)]
+        self.__dict__["copies"] = [copy.deepcopy(self.body), pickled(self.body), AveragedModel(self).module.body]
 
 
 def pickled(layers):
@@ -127,5 +128,5 @@ def outputs_of_copies(strategy):
 @pytest.mark.parametrize("strategy", ["oss_checkpointed", "sdp_checkpointed"])
 def test_a_copy_of_the_model_made_in_a_run_has_its_own_weights(world2, strategy):
     for found, losses, expected in world2.run(outputs_of_copies, strategy):
-        assert found == [True, True]
+        assert found == [True, True, True]
         assert losses == expected

@@ -205,7 +205,7 @@ class LastLayerOverflows(Perceptron):
 
 
 def test_a_rank_that_steps_nothing_skips_with_the_others(world2):
-    options = {"precision": "16-mixed"}
+    options = {"precision": "16-mixed", "max_epochs": 1}
     found = world2.run(fit_model, "oss", LastLayerOverflows, options)
     equal(found, world2.run(fit_model, "ddp", LastLayerOverflows, options))
     assert found[0]["losses"] == found[1]["losses"] and len(set(found[0]["losses"])) == 2
