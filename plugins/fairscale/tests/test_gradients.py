@@ -162,6 +162,19 @@ def test_a_second_backward_of_a_step_is_reduced(world2, strategy):
     equal(found, expected, 1e-5)
 
 
+class InEvalMode(Perceptron):
+    """Trains in evaluation mode, into which it puts the wrapper, too, and freezes a layer at times."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.trainer.strategy.model.eval()
+        self.body[2].requires_grad_(batch_idx != 2)
+
+
+def test_gradients_are_reduced_in_evaluation_mode(world2):
+    """ShardedDataParallel itself reduces none there."""
+    equal(world2.run(fit_model, "sdp", InEvalMode), world2.run(fit_model, "ddp", InEvalMode))
+
+
 class OwnClosure(Perceptron):
     """Steps with a closure in which one parameter's gradient overflows at times."""
 
@@ -276,12 +289,16 @@ def test_state_is_gathered_on_rank_0_alone(world2, tmp_path):
 
 
 def reduced_after_a_run():
-    """Return how many gradients travel in a backward after the run, with the wrapper of the run still there."""
-    wrappers, sent = [], []
+    """Return how many gradients travel in a backward after the run, of which the wrapper and a graph are still there.
+
+    ShardedDataParallel's hooks are on the nodes of a graph in which gradients are accumulated.
+    """
+    wrappers, nodes, sent = [], [], []
 
     class See(Callback):
         def on_train_start(self, trainer, module):
             wrappers.append(trainer.strategy.model)
+            nodes.extend(trainer.strategy.model._grad_accs)
 
     model = Perceptron()
     training.fit("sdp", model, callbacks=[See()], max_epochs=1)

@@ -84,6 +84,7 @@ class GradientReduction:
     def refresh(self) -> None:
         """Reduce the gradients of the parameters that are trained now."""
         self._trained = list(map(_requires_grad, self.wrapper._all_params))
+        self.wrapper.training = True  # in eval mode, of the model or the wrapper alone, it would reduce nothing
         self.wrapper._grad_to_be_reduced = []  # those of an accumulation wait there, of which it would warn
         self.wrapper.refresh_trainable()
         self._remove_hooks()
@@ -147,6 +148,7 @@ class GradientReduction:
             self.reduce()
             return True
         # Each gradient is sent once after a forward, and this may be another backward of the same one.
+        self.wrapper.training = True
         self.wrapper._clear_counters()
         run()
         # A checkpointed layer's backward runs inside of this one, and then nothing waits for gradients sent after it.
