@@ -272,6 +272,26 @@ def test_state_of_an_earlier_run_comes_to_the_rank_that_steps_the_parameter_now(
     equal(world2.run(two_runs, first, second), world2.run(two_runs, "ddp", "ddp"))
 
 
+class StateFromTheStart(Perceptron):
+    """An optimizer that has state of all parameters before its first step."""
+
+    def configure_optimizers(self):
+        return torch.optim.Adagrad(self.parameters(), lr=1e-2)
+
+    def on_train_end(self):
+        self.losses.append(len(self.trainer.optimizers[0].state))
+
+
+@pytest.mark.parametrize("strategy", ["oss", "sdp"])
+def test_a_rank_keeps_the_state_of_what_it_steps_alone(world2, strategy):
+    found = world2.run(fit_model, strategy, StateFromTheStart)
+    expected = world2.run(fit_model, "ddp", StateFromTheStart)
+    assert (
+        sum(each["losses"].pop() for each in found) == expected[0]["losses"].pop() == expected[1]["losses"].pop() == 6
+    )
+    equal(found, expected)
+
+
 def object_broadcasts(folder):
     """Save a checkpoint; return how many objects were sent to all ranks by fairscale's way of doing it."""
     seen, own = [], dist.broadcast_object_list
