@@ -4,7 +4,6 @@ import copy
 import pickle
 import sys
 import threading
-import time
 
 import parity_models
 import pytest
@@ -296,10 +295,7 @@ def test_a_run_leaves_nothing_behind_and_one_object_runs_again():
     before, strategy, model = threading.active_count(), FairscalePipeStrategy(), parity_models.Perceptron()
     fit(model, strategy)
     assert "forward" not in vars(model.body)
-    deadline = time.monotonic() + 5  # a thread of Pipe says that it ends, and then does
-    while threading.active_count() > before:
-        assert time.monotonic() < deadline, threading.enumerate()
-        time.sleep(0.01)
+    assert threading.active_count() == before  # Pipe itself doesn't wait until its threads have ended
     first = model.losses[:]
     assert fit(parity_models.Perceptron(), strategy)[1] == first
     fit(model, strategy)

@@ -136,7 +136,8 @@ def test_sparse_gradients_under_oss_equal_ddp(world2):
 )
 def test_refused_by_name(world2, strategy, model, kind, said):
     for told in world2.run(training.error_of, strategy, model):
-        assert told.startswith(kind) and said in told, told
+        # of ranks that wait for each other, one may be told that the other has given up
+        assert told.startswith((kind, f"RankFailedError: rank {told[22:23]} failed: {kind}")) and said in told, told
 
 
 @BOTH

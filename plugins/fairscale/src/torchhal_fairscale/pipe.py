@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Sequence
 from operator import is_
@@ -81,6 +82,8 @@ class FairscalePipeStrategy(SingleDeviceStrategy):
         self._forward_through_pipe: _PipedForward | None = None
         self._divided: list[nn.Module] = []
         """The layers that Pipe has."""
+        self._threads: list[threading.Thread] = []
+        """Pipe's."""
         self._compared = False
 
     # -- life cycle ------------------------------------------------------------------------------------------
@@ -160,12 +163,14 @@ class FairscalePipeStrategy(SingleDeviceStrategy):
             raise ConfigurationError(
                 f"'balance' must share {len(layers)} layers out to {len(devices)} devices (got {self.balance!r})"
             )
+        before = set(threading.enumerate())
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # for a Pipe that torch has removed
                 pipe = Pipe(layers, balance, devices=devices, chunks=self._num_chunks, checkpoint=self.checkpoint)
         except ValueError as error:  # one layer in two places, one weight on two devices
             raise ModelError(f"fairscale's Pipe can't divide the layers: {error}") from error
+        self._threads = [each for each in threading.enumerate() if each not in before and each.daemon]
         self._divided = list(layers)
         for part in pipe.partitions:
             vars(part)["forward"] = _Part(part, self)
@@ -190,6 +195,13 @@ class FairscalePipeStrategy(SingleDeviceStrategy):
 
     def _remove(self) -> None:
         """Give the layers their own forward back, and end Pipe's threads."""
+        pipe, threads, self._threads = self._pipe, self._threads, []
+        if pipe is not None:
+            for queue in set(pipe.pipeline.in_queues):
+                queue.put(None)
+            # Pipe doesn't wait for their end, and one that frees a tensor while Python ends aborts the process.
+            for thread in threads:
+                thread.join(timeout=1.0)
         forward, self._forward_through_pipe = self._forward_through_pipe, None
         self._piped, self._pipe, self._divided = None, None, []
         if forward is not None:
