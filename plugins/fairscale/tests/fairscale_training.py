@@ -330,6 +330,50 @@ class OwnNoise(Perceptron):
             self.body[0].weight.add_(self.trainer.global_rank)
 
 
+class OwnClipping(Perceptron):
+    """Clips by the norm of the gradients that this rank has."""
+
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        nn.utils.clip_grad_norm_(self.parameters(), 0.05)
+
+
+class HookOfTheStep(Perceptron):
+    """Clips in a hook of the optimizer's step, from the first on."""
+
+    def add_hook(self, optimizer):
+        optimizer.register_step_pre_hook(lambda *_: nn.utils.clip_grad_norm_(self.parameters(), 0.05) and None)
+        return optimizer
+
+    def configure_optimizers(self):
+        return self.add_hook(super().configure_optimizers())
+
+
+class HookOfALaterStep(HookOfTheStep):
+    """The same, registered when training has begun."""
+
+    def on_train_start(self):
+        self.add_hook(self.trainer.optimizers[0])
+
+    def configure_optimizers(self):
+        return Perceptron.configure_optimizers(self)
+
+
+class HookByHand(Manual):
+    """A hook of the step under manual optimization, where all ranks have all gradients."""
+
+    def configure_optimizers(self):
+        return [HookOfTheStep.add_hook(self, optimizer) for optimizer in super().configure_optimizers()]
+
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        nn.utils.clip_grad_norm_(self.parameters(), 0.05)
+
+
+class Ignoring(Perceptron):
+    """Trains a weight on each rank by itself."""
+
+    _ddp_params_and_buffers_to_ignore = ("body.0.weight",)
+
+
 class FullySharded(Perceptron):
     """A layer in fairscale's FullyShardedDataParallel."""
 
@@ -342,7 +386,8 @@ class FullySharded(Perceptron):
 MODELS = {cls.__name__: cls for cls in (
     Perceptron, Attention, Manual, Toggled, TwoGroups, OwnStep, ManyKinds, Twice, TwiceCheckpointed, Sparse, Unused,
     OtherOrder, OtherOwners, Alternating, FrozenInTheMiddle, AllFrozenAtTimes, ReplacedMemory, GroupAdded, Clipped,
-    Normed, OwnLBFGS, Coupled, Views, OwnRate, OwnNoise, FullySharded,
+    Normed, OwnLBFGS, Coupled, Views, OwnRate, OwnNoise, FullySharded, OwnClipping,
+    HookOfTheStep, HookOfALaterStep, HookByHand, Ignoring,
 )}  # fmt: skip
 
 

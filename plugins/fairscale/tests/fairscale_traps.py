@@ -1,5 +1,6 @@
 """In a rank of a test's world: use fairscale as its own pages say, in a process group, and return what comes of it."""
 
+import copy
 import os
 from contextlib import contextmanager
 
@@ -206,3 +207,61 @@ def error_of_fully_sharded(path):
         except KeyError as error:
             return str(error)
         return ""
+
+
+def recomputed_dtypes():
+    """Return the dtypes in which a checkpointed layer computes under autocast: at first, and again in backward."""
+    from fairscale.nn import checkpoint_wrapper
+
+    seen = []
+
+    class Spy(nn.Linear):
+        def forward(self, x):
+            output = super().forward(x)
+            seen.append(str(output.dtype))
+            return output
+
+    layer = checkpoint_wrapper(Spy(4, 4))
+    with torch.autocast("cpu", torch.bfloat16):
+        output = layer(torch.ones(2, 4, requires_grad=True))
+    output.float().sum().backward()
+    return seen
+
+
+def output_of_a_copy():
+    """Return whether a copy of a checkpointed layer computes with the first one's weights."""
+    from fairscale.nn import checkpoint_wrapper
+
+    layer = checkpoint_wrapper(nn.Linear(4, 4))
+    copied = copy.deepcopy(layer)
+    with torch.no_grad():
+        copied.weight.zero_(), copied.bias.zero_()
+    return bool(copied(torch.ones(2, 4)).any())
+
+
+def statistics_after_an_error():
+    """Return whether a batch norm of a checkpointed layer keeps running statistics after an error in the layer."""
+    from fairscale.nn import checkpoint_wrapper
+
+    layer = checkpoint_wrapper(nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4)))
+    layer[0]._check_input_dim = lambda x: 1 / 0
+    try:
+        layer(torch.ones(2, 4, requires_grad=True))
+    except ZeroDivisionError:
+        return layer[0].track_running_stats
+
+
+def second_backward(path):
+    """Return whether a second backward of one forward leaves the averaged gradients with their owner."""
+    from fairscale.nn import ShardedDataParallel
+    from fairscale.optim import OSS
+
+    with group(path) as rank:
+        model = net()
+        expected = 2 * mean_gradient(model)
+        optimizer = OSS(model.parameters(), optim=torch.optim.SGD, lr=0.1)
+        loss = ShardedDataParallel(model, optimizer, reduce_buffer_size=0)(own_batch(rank)).square().mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        gradient = model[0].weight.grad
+        return rank != optimizer._param_to_rank[model[0].weight] or bool(torch.allclose(gradient, expected))

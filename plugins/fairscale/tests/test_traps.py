@@ -55,6 +55,22 @@ def test_sharded_ddp_does_not_wait_after_a_checkpointed_layers_backward(world2, 
     assert world2.run(traps.left_by_a_nested_backward, path)[0] > 0
 
 
+def test_sharded_ddp_does_not_reduce_a_second_backward_of_one_forward(world2, path):
+    assert not all(world2.run(traps.second_backward, path))
+
+
+def test_checkpoint_wrapper_computes_again_without_autocast():
+    assert traps.recomputed_dtypes() == ["torch.bfloat16", "torch.float32"]
+
+
+def test_a_copy_of_a_checkpointed_layer_computes_with_the_weights_of_the_first():
+    assert traps.output_of_a_copy()
+
+
+def test_an_error_in_a_checkpointed_layer_leaves_its_batch_norms_without_statistics():
+    assert traps.statistics_after_an_error() is False
+
+
 def test_no_sync_stays_after_an_error(world2, path):
     assert world2.run(traps.flag_after_an_error, path) == [True, True]
 

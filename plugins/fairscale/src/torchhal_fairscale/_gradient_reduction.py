@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from operator import attrgetter
 from typing import Any
 
@@ -66,15 +65,14 @@ class GradientReduction:
         self._trained: list[bool] = []
         self.refresh()
 
-    def no_sync(self) -> AbstractContextManager[Any]:
-        """Return a context in which forward and backward send nothing."""
-        context: AbstractContextManager[Any] = self.wrapper.no_sync()
-        return context
-
     @property
     def is_paused(self) -> bool:
-        """True inside of :meth:`no_sync`."""
+        """True while forward and backward send nothing, as in the wrapper's ``no_sync()``, which an error leaves on."""
         return bool(self.wrapper._should_accumulate_grads)
+
+    @is_paused.setter
+    def is_paused(self, paused: bool) -> None:
+        self.wrapper._should_accumulate_grads = paused
 
     def changed(self) -> list[nn.Parameter]:
         """Return what was frozen or unfrozen since the last :meth:`refresh`."""
@@ -86,6 +84,7 @@ class GradientReduction:
     def refresh(self) -> None:
         """Reduce the gradients of the parameters that are trained now."""
         self._trained = list(map(_requires_grad, self.wrapper._all_params))
+        self.wrapper.training = True  # in eval mode, of the model or the wrapper alone, it would reduce nothing
         self.wrapper._grad_to_be_reduced = []  # those of an accumulation wait there, of which it would warn
         self.wrapper.refresh_trainable()
         self._remove_hooks()
@@ -141,10 +140,16 @@ class GradientReduction:
             run()
             return False
         if self._finds_unused:
-            with self.no_sync():
+            self.is_paused = True
+            try:
                 run()
+            finally:
+                self.is_paused = False
             self.reduce()
             return True
+        # Each gradient is sent once after a forward, and this may be another backward of the same one.
+        self.wrapper.training = True
+        self.wrapper._clear_counters()
         run()
         # A checkpointed layer's backward runs inside of this one, and then nothing waits for gradients sent after it.
         self.wrapper._flush_reduce_calls()

@@ -8,11 +8,12 @@ from itertools import chain
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.optim import Optimizer
 
+from torchhal.distributed import collectives
 from torchhal.strategies.sharded_optimizers import with_parameters
 from torchhal_fairscale._sdk import root_logger_kept
+from torchhal_fairscale._state_transfer import placed, send_entries
 
 
 class OptimizerShards:
@@ -180,37 +181,46 @@ class OptimizerShards:
 
     # -- state -----------------------------------------------------------------------------------------------
 
-    def gathered_state(self, state: Mapping[Any, Any]) -> dict[Any, Any]:
+    def bring_state(self, device: torch.device) -> None:
+        """Let the rank that steps a parameter have its state alone, which an earlier run may have left on another.
+
+        All must call. Who steps a parameter depends on what was trained when a run began.
+
+        Args:
+            device: of this rank.
+        """
+        parameters, state = list(self.parameters()), self.optimizer.state
+        mine = {number: state[each] for number, each in enumerate(parameters) if state.get(each)}
+        holders = collectives.all_gather_object(sorted(mine), name="places of the optimizer's state")
+        routes = []
+        for number, parameter in enumerate(parameters):
+            there = [rank for rank, held in enumerate(holders) if number in held]
+            if there and self.owner[parameter] not in there:
+                routes.append((number, there[0], self.owner[parameter]))
+        come = send_entries(mine, routes, collectives.host(device))
+        for number, entry in come.items():
+            state[parameters[number]] = placed(entry, parameters[number].device)
+        for number in mine:
+            if self.owner[parameters[number]] != self.rank:
+                del state[parameters[number]]
+
+    def gathered_state(self, state: Mapping[Any, Any], device: torch.device) -> dict[Any, Any]:
         """Return on rank 0 the state of all parameters, by their numbers, and on the others ``state``; all must call.
 
         Args:
             state: that of this rank, by number in the order of the groups, as torch's ``state_dict`` gives it.
+            device: of this rank.
         """
-        numbers = {parameter: number for number, parameter in enumerate(self.parameters())}
-        whole = dict(state)
-        for part in self.parts:
-            groups = part.partition_parameters()[self.rank]
-            part.group = dist.group.WORLD  # a new one, where the run has ended
-            part.optim.state = {}
-            for place, parameter in enumerate(chain.from_iterable(group["params"] for group in groups)):
-                if parameter in numbers and numbers[parameter] in state:
-                    part.optim.state[place] = state[numbers[parameter]]
-            part.optim.sizes = [len(group["params"]) for group in groups]
-            try:
-                with root_logger_kept():
-                    part.consolidate_state_dict(recipient_rank=0)
-                if self.rank == 0:
-                    places = list(chain.from_iterable(group["params"] for group in part.param_groups))
-                    for place, entry in part.state_dict()["state"].items():
-                        if places[place] in numbers:
-                            whole[numbers[places[place]]] = entry
-            finally:
-                part.optim.state, part.optim.sizes, part._all_states = {}, [], []
-                if self._released:
-                    part.group = None
-        indices = {number: entry for number, entry in whole.items() if isinstance(number, int)}
-        others = {key: entry for key, entry in whole.items() if not isinstance(key, int)}
-        return {**dict(sorted(indices.items())), **others}
+        owners = [self.owner.get(parameter, 0) for parameter in self.parameters()]
+        mine = {number: state[number] for number, owner in enumerate(owners) if owner == self.rank and number in state}
+        holders = collectives.all_gather_object(sorted(mine), name="gathering of the optimizer's state")
+        routes = [(number, rank, 0) for rank, held in enumerate(holders) if rank for number in held]
+        come = send_entries(mine, routes, collectives.host(device))
+        if self.rank:
+            return dict(state)
+        others = {key: entry for key, entry in state.items() if not isinstance(key, int)}
+        whole = mine | {number: placed(entry, torch.device("cpu")) for number, entry in come.items()}
+        return {**dict(sorted(whole.items())), **others}
 
 
 def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
@@ -225,23 +235,12 @@ def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 class _Step:
-    """What an OSS has for the optimizer of a rank's parameters: without settings and state, which the user's has."""
+    """The optimizer of an OSS object: it lets the user's step, and has no settings and state of its own."""
 
     def __init__(self, groups: Any, **settings: Any) -> None:
         self.param_groups: list[Any] = []  # OSS copies settings between its own groups and these
         self.run: Callable[[], None] | None = None
-        self.state: dict[int, Any] = {}
-        self.sizes: list[int] = []
-        """Numbers of parameters of each group, where :attr:`state` is gathered."""
 
     def step(self) -> None:
         if self.run is not None:
             self.run()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return torch's form, in which the parameters of this rank are numbered through."""
-        ends, number = [], 0
-        for size in self.sizes:
-            ends.append({"params": list(range(number, number + size))})
-            number += size
-        return {"state": self.state, "param_groups": ends}

@@ -16,9 +16,10 @@ from torchhal.memory_estimate import MemoryEstimate, ModelMemory
 from torchhal.plugin import Availability
 from torchhal.strategies import ParallelStrategy, StepResult, find_difference
 from torchhal.strategies.model_checks import check_disjoint_optimizers, check_disjoint_storage, check_no_closure
-from torchhal.strategies.sharded_optimizers import OptimizerTrials, find_differing_settings
+from torchhal.strategies.sharded_optimizers import OptimizerTrials, deferred_step_hooks, find_differing_settings
 from torchhal_fairscale import _sdk as sdk
 from torchhal_fairscale._activation_checkpointing import ActivationCheckpointing
+from torchhal_fairscale._compatibility import check_none_ignored
 from torchhal_fairscale._optimizer_shards import OptimizerShards
 
 
@@ -63,7 +64,7 @@ class OSSBase(ParallelStrategy):
             reason = f"strategy {self._name!r} puts parameters into buffers of fairscale's"
             check_disjoint_storage(self.module, reason)
         if training:
-            self._checkpointing.enable(self.module, self._name)
+            self._checkpointing.enable(self.module, self._name, self.root_device.type)
         super().setup_model(training=training)
 
     def setup_optimizers(self, optimizers: Sequence[Optimizer], lr_scheduler_configs: Sequence[Any] = ()) -> None:
@@ -72,6 +73,7 @@ class OSSBase(ParallelStrategy):
         if self.world_size > 1:
             reason = f"strategy {self._name!r} divides the optimizer among the ranks"
             check_disjoint_optimizers(self.module, optimizers, reason)
+            check_none_ignored(self.module, optimizers, self._name)
             for optimizer in optimizers:
                 instead = "use strategy='ddp', or another optimizer"
                 check_no_closure(optimizer, reason, instead, error=ConfigurationError)
@@ -79,6 +81,9 @@ class OSSBase(ParallelStrategy):
         super().setup_optimizers(optimizers, lr_scheduler_configs)
         if self.world_size > 1:
             self._shards = {id(each): OptimizerShards(each, self.global_rank) for each in self.optimizers}
+            with self.guard("sending of the optimizers' state"):
+                for shards in self._shards.values():
+                    shards.bring_state(self.root_device)
 
     @property
     def _name(self) -> str:
@@ -158,14 +163,20 @@ class OSSBase(ParallelStrategy):
             self._check_alike_before_step(shards, step)
         result = StepResult.of(False)
         watched = self._trials.before_step(optimizer, with_closure=closure is not None)
-        evaluate = None if closure is None else lambda: shards.evaluate(closure)
+        evaluate = None if closure is None else lambda: shards.evaluate(closure_unscaled)
+
+        def closure_unscaled() -> Any:
+            assert closure is not None
+            value = closure()
+            self.unscale_gradients(optimizer)  # as above
+            return value
 
         def run() -> None:
             nonlocal result
             with watched:
                 result = StepResult.of(super(OSSBase, self).optimizer_step(optimizer, evaluate))
 
-        with self.guard("sending of the updated parameters"):
+        with deferred_step_hooks(optimizer), self.guard("sending of the updated parameters"):
             for parameter in shards.step(run):
                 collectives.broadcast_tensors([parameter], src=shards.owner[parameter])
         return result
@@ -177,7 +188,7 @@ class OSSBase(ParallelStrategy):
         rank_of = {
             parameter: rank
             for optimizer in model.optimizers
-            for parameter, rank in _estimated_owners(optimizer, world_size).items()
+            for parameter, rank in estimated_owners(optimizer, world_size).items()
         }
         load = [0] * world_size
         for entry in model.parameters:
@@ -197,7 +208,7 @@ class OSSBase(ParallelStrategy):
         if shards is None or "sharded" in self.checkpoint_io.features:
             return state
         with self.guard("gathering of the optimizer's state"):
-            return {**state, "state": shards.gathered_state(state["state"])}
+            return {**state, "state": shards.gathered_state(state["state"], self.root_device)}
 
     def check_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         super().check_optimizer_state(optimizer, state)
@@ -221,12 +232,13 @@ class OSSBase(ParallelStrategy):
         super().load_optimizer_state(optimizer, {**state, "state": mine})
 
 
-def _estimated_owners(optimizer: Optimizer, world_size: int) -> dict[torch.Tensor, int]:
-    """Return the rank of each parameter, as OSS chooses it: the one with the least elements so far."""
-    load = [0] * world_size
+def estimated_owners(optimizer: Optimizer, world_size: int) -> dict[torch.Tensor, int]:
+    """Return the rank of each parameter, as OSS chooses it: the one with the least elements of that dtype so far."""
+    loads: dict[torch.dtype, list[int]] = {}
     owner: dict[torch.Tensor, int] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            owner[parameter] = rank = load.index(min(load))
-            load[rank] += parameter.numel() if parameter.requires_grad else 1
+            load = loads.setdefault(parameter.dtype, [0] * world_size)
+            owner[parameter] = rank = load.index(min(load)) if parameter.numel() else 0
+            load[rank] += parameter.numel() if parameter.requires_grad or not parameter.numel() else 1
     return owner

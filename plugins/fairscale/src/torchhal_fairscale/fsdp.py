@@ -11,7 +11,7 @@ from torchhal_fairscale._sdk import FULLY_SHARDED
 
 
 class FairscaleFSDPStrategy(ParallelStrategy):
-    """What ``fairscale.nn.FullyShardedDataParallel`` would be, which can't be used; it has no alias.
+    """Strategy with ``fairscale.nn.FullyShardedDataParallel``, which can't be used; it has no alias.
 
     Raises:
         ConfigurationError: always, with the reason, and ``fsdp`` and ``zero3`` as what to use instead.

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Sequence
-from contextlib import ExitStack
 from operator import is_
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from torchhal import rng
 from torchhal.composition import Composition
 from torchhal.distributed.process import launched_by
 from torchhal.errors import ConfigurationError, ModelError, UnsupportedCombinationError
@@ -19,7 +18,10 @@ from torchhal.plugin import Availability
 from torchhal.pytree import move_to_device
 from torchhal.strategies import SingleDeviceStrategy
 from torchhal_fairscale import _sdk as sdk
+from torchhal_fairscale._autocast import RecordedAutocast
+from torchhal_fairscale._pipe_comparison import PipeComparison
 from torchhal_fairscale._pipe_layers import balanced, check_no_batch_statistics, find_layers
+from torchhal_fairscale._replaced_forward import ReplacedForward, has_other_forward
 
 _CHECKPOINTS = ("always", "except_last", "never")
 
@@ -47,8 +49,8 @@ class FairscalePipeStrategy(SingleDeviceStrategy):
     multi_device: ClassVar[bool] = True
     inference_mode: ClassVar[bool] = False  # Pipe's threads aren't in it, and couldn't write to what was made in it
 
-    autocasts: Sequence[tuple[str, torch.dtype, bool]] = ()
-    """Device type, dtype and whether it is on, of the autocast in which the layers were called."""
+    autocast: RecordedAutocast
+    """The one in which the layers were called."""
 
     @classmethod
     def availability(cls) -> Availability:
@@ -77,8 +79,11 @@ class FairscalePipeStrategy(SingleDeviceStrategy):
         self.checkpoint = checkpoint
         self._pipe: Any = None
         self._piped: nn.Sequential | None = None
+        self._forward_through_pipe: _PipedForward | None = None
         self._divided: list[nn.Module] = []
         """The layers that Pipe has."""
+        self._threads: list[threading.Thread] = []
+        """Pipe's."""
         self._compared = False
 
     # -- life cycle ------------------------------------------------------------------------------------------
@@ -120,7 +125,7 @@ class FairscalePipeStrategy(SingleDeviceStrategy):
         found = find_layers(self.module, self.layers, self._name, required=len(self.devices) > 1)
         if found is not None:
             name, layers = found
-            if "forward" in vars(layers):
+            if has_other_forward(layers):
                 raise ModelError(f"{name!r} has a forward of its own on the object, which Pipe would leave out")
             if training:
                 check_no_batch_statistics(layers, self._num_chunks, self.checkpoint, self._name)
@@ -141,7 +146,8 @@ class FairscalePipeStrategy(SingleDeviceStrategy):
         finally:
             layers._modules = children
         self._pipe = self._make_pipe(layers)
-        vars(layers)["forward"] = self._forward
+        self._forward_through_pipe = _PipedForward(layers, self)
+        self._forward_through_pipe.put()
 
     def _make_pipe(self, layers: nn.Sequential) -> Any:
         from fairscale.nn import Pipe
@@ -157,12 +163,14 @@ class FairscalePipeStrategy(SingleDeviceStrategy):
             raise ConfigurationError(
                 f"'balance' must share {len(layers)} layers out to {len(devices)} devices (got {self.balance!r})"
             )
+        before = set(threading.enumerate())
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # for a Pipe that torch has removed
                 pipe = Pipe(layers, balance, devices=devices, chunks=self._num_chunks, checkpoint=self.checkpoint)
         except ValueError as error:  # one layer in two places, one weight on two devices
             raise ModelError(f"fairscale's Pipe can't divide the layers: {error}") from error
+        self._threads = [each for each in threading.enumerate() if each not in before and each.daemon]
         self._divided = list(layers)
         for part in pipe.partitions:
             vars(part)["forward"] = _Part(part, self)
@@ -171,6 +179,11 @@ class FairscalePipeStrategy(SingleDeviceStrategy):
     @property
     def _num_chunks(self) -> int:
         return self.chunks or max(1, len(self.devices))
+
+    @property
+    def _recomputes(self) -> bool:
+        """True if some micro-batches are computed again in backward."""
+        return self.checkpoint == "always" or (self.checkpoint == "except_last" and self._num_chunks > 1)
 
     def restore_module(self) -> None:
         super().restore_module()
@@ -182,9 +195,17 @@ class FairscalePipeStrategy(SingleDeviceStrategy):
 
     def _remove(self) -> None:
         """Give the layers their own forward back, and end Pipe's threads."""
-        layers, self._piped, self._pipe, self._divided = self._piped, None, None, []
-        if layers is not None:
-            vars(layers).pop("forward", None)
+        pipe, threads, self._threads = self._pipe, self._threads, []
+        if pipe is not None:
+            for queue in set(pipe.pipeline.in_queues):
+                queue.put(None)
+            # Pipe doesn't wait for their end, and one that frees a tensor while Python ends aborts the process.
+            for thread in threads:
+                thread.join(timeout=1.0)
+        forward, self._forward_through_pipe = self._forward_through_pipe, None
+        self._piped, self._pipe, self._divided = None, None, []
+        if forward is not None:
+            forward.remove()
 
     # -- forward ---------------------------------------------------------------------------------------------
 
@@ -197,16 +218,18 @@ class FairscalePipeStrategy(SingleDeviceStrategy):
         if len(current) != len(self._divided) or not all(map(is_, current, self._divided)):  # a layer was replaced
             self._pipe = self._make_pipe(layers)
         pipe = self._pipe
-        self.autocasts = [
-            (name, torch.get_autocast_dtype(name), torch.is_autocast_enabled(name))
-            for name in sorted({"cpu", self.root_device.type})
-        ]
+        self.autocast = RecordedAutocast([self.root_device.type])
         for part in pipe.partitions:
             part.training = layers.training  # by which it decides about checkpoints
         first, home = pipe.devices[0], self.root_device
-        if not self._compared and layers.training and self._num_chunks > 1:
+        if not self._compared and layers.training:
             self._compared = True
-            self._compare(input)
+            divided, recomputed = self._num_chunks > 1, self._recomputes
+            if divided or recomputed:
+                comparison = PipeComparison(
+                    layers, pipe, alias=self._name, accelerator=self.accelerator, home=self.root_device
+                )
+                comparison.run(input, divided=divided, recomputed=recomputed)
         try:
             return move_to_device(pipe(move_to_device(input, first)), home)
         except _LayerExit as error:
@@ -225,37 +248,16 @@ class FairscalePipeStrategy(SingleDeviceStrategy):
                 f"tensors of {', '.join(str(len(each)) for each in tensors)} samples: expand what belongs to all"
             )
 
-    @torch.no_grad()
-    def _compare(self, input: Any) -> None:
-        """Raise ModelError where micro-batches give another output than the batch, without dropout."""
-        layers, pipe = self._piped, self._pipe
-        assert layers is not None
-        modes = {layer: layer.training for layer in layers.modules()}
-        buffers = {buffer: buffer.clone() for buffer in layers.buffers()}
-        state = rng.collect(self.accelerator, self.root_device)
-        layers.eval()
-        try:
-            for part in pipe.partitions:
-                part.training = False
-            whole = input
-            for part, device in zip(pipe.partitions, pipe.devices, strict=True):
-                whole = part(move_to_device(whole, device))
-            divided = pipe(move_to_device(input, pipe.devices[0]))
-            alike = _are_alike(whole, divided)
-        finally:
-            for layer, mode in modes.items():
-                layer.training = mode
-            for part in pipe.partitions:
-                part.training = layers.training
-            for buffer, value in buffers.items():
-                buffer.copy_(value)
-            rng.restore(state, self.accelerator, self.root_device)
-        if not alike:
-            raise ModelError(
-                f"strategy {self._name!r} divides a batch along its first dimension, and the layers compute something "
-                "else with parts of it than with all of it: they use other samples, or have them along another "
-                "dimension, as an LSTM with batch_first=False. Use chunks=1, or layers that compute sample by sample"
-            )
+
+class _PipedForward(ReplacedForward):
+    """The forward of the layers, through Pipe."""
+
+    def __init__(self, layers: nn.Sequential, strategy: FairscalePipeStrategy) -> None:
+        super().__init__(layers)
+        self._strategy = strategy
+
+    def __call__(self, input: Any) -> Any:
+        return self._strategy._forward(input)
 
 
 class _Part:
@@ -271,9 +273,7 @@ class _Part:
 
     def __call__(self, input: Any) -> Any:
         try:
-            with ExitStack() as stack:
-                for device_type, dtype, enabled in self._strategy.autocasts:
-                    stack.enter_context(torch.autocast(device_type, dtype, enabled=enabled))
+            with self._strategy.autocast.entered():
                 for layer in self._layers:
                     input = layer(input)
             return input
@@ -289,18 +289,3 @@ class _LayerExit(Exception):
     def __init__(self, error: BaseException) -> None:
         super().__init__(str(error))
         self.error = error
-
-
-def _are_alike(whole: Any, divided: Any) -> bool:
-    one = whole if isinstance(whole, tuple) else (whole,)
-    other = divided if isinstance(divided, tuple) else (divided,)
-    if len(one) != len(other):
-        return False
-    for a, b in zip(one, other, strict=True):
-        if a.shape != b.shape or a.dtype != b.dtype:
-            return False
-        rough = 1e-3 if a.dtype in (torch.float32, torch.float64, torch.complex64, torch.complex128) else 5e-2
-        scale = float(a.abs().max()) if a.numel() else 0.0
-        if not torch.allclose(a, b, rtol=rough, atol=rough * scale, equal_nan=True):
-            return False
-    return True

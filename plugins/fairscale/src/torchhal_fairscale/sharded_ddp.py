@@ -15,8 +15,9 @@ from torchhal.capabilities import LOSS_SCALING
 from torchhal.distributed import collectives
 from torchhal.errors import ConfigurationError, DistributedError, ModelError
 from torchhal.memory_estimate import MemoryEstimate, ModelMemory
-from torchhal.strategies import forward_through
+from torchhal.strategies import StepResult, forward_through
 from torchhal.strategies.model_checks import check_dense_gradients
+from torchhal_fairscale._compatibility import check_no_own_clipping, check_no_step_hooks
 from torchhal_fairscale._gradient_norm import clip_by_norm, total_norm
 from torchhal_fairscale._gradient_reduction import GradientReduction
 from torchhal_fairscale._oss_base import OSSBase
@@ -54,7 +55,7 @@ class FairscaleSDPStrategy(OSSBase):
         self._reduction: GradientReduction | None = None
         self._known_parts = 0
         self._shares_buffers = True
-        """True if the next step begins with rank 0's buffers: not inside of an accumulation, as under ``ddp``."""
+        """True if the next training step begins with rank 0's buffers."""
         self._reduced: set[int] = set()
         """Optimizers whose gradients are on their owners alone."""
 
@@ -65,12 +66,16 @@ class FairscaleSDPStrategy(OSSBase):
         if self.world_size > 1 and self._is_automatic:
             reason = f"strategy {self._name!r} reduces dense gradients"
             check_dense_gradients(self.module, reason, "set it to False, or use strategy='fairscale_oss'")
+            check_no_own_clipping(self.module, self._name)
+            for optimizer in optimizers:
+                check_no_step_hooks(optimizer, self._name)
         super().setup_optimizers(optimizers, lr_scheduler_configs)
         self._shares_buffers, self._reduced = True, set()
         self._wrap()
 
     def _wrap(self) -> None:
         """Put ShardedDataParallel around the model; it knows the parameters that the OSS objects have now."""
+        paused = self._reduction is not None and self._reduction.is_paused
         self._unwrap()
         parts = [part for shards in self._shards.values() for part in shards.parts]
         if not parts or not self._is_automatic:
@@ -85,6 +90,7 @@ class FairscaleSDPStrategy(OSSBase):
             names={parameter: name for name, parameter in self.module.named_parameters()},
             explain_unused=self._unused,
         )
+        self._reduction.is_paused = paused
         self.model = self._reduction.wrapper
 
     def _unwrap(self) -> None:
@@ -107,15 +113,11 @@ class FairscaleSDPStrategy(OSSBase):
         self._unwrap()
         super().release_model()
 
-    def on_evaluation_start(self, stage: str) -> None:
-        """Evaluate with rank 0's buffers everywhere, as ``ddp`` does."""
-        super().on_evaluation_start(stage)
-        self._share_buffers()
-
     def _share_buffers(self) -> None:
         if self.module is not None and self.world_size > 1:
             with self.guard("broadcast of the buffers"):
-                collectives.broadcast_tensors(list(self.module.buffers()))
+                # ``data``: a graph that has saved a buffer may still run backward, as under DistributedDataParallel
+                collectives.broadcast_tensors([buffer.data for buffer in self.module.buffers()])
 
     # -- steps -----------------------------------------------------------------------------------------------
 
@@ -126,12 +128,16 @@ class FairscaleSDPStrategy(OSSBase):
         through = forward_through(self, self.module, step)
 
         def call(*args: Any) -> Any:
+            """Run the step with rank 0's buffers, unless the one before it was in an accumulation.
+
+            When is as in DistributedDataParallel's forward (``require_forward_param_sync``).
+            """
             self._follow()
-            assert self._reduction is not None
             if self._shares_buffers:
                 self._share_buffers()
-            self._shares_buffers = not self._reduction.is_paused
-            return through(*args)
+            output = through(*args)
+            self._shares_buffers = self._reduction is not None and not self._reduction.is_paused
+            return output
 
         return call
 
@@ -190,6 +196,11 @@ class FairscaleSDPStrategy(OSSBase):
             )
         self.check_same_trained(changed)
         return [each for each in changed if each.requires_grad]
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
+        if self._reduction is not None:
+            check_no_step_hooks(optimizer, self._name)  # a callback may have registered one since
+        return super().optimizer_step(optimizer, closure)
 
     @property
     def has_all_gradients(self) -> bool:
@@ -267,19 +278,19 @@ class FairscaleSDPStrategy(OSSBase):
 
 
 class _Paused:
-    """``no_sync()`` of the present wrapper, which can be entered many times."""
+    """``no_backward_sync()``, which can be entered many times, inside of itself too."""
 
     def __init__(self, strategy: FairscaleSDPStrategy) -> None:
         self.strategy = strategy
-        self.context: AbstractContextManager[Any] | None = None
+        self.before: list[bool] = []
 
     def __enter__(self) -> None:
-        if (reduction := self.strategy._reduction) is not None:
-            self.context = reduction.no_sync()
-            self.context.__enter__()
+        reduction = self.strategy._reduction
+        self.before.append(reduction is not None and reduction.is_paused)
+        if reduction is not None:
+            reduction.is_paused = True
 
     def __exit__(self, *exc_info: Any) -> None:
-        context, self.context = self.context, None
-        if context is not None:
-            # without the error, after which fairscale's context would leave its flag set
-            context.__exit__(None, None, None)
+        paused = self.before.pop()
+        if (reduction := self.strategy._reduction) is not None:
+            reduction.is_paused = paused
