@@ -17,8 +17,8 @@ from torchhal.strategies.model_checks import (
     check_no_closure,
 )
 from torchhal.trainer.loops import module_hook
+from torchhal_colossalai._divided_tensors import is_divided
 from torchhal_colossalai._element_trial import steps_elements
-from torchhal_colossalai._shard_state import is_divided
 
 _DDP = "use strategy='ddp' or 'colossalai'"
 

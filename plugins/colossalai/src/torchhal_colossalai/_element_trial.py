@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from torchhal_colossalai._shard_state import is_divided, is_of
+from torchhal_colossalai._divided_tensors import is_divided, is_of
 
 _STEPS = 3
 _ELEMENTS = 8

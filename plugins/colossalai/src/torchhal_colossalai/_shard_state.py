@@ -9,27 +9,10 @@ import torch.distributed as dist
 from torch import nn
 
 from torchhal.distributed import collectives
+from torchhal_colossalai._divided_tensors import is_of
 
 if TYPE_CHECKING:
     from torchhal_colossalai._zero_engine import ZeroEngine
-
-_NUMBERS = ("step", "mu_product", "eta", "mu")
-"""Names of what torch's optimizers keep of a parameter in a tensor without a dimension."""
-
-
-def is_divided(parameter: torch.Tensor) -> bool:
-    """Return whether Colossal-AI can divide a parameter: one without an element, or of integers, it can't."""
-    return parameter.numel() > 0 and parameter.is_floating_point()
-
-
-def is_of(value: Any, name: str, parameter: torch.Tensor) -> bool:
-    """Return whether a value of a parameter's state has a number for each element.
-
-    Where the parameter has no dimension, the name tells.
-    """
-    if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
-        return False
-    return parameter.dim() > 0 or name not in _NUMBERS
 
 
 @torch.no_grad()

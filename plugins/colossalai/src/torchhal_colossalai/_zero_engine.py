@@ -12,8 +12,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchhal_colossalai import _sdk as sdk
+from torchhal_colossalai._divided_tensors import is_divided, is_of
 from torchhal_colossalai._shard_optimizer import ShardOptimizer
-from torchhal_colossalai._shard_state import is_divided, is_of
 
 
 class ZeroEngine:
