@@ -83,8 +83,17 @@ def test_the_users_objects_stay_as_they_are(kind):
         assert torch.equal(base.state[parameter]["momentum_buffer"], value)
 
 
-def test_hooks_of_the_users_optimizer_do_not_run():
+@pytest.mark.parametrize("is_wrapped_again", [False, True])
+def test_hooks_of_the_users_optimizer_do_not_run(is_wrapped_again, monkeypatch):
+    """Torch wraps a step once more, with the same hooks, where somebody has replaced a class's step by another."""
     called = []
+    if is_wrapped_again:
+        step = ByElements.step
+
+        def replaced(self, closure=None):
+            return step(self, closure)
+
+        monkeypatch.setattr(ByElements, "step", replaced)
     optimizer = ByElements(layer().parameters(), lr=0.1)
     optimizer.register_step_pre_hook(lambda *_: called.append("own"))
     everywhere = register_optimizer_step_pre_hook(lambda *_: called.append("all"))

@@ -9,10 +9,12 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from torchhal_colossalai._divided_tensors import is_divided, is_of
 
@@ -65,14 +67,27 @@ class _SmallCopy:
             if "lr" in group and abs(float(group["lr"])) < _LEAST_RATE:
                 is_tensor = isinstance(group["lr"], torch.Tensor)
                 group["lr"] = torch.full_like(group["lr"], _LEAST_RATE) if is_tensor else _LEAST_RATE
-        step = type(optimizer).step
-        # without the hooks that are registered for all optimizers
-        self._step = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
+        self._step = type(optimizer).step  # a scheduler puts its own on the object
 
     def step(self, gradients: list[torch.Tensor]) -> None:
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient[self.part].to(parameter).view(parameter.shape)
-        self._step(self.optimizer)
+        with _without_global_hooks():
+            self._step(self.optimizer)
+
+
+@contextmanager
+def _without_global_hooks() -> Iterator[None]:
+    """Step inside without the hooks that are registered for all optimizers, however often a step was wrapped."""
+    registered: list[dict[int, Any]] = [_global_optimizer_pre_hooks, _global_optimizer_post_hooks]
+    kept = [(hooks, dict(hooks)) for hooks in registered]
+    for hooks, _ in kept:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, before in kept:
+            hooks.update(before)
 
 
 def _is_tried(parameter: torch.Tensor) -> bool:
