@@ -1,6 +1,7 @@
 """Accelerators that are each broken in one way. Most are the CPU; an extra `xpu` stands for hardware that is absent."""
 
 import os
+import time
 import warnings
 
 import torch
@@ -349,7 +350,9 @@ class ReadyWithoutHardware(Absent):
 class DiesInAFork(CPUAccelerator):
     def setup_device(self, device):
         super().setup_device(device)
-        os.register_at_fork(after_in_child=lambda: os._exit(3))
+        # not at once: torch raises in a signal handler, and where that meets Queue.put() between taking its lock and
+        # the with block, the loader waits for the lock for ever when it ends
+        os.register_at_fork(after_in_child=lambda: (time.sleep(0.2), os._exit(3)))
 
 
 @caught_by("ACC-51")

@@ -36,7 +36,8 @@ def _declaring(strategy: Any, **declared: Any) -> Any:
 def replicas_that_differ(rank: RankContext) -> None:
     """check_replicas() raises DistributedError on every rank where compares_replicas is true and replicas differ.
 
-    Otherwise, and for replicas that are the same, it raises nothing. What parameters_to_ignore() names may differ.
+    Otherwise, and for replicas that are the same, it raises nothing. What parameters_to_ignore() names may differ,
+    or is refused with ModelError.
 
     Why: a layer that each rank trains by itself made of one model as many as there are ranks, and rank 0's was saved.
     Fix: declare compares_replicas, and call the inherited method.
@@ -53,13 +54,21 @@ def replicas_that_differ(rank: RankContext) -> None:
                 next(run.module.parameters()).add_(1.0)
         raises("check_replicas() of replicas that differ", DistributedError, run.strategy.check_replicas)
         rank.gather("refused")
-    for declared in ({"compares_replicas": False}, {"parameters_to_ignore": lambda self: ("body.0.weight",)}):
-        with running(rank, Regression(), strategy=_declaring(rank.create_strategy(), **declared)) as run:
-            if rank.rank == 1:
-                with torch.no_grad():
-                    next(run.module.parameters()).add_(1.0)
-            run.strategy.check_replicas()
-            rank.gather("not compared")
+    _require_not_compared(rank, compares_replicas=False)
+    # one that steps each parameter on one rank for all can't leave any to each rank, and refuses the model
+    with refused_alike(rank, "a parameter that each rank trains by itself", NotApplicable):
+        _require_not_compared(rank, may_refuse=True, parameters_to_ignore=lambda self: ("body.0.weight",))
+
+
+def _require_not_compared(rank: RankContext, *, may_refuse: bool = False, **declared: Any) -> None:
+    """Fail where check_replicas() of a strategy that declares this looks at a parameter of the ranks that differs."""
+    strategy = _declaring(rank.create_strategy(), **declared)
+    with running(rank, Regression(), strategy=strategy, may_refuse=may_refuse) as run:
+        if rank.rank == 1:
+            with torch.no_grad():
+                next(run.module.parameters()).add_(1.0)
+        run.strategy.check_replicas()
+        rank.gather("not compared")
 
 
 class _Normed(Regression):
