@@ -16,6 +16,7 @@ from torchhal.strategies.model_checks import (
     check_disjoint_storage,
     check_metric_schedulers,
     check_no_closure,
+    check_none_ignored,
     check_one_optimizer,
     check_optimized_parameters,
 )
@@ -48,6 +49,7 @@ def test_a_model_that_fits() -> None:
     check_disjoint_optimizers(module, [optimizer, sgd(module.frozen)], WHY)
     check_disjoint_storage(module, WHY)
     check_optimized_parameters(module, [optimizer], WHY)
+    check_none_ignored(module, [optimizer], ["frozen.weight"], WHY)
     check_metric_schedulers([SimpleNamespace(reduce_on_plateau=False)], WHY, "each rank", "leave it out")
 
 
@@ -114,3 +116,16 @@ def test_one_parameter_of_two_optimizers() -> None:
     optimizers = [sgd(module), sgd(module.words)]
     with pytest.raises(ModelError, match=r"two optimizers of Net have 'words.weight': give each parameter to one"):
         check_disjoint_optimizers(module, optimizers, WHY)
+
+
+def test_a_parameter_that_each_rank_trains_by_itself() -> None:
+    module = Net()
+    with pytest.raises(ModelError) as caught:
+        check_none_ignored(module, [sgd(module.words)], ["words.weight", "frozen.bias"], WHY)
+    assert str(caught.value) == (
+        f"{WHY}, and each rank is to train 'words.weight' of Net by itself, as DistributedDataParallel was told "
+        "(_set_params_and_buffers_to_ignore_for_model): take it out of the optimizer, or use strategy='ddp'"
+    )
+    module.again = module.words  # the list may have the other name of a tied parameter
+    with pytest.raises(ModelError, match=r"'again.weight' of Net"):
+        check_none_ignored(module, [sgd(module.words)], ["again.weight"], WHY)

@@ -3,11 +3,18 @@
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torchhal.accelerators import CPUAccelerator
 from torchhal.errors import ConfigurationError
 from torchhal.strategies._optimizer_trials import MOST_STEPS
-from torchhal.strategies.sharded_optimizers import check_separable, deferred_step_hooks, with_parameters
+from torchhal.strategies.sharded_optimizers import (
+    check_separable,
+    copy_optimizer,
+    deferred_step_hooks,
+    step_copy,
+    with_parameters,
+)
 
 
 def test_hooks_of_the_step_come_and_go_within_one():
@@ -138,3 +145,59 @@ def test_post_hooks_run_when_the_context_is_left():
     calls.clear()
     sgd.step()
     assert calls == ["before", "late", "new"]
+
+
+class ByTheNorm(torch.optim.SGD):
+    """Divides the gradients by the norm of all of them."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        parameters = [each for group in self.param_groups for each in group["params"]]
+        norm = torch.stack([each.grad.norm() for each in parameters]).norm()
+        for group in self.param_groups:
+            for each in group["params"]:
+                each.sub_(group["lr"] * each.grad / norm)
+
+
+@pytest.mark.parametrize("rate", [0.0, torch.tensor(0.0)])
+def test_a_warm_up_from_zero_hides_nothing(rate):
+    """With a learning rate of zero every step is that on some of the parameters."""
+    optimizer = ByTheNorm(nn.Linear(3, 2).parameters(), lr=0.1)
+    optimizer.param_groups[0]["lr"] = rate
+    with pytest.raises(ConfigurationError, match="ByTheNorm looks at all of them together"):
+        check_separable(optimizer, "zero1", CPUAccelerator(), torch.device("cpu"))
+    assert float(optimizer.param_groups[0]["lr"]) == 0.0
+
+
+def test_a_copy_shares_nothing_with_the_optimizer():
+    layer, calls = nn.Linear(3, 2), []
+
+    class Wraps(torch.optim.Optimizer):
+        def __init__(self, inner):
+            super().__init__(inner.param_groups, {})
+            self.inner = [inner]
+            self.state = inner.state
+
+        def step(self, closure=None):
+            self.inner[0].step()
+
+    optimizer = Wraps(torch.optim.Adam(layer.parameters(), lr=0.1))
+    optimizer.inner[0].register_step_pre_hook(lambda *_: calls.append("hook"))
+    for each in layer.parameters():
+        each.grad = torch.ones_like(each)
+    optimizer.step()
+    before = [each.detach().clone() for each in layer.parameters()]
+    own = {each: nn.Parameter(torch.zeros(2)) for each in layer.parameters()}
+    copied = copy_optimizer(optimizer, own)
+    assert copied.inner[0] is not optimizer.inner[0] and copied.state is copied.inner[0].state
+    for each in own.values():
+        each.grad = torch.ones(2)
+    handle = register_optimizer_step_pre_hook(lambda *_: calls.append("of all"))
+    try:
+        step_copy(copied)
+    finally:
+        handle.remove()
+    assert calls == ["hook"]  # of the step above
+    assert all(map(torch.equal, layer.parameters(), before)) and all(each.abs().sum() > 0 for each in own.values())
+    assert [float(each["step"]) for each in optimizer.state.values()] == [1.0, 1.0]
+    assert [float(each["step"]) for each in copied.state.values()] == [2.0, 2.0]

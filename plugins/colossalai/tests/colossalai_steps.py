@@ -6,33 +6,13 @@ import random
 
 import colossalai_training as training
 import torch
+from engine_training import ReadsBuffers
 from parity_models import Perceptron
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from torchhal import Callback, Trainer
-
-
-class ReadsBuffers(Perceptron):
-    """Centres its input with a running mean, which training updates and reads, and has a batch norm."""
-
-    def build(self):
-        self.register_buffer("center", torch.zeros(64))
-        self.register_buffer("steps", torch.zeros((), dtype=torch.int64), persistent=False)
-        return nn.Sequential(nn.Linear(64, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 4))
-
-    def forward(self, x):
-        if self.training:
-            self.steps += 1 + self.trainer.global_rank
-            self.center.lerp_(x.detach().mean(0), 1 / (1 + float(self.steps)))
-        return self.body(x - self.center)
-
-    def validation_step(self, batch, batch_idx):
-        self.losses.append(float(F.cross_entropy(self(batch[0]), batch[1])))
-
-    def val_dataloader(self):
-        return DataLoader(self.dataset(), batch_size=4)
 
 
 def reads_buffers(strategy, accumulate):
@@ -59,25 +39,6 @@ class KeepsGraph(training.Running):
 
 def keeps_graph(strategy):
     return training.fit(strategy, KeepsGraph(), max_epochs=1)
-
-
-def pauses(strategy):
-    """Enter one pause twice, and another inside; return whether gradients are sent after each exit."""
-    seen = []
-
-    class Enters(Perceptron):
-        def on_train_batch_end(self, outputs, batch, batch_idx):
-            chosen = self.trainer.strategy
-            if batch_idx == 0:
-                outer, inner = chosen.no_backward_sync(), chosen.no_backward_sync()
-                with outer:
-                    with outer, inner:
-                        pass
-                    seen.append(chosen._reducer.paused)
-                seen.append(chosen._reducer.paused)
-
-    training.fit(strategy, Enters(), max_epochs=1)
-    return seen
 
 
 class ComesWithState(Perceptron):

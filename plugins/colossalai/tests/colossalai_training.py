@@ -2,7 +2,9 @@
 
 from datetime import timedelta
 
+import engine_training
 import torch
+from engine_training import QUIET, Manual
 from parity_models import Convolution, Perceptron
 from torch import nn
 from torch.nn import functional as F
@@ -10,11 +12,6 @@ from torch.utils.data import DataLoader
 
 from torchhal import Callback, ModelCheckpoint, Trainer
 from torchhal.strategies import DDPStrategy, SingleDeviceStrategy
-
-QUIET = {
-    "accelerator": "cpu", "devices": 2, "logger": False, "enable_progress_bar": False, "enable_model_summary": False,
-    "num_sanity_val_steps": 0,
-}  # fmt: skip
 
 
 def made(plugin, stage=None, **arguments):
@@ -39,14 +36,10 @@ STRATEGIES = {
 }
 
 
-def fit(strategy, model, *, batch=4, **options):
+def fit(strategy, model, **options):
     """Train and return the weights, with the losses of this rank."""
-    options = {"max_epochs": 2, "enable_checkpointing": False, **options}
-    if isinstance(strategy, str):
-        strategy = STRATEGIES[strategy]()
-    trainer = Trainer(strategy=strategy, **{**QUIET, **options})
-    trainer.fit(model, DataLoader(model.dataset(), batch_size=batch))
-    return {"state": {name: value.clone() for name, value in model.state_dict().items()}, "losses": model.losses}
+    made = STRATEGIES[strategy]() if isinstance(strategy, str) else strategy
+    return engine_training.fit(made, model, **options)
 
 
 def train(strategy, name, options=None):
@@ -55,30 +48,7 @@ def train(strategy, name, options=None):
 
 def error_of(strategy, name, options=None):
     """Train and return the error."""
-    try:
-        train(strategy, name, options)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-class Manual(Perceptron):
-    """Two optimizers by hand, each over its own layers; every second step accumulates over two backward passes."""
-
-    automatic_optimization = False
-
-    def training_step(self, batch, batch_idx):
-        for turn, optimizer in enumerate(self.optimizers()):
-            optimizer.zero_grad()
-            for _ in range(1 + (batch_idx + turn) % 2):
-                loss = self.loss(batch)
-                self.manual_backward(loss)
-            optimizer.step()
-        self.losses.append(float(loss.detach()))
-
-    def configure_optimizers(self):
-        first, rest = self.body[0].parameters(), self.body[1:].parameters()
-        return [torch.optim.Adam(first, lr=1e-2), torch.optim.SGD(rest, lr=0.1, momentum=0.9)]
+    return engine_training.error_of(train, strategy, name, options)
 
 
 class Toggled(Manual):
@@ -141,43 +111,6 @@ class Shapes(Perceptron):
     def configure_optimizers(self):
         groups = [{"params": [self.empty]}, {"params": [self.scale, self.turned], "lr": 0.02}]
         return torch.optim.NAdam([*groups, {"params": [*self.twice.parameters(), *self.body.parameters()]}], lr=0.01)
-
-
-class Unused(Perceptron):
-    """A layer that no rank uses, with weight decay, and one that rank 1 alone uses in some steps."""
-
-    def build(self):
-        self.idle, self.seldom = nn.Linear(4, 4), nn.Linear(4, 4)
-        return super().build()
-
-    def training_step(self, batch, batch_idx):
-        logits = self(batch[0])
-        if self.trainer.global_rank == 1 and batch_idx % 2:
-            logits = self.seldom(logits)
-        loss = F.cross_entropy(logits, batch[1])
-        self.losses.append(float(loss.detach()))
-        return loss
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.1)
-
-
-class Alternating(Perceptron):
-    """Freezes and unfreezes layers from epoch to epoch."""
-
-    def on_train_epoch_start(self):
-        self.body[0].requires_grad_(self.current_epoch % 2 == 0)
-        self.body[2].requires_grad_(self.current_epoch != 1)
-
-
-class FrozenInTheMiddle(Perceptron):
-    """Unfreezes a layer between two batches."""
-
-    def on_train_batch_start(self, batch, batch_idx):
-        self.body[2].requires_grad_(batch_idx > 2)
-
-    def on_train_start(self):
-        self.body[2].requires_grad_(False)
 
 
 class GroupAdded(Perceptron):
@@ -467,21 +400,7 @@ def watched(strategy):
 
 
 def one_batch_more(strategy):
-    """Train with a batch more on rank 0; return the error."""
-    import os
-
-    chosen = STRATEGIES[strategy]()
-    chosen.timeout = timedelta(seconds=4)
-    model = Perceptron()
-    trainer = Trainer(strategy=chosen, **QUIET, max_epochs=1, enable_checkpointing=False, use_distributed_sampler=False)
-    batches = [part for number, part in enumerate(DataLoader(model.dataset(), batch_size=8)) if number < 3]
-    if os.environ["RANK"] == "0":
-        batches.append(batches[0])
-    try:
-        trainer.fit(model, batches)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    return engine_training.one_batch_more(STRATEGIES[strategy]())
 
 
 def frozen_on_one_rank(strategy):

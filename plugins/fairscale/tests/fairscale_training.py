@@ -4,7 +4,9 @@ import logging
 import os
 from datetime import timedelta
 
+import engine_training
 import torch
+from engine_training import QUIET, Alternating, FrozenInTheMiddle, Unused
 from parity_models import Attention, Convolution, Perceptron
 from torch import nn
 from torch.nn import functional as F
@@ -13,11 +15,6 @@ from torch.utils.data import DataLoader
 
 from torchhal import Callback, ModelCheckpoint, Trainer
 from torchhal.strategies import DDPStrategy
-
-QUIET = {
-    "accelerator": "cpu", "devices": 2, "logger": False, "enable_progress_bar": False, "enable_model_summary": False,
-    "num_sanity_val_steps": 0,
-}  # fmt: skip
 
 
 def oss(**options):
@@ -45,13 +42,10 @@ STRATEGIES = {
 }
 
 
-def fit(strategy, model, *, batch=4, **options):
+def fit(strategy, model, **options):
     """Train and return the weights, with the losses of this rank."""
-    options = {"max_epochs": 2, "enable_checkpointing": False, **options}
     made = STRATEGIES[strategy]() if isinstance(strategy, str) else strategy
-    trainer = Trainer(strategy=made, **{**QUIET, **options})
-    trainer.fit(model, DataLoader(model.dataset(), batch_size=batch))
-    return {"state": {name: value.clone() for name, value in model.state_dict().items()}, "losses": model.losses}
+    return engine_training.fit(made, model, **options)
 
 
 def train(strategy, name, options=None):
@@ -60,32 +54,11 @@ def train(strategy, name, options=None):
 
 def error_of(strategy, name, options=None):
     """Train, and return the error."""
-    try:
-        train(strategy, name, options)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    return engine_training.error_of(train, strategy, name, options)
 
 
-class Manual(Perceptron):
-    """Two optimizers by hand, each over its own layers; every second step accumulates over two backward passes."""
-
-    automatic_optimization = False
-
-    def training_step(self, batch, batch_idx):
-        optimizers = self.optimizers()
-        for turn, optimizer in enumerate(optimizers):
-            optimizer.zero_grad()
-            for _ in range(1 + (batch_idx + turn) % 2):
-                loss = self.loss(batch)
-                self.manual_backward(loss)
-            self.clip_gradients(optimizer, 0.5)
-            optimizer.step()
-        self.losses.append(float(loss.detach()))
-
-    def configure_optimizers(self):
-        first, rest = self.body[0].parameters(), self.body[1:].parameters()
-        return [torch.optim.Adam(first, lr=1e-2), torch.optim.SGD(rest, lr=0.1, momentum=0.9)]
+class Manual(engine_training.Manual):
+    clip_by = 0.5
 
 
 class Toggled(Manual):
@@ -174,25 +147,6 @@ class Sparse(Perceptron):
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
-class Unused(Perceptron):
-    """A layer that no rank uses, with weight decay, and one that rank 1 alone uses in some steps."""
-
-    def build(self):
-        self.idle, self.seldom = nn.Linear(4, 4), nn.Linear(4, 4)
-        return super().build()
-
-    def training_step(self, batch, batch_idx):
-        logits = self(batch[0])
-        if self.trainer.global_rank == 1 and batch_idx % 2:
-            logits = self.seldom(logits)
-        loss = F.cross_entropy(logits, batch[1])
-        self.losses.append(float(loss.detach()))
-        return loss
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.1)
-
-
 class OtherOrder(Perceptron):
     """Two layers of one shape, which rank 1 steps, and which the ranks use in another order."""
 
@@ -220,24 +174,6 @@ class OtherOwners(OtherOrder):
 
     def configure_optimizers(self):
         return torch.optim.Adam([*self.one.parameters(), *self.other.parameters(), *self.body.parameters()], lr=1e-2)
-
-
-class Alternating(Perceptron):
-    """Freezes and unfreezes layers from epoch to epoch."""
-
-    def on_train_epoch_start(self):
-        self.body[0].requires_grad_(self.current_epoch % 2 == 0)
-        self.body[2].requires_grad_(self.current_epoch != 1)
-
-
-class FrozenInTheMiddle(Perceptron):
-    """Unfreezes a layer between two batches."""
-
-    def on_train_batch_start(self, batch, batch_idx):
-        self.body[2].requires_grad_(batch_idx > 2)
-
-    def on_train_start(self):
-        self.body[2].requires_grad_(False)
 
 
 class AllFrozenAtTimes(Perceptron):
@@ -422,36 +358,11 @@ def resume(strategy, path, devices=2, io=None):
 
 
 def one_batch_more(strategy):
-    """Train with a batch more on rank 0; return the error."""
-    made = STRATEGIES[strategy]()
-    made.timeout = timedelta(seconds=4)
-    model = Perceptron()
-    trainer = Trainer(strategy=made, **QUIET, max_epochs=1, enable_checkpointing=False, use_distributed_sampler=False)
-    batches = [part for number, part in enumerate(DataLoader(model.dataset(), batch_size=8)) if number < 3]
-    if os.environ["RANK"] == "0":
-        batches.append(batches[0])
-    try:
-        trainer.fit(model, batches)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    return engine_training.one_batch_more(STRATEGIES[strategy]())
 
 
 def error_of_one_rank(strategy):
-    """Raise on rank 1 while rank 0 averages; return the error of each."""
-    model = Perceptron()
-
-    def fail(batch, batch_idx):
-        if model.trainer.global_rank == 1 and batch_idx == 1:
-            raise ValueError("the cause")
-        return Perceptron.training_step(model, batch, batch_idx)
-
-    model.training_step = fail
-    try:
-        fit(strategy, model)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    return engine_training.error_of_one_rank(STRATEGIES[strategy]())
 
 
 def runs_of_one_object(strategy):

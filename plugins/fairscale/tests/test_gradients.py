@@ -4,10 +4,10 @@ import fairscale_training as training
 import pytest
 import torch
 import torch.distributed as dist
+from engine_training import ReadsBuffers
 from parity_models import Perceptron
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
 
 from torchhal import Callback
 
@@ -24,27 +24,6 @@ def equal(results, reference, tolerance=0.0):
 
 def fit_model(strategy, cls, options=None):
     return training.fit(strategy, cls(), **(options or {}))
-
-
-class ReadsBuffers(Perceptron):
-    """Centres its input with a running mean, which training updates and reads, and has a batch norm."""
-
-    def build(self):
-        self.register_buffer("center", torch.zeros(64))
-        self.register_buffer("steps", torch.zeros((), dtype=torch.int64), persistent=False)
-        return nn.Sequential(nn.Linear(64, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 4))
-
-    def forward(self, x):
-        if self.training:
-            self.steps += 1 + self.trainer.global_rank
-            self.center.lerp_(x.detach().mean(0), 1 / (1 + float(self.steps)))
-        return self.body(x - self.center)
-
-    def validation_step(self, batch, batch_idx):
-        self.losses.append(float(F.cross_entropy(self(batch[0]), batch[1])))
-
-    def val_dataloader(self):
-        return DataLoader(self.dataset(), batch_size=4)
 
 
 @pytest.mark.parametrize("accumulate", [1, 4])

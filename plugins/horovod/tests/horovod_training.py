@@ -1,6 +1,8 @@
 """In a rank of a test's world: train small models under a strategy, with a Trainer."""
 
+import engine_training
 import torch
+from engine_training import QUIET, Alternating, FrozenInTheMiddle, Manual, Unused
 from parity_models import Perceptron
 from torch import nn
 from torch.nn import functional as F
@@ -8,11 +10,6 @@ from torch.utils.data import DataLoader
 
 from torchhal import ModelCheckpoint, Trainer
 from torchhal.strategies import DDPStrategy
-
-QUIET = {
-    "accelerator": "cpu", "devices": 2, "logger": False, "enable_progress_bar": False, "enable_model_summary": False,
-    "num_sanity_val_steps": 0,
-}  # fmt: skip
 
 
 def horovod(**options):
@@ -30,36 +27,13 @@ STRATEGIES = {
 }
 
 
-def fit(strategy, model, *, batch=4, **options):
+def fit(strategy, model, **options):
     """Train and return the weights, with the losses of this rank."""
-    options = {"max_epochs": 2, "enable_checkpointing": False, **options}
-    trainer = Trainer(strategy=STRATEGIES[strategy](), **{**QUIET, **options})
-    trainer.fit(model, DataLoader(model.dataset(), batch_size=batch))
-    return {"state": {name: value.clone() for name, value in model.state_dict().items()}, "losses": model.losses}
+    return engine_training.fit(STRATEGIES[strategy](), model, **options)
 
 
 def train(strategy, name, options=None):
     return fit(strategy, MODELS[name](), **(options or {}))
-
-
-class Manual(Perceptron):
-    """Two optimizers by hand, each over its own layers; every second step accumulates over two backward passes."""
-
-    automatic_optimization = False
-
-    def training_step(self, batch, batch_idx):
-        optimizers = self.optimizers()
-        for turn, optimizer in enumerate(optimizers):
-            optimizer.zero_grad()
-            for _ in range(1 + (batch_idx + turn) % 2):
-                loss = self.loss(batch)
-                self.manual_backward(loss)
-            optimizer.step()
-        self.losses.append(float(loss.detach()))
-
-    def configure_optimizers(self):
-        first, rest = self.body[0].parameters(), self.body[1:].parameters()
-        return [torch.optim.Adam(first, lr=1e-2), torch.optim.SGD(rest, lr=0.1, momentum=0.9)]
 
 
 class ManyKinds(Perceptron):
@@ -80,43 +54,6 @@ class ManyKinds(Perceptron):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.05)
-
-
-class Unused(Perceptron):
-    """A layer that no rank uses, with weight decay, and one that rank 1 alone uses in some steps."""
-
-    def build(self):
-        self.idle, self.seldom = nn.Linear(4, 4), nn.Linear(4, 4)
-        return super().build()
-
-    def training_step(self, batch, batch_idx):
-        logits = self(batch[0])
-        if self.trainer.global_rank == 1 and batch_idx % 2:
-            logits = self.seldom(logits)
-        loss = F.cross_entropy(logits, batch[1])
-        self.losses.append(float(loss.detach()))
-        return loss
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.1)
-
-
-class Alternating(Perceptron):
-    """Freezes and unfreezes layers from epoch to epoch, and replaces one before the third."""
-
-    def on_train_epoch_start(self):
-        self.body[0].requires_grad_(self.current_epoch % 2 == 0)
-        self.body[2].requires_grad_(self.current_epoch != 1)
-
-
-class FrozenInTheMiddle(Perceptron):
-    """Unfreezes a layer between two batches."""
-
-    def on_train_batch_start(self, batch, batch_idx):
-        self.body[2].requires_grad_(batch_idx > 2)
-
-    def on_train_start(self):
-        self.body[2].requires_grad_(False)
 
 
 class HalfPrecision(Perceptron):
@@ -146,48 +83,15 @@ def resume(strategy, path):
 
 
 def one_batch_more(strategy):
-    """Train with a batch more on rank 0; return the error."""
-    from datetime import timedelta
-
-    made = STRATEGIES[strategy]()
-    made.timeout = timedelta(seconds=4)
-    model = Perceptron()
-    trainer = Trainer(strategy=made, **QUIET, max_epochs=1, enable_checkpointing=False, use_distributed_sampler=False)
-    batches = [part for number, part in enumerate(DataLoader(model.dataset(), batch_size=8)) if number < 3]
-    import os
-
-    if os.environ["RANK"] == "0":
-        batches.append(batches[0])
-    try:
-        trainer.fit(model, batches)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    return engine_training.one_batch_more(STRATEGIES[strategy]())
 
 
 def error_of_one_rank():
-    """Raise on rank 1 while rank 0 averages; return the error of each."""
-    model = Perceptron()
-
-    def fail(batch, batch_idx):
-        if model.trainer.global_rank == 1 and batch_idx == 1:
-            raise ValueError("the cause")
-        return Perceptron.training_step(model, batch, batch_idx)
-
-    model.training_step = fail
-    try:
-        fit("horovod", model)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    return engine_training.error_of_one_rank(horovod())
 
 
 def refused_unused():
-    try:
-        fit("horovod", Unused())
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    return engine_training.error_of(fit, "horovod", Unused())
 
 
 def environment_afterwards():

@@ -6,10 +6,10 @@ from datetime import timedelta
 import horovod_training as training
 import pytest
 import torch
+from engine_training import ReadsBuffers
 from parity_models import Perceptron
 from torch import nn
-from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 from torchhal import Module
 
@@ -63,27 +63,6 @@ def test_horovods_own_average_overflows_which_is_why_it_is_not_used(world2):
     assert world2.run(horovods_own_average) == [[float("inf")]] * 2
 
 
-class ReadsBuffers(Perceptron):
-    """Centres its input with a running mean, which training updates and reads, and has a batch norm."""
-
-    def build(self):
-        self.register_buffer("center", torch.zeros(64))
-        self.register_buffer("steps", torch.zeros((), dtype=torch.int64), persistent=False)
-        return nn.Sequential(nn.Linear(64, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 4))
-
-    def forward(self, x):
-        if self.training:
-            self.steps += 1 + self.trainer.global_rank
-            self.center.lerp_(x.detach().mean(0), 1 / (1 + float(self.steps)))
-        return self.body(x - self.center)
-
-    def validation_step(self, batch, batch_idx):
-        self.losses.append(float(F.cross_entropy(self(batch[0]), batch[1])))
-
-    def val_dataloader(self):
-        return DataLoader(self.dataset(), batch_size=4)
-
-
 def reads_buffers(strategy, accumulate, lbfgs=False):
     model = ReadsBuffers()
     if lbfgs:
@@ -99,29 +78,6 @@ def test_buffers_that_a_step_reads_are_those_of_ddp(world2, accumulate, lbfgs):
         assert mine["losses"] == reference["losses"]
         for name, parameter in ReadsBuffers().named_parameters():
             assert torch.equal(mine["state"][name], reference["state"][name]), (name, parameter.shape)
-
-
-def pauses():
-    """Enter one pause twice, and another inside; return whether gradients are sent after each exit."""
-    seen = []
-
-    class Enters(Perceptron):
-        def on_train_batch_end(self, outputs, batch, batch_idx):
-            strategy = self.trainer.strategy
-            if batch_idx == 0:
-                outer, inner = strategy.no_backward_sync(), strategy.no_backward_sync()
-                with outer:
-                    with outer, inner:
-                        pass
-                    seen.append(strategy._averager.paused)
-                seen.append(strategy._averager.paused)
-
-    training.fit("horovod", Enters(), max_epochs=1)
-    return seen
-
-
-def test_pauses_nest(world2):
-    assert world2.run(pauses) == [[True, False]] * 2
 
 
 class Sleeps(Perceptron):

@@ -166,5 +166,13 @@ class StrategyAttributes:
             )
         return part
 
+    @property
+    def display_name(self) -> str:
+        """The alias, or without one the name of the class: what messages call the strategy.
+
+        .. versionadded:: 0.2
+        """
+        return self.alias or type(self).__name__
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.alias!r})" if self.alias else f"{type(self).__name__}()"

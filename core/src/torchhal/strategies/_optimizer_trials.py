@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from torchhal import rng
 from torchhal.accelerators import Accelerator
@@ -23,6 +24,8 @@ STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 MOST_STEPS = 256
 """How many steps are tried in all, while as many are done."""
+
+_LEAST_RATE = 1e-2
 
 
 def check_separable(
@@ -196,9 +199,7 @@ class _SmallCopy:
             for group in optimizer.param_groups
             for parameter in group["params"]
         }
-        memo = {id(parameter): small_parameter for parameter, small_parameter in small.items()}
-        self.step = type(optimizer).step
-        self.optimizer = _copy_of(optimizer, small, memo)
+        self.optimizer = copy_optimizer(optimizer, small)
         self.parameters = list(small.values())
         self.scale = scale
         self.accelerator = accelerator
@@ -217,7 +218,7 @@ class _SmallCopy:
                 gradient = torch.randn(parameter.shape, dtype=parameter.dtype) * (large if index % 2 else 1.0)
                 parameter.grad = gradient.to(self.device)
             before = _generators(self.accelerator, self.device)
-            self.step(self.optimizer)
+            step_copy(self.optimizer)
             self.drew = self.drew or not all(map(torch.equal, before, _generators(self.accelerator, self.device)))
 
     def values(self) -> list[torch.Tensor]:
@@ -241,31 +242,105 @@ def _small_parameter(parameter: torch.Tensor, device: torch.device) -> torch.Ten
     return small_parameter
 
 
-def _copy_of(optimizer: Optimizer, small: dict[torch.Tensor, torch.Tensor], memo: dict[int, Any]) -> Optimizer:
-    """Return a copy with ``small`` ones for its parameters, and without hooks, which may change what isn't copied."""
-    copied: Optimizer = object.__new__(type(optimizer))
-    memo[id(optimizer)] = copied
-    for value in vars(optimizer).values():  # of one that wraps another: deepcopy would omit what torch's state lacks
-        if isinstance(value, Optimizer) and id(value) not in memo:
-            _copy_of(value, small, memo)
-    for name, value in vars(optimizer).items():
-        if name.startswith("_optimizer_"):
-            copied.__dict__[name] = OrderedDict()
-        elif name not in ("state", "step"):  # a scheduler puts its own step on the object
-            copied.__dict__[name] = copy.deepcopy(value, memo)
-    copied.state = defaultdict(dict)
-    for key, entry in optimizer.state.items():
-        small_parameter = small.get(key) if isinstance(key, torch.Tensor) else None
-        if small_parameter is None:
-            copied.state[key] = copy.deepcopy(entry, memo)
-        else:
-            copied.state[small_parameter] = {
-                name: _small(value, key, small_parameter, memo) for name, value in entry.items()
-            }
+def copy_optimizer(
+    optimizer: Optimizer,
+    parameters: Mapping[torch.Tensor, torch.Tensor],
+    has_elements: Callable[[Any, str, torch.Tensor], bool] | None = None,
+) -> Optimizer:
+    """Return a copy of ``optimizer`` over other parameters, to try on it what steps do.
+
+    It shares nothing with the original: neither weights, gradients and state nor what it keeps beside them, another
+    optimizer that it wraps included. It has no hooks, which may change what isn't copied. A learning rate of less than
+    0.01 is 0.01 in the copy: a warm-up begins with zero, with which no two steps would differ.
+
+    Args:
+        optimizer: the user's.
+        parameters: the copy's parameter for each of the original's.
+        has_elements: called with a value of a parameter's state, its name and the original parameter; True if the value
+            has a number for each element. By default one of the parameter's shape does, where that has a dimension.
+
+    .. versionadded:: 0.2
+    """
+    memo: dict[int, Any] = {id(parameter): other for parameter, other in parameters.items()}
+    copied = _copied(optimizer, parameters, has_elements or _has_shape_of, memo)
+    for group in copied.param_groups:
+        if "lr" in group and abs(float(group["lr"])) < _LEAST_RATE:
+            is_tensor = isinstance(group["lr"], torch.Tensor)
+            group["lr"] = torch.full_like(group["lr"], _LEAST_RATE) if is_tensor else _LEAST_RATE
     return copied
 
 
-def _small(value: Any, parameter: torch.Tensor, small_parameter: torch.Tensor, memo: dict[int, Any]) -> Any:
-    if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim():
-        return torch.full_like(small_parameter, 0.1, dtype=value.dtype)
-    return copy.deepcopy(value, memo)
+def step_copy(optimizer: Optimizer) -> None:
+    """Let what :func:`copy_optimizer` has returned step, without the hooks that are registered for all optimizers.
+
+    .. versionadded:: 0.2
+    """
+    registered: list[dict[int, Any]] = [_global_optimizer_pre_hooks, _global_optimizer_post_hooks]
+    kept = [(hooks, dict(hooks)) for hooks in registered]
+    for hooks, _ in kept:  # emptied, as a step may have been wrapped more than once
+        hooks.clear()
+    try:
+        optimizer.step()
+    finally:
+        for hooks, before in kept:
+            hooks.update(before)
+
+
+def _copied(
+    optimizer: Optimizer,
+    parameters: Mapping[torch.Tensor, torch.Tensor],
+    has_elements: Callable[[Any, str, torch.Tensor], bool],
+    memo: dict[int, Any],
+) -> Optimizer:
+    copied: Optimizer = object.__new__(type(optimizer))
+    memo[id(optimizer)] = copied
+    for value in vars(optimizer).values():
+        for wrapped in _optimizers_in(value):  # of one, deepcopy would omit what torch's state lacks
+            if id(wrapped) not in memo:
+                _copied(wrapped, parameters, has_elements, memo)
+    for name, value in vars(optimizer).items():
+        if name.startswith("_optimizer_"):
+            copied.__dict__[name] = OrderedDict()
+        elif name == "state" and isinstance(value, dict):
+            copied.__dict__[name] = _copied_state(value, parameters, has_elements, memo)
+        elif name not in ("step", "zero_grad"):  # a scheduler and others put their own on the object
+            copied.__dict__[name] = copy.deepcopy(value, memo)
+    return copied
+
+
+def _optimizers_in(value: Any) -> Iterator[Optimizer]:
+    if isinstance(value, Optimizer):
+        yield value
+    elif isinstance(value, list | tuple | set):
+        yield from (each for each in value if isinstance(each, Optimizer))
+    elif isinstance(value, dict):
+        yield from (each for each in value.values() if isinstance(each, Optimizer))
+
+
+def _copied_state(
+    state: dict[Any, Any],
+    parameters: Mapping[torch.Tensor, torch.Tensor],
+    has_elements: Callable[[Any, str, torch.Tensor], bool],
+    memo: dict[int, Any],
+) -> dict[Any, Any]:
+    if id(state) in memo:  # of one that shares it with an optimizer that it wraps
+        found: dict[Any, Any] = memo[id(state)]
+        return found
+    copied: dict[Any, Any] = defaultdict(dict)
+    memo[id(state)] = copied
+    for key, entry in state.items():
+        parameter = parameters.get(key) if isinstance(key, torch.Tensor) else None
+        if parameter is None or not isinstance(entry, dict):
+            copied[copy.deepcopy(key, memo)] = copy.deepcopy(entry, memo)
+            continue
+        copied[parameter] = {
+            name: torch.full_like(parameter, 0.1, dtype=value.dtype, requires_grad=False)
+            if has_elements(value, name, key)
+            else copy.deepcopy(value, memo)
+            for name, value in entry.items()
+        }
+    return copied
+
+
+def _has_shape_of(value: Any, _name: str, parameter: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim() > 0

@@ -157,7 +157,7 @@ class Strategy(Composable, CarriedPrecisions, StrategyHooks, StrategySteps, Stra
         Checks: STR-57.
         """
         raise UnsupportedCombinationError(
-            f"strategy {self.alias or type(self).__name__!r} can't let batch norms compute over the batches of all "
+            f"strategy {self.display_name!r} can't let batch norms compute over the batches of all "
             "ranks (sync_batchnorm=True): use one that has a replica in each process, such as 'ddp', or leave "
             "sync_batchnorm out"
         )

@@ -224,7 +224,7 @@ class DDPStrategy(DDPState):
             self.model.register_comm_hook(self.comm_state, self.comm_hook)
 
     def module_step(self, name: str) -> Callable[..., Any]:
-        if name != "training_step" or not self._is_automatic:
+        if name != "training_step" or not self.automatic_optimization:
             return super().module_step(name)
         return self.through_wrapper(getattr(self.module, name))
 
@@ -239,10 +239,6 @@ class DDPStrategy(DDPState):
 
         return call
 
-    @property
-    def _is_automatic(self) -> bool:
-        return bool(getattr(self.module, "automatic_optimization", True))
-
     def no_backward_sync(self) -> AbstractContextManager[Any] | None:
         # static_graph asserts inside torch when its first backward is under no_sync: averaging each time is correct too
         pauses = self.model is self.module or hasattr(self.model, "no_sync")  # what is bare now may be wrapped later
@@ -250,7 +246,7 @@ class DDPStrategy(DDPState):
 
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         late: list[torch.nn.Parameter] = []
-        if self._is_automatic and self._trained_others:
+        if self.automatic_optimization and self._trained_others:
             late = self._unfrozen_in_step()
         try:
             super().backward(loss, *args, **kwargs)

@@ -12,7 +12,7 @@ begins the message and is continued with "and"::
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -30,6 +30,7 @@ __all__ = [
     "check_disjoint_storage",
     "check_metric_schedulers",
     "check_no_closure",
+    "check_none_ignored",
     "check_one_optimizer",
     "check_optimized_parameters",
 ]
@@ -175,6 +176,37 @@ def check_disjoint_storage(
         for (_, end, name), (start, _, other) in pairwise(found):
             if start < end:
                 raise error(f"{reason}, and {name!r} and {other!r} are views of the same memory: {instead}")
+
+
+def check_none_ignored(
+    module: nn.Module,
+    optimizers: Iterable[Optimizer],
+    ignored: Collection[str],
+    reason: str,
+    instead: str = "take it out of the optimizer, or use strategy='ddp'",
+    *,
+    error: type[TorchhalError] = ModelError,
+) -> None:
+    """Raise an error for a parameter of an optimizer that each rank is to train by itself.
+
+    Args:
+        module: the whole model.
+        optimizers: all of them.
+        ignored: names of such parameters, as :meth:`.ParallelStrategy.parameters_to_ignore` returns them.
+        reason: why this strategy can't leave them to each rank.
+        instead: what to do, to end the message with.
+        error: the class of the error.
+
+    .. versionadded:: 0.2
+    """
+    stepped = {id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
+    named = module.named_parameters(remove_duplicate=False)
+    if found := [name for name, each in named if name in ignored and id(each) in stepped]:
+        names = ", ".join(map(repr, found[:_SHOWN]))
+        raise error(
+            f"{reason}, and each rank is to train {names} of {type(module).__name__} by itself, as "
+            f"DistributedDataParallel was told (_set_params_and_buffers_to_ignore_for_model): {instead}"
+        )
 
 
 def check_optimized_parameters(

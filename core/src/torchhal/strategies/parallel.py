@@ -435,6 +435,14 @@ class ParallelStrategy(Strategy):
             self.restore_module()
             raise DistributedError(difference)
 
+    @property
+    def automatic_optimization(self) -> bool:
+        """True unless the module steps its optimizers itself, by ``automatic_optimization = False``.
+
+        .. versionadded:: 0.2
+        """
+        return bool(getattr(self.module, "automatic_optimization", True))
+
     def parameters_to_ignore(self) -> Collection[str]:
         """Return names of the parameters that each rank trains by itself; :meth:`check_replicas` leaves them out."""
         return ()
@@ -463,7 +471,7 @@ class ParallelStrategy(Strategy):
         step: Callable[..., Any] = getattr(self.module, name)
         if name != "training_step" or self.model is self.module:
             return step
-        if not getattr(self.module, "automatic_optimization", True):
+        if not self.automatic_optimization:
             return step  # each manual_backward averages explicitly: its backward passes run inside the step
         return forward_through(self, self.module, step)
 

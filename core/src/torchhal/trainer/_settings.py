@@ -141,7 +141,7 @@ def _may_clip(run: RunSettings, name: str, value: Any) -> None:
 def _refuse_owned(run: RunSettings, name: str, value: Any) -> None:
     strategy = run.strategy
     raise ConfigurationError(
-        f"'{name}' can't become {value!r} any more: strategy {strategy.alias or type(strategy).__name__!r} has set up "
+        f"'{name}' can't become {value!r} any more: strategy {strategy.display_name!r} has set up "
         f"its steps with {getattr(run, name)!r}. Set it before fit, or in a setup hook"
     )
 

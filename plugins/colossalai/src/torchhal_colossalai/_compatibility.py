@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,17 +38,11 @@ def check_trainable(module: nn.Module, optimizers: Sequence[Optimizer], alias: s
     check_dense_gradients(module, divides, f"set it to False, or {_DDP}")
     check_disjoint_optimizers(module, optimizers, divides, f"give each to one optimizer, or {_DDP}")
     check_disjoint_storage(module, f"{divides}, in memory of its own", f"make them one parameter, or {_DDP}")
-    ignored = ignored_names(module)
     for optimizer in optimizers:
         check_no_closure(optimizer, divides, f"{_DDP}, or another optimizer", error=ConfigurationError)
         check_no_step_pre_hooks(module, optimizer, stage)
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
         for parameter in parameters:
-            if names.get(id(parameter)) in ignored:
-                raise ModelError(
-                    f"DistributedDataParallel is told to ignore {names[id(parameter)]!r} of {model}, which each rank "
-                    f"trains by itself, and {divides}: leave it out of the list, or use strategy='ddp'"
-                )
             if parameter.is_complex():
                 raise ModelError(
                     f"{names.get(id(parameter), 'a parameter')!r} of {model} is complex, and Colossal-AI's ZeRO "
@@ -81,12 +75,6 @@ def check_no_step_pre_hooks(module: Any, optimizer: Optimizer, stage: int) -> No
             f"{type(optimizer).__name__} of {type(module).__name__}, and it would never see a gradient, for at stage 2 "
             "each rank has a part of it: use Trainer(gradient_clip_val=...) to clip, stage 1, or strategy='ddp'"
         )
-
-
-def ignored_names(module: nn.Module) -> Collection[str]:
-    """Return names of the parameters and buffers that DistributedDataParallel is told to leave to each rank."""
-    names: Collection[str] = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
-    return names
 
 
 _OF_TORCH = (torch.optim.Adafactor, *((torch.optim.Muon,) if hasattr(torch.optim, "Muon") else ()))

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchhal.distributed import collectives
-from torchhal.errors import DistributedError, ModelError
+from torchhal.errors import ModelError
 
 _NO, _DENSE, _SPARSE = 0, 1, 2
 
@@ -23,8 +23,6 @@ class GradientReducer:
     """
 
     def __init__(self, strategy: Any) -> None:
-        self.paused = False
-        """True while gradients are accumulated, and not sent."""
         self._strategy = strategy
         assert strategy.module is not None
         self._module: nn.Module = strategy.module
@@ -67,14 +65,15 @@ class GradientReducer:
         newly_frozen = self._compare_trained()
         if newly_frozen and not frozen:  # with what an accumulation has given them, on this rank or on others
             self._send(newly_frozen, self._agreed([_kind(parameter) for parameter in newly_frozen]))
-        names = {parameter: name for name, parameter in self._module.named_parameters()}
+        ignored = strategy.parameters_to_ignore()
+        names = {parameter: name for name, parameter in self._module.named_parameters() if name not in ignored}
         parameters = [each for each in names if frozen or each.requires_grad]
         kinds = [_kind(parameter) for parameter in parameters]
         if frozen or strategy.find_unused_parameters:
             kinds = self._agreed(kinds)
         elif _NO in kinds:
             lacking = [names[each] for each, kind in zip(parameters, kinds, strict=True) if kind == _NO]
-            raise self._unused(lacking)
+            raise strategy.explain_unused(lacking)
         self._send(parameters, kinds)
 
     def _send(self, parameters: list[nn.Parameter], kinds: list[int]) -> None:
@@ -109,14 +108,6 @@ class GradientReducer:
         self._trained = now
         self._strategy.check_same_trained(changed)
         return [each for each in changed if not each.requires_grad]
-
-    def _unused(self, names: list[str]) -> DistributedError:
-        shown = ", ".join(map(repr, names[:8])) + (" and others" if len(names) > 8 else "")
-        return DistributedError(
-            f"the parameters {shown} were not used by training_step on rank {self._strategy.global_rank}, and the "
-            f"others wait for their gradients: use strategy={type(self._strategy).__name__}(find_unused_parameters="
-            "True), or freeze them with requires_grad_(False)"
-        )
 
     def check_unscaled(self, unscaled: set[int]) -> None:
         """Raise ModelError where a backward would add scaled gradients to unscaled ones that are in store."""

@@ -25,7 +25,7 @@ class _RefusedStrategy(ColossalAIStrategy):
         self._refuse("isn't driven by a Trainer yet", self.on_accelerators)
 
     def _refuse(self, what: str, why: str) -> NoReturn:
-        name = self.alias or type(self).__name__
+        name = self.display_name
         raise UnsupportedCombinationError(
             f"strategy {name!r}, the booster's plugin {self.default_plugin!r}, {what}: {why}. Use {self.instead}"
         )

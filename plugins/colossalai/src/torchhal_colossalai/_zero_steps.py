@@ -1,20 +1,17 @@
-"""Steps under Colossal-AI's ZeRO: buffers, gradients that are averaged and clipped, and the optimizer's step."""
+"""Steps under Colossal-AI's ZeRO: gradients that are averaged and clipped, and the optimizer's step."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from torchhal.distributed import collectives
-from torchhal.errors import DistributedError
-from torchhal.strategies import StepResult, find_difference
-from torchhal.strategies.sharded_optimizers import OptimizerTrials, deferred_step_hooks
+from torchhal.strategies import StepResult
+from torchhal.strategies.gradient_averaging import GradientAveragingStrategy
+from torchhal.strategies.sharded_optimizers import ShardedOptimizersStrategy, deferred_step_hooks
 from torchhal_colossalai import _compatibility as compatibility
 from torchhal_colossalai._base import ColossalAIStrategy
 from torchhal_colossalai._gradients import GradientReducer
@@ -22,30 +19,27 @@ from torchhal_colossalai._shard_state import divide_state
 from torchhal_colossalai._zero_engine import ZeroEngine
 
 
-class ZeroSteps(ColossalAIStrategy):
+class ZeroSteps(ColossalAIStrategy, ShardedOptimizersStrategy, GradientAveragingStrategy):
     """The part of :class:`.ColossalAIZeroStrategy` that runs steps with its engines."""
+
+    arguments_of_base: ClassVar[tuple[str, ...]] = ("find_unused_parameters",)
 
     def __init__(
         self,
         *,
         plugin: str | None = None,
         options: Mapping[str, Any] | None = None,
-        find_unused_parameters: bool = False,
         **arguments: Any,
     ) -> None:
         super().__init__(plugin=plugin, options=options, **arguments)
         self.stage: int = self.plugin_options.get("stage", 1)
-        self.find_unused_parameters = find_unused_parameters
         self.engines: dict[Optimizer, ZeroEngine] = {}
         """Colossal-AI's part of each optimizer, in a fit of several ranks; ``engine.zero`` is its own object."""
         self.boosted_module: Any = None
         """What the booster has returned for the module, as its methods for checkpoints take it."""
         self._reducer: GradientReducer | None = None
-        self._trials = OptimizerTrials()
-        self._steps: Counter[int] = Counter()
         self._unscaled: set[int] = set()
         self._lost_state = False
-        self._shares_buffers = True
 
     def _divide(self, optimizer: Optimizer) -> None:
         """Let Colossal-AI divide the parameters that the optimizer has now."""
@@ -66,47 +60,13 @@ class ZeroSteps(ColossalAIStrategy):
             if not engine.is_current():
                 self._divide(optimizer)
 
-    @property
-    def _is_automatic(self) -> bool:
-        return bool(getattr(self.module, "automatic_optimization", True))
-
-    # -- buffers ---------------------------------------------------------------------------------------------
-
-    def module_step(self, name: str) -> Callable[..., Any]:
-        step = super().module_step(name)
-        assert self.module is not None
-        if name != "training_step" or self._reducer is None or not self._is_automatic:
-            return step
-
-        def with_buffers(*args: Any) -> Any:
-            """Run the step with rank 0's buffers, when DistributedDataParallel would have sent them."""
-            if self._shares_buffers:
-                self._share_buffers()
-            output = step(*args)
-            self._shares_buffers = self._reducer is not None and not self._reducer.paused
-            return output
-
-        return with_buffers
-
-    def _share_buffers(self) -> None:
-        if self.module is None or self.world_size == 1:
-            return
-        ignored = compatibility.ignored_names(self.module)
-        # ``data``: a graph that has saved a buffer may still run backward, as under DistributedDataParallel
-        buffers = [buffer.data for name, buffer in self.module.named_buffers() if name not in ignored]
-        with self.guard("broadcast of the buffers"):
-            collectives.broadcast_tensors(buffers)
-
     # -- gradients -------------------------------------------------------------------------------------------
-
-    def no_backward_sync(self) -> AbstractContextManager[Any] | None:
-        return _Paused(self) if self.world_size > 1 else None
 
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         if self._reducer is not None and any(id(each) in self._unscaled for each in self.engines):
             self._reducer.check_unscaled(self._unscaled)
         super().backward(loss, *args, **kwargs)
-        if self._reducer is not None and not self._reducer.paused:
+        if self._reducer is not None and not self.averaging_is_paused:
             with self.guard("averaging of the gradients"):
                 self._reducer.reduce()
 
@@ -180,50 +140,14 @@ class ZeroSteps(ColossalAIStrategy):
         compatibility.check_no_step_pre_hooks(self.module, optimizer, self.stage)
         self.follow_parameters()
         self.unscale_gradients(optimizer)  # the same on all ranks, which come to the same decision
-        self._steps[id(optimizer)] = step = self._steps[id(optimizer)] + 1
-        if step & (step - 1) == 0:  # a power of two
-            self._check_alike_before_step(optimizer, step)
+        watched = self.before_step(optimizer)
         results: list[StepResult] = []
 
         def run_step() -> None:
             results.append(super(ZeroSteps, self).optimizer_step(optimizer, None))
 
         with deferred_step_hooks(optimizer):  # which see, and may change, whole parameters
-            with self._trials.before_step(optimizer), self.guard("sending of the updated parameters"):
+            with watched, self.guard("sending of the updated parameters"):
                 self.engines[optimizer].step(run_step)
             self._unscaled.discard(id(optimizer))
         return results[0]
-
-    def _check_alike_before_step(self, optimizer: Optimizer, step: int) -> None:
-        """Raise DistributedError, on every rank alike, where replicas of a parameter or its gradient differ.
-
-        Something has written to them by what is in a rank's batch: the step would mix the elements of all ranks.
-        """
-        assert self.module is not None
-        own = {id(each) for each in self.engines[optimizer].parameters}
-        named = [(name, each) for name, each in self.module.named_parameters() if id(each) in own]
-        parts: list[tuple[str, Any, torch.Tensor]] = [(name, None, each) for name, each in named]
-        parts += [(f"the gradient of {name}", None, each.grad) for name, each in named if each.grad is not None]
-        with self.guard("comparison of the replicas"):
-            difference = find_difference(parts, f"before step {step} of its optimizer")
-        if difference:
-            raise DistributedError(difference)
-
-
-class _Paused:
-    """``no_backward_sync()``, which can be entered many times, inside of itself too."""
-
-    def __init__(self, strategy: ZeroSteps) -> None:
-        self.strategy = strategy
-        self.before: list[bool] = []
-
-    def __enter__(self) -> None:
-        reducer = self.strategy._reducer
-        self.before.append(reducer is not None and reducer.paused)
-        if reducer is not None:
-            reducer.paused = True
-
-    def __exit__(self, *exc_info: Any) -> None:
-        paused = self.before.pop()
-        if (reducer := self.strategy._reducer) is not None:
-            reducer.paused = paused

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -10,9 +10,8 @@ import torch
 from torch.optim import Optimizer
 
 from torchhal import rng
-from torchhal.errors import CheckpointError, CheckpointMismatchError
+from torchhal.errors import CheckpointError
 from torchhal.memory_estimate import MemoryEstimate, ModelMemory
-from torchhal.strategies.sharded_optimizers import OptimizerTrials, find_differing_settings
 from torchhal_colossalai import _compatibility as compatibility
 from torchhal_colossalai._gradients import GradientReducer
 from torchhal_colossalai._shard_state import gather_state, part_of_state
@@ -32,8 +31,6 @@ class ColossalAIZeroStrategy(ZeroSteps):
     """
 
     default_plugin: ClassVar[str] = "low_level_zero"
-    compares_replicas: ClassVar[bool] = True
-    synchronizes_batchnorms: ClassVar[bool] = True
 
     # -- life cycle ------------------------------------------------------------------------------------------
 
@@ -42,15 +39,6 @@ class ColossalAIZeroStrategy(ZeroSteps):
         self._lost_state = False
         if self.world_size == 1 or not self.optimizers:
             return
-        assert self.module is not None
-        alias = self.alias or type(self).__name__
-        generators = rng.collect(self.accelerator, self.root_device)
-        try:
-            compatibility.check_trainable(self.module, self.optimizers, alias, self.stage)
-        finally:  # an optimizer that is tried may draw
-            rng.restore(generators, self.accelerator, self.root_device)
-        for optimizer in self.optimizers:
-            self._trials.add(optimizer, alias, self.accelerator, self.root_device)
         self.booster = self.make_booster(
             **{**self.plugin_options, "stage": self.stage}, precision="fp32", master_weights=False, cast_inputs=False,
             overlap_communication=False,
@@ -58,9 +46,14 @@ class ColossalAIZeroStrategy(ZeroSteps):
         for optimizer in self.optimizers:
             self._divide(optimizer)
         self._reducer = GradientReducer(self)
-        # the backward passes of manual optimization are averaged after each
-        self._reducer.paused = not self._is_automatic
-        self._shares_buffers = True
+
+    def check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        assert self.module is not None
+        generators = rng.collect(self.accelerator, self.root_device)
+        try:
+            compatibility.check_trainable(self.module, optimizers, self.display_name, self.stage)
+        finally:  # an optimizer that is tried may draw
+            rng.restore(generators, self.accelerator, self.root_device)
 
     def restore_module(self) -> None:
         super().restore_module()
@@ -69,7 +62,6 @@ class ColossalAIZeroStrategy(ZeroSteps):
                 entries = gather_state(engine, keep=self.is_global_zero)
             engine.release(entries)
         self._forget_engines()
-        self._share_buffers()
 
     def release_model(self) -> None:
         super().release_model()
@@ -82,32 +74,9 @@ class ColossalAIZeroStrategy(ZeroSteps):
         if self._reducer is not None:
             self._reducer.release()
         self.engines, self.boosted_module, self._reducer = {}, None, None
-        self._trials = OptimizerTrials()
-        self._steps.clear()
         self._unscaled.clear()
 
-    def on_train_epoch_start(self) -> None:
-        self._check_settings()
-        super().on_train_epoch_start()
-
-    def check_replicas(self) -> None:
-        self._check_settings()
-        super().check_replicas()
-
-    def _check_settings(self) -> None:
-        """Raise DistributedError, on every rank alike, where optimizers step by other numbers than on other ranks."""
-        if not self.engines:
-            return
-        with self.guard("comparison of the optimizers' settings"):
-            error = find_differing_settings(self.optimizers, self.alias or "colossalai_zero1")
-        if error is not None:
-            raise error
-
     # -- state -----------------------------------------------------------------------------------------------
-
-    def module_state_dict(self) -> dict[str, Any]:
-        self._check_settings()
-        return super().module_state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """On rank 0 the whole state, as the undivided optimizer would give it; on the other ranks its groups alone."""
@@ -121,15 +90,6 @@ class ColossalAIZeroStrategy(ZeroSteps):
         state = super().optimizer_state(optimizer)
         with self.guard("gathering of the optimizer's state"):
             return {**state, "state": gather_state(engine, keep=self.is_global_zero)}
-
-    def check_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        super().check_optimizer_state(optimizer, state)
-        count = sum(len(group["params"]) for group in optimizer.param_groups)
-        if unknown := [index for index in state["state"] if not isinstance(index, int) or index >= count]:
-            raise CheckpointMismatchError(
-                f"the optimizer state belongs to another {type(optimizer).__name__}: it has parameter {unknown[0]}, "
-                f"and there are {count} here"
-            )
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         if (engine := self.engines.get(optimizer)) is None:

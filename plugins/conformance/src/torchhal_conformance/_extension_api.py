@@ -25,6 +25,7 @@ MODULES: Final[Mapping[str, tuple[str, ...]]] = {
         "torchhal.cluster",
         "torchhal.strategies",
         "torchhal.strategies.model_checks",
+        "torchhal.strategies.gradient_averaging",
         "torchhal.strategies.sharded_optimizers",
         "torchhal.launchers",
         "torchhal.memory_estimate",

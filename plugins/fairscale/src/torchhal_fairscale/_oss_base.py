@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,19 +10,18 @@ import torch
 from torch.optim import Optimizer
 
 from torchhal.distributed import collectives
-from torchhal.errors import CheckpointMismatchError, ConfigurationError, DistributedError
+from torchhal.errors import ConfigurationError
 from torchhal.memory_estimate import MemoryEstimate, ModelMemory
 from torchhal.plugin import Availability
-from torchhal.strategies import ParallelStrategy, StepResult, find_difference
+from torchhal.strategies import StepResult
 from torchhal.strategies.model_checks import check_disjoint_optimizers, check_disjoint_storage, check_no_closure
-from torchhal.strategies.sharded_optimizers import OptimizerTrials, deferred_step_hooks, find_differing_settings
+from torchhal.strategies.sharded_optimizers import ShardedOptimizersStrategy, deferred_step_hooks, largest_share
 from torchhal_fairscale import _sdk as sdk
 from torchhal_fairscale._activation_checkpointing import ActivationCheckpointing
-from torchhal_fairscale._compatibility import check_none_ignored
 from torchhal_fairscale._optimizer_shards import OptimizerShards
 
 
-class OSSBase(ParallelStrategy):
+class OSSBase(ShardedOptimizersStrategy):
     """One process per device, each of which steps the parameters that OSS gives it, and has their state alone.
 
     The user's optimizer object stays the one that schedulers, callbacks and the loops hold: only while it steps does it
@@ -44,11 +42,8 @@ class OSSBase(ParallelStrategy):
         self._checkpointing = ActivationCheckpointing(activation_checkpointing)
         super().__init__(**options)
         sdk.FAIRSCALE.check()
-        self._trials = OptimizerTrials()
         self._shards: dict[int, OptimizerShards] = {}
         """By the ``id`` of the optimizer; empty in a world of one."""
-        self._steps: Counter[int] = Counter()
-        """Of each optimizer."""
 
     # -- life cycle ------------------------------------------------------------------------------------------
 
@@ -59,25 +54,16 @@ class OSSBase(ParallelStrategy):
 
     def setup_model(self, *, training: bool = True) -> None:
         assert self.module is not None, "connect() comes first"
-        sdk.check_not_fully_sharded(self.module, self._name)
+        sdk.check_not_fully_sharded(self.module, self.display_name)
         if training and self.world_size > 1:
-            reason = f"strategy {self._name!r} puts parameters into buffers of fairscale's"
+            reason = f"strategy {self.display_name!r} puts parameters into buffers of fairscale's"
             check_disjoint_storage(self.module, reason)
         if training:
-            self._checkpointing.enable(self.module, self._name, self.root_device.type)
+            self._checkpointing.enable(self.module, self.display_name, self.root_device.type)
         super().setup_model(training=training)
 
     def setup_optimizers(self, optimizers: Sequence[Optimizer], lr_scheduler_configs: Sequence[Any] = ()) -> None:
-        assert self.module is not None
-        self._trials, self._steps, self._shards = OptimizerTrials(), Counter(), {}
-        if self.world_size > 1:
-            reason = f"strategy {self._name!r} divides the optimizer among the ranks"
-            check_disjoint_optimizers(self.module, optimizers, reason)
-            check_none_ignored(self.module, optimizers, self._name)
-            for optimizer in optimizers:
-                instead = "use strategy='ddp', or another optimizer"
-                check_no_closure(optimizer, reason, instead, error=ConfigurationError)
-                self._trials.add(optimizer, self._name, self.accelerator, self.root_device)
+        self._shards = {}
         super().setup_optimizers(optimizers, lr_scheduler_configs)
         if self.world_size > 1:
             self._shards = {id(each): OptimizerShards(each, self.global_rank) for each in self.optimizers}
@@ -85,9 +71,12 @@ class OSSBase(ParallelStrategy):
                 for shards in self._shards.values():
                     shards.bring_state(self.root_device)
 
-    @property
-    def _name(self) -> str:
-        return self.alias or type(self).__name__
+    def check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        assert self.module is not None
+        reason = f"strategy {self.display_name!r} divides the optimizer among the ranks"
+        check_disjoint_optimizers(self.module, optimizers, reason)
+        for optimizer in optimizers:
+            check_no_closure(optimizer, reason, "use strategy='ddp', or another optimizer", error=ConfigurationError)
 
     def restore_module(self) -> None:
         super().restore_module()
@@ -97,58 +86,10 @@ class OSSBase(ParallelStrategy):
         super().release_model()
         self._release_shards()
         self._checkpointing.disable()
-        self._trials = OptimizerTrials()  # without the copies of the optimizers
 
     def _release_shards(self) -> None:
         for each in self._shards.values():
             each.release()
-
-    # -- the ranks compare -----------------------------------------------------------------------------------
-
-    def on_train_epoch_start(self) -> None:
-        self._check_settings()
-        super().on_train_epoch_start()
-
-    def check_replicas(self) -> None:
-        self._check_settings()
-        super().check_replicas()
-
-    def module_state_dict(self) -> dict[str, Any]:
-        self._check_settings()
-        return super().module_state_dict()
-
-    def _check_settings(self) -> None:
-        """Raise DistributedError, on every rank alike, where optimizers step by other numbers than on other ranks."""
-        if self.world_size == 1 or not self.is_set_up or not self.optimizers:
-            return
-        with self.guard("comparison of the optimizers' settings"):
-            error = find_differing_settings(self.optimizers, self._name)
-        if error is not None:
-            raise error
-
-    def _check_alike_before_step(self, shards: OptimizerShards, step: int) -> None:
-        """Raise DistributedError, on every rank alike, where replicas of a parameter or its gradient differ.
-
-        Something has written to them by what is in a rank's batch: the step would send one rank's values over those of
-        the others.
-        """
-        assert self.module is not None
-        ignored = set(self.parameters_to_ignore())
-        parts: list[tuple[str, Any, torch.Tensor]] = []
-        for name, each in self.module.named_parameters():
-            if each in shards.owner and name not in ignored:
-                parts.append((name, None, each))
-                if self.has_all_gradients and each.grad is not None and each.grad.layout is torch.strided:
-                    parts.append((f"the gradient of {name}", None, each.grad))
-        with self.guard("comparison of the replicas"):
-            difference = find_difference(parts, f"before step {step} of its optimizer")
-        if difference:
-            raise DistributedError(difference)
-
-    @property
-    def has_all_gradients(self) -> bool:
-        """True if every rank has the averaged gradients of all parameters before a step."""
-        return True
 
     # -- steps -----------------------------------------------------------------------------------------------
 
@@ -158,11 +99,8 @@ class OSSBase(ParallelStrategy):
             return super().optimizer_step(optimizer, closure)
         if closure is None:
             self.unscale_gradients(optimizer)  # over all parameters: every rank must come to the same decision
-        self._steps[id(optimizer)] = step = self._steps[id(optimizer)] + 1
-        if step & (step - 1) == 0:  # a power of two
-            self._check_alike_before_step(shards, step)
         result = StepResult.of(False)
-        watched = self._trials.before_step(optimizer, with_closure=closure is not None)
+        watched = self.before_step(optimizer, with_closure=closure is not None)
         evaluate = None if closure is None else lambda: shards.evaluate(closure_unscaled)
 
         def closure_unscaled() -> Any:
@@ -190,11 +128,7 @@ class OSSBase(ParallelStrategy):
             for optimizer in model.optimizers
             for parameter, rank in estimated_owners(optimizer, world_size).items()
         }
-        load = [0] * world_size
-        for entry in model.parameters:
-            if entry.parameter in rank_of:
-                load[rank_of[entry.parameter]] += entry.parts()[2]
-        return replace(whole, optimizer=max(load))
+        return replace(whole, optimizer=largest_share(model, rank_of, world_size))
 
     # -- state -----------------------------------------------------------------------------------------------
 
@@ -209,16 +143,6 @@ class OSSBase(ParallelStrategy):
             return state
         with self.guard("gathering of the optimizer's state"):
             return {**state, "state": shards.gathered_state(state["state"], self.root_device)}
-
-    def check_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        super().check_optimizer_state(optimizer, state)
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        unknown = [index for index in state["state"] if not isinstance(index, int) or index >= len(parameters)]
-        if unknown:
-            raise CheckpointMismatchError(
-                f"the optimizer state belongs to another {type(optimizer).__name__}: it has parameter {unknown[0]}, "
-                f"and there are {len(parameters)} here"
-            )
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         shards = self._shards.get(id(optimizer))

@@ -92,15 +92,16 @@ class FairscalePipeStrategy(SingleDeviceStrategy):
         super().check_fit(composition)
         if composition.num_nodes is not None and composition.num_nodes > 1:
             raise UnsupportedCombinationError(
-                f"strategy {self._name!r} drives the devices of one node from one process (got num_nodes="
+                f"strategy {self.display_name!r} drives the devices of one node from one process (got num_nodes="
                 f"{composition.num_nodes}): use strategy='pipeline' or 'hybrid' of torchhal-parallel"
             )
         environment = composition.cluster_environment
         outside = environment is not None and environment.creates_processes_externally and environment.world_size() > 1
         if outside or launched_by() is not None:
             raise UnsupportedCombinationError(
-                f"strategy {self._name!r} drives all devices from one process, but this is one of several that were "
-                "started, each of which would train by itself: start the script once, or use strategy='pipeline'"
+                f"strategy {self.display_name!r} drives all devices from one process, but this is one of several "
+                "that were started, each of which would train by itself: start the script once, or use "
+                "strategy='pipeline'"
             )
 
     def num_local_processes(self, num_devices: int) -> int:
@@ -113,22 +114,18 @@ class FairscalePipeStrategy(SingleDeviceStrategy):
                 self.accelerator.setup_device(device)
         super().setup_environment()
 
-    @property
-    def _name(self) -> str:
-        return self.alias or type(self).__name__
-
     def setup_model(self, *, training: bool = True) -> None:
         assert self.module is not None, "connect() comes first"
-        sdk.check_not_fully_sharded(self.module, self._name)
+        sdk.check_not_fully_sharded(self.module, self.display_name)
         self._remove()
         self._compared = not training
-        found = find_layers(self.module, self.layers, self._name, required=len(self.devices) > 1)
+        found = find_layers(self.module, self.layers, self.display_name, required=len(self.devices) > 1)
         if found is not None:
             name, layers = found
             if has_other_forward(layers):
                 raise ModelError(f"{name!r} has a forward of its own on the object, which Pipe would leave out")
             if training:
-                check_no_batch_statistics(layers, self._num_chunks, self.checkpoint, self._name)
+                check_no_batch_statistics(layers, self._num_chunks, self.checkpoint, self.display_name)
             self._piped = layers
         super().setup_model(training=training)
 
@@ -155,7 +152,7 @@ class FairscalePipeStrategy(SingleDeviceStrategy):
         devices = list(self.devices) or [self.root_device]
         if len(layers) < len(devices):
             raise ConfigurationError(
-                f"strategy {self._name!r} can't give {len(layers)} layers to {len(devices)} devices: use fewer"
+                f"strategy {self.display_name!r} can't give {len(layers)} layers to {len(devices)} devices: use fewer"
             )
         sizes = [sum(each.numel() for each in layer.parameters()) for layer in layers]
         balance = list(self.balance) if self.balance is not None else balanced(sizes, len(devices))
@@ -227,7 +224,7 @@ class FairscalePipeStrategy(SingleDeviceStrategy):
             divided, recomputed = self._num_chunks > 1, self._recomputes
             if divided or recomputed:
                 comparison = PipeComparison(
-                    layers, pipe, alias=self._name, accelerator=self.accelerator, home=self.root_device
+                    layers, pipe, alias=self.display_name, accelerator=self.accelerator, home=self.root_device
                 )
                 comparison.run(input, divided=divided, recomputed=recomputed)
         try:
@@ -239,13 +236,13 @@ class FairscalePipeStrategy(SingleDeviceStrategy):
         tensors = input if isinstance(input, tuple) else (input,)
         if not all(isinstance(each, torch.Tensor) and each.dim() for each in tensors):
             raise ModelError(
-                f"strategy {self._name!r} divides what the layers are called with along its first dimension: call them "
-                "with a tensor, or a tuple of tensors"
+                f"strategy {self.display_name!r} divides what the layers are called with along its first dimension: "
+                "call them with a tensor, or a tuple of tensors"
             )
         if len({len(each) for each in tensors}) > 1:  # Pipe would leave out the micro-batches that one hasn't got
             raise ModelError(
-                f"strategy {self._name!r} divides a batch along the first dimension, and the layers were called with "
-                f"tensors of {', '.join(str(len(each)) for each in tensors)} samples: expand what belongs to all"
+                f"strategy {self.display_name!r} divides a batch along the first dimension, and the layers were called "
+                f"with tensors of {', '.join(str(len(each)) for each in tensors)} samples: expand what belongs to all"
             )
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,9 +12,10 @@ from torch.optim import Optimizer
 
 from torchhal.capabilities import LOSS_SCALING
 from torchhal.distributed import collectives
-from torchhal.errors import ConfigurationError, DistributedError, ModelError
+from torchhal.errors import ModelError
 from torchhal.memory_estimate import MemoryEstimate, ModelMemory
-from torchhal.strategies import StepResult, forward_through
+from torchhal.strategies import StepResult
+from torchhal.strategies.gradient_averaging import GradientAveragingStrategy
 from torchhal.strategies.model_checks import check_dense_gradients
 from torchhal_fairscale._compatibility import check_no_own_clipping, check_no_step_hooks
 from torchhal_fairscale._gradient_norm import clip_by_norm, total_norm
@@ -23,7 +23,7 @@ from torchhal_fairscale._gradient_reduction import GradientReduction
 from torchhal_fairscale._oss_base import OSSBase
 
 
-class FairscaleSDPStrategy(OSSBase):
+class FairscaleSDPStrategy(OSSBase, GradientAveragingStrategy):
     """``fairscale.nn.ShardedDataParallel`` with ``fairscale.optim.OSS``: ZeRO stage 2, of which the weights stay whole.
 
     Between backward and step only the rank that steps a parameter has its gradient; the others have None. Clipping and
@@ -44,18 +44,11 @@ class FairscaleSDPStrategy(OSSBase):
     """
 
     lacks: frozenset[str] = frozenset({LOSS_SCALING})  # each rank would judge by the gradients of its own share
-    compares_replicas: ClassVar[bool] = True
-    synchronizes_batchnorms: ClassVar[bool] = True
 
-    def __init__(self, *, find_unused_parameters: bool = False, **options: Any) -> None:
-        if not isinstance(find_unused_parameters, bool):
-            raise ConfigurationError(f"'find_unused_parameters' must be a bool (got {find_unused_parameters!r})")
+    def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.find_unused_parameters = find_unused_parameters
         self._reduction: GradientReduction | None = None
         self._known_parts = 0
-        self._shares_buffers = True
-        """True if the next training step begins with rank 0's buffers."""
         self._reduced: set[int] = set()
         """Optimizers whose gradients are on their owners alone."""
 
@@ -63,22 +56,21 @@ class FairscaleSDPStrategy(OSSBase):
 
     def setup_optimizers(self, optimizers: Sequence[Optimizer], lr_scheduler_configs: Sequence[Any] = ()) -> None:
         assert self.module is not None
-        if self.world_size > 1 and self._is_automatic:
-            reason = f"strategy {self._name!r} reduces dense gradients"
+        if self.world_size > 1 and self.automatic_optimization:
+            reason = f"strategy {self.display_name!r} reduces dense gradients"
             check_dense_gradients(self.module, reason, "set it to False, or use strategy='fairscale_oss'")
-            check_no_own_clipping(self.module, self._name)
+            check_no_own_clipping(self.module, self.display_name)
             for optimizer in optimizers:
-                check_no_step_hooks(optimizer, self._name)
+                check_no_step_hooks(optimizer, self.display_name)
         super().setup_optimizers(optimizers, lr_scheduler_configs)
-        self._shares_buffers, self._reduced = True, set()
+        self._reduced = set()
         self._wrap()
 
     def _wrap(self) -> None:
         """Put ShardedDataParallel around the model; it knows the parameters that the OSS objects have now."""
-        paused = self._reduction is not None and self._reduction.is_paused
         self._unwrap()
         parts = [part for shards in self._shards.values() for part in shards.parts]
-        if not parts or not self._is_automatic:
+        if not parts or not self.automatic_optimization:
             return
         assert self.module is not None
         self._known_parts = len(parts)
@@ -88,9 +80,8 @@ class FairscaleSDPStrategy(OSSBase):
             finds_unused=self.find_unused_parameters,
             device=self.root_device,
             names={parameter: name for name, parameter in self.module.named_parameters()},
-            explain_unused=self._unused,
+            explain_unused=self.explain_unused,
         )
-        self._reduction.is_paused = paused
         self.model = self._reduction.wrapper
 
     def _unwrap(self) -> None:
@@ -100,46 +91,28 @@ class FairscaleSDPStrategy(OSSBase):
             if self.model is reduction.wrapper:
                 self.model = reduction.wrapper.module
 
-    @property
-    def _is_automatic(self) -> bool:
-        return bool(getattr(self.module, "automatic_optimization", True))
-
     def restore_module(self) -> None:
         self._unwrap()
         super().restore_module()
-        self._share_buffers()
 
     def release_model(self) -> None:
         self._unwrap()
         super().release_model()
 
-    def _share_buffers(self) -> None:
-        if self.module is not None and self.world_size > 1:
-            with self.guard("broadcast of the buffers"):
-                # ``data``: a graph that has saved a buffer may still run backward, as under DistributedDataParallel
-                collectives.broadcast_tensors([buffer.data for buffer in self.module.buffers()])
-
     # -- steps -----------------------------------------------------------------------------------------------
 
     def module_step(self, name: str) -> Callable[..., Any]:
-        step: Callable[..., Any] = getattr(self.module, name)
+        step = super().module_step(name)
         if name != "training_step" or self._reduction is None:
-            return super().module_step(name)
-        through = forward_through(self, self.module, step)
+            return step
 
-        def call(*args: Any) -> Any:
-            """Run the step with rank 0's buffers, unless the one before it was in an accumulation.
-
-            When is as in DistributedDataParallel's forward (``require_forward_param_sync``).
-            """
+        def of_what_is_trained(*args: Any) -> Any:
             self._follow()
-            if self._shares_buffers:
-                self._share_buffers()
-            output = through(*args)
-            self._shares_buffers = self._reduction is not None and not self._reduction.is_paused
-            return output
+            assert self._reduction is not None
+            self._reduction.is_paused = self.averaging_is_paused
+            return step(*args)
 
-        return call
+        return of_what_is_trained
 
     def _follow(self) -> None:
         """Reduce the gradients of what is trained now, if it was frozen, unfrozen or added since the last step."""
@@ -159,9 +132,6 @@ class FairscaleSDPStrategy(OSSBase):
             collectives.average_gradients(frozen, frozen=True)
         reduction.refresh()
 
-    def no_backward_sync(self) -> AbstractContextManager[Any] | None:
-        return _Paused(self) if self._reduction is not None else None
-
     def zero_grad(self, optimizer: Optimizer) -> None:
         self._reduced.discard(id(optimizer))
         super().zero_grad(optimizer)
@@ -171,6 +141,7 @@ class FairscaleSDPStrategy(OSSBase):
         if reduction is None:
             super().backward(loss, *args, **kwargs)
             return
+        reduction.is_paused = self.averaging_is_paused
         if self._reduced:
             self._send_reduced_to_all()
         late = [] if reduction.is_paused else self._unfrozen_in_step(reduction)
@@ -199,7 +170,7 @@ class FairscaleSDPStrategy(OSSBase):
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
         if self._reduction is not None:
-            check_no_step_hooks(optimizer, self._name)  # a callback may have registered one since
+            check_no_step_hooks(optimizer, self.display_name)  # a callback may have registered one since
         return super().optimizer_step(optimizer, closure)
 
     @property
@@ -267,30 +238,3 @@ class FairscaleSDPStrategy(OSSBase):
             whole.plus(whole.gradients, "backward holds a gradient until it has travelled"),
             gradients=-(-whole.gradients // world_size),
         )
-
-    def _unused(self, names: Sequence[str]) -> DistributedError:
-        shown = ", ".join(map(repr, names[:8])) + (" and others" if len(names) > 8 else "")
-        return DistributedError(
-            f"the parameters {shown} were not used by training_step on rank {self.global_rank}, and the others wait "
-            f"for their gradients: use strategy={type(self).__name__}(find_unused_parameters=True), or freeze them "
-            "with requires_grad_(False)"
-        )
-
-
-class _Paused:
-    """``no_backward_sync()``, which can be entered many times, inside of itself too."""
-
-    def __init__(self, strategy: FairscaleSDPStrategy) -> None:
-        self.strategy = strategy
-        self.before: list[bool] = []
-
-    def __enter__(self) -> None:
-        reduction = self.strategy._reduction
-        self.before.append(reduction is not None and reduction.is_paused)
-        if reduction is not None:
-            reduction.is_paused = True
-
-    def __exit__(self, *exc_info: Any) -> None:
-        paused = self.before.pop()
-        if (reduction := self.strategy._reduction) is not None:
-            reduction.is_paused = paused

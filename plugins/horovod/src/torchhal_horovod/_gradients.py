@@ -39,6 +39,8 @@ class GradientAverager:
     Args:
         hvd: ``horovod.torch``.
         module: whose parameters have the same names on all ranks.
+        ignored: names of parameters whose gradients stay each rank's own.
+        is_paused: returns True while gradients are accumulated, and not sent.
         devices: types of the devices whose tensors Horovod takes; those of others travel through host memory.
         compressed: send float32 as float16.
         finds_unused: parameters may lack a gradient, on some ranks or on all.
@@ -52,6 +54,8 @@ class GradientAverager:
         hvd: Any,
         module: nn.Module,
         *,
+        ignored: Collection[str],
+        is_paused: Callable[[], bool],
         devices: Collection[str],
         compressed: bool,
         finds_unused: bool,
@@ -59,10 +63,10 @@ class GradientAverager:
         guard: Callable[[str], AbstractContextManager[None]],
         explain_unused: Callable[[Sequence[str]], Exception],
     ) -> None:
-        self.paused = False
-        """True while gradients are accumulated, and not sent."""
         self._hvd = hvd
         self._module = module
+        self._ignored = frozenset(ignored)
+        self._is_paused = is_paused
         self._devices = devices
         self._share = 1 / hvd.size()
         """The factor of each rank's gradient in the average."""
@@ -82,7 +86,8 @@ class GradientAverager:
         What is unfrozen later is averaged too, only not while backward runs.
         """
         self.remove()
-        self._names = {parameter: name for name, parameter in self._module.named_parameters()}
+        named = self._module.named_parameters()
+        self._names = {parameter: name for name, parameter in named if name not in self._ignored}
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
             for parameter in self._names
@@ -97,7 +102,7 @@ class GradientAverager:
         self._messages.clear()
 
     def _accumulated(self, parameter: nn.Parameter) -> None:
-        if self.paused or parameter.grad is None or parameter.grad.is_sparse:
+        if self._is_paused() or parameter.grad is None or parameter.grad.is_sparse:
             return
         if parameter in self._messages:
             raise DistributedError(

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from torchhal.distributed import collectives
 from torchhal.distributed.stores import Store
-from torchhal.errors import ConfigurationError, DistributedError
+from torchhal.errors import ConfigurationError
 from torchhal.plugin import Availability
-from torchhal.strategies import ParallelStrategy
+from torchhal.strategies.gradient_averaging import GradientAveragingStrategy
 from torchhal_horovod import _sdk as sdk
 from torchhal_horovod._gradients import GradientAverager
 from torchhal_horovod._session import Session
@@ -21,7 +19,7 @@ from torchhal_horovod._session import Session
 _COMPRESSIONS = (None, "fp16")
 
 
-class HorovodStrategy(ParallelStrategy):
+class HorovodStrategy(GradientAveragingStrategy):
     """One process per device; Horovod averages gradients, torch's process group does everything else.
 
     The processes may be started by ``horovodrun``, torchrun, MPI, Slurm, or by torchhal itself: rank 0 serves the
@@ -35,33 +33,25 @@ class HorovodStrategy(ParallelStrategy):
         find_unused_parameters: allow parameters that a step does not use, at the cost of one more message per step.
             One that no rank uses keeps no gradient.
         options: ``start_method``, ``process_group_backend``, ``timeout`` and the parts, as in
-            :class:`ParallelStrategy`.
+            :class:`.ParallelStrategy`.
 
     Raises:
         ConfigurationError: Horovod is missing or doesn't fit this torch; a value that can't be.
     """
 
-    compares_replicas: ClassVar[bool] = True
-    synchronizes_batchnorms: ClassVar[bool] = True
-
     @classmethod
     def availability(cls) -> Availability:
         return sdk.HOROVOD.availability()
 
-    def __init__(self, *, compression: str | None = None, find_unused_parameters: bool = False, **options: Any) -> None:
+    def __init__(self, *, compression: str | None = None, **options: Any) -> None:
         if compression not in _COMPRESSIONS:
             raise ConfigurationError(f"'compression' must be None or 'fp16' (got {compression!r})")
-        if not isinstance(find_unused_parameters, bool):
-            raise ConfigurationError(f"'find_unused_parameters' must be a bool (got {find_unused_parameters!r})")
         super().__init__(**options)
         sdk.HOROVOD.check()
         self.compression = compression
-        self.find_unused_parameters = find_unused_parameters
         self._session = Session()
         self._hvd: Any = None
         self._averager: GradientAverager | None = None
-        self._shares_buffers = True
-        """True if the next training step begins with rank 0's buffers."""
 
     @property
     def features(self) -> frozenset[str]:  # type: ignore[override]
@@ -85,28 +75,22 @@ class HorovodStrategy(ParallelStrategy):
         super().setup_optimizers(optimizers, lr_scheduler_configs)
         assert self.module is not None
         if self.world_size > 1:
-            self._shares_buffers = True
             self._averager = GradientAverager(
                 self._hvd,
                 self.module,
+                ignored=self.parameters_to_ignore(),
+                is_paused=lambda: self.averaging_is_paused,
                 devices=sdk.device_types(self._hvd),
                 compressed=self.compression == "fp16",
                 finds_unused=self.find_unused_parameters,
                 timeout=self.timeout.total_seconds(),
                 guard=self.guard,
-                explain_unused=self._unused,
+                explain_unused=self.explain_unused,
             )
-            # the backward passes of manual optimization are averaged after each
-            self._averager.paused = not self._is_automatic
-
-    @property
-    def _is_automatic(self) -> bool:
-        return bool(getattr(self.module, "automatic_optimization", True))
 
     def restore_module(self) -> None:
         super().restore_module()
         self._release()
-        self._share_buffers()
 
     def teardown(self) -> None:
         try:
@@ -128,36 +112,9 @@ class HorovodStrategy(ParallelStrategy):
         if self._averager is not None:
             self._averager.watch()  # parameters may have been replaced, frozen or unfrozen
 
-    def _share_buffers(self) -> None:
-        if self.module is not None and self.world_size > 1:
-            with self.guard("broadcast of the buffers"):
-                # ``data``: a graph that has saved a buffer may still run backward, as under DistributedDataParallel
-                collectives.broadcast_tensors([buffer.data for buffer in self.module.buffers()])
-
-    def module_step(self, name: str) -> Callable[..., Any]:
-        step = super().module_step(name)
-        if name != "training_step" or self.world_size == 1 or not self._is_automatic:
-            return step
-
-        def call(*args: Any) -> Any:
-            """Run the step with rank 0's buffers, unless the one before it was in an accumulation.
-
-            When is as in DistributedDataParallel's forward (``require_forward_param_sync``).
-            """
-            if self._shares_buffers:
-                self._share_buffers()
-            output = step(*args)
-            self._shares_buffers = self._averager is not None and not self._averager.paused
-            return output
-
-        return call
-
-    def no_backward_sync(self) -> AbstractContextManager[Any] | None:
-        return _Paused(self) if self.world_size > 1 else None
-
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         super().backward(loss, *args, **kwargs)
-        if self._averager is not None and not self._averager.paused:
+        if self._averager is not None and not self.averaging_is_paused:
             with self.guard("averaging of the gradients"):
                 self._averager.finish()
 
@@ -168,30 +125,3 @@ class HorovodStrategy(ParallelStrategy):
         with self.guard("averaging of the gradients"):
             self._averager.finish(frozen=True)
         self.gradients_synced = True
-
-    def _unused(self, names: Sequence[str]) -> DistributedError:
-        shown = ", ".join(map(repr, names[:8])) + (" and others" if len(names) > 8 else "")
-        return DistributedError(
-            f"the parameters {shown} were not used by training_step on rank {self.global_rank}, and the others wait "
-            f"for their gradients: use strategy={type(self).__name__}(find_unused_parameters=True), or freeze them "
-            "with requires_grad_(False)"
-        )
-
-
-class _Paused:
-    """``no_backward_sync()``, which can be entered many times, inside of itself too."""
-
-    def __init__(self, strategy: HorovodStrategy) -> None:
-        self.strategy = strategy
-        self.before: list[bool] = []
-
-    def __enter__(self) -> None:
-        averager = self.strategy._averager
-        self.before.append(averager is not None and averager.paused)
-        if averager is not None:
-            averager.paused = True
-
-    def __exit__(self, *exc_info: Any) -> None:
-        paused = self.before.pop()
-        if (averager := self.strategy._averager) is not None:
-            averager.paused = paused

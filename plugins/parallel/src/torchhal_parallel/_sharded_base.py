@@ -90,7 +90,7 @@ class ShardedStrategy(ParallelStrategy):
                 f"an earlier run that failed has left {type(self.module).__name__} in parts: build a new one, and "
                 "continue from a checkpoint"
             )
-        alias = self.alias or type(self).__name__
+        alias = self.display_name
         self._objects = ParameterObjects(self.module)
         self._snapshot = None if self.built_on_meta else ModuleSnapshot(self.module, self._objects)
         try:
@@ -138,7 +138,7 @@ class ShardedStrategy(ParallelStrategy):
     def _watch_replacement(self) -> None:
         assert self.module is not None
         if self.world_size > 1:
-            self._replaced = ReplacedParameters(self.module, self.alias or type(self).__name__)
+            self._replaced = ReplacedParameters(self.module, self.display_name)
 
     def _allow_replacement(self) -> None:
         if self._replaced is not None:
@@ -148,7 +148,7 @@ class ShardedStrategy(ParallelStrategy):
     def _check_references(self, *, through_optimizers: bool = False) -> None:
         assert self._objects is not None
         check_references(
-            self._takes_part(), self._objects, skip=(self, self.trainer), alias=self.alias or type(self).__name__,
+            self._takes_part(), self._objects, skip=(self, self.trainer), alias=self.display_name,
             through_optimizers=through_optimizers,
         )  # fmt: skip
 
@@ -175,7 +175,7 @@ class ShardedStrategy(ParallelStrategy):
     def setup_optimizers(self, optimizers: Sequence[Optimizer], lr_scheduler_configs: Sequence[Any] = ()) -> None:
         assert self.module is not None
         self._divided = set(self.module.parameters())
-        alias = self.alias or type(self).__name__
+        alias = self.display_name
         for optimizer in optimizers:
             check_own_parameters(optimizer, self._divided)
             if self.is_divided():
@@ -201,7 +201,7 @@ class ShardedStrategy(ParallelStrategy):
             if parameter.requires_grad and self._divided and parameter not in self._divided:
                 return ModelError(
                     f"{name!r} has come into {type(self.module).__name__} while it was trained, after the model was "
-                    f"divided among the ranks, and strategy {self.alias or type(self).__name__!r} would not train it: "
+                    f"divided among the ranks, and strategy {self.display_name!r} would not train it: "
                     "replace a layer before fit, or in configure_model"
                 )
         return None
@@ -255,7 +255,7 @@ class ShardedStrategy(ParallelStrategy):
         objects = self._objects
         found = explain_sharded(
             error,
-            alias=self.alias or type(self).__name__,
+            alias=self.display_name,
             model=type(self.module).__name__,
             replaced=None if objects is None else objects.replaced,
         )
@@ -273,7 +273,7 @@ class ShardedStrategy(ParallelStrategy):
             nonlocal called
             result = step(*args)
             if not called and self._objects is not None:
-                self._objects.check_unused(self.alias or type(self).__name__)
+                self._objects.check_unused(self.display_name)
                 called = True
             return result
 

@@ -318,7 +318,7 @@ class DDP2Strategy(BatchSplitStrategy, DDPStrategy):
 
     def module_step(self, name: str) -> Callable[..., Any]:
         step = self.in_parts(getattr(self.module, name), name)
-        if name != "training_step" or not self._is_automatic:
+        if name != "training_step" or not self.automatic_optimization:
             return step  # manual_backward averages: its backward passes run inside the step
         through = self.through_wrapper(step)
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -12,20 +11,19 @@ import torch
 from torch.optim import Optimizer
 
 from torchhal.distributed import collectives
-from torchhal.errors import CheckpointMismatchError, DistributedError, ModelError
 from torchhal.memory_estimate import MemoryEstimate, ModelMemory
-from torchhal.strategies import DDPStrategy, StepResult, find_difference
+from torchhal.strategies import DDPStrategy, StepResult
 from torchhal.strategies.sharded_optimizers import (
-    OptimizerTrials,
+    ShardedOptimizersStrategy,
     deferred_step_hooks,
-    find_differing_settings,
+    largest_share,
     with_parameters,
 )
 from torchhal_parallel._gathering import on_first_rank
 from torchhal_parallel._optimizer_checks import check_divisible
 
 
-class ZeRO1Strategy(DDPStrategy):
+class ZeRO1Strategy(ShardedOptimizersStrategy, DDPStrategy):
     """``DistributedDataParallel`` with the optimizer's work and state divided among the ranks.
 
     Each rank steps with whole parameters of about its share of the elements, then sends them to the others
@@ -40,30 +38,11 @@ class ZeRO1Strategy(DDPStrategy):
     """
 
     def setup_optimizers(self, optimizers: Sequence[Optimizer], lr_scheduler_configs: Sequence[Any] = ()) -> None:
-        self._trials = OptimizerTrials()
-        self._check_ignored(optimizers)
         for optimizer in optimizers:
             check_divisible(optimizer, self.alias or "zero1")
-            if self.world_size > 1:
-                self._trials.add(optimizer, self.alias or "zero1", self.accelerator, self.root_device)
         super().setup_optimizers(optimizers, lr_scheduler_configs)
         self._owners = [_owners(optimizer, self.world_size) for optimizer in self.optimizers]
         self._shares: dict[Optimizer, tuple[int, list[list[torch.Tensor]]]] = {}
-        self._steps: Counter[int] = Counter()
-        """Of each optimizer."""
-
-    def _check_ignored(self, optimizers: Sequence[Optimizer]) -> None:
-        """Raise ModelError for a parameter of an optimizer that DistributedDataParallel is to ignore."""
-        assert self.module is not None
-        ignored = set(self.parameters_to_ignore())
-        names = {each: name for name, each in self.module.named_parameters() if name in ignored}
-        stepped = {each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
-        if self.world_size > 1 and (own := [name for each, name in names.items() if each in stepped]):
-            raise ModelError(
-                f"each rank trains {own[0]!r} by itself, as _ddp_params_and_buffers_to_ignore of "
-                f"{type(self.module).__name__} says, and strategy {self.alias or 'zero1'!r} lets one rank step each "
-                "parameter for all: use strategy='ddp', or take it out of the optimizer"
-            )
 
     def owner_of(self, optimizer: Optimizer) -> dict[torch.Tensor, int]:
         """Return the rank that steps each parameter."""
@@ -73,27 +52,6 @@ class ZeRO1Strategy(DDPStrategy):
             order = [p for group in optimizer.param_groups for p in group["params"] if p in added]
             owners |= {parameter: index % self.world_size for index, parameter in enumerate(order)}
         return owners
-
-    def on_train_epoch_start(self) -> None:
-        self._check_settings()
-        super().on_train_epoch_start()
-
-    def check_replicas(self) -> None:
-        self._check_settings()
-        super().check_replicas()
-
-    def module_state_dict(self) -> dict[str, Any]:
-        self._check_settings()
-        return super().module_state_dict()
-
-    def _check_settings(self) -> None:
-        """Raise DistributedError, on every rank alike, where optimizers step by other numbers than on other ranks."""
-        if self.world_size == 1 or not self.is_set_up or not self.optimizers:
-            return
-        with self.guard("comparison of the optimizers' settings"):
-            error = find_differing_settings(self.optimizers, self.alias or "zero1")
-        if error is not None:
-            raise error
 
     def only_mine(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """Give the optimizer this rank's parameters alone."""
@@ -109,10 +67,7 @@ class ZeRO1Strategy(DDPStrategy):
             self.unscale_gradients(optimizer)  # over all parameters: every rank must come to the same decision
         else:
             closure = self._with_all_parameters(optimizer, closure)
-        self._steps[id(optimizer)] = step = self._steps[id(optimizer)] + 1
-        if step & (step - 1) == 0:  # a power of two
-            self._check_alike_before_step(optimizer, step)
-        watched = self._trials.before_step(optimizer, with_closure=with_closure)
+        watched = self.before_step(optimizer, with_closure=with_closure)
         with deferred_step_hooks(optimizer):
             with self.only_mine(optimizer), watched:
                 result = super().optimizer_step(optimizer, closure)
@@ -136,24 +91,6 @@ class ZeRO1Strategy(DDPStrategy):
 
         return evaluate
 
-    def _check_alike_before_step(self, optimizer: Optimizer, step: int) -> None:
-        """Raise DistributedError, on every rank alike, where replicas of a parameter or its gradient differ.
-
-        Something has written to them by what is in a rank's batch: the step would send one rank's values over those of
-        the others.
-        """
-        assert self.module is not None
-        own, ignored = self.owner_of(optimizer), set(self.parameters_to_ignore())
-        named = [(name, each) for name, each in self.module.named_parameters() if each in own and name not in ignored]
-        parts: list[tuple[str, Any, torch.Tensor]] = [(name, None, each) for name, each in named]
-        for name, each in named:
-            if each.grad is not None and each.grad.layout is torch.strided:
-                parts.append((f"the gradient of {name}", None, each.grad))
-        with self.guard("comparison of the replicas"):
-            difference = find_difference(parts, f"before step {step} of its optimizer")
-        if difference:
-            raise DistributedError(difference)
-
     def _share(self, optimizer: Optimizer) -> None:
         owners = self.owner_of(optimizer)
         if self._shares.get(optimizer, (0,))[0] != len(owners):  # a group was added since, or nothing was sent yet
@@ -166,10 +103,6 @@ class ZeRO1Strategy(DDPStrategy):
             if moved := [each for each in parameters if each.requires_grad or each.grad is not None]:
                 collectives.broadcast_tensors(moved, src=rank)
 
-    def release_model(self) -> None:
-        super().release_model()
-        self._trials = OptimizerTrials()  # without the copies of the optimizers
-
     # -- memory ----------------------------------------------------------------------------------------------
 
     def memory_per_rank(self, model: ModelMemory, world_size: int) -> MemoryEstimate:
@@ -178,11 +111,7 @@ class ZeRO1Strategy(DDPStrategy):
         for optimizer in model.optimizers:
             check_divisible(optimizer, self.alias or "zero1")
             rank_of |= _owners(optimizer, world_size)
-        load = [0] * world_size
-        for entry in model.parameters:
-            if entry.parameter in rank_of:
-                load[rank_of[entry.parameter]] += entry.parts()[2]
-        return replace(whole, optimizer=max(load))
+        return replace(whole, optimizer=largest_share(model, rank_of, world_size))
 
     # -- state -----------------------------------------------------------------------------------------------
 
@@ -199,16 +128,6 @@ class ZeRO1Strategy(DDPStrategy):
             parts = on_first_rank(state["state"], self.root_device, name=what) or [state["state"]]
         entries = {index: entry for part in parts for index, entry in part.items()}
         return {**state, "state": dict(sorted(entries.items()))}
-
-    def check_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        super().check_optimizer_state(optimizer, state)
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        unknown = [index for index in state["state"] if not isinstance(index, int) or index >= len(parameters)]
-        if unknown:
-            raise CheckpointMismatchError(
-                f"the optimizer state belongs to another {type(optimizer).__name__}: it has parameter {unknown[0]}, "
-                f"and there are {len(parameters)} here"
-            )
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         self.check_optimizer_state(optimizer, state)

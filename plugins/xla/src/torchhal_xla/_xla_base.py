@@ -52,7 +52,7 @@ class LazyStrategy(Strategy):
 
         if runtime.is_spmd():
             raise ConfigurationError(
-                f"strategy {self.alias or type(self).__name__!r} can't run in a process in which SPMD is switched on "
+                f"strategy {self.display_name!r} can't run in a process in which SPMD is switched on "
                 "(by an earlier 'xla_spmd' or 'xla_fsdp', or by XLA_USE_SPMD), which torch_xla can't undo: start a "
                 "process of its own"
             )

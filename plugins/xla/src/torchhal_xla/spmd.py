@@ -48,7 +48,7 @@ class SPMDStrategy(LazyStrategy, SingleDeviceStrategy):
         started = environment.world_size() if environment is not None and num_nodes == 1 else num_nodes
         if started is not None and started > 1:
             raise UnsupportedCombinationError(
-                f"strategy {self.alias or type(self).__name__!r} drives the devices of one host from one process, but "
+                f"strategy {self.display_name!r} drives the devices of one host from one process, but "
                 f"{started} processes are asked for: use one, or strategy='xla' with a process per chip"
             )
 
@@ -73,7 +73,7 @@ class SPMDStrategy(LazyStrategy, SingleDeviceStrategy):
         runtime.use_spmd()
         if (processes := runtime.process_count()) > 1:
             raise UnsupportedCombinationError(
-                f"strategy {self.alias or type(self).__name__!r} drives the devices of one host, but this runtime "
+                f"strategy {self.display_name!r} drives the devices of one host, but this runtime "
                 f"spans {processes} processes: use strategy='xla'"
             )
         count = runtime.global_runtime_device_count()

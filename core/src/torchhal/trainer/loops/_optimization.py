@@ -173,7 +173,7 @@ class Optimization(RunPart[Run]):
         if self.owns_backward and (self.module_backward is not None or self.before_backward):
             name = "on_before_backward" if self.module_backward is None else "backward"
             raise ConfigurationError(
-                f"strategy {strategy.alias or type(strategy).__name__!r} runs the backward passes itself, so {name} of "
+                f"strategy {strategy.display_name!r} runs the backward passes itself, so {name} of "
                 f"{self.model_name} or of a callback can't be called: leave it out, or use another strategy"
             )
         self.module_zero_grad = module_hook(module, "optimizer_zero_grad")
