@@ -9,10 +9,8 @@ tenths of all steps: what they take where nothing else runs. Nothing here is a b
 
 import argparse
 import os
-import statistics
 import subprocess
 import sys
-import time
 
 STAGES = {
     "1": {"stage": 1},
@@ -21,60 +19,27 @@ STAGES = {
     "3": {"stage": 3},
     "3 offload": {"stage": 3, "offload_optimizer": "cpu", "offload_parameters": "cpu"},
 }
-WARM_UP = 10
 
 
 def worker(steps: int, rounds: int) -> None:
     import torch
-    from torch import nn
+    from step_model import QUIET, Clock, Model, Times, dataset, fastest
     from torch.nn import functional as F
-    from torch.utils.data import DataLoader, TensorDataset
+    from torch.utils.data import DataLoader
 
-    from torchhal import Callback, Trainer
+    from torchhal import Trainer
     from torchhal_deepspeed.strategy import DeepSpeedStrategy
 
     torch.set_num_threads(1)
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(6)))
-            self.head = nn.Linear(256, 1)
-
-        def forward(self, x):
-            return self.head(self.layers(x))
-
-        def training_step(self, batch, batch_idx):
-            return F.mse_loss(self(batch[0]), batch[1])
-
-        def configure_optimizers(self):
-            return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
-    data = TensorDataset(torch.randn(32 * (steps + WARM_UP), 256), torch.randn(32 * (steps + WARM_UP), 1))
-
-    class Times(Callback):
-        """From the start of one batch to that of the next."""
-
-        def __init__(self, times: list[float]) -> None:
-            self.times = times
-
-        def on_train_batch_start(self, trainer, module, batch, batch_idx):
-            now = time.perf_counter()
-            if batch_idx > WARM_UP:
-                self.times.append(now - self.last)
-            self.last = now
+    data = dataset(steps)
 
     def through_torchhal(options: dict, times: list[float]) -> None:
-        trainer = Trainer(
-            accelerator="cpu", strategy=DeepSpeedStrategy(**options), devices=2, max_epochs=1, callbacks=[Times(times)],
-            logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        )  # fmt: skip
+        trainer = Trainer(strategy=DeepSpeedStrategy(**options), callbacks=[Times(times)], **QUIET)
         trainer.fit(Model(), DataLoader(data, 16))
 
     def by_hand(options: dict, times: list[float]) -> None:
         """The same engine, with the configuration and over the communication that the strategy gives it."""
-        strategy = Trainer(accelerator="cpu", strategy=DeepSpeedStrategy(**options), devices=2, logger=False).strategy
+        strategy = Trainer(strategy=DeepSpeedStrategy(**options), **QUIET).strategy
         strategy.setup_environment()
         try:
             import deepspeed
@@ -85,12 +50,9 @@ def worker(steps: int, rounds: int) -> None:
                 dist_init_required=False,
             )  # fmt: skip
             sampler = torch.utils.data.DistributedSampler(data, **strategy.distributed_sampler_kwargs)
-            last = 0.0
+            clock = Clock(times)
             for index, (x, y) in enumerate(DataLoader(data, 16, sampler=sampler)):
-                now = time.perf_counter()
-                if index > WARM_UP:
-                    times.append(now - last)
-                last = now
+                clock.batch(index)
                 engine.backward(F.mse_loss(engine(x), y))
                 engine.step()
             engine.destroy()
@@ -104,7 +66,7 @@ def worker(steps: int, rounds: int) -> None:
             by_hand(options, raw)
             through_torchhal(options, ours)
         if os.environ["RANK"] == "0":
-            mine, theirs = (statistics.quantiles(times, n=10)[0] * 1e3 for times in (ours, raw))
+            mine, theirs = fastest(ours), fastest(raw)
             print(f"stage {name:10} {theirs:8.2f} ms by hand {mine:8.2f} ms {mine / theirs:6.3f}x", flush=True)
 
 

@@ -12,14 +12,11 @@ Nothing here is a bound.
 import argparse
 import gc
 import os
-import statistics
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-WARM_UP = 10
 
 
 def engines() -> dict[str, str]:
@@ -39,55 +36,22 @@ def engines() -> dict[str, str]:
 
 def worker(steps: int, rounds: int, aliases: list[str]) -> None:
     import torch
-    from torch import nn
+    from step_model import QUIET, Clock, Model, Times, dataset, fastest
     from torch.nn import functional as F
     from torch.nn.parallel import DistributedDataParallel
-    from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+    from torch.utils.data import DataLoader, DistributedSampler
 
-    from torchhal import Callback, Trainer
+    from torchhal import Trainer
     from torchhal.errors import TorchhalError
 
     torch.set_num_threads(1)
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(6)))
-            self.head = nn.Linear(256, 1)
-
-        def forward(self, x):
-            return self.head(self.layers(x))
-
-        def training_step(self, batch, batch_idx):
-            return F.mse_loss(self(batch[0]), batch[1])
-
-        def configure_optimizers(self):
-            return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
-    data = TensorDataset(torch.randn(32 * (steps + WARM_UP), 256), torch.randn(32 * (steps + WARM_UP), 1))
-
-    class Times(Callback):
-        """From the start of one batch to that of the next."""
-
-        def __init__(self, times: list[float]) -> None:
-            self.times = times
-
-        def on_train_batch_start(self, trainer, module, batch, batch_idx):
-            now = time.perf_counter()
-            if batch_idx > WARM_UP:
-                self.times.append(now - self.last)
-            self.last = now
+    data = dataset(steps)
 
     def through_torchhal(alias: str, times: list[float]) -> None:
-        trainer = Trainer(
-            accelerator="cpu", strategy=alias, devices=2, max_epochs=1, callbacks=[Times(times)], logger=False,
-            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        )  # fmt: skip
-        trainer.fit(Model(), DataLoader(data, 16))
+        Trainer(strategy=alias, callbacks=[Times(times)], **QUIET).fit(Model(), DataLoader(data, 16))
 
     def by_hand(times: list[float]) -> None:
-        strategy = Trainer(accelerator="cpu", strategy="ddp", devices=2, logger=False).strategy
+        strategy = Trainer(strategy="ddp", **QUIET).strategy
         strategy.setup_environment()  # the process group that the Trainer's runs have
         try:
             loop(DistributedSampler(data, **strategy.distributed_sampler_kwargs), times)
@@ -98,12 +62,9 @@ def worker(steps: int, rounds: int, aliases: list[str]) -> None:
     def loop(sampler: DistributedSampler, times: list[float]) -> None:
         module = Model()
         model, optimizer = DistributedDataParallel(module), module.configure_optimizers()
-        last = 0.0
+        clock = Clock(times)
         for index, (x, y) in enumerate(DataLoader(data, 16, sampler=sampler)):
-            now = time.perf_counter()
-            if index > WARM_UP:
-                times.append(now - last)
-            last = now
+            clock.batch(index)
             loss = F.mse_loss(model(x), y)
             optimizer.zero_grad()
             loss.backward()
@@ -120,9 +81,9 @@ def worker(steps: int, rounds: int, aliases: list[str]) -> None:
                 if os.environ["RANK"] == "0":
                     print(f"{alias:20} left out: {error}", flush=True)
     if os.environ["RANK"] == "0":
-        fastest = {name: statistics.quantiles(taken, n=10)[0] * 1e3 for name, taken in times.items()}
-        for name, taken in fastest.items():
-            print(f"{name:20} {taken:8.2f} ms {taken / fastest['by hand']:6.3f}x", flush=True)
+        raw = fastest(times["by hand"])
+        for name, taken in times.items():
+            print(f"{name:20} {fastest(taken):8.2f} ms {fastest(taken) / raw:6.3f}x", flush=True)
 
 
 def main() -> None:

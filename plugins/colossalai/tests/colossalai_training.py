@@ -158,6 +158,13 @@ class LossesInFloat(Perceptron):
         return F.cross_entropy(self(batch[0]).float(), batch[1])
 
 
+class InHalfPrecision(LossesInFloat):
+    """SGD with momentum: the eps of Adam is zero in float16."""
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
 class Sparse(Perceptron):
     def build(self):
         self.rows = nn.Embedding(8, 64, sparse=True)
@@ -289,7 +296,10 @@ class FrozenOnOneRank(Perceptron):
 
 
 MODELS = {name: cls for name, cls in vars().items() if isinstance(cls, type) and issubclass(cls, Perceptron)}
-MODELS["Convolution"] = Convolution
+MODELS |= {cls.__name__: cls for cls in (
+    Convolution, engine_training.Alternating, engine_training.FrozenInTheMiddle, engine_training.Manual,
+    engine_training.Unused,
+)}  # fmt: skip
 
 
 def save(strategy, folder, name="Perceptron", options=None):

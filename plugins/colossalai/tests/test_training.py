@@ -53,11 +53,11 @@ def test_equals_ddp_with(world2, strategy, options):
 
 
 @pytest.mark.parametrize("strategy", ALL)
-@pytest.mark.parametrize(("precision", "tolerance"), [("16-mixed", 0.0), ("bf16-true", 1e-2)])
+@pytest.mark.parametrize(("precision", "tolerance"), [("16-mixed", 0.0), ("16-true", 1e-3), ("bf16-true", 1e-2)])
 def test_half_precisions(world2, strategy, precision, tolerance):
     options = {"precision": precision, "gradient_clip_val": 0.5}
-    results = world2.run(training.train, strategy, "LossesInFloat", options)
-    same(results, world2.run(training.train, "ddp", "LossesInFloat", options), tolerance)
+    results = world2.run(training.train, strategy, "InHalfPrecision", options)
+    same(results, world2.run(training.train, "ddp", "InHalfPrecision", options), tolerance)
     assert torch.equal(results[0]["state"]["body.0.weight"], results[1]["state"]["body.0.weight"])
 
 

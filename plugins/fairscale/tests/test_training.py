@@ -129,8 +129,8 @@ def test_sparse_gradients_under_oss_equal_ddp(world2):
         ("sdp", "OwnClipping", "ModelError", "OwnClipping.configure_gradient_clipping would see a share"),
         ("sdp", "HookOfTheStep", "ModelError", "Adam has a hook before its step"),
         ("sdp", "HookOfALaterStep", "ModelError", "Adam has a hook before its step"),
-        ("oss", "Ignoring", "ModelError", "'body.0.weight' of Ignoring was given to DistributedDataParallel to ignore"),
-        ("sdp", "Ignoring", "ModelError", "'body.0.weight' of Ignoring was given to DistributedDataParallel to ignore"),
+        ("oss", "Ignoring", "ModelError", "each rank is to train 'body.0.weight' of Ignoring by itself"),
+        ("sdp", "Ignoring", "ModelError", "each rank is to train 'body.0.weight' of Ignoring by itself"),
         ("sdp_soon", "OtherOwners", "CollectiveTimeoutError", "reduction of the gradients"),
     ],
 )

@@ -54,7 +54,8 @@ def guard(what):
 def averager(module, hvd, *, compressed=False, timeout=60.0):
     return GradientAverager(
         hvd, module, devices=sdk.device_types(SimpleNamespace(nccl_built=lambda: 0)), compressed=compressed,
-        finds_unused=False, timeout=timeout, guard=guard, explain_unused=lambda names: ValueError(str(names)),
+        ignored=(), is_paused=lambda: False, finds_unused=False, timeout=timeout, guard=guard,
+        explain_unused=lambda names: ValueError(str(names)),
     )  # fmt: skip
 
 

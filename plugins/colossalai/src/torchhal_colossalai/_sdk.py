@@ -172,15 +172,21 @@ def _host_accelerator() -> Any:
 
 @contextmanager
 def unchecked_device() -> Iterator[None]:
-    """Let ZeRO's optimizer be made on a CPU inside: its check allows CUDA and NPU alone."""
-    from colossalai.zero.low_level.low_level_optim import LowLevelZeroOptimizer
+    """Let ZeRO's optimizer be made on a CPU inside: its check, and its loss scaler, allow CUDA and NPU alone.
 
-    check = LowLevelZeroOptimizer._sanity_checks
-    LowLevelZeroOptimizer._sanity_checks = lambda self: None  # what else it checks, torchhal has
+    It makes the scaler for weights in float16. The Trainer's precision scales the loss, where it is scaled.
+    """
+    from colossalai.zero.low_level import low_level_optim
+
+    optimizer = low_level_optim.LowLevelZeroOptimizer
+    check, scaler = optimizer._sanity_checks, low_level_optim.LowLevelZeroFP16MixedPrecisionMixin
+    optimizer._sanity_checks = lambda self: None  # what else it checks, torchhal has
+    low_level_optim.LowLevelZeroFP16MixedPrecisionMixin = lambda *args, **options: None
     try:
         yield
     finally:
-        LowLevelZeroOptimizer._sanity_checks = check
+        optimizer._sanity_checks = check
+        low_level_optim.LowLevelZeroFP16MixedPrecisionMixin = scaler
 
 
 @contextmanager
