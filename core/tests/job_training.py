@@ -1,6 +1,7 @@
 """What a script of ``job_processes`` trains: a small model for twelve short epochs.
 
-The script is called with a folder and options: ``slow``, ``fails`` (rank 1, in its third batch), ``ckpt=PATH``,
+The script is called with a folder and options: ``slow``, ``fails`` (rank 1, in its third batch), ``unused`` (the first
+layer, on rank 1 in its third batch), ``ckpt=PATH``,
 ``devices=N``, ``nodes=N``, ``timeout=S``, and what else it reads of :data:`OPTIONS` itself.
 """
 
@@ -36,6 +37,8 @@ class Net(torchhal.Module):
         if "fails" in OPTIONS and batch_idx == 2 and self.trainer.global_rank == 1:
             raise ValueError("the cause")
         x, y = batch
+        if "unused" in OPTIONS and batch_idx == 2 and self.trainer.global_rank == 1:
+            return F.mse_loss(self.body[1:](x.repeat(1, 2)), y)
         return F.mse_loss(self.body(x), y)
 
     def configure_optimizers(self):

@@ -84,6 +84,33 @@ def test_manual_optimization_averages_after_each_backward(world2):
     same(world2.run(fit, "own", Manual), world2.run(fit, "ddp", Manual))
 
 
+class TwoPasses(Perceptron):
+    """Its backward runs twice through the graph of a step, half of the loss each time."""
+
+    def backward(self, loss):
+        (loss / 2).backward(retain_graph=True)
+        (loss / 2).backward()
+
+
+class TwoPassesOfTheStrategy(TwoPasses):
+    def backward(self, loss):
+        self.trainer.strategy.backward(loss / 2, retain_graph=True)
+        self.trainer.strategy.backward(loss / 2)
+
+
+@pytest.mark.parametrize("model", [TwoPasses, TwoPassesOfTheStrategy])
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_several_passes_through_one_graph(world2, kind, model, accumulate):
+    """DistributedDataParallel averages what the first computes, and no more (torch 2.13)."""
+    options = {"accumulate_grad_batches": accumulate}
+    for mine, reference in zip(
+        world2.run(fit, kind, model, options), world2.run(fit, "ddp", Perceptron, options), strict=True
+    ):
+        for name, value in reference["state"].items():
+            assert torch.allclose(mine["state"][name], value, rtol=1e-4, atol=1e-5), name
+
+
 def unused(allowed):
     return engine_training.error_of(fit, "own", Unused, find_unused_parameters=allowed)
 

@@ -201,3 +201,19 @@ def test_a_copy_shares_nothing_with_the_optimizer():
     assert all(map(torch.equal, layer.parameters(), before)) and all(each.abs().sum() > 0 for each in own.values())
     assert [float(each["step"]) for each in optimizer.state.values()] == [1.0, 1.0]
     assert [float(each["step"]) for each in copied.state.values()] == [2.0, 2.0]
+
+
+class BelowAThreshold(torch.optim.SGD):
+    """Takes smaller steps where the norm of all gradients is small."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        parameters = [each for group in self.param_groups for each in group["params"]]
+        norm = torch.stack([each.grad.norm() for each in parameters]).norm()
+        for each in parameters:
+            each.sub_(each.grad * (0.1 if norm < 1.5 else 1.0), alpha=0.1)
+
+
+def test_a_threshold_of_the_norm_is_found():
+    with pytest.raises(ConfigurationError, match="BelowAThreshold looks at all of them together"):
+        check_separable(BelowAThreshold(nn.Linear(3, 2).parameters()), "zero1", CPUAccelerator(), torch.device("cpu"))

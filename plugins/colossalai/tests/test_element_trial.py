@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from torchhal.accelerators import CPUAccelerator
 from torchhal.errors import ConfigurationError
 from torchhal_colossalai._compatibility import check_elements
-from torchhal_colossalai._element_trial import steps_elements
 
 
 class ByElements(torch.optim.SGD):
@@ -50,6 +50,10 @@ class Rows(torch.optim.SGD):
                         each.add_(centred, alpha=-group["lr"])
 
 
+def tried(optimizer):
+    return check_elements(optimizer, "colossalai_zero1", CPUAccelerator(), torch.device("cpu"))
+
+
 def layer(*, dtype=torch.float32):
     module = nn.Conv2d(2, 3, 2, dtype=dtype)
     module.scale = nn.Parameter(torch.tensor(1.5, dtype=dtype))
@@ -75,7 +79,7 @@ def test_the_users_objects_stay_as_they_are(kind):
     base.step()
     before, steps, seen = values(module), base.steps, list(base.seen)
     momentum = [base.state[each]["momentum_buffer"].clone() for each in module.parameters()]
-    assert steps_elements(optimizer)
+    tried(optimizer)
     assert all(map(torch.equal, values(module), before))
     assert (base.steps, base.seen) == (steps, seen)
     assert list(base.state) == list(module.parameters())
@@ -98,7 +102,7 @@ def test_hooks_of_the_users_optimizer_do_not_run(is_wrapped_again, monkeypatch):
     optimizer.register_step_pre_hook(lambda *_: called.append("own"))
     everywhere = register_optimizer_step_pre_hook(lambda *_: called.append("all"))
     try:
-        assert steps_elements(optimizer)
+        tried(optimizer)
     finally:
         everywhere.remove()
     assert not called
@@ -107,8 +111,62 @@ def test_hooks_of_the_users_optimizer_do_not_run(is_wrapped_again, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("lr", [0.1, 0.0, torch.tensor(0.0)], ids=["lr", "zero", "tensor"])
 def test_sees_more_than_elements(dtype, lr):
-    assert not steps_elements(Rows(layer(dtype=dtype).parameters(), lr=lr))
-    assert steps_elements(ByElements(layer(dtype=dtype).parameters(), lr=lr))
+    with pytest.raises(ConfigurationError, match="Rows looks at all elements of a parameter together"):
+        tried(Rows(layer(dtype=dtype).parameters(), lr=lr))
+    tried(ByElements(layer(dtype=dtype).parameters(), lr=lr))
+
+
+class OwnStep(torch.optim.SGD):
+    """Steps each parameter by a method of a subclass."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each.grad is not None:
+                    self.step_one(group, each)
+
+
+class DecaysMatrices(OwnStep):
+    """Decays weights and no biases, by a hundred-thousandth in a step."""
+
+    def step_one(self, group, each):
+        if each.dim() > 1:
+            each.mul_(1 - group["lr"] * 1e-3)
+        each.sub_(each.grad, alpha=group["lr"])
+
+
+class BelowAThreshold(OwnStep):
+    """Takes smaller steps where a gradient's norm is in some range."""
+
+    def step_one(self, group, each):
+        each.sub_(each.grad * (0.1 if 0.01 < each.grad.norm() < 0.9 else 1.0), alpha=group["lr"])
+
+
+@pytest.mark.parametrize("kind", [DecaysMatrices, BelowAThreshold])
+def test_sees_what_changes_little_or_seldom(kind):
+    with pytest.raises(ConfigurationError, match="looks at all elements of a parameter together"):
+        tried(kind(layer().parameters(), lr=1e-2))
+
+
+class TrustsLater(OwnStep):
+    """Goes by the norm of each parameter from the twentieth step on."""
+
+    def step_one(self, group, each):
+        state = self.state[each]
+        state["step"] = state.get("step", 0) + 1
+        ratio = each.norm() / (each.grad.norm() + 1e-6) if state["step"] > 20 else 1.0
+        each.sub_(each.grad * ratio, alpha=group["lr"])
+
+
+def test_sees_what_begins_later_before_that_step():
+    optimizer = TrustsLater(layer().parameters(), lr=1e-2)
+    trial, drawn = tried(optimizer), torch.get_rng_state()
+    for _ in range(15):
+        trial.before_step()
+    with pytest.raises(ConfigurationError, match="TrustsLater looks at all elements of a parameter together"):
+        trial.before_step()
+    assert torch.equal(torch.get_rng_state(), drawn)
 
 
 def test_one_that_keeps_a_list_beside_its_groups_is_refused():
@@ -118,4 +176,4 @@ def test_one_that_keeps_a_list_beside_its_groups_is_refused():
 
     kind = type("Slow", (Lookahead,), {"step": step})
     with pytest.raises(ConfigurationError, match="Slow failed when it was tried on a part of a parameter"):
-        check_elements(kind(ByElements(layer().parameters(), lr=0.1)), "colossalai_zero1")
+        tried(kind(ByElements(layer().parameters(), lr=0.1)))

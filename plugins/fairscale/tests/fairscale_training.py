@@ -2,7 +2,6 @@
 
 import logging
 import os
-from datetime import timedelta
 
 import engine_training
 import torch
@@ -36,7 +35,6 @@ STRATEGIES = {
     "sdp_unused": lambda: sdp(find_unused_parameters=True),
     "oss_checkpointed": lambda: oss(activation_checkpointing=nn.TransformerEncoderLayer),
     "sdp_checkpointed": lambda: sdp(activation_checkpointing=nn.TransformerEncoderLayer),
-    "sdp_soon": lambda: sdp(timeout=timedelta(seconds=4)),
     "ddp": DDPStrategy,
     "ddp_unused": lambda: DDPStrategy(find_unused_parameters=True),
 }
@@ -167,6 +165,18 @@ class OtherOrder(Perceptron):
         named = dict(self.named_parameters())
         first = ["large.weight", "one.weight", "other.weight"]
         return torch.optim.Adam([named[name] for name in [*first, *sorted(set(named) - set(first))]], lr=1e-2)
+
+
+class OtherOrderLater(OtherOrder):
+    """The ranks part in the third step."""
+
+    steps = 0
+
+    def forward(self, x):
+        self.steps += 1
+        if self.steps < 3:
+            return self.body(self.large(torch.tanh(self.other(torch.tanh(self.one(x))))))
+        return super().forward(x)
 
 
 class OtherOwners(OtherOrder):
@@ -321,8 +331,8 @@ class FullySharded(Perceptron):
 
 MODELS = {cls.__name__: cls for cls in (
     Perceptron, Attention, Manual, Toggled, TwoGroups, OwnStep, ManyKinds, Twice, TwiceCheckpointed, Sparse, Unused,
-    OtherOrder, OtherOwners, Alternating, FrozenInTheMiddle, AllFrozenAtTimes, ReplacedMemory, GroupAdded, Clipped,
-    Normed, OwnLBFGS, Coupled, Views, OwnRate, OwnNoise, FullySharded, OwnClipping,
+    OtherOrder, OtherOrderLater, OtherOwners, Alternating, FrozenInTheMiddle, AllFrozenAtTimes,
+    ReplacedMemory, GroupAdded, Clipped, Normed, OwnLBFGS, Coupled, Views, OwnRate, OwnNoise, FullySharded, OwnClipping,
     HookOfTheStep, HookOfALaterStep, HookByHand, Ignoring,
 )}  # fmt: skip
 

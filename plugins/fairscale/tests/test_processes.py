@@ -40,6 +40,13 @@ def test_a_killed_rank_ends_the_job(start, strategy):
     wait_for_end({other})
 
 
+@BOTH
+def test_a_parameter_that_one_rank_leaves_out_in_a_step_is_named(start, strategy):
+    job = start("unused", f"strategy={strategy}", "unused")
+    assert job.ends() == 1
+    assert "rank 1 failed: DistributedError: the parameters 'body.0." in job.said, job.said
+
+
 @ALL
 def test_sigterm_saves_and_the_run_goes_on_from_there(start, strategy):
     whole = start("whole", f"strategy={strategy}").result()

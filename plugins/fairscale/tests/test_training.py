@@ -131,7 +131,8 @@ def test_sparse_gradients_under_oss_equal_ddp(world2):
         ("sdp", "HookOfALaterStep", "ModelError", "Adam has a hook before its step"),
         ("oss", "Ignoring", "ModelError", "each rank is to train 'body.0.weight' of Ignoring by itself"),
         ("sdp", "Ignoring", "ModelError", "each rank is to train 'body.0.weight' of Ignoring by itself"),
-        ("sdp_soon", "OtherOwners", "CollectiveTimeoutError", "reduction of the gradients"),
+        ("sdp", "OtherOwners", "DistributedError", "in another order"),
+        ("sdp", "OtherOrderLater", "DistributedError", "in another order"),
     ],
 )
 def test_refused_by_name(world2, strategy, model, kind, said):

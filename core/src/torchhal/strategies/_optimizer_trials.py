@@ -17,7 +17,7 @@ from torchhal import rng
 from torchhal.accelerators import Accelerator
 from torchhal.errors import ConfigurationError, TorchhalError
 
-STEPS = 3
+_STEPS = 12
 """How many steps an optimizer is tried with at first: some depend on all parameters from their second step on."""
 
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -40,8 +40,25 @@ def check_separable(
     if type(optimizer).__module__.partition(".")[0] == "torch":
         return None
     trial = OptimizerTrial(optimizer, alias, accelerator, device)
-    trial.run(STEPS)
+    trial.run(steps_due(0, 0))
     return trial
+
+
+def steps_due(done: int, tried: int) -> int:
+    """Return how many steps are to be tried now: at set-up some, later twice as many as are done, mostly none.
+
+    Some optimizers begin to look at all parameters, or at whole ones, after a warm-up.
+
+    Args:
+        done: the number of the optimizer's step that comes; 0 at set-up.
+        tried: the number of steps that were tried.
+
+    .. versionadded:: 0.2
+    """
+    if done == 0:
+        return _STEPS
+    is_power_of_two = done & (done - 1) == 0
+    return min(2 * done, MOST_STEPS) - tried if is_power_of_two and tried < min(2 * done, MOST_STEPS) else 0
 
 
 class OptimizerTrial:
@@ -58,19 +75,19 @@ class OptimizerTrial:
         self._copies: list[_SmallCopy] = []
         state = rng.collect(accelerator, device)
         try:
-            for scale, divided in ((1.0, False), (None, False), (1.0, True)):
+            for loud, divided in ((False, False), (True, False), (False, True)):
                 torch.manual_seed(0)
-                self._copies.append(_SmallCopy(optimizer, scale, accelerator, device, divided))
+                self._copies.append(_SmallCopy(optimizer, loud, accelerator, device, divided))
         except Exception as error:
             self._give_up(error)
         finally:
             rng.restore(state, accelerator, device)
 
     def before_step(self) -> None:
-        """Before the second step, the fourth, the eighth, ... try those up to the next of these."""
+        """Try further steps where :func:`steps_due` says so."""
         self.done += 1
-        if 2 * self.done > self.tried and self.tried < MOST_STEPS and self.done & (self.done - 1) == 0:
-            self.run(min(2 * self.done, MOST_STEPS) - self.tried)
+        if steps := steps_due(self.done, self.tried):
+            self.run(steps)
 
     def run(self, steps: int) -> None:
         """Let each take ``steps`` more; raise ConfigurationError if what they train has become another."""
@@ -184,15 +201,18 @@ class OptimizerTrials:
 
 
 class _SmallCopy:
-    """An optimizer, every second one of whose parameters has gradients ``scale`` times as large as they are drawn.
+    """An optimizer over small parameters.
+
+    How large gradients are is another in each step, over some orders of magnitude: some optimizers look at all
+    parameters only where a norm is below a threshold, or above one.
 
     Args:
-        scale: None: as much as their dtype can have without an overflow of their squares.
+        loud: every second parameter has gradients as large as their dtype can have without an overflow of squares.
         divided: it has none of these parameters.
     """
 
     def __init__(
-        self, optimizer: Optimizer, scale: float | None, accelerator: Accelerator, device: torch.device, divided: bool
+        self, optimizer: Optimizer, loud: bool, accelerator: Accelerator, device: torch.device, divided: bool
     ) -> None:
         small = {
             parameter: _small_parameter(parameter, device)
@@ -201,7 +221,7 @@ class _SmallCopy:
         }
         self.optimizer = copy_optimizer(optimizer, small)
         self.parameters = list(small.values())
-        self.scale = scale
+        self.loud = loud
         self.accelerator = accelerator
         self.device = device
         self.drew = False
@@ -213,9 +233,13 @@ class _SmallCopy:
 
     def run(self, steps: int) -> None:
         for _ in range(steps):
+            size = float(torch.rand(()))
             for index, parameter in enumerate(self.parameters):
-                large = self.scale or (1e2 if parameter.dtype is torch.float16 else 1e6)
-                gradient = torch.randn(parameter.shape, dtype=parameter.dtype) * (large if index % 2 else 1.0)
+                is_float16 = parameter.dtype is torch.float16
+                drawn = 10 ** (2 * size - 2 if is_float16 else 5 * size - 4)
+                largest = 1e2 if is_float16 else 1e6
+                scale = largest if index % 2 and self.loud else drawn
+                gradient = torch.randn(parameter.shape, dtype=parameter.dtype) * scale
                 parameter.grad = gradient.to(self.device)
             before = _generators(self.accelerator, self.device)
             step_copy(self.optimizer)

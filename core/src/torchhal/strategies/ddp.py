@@ -248,6 +248,14 @@ class DDPStrategy(DDPState):
         late: list[torch.nn.Parameter] = []
         if self.automatic_optimization and self._trained_others:
             late = self._unfrozen_in_step()
+        passes = 0
+
+        def count(_: torch.Tensor) -> None:
+            nonlocal passes
+            passes += 1
+
+        if "through" in kwargs:  # the module's own backward, which may run several through this graph
+            loss.register_hook(count)  # type: ignore[no-untyped-call]
         try:
             super().backward(loss, *args, **kwargs)
         except RuntimeError as error:
@@ -256,6 +264,11 @@ class DDPStrategy(DDPState):
                 sparse = {weight: name for weight, name in self._sparse.items() if weight in averaged}
                 raise self._unused_sparse(names_of_unused(sparse, loss)) from error
             raise
+        if passes > 1 and isinstance(self.model, DistributedDataParallel) and self.model.require_backward_grad_sync:
+            late = [
+                *self._averaged,
+                *late,
+            ]  # DistributedDataParallel has averaged what the first pass computed, and no more
         if late:
             with self.guard("averaging of the gradients"):
                 collectives.average_gradients(late)

@@ -25,6 +25,7 @@ from torchhal.strategies._optimizer_trials import (
     check_separable,
     copy_optimizer,
     step_copy,
+    steps_due,
 )
 from torchhal.strategies._replica_consistency import find_difference
 from torchhal.strategies.model_checks import check_none_ignored
@@ -40,6 +41,7 @@ __all__ = [
     "find_differing_settings",
     "largest_share",
     "step_copy",
+    "steps_due",
     "with_parameters",
 ]
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from torchhal.accelerators import Accelerator
 from torchhal.errors import ConfigurationError, ModelError
 from torchhal.strategies.model_checks import (
     check_dense_gradients,
@@ -18,9 +19,7 @@ from torchhal.strategies.model_checks import (
 )
 from torchhal.trainer.loops import module_hook
 from torchhal_colossalai._divided_tensors import is_divided
-from torchhal_colossalai._element_trial import steps_elements
-
-_DDP = "use strategy='ddp' or 'colossalai'"
+from torchhal_colossalai._element_trial import DDP, ElementTrial, looks_at_whole_parameters
 
 
 def check_trainable(module: nn.Module, optimizers: Sequence[Optimizer], alias: str, stage: int) -> None:
@@ -35,18 +34,18 @@ def check_trainable(module: nn.Module, optimizers: Sequence[Optimizer], alias: s
     model, named = type(module).__name__, dict(module.named_parameters())
     names = {id(parameter): name for name, parameter in named.items()}
     divides = f"strategy {alias!r} divides the elements of each parameter among the ranks"
-    check_dense_gradients(module, divides, f"set it to False, or {_DDP}")
-    check_disjoint_optimizers(module, optimizers, divides, f"give each to one optimizer, or {_DDP}")
-    check_disjoint_storage(module, f"{divides}, in memory of its own", f"make them one parameter, or {_DDP}")
+    check_dense_gradients(module, divides, f"set it to False, or {DDP}")
+    check_disjoint_optimizers(module, optimizers, divides, f"give each to one optimizer, or {DDP}")
+    check_disjoint_storage(module, f"{divides}, in memory of its own", f"make them one parameter, or {DDP}")
     for optimizer in optimizers:
-        check_no_closure(optimizer, divides, f"{_DDP}, or another optimizer", error=ConfigurationError)
+        check_no_closure(optimizer, divides, f"{DDP}, or another optimizer", error=ConfigurationError)
         check_no_step_pre_hooks(module, optimizer, stage)
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
         for parameter in parameters:
             if parameter.is_complex():
                 raise ModelError(
                     f"{names.get(id(parameter), 'a parameter')!r} of {model} is complex, and Colossal-AI's ZeRO "
-                    f"computes the norm of real gradients: train its real view, or {_DDP}"
+                    f"computes the norm of real gradients: train its real view, or {DDP}"
                 )
         dtypes = {parameter.dtype for parameter in parameters if is_divided(parameter)}
         if len(dtypes) > 1:
@@ -55,9 +54,8 @@ def check_trainable(module: nn.Module, optimizers: Sequence[Optimizer], alias: s
             raise ModelError(
                 f"{names.get(id(other), 'a parameter')!r} of {model} is {other.dtype} and "
                 f"{names.get(id(first), 'a parameter')!r} is {first.dtype}, and Colossal-AI's ZeRO sends the weights "
-                f"of an optimizer in one dtype: convert them, give each dtype an optimizer, or {_DDP}"
+                f"of an optimizer in one dtype: convert them, give each dtype an optimizer, or {DDP}"
             )
-        check_elements(optimizer, alias)
     if stage == 2 and module_hook(module, "configure_gradient_clipping") is not None:
         raise ModelError(
             f"{model}.configure_gradient_clipping would never see a gradient, for at stage 2 each rank has a part of "
@@ -81,26 +79,16 @@ _OF_TORCH = (torch.optim.Adafactor, *((torch.optim.Muon,) if hasattr(torch.optim
 """Optimizers of torch's that look at all elements of a parameter together."""
 
 
-def check_elements(optimizer: Optimizer, alias: str) -> None:
+def check_elements(
+    optimizer: Optimizer, alias: str, accelerator: Accelerator, device: torch.device
+) -> ElementTrial | None:
     """Raise ConfigurationError for an optimizer whose step on one element depends on others of the parameter.
 
-    Those of torch are known; one from elsewhere is tried on tensors of a few elements, as a whole and divided.
+    Those of torch are known; one from elsewhere is tried on tensors of a few elements, as a whole and divided. Returns
+    the object that tries its later steps.
     """
-    name = type(optimizer).__name__
     if isinstance(optimizer, _OF_TORCH):
-        together = True
-    elif type(optimizer).__module__.partition(".")[0] == "torch":
-        return
-    else:
-        try:
-            together = not steps_elements(optimizer)
-        except Exception as error:
-            raise ConfigurationError(
-                f"{name} failed when it was tried on a part of a parameter ({type(error).__name__}: {error}), and "
-                f"strategy {alias!r} divides the elements of each among the ranks: use another optimizer, or {_DDP}"
-            ) from error
-    if together:
-        raise ConfigurationError(
-            f"strategy {alias!r} divides the elements of each parameter among the ranks, and {name} looks at all "
-            f"elements of a parameter together, as by their norm: use another optimizer, strategy='zero1', or {_DDP}"
-        )
+        raise looks_at_whole_parameters(type(optimizer).__name__, alias)
+    if type(optimizer).__module__.partition(".")[0] == "torch":
+        return None
+    return ElementTrial(optimizer, alias, accelerator, device)

@@ -2,35 +2,98 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch.optim import Optimizer
 
-from torchhal.strategies.sharded_optimizers import copy_optimizer, step_copy
+from torchhal import rng
+from torchhal.accelerators import Accelerator
+from torchhal.errors import ConfigurationError
+from torchhal.strategies.sharded_optimizers import copy_optimizer, step_copy, steps_due
 from torchhal_colossalai._divided_tensors import is_divided, is_of
 
-_STEPS = 3
 _ELEMENTS = 8
 
+DDP = "use strategy='ddp' or 'colossalai'"
 
-def steps_elements(optimizer: Optimizer) -> bool:
-    """Return whether a step of ``optimizer`` on the halves of each parameter is that on the whole.
 
-    The caller keeps the states of random-number generators: a step may draw.
+class ElementTrial:
+    """Copies of an optimizer over a few elements of each parameter: as a whole, and as two flat halves.
+
+    Args:
+        optimizer: the user's.
+        alias: of the strategy.
+        accelerator: of this rank, whose random numbers a step may draw.
+        device: of this rank.
     """
-    whole, *halves = (_SmallCopy(optimizer, part) for part in (slice(None), slice(0, 4), slice(4, 8)))
-    generator = torch.Generator().manual_seed(0)
-    scale = torch.tensor([1.0] * 4 + [1e3] * 4)
-    for _ in range(_STEPS):
-        gradients = [torch.randn(_ELEMENTS, generator=generator) * scale for _ in whole.parameters]
-        for each in (whole, *halves):
-            each.step(gradients)
-    for number, parameter in enumerate(whole.parameters):
-        joined = torch.cat([half.parameters[number].detach().flatten() for half in halves])
-        is_half = parameter.dtype in (torch.float16, torch.bfloat16)
-        tolerances = {"rtol": 2e-2, "atol": 1e-2} if is_half else {"rtol": 1e-4, "atol": 1e-6}
-        if not torch.allclose(parameter.detach().flatten(), joined, equal_nan=True, **tolerances):
-            return False
-    return True
+
+    def __init__(self, optimizer: Optimizer, alias: str, accelerator: Accelerator, device: torch.device) -> None:
+        self._name = type(optimizer).__name__
+        self._alias = alias
+        self._accelerator, self._device = accelerator, device
+        self._tried = self._done = 0
+        self._generator = torch.Generator().manual_seed(0)
+        with self._explained():
+            parts = (slice(None), slice(0, 4), slice(4, 8))
+            self._whole, *self._halves = (_SmallCopy(optimizer, part) for part in parts)
+        self._run(steps_due(0, 0))
+
+    def before_step(self) -> None:
+        """Try further steps where they are due.
+
+        Raises:
+            ConfigurationError: a step on the halves of a parameter isn't that on the whole.
+        """
+        self._done += 1
+        if steps := steps_due(self._done, self._tried):
+            self._run(steps)
+
+    def _run(self, steps: int) -> None:
+        with self._explained():
+            for _ in range(steps):
+                # over some orders of magnitude, as a norm may matter from a threshold on
+                size = float(torch.rand((), generator=self._generator))
+                gradients = [self._gradient(each.dtype, size) for each in self._whole.parameters]
+                for each in (self._whole, *self._halves):
+                    each.step(gradients)
+        self._tried += steps
+        if not self._are_alike():
+            raise looks_at_whole_parameters(self._name, self._alias)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Keep the random numbers of the run, and say what an error of the optimizer's means."""
+        generators = rng.collect(self._accelerator, self._device)
+        try:
+            yield
+        except Exception as error:
+            raise ConfigurationError(
+                f"{self._name} failed when it was tried on a part of a parameter ({type(error).__name__}: {error}), "
+                f"and strategy {self._alias!r} divides the elements of each among the ranks: use another optimizer, or "
+                f"{DDP}"
+            ) from error
+        finally:
+            rng.restore(generators, self._accelerator, self._device)
+
+    def _gradient(self, dtype: torch.dtype, size: float) -> torch.Tensor:
+        is_float16 = dtype is torch.float16
+        halves = torch.tensor([1.0] * 4 + [10.0 if is_float16 else 1e3] * 4)
+        scale = 10 ** (size - 1 if is_float16 else 5 * size - 4)
+        return torch.randn(_ELEMENTS, generator=self._generator) * halves * scale
+
+    def _are_alike(self) -> bool:
+        for number, parameter in enumerate(self._whole.parameters):
+            joined = torch.cat([half.parameters[number].detach().flatten() for half in self._halves])
+            is_half = parameter.dtype in (torch.float16, torch.bfloat16)
+            # of float32 a few units in the last place for each step, as vectors and their rest may be rounded apart
+            tolerances = (
+                {"rtol": 2e-2, "atol": 1e-2} if is_half else {"rtol": self._tried * 2e-7, "atol": self._tried * 1e-8}
+            )
+            if not torch.allclose(parameter.detach().flatten(), joined, equal_nan=True, **tolerances):
+                return False
+        return True
 
 
 class _SmallCopy:
@@ -73,3 +136,11 @@ def _small_parameter(parameter: torch.Tensor, part: slice) -> torch.Tensor:
     small = torch.nn.Parameter(values.to(parameter.device), requires_grad=trained and values.is_floating_point())
     vars(small).update(vars(parameter))  # what users mark their parameters with
     return small
+
+
+def looks_at_whole_parameters(name: str, alias: str) -> ConfigurationError:
+    """Return the error for an optimizer that looks at all elements of a parameter together."""
+    return ConfigurationError(
+        f"strategy {alias!r} divides the elements of each parameter among the ranks, and {name} looks at all elements "
+        f"of a parameter together, as by their norm: use another optimizer, strategy='zero1', or {DDP}"
+    )

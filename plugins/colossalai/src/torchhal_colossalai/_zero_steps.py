@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
@@ -14,6 +15,7 @@ from torchhal.strategies.gradient_averaging import GradientAveragingStrategy
 from torchhal.strategies.sharded_optimizers import ShardedOptimizersStrategy, deferred_step_hooks
 from torchhal_colossalai import _compatibility as compatibility
 from torchhal_colossalai._base import ColossalAIStrategy
+from torchhal_colossalai._element_trial import ElementTrial
 from torchhal_colossalai._gradients import GradientReducer
 from torchhal_colossalai._shard_state import divide_state
 from torchhal_colossalai._zero_engine import ZeroEngine
@@ -40,6 +42,8 @@ class ZeroSteps(ColossalAIStrategy, ShardedOptimizersStrategy, GradientAveraging
         self._reducer: GradientReducer | None = None
         self._unscaled: set[int] = set()
         self._lost_state = False
+        self._element_trials: dict[int, ElementTrial] = {}
+        """By the ``id`` of the optimizer."""
 
     def _divide(self, optimizer: Optimizer) -> None:
         """Let Colossal-AI divide the parameters that the optimizer has now."""
@@ -130,6 +134,11 @@ class ZeroSteps(ColossalAIStrategy, ShardedOptimizersStrategy, GradientAveraging
         return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device=self.root_device)
 
     # -- the step --------------------------------------------------------------------------------------------
+
+    def before_step(self, optimizer: Optimizer, *, with_closure: bool = False) -> AbstractContextManager[None]:
+        if (trial := self._element_trials.get(id(optimizer))) is not None:
+            trial.before_step()
+        return super().before_step(optimizer, with_closure=with_closure)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
         if optimizer not in self.engines:

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import torch
 from torch.optim import Optimizer
 
-from torchhal import rng
 from torchhal.errors import CheckpointError
 from torchhal.memory_estimate import MemoryEstimate, ModelMemory
 from torchhal_colossalai import _compatibility as compatibility
@@ -49,11 +48,11 @@ class ColossalAIZeroStrategy(ZeroSteps):
 
     def check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         assert self.module is not None
-        generators = rng.collect(self.accelerator, self.root_device)
-        try:
-            compatibility.check_trainable(self.module, optimizers, self.display_name, self.stage)
-        finally:  # an optimizer that is tried may draw
-            rng.restore(generators, self.accelerator, self.root_device)
+        compatibility.check_trainable(self.module, optimizers, self.display_name, self.stage)
+        for each in optimizers:
+            trial = compatibility.check_elements(each, self.display_name, self.accelerator, self.root_device)
+            if trial is not None:
+                self._element_trials[id(each)] = trial
 
     def restore_module(self) -> None:
         super().restore_module()
@@ -75,6 +74,7 @@ class ColossalAIZeroStrategy(ZeroSteps):
             self._reducer.release()
         self.engines, self.boosted_module, self._reducer = {}, None, None
         self._unscaled.clear()
+        self._element_trials.clear()
 
     # -- state -----------------------------------------------------------------------------------------------
 

@@ -24,6 +24,10 @@ class GradientReduction:
     It is made without buckets: their gradients are views of them, which ``optimizer.zero_grad()`` drops, and then zeros
     are reduced in silence. Broadcasting of buffers and looking for frozen parameters are the strategy's.
 
+    What ranks send at the same time is added up, whatever it is, so they compare in which order backward has reached
+    the parameters. The first backward sends nothing until then, for a mistake in the model is mostly there in it. Later
+    ones send while they run.
+
     Args:
         model: the module, or the precision's wrapper of it.
         parts: the OSS objects of all optimizers.
@@ -61,6 +65,9 @@ class GradientReduction:
         self._seen: set[int] = set()
         self._order: list[int] = []
         """The parameters whose gradients were accumulated in this backward, in their order."""
+        self._is_first = True
+        """True until a backward has reached all parameters in one order on all ranks."""
+        self._notes_order = False
         self._hooks: list[Any] = []
         self._trained: list[bool] = []
         self.refresh()
@@ -87,6 +94,7 @@ class GradientReduction:
         self.wrapper.training = True  # in eval mode, of the model or the wrapper alone, it would reduce nothing
         self.wrapper._grad_to_be_reduced = []  # those of an accumulation wait there, of which it would warn
         self.wrapper.refresh_trainable()
+        self._is_first = True
         self._remove_hooks()
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._accumulated(index))
@@ -109,7 +117,7 @@ class GradientReduction:
 
     def _accumulated(self, index: int) -> Callable[[torch.Tensor], None]:
         def note(_: torch.Tensor) -> None:
-            if self.is_paused or self._finds_unused:
+            if not self._notes_order:
                 return
             if index in self._seen:
                 raise DistributedError(
@@ -139,26 +147,48 @@ class GradientReduction:
         if self.is_paused:
             run()
             return False
-        if self._finds_unused:
-            self.is_paused = True
-            try:
-                run()
-            finally:
-                self.is_paused = False
-            self.reduce()
-            return True
+        self._notes_order = not self._finds_unused
+        try:
+            if self._finds_unused or self._is_first:
+                self._send_after(run)
+            else:
+                self._send_during(run)
+        finally:
+            self._notes_order = False
+        return True
+
+    def _send_after(self, run: Callable[[], None]) -> None:
+        self.is_paused = True
+        try:
+            run()
+        finally:
+            self.is_paused = False
+        if not self._finds_unused:
+            self._check_all_there()
+            self._check_order()
+            self._is_first = False
+        self.reduce()
+
+    def _send_during(self, run: Callable[[], None]) -> None:
         # Each gradient is sent once after a forward, and this may be another backward of the same one.
         self.wrapper.training = True
         self.wrapper._clear_counters()
-        run()
-        # A checkpointed layer's backward runs inside of this one, and then nothing waits for gradients sent after it.
+        # It would wait when backward ends, for ever where a parameter of another rank has no gradient here; and where a
+        # checkpointed layer's backward, which runs inside of this one, ends, but not for what is sent after that.
+        vars(self.wrapper)["_flush_reduce_calls"] = _nothing
+        try:
+            run()
+        finally:
+            del vars(self.wrapper)["_flush_reduce_calls"]
+        self._check_all_there()
         self.wrapper._flush_reduce_calls()
+        self._check_order()
+
+    def _check_all_there(self) -> None:
         trained = len(self.wrapper._trainable_params)
         if len(self._order) < trained:
             missing = [index for index in range(trained) if index not in self._seen]
             raise self._explain_unused(list(map(self._name, missing)))
-        self._check_order()
-        return True
 
     def _check_order(self) -> None:
         """Raise on every rank if some have sent their gradients in another order: other gradients were added up."""
@@ -186,3 +216,6 @@ class GradientReduction:
         if any(anywhere):
             self.wrapper._grad_to_be_reduced = anywhere
             self.wrapper.reduce()
+
+
+def _nothing() -> None: ...
