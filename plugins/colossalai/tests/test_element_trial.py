@@ -143,10 +143,18 @@ class BelowAThreshold(OwnStep):
         each.sub_(each.grad * (0.1 if 0.01 < each.grad.norm() < 0.9 else 1.0), alpha=group["lr"])
 
 
-@pytest.mark.parametrize("kind", [DecaysMatrices, BelowAThreshold])
+class ByFanIn(OwnStep):
+    """Divides the learning rate by the length of the last dimension, as of whole matrices."""
+
+    def step_one(self, group, each):
+        if each.dim():
+            each.sub_(each.grad, alpha=group["lr"] / each.shape[-1])
+
+
+@pytest.mark.parametrize("kind", [DecaysMatrices, BelowAThreshold, ByFanIn])
 def test_sees_what_changes_little_or_seldom(kind):
     with pytest.raises(ConfigurationError, match="looks at all elements of a parameter together"):
-        tried(kind(layer().parameters(), lr=1e-2))
+        tried(kind((each for each in layer().parameters() if each.dim() != 1), lr=1e-2))
 
 
 class TrustsLater(OwnStep):

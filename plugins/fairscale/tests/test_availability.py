@@ -4,6 +4,7 @@ import sys
 from importlib import metadata
 
 import pytest
+from torch import nn
 
 from torchhal.accelerators import CPUAccelerator
 from torchhal.errors import ConfigurationError
@@ -71,6 +72,8 @@ def test_a_package_that_does_not_import(version, monkeypatch, tmp_path):
     [
         (FairscaleSDPStrategy, {"find_unused_parameters": 1}, "must be a bool"),
         (FairscaleOSSStrategy, {"activation_checkpointing": "Linear"}, "must be a class of layers"),
+        (FairscaleOSSStrategy, {"activation_checkpointing": nn.Linear(1, 1)}, "must be a class of layers"),
+        (FairscaleOSSStrategy, {"activation_checkpointing": nn.Sequential(nn.Linear(1, 1))}, "must be a class of"),
         (FairscalePipeStrategy, {"checkpoint": "sometimes"}, "must be one of always"),
         (FairscalePipeStrategy, {"chunks": 0}, "at least 1"),
         (FairscalePipeStrategy, {"balance": [1, 0]}, "at least 1 each"),

@@ -14,7 +14,9 @@ from torchhal.errors import ConfigurationError
 from torchhal.strategies.sharded_optimizers import copy_optimizer, step_copy, steps_due
 from torchhal_colossalai._divided_tensors import is_divided, is_of
 
-_ELEMENTS = 8
+_ELEMENTS = 12
+"""Of a parameter in a trial: no dimension of the whole is as long as one of its halves."""
+_HALF = _ELEMENTS // 2
 
 DDP = "use strategy='ddp' or 'colossalai'"
 
@@ -36,7 +38,7 @@ class ElementTrial:
         self._tried = self._done = 0
         self._generator = torch.Generator().manual_seed(0)
         with self._explained():
-            parts = (slice(None), slice(0, 4), slice(4, 8))
+            parts = (slice(None), slice(0, _HALF), slice(_HALF, _ELEMENTS))
             self._whole, *self._halves = (_SmallCopy(optimizer, part) for part in parts)
         self._run(steps_due(0, 0))
 
@@ -79,7 +81,7 @@ class ElementTrial:
 
     def _gradient(self, dtype: torch.dtype, size: float) -> torch.Tensor:
         is_float16 = dtype is torch.float16
-        halves = torch.tensor([1.0] * 4 + [10.0 if is_float16 else 1e3] * 4)
+        halves = torch.tensor([1.0] * _HALF + [10.0 if is_float16 else 1e3] * _HALF)
         scale = 10 ** (size - 1 if is_float16 else 5 * size - 4)
         return torch.randn(_ELEMENTS, generator=self._generator) * halves * scale
 
@@ -125,13 +127,13 @@ def _is_tried(parameter: torch.Tensor) -> bool:
 
 
 def _small_parameter(parameter: torch.Tensor, part: slice) -> torch.Tensor:
-    """Return a parameter of eight elements and as many dimensions, or a flat one of a part of them."""
+    """Return a parameter of twelve elements and as many dimensions, or a flat one of a part of them."""
     if not _is_tried(parameter):  # left without a gradient
         values = torch.zeros([min(size, 1) for size in parameter.shape], dtype=parameter.dtype)
     else:
         values = torch.randn(_ELEMENTS, generator=torch.Generator().manual_seed(1))[part].to(parameter.dtype)
         if part == slice(None):
-            values = values.view({1: (8,), 2: (2, 4)}.get(parameter.dim(), (2, 2, 2, *[1] * (parameter.dim() - 3))))
+            values = values.view({1: (12,), 2: (3, 4)}.get(parameter.dim(), (2, 3, 2, *[1] * (parameter.dim() - 3))))
     trained = parameter.requires_grad or _is_tried(parameter)
     small = torch.nn.Parameter(values.to(parameter.device), requires_grad=trained and values.is_floating_point())
     vars(small).update(vars(parameter))  # what users mark their parameters with

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,7 +25,7 @@ class ActivationCheckpointing:
     """
 
     def __init__(self, classes: Any) -> None:
-        several: tuple[Any, ...] = (classes,) if inspect.isclass(classes) else tuple(classes)
+        several: tuple[Any, ...] = tuple(classes) if isinstance(classes, Iterable) else (classes,)
         for each in several:
             if not (inspect.isclass(each) and issubclass(each, nn.Module)):
                 raise ConfigurationError(
